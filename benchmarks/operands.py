@@ -1,0 +1,38 @@
+"""Operands of random normal data, and float64 arithmetic over the quantized values."""
+
+import torch
+
+from fp8moe import FP8Tensor, quantize_1x128, quantize_128x128
+
+BLOCK = 128
+
+
+def activation(m: int, k: int, *, device: str = "cuda") -> FP8Tensor:
+    """A random bfloat16 (m, k) activation, quantized in blocks of 1x128."""
+    return quantize_1x128(torch.randn(m, k, device=device, dtype=torch.bfloat16))
+
+
+def weight(n: int, k: int, *, device: str = "cuda") -> FP8Tensor:
+    """A random bfloat16 (n, k) weight, quantized in blocks of 128x128."""
+    return quantize_128x128(torch.randn(n, k, device=device, dtype=torch.bfloat16))
+
+
+def exact(tensor: FP8Tensor) -> torch.Tensor:
+    """The float64 values that a quantized (rows, k) tensor stands for; rows of a block share its scale."""
+    data, scale = tensor
+    rows_per_block = 1 if scale.shape[0] == data.shape[0] else BLOCK
+    scale = scale.double().repeat_interleave(rows_per_block, 0)[: data.shape[0]]
+    return data.double() * scale.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of `expected`, in float64."""
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def rounded_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """`relative_error` against `expected` rounded once to the dtype of `actual`.
+
+    Rounding normal data to bfloat16 costs 1.66e-3 by itself, which would hide the error of the computation.
+    """
+    return relative_error(actual, expected.to(actual.dtype).double())

@@ -1,0 +1,51 @@
+"""Times of other libraries on an H200, stored in `h200.json` with the method that measured them."""
+
+import functools
+import json
+from pathlib import Path
+
+PATH = Path(__file__).with_name("h200.json")
+
+# (n, k) of the linears of DeepSeek-V3.
+DENSE_SHAPES = (
+    (2112, 7168),
+    (576, 7168),
+    (24576, 1536),
+    (32768, 512),
+    (7168, 16384),
+    (4096, 7168),
+    (7168, 2048),
+)
+DENSE_M = (1, 16, 64, 128, 512, 4096)
+
+
+@functools.cache
+def load() -> dict:
+    """The stored file: `meta` (machine, versions, method, ceilings) and `rows`, one measurement each."""
+    return json.loads(PATH.read_text())
+
+
+def copy_tbps() -> float:
+    """Bandwidth of a large device copy in TB/s, bytes read plus bytes written."""
+    return load()["meta"]["copy_TBps"]
+
+
+def dense(impl: str, field: str = "us") -> dict[tuple[int, int, int], float]:
+    """`field` (microseconds by default) of one library's dense GEMM by (m, n, k), where it was measured.
+
+    `impl` is "deep_gemm", "cublas_block" (one scale per 128x128 or 1x128 block) or "torch_bf16"; `field` may also be
+    "host_us", the CPU time of one call.
+    """
+    rows = (row for row in load()["rows"] if row["op"] == "dense" and row["impl"] == impl)
+    return {(row["m"], row["n"], row["k"]): row[field] for row in rows if field in row}
+
+
+def stream_floor() -> dict[tuple[int, int], float]:
+    """The least time in microseconds in which a kernel can read an (n, k) FP8 weight, by (n, k)."""
+    return {(row["n"], row["k"]): row["us"] for row in load()["rows"] if row["op"] == "stream_floor"}
+
+
+def first_call_seconds() -> float:
+    """Seconds of DeepGEMM's first call of a new kernel, compilation through nvcc included."""
+    (seconds,) = (row["seconds"] for row in load()["rows"] if row["op"] == "first call, JIT included")
+    return seconds

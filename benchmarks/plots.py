@@ -1,0 +1,144 @@
+"""Pictures of the results: `python -m benchmarks.plots [--results DIR | FILE] [--out DIR]`.
+
+Reads `gemm.json` and `quantize.json` from a directory that the benchmarks wrote, or both from a validation file.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
+
+from benchmarks import peers  # noqa: E402
+from benchmarks.report import geomean  # noqa: E402
+
+# Colours of Okabe and Ito, told apart by every kind of colour vision.
+OURS, DEEP_GEMM, CUBLAS, FLOOR = "#0072B2", "#A6A6A6", "#E69F00", "#000000"
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "figure.dpi": 150,
+}
+
+
+def load(results: Path, name: str) -> list[dict]:
+    """Rows of one benchmark from a directory of results or from a validation file."""
+    if results.is_dir():
+        return json.loads((results / f"{name}.json").read_text())["rows"]
+    return json.loads(results.read_text())["benchmarks"][name]["rows"]
+
+
+def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """Horizontal bars of time for each shape of one m; ours carries its time and its ratio to DeepGEMM."""
+    (m,) = {row["m"] for row in rows}
+    deep_gemm, cublas, floors = peers.dense("deep_gemm"), peers.dense("cublas_block"), peers.stream_floor()
+    series = [(deep_gemm, DEEP_GEMM), (cublas, CUBLAS)]
+    series = [(times, colour) for times, colour in series if any((m, row["n"], row["k"]) in times for row in rows)]
+    height = 0.84 / (len(series) + 1)
+    right = 0.0
+    for position, row in enumerate(rows):
+        n, k, us = row["n"], row["k"], row["us"]
+        bars = [(times[m, n, k], colour) for times, colour in series if (m, n, k) in times] + [(us, OURS)]
+        for index, (time, colour) in enumerate(bars):
+            axes.barh(position + (index - (len(bars) - 1) / 2) * height, time, 0.92 * height, color=colour)
+        ours = position + (len(bars) - 1) / 2 * height
+        end = us
+        if row["over_floor"]:
+            axes.plot([floors[n, k]] * 2, [ours - height / 2, ours + height / 2], color=FLOOR, linewidth=1.6)
+            end = max(us, floors[n, k])
+        text = f"{us:.{0 if us >= 100 else 1}f}" + (f"   {row['vs_deep_gemm']:.2f}×" if row["vs_deep_gemm"] else "")
+        axes.annotate(text, (end, ours), (4, -0.5), textcoords="offset points", va="center", color=OURS, size=7.5)
+        right = max(right, 1.22 * us, *(time for time, _ in bars))
+    axes.set_xlim(0, 1.03 * right)
+    axes.set_yticks(range(len(rows)), [f"{row['n']} × {row['k']}" for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    ratios = [row["vs_deep_gemm"] for row in rows if row["vs_deep_gemm"]]
+    axes.set_title(f"m = {m}" + (f"   (geomean {geomean(ratios):.2f}× DeepGEMM)" if ratios else ""))
+    axes.set_xlabel("GPU time, µs (less is better)")
+
+
+def draw_gemm(rows: Sequence[dict], path: Path) -> None:
+    """One panel for each m: times of fp8moe and of the stored peers, and the time of reading the weight."""
+    sizes = list(dict.fromkeys(row["m"] for row in rows))
+    columns = min(3, len(sizes))
+    lines = -(-len(sizes) // columns)
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(lines, columns, figsize=(4.4 * columns, 4.6 * lines), squeeze=False)
+        for axes, m in zip(grid.flat, sizes, strict=False):
+            _gemm_panel(axes, [row for row in rows if row["m"] == m])
+        for axes in grid.flat[len(sizes) :]:
+            axes.set_visible(False)
+        for line in grid:
+            line[0].set_ylabel("n × k")
+        legend = [
+            Patch(color=OURS, label="fp8moe (µs, and how many times faster than DeepGEMM)"),
+            Patch(color=DEEP_GEMM, label="DeepGEMM"),
+            Patch(color=CUBLAS, label="cuBLAS, block-scaled"),
+            Line2D([], [], color=FLOOR, label="reading the weight alone", linewidth=1.6),
+        ]
+        figure.suptitle("Dense FP8 GEMM on an H200, cold L2", x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.legend(handles=legend, loc="upper right", ncols=4, frameon=False)
+        figure.tight_layout(rect=(0, 0, 1, 0.975))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def draw_quantize(rows: Sequence[dict], path: Path) -> None:
+    """Bandwidth of the large cases against a copy, and the time of the small ones."""
+    large = [row for row in rows if row["m"] > 64]
+    small = [row for row in rows if row["m"] <= 64 and row["op"] == "quantize_1x128"]
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.2), width_ratios=(3, 2))
+        labels = [f"{row['op'].removeprefix('quantize_')}  ({row['m']}, {row['k']})" for row in large]
+        values = [row["gbps"] / 1e3 for row in large]
+        left.barh(range(len(large)), values, 0.62, color=OURS)
+        for position, (value, row) in enumerate(zip(values, large, strict=True)):
+            text = f"{value:.2f} TB/s, {100 * row['of_copy']:.0f}%"
+            left.annotate(text, (0, position), (5, 0), textcoords="offset points", va="center", color="white")
+        copy = peers.copy_tbps()
+        left.axvline(copy, color=FLOOR, linewidth=1.6)
+        left.annotate(f"copy {copy:.2f}", (copy, -0.5), (-4, 2), textcoords="offset points", ha="right", va="bottom")
+        left.set_yticks(range(len(large)), labels)
+        left.set_ylim(len(large) - 0.5, -0.9)
+        left.tick_params(axis="y", length=0)
+        left.set_xlabel("bytes read and written, TB/s (more is better)")
+        left.set_title("Quantization of bfloat16 on an H200")
+        right.plot([row["m"] for row in small], [row["us"] for row in small], "o-", color=OURS)
+        for row in small:
+            offset, where = (0, 7), (row["m"], row["us"])
+            right.annotate(f"{row['us']:.2f}", where, offset, textcoords="offset points", ha="center", color=OURS)
+        right.set_xscale("log", base=2)
+        right.set_xticks([row["m"] for row in small], [str(row["m"]) for row in small])
+        right.margins(x=0.08)
+        right.set_ylim(0, 1.3 * max(row["us"] for row in small))
+        right.set_xlabel("rows")
+        right.set_ylabel("GPU time, µs")
+        right.set_title(f"1x128 of (rows, {small[0]['k']})")
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="draw the benchmark results")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), metavar="DIR|FILE")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="DIR")
+    args = parser.parse_args(argv)
+    draw_gemm(load(args.results, "gemm"), args.out / "gemm.png")
+    draw_quantize(load(args.results, "quantize"), args.out / "quantize.png")
+
+
+if __name__ == "__main__":
+    main()

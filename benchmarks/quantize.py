@@ -1,0 +1,88 @@
+"""Quantization against the bandwidth of a copy: `python -m benchmarks.quantize [--out DIR]`.
+
+Times quantize_1x128 and quantize_128x128 of bfloat16, counts the bytes read and written, and compares with the copy
+bandwidth stored with the peers.
+"""
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import fp8moe
+from benchmarks import device, operands, peers, timing
+from benchmarks.report import Bar, format_bars, format_table, write_json
+
+K = 7168
+SMALL_M = (1, 2, 4, 8, 16, 32, 64)
+LARGE_M = (4096, 65536)
+# E4M3 keeps 3 bits of mantissa: normal data quantized in blocks measures about 2.6e-2.
+MAX_ERROR = 4e-2
+COLUMNS = ("op", "m", "k", "us", "gbps", "of_copy")
+
+
+def bytes_moved(op: str, m: int, k: int) -> int:
+    """Bytes of one call: bfloat16 read once, FP8 data and float32 scales written once."""
+    row_blocks = m if op == "quantize_1x128" else -(-m // 128)
+    return 2 * m * k + m * k + 4 * row_blocks * -(-k // 128)
+
+
+def make_row(op: str, m: int, k: int, us: float, mean_us: float) -> dict:
+    """One measurement; `of_copy` is its bandwidth over that of a copy."""
+    gbps = bytes_moved(op, m, k) / us / 1e3
+    return {
+        "op": op,
+        "m": m,
+        "k": k,
+        "us": us,
+        "mean_us": mean_us,
+        "gbps": gbps,
+        "of_copy": gbps / 1e3 / peers.copy_tbps(),
+    }
+
+
+def bars(rows: Sequence[dict]) -> list[Bar]:
+    """The bars on the given rows."""
+    found = []
+    limits = {65536: (0.85, 0.92), 4096: (0.60, 0.72)}
+    for row in rows:
+        if row["m"] in limits:
+            limit, aim = limits[row["m"]]
+            name = f"{row['op']} ({row['m']}, {row['k']}), share of the copy bandwidth"
+            found.append(Bar(name, row["of_copy"], limit, aim, at_least=True))
+    if small := [row["us"] for row in rows if row["op"] == "quantize_1x128" and row["m"] in SMALL_M]:
+        found.append(Bar(f"quantize_1x128 (1..64, {K}), slowest", max(small), 3.0, 2.0, unit="us"))
+    return found
+
+
+def run() -> dict:
+    """Checks and times every case; {"gpu", "rows", "bars"}. RuntimeError if a result is wrong."""
+    gpu = device.require_hopper()
+    torch.manual_seed(0)
+    cases = [("quantize_1x128", m) for m in SMALL_M + LARGE_M] + [("quantize_128x128", m) for m in LARGE_M]
+    inputs = {m: torch.randn(m, K, device="cuda", dtype=torch.bfloat16) for m in SMALL_M + LARGE_M}
+    calls = [partial(getattr(fp8moe, op), inputs[m]) for op, m in cases]
+    for (op, m), call in zip(cases, calls, strict=True):
+        error = operands.relative_error(operands.exact(call()), inputs[m].double())
+        if not error <= MAX_ERROR:
+            raise RuntimeError(f"{op} ({m}, {K}): relative error {error:.2e}, must be <= {MAX_ERROR}")
+    rows = [
+        make_row(op, m, K, timed.median_us, timed.mean_us)
+        for (op, m), timed in zip(cases, timing.measure(calls), strict=True)
+    ]
+    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantize", description="quantization against a copy")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
+    args = parser.parse_args(argv)
+    result = run()
+    write_json(args.out / "quantize.json", result)
+    print(format_table(result["rows"], COLUMNS), format_bars(result["bars"]), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What every benchmark reports: means, bars, tables and JSON files."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A number that must be at least (`at_least`) or at most `limit`; `aim` is what the project strives for."""
+
+    name: str
+    value: float
+    limit: float
+    aim: float | None = None
+    at_least: bool = False
+    unit: str = ""
+
+    @property
+    def passed(self) -> bool:
+        # Written so that NaN never passes.
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def as_dict(self) -> dict:
+        """The fields and `passed`, for JSON."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def geomean(values: Iterable[float]) -> float:
+    """Geometric mean of positive numbers; ValueError if there are none or one is not positive."""
+    values = list(values)
+    if not values or min(values) <= 0:
+        raise ValueError(f"geomean needs positive numbers, got {values}")
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def format_value(value: object) -> str:
+    """A table cell: three to four significant digits, "-" for None."""
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    if value != 0 and abs(value) < 0.01:
+        return f"{value:.1e}"
+    return f"{value:.{0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2}f}"
+
+
+def format_table(rows: Sequence[dict], columns: Sequence[str]) -> str:
+    """The given columns of the rows as aligned text, numbers to the right."""
+    cells = [list(columns)] + [[format_value(row.get(column)) for column in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [all(not isinstance(row.get(column), str) for row in rows) for column in columns]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in cells
+    )
+
+
+def format_bars(bars: Sequence[dict]) -> str:
+    """A table of bars as `Bar.as_dict` gives them."""
+    rows = [
+        {
+            "bar": bar["name"],
+            "value": bar["value"],
+            "need": f"{'>=' if bar['at_least'] else '<='} {bar['limit']:g} {bar['unit']}".rstrip(),
+            "aim": "-" if bar["aim"] is None else f"{bar['aim']:g}",
+            "": "pass" if bar["passed"] else "MISS",
+        }
+        for bar in bars
+    ]
+    return format_table(rows, ("bar", "value", "need", "aim", "")) if rows else "no bar applies to these rows"
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Writes `content` pretty-printed, making the directory if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")

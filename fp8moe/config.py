@@ -1,0 +1,106 @@
+"""Every environment variable that fp8moe reads, in one place.
+
+| variable              | values                | meaning                                                        |
+| --------------------- | --------------------- | -------------------------------------------------------------- |
+| FP8MOE_BACKEND        | auto, cuda, reference | where ops run; auto takes the kernels on an sm_90 GPU          |
+| FP8MOE_CACHE_DIR      | a directory           | compiled kernels and converted models; default ~/.cache/fp8moe |
+| FP8MOE_NUM_SMS        | an integer >= 1       | upper limit on the SMs that a kernel occupies                  |
+| FP8MOE_PRINT_CONFIGS  | 0, 1                  | print the configuration chosen for each new shape              |
+| FP8MOE_PRINT_COMPILER | 0, 1                  | print the compiler's log (compiles even if a cubin is cached)  |
+| FP8MOE_DUMP_DIR       | a directory           | write source, PTX, cubin and SASS of each kernel there         |
+| FP8MOE_COMPILER       | nvrtc, nvcc           | which compiler builds the kernels                              |
+
+A variable that is set to the empty string counts as unset.
+"""
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values of the FP8MOE_* variables; see the table at the top of this module."""
+
+    backend: str
+    cache_dir: Path
+    num_sms: int | None
+    print_configs: bool
+    print_compiler: bool
+    dump_dir: Path | None
+    compiler: str
+
+
+def _get(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def _choice(name: str, allowed: tuple[str, ...]) -> str:
+    """One of `allowed`, in any case; the first is the default."""
+    value = _get(name).lower() or allowed[0]
+    if value not in allowed:
+        raise ValueError(f"{name} is {_get(name)!r}; it must be one of {', '.join(allowed)}")
+    return value
+
+
+def _flag(name: str) -> bool:
+    value = _get(name).lower() or "0"
+    if value not in _TRUE + _FALSE:
+        raise ValueError(f"{name} is {_get(name)!r}; it must be one of {', '.join(_TRUE + _FALSE)}")
+    return value in _TRUE
+
+
+def _count(name: str) -> int | None:
+    value = _get(name)
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"{name} is {value!r}; it must be an integer >= 1")
+    return int(value)
+
+
+def _path(name: str) -> Path | None:
+    value = _get(name)
+    return Path(os.path.expanduser(value)).absolute() if value else None
+
+
+def _default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/fp8moe`, `~/.cache/fp8moe`, or a directory of this user's where there is no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification: a relative path is to be ignored
+        base = os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):
+        return Path(tempfile.gettempdir()) / f"fp8moe-{os.getuid()}"
+    return Path(base) / "fp8moe"
+
+
+def _read() -> Settings:
+    return Settings(
+        backend=_choice("FP8MOE_BACKEND", ("auto", "cuda", "reference")),
+        cache_dir=_path("FP8MOE_CACHE_DIR") or _default_cache_dir(),
+        num_sms=_count("FP8MOE_NUM_SMS"),
+        print_configs=_flag("FP8MOE_PRINT_CONFIGS"),
+        print_compiler=_flag("FP8MOE_PRINT_COMPILER"),
+        dump_dir=_path("FP8MOE_DUMP_DIR"),
+        compiler=_choice("FP8MOE_COMPILER", ("nvrtc", "nvcc")),
+    )
+
+
+settings = _read()
+
+
+def reload() -> Settings:
+    """Read the environment again and replace `config.settings`.
+
+    Kernels that are already loaded and launch plans that are already built stay as they are.
+
+    Raises:
+        ValueError: a variable has a value that is not allowed; the message names both.
+    """
+    global settings
+    settings = _read()
+    return settings

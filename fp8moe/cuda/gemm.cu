@@ -1,0 +1,463 @@
+// Dense FP8 GEMM for Hopper: out[m, n] = sum_b a_scale[m, b] * b_scale[n / 128, b] * sum_{k in block b} a[m, k] * b[n, k].
+//
+//   a (M, K) e4m3, a_scale (M, ceil(K / 128)) float32 stored MN-major      activations
+//   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32          weights
+//
+// One block computes a BLOCK_M x BLOCK_N tile. Roles:
+//   warp 0 of the producer group   TMA loads of a, b and a_scale into a ring of STAGES stages
+//   warp 1 of the producer group   cp.async of b_scale into the same stages
+//   WARPGROUPS math warpgroups     wgmma over one 128-deep block into `partial`, then sum += scales * partial in
+//                                  float32: the tensor cores keep about 14 bits while they sum FP8 products
+//                                  (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)
+//
+// SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
+// Blocks of a cluster share loads (CLUSTER_M blocks with the same weights, CLUSTER_N with the same tokens, both by
+// multicast) or share K (SPLIT_K blocks, whose partial tiles meet in distributed shared memory and are summed in rank
+// order, so that the result never depends on timing).
+//
+// Compile-time constants come from kernels/gemm_cuda.py, as does wgmma() for the chosen width.
+
+#include "ptx.cuh"
+
+constexpr int TILE_K = 128;
+constexpr int K_BLOCKS = ceil_div(K, TILE_K);
+constexpr int SCALE_ROWS = ceil_div(N, 128);
+
+constexpr int ROWS = SWAP ? BLOCK_N : BLOCK_M;  // the 64-row side of wgmma
+constexpr int COLUMNS = SWAP ? BLOCK_M : BLOCK_N;
+constexpr int WAVES = ROWS / (64 * WARPGROUPS);  // 64-row slabs of one warpgroup
+constexpr int ACCUMULATORS = COLUMNS / 2;        // registers of one slab
+constexpr int MATH_WARPS = 4 * WARPGROUPS;
+constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
+
+// Every GRANULE columns of b, from the start of a tile, share one weight scale.
+constexpr int GRANULE = (BLOCK_N & -BLOCK_N) < 128 ? (BLOCK_N & -BLOCK_N) : 128;
+constexpr int GRANULES = BLOCK_N / GRANULE;
+
+constexpr int CLUSTER = CLUSTER_M * CLUSTER_N * SPLIT_K;
+constexpr int SHARERS = CLUSTER_M + CLUSTER_N - 1;  // blocks that a multicast from this one, or to it, can touch
+constexpr bool REDUCE = SWAP || SPLIT_K > 1;         // the epilogue goes through the reduction buffer
+
+// Shared memory. Tiles come first: a 128-byte swizzle wants them 1024-byte aligned.
+constexpr int A_BYTES = BLOCK_M * TILE_K;
+constexpr int B_BYTES = BLOCK_N * TILE_K;
+constexpr int A_SCALE_BYTES = BLOCK_M * 4;
+constexpr int A_SCALE_PITCH = round_up(A_SCALE_BYTES, 128);
+constexpr int B_SCALE_PITCH = round_up(GRANULES * 4, 16);
+constexpr int STAGE_TX = A_BYTES + B_BYTES + A_SCALE_BYTES;
+
+static_assert(SPLIT_K == 1 || BLOCK_M * (BLOCK_N + 8) * 4 <= STAGES * (A_BYTES + B_BYTES), "a partial tile takes the place of the ring");
+
+constexpr int SLICE_M = BLOCK_M / SPLIT_K;           // tokens that one block of a split sums and stores
+constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // floats; keeps the scattered writes off each other's banks
+
+constexpr int A_OFFSET = 0;
+constexpr int B_OFFSET = A_OFFSET + STAGES * A_BYTES;
+constexpr int EPILOGUE_OFFSET = B_OFFSET + STAGES * B_BYTES;
+constexpr int EPILOGUE_BYTES = REDUCE ? BLOCK_M * SUM_PITCH * 4 : OUT_FLOAT32 ? 0 : MATH_WARPS * 16 * 128;
+constexpr int A_SCALE_OFFSET = EPILOGUE_OFFSET + EPILOGUE_BYTES;
+constexpr int B_SCALE_OFFSET = A_SCALE_OFFSET + STAGES * A_SCALE_PITCH;
+constexpr int FULL_OFFSET = B_SCALE_OFFSET + STAGES * B_SCALE_PITCH;
+constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
+constexpr int SUMS_OFFSET = EMPTY_OFFSET + STAGES * 8;
+constexpr int SHARED_BYTES = SUMS_OFFSET + 8;
+
+static_assert(SHARED_BYTES + 1024 <= SHARED_LIMIT, "gemm_config.py and this file disagree about shared memory");
+static_assert(ROWS % (64 * WARPGROUPS) == 0 && COLUMNS <= 256);
+static_assert(COLUMNS % (SWAP ? 8 : 16) == 0, "stmatrix stores 16 columns at a time");
+static_assert(BLOCK_M % (8 * CLUSTER_N) == 0 && BLOCK_N % (8 * CLUSTER_M) == 0, "a multicast slice is whole swizzle rows");
+static_assert(BLOCK_M % SPLIT_K == 0 && SPLIT_K <= K_BLOCKS);
+
+struct Position {
+  u32 split, in_n, in_m;  // of this block in its cluster
+};
+
+__device__ __forceinline__ Position position(u32 rank) {
+  return {rank % SPLIT_K, rank / SPLIT_K % CLUSTER_N, rank / (SPLIT_K * CLUSTER_N)};
+}
+
+__device__ __forceinline__ u32 rank_of(u32 split, u32 in_n, u32 in_m) {
+  return split + SPLIT_K * (in_n + CLUSTER_N * in_m);
+}
+
+struct Tile {
+  int m, n;  // first token and first output feature
+};
+
+// Clusters walk groups of `group` tile rows, column by column: what runs at one time touches few rows of a and b, so
+// that L2 serves most loads.
+struct Schedule {
+  int rows, group, tiles;
+
+  __device__ Schedule(int m, int group)
+      : rows(ceil_div(m, BLOCK_M * CLUSTER_M)), group(group), tiles(rows * ceil_div(N, BLOCK_N * CLUSTER_N)) {}
+
+  __device__ Tile tile(int index, Position at) const {
+    constexpr int COLS = ceil_div(N, BLOCK_N * CLUSTER_N);
+    const int first = index / (group * COLS) * group;
+    const int height = min(group, rows - first);
+    const int within = index - first * COLS;
+    const int row = first + within % height, column = within / height;
+    return {(row * CLUSTER_M + static_cast<int>(at.in_m)) * BLOCK_M, (column * CLUSTER_N + static_cast<int>(at.in_n)) * BLOCK_N};
+  }
+};
+
+struct Ring {
+  u32 stage = 0, phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void wait_empty(u32 shared, const Ring& ring) {
+  mbarrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.phase ^ 1);
+}
+
+__device__ __forceinline__ void load_a(u32 shared, const TensorMap& a, const TensorMap& a_scale, Tile tile, int block, u32 stage, Position at) {
+  constexpr int SLICE = BLOCK_M / CLUSTER_N;
+  const u32 full = shared + FULL_OFFSET + stage * 8;
+  const u32 target = shared + A_OFFSET + stage * A_BYTES + at.in_n * SLICE * TILE_K;
+  if constexpr (CLUSTER_N > 1) {
+    u16 blocks = 0;
+    for (u32 i = 0; i < CLUSTER_N; ++i) blocks |= 1 << rank_of(at.split, i, at.in_m);
+    tma_load_multicast(target, a, full, block * TILE_K, tile.m + at.in_n * SLICE, blocks);
+  } else {
+    tma_load(target, a, full, block * TILE_K, tile.m);
+  }
+  tma_load(shared + A_SCALE_OFFSET + stage * A_SCALE_PITCH, a_scale, full, tile.m, block);
+}
+
+__device__ __forceinline__ void load_b(u32 shared, const TensorMap& b, Tile tile, int block, u32 stage, Position at) {
+  constexpr int SLICE = BLOCK_N / CLUSTER_M;
+  const u32 full = shared + FULL_OFFSET + stage * 8;
+  const u32 target = shared + B_OFFSET + stage * B_BYTES + at.in_m * SLICE * TILE_K;
+  mbarrier_arrive_expect_tx(full, STAGE_TX);
+  if constexpr (CLUSTER_M > 1) {
+    u16 blocks = 0;
+    for (u32 i = 0; i < CLUSTER_M; ++i) blocks |= 1 << rank_of(at.split, at.in_n, i);
+    tma_load_multicast(target, b, full, block * TILE_K, tile.n + at.in_m * SLICE, blocks);
+  } else {
+    tma_load(target, b, full, block * TILE_K, tile.n);
+  }
+}
+
+__device__ __forceinline__ int first_block(Position at) { return at.split * K_BLOCKS / SPLIT_K; }
+__device__ __forceinline__ int last_block(Position at) { return (at.split + 1) * K_BLOCKS / SPLIT_K; }
+
+// sum += row scale * column scale * partial, for one 64-row slab of this warpgroup.
+__device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS], const float* a_scale,
+                                        const float (&b_scale)[GRANULES], int slab) {
+  const int lane = lane_id();
+  if constexpr (SWAP) {
+    const float weight = b_scale[GRANULES == 1 ? 0 : slab * 64 / GRANULE];
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+      const float2 token = *reinterpret_cast<const float2*>(a_scale + 8 * j + 2 * (lane % 4));
+      const float left = token.x * weight, right = token.y * weight;
+      sum[4 * j] = fmaf(left, partial[4 * j], sum[4 * j]);
+      sum[4 * j + 1] = fmaf(right, partial[4 * j + 1], sum[4 * j + 1]);
+      sum[4 * j + 2] = fmaf(left, partial[4 * j + 2], sum[4 * j + 2]);
+      sum[4 * j + 3] = fmaf(right, partial[4 * j + 3], sum[4 * j + 3]);
+    }
+  } else {
+    float upper[GRANULES], lower[GRANULES];
+#pragma unroll
+    for (int g = 0; g < GRANULES; ++g) upper[g] = a_scale[0] * b_scale[g], lower[g] = a_scale[1] * b_scale[g];
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+      const int g = 8 * j / GRANULE;
+      sum[4 * j] = fmaf(upper[g], partial[4 * j], sum[4 * j]);
+      sum[4 * j + 1] = fmaf(upper[g], partial[4 * j + 1], sum[4 * j + 1]);
+      sum[4 * j + 2] = fmaf(lower[g], partial[4 * j + 2], sum[4 * j + 2]);
+      sum[4 * j + 3] = fmaf(lower[g], partial[4 * j + 3], sum[4 * j + 3]);
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], char* memory, u32 shared, Ring& ring, int blocks, int group, bool first, Position at) {
+  const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
+  // Which block's "empty" barrier this lane signals: the multicasts that write this block's stages come from those.
+  const u32 lane_target = lane < CLUSTER_N ? rank_of(at.split, lane, at.in_m) : rank_of(at.split, at.in_n, (lane - CLUSTER_N + 1 + at.in_m) % CLUSTER_M);
+  const u32 empty = SHARERS > 1 ? cluster_address(shared + EMPTY_OFFSET, lane_target) : shared + EMPTY_OFFSET;
+  float partial[ACCUMULATORS];
+
+  if (LAG > 0 && first && group == 1) named_barrier(2, WARPGROUP * WARPGROUPS);
+  for (int block = 0; block < blocks; ++block) {
+    mbarrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.phase);
+    const float* a_scales = reinterpret_cast<const float*>(memory + A_SCALE_OFFSET + ring.stage * A_SCALE_PITCH);
+    const float* b_scales = reinterpret_cast<const float*>(memory + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH);
+    const u32 a = shared + A_OFFSET + ring.stage * A_BYTES, b = shared + B_OFFSET + ring.stage * B_BYTES;
+    float b_scale[GRANULES];
+#pragma unroll
+    for (int g = 0; g < GRANULES; ++g) b_scale[g] = b_scales[g];
+#pragma unroll
+    for (int wave = 0; wave < WAVES; ++wave) {
+      const int slab = group * WAVES + wave;
+      const u64 rows = wgmma_descriptor((SWAP ? b : a) + slab * 64 * TILE_K);
+      const u64 columns = wgmma_descriptor(SWAP ? a : b);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < TILE_K / 32; ++k) wgmma(partial, rows + 2 * k, columns + 2 * k, k > 0);
+      wgmma_commit();
+      float row_scales[2];
+      if constexpr (!SWAP) {
+        row_scales[0] = a_scales[slab * 64 + warp * 16 + lane / 4];
+        row_scales[1] = a_scales[slab * 64 + warp * 16 + lane / 4 + 8];
+      }
+      wgmma_wait();
+      if (!SWAP && wave == WAVES - 1 && lane < SHARERS) {
+        SHARERS > 1 ? mbarrier_arrive_remote(empty + ring.stage * 8) : mbarrier_arrive(empty + ring.stage * 8);
+      }
+      promote(sum[wave], partial, SWAP ? a_scales : row_scales, b_scale, slab);
+      if (SWAP && wave == WAVES - 1) {
+        __syncwarp();  // other lanes still read token scales from this stage
+        if (lane < SHARERS) SHARERS > 1 ? mbarrier_arrive_remote(empty + ring.stage * 8) : mbarrier_arrive(empty + ring.stage * 8);
+      }
+    }
+    ring.advance();
+    if (LAG > 0 && first && block == min(LAG, blocks) - 1 && group == 0) named_barrier_arrive(2, WARPGROUP * WARPGROUPS);
+  }
+}
+
+__device__ __forceinline__ float bias_at(const void* bias, int n) {
+  if constexpr (BIAS == 1) return bfloat16_to_float(static_cast<const u16*>(bias)[n]);
+  if constexpr (BIAS == 2) return static_cast<const float*>(bias)[n];
+  return 0.f;
+}
+
+// Straight from registers: bfloat16 through this warp's 16 x 64 staging tile to full 16-byte stores, float32 as pairs
+// (four lanes fill a 32-byte sector).
+__device__ __forceinline__ void store_tile(float (&sum)[WAVES][ACCUMULATORS], u32 shared, void* out, long long pitch, const void* bias, Tile tile, int m, int group) {
+  const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
+  const u32 staging = shared + EPILOGUE_OFFSET + (group * 4 + warp) * 16 * 128;
+#pragma unroll
+  for (int wave = 0; wave < WAVES; ++wave) {
+    const int row = tile.m + (group * WAVES + wave) * 64 + warp * 16;
+    if constexpr (BIAS) {
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j) {
+        const int n = tile.n + 8 * j + 2 * (lane % 4);
+        const float left = n < N ? bias_at(bias, n) : 0.f, right = n < N ? bias_at(bias, n + 1) : 0.f;
+        sum[wave][4 * j] += left, sum[wave][4 * j + 1] += right, sum[wave][4 * j + 2] += left, sum[wave][4 * j + 3] += right;
+      }
+    }
+    if constexpr (OUT_FLOAT32) {
+      float* target = static_cast<float*>(out) + (row + lane / 4) * pitch + tile.n + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j) {
+        if (tile.n + 8 * j >= N) break;
+        if (row + lane / 4 < m) *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sum[wave][4 * j], sum[wave][4 * j + 1]);
+        if (row + lane / 4 + 8 < m) *reinterpret_cast<float2*>(target + 8 * pitch + 8 * j) = make_float2(sum[wave][4 * j + 2], sum[wave][4 * j + 3]);
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < ceil_div(COLUMNS, 64); ++c) {
+        constexpr int CHUNKS = 8;  // of 16 bytes in a staging row, swizzled against bank conflicts
+        const int width = min(64, COLUMNS - 64 * c) / 8;
+        const int matrix_row = lane % 16;
+#pragma unroll
+        for (int j = 0; j < width; j += 2) {
+          const float* s = sum[wave] + 4 * (8 * c + j);
+          const int chunk = j + lane / 16;
+          stmatrix_x4(staging + matrix_row * 128 + (chunk ^ matrix_row % 8) * 16, pack_bfloat16(s[0], s[1]), pack_bfloat16(s[2], s[3]),
+                      pack_bfloat16(s[4], s[5]), pack_bfloat16(s[6], s[7]));
+        }
+        __syncwarp();
+        const int chunk = lane % CHUNKS, n = tile.n + 64 * c + 8 * chunk;
+        u16* target = static_cast<u16*>(out) + (row + lane / CHUNKS) * pitch + n;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = 4 * i + lane / CHUNKS;
+          const uint4 v = load_shared_16(staging + r * 128 + (chunk ^ r % 8) * 16);
+          if (row + r < m && n < N && chunk < width) *reinterpret_cast<uint4*>(target + 4 * i * pitch) = v;
+        }
+        __syncwarp();
+      }
+    }
+  }
+}
+
+// Tokens of the tile that block `split` sums and stores.
+__device__ __forceinline__ int slice_tokens(Tile tile, int m, int split) {
+  return max(0, min(SLICE_M, m - tile.m - split * SLICE_M));
+}
+
+// Lays this warpgroup's sums out as [token][output feature].
+__device__ __forceinline__ void write_partial(const float (&sum)[WAVES][ACCUMULATORS], float* target, int group) {
+  const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
+#pragma unroll
+  for (int wave = 0; wave < WAVES; ++wave) {
+    const int row = (group * WAVES + wave) * 64 + warp * 16 + lane / 4, column = 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+      const float* s = sum[wave] + 4 * j;
+      if constexpr (SWAP) {
+        float* t = target + (8 * j + column) * SUM_PITCH + row;
+        t[0] = s[0], t[SUM_PITCH] = s[1], t[8] = s[2], t[SUM_PITCH + 8] = s[3];
+      } else {
+        float* t = target + row * SUM_PITCH + 8 * j + column;
+        *reinterpret_cast<float2*>(t) = make_float2(s[0], s[1]);
+        *reinterpret_cast<float2*>(t + 8 * SUM_PITCH) = make_float2(s[2], s[3]);
+      }
+    }
+  }
+}
+
+// Hands the partial tile, laid out where the ring was, to the blocks of the split that sum it, a slice of tokens each.
+__device__ __forceinline__ void send_partial(u32 shared, Tile tile, int m, Position at) {
+  fence_async_proxy();
+  named_barrier(1, WARPGROUP * WARPGROUPS);
+  const int owner = threadIdx.x;
+  if (owner < SPLIT_K) {
+    const u32 rank = rank_of(owner, at.in_n, at.in_m);
+    const u32 bytes = slice_tokens(tile, m, owner) * SUM_PITCH * 4;
+    const u32 target = shared + EPILOGUE_OFFSET + at.split * SLICE_M * SUM_PITCH * 4;
+    if (bytes > 0) {
+      bulk_copy_to_block(cluster_address(target, rank), shared + owner * SLICE_M * SUM_PITCH * 4, bytes, cluster_address(shared + SUMS_OFFSET, rank));
+    }
+  }
+}
+
+// Sums the partial tiles in rank order and stores this block's tokens.
+__device__ __forceinline__ void store_sum(const char* memory, void* out, long long pitch, const void* bias, Tile tile, int m, Position at) {
+  constexpr int QUADS = BLOCK_N / 4;
+  const float* partial = reinterpret_cast<const float*>(memory + EPILOGUE_OFFSET);
+  for (int i = threadIdx.x; i < SLICE_M * QUADS; i += THREADS) {
+    const int token = i / QUADS, row = tile.m + at.split * SLICE_M + token, n = tile.n + i % QUADS * 4;
+    if (row >= m || n >= N) continue;
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int rank = 0; rank < SPLIT_K; ++rank) {
+      const float4 v = *reinterpret_cast<const float4*>(partial + (rank * SLICE_M + token) * SUM_PITCH + i % QUADS * 4);
+      total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
+    }
+    if constexpr (BIAS) {
+      total = make_float4(total.x + bias_at(bias, n), total.y + bias_at(bias, n + 1), total.z + bias_at(bias, n + 2), total.w + bias_at(bias, n + 3));
+    }
+    if constexpr (OUT_FLOAT32) {
+      *reinterpret_cast<float4*>(static_cast<float*>(out) + row * pitch + n) = total;
+    } else {
+      *reinterpret_cast<uint2*>(static_cast<u16*>(out) + row * pitch + n) = make_uint2(pack_bfloat16(total.x, total.y), pack_bfloat16(total.z, total.w));
+    }
+  }
+}
+
+// out is (m, N) with `pitch` elements between rows; `group` is the height of a rasterization group in cluster tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale, const __grid_constant__ TensorMap b,
+         const float* __restrict__ b_scale, const void* __restrict__ bias, void* __restrict__ out, long long pitch, int m, int group) {
+  extern __shared__ char unaligned[];
+  char* memory = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+  const u32 shared = shared_address(memory);
+  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP, 0), lane = lane_id();
+  const int math_group = warp / 4;  // the last warpgroup is the producer
+  const Position at = position(CLUSTER > 1 ? cluster_rank() : 0);
+  const Schedule schedule(m, group);
+  const int first_tile = blockIdx.x / CLUSTER, tile_step = gridDim.x / CLUSTER;
+  const int block0 = first_block(at), blocks = last_block(at) - block0;
+  const int early = min(blocks, STAGES);
+
+  // Fills the ring. Weights never depend on the kernel before this one, so they need not wait for it.
+  const auto start = [&] {
+    const Tile tile = schedule.tile(first_tile, at);
+    for (int i = 0; i < early; ++i) load_b(shared, b, tile, block0 + i, i, at);
+    wait_for_previous_kernel();
+    for (int i = 0; i < early; ++i) load_a(shared, a, a_scale, tile, block0 + i, i, at);
+  };
+  const bool loader = warp == 4 * WARPGROUPS && lane == 0;
+  if (loader) {
+    for (int s = 0; s < STAGES; ++s) {
+      mbarrier_init(shared + FULL_OFFSET + s * 8, 1 + GRANULES);
+      mbarrier_init(shared + EMPTY_OFFSET + s * 8, MATH_WARPS * SHARERS);
+    }
+    if constexpr (SPLIT_K > 1) mbarrier_init(shared + SUMS_OFFSET, 1);
+    mbarrier_init_fence();
+    if constexpr (SPLIT_K > 1) {
+      mbarrier_arrive_expect_tx(shared + SUMS_OFFSET, slice_tokens(schedule.tile(first_tile, at), m, at.split) * SUM_PITCH * SPLIT_K * 4);
+    }
+    if constexpr (SHARERS == 1) start();  // nobody else writes these stages: no need to meet first
+  }
+  __syncthreads();
+  if constexpr (CLUSTER > 1) cluster_arrive_relaxed();  // this block's barriers are ready for its peers
+  if constexpr (SHARERS > 1) cluster_wait();
+  allow_next_kernel();
+
+  if (math_group == WARPGROUPS) {
+    if constexpr (MATH_REGISTERS > 0) registers_decrease<PRODUCER_REGISTERS>();
+    Ring ring;
+    if (loader) {
+      if constexpr (SHARERS > 1) start();
+      int skip = early;
+      for (int index = first_tile; index < schedule.tiles; index += tile_step) {
+        const Tile tile = schedule.tile(index, at);
+        for (int i = 0; i < blocks; ++i) {
+          if (skip > 0) {
+            --skip;
+          } else {
+            wait_empty(shared, ring);
+            load_b(shared, b, tile, block0 + i, ring.stage, at);
+            load_a(shared, a, a_scale, tile, block0 + i, ring.stage, at);
+          }
+          ring.advance();
+        }
+      }
+    } else if (warp % 4 == 1 && lane < GRANULES) {
+      for (int index = first_tile; index < schedule.tiles; index += tile_step) {
+        const int n = schedule.tile(index, at).n + lane * GRANULE;
+        const float* source = b_scale + min(n / 128, SCALE_ROWS - 1) * K_BLOCKS + block0;
+        for (int i = 0; i < blocks; ++i) {
+          wait_empty(shared, ring);
+          cp_async_4(shared + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH + lane * 4, source + i);
+          mbarrier_arrive_after_cp_async(shared + FULL_OFFSET + ring.stage * 8);
+          ring.advance();
+        }
+      }
+    }
+    __syncwarp();
+  } else {
+    if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
+    Ring ring;
+    for (int index = first_tile; index < schedule.tiles; index += tile_step) {
+      float sum[WAVES][ACCUMULATORS];
+#pragma unroll
+      for (int wave = 0; wave < WAVES; ++wave)
+#pragma unroll
+        for (int i = 0; i < ACCUMULATORS; ++i) sum[wave][i] = 0.f;
+      multiply(sum, memory, shared, ring, blocks, math_group, index == first_tile, at);
+      const Tile tile = schedule.tile(index, at);
+      if constexpr (REDUCE) {
+        if constexpr (SPLIT_K > 1) {
+          named_barrier(1, WARPGROUP * WARPGROUPS);  // all have done with the ring
+          write_partial(sum, reinterpret_cast<float*>(memory), math_group);
+          if constexpr (SHARERS == 1) cluster_wait();  // peers have set up the barriers that the sums go to
+          send_partial(shared, tile, m, at);
+        } else {
+          write_partial(sum, reinterpret_cast<float*>(memory + EPILOGUE_OFFSET), math_group);
+        }
+      } else {
+        store_tile(sum, shared, out, pitch, bias, tile, m, math_group);
+      }
+    }
+  }
+
+  if constexpr (SPLIT_K > 1 && SHARERS == 1) {
+    if (math_group == WARPGROUPS) cluster_wait();
+  }
+  if constexpr (SPLIT_K > 1) {
+    mbarrier_wait_cluster(shared + SUMS_OFFSET, 0);
+  } else if constexpr (REDUCE) {
+    __syncthreads();
+  }
+  // No block may leave while a peer still signals its barriers or copies from its shared memory.
+  if constexpr (SHARERS > 1) {
+    cluster_arrive();
+  } else if constexpr (CLUSTER > 1) {
+    cluster_arrive_relaxed();
+  }
+  if constexpr (REDUCE) store_sum(memory, out, pitch, bias, schedule.tile(first_tile, at), m, at);
+  if constexpr (CLUSTER > 1) cluster_wait();
+}

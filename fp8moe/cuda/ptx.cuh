@@ -1,0 +1,190 @@
+// Thin wrappers over the PTX instructions the kernels use (PTX ISA 9.0; section names in the comments).
+// Self-contained: no toolkit header, so that NVRTC alone compiles every kernel.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int WARP = 32;
+constexpr int WARPGROUP = 128;
+
+struct alignas(64) TensorMap {
+  char opaque[128];
+};
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ u32 lane_id() {
+  u32 lane;
+  asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// ---- mbarrier ("Parallel Synchronization and Communication Instructions: mbarrier") ----
+
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the async proxy and to the other blocks of the cluster.
+__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// `barrier` is an address in the shared::cluster window (see cluster_address). Block scope is enough to hand a stage
+// back: what it orders are reads of this block's own shared memory, and .cluster would cost a fence at every stage.
+__device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives once all cp.async of this thread have landed.
+__device__ __forceinline__ void mbarrier_arrive_after_cp_async(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 phase) {
+  u32 done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(phase)
+        : "memory");
+  }
+}
+
+// The same where the arrivals come from other blocks of the cluster.
+__device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 phase) {
+  u32 done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(phase)
+        : "memory");
+  }
+}
+
+// ---- clusters ----
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Address of the same shared variable in block `rank` of the cluster.
+__device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
+  u32 mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// Orders execution only: .release would wait for every memory access in flight.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// ---- asynchronous copies ----
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Tensor map coordinates count elements, innermost first.
+__device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y)
+      : "memory");
+}
+
+// Writes to, and signals, the same offsets in every block of the cluster whose bit is set in `blocks`.
+__device__ __forceinline__ void tma_load_multicast(u32 target, const TensorMap& map, u32 barrier, int x, int y, u16 blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
+      : "memory");
+}
+
+// Contiguous copy to another block's shared memory; counts its bytes on the mbarrier there. Multiples of 16 bytes.
+__device__ __forceinline__ void bulk_copy_to_block(u32 target, u32 source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "r"(source),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Orders this thread's ordinary shared-memory stores before asynchronous copies that read them.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barrier `id` (1 to 15) among `threads` threads of the block.
+__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+__device__ __forceinline__ void cp_async_4(u32 target, const void* source) {
+  asm volatile("cp.async.ca.shared::cta.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
+// ---- programmatic dependent launch ----
+
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- wgmma ("Asynchronous Warpgroup Level Matrix Instructions") ----
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Shared-memory matrix descriptor of a K-major tile with a 128-byte swizzle: rows of 128 bytes, 1024 bytes between
+// groups of 8 rows. Stepping 32 bytes along K adds 2.
+__device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
+  return (u64{1} << 62) | (u64{1024 >> 4} << 32) | ((address & 0x3FFFF) >> 4);
+}
+
+template <int Registers>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// ---- conversions and stores ----
+
+__device__ __forceinline__ u32 pack_bfloat16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ float bfloat16_to_float(u16 x) { return __uint_as_float(u32{x} << 16); }
+
+__device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}

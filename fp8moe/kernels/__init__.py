@@ -1,0 +1,1 @@
+"""One Python module per kernel family, and what they share: compiling, launching, choosing the backend."""

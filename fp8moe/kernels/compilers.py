@@ -1,0 +1,147 @@
+"""The two compilers of CUDA C++: NVRTC (a library, the default) and nvcc (FP8MOE_COMPILER=nvcc).
+
+Both take one self-contained source text and return the binary and the log, which holds the report of `ptxas -v`.
+"""
+
+import functools
+import io
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+ARCH = "sm_90a"
+STD = "c++17"
+PTXAS_OPTIONS = ("-v",)
+
+_NVRTC_MISSING = "NVRTC, the CUDA run-time compiler, was not found: pip install nvidia-cuda-nvrtc"
+
+
+class CompileError(RuntimeError):
+    """The compiler rejected the source; the message ends with its log."""
+
+
+def compile_source(text: str, name: str, compiler: str) -> tuple[bytes, str]:
+    """Compile CUDA C++ for sm_90a.
+
+    Args:
+        text: the whole translation unit.
+        name: names the unit in messages.
+        compiler: "nvrtc" or "nvcc".
+
+    Returns:
+        (cubin, log)
+
+    Raises:
+        CompileError: the source does not compile.
+        RuntimeError: the compiler is not installed.
+    """
+    return _run_nvcc(text, name, "cubin") if compiler == "nvcc" else _compile_nvrtc(text, name)
+
+
+def ptx_of(text: str, name: str, compiler: str) -> bytes:
+    """The PTX of a source that compiles. Arguments and errors as for `compile_source`."""
+    return _run_nvcc(text, name, "ptx")[0] if compiler == "nvcc" else _ptx_nvrtc(text, name)
+
+
+@functools.cache
+def identity(compiler: str) -> str:
+    """Name and version of a compiler, for the cache key. Does not load NVRTC where its wheel says the version.
+
+    Raises:
+        RuntimeError: the compiler is not installed.
+    """
+    if compiler == "nvcc":
+        return "nvcc " + _run([_nvcc(), "--version"]).stdout.strip()
+    try:
+        # Loading the library takes longer than loading a cached kernel; ask it only if its wheel cannot answer.
+        return "nvrtc " + metadata.version("nvidia-cuda-nvrtc")
+    except metadata.PackageNotFoundError:
+        return "nvrtc " + _nvrtc_version()
+
+
+def find_tool(name: str) -> str | None:
+    """Path of a CUDA toolkit program on PATH, or under CUDA_HOME or CUDA_PATH."""
+    places = [os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
+    found = (shutil.which(name, path=os.path.join(place, "bin")) for place in places if place)
+    return shutil.which(name) or next((path for path in found if path), None)
+
+
+def _nvrtc_version() -> str:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise RuntimeError("cuda-python is not installed: pip install cuda-python nvidia-cuda-nvrtc") from error
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:  # the library, or this function in it, cannot be loaded
+        raise RuntimeError(_NVRTC_MISSING) from error
+    return f"{major}.{minor}"
+
+
+def _compile_nvrtc(text: str, name: str) -> tuple[bytes, str]:
+    version = _nvrtc_version()
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    program = Program(text, "c++", ProgramOptions(name=name, arch=ARCH, std=STD, ptxas_options=list(PTXAS_OPTIONS)))
+    try:
+        cubin = bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:  # cuda.core's error classes are private
+        raise CompileError(f"NVRTC {version} could not compile {name}: {error}") from error
+    finally:
+        program.close()
+    return cubin, log.getvalue().replace("\0", "").strip()
+
+
+def _ptx_nvrtc(text: str, name: str) -> bytes:
+    """Through the bindings, because `Program.compile("ptx")` needs a driver, which a machine without a GPU has not."""
+    _nvrtc_version()
+    from cuda.bindings import nvrtc
+
+    def check(status: nvrtc.nvrtcResult, *values: nvrtc.nvrtcProgram | int) -> nvrtc.nvrtcProgram | int | None:
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"NVRTC could not make the PTX of {name}: {status.name}")
+        return values[0] if values else None
+
+    program = check(*nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
+    try:
+        check(*nvrtc.nvrtcCompileProgram(program, 2, [f"-arch={ARCH}".encode(), f"-std={STD}".encode()]))
+        ptx = b" " * check(*nvrtc.nvrtcGetPTXSize(program))
+        check(*nvrtc.nvrtcGetPTX(program, ptx))  # writes into the bytes object
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return ptx.rstrip(b"\0")
+
+
+def _nvcc() -> str:
+    path = find_tool("nvcc")
+    if path is None:
+        raise RuntimeError(
+            "FP8MOE_COMPILER=nvcc, but nvcc is neither on PATH nor under CUDA_HOME: "
+            "install the CUDA toolkit, or unset FP8MOE_COMPILER to compile with NVRTC"
+        )
+    return path
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _run_nvcc(text: str, name: str, target: str) -> tuple[bytes, str]:
+    virtual = ARCH.replace("sm_", "compute_")
+    code = ARCH if target == "cubin" else virtual
+    with tempfile.TemporaryDirectory(prefix="fp8moe-") as directory:
+        source = Path(directory) / (re.sub(r"\W", "_", name) + ".cu")
+        output = source.with_suffix("." + target)
+        source.write_text(text)
+        ptxas = ["-Xptxas", ",".join(PTXAS_OPTIONS)] if target == "cubin" else []
+        command = [_nvcc(), f"-{target}", f"-gencode=arch={virtual},code={code}", f"-std={STD}", *ptxas]
+        done = _run([*command, "-o", str(output), str(source)])
+        log = (done.stdout + done.stderr).strip()
+        if done.returncode != 0 or not output.exists():
+            raise CompileError(f"nvcc could not compile {name} (exit status {done.returncode}):\n{log}")
+        return output.read_bytes(), log

@@ -1,0 +1,85 @@
+"""Thin access to the CUDA driver: checked calls, and calls that a stream capture would otherwise forbid."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class DriverError(RuntimeError):
+    """A CUDA driver call failed. `name` is the driver's name of the error, such as CUDA_ERROR_INVALID_IMAGE."""
+
+    def __init__(self, function: str, name: str):
+        super().__init__(f"{function} failed: {name}")
+        self.name = name
+
+
+def check(function: Any, *args: Any) -> Any:
+    """Call a `cuda.bindings.driver` function and return its results: None, the value, or a tuple of values."""
+    status, *values = function(*args)
+    if status.value != 0:
+        raise DriverError(function.__name__, status.name)
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def driver_version() -> tuple[int, int]:
+    """(major, minor) of the CUDA version that the installed driver supports.
+
+    Raises:
+        RuntimeError: no NVIDIA driver.
+    """
+    from cuda.bindings import driver
+
+    try:
+        version = check(driver.cuDriverGetVersion)
+    except DriverError:
+        raise
+    except RuntimeError as error:  # libcuda cannot be loaded
+        raise RuntimeError("no NVIDIA driver found: install one, or set FP8MOE_BACKEND=reference") from error
+    return version // 1000, version % 1000 // 10
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread load code while a CUDA graph is being captured.
+
+    Loading a module allocates memory, which a capture in global mode (PyTorch's default) forbids; the first call of a
+    kernel may well happen inside a capture. Nothing is captured here, so relaxing the mode for the thread is safe.
+    """
+    from cuda.bindings import driver
+
+    exchange = driver.cuThreadExchangeStreamCaptureMode
+    previous = check(exchange, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        check(exchange, previous)
+
+
+# What the driver says of code that is newer than it, or of another architecture.
+_CANNOT_RUN = re.compile(r"UNSUPPORTED_PTX_VERSION|NO_BINARY_FOR_GPU|INVALID_IMAGE|INVALID_SOURCE")
+
+
+@contextmanager
+def loading_code() -> Iterator[None]:
+    """Around driver calls that load a compiled kernel: allowed under a stream capture, and with a clear error.
+
+    Raises:
+        RuntimeError: the driver is missing, or cannot run what the compiler has made.
+    """
+    from cuda.bindings import driver
+
+    version = driver_version()
+    check(driver.cuInit, 0)
+    try:
+        with relaxed_capture():
+            yield
+    except Exception as error:  # cuda.core's error classes are private
+        if not _CANNOT_RUN.search(str(error)):
+            raise
+        raise RuntimeError(
+            f"the NVIDIA driver (CUDA {version[0]}.{version[1]}) cannot load the compiled kernels ({error}): update "
+            "the driver, install an nvidia-cuda-nvrtc that is not newer than it, or set FP8MOE_BACKEND=reference"
+        ) from error

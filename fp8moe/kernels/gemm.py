@@ -1,0 +1,112 @@
+"""Dense FP8 GEMM: ``gemm`` and the operators ``fp8moe::gemm`` and ``fp8moe::gemm_out`` behind it."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels import autograd, checks
+from fp8moe.kernels.backend import use_cuda
+from fp8moe.kernels.reference import gemm_reference
+from fp8moe.quant.formats import FP8Tensor
+
+
+def gemm(
+    a: FP8Tensor,
+    b: FP8Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``dequantize(a) @ dequantize(b).T + bias`` with float32 accumulation of every 128 products along K.
+
+    a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
+        `quantize_1x128` writes it. M may be 0, K a multiple of 16.
+    b: weights, FP8Tensor or (data, scale): data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32,
+        contiguous. N a multiple of 8.
+    bias: (N,) bfloat16, float16 or float32, added in float32 before the result is rounded.
+    out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand uses.
+    out_dtype: bfloat16 or float32, the result's dtype where ``out`` is None. With ``out`` its dtype holds, and asking
+        for float32 while ``out`` is bfloat16 is an error.
+    Returns ``out``, or a new (M, N) tensor. Equal inputs give equal bits.
+
+    Operands in another layout (transposed data, rows or base address not at multiples of 16 bytes, row-major activation
+    scales) are copied first on the CUDA backend. There is no backward: calling it raises RuntimeError.
+    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
+    that does not fit or overlaps an operand.
+    """
+    a_data, a_scale = checks.operand("a", a)
+    b_data, b_scale = checks.operand("b", b)
+    if bias is not None:
+        checks.tensor("bias", bias)
+    if out is not None:
+        checks.tensor("out", out)
+    checks.out_dtype(out_dtype, out)
+    if out is None:
+        return autograd.run(_gemm_op, "fp8moe.gemm", a_data, a_scale, b_data, b_scale, bias, out_dtype)
+    if torch.is_grad_enabled() and (out.requires_grad or (bias is not None and bias.requires_grad)):
+        raise RuntimeError("fp8moe.gemm: out= has no automatic differentiation, but out or bias requires a gradient")
+    _gemm_out_op(a_data, a_scale, b_data, b_scale, bias, out)
+    return out
+
+
+def compute(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write the product of checked operands to ``out`` on the backend that takes them."""
+    if out.numel() == 0:
+        return
+    if not use_cuda(a):
+        out.copy_(gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias, out.dtype))
+    elif a.shape[1] == 0:
+        out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    else:
+        if bias is not None:
+            bias = (bias.float() if bias.dtype is torch.float16 else bias).contiguous()
+        a, a_scale = checks.row_major(a), checks.mn_major(a_scale)
+        _cuda_gemm()(a, a_scale, checks.row_major(b), b_scale.contiguous(), bias, out)
+
+
+@functools.cache
+def _cuda_gemm():
+    from fp8moe.kernels import gemm_cuda
+
+    return gemm_cuda.gemm
+
+
+def _gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype):
+    m, n, _ = checks.gemm(a, a_scale, b, b_scale, bias)
+    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    compute(a, a_scale, b, b_scale, bias, out)
+    return out
+
+
+def _gemm_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype):
+    m, n, _ = checks.gemm(a, a_scale, b, b_scale, bias)
+    return a.new_empty((m, n), dtype=out_dtype)
+
+
+def _gemm_out(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    m, n, _ = checks.gemm(a, a_scale, b, b_scale, bias)
+    checks.gemm_out(out, m, n, a.device)
+    operands = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "bias": bias}
+    checks.gemm_out_memory(out, operands)
+    compute(a, a_scale, b, b_scale, bias, out)
+
+
+def _gemm_out_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    m, n, _ = checks.gemm(a, a_scale, b, b_scale, bias)
+    checks.gemm_out(out, m, n, a.device)
+
+
+_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias"
+_library = torch.library.Library("fp8moe", "FRAGMENT")
+_library.define(f"gemm({_OPERANDS}, ScalarType out_dtype) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_library.define(f"gemm_out({_OPERANDS}, Tensor(a!) out) -> ()", tags=torch.Tag.pt2_compliant_tag)
+for _name, _impl, _fake in (("gemm", _gemm, _gemm_fake), ("gemm_out", _gemm_out, _gemm_out_fake)):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # autograd.run has been there
+    torch.library.register_fake(f"fp8moe::{_name}", _fake, lib=_library)
+_gemm_op = torch.ops.fp8moe.gemm.default
+_gemm_out_op = torch.ops.fp8moe.gemm_out.default

@@ -1,0 +1,73 @@
+"""FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by quantized weights."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8moe.kernels import autograd, checks
+from fp8moe.kernels.backend import use_cuda
+from fp8moe.kernels.gemm import compute
+from fp8moe.quant import reference
+
+
+def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ dequantize(weight).T + bias`` with x quantized to FP8 by blocks of 1x128.
+
+    x: (..., K) bfloat16, float16 or float32; any K.
+    weight: (N, K) float8_e4m3fn; any N. weight_scale_inv: (ceil(N/128), ceil(K/128)) float32.
+    bias: (N,) bfloat16, float16 or float32, or None.
+    Returns (..., N) in the dtype of x, rounded once from float32.
+
+    Where K is not a multiple of 16 or N not of 8, the call pads copies of the operands with zeros. There is no
+    backward: calling it raises RuntimeError.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
+    """
+    return autograd.run(_linear_op, "fp8moe.FP8Linear", x, weight, weight_scale_inv, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
+    checks.linear(x, weight, weight_scale_inv, bias)
+    n, k = weight.shape
+    lead = x.shape[:-1]
+    rows = x if len(lead) == 1 else x.reshape(lead.numel(), k)
+    pad_n, pad_k = -n % 8, -k % 16
+    if pad_n or pad_k:
+        # Zeros fall into blocks that are there already, so the scales stay as they are.
+        rows = F.pad(rows, (0, pad_k))
+        weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
+        bias = bias if bias is None else F.pad(bias, (0, pad_n))
+    data, scale = (_cuda_quantizer() if use_cuda(x) else reference.quantize_1x128)(rows, False)
+    dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
+    out = torch.empty((rows.shape[0], n + pad_n), dtype=dtype, device=x.device)
+    compute(data, scale, weight, weight_scale_inv, bias, out)
+    if pad_n:
+        out = out[:, :n].clone(memory_format=torch.contiguous_format)
+    if dtype is not x.dtype:
+        out = out.to(x.dtype)
+    return out if len(lead) == 1 else out.view(*lead, n)
+
+
+def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
+    checks.linear(x, weight, weight_scale_inv, bias)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@functools.cache
+def _cuda_quantizer():
+    from fp8moe.quant import quantize_cuda
+
+    return quantize_cuda.quantize_1x128
+
+
+_library = torch.library.Library("fp8moe", "FRAGMENT")
+_library.define(
+    "linear(Tensor x, Tensor weight, Tensor weight_scale_inv, Tensor? bias) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+_library.impl("linear", torch.library.fallthrough_kernel, "Autograd")  # autograd.run has been there
+torch.library.register_fake("fp8moe::linear", _linear_fake, lib=_library)
+_linear_op = torch.ops.fp8moe.linear.default

@@ -1,0 +1,1 @@
+"""FP8 quantization: scale formats and layouts, quantizers of activations and weights, dequantization."""

@@ -1,0 +1,63 @@
+"""FP8 E4M3 tensors with one float32 scale per block: the pair of tensors, the constants, and the layout of scales."""
+
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 128
+"""Elements along one side of a quantization block."""
+
+FP8_MAX = 448.0
+"""Largest finite E4M3 value."""
+
+SCALE_FLOOR = 1e-12
+"""Smallest block maximum that a scale is made from, so that an all-zero block has a finite, non-zero scale."""
+
+SCALE_FORMATS = ("float32", "ue8m0")
+
+
+class FP8Tensor(NamedTuple):
+    """Quantized values and the scale of each block; element value = ``data * scale`` of its block.
+
+    data: float8_e4m3fn (..., M, K).
+    scale: float32, (..., M, ceil(K/128)) for 1x128 blocks or (..., ceil(M/128), ceil(K/128)) for 128x128 blocks.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+
+def ceil_div(n: int, divisor: int) -> int:
+    return (n + divisor - 1) // divisor
+
+
+def align(n: int, multiple: int) -> int:
+    return ceil_div(n, multiple) * multiple
+
+
+def empty_mn_major(*shape: int, device: torch.device | str) -> torch.Tensor:
+    """Uninitialized float32 scales (..., M, K blocks), MN-major: last strides (1, align(M, 4)).
+
+    One column (the scales of one K block) is contiguous and starts at a multiple of 16 bytes, as TMA needs.
+    """
+    *lead, m, k_blocks = shape
+    pitch = align(m, 4)
+    strides = [1, pitch]
+    stride = pitch * k_blocks
+    for size in reversed(lead):
+        strides.insert(0, stride)
+        stride *= size
+    return torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
+
+
+def is_mn_major(scale: torch.Tensor) -> bool:
+    """Whether ``scale`` (..., M, K blocks) lies in memory as `empty_mn_major` lays it out, size-1 dims aside."""
+    m, k_blocks = scale.shape[-2:]
+    return (m <= 1 or scale.stride(-2) == 1) and (k_blocks <= 1 or scale.stride(-1) == align(m, 4))
+
+
+def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
+    """``scale`` (..., M, K blocks) itself where it is MN-major already, otherwise an MN-major copy."""
+    if is_mn_major(scale):
+        return scale
+    return empty_mn_major(*scale.shape, device=scale.device).copy_(scale)

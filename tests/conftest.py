@@ -1,0 +1,26 @@
+"""Settings shared by all tests: reproducible hypothesis runs, and GPU tests skipped where they cannot run."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("fp8moe", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("fp8moe")
+
+
+def why_no_hopper() -> str | None:
+    """The reason why GPU tests cannot run here, or None."""
+    if not torch.cuda.is_available():
+        return "no GPU that PyTorch can use"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs an sm_90 (Hopper) GPU, this one is sm_{capability[0]}{capability[1]}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    reason = why_no_hopper() if gpu_items else None
+    if reason:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,93 @@
+"""A reduced set of operations for compute-sanitizer: `PYTHONPATH=. python tests/gpu/sanitize_cases.py`.
+
+Few and small, because a sanitizer slows a kernel down by orders of magnitude, yet together they reach every kind of
+kernel: few rows with K split over a cluster, ragged sizes, tiles that share loads by multicast over several waves, both
+output types, bias, every quantizer. Operands are drawn and results are checked on the CPU, so that the only kernels
+that run are those of this package. Exits with 1 if a result is wrong.
+"""
+
+import torch
+
+import fp8moe
+from benchmarks.operands import exact, relative_error, rounded_error
+
+# m, n, k, output type, bias
+GEMMS = (
+    (1, 256, 4096, torch.bfloat16, False),
+    (5, 136, 272, torch.bfloat16, True),
+    (16, 2112, 1024, torch.float32, False),
+    (24, 576, 2048, torch.bfloat16, False),
+    (64, 512, 2048, torch.float32, True),
+    (100, 392, 528, torch.bfloat16, False),
+    (128, 1024, 1024, torch.bfloat16, False),
+    (300, 1040, 384, torch.bfloat16, True),
+    (1032, 2056, 256, torch.float32, False),
+    (1500, 4104, 272, torch.bfloat16, False),
+)
+# op, rows, columns, input type, scale format
+QUANTIZATIONS = (
+    ("quantize_1x128", 1, 7168, torch.bfloat16, "float32"),
+    ("quantize_1x128", 37, 272, torch.float16, "ue8m0"),
+    ("quantize_1x128", 515, 1040, torch.float32, "float32"),
+    ("quantize_128x128", 200, 300, torch.bfloat16, "float32"),
+    ("quantize_128x128", 384, 1024, torch.float32, "ue8m0"),
+)
+COLUMNWISE = ((256, 72, torch.bfloat16), (300, 136, torch.float32))  # rows, columns, input type
+LINEARS = ((3, 576, 1000, True), (130, 1000, 576, False))  # tokens, in, out, bias
+E4M3_ERROR = 4e-2
+# Against float64 over the quantized operands, rounded once to the output type.
+GEMM_ERROR = {torch.bfloat16: 1.5e-3, torch.float32: 3e-4}
+
+
+def on_cpu(tensor: fp8moe.FP8Tensor) -> fp8moe.FP8Tensor:
+    return fp8moe.FP8Tensor(tensor.data.cpu(), tensor.scale.cpu())
+
+
+def gemm_error(m: int, n: int, k: int, out_dtype: torch.dtype, with_bias: bool) -> float:
+    a = fp8moe.quantize_1x128(torch.randn(m, k, dtype=torch.bfloat16).cuda())
+    b = fp8moe.quantize_128x128(torch.randn(n, k, dtype=torch.bfloat16).cuda())
+    bias = torch.randn(n, dtype=torch.bfloat16) if with_bias else None
+    out = torch.full((m, n), float("nan"), dtype=out_dtype).cuda()
+    fp8moe.gemm(a, b, bias=None if bias is None else bias.cuda(), out=out, out_dtype=out_dtype)
+    expected = exact(on_cpu(a)) @ exact(on_cpu(b)).T
+    return rounded_error(out.cpu(), expected if bias is None else expected + bias.double())
+
+
+def quantization_error(op: str, rows: int, columns: int, dtype: torch.dtype, scale_format: str) -> float:
+    x = torch.randn(rows, columns).to(dtype)
+    return relative_error(exact(on_cpu(getattr(fp8moe, op)(x.cuda(), scale_format=scale_format))), x.double())
+
+
+def columnwise_error(rows: int, columns: int, dtype: torch.dtype) -> float:
+    x = torch.randn(rows, columns).to(dtype)
+    return relative_error(exact(on_cpu(fp8moe.quantize_128x1(x.cuda()))), x.double().T)
+
+
+def linear_error(tokens: int, in_features: int, out_features: int, with_bias: bool) -> float:
+    source = torch.nn.Linear(in_features, out_features, with_bias, dtype=torch.bfloat16)
+    x = torch.randn(tokens, in_features, dtype=torch.bfloat16)
+    actual = fp8moe.FP8Linear.from_linear(source).cuda()(x.cuda())
+    return relative_error(actual.cpu(), source.double()(x.double()))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    cases = [(gemm_error, case, GEMM_ERROR[case[3]]) for case in GEMMS]
+    cases += [(quantization_error, case, E4M3_ERROR) for case in QUANTIZATIONS]
+    cases += [(columnwise_error, case, E4M3_ERROR) for case in COLUMNWISE]
+    # Two rounded operands: their errors add in squares.
+    cases += [(linear_error, case, 1.5 * E4M3_ERROR) for case in LINEARS]
+    wrong = 0
+    with torch.no_grad():
+        for function, case, limit in cases:
+            error = function(*case)
+            correct = error <= limit
+            wrong += not correct
+            print(f"{'ok   ' if correct else 'WRONG'} {function.__name__} {case}: {error:.2e} (<= {limit})", flush=True)
+    if wrong:
+        raise SystemExit(f"{wrong} of {len(cases)} cases are wrong")
+    print(f"{len(cases)} cases correct")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The dense GEMM kernels against float64 over the same quantized operands."""
+
+import pytest
+import torch
+
+from fp8moe.kernels import gemm_config, gemm_cuda
+from fp8moe.kernels.gemm import gemm
+from fp8moe.quant.formats import FP8Tensor, empty_mn_major
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
+ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 257, 511, 1000)
+WEIGHTS = ((8, 16), (24, 48), (2112, 128), (136, 144), (576, 576), (576, 1536), (136, 7168), (24, 32768))
+BENCHMARK_WEIGHTS = (
+    (2112, 7168),
+    (576, 7168),
+    (24576, 1536),
+    (32768, 512),
+    (7168, 16384),
+    (4096, 7168),
+    (7168, 2048),
+)
+
+
+def operands(m, n, k, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    # A different magnitude in every block, so that a scale applied to the wrong one shows.
+    a = torch.randn(m, k, device=DEVICE, generator=generator)
+    a *= torch.rand(m, 1, device=DEVICE, generator=generator).mul(4).exp()
+    b = torch.randn(n, k, device=DEVICE, generator=generator)
+    b *= torch.rand(1, k, device=DEVICE, generator=generator).mul(3).exp()
+    return quantize_1x128(a), quantize_128x128(b)
+
+
+def random_bytes(*shape):
+    """Finite E4M3 values of every magnitude."""
+    data = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+    return data.masked_fill_((data & 0x7F) == 0x7F, 0).view(torch.float8_e4m3fn)
+
+
+def exact(a, b, bias=None):
+    product = dequantize(a, dtype=torch.float64) @ dequantize(b, dtype=torch.float64).T
+    return product if bias is None else product + bias.double()
+
+
+def error(actual, expected):
+    """Relative Frobenius error against ``expected`` in the result's dtype: rounding to bfloat16 alone costs 1.7e-3."""
+    expected = expected.to(actual.dtype).double()
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def poisoned(m, n, dtype):
+    return torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
+
+
+def check(a, b, dtype, bias=None, expected=None):
+    out = poisoned(a[0].shape[0], b[0].shape[0], dtype)
+    gemm(a, b, bias=bias, out=out)
+    expected = exact(a, b, bias) if expected is None else expected
+    assert error(out, expected) <= TOLERANCE[dtype], (out.shape, a[0].shape[1])
+    return out
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("n", "k"), WEIGHTS)
+def test_odd_sizes(n, k, dtype):
+    a, b = operands(max(ROWS), n, k)
+    expected = exact(a, b)
+    for m in ROWS:
+        rows = FP8Tensor(a.data[-m:], empty_mn_major(m, a.scale.shape[1], device=DEVICE).copy_(a.scale[-m:]))
+        check(rows, b, dtype, expected=expected[-m:])
+
+
+@pytest.mark.parametrize(("n", "k"), BENCHMARK_WEIGHTS)
+def test_benchmark_shapes(n, k):
+    a, b = operands(4096, n, k)
+    expected = exact(a, b)
+    for m in (1, 16, 64, 128, 512, 4096):
+        rows = FP8Tensor(a.data[:m], empty_mn_major(m, a.scale.shape[1], device=DEVICE).copy_(a.scale[:m]))
+        out = check(rows, b, torch.bfloat16, expected=expected[:m])
+        assert torch.equal(gemm(rows, b), out)
+
+
+@pytest.mark.parametrize("shape", [(1, 576, 7168), (17, 136, 144), (64, 2112, 1536), (200, 24, 48), (300, 576, 576)])
+def test_every_configuration(shape):
+    a, b = operands(*shape)
+    expected = exact(a, b)
+    configs = gemm_config.candidates(*shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    assert gemm_config.choose(*shape, torch.cuda.get_device_properties(0).multi_processor_count) in configs
+    errors = {}
+    for config in configs:
+        out = poisoned(*shape[:2], torch.bfloat16)
+        gemm_cuda.gemm(*a, *b, None, out, config=config)
+        errors[config] = error(out, expected)
+    # NaN, what an element left unwritten leads to, compares as false.
+    assert not {config: value for config, value in errors.items() if not value <= TOLERANCE[torch.bfloat16]}
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("m", [3, 200])
+def test_bias(m, dtype, bias_dtype):
+    a, b = operands(m, 136, 576)
+    bias = (torch.randn(136, device=DEVICE) * 1000).to(bias_dtype)
+    out = check(a, b, dtype, bias)
+    assert torch.equal(gemm(a, b, bias=bias.repeat_interleave(2)[::2], out_dtype=dtype), out)
+
+
+@pytest.mark.parametrize("m", [0, 5])
+@pytest.mark.parametrize("n", [0, 24])
+@pytest.mark.parametrize("k", [0, 48])
+def test_empty(m, n, k):
+    a = (random_bytes(m, k), torch.ones(m, -(-k // 128), device=DEVICE))
+    b = (random_bytes(n, k), torch.ones(-(-n // 128), -(-k // 128), device=DEVICE))
+    bias = torch.arange(float(n), device=DEVICE)
+    out = gemm(a, b, bias=bias, out=poisoned(m, n, torch.float32))
+    assert out.shape == (m, n)
+    if m and n:
+        assert error(out, a[0].double() @ b[0].double().T + bias) <= (3e-4 if k else 0)
+    if k == 0:
+        assert not gemm(a, b).any()
+
+
+@pytest.mark.parametrize("m", [5, 70, 300])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_out_writes_its_elements_only(m, dtype):
+    a, b = operands(m, 136, 272)
+    parent = torch.full((m + 9, 256), 7.0, dtype=dtype, device=DEVICE)
+    out = parent[4 : m + 4, 64:200]
+    out.fill_(float("nan"))
+    gemm(a, b, out=out)
+    assert torch.equal(out, gemm(a, b, out_dtype=dtype))
+    out.fill_(7)
+    assert (parent == 7).all()
+
+
+@pytest.mark.parametrize("m", [7, 130])
+def test_layouts_of_the_operands_do_not_matter(m):
+    a, b = operands(m, 136, 272)
+    expected = gemm(a, b)
+    assert torch.equal(gemm((a.data, a.scale.contiguous()), b), expected)  # row-major scales
+    wide = torch.zeros(m, 320, dtype=torch.float8_e4m3fn, device=DEVICE)[:, 16:288].copy_(a.data)  # TMA takes it
+    assert torch.equal(gemm((wide, a.scale), b), expected)
+    odd = torch.zeros(m, 273, dtype=torch.float8_e4m3fn, device=DEVICE)[:, 1:].copy_(a.data)  # is copied
+    transposed = b.data.T.contiguous().T
+    assert torch.equal(gemm((odd, a.scale), (transposed, b.scale.T.contiguous().T)), expected)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 128, 1000])
+def test_equal_inputs_give_equal_bits(m):
+    a, b = operands(m, 576, 7168)
+    first = gemm(a, b, out_dtype=torch.float32)
+    for _ in range(20):
+        assert torch.equal(gemm(a, b, out_dtype=torch.float32), first)
+
+
+@pytest.mark.parametrize("m", [2, 65, 300])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_values_stay_in_their_rows_and_columns(m, bad):
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    x = torch.randn(m, 272, device=DEVICE, generator=generator)
+    w = torch.randn(520, 272, device=DEVICE, generator=generator)
+    a, b = quantize_1x128(x), quantize_128x128(w)
+    clean = gemm(a, b)
+    assert clean.isfinite().all()
+
+    x[m - 1, 270] = bad
+    out = gemm(quantize_1x128(x), b)
+    assert not out[m - 1].isfinite().any()
+    assert torch.equal(out[: m - 1], clean[: m - 1])
+
+    w[200, 3] = bad
+    out = gemm(a, quantize_128x128(w))
+    assert not out[:, 128:256].isfinite().any()
+    assert torch.equal(out[:, :128], clean[:, :128]) and torch.equal(out[:, 256:], clean[:, 256:])
+
+
+@pytest.mark.parametrize("m", [1, 64, 200])
+def test_graph_replays_with_other_inputs(m):
+    a, b = operands(m, 576, 1536)
+    gemm(a, b)  # compiles, which a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gemm(a, b)
+    for seed in range(1, 4):
+        new_a, new_b = operands(m, 576, 1536, seed)
+        for static, new in ((a, new_a), (b, new_b)):
+            static.data.copy_(new.data)
+            static.scale.copy_(new.scale)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, gemm(new_a, new_b))
+
+
+def test_two_streams():
+    problems = [operands(m, 576, 1536, seed) for seed, m in enumerate((64, 64, 300, 300))]
+    expected = [gemm(*problem) for problem in problems]
+    outs = [[torch.full_like(value, float("nan")) for _ in range(10)] for value in expected]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for i in range(10):
+        for j, problem in enumerate(problems):
+            with torch.cuda.stream(streams[j % 2]):
+                gemm(*problem, out=outs[j][i])
+    torch.cuda.synchronize()
+    for value, repeats in zip(expected, outs, strict=True):
+        assert all(torch.equal(out, value) for out in repeats)
+
+
+def test_runs_on_the_current_stream():
+    a, b = operands(64, 576, 1536)
+    expected = gemm(a, b)
+    static = FP8Tensor(torch.zeros_like(a.data.view(torch.uint8)).view(a.data.dtype), a.scale.clone())
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        static.data.copy_(a.data)
+        out = gemm(static, b)
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2")
+def test_device_that_is_not_current():
+    a, b = operands(64, 136, 576)
+    expected = gemm(a, b)
+    out = gemm([t.to("cuda:1") for t in a], [t.to("cuda:1") for t in b])
+    assert out.device == torch.device("cuda:1") and torch.equal(out.to(DEVICE), expected)
+    with pytest.raises(ValueError, match=r"^b\.data: expected on cuda:0 like a\.data, got cuda:1"):
+        gemm(a, [t.to("cuda:1") for t in b])
+
+
+def test_operands_on_the_wrong_device():
+    a, b = operands(5, 24, 48)
+    for call, message in (
+        (dict(b=(b.data.cpu(), b.scale)), r"^b\.data: expected on cuda:0 like a\.data, got cpu"),
+        (dict(a=(a.data, a.scale.cpu())), r"^a\.scale: expected on cuda:0 .* got cpu"),
+        (dict(bias=torch.zeros(24)), r"^bias: expected on cuda:0 .* got cpu"),
+        (dict(out=torch.zeros(5, 24)), r"^out: expected on cuda:0 .* got cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gemm(**{"a": a, "b": b} | call)
+
+
+@pytest.mark.parametrize("m", [1, 64, 128, 4096])
+def test_memory_of_a_call_is_its_result(m):
+    a, b = operands(m, 2112, 7168)
+    gemm(a, b)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = gemm(a, b)
+    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 512
+    del out
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(70000, 32768, 128), (3, 300032, 7168), (300003, 8, 7168)])
+def test_more_than_2_31_elements(m, n, k):
+    """A result, weights and activations past 2^31 elements."""
+    a = FP8Tensor(random_bytes(m, k), empty_mn_major(m, k // 128, device=DEVICE).uniform_(0.5, 2))
+    b = FP8Tensor(random_bytes(n, k), torch.rand(-(-n // 128), k // 128, device=DEVICE) + 0.5)
+    out = poisoned(m, n, torch.bfloat16)
+    gemm(a, b, out=out)
+    rows = torch.tensor(sorted({0, m // 3, m // 2, m - 2, m - 1}), device=DEVICE)
+    sample = FP8Tensor(a.data.view(torch.uint8)[rows].view(a.data.dtype), a.scale[rows])
+    for start in range(0, n, 32768):
+        columns = slice(start, start + 32768)
+        block = FP8Tensor(b.data[columns], b.scale[start // 128 : start // 128 + 256])
+        assert error(out[rows, columns], exact(sample, block)) <= TOLERANCE[torch.bfloat16]
+    assert sum(part.isnan().sum() for part in out.split(4096)) == 0
+
+
+def test_operator():
+    a, b = operands(5, 24, 144)
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.fp8moe.gemm.default, (*a, *b, None, torch.bfloat16), test_utils=checks)
+    compiled = torch.compile(lambda a, b: gemm(a, b) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a, b), gemm(a, b) * 2)

@@ -1,0 +1,162 @@
+"""FP8Linear on the CUDA backend."""
+
+import copy
+import importlib.util
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from fp8moe.layers.linear import FP8Linear, replace_linears
+from fp8moe.quant.quantize import dequantize, quantize_1x128
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+_CAN_INDUCT = shutil.which("gcc") and importlib.util.find_spec("triton")
+INDUCTOR = pytest.param(
+    "inductor", marks=pytest.mark.skipif(not _CAN_INDUCT, reason="inductor needs Triton and a C compiler")
+)
+
+
+def exact(layer, x):
+    """The layer in float64 over the quantized operands, rounded to the dtype of x."""
+    rows = dequantize(quantize_1x128(x.reshape(-1, x.shape[-1])), dtype=torch.float64)
+    out = rows @ dequantize((layer.weight, layer.weight_scale_inv), dtype=torch.float64).T
+    if layer.bias is not None:
+        out += layer.bias.double()
+    return out.view(*x.shape[:-1], layer.out_features).to(x.dtype)
+
+
+def close(actual, expected):
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    difference = (actual.double() - expected.double()).norm()
+    assert difference <= (3e-4 if actual.dtype == torch.float32 else 1.5e-3) * expected.double().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("features", [(576, 1536), (1536, 576), (131, 261), (16, 8), (1, 1)])
+def test_forward(features, dtype):
+    layer = FP8Linear(*features, device=DEVICE, dtype=dtype)
+    for lead in ((), (1,), (5,), (2, 3), (200,), (0,), (2, 0)):
+        x = torch.randn(*lead, features[0], dtype=dtype, device=DEVICE)
+        out = layer(x)
+        assert out.is_contiguous()
+        close(out, exact(layer, x))
+
+
+def test_agrees_with_the_layer_on_the_cpu():
+    layer = FP8Linear(272, 136)
+    x = torch.randn(3, 5, 272)
+    on_gpu = copy.deepcopy(layer).to(DEVICE)
+    assert on_gpu.weight.dtype == torch.float8_e4m3fn and on_gpu.weight.is_cuda
+    close(on_gpu(x.to(DEVICE)).cpu(), layer(x))
+
+
+def test_input_that_is_not_contiguous():
+    layer = FP8Linear(144, 24, device=DEVICE)
+    x = torch.randn(3, 144, 5, device=DEVICE).transpose(1, 2)
+    assert torch.equal(layer(x), layer(x.contiguous()))
+    sliced = torch.randn(4, 300, device=DEVICE)[:, 7:151]
+    assert torch.equal(layer(sliced), layer(sliced.contiguous()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("features", [(144, 24), (131, 21)])
+def test_bad_value_touches_its_row_only(bad, features):
+    layer = FP8Linear(*features, device=DEVICE)
+    x = torch.randn(4, features[0], device=DEVICE)
+    clean = layer(x)
+    x[2, -1] = bad
+    out = layer(x)
+    assert not out[2].isfinite().any()
+    assert torch.equal(out[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("m", [1, 64, 300])
+def test_graph_replays_with_other_inputs(m):
+    model = nn.Sequential(FP8Linear(576, 1536, device=DEVICE), nn.SiLU(), FP8Linear(1536, 576, device=DEVICE))
+    x = torch.randn(m, 576, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad():
+        model(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(x)
+        for _ in range(3):
+            x.normal_()
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, model(x))
+
+
+def test_equal_inputs_give_equal_bits():
+    layer = FP8Linear(7168, 576, device=DEVICE)
+    x = torch.randn(16, 7168, dtype=torch.bfloat16, device=DEVICE)
+    first = layer(x)
+    assert all(torch.equal(layer(x), first) for _ in range(20))
+
+
+def test_back_to_back_layers_do_not_share_memory():
+    """Scratch of one call is free for the next while its kernels still run: the order on the stream must protect it."""
+    layers = [FP8Linear(1024, 1024, bias=False, device=DEVICE) for _ in range(8)]
+    x = torch.randn(64, 1024, dtype=torch.bfloat16, device=DEVICE)
+    expected = []
+    with torch.no_grad():
+        for layer in layers:
+            expected.append(layer(x))
+            torch.cuda.synchronize()
+        for _ in range(5):
+            outs = [layer(x) for layer in layers]
+            assert all(torch.equal(*pair) for pair in zip(outs, expected, strict=True))
+
+
+def test_memory_of_a_call():
+    layer = FP8Linear(7168, 7168, device=DEVICE)
+    x = torch.randn(64, 7168, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad():
+        layer(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = layer(x)
+    quantized = x.numel() + 4 * 64 * 56
+    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + quantized + 2048
+    assert torch.cuda.memory_allocated() - before <= out.nbytes + 512
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_compile(backend):
+    torch._dynamo.reset()
+    model = nn.Sequential(FP8Linear(131, 48), nn.SiLU(), FP8Linear(48, 20, bias=False)).to(DEVICE)
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    for shape in ((2, 3, 131), (4, 5, 131)):
+        x = torch.randn(shape, device=DEVICE)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.02)  # SiLU may round otherwise
+
+
+def test_backward_says_that_there_is_none():
+    layer = FP8Linear(144, 24, device=DEVICE)
+    out = layer(torch.randn(3, 144, device=DEVICE, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"fp8moe\.FP8Linear has no backward"):
+        out.sum().backward()
+
+
+def test_replace():
+    model = nn.Sequential(nn.Linear(576, 1536), nn.SiLU(), nn.Linear(1536, 576)).to(DEVICE, torch.bfloat16)
+    x = torch.randn(64, 576, dtype=torch.bfloat16, device=DEVICE)
+    expected = model(x)
+    before = torch.cuda.memory_allocated()
+    assert replace_linears(model) == ["0", "2"]
+    assert before - torch.cuda.memory_allocated() > 0.45 * 2 * 2 * 576 * 1536
+    assert (model(x) - expected).norm() < 0.08 * expected.norm()
+
+
+@pytest.mark.parametrize("argument", ["x", "weight"])
+def test_wrong_device(argument):
+    layer = FP8Linear(144, 24, device="cpu" if argument == "weight" else DEVICE)
+    x = torch.randn(3, 144, device="cpu" if argument == "x" else DEVICE)
+    with pytest.raises(ValueError, match=r"^weight: expected on \S+ like x, got"):
+        layer(x)

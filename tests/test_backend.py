@@ -1,0 +1,139 @@
+"""Choosing the backend: with CPU tensors, and with a GPU that is only pretended."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8moe import config
+from fp8moe.kernels import backend, driver
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(config, "settings", replace(config.settings, backend="auto"))
+    monkeypatch.setattr(backend, "_decisions", {})
+
+
+def choose(name):
+    config.settings = replace(config.settings, backend=name)
+
+
+def on_gpu(index):
+    """What `use_cuda` looks at of a tensor."""
+    return SimpleNamespace(is_cuda=True, get_device=lambda: index, device=f"cuda:{index}")
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """cuda:0 is a Hopper GPU, cuda:1 an older one."""
+    asked = []
+
+    def capability(index):
+        asked.append(index)
+        return ((9, 0), (8, 0))[index]
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(driver, "driver_version", lambda: (13, 0))
+    return asked
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_cpu_tensors_run_on_the_reference(name):
+    choose(name)
+    assert backend.use_cuda(torch.zeros(1), torch.zeros(1)) is False
+
+
+def test_auto_takes_the_kernels_on_hopper_only(gpus):
+    assert backend.use_cuda(on_gpu(0)) is True
+    assert backend.use_cuda(on_gpu(1)) is False
+    assert backend.use_cuda(on_gpu(0), on_gpu(0)) is True
+    assert backend.use_cuda(on_gpu(0), torch.zeros(1)) is False
+
+
+def test_the_device_is_looked_at_once(gpus):
+    for _ in range(3):
+        backend.use_cuda(on_gpu(0), on_gpu(0))
+    assert gpus == [0]
+
+
+def test_reference_wins_on_hopper(gpus):
+    choose("reference")
+    assert backend.use_cuda(on_gpu(0)) is False
+    assert gpus == []
+
+
+def test_a_change_of_the_setting_takes_effect(gpus):
+    assert backend.use_cuda(on_gpu(1)) is False
+    choose("cuda")
+    with pytest.raises(RuntimeError):
+        backend.use_cuda(on_gpu(1))
+    assert backend.use_cuda(on_gpu(0)) is True
+
+
+def test_cuda_without_a_cuda_build(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    choose("cuda")
+    with pytest.raises(RuntimeError, match="has no CUDA: install a CUDA build, or set FP8MOE_BACKEND="):
+        backend.use_cuda(torch.zeros(1))
+
+
+def test_cuda_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    choose("cuda")
+    with pytest.raises(RuntimeError, match="no usable NVIDIA GPU or driver here: set FP8MOE_BACKEND="):
+        backend.use_cuda(torch.zeros(1))
+
+
+def test_cuda_with_cpu_tensors(gpus):
+    choose("cuda")
+    with pytest.raises(RuntimeError, match="a tensor is on cpu: move it to a Hopper GPU"):
+        backend.use_cuda(on_gpu(0), torch.zeros(1))
+
+
+def test_cuda_with_an_older_gpu(gpus):
+    choose("cuda")
+    with pytest.raises(RuntimeError, match=r"Hopper GPU \(sm_90\) and cuda:1 is GPU 1: set FP8MOE_BACKEND="):
+        backend.use_cuda(on_gpu(1))
+
+
+def test_rocm_is_not_hopper(gpus, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert backend.use_cuda(on_gpu(0)) is False
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_missing_cuda_python_is_an_error_on_hopper(gpus, monkeypatch, name):
+    choose(name)
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda module: None)
+    for _ in range(2):  # a refusal is not remembered as a decision
+        with pytest.raises(RuntimeError, match="pip install cuda-python nvidia-cuda-nvrtc"):
+            backend.use_cuda(on_gpu(0))
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_an_old_driver_is_an_error_on_hopper(gpus, monkeypatch, name):
+    choose(name)
+    monkeypatch.setattr(driver, "driver_version", lambda: (12, 4))
+    with pytest.raises(RuntimeError, match=r"supports CUDA 12\.4, .* CUDA 13: update the driver"):
+        backend.use_cuda(on_gpu(0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
+def test_a_missing_driver_is_a_clear_error():
+    with pytest.raises(RuntimeError, match="no NVIDIA driver found: install one, or set FP8MOE_BACKEND=reference"):
+        driver.driver_version()
+
+
+def test_a_failed_driver_call_names_the_call_and_the_error():
+    def cuSomething(value):
+        return (SimpleNamespace(value=value, name="CUDA_ERROR_INVALID_VALUE"), 7)
+
+    assert driver.check(cuSomething, 0) == 7
+    with pytest.raises(driver.DriverError, match="cuSomething failed: CUDA_ERROR_INVALID_VALUE"):
+        driver.check(cuSomething, 1)

@@ -1,0 +1,118 @@
+"""The FP8MOE_* variables: defaults, parsing, errors that name the variable, and one place that reads them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8moe
+from fp8moe import config
+
+NAMES = ("BACKEND", "CACHE_DIR", "NUM_SMS", "PRINT_CONFIGS", "PRINT_COMPILER", "DUMP_DIR", "COMPILER")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(f"FP8MOE_{name}", raising=False)
+    yield
+    monkeypatch.undo()
+    config.reload()
+
+
+def test_defaults(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert config.reload() == config.Settings(
+        backend="auto",
+        cache_dir=Path("/home/someone/.cache/fp8moe"),
+        num_sms=None,
+        print_configs=False,
+        print_compiler=False,
+        dump_dir=None,
+        compiler="nvrtc",
+    )
+
+
+def test_cache_dir_follows_xdg_unless_it_is_relative(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
+    assert config.reload().cache_dir == Path("/scratch/cache/fp8moe")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert config.reload().cache_dir == Path("/home/someone/.cache/fp8moe")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("BACKEND", "reference", "backend", "reference"),
+        ("BACKEND", " CUDA ", "backend", "cuda"),
+        ("BACKEND", "", "backend", "auto"),
+        ("COMPILER", "nvcc", "compiler", "nvcc"),
+        ("NUM_SMS", "64", "num_sms", 64),
+        ("NUM_SMS", "", "num_sms", None),
+        ("PRINT_CONFIGS", "1", "print_configs", True),
+        ("PRINT_CONFIGS", "off", "print_configs", False),
+        ("PRINT_COMPILER", "True", "print_compiler", True),
+        ("DUMP_DIR", "/tmp/dump", "dump_dir", Path("/tmp/dump")),
+        ("CACHE_DIR", "~/kernels", "cache_dir", Path.home() / "kernels"),
+    ],
+)
+def test_values(monkeypatch, name, text, field, value):
+    monkeypatch.setenv(f"FP8MOE_{name}", text)
+    assert getattr(config.reload(), field) == value
+    assert getattr(config.settings, field) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "allowed"),
+    [
+        ("BACKEND", "gpu", "auto, cuda, reference"),
+        ("COMPILER", "clang", "nvrtc, nvcc"),
+        ("NUM_SMS", "0", ">= 1"),
+        ("NUM_SMS", "-3", ">= 1"),
+        ("NUM_SMS", "many", ">= 1"),
+        ("NUM_SMS", "1.5", ">= 1"),
+        ("PRINT_CONFIGS", "maybe", "1, true"),
+        ("PRINT_COMPILER", "2", "1, true"),
+    ],
+)
+def test_a_bad_value_names_the_variable_and_what_is_allowed(monkeypatch, name, text, allowed):
+    before = config.settings
+    monkeypatch.setenv(f"FP8MOE_{name}", text)
+    with pytest.raises(ValueError, match=f"FP8MOE_{name}") as error:
+        config.reload()
+    assert allowed in str(error.value)
+    assert text in str(error.value)
+    assert config.settings is before
+
+
+def test_settings_cannot_be_changed_in_place():
+    with pytest.raises(AttributeError):
+        config.settings.backend = "cuda"
+
+
+def test_the_table_lists_every_variable():
+    listed = {line.split("|")[1].strip() for line in config.__doc__.splitlines() if line.startswith("| FP8MOE_")}
+    assert listed == {f"FP8MOE_{name}" for name in NAMES}
+
+
+def test_only_config_reads_the_variables():
+    package = Path(fp8moe.__file__).parent
+    reads = re.compile(r"""(environ(\.get)?|getenv)[\[(]\s*f?["']FP8MOE_""")
+    offending = [path for path in package.rglob("*.py") if reads.search(path.read_text())]
+    assert offending == []
+
+
+def test_a_bad_value_is_reported_on_import():
+    code = "import fp8moe.config"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(Path(fp8moe.__file__).parent.parent), "FP8MOE_BACKEND": "tpu", "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "ValueError: FP8MOE_BACKEND is 'tpu'" in done.stderr

@@ -1,0 +1,358 @@
+"""The dense GEMM on the reference backend: semantics, layouts, errors, operators."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8moe.kernels import checks, reference
+from fp8moe.kernels import gemm as gemm_module
+from fp8moe.kernels.gemm import gemm
+from fp8moe.kernels.reference import to_float32
+from fp8moe.quant.formats import FP8Tensor, empty_mn_major
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+
+DTYPES = (torch.bfloat16, torch.float32)
+TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
+INDUCTOR = pytest.param(
+    "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+)
+# Schema checks compare inputs with kernels that PyTorch lacks for float8; test_inputs_are_left_alone stands in.
+OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def operands(m, n, k, seed=0, scale_format="float32"):
+    generator = torch.Generator().manual_seed(seed)
+    # A different magnitude in every block, so that a scale applied to the wrong one shows.
+    a = torch.randn(m, k, generator=generator) * torch.rand(m, 1, generator=generator).mul(6).exp()
+    b = torch.randn(n, k, generator=generator) * torch.rand(1, k, generator=generator).mul(3).exp()
+    return quantize_1x128(a, scale_format=scale_format), quantize_128x128(b, scale_format=scale_format)
+
+
+def exact(a, b, bias=None):
+    product = dequantize(a, dtype=torch.float64) @ dequantize(b, dtype=torch.float64).T
+    return product if bias is None else product + bias.double()
+
+
+def error(actual, expected):
+    """Relative Frobenius error against ``expected`` in the result's dtype: rounding to bfloat16 alone costs 1.7e-3."""
+    expected = expected.to(actual.dtype).double()
+    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 8, 16), (3, 24, 48), (33, 136, 144), (129, 576, 576), (17, 2112, 256), (64, 128, 1536)]
+)
+def test_matches_float64(m, n, k, out_dtype):
+    a, b = operands(m, n, k)
+    out = gemm(a, b, out_dtype=out_dtype)
+    assert out.shape == (m, n) and out.dtype == out_dtype and out.is_contiguous()
+    assert error(out, exact(a, b)) < TOLERANCE[out_dtype]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.integers(0, 70),
+    n=st.integers(0, 40).map(lambda i: 8 * i),
+    k=st.integers(0, 40).map(lambda i: 16 * i),
+    bias_dtype=st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32]),
+    out_dtype=st.sampled_from(DTYPES),
+    scale_format=st.sampled_from(["float32", "ue8m0"]),
+    seed=st.integers(0, 1000),
+)
+def test_any_size(m, n, k, bias_dtype, out_dtype, scale_format, seed):
+    if k:
+        a, b = operands(m, n, k, seed, scale_format)
+    else:
+        a = (torch.empty(m, 0, dtype=torch.float8_e4m3fn), torch.empty(m, 0))
+        b = (torch.empty(n, 0, dtype=torch.float8_e4m3fn), torch.empty(-(-n // 128), 0))
+    bias = None if bias_dtype is None else torch.randn(n).to(bias_dtype)
+    out = gemm(a, b, bias=bias, out_dtype=out_dtype)
+    expected = exact(a, b, bias) if k else torch.zeros(m, n).double() + (0 if bias is None else bias.double())
+    assert out.shape == (m, n) and out.dtype == out_dtype
+    assert error(out, expected) < TOLERANCE[out_dtype]
+
+
+def test_chunks_of_columns_do_not_show(monkeypatch):
+    a, b = operands(33, 264, 272)
+    bias = torch.randn(264)
+    expected = gemm(a, b, bias=bias, out_dtype=torch.float32)
+    monkeypatch.setattr(reference, "_CHUNK", 1)
+    assert torch.allclose(gemm(a, b, bias=bias, out_dtype=torch.float32), expected, rtol=1e-5)
+
+
+def test_scales_meet_their_blocks():
+    """Ones everywhere and powers of two as scales: the product is a small sum that can be written down."""
+    a_scale = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    b_scale = torch.tensor([[1.0, 16.0], [64.0, 256.0]])
+    ones = torch.ones(136, 144).to(torch.float8_e4m3fn)
+    out = gemm((ones[:2], a_scale), (ones, b_scale), out_dtype=torch.float32)
+    expected = 128 * a_scale[:, :1] * b_scale[:, 0] + 16 * a_scale[:, 1:] * b_scale[:, 1]
+    assert torch.equal(out[:, :128], expected[:, :1].expand(2, 128))
+    assert torch.equal(out[:, 128:], expected[:, 1:].expand(2, 8))
+
+
+def test_bias_is_added_before_rounding():
+    a, b = operands(5, 16, 128)
+    bias = torch.linspace(-1e3, 1e3, 16)
+    in_float32 = gemm(a, b, bias=bias, out_dtype=torch.float32)
+    assert torch.equal(gemm(a, b, bias=bias), in_float32.bfloat16())
+    assert torch.equal(in_float32, gemm(a, b, out_dtype=torch.float32) + bias)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_float32_matmul_precision_changes_nothing(precision):
+    a, b = operands(65, 136, 272)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        out = gemm(a, b, out_dtype=torch.float32)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert error(out, exact(a, b)) < 1e-6
+
+
+def test_conversion_is_exact_for_every_value():
+    data = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert torch.equal(to_float32(data).nan_to_num(nan=1e9), data.float().nan_to_num(nan=1e9))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_bad_activation_touches_its_row_only(bad):
+    x, w = torch.randn(9, 272), torch.randn(136, 272)
+    b = quantize_128x128(w)
+    clean = gemm(quantize_1x128(x), b)
+    x[4, 200] = bad
+    out = gemm(quantize_1x128(x), b)
+    assert not out[4].isfinite().any()
+    rest = torch.arange(9) != 4
+    assert torch.equal(out[rest], clean[rest])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_weight_touches_its_columns_only(bad):
+    x, w = torch.randn(9, 272), torch.randn(264, 272)
+    a = quantize_1x128(x)
+    clean = gemm(a, quantize_128x128(w))
+    w[130, 5] = bad
+    out = gemm(a, quantize_128x128(w))
+    assert not out[:, 128:256].isfinite().any()
+    assert torch.equal(out[:, :128], clean[:, :128]) and torch.equal(out[:, 256:], clean[:, 256:])
+
+
+def test_layouts_of_the_operands_do_not_matter():
+    a, b = operands(33, 24, 272)
+    expected = gemm(a, b, bias=torch.arange(24.0))
+    strided = torch.empty(33, 2 * 272, dtype=torch.float8_e4m3fn)[:, ::2].copy_(a.data)
+    transposed = b.data.T.contiguous().T
+    bias = torch.arange(24.0).repeat_interleave(3)[::3]
+    out = gemm((strided, a.scale.contiguous()), [transposed, b.scale.T.contiguous().T], bias=bias)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out(dtype):
+    a, b = operands(5, 24, 144)
+    parent = torch.full((8, 64), 7.0, dtype=dtype)
+    out = parent[1:6, 16:40]
+    assert gemm(a, b, out=out) is out
+    assert torch.equal(out, gemm(a, b, out_dtype=dtype))
+    parent[1:6, 16:40] = 7
+    assert (parent == 7).all()
+
+
+@pytest.mark.parametrize("m", [0, 5])
+@pytest.mark.parametrize("n", [0, 24])
+def test_out_of_an_empty_problem(m, n):
+    a = (torch.empty(m, 0, dtype=torch.float8_e4m3fn), torch.empty(m, 0))
+    b = (torch.empty(n, 0, dtype=torch.float8_e4m3fn), torch.empty(-(-n // 128), 0))
+    out = torch.full((m, n), 7.0)
+    assert not gemm(a, b, out=out).any()
+
+
+def test_inputs_are_left_alone():
+    a, b = operands(33, 24, 144)
+    bias = torch.randn(24)
+    values = (*a, *b, bias)
+    before = [value.clone() for value in values]
+    gemm(a, b, bias=bias)
+    assert all(torch.equal(x.float(), y.float()) for x, y in zip(values, before, strict=True))
+
+
+# Layouts that the CUDA kernel asks for.
+
+
+def test_row_major_copies_only_what_tma_cannot_load():
+    data = torch.randint(0, 255, (6, 64), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for fine in (data, data[1:], data[:, :32], data[:, 16:48], data[:1]):
+        assert checks.row_major(fine) is fine
+    single = data.T[:1]  # strides (1, 64): a row of one element steps
+    for bad in (data[:, 1:49], data[:, ::2], data.T, data[:1].expand(4, 64), single):
+        copy = checks.row_major(bad)
+        assert copy is not bad and copy.is_contiguous()
+        assert torch.equal(copy.view(torch.uint8), bad.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1), (4, 2), (33, 5)])
+def test_mn_major_copies_only_what_tma_cannot_load(shape):
+    scale = empty_mn_major(*shape, device="cpu").copy_(torch.rand(shape))
+    assert checks.mn_major(scale) is scale
+    for bad in (scale.contiguous() + 0, torch.cat([scale, scale])[shape[0] :]):
+        copy = checks.mn_major(bad)
+        assert torch.equal(copy, scale)
+        assert copy.stride(1) == (shape[0] + 3) // 4 * 4 and copy.data_ptr() % 16 == 0
+        assert shape[0] == 1 or copy.stride(0) == 1
+
+
+def test_what_the_cuda_kernel_is_given(monkeypatch):
+    """Whatever layouts come in: what TMA can load, and a bias dtype that the kernel reads."""
+    a, b = operands(33, 24, 272)
+    given = []
+    monkeypatch.setattr(gemm_module, "use_cuda", lambda *tensors: True)
+    monkeypatch.setattr(gemm_module, "_cuda_gemm", lambda: lambda *arguments: given.append(arguments))
+    bias = torch.arange(24, dtype=torch.float16)
+    gemm(a, b, bias=bias)
+    gemm(
+        (a.data.T.contiguous().T, a.scale.contiguous()), (b.data.T.contiguous().T, b.scale.T.contiguous().T), bias=bias
+    )
+    assert given[0][0] is a.data and given[0][1] is a.scale and given[0][2] is b.data and given[0][3] is b.scale
+    for arguments in given:
+        for value, like in zip(arguments[:4], (*a, *b), strict=True):
+            assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
+        assert arguments[4].dtype == torch.float32 and torch.equal(arguments[4], bias.float())
+        assert arguments[5].shape == (33, 24)
+
+
+# Bad input.
+
+
+A, B = operands(32, 24, 144)
+
+
+def fp8(*shape):
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+
+
+BAD = {
+    "a is a tensor": (dict(a=torch.zeros(2, 16)), TypeError, r"^a: expected an FP8Tensor .* got a torch.float32"),
+    "a is a triple": (dict(a=(1, 2, 3)), TypeError, r"^a: expected an FP8Tensor"),
+    "b without scale": (dict(b=(B.data, None)), TypeError, r"^b: expected a pair of tensors, .* NoneType"),
+    "a not fp8": (dict(a=(A.data.bfloat16(), A.scale)), TypeError, r"^a\.data: expected float8_e4m3fn, got .*bfloat16"),
+    "a e5m2": (dict(a=(A.data.float().to(torch.float8_e5m2), A.scale)), TypeError, r"^a\.data: .* got .*float8_e5m2"),
+    "b integers": (dict(b=(B.data.view(torch.uint8), B.scale)), TypeError, r"^b\.data: expected .* got torch.uint8"),
+    "a rank": (dict(a=(A.data[None], A.scale)), ValueError, r"^a\.data: expected two dimensions, got shape \(1, 32"),
+    "b rank": (dict(b=(B.data[0], B.scale)), ValueError, r"^b\.data: expected two dimensions, got shape \(144,\)"),
+    "inner sizes": (dict(b=(fp8(24, 128), B.scale)), ValueError, r"^b\.data: expected shape \(N, 144\).*\(24, 128\)"),
+    "K": (dict(a=(fp8(32, 8), A.scale), b=(fp8(24, 8), B.scale)), ValueError, r"multiple of 16 .* got K = 8"),
+    "N": (dict(b=(fp8(20, 144), B.scale)), ValueError, r"^b\.data: N must be a multiple of 8 .* got N = 20"),
+    "a scale dtype": (dict(a=(A.data, A.scale.double())), TypeError, r"^a\.scale: expected float32, got torch.float64"),
+    "a scale shape": (dict(a=(A.data, A.scale[:, :1])), ValueError, r"^a\.scale: expected shape \(32, 2\).*\(32, 1\)"),
+    "a scale rank": (dict(a=(A.data, A.scale[0])), ValueError, r"^a\.scale: expected shape \(32, 2\).* got \(2,\)"),
+    "b scale dtype": (dict(b=(B.data, B.scale.half())), TypeError, r"^b\.scale: expected float32, got torch.float16"),
+    "b scale shape": (dict(b=(B.data, A.scale)), ValueError, r"^b\.scale: expected shape \(1, 2\).* got \(32, 2\)"),
+    "b device": (dict(b=(B.data.to("meta"), B.scale)), ValueError, r"^b\.data: expected on cpu like a\.data, got meta"),
+    "scale device": (dict(a=(A.data, A.scale.to("meta"))), ValueError, r"^a\.scale: expected on cpu .* got meta"),
+    "bias type": (dict(bias=[0.0] * 24), TypeError, r"^bias: expected a torch.Tensor, got list"),
+    "bias dtype": (dict(bias=torch.zeros(24, dtype=torch.int32)), TypeError, r"^bias: expected .* got torch.int32"),
+    "bias shape": (dict(bias=torch.zeros(32)), ValueError, r"^bias: expected shape \(24,\), got \(32,\)"),
+    "bias rank": (dict(bias=torch.zeros(1, 24)), ValueError, r"^bias: expected shape \(24,\), got \(1, 24\)"),
+    "bias device": (dict(bias=torch.zeros(24, device="meta")), ValueError, r"^bias: expected on cpu .* got meta"),
+    "out_dtype": (dict(out_dtype=torch.float16), TypeError, r"^out_dtype: expected .* got torch.float16"),
+    "out_dtype type": (dict(out_dtype="float32"), TypeError, r"^out_dtype: expected .* got float32"),
+    "out contradicted": (
+        dict(out=torch.zeros(32, 24, dtype=torch.bfloat16), out_dtype=torch.float32),
+        TypeError,
+        r"^out_dtype: torch.float32 contradicts out, a torch.bfloat16 tensor",
+    ),
+    "out type": (dict(out=7), TypeError, r"^out: expected a torch.Tensor, got int 7"),
+    "out dtype": (dict(out=torch.zeros(32, 24).half()), TypeError, r"^out: expected bfloat16 or float32, .*float16"),
+    "out shape": (dict(out=torch.zeros(24, 32)), ValueError, r"^out: expected shape \(32, 24\), got \(24, 32\)"),
+    "out device": (dict(out=torch.zeros(32, 24, device="meta")), ValueError, r"^out: expected on cpu .* got meta"),
+    "out transposed": (dict(out=torch.zeros(24, 32).T), ValueError, r"^out: expected row-major, .* got \(1, 32\)"),
+    "out rows": (dict(out=torch.zeros(32, 25)[:, :24]), ValueError, r"^out: .* a multiple of 4 .* got \(25, 1\)"),
+    "out expanded": (dict(out=torch.zeros(24).expand(32, 24)), ValueError, r"^out: expected row-major, .*\(0, 1\)"),
+    "out address": (
+        dict(out=torch.zeros(32, 32)[:, 1:25]),
+        ValueError,
+        r"^out: expected to start at a multiple of 16 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    arguments, exception, message = BAD[case]
+    with pytest.raises(exception, match=message):
+        gemm(**{"a": A, "b": B} | arguments)
+
+
+@pytest.mark.parametrize("name", ["a.data", "a.scale", "b.data", "b.scale", "bias"])
+def test_out_that_overlaps_an_operand(name):
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+
+    def place(like, offset):
+        return memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
+    values = {"a.data": A.data, "a.scale": A.scale, "b.data": B.data, "b.scale": B.scale, "bias": torch.zeros(24)}
+    out = place(torch.empty(32, 24), 8192)
+    last_byte = 8192 + out.nbytes - 16
+    for offset, overlaps in ((last_byte, True), (last_byte + 16, False)):
+        placed = values | {name: place(values[name], offset).copy_(values[name])}
+        a, b = (placed["a.data"], placed["a.scale"]), (placed["b.data"], placed["b.scale"])
+        if overlaps:
+            with pytest.raises(ValueError, match=rf"^out: .* overlaps {name}"):
+                gemm(a, b, bias=placed["bias"], out=out)
+        else:
+            gemm(a, b, bias=placed["bias"], out=out)
+
+
+# Operators.
+
+
+def test_opcheck():
+    a, b = operands(5, 24, 144)
+    bias = torch.randn(24)
+    for arguments in ((*a, *b, None, torch.bfloat16), (*a, *b, bias, torch.float32)):
+        torch.library.opcheck(torch.ops.fp8moe.gemm.default, arguments, test_utils=OPCHECKS)
+    arguments = (*a, *b, bias, torch.empty(5, 24))
+    torch.library.opcheck(torch.ops.fp8moe.gemm_out.default, arguments, test_utils=OPCHECKS)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_compile(backend):
+    a, b = operands(5, 24, 144)
+    bias = torch.randn(24)
+
+    def function(a_data, a_scale, out):
+        gemm((a_data, a_scale), b, bias=bias, out=out)
+        return gemm(FP8Tensor(a_data, a_scale), b) * 2, out + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
+    for m in (5, 9):
+        a, _ = operands(m, 24, 144, seed=m)
+        out, compiled_out = torch.empty(m, 24), torch.empty(m, 24)
+        for actual, expected in zip(compiled(*a, compiled_out), function(*a, out), strict=True):
+            assert torch.equal(actual, expected)
+        assert torch.equal(compiled_out, out)
+
+
+def test_shapes_without_data():
+    a, b = operands(5, 24, 144)
+    out = gemm([t.to("meta") for t in a], [t.to("meta") for t in b])
+    assert out.is_meta and out.shape == (5, 24) and out.dtype == torch.bfloat16
+
+
+def test_backward_says_that_there_is_none():
+    a, b = operands(5, 24, 144)
+    bias = torch.zeros(24, requires_grad=True)
+    out = gemm(a, b, bias=bias)
+    with pytest.raises(RuntimeError, match=r"fp8moe\.gemm has no backward"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not gemm(a, b, bias=bias).requires_grad
+    with pytest.raises(RuntimeError, match="out= has no automatic differentiation"):
+        gemm(a, b, bias=bias, out=torch.empty(5, 24))

@@ -1,0 +1,32 @@
+"""`import fp8moe` is quick and works anywhere: it loads PyTorch and nothing else from outside the standard library."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, torch
+before = set(sys.modules)
+import fp8moe
+new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print(*sorted(new))
+"""
+
+
+def test_import_loads_only_torch():
+    output = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True).stdout
+    # PyTorch may load its own parts late, but no other package.
+    assert set(output.split()) - {"torch"} == {"fp8moe"}
+
+
+def test_public_names_exist():
+    import fp8moe
+
+    for name in fp8moe.__all__:
+        assert getattr(fp8moe, name) is not None
+    assert fp8moe.__version__.count(".") == 2
+
+
+def test_integrations_is_a_subpackage():
+    import fp8moe.integrations
+
+    assert fp8moe.integrations.__doc__

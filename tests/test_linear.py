@@ -1,0 +1,400 @@
+"""FP8Linear and replace_linears on the reference backend."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fp8moe.kernels.linear import linear
+from fp8moe.layers.linear import FP8Linear, replace_linears
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDUCTOR = pytest.param(
+    "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+)
+
+
+def exact(layer, x):
+    """The layer in float64 over the quantized operands, rounded to the dtype of x."""
+    rows = dequantize(quantize_1x128(x.reshape(-1, x.shape[-1])), dtype=torch.float64)
+    out = rows @ dequantize((layer.weight, layer.weight_scale_inv), dtype=torch.float64).T
+    if layer.bias is not None:
+        out += layer.bias.double()
+    return out.view(*x.shape[:-1], layer.out_features).to(x.dtype)
+
+
+def close(actual, expected):
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    difference = (actual.double() - expected.double()).norm()
+    assert difference <= (3e-4 if actual.dtype == torch.float32 else 1.5e-3) * expected.double().norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(576,), (1, 576), (5, 576), (2, 3, 576), (2, 1, 3, 576)])
+def test_forward(shape, dtype):
+    layer = FP8Linear(576, 200, dtype=dtype)
+    x = torch.randn(shape, dtype=dtype)
+    out = layer(x)
+    assert out.is_contiguous()
+    close(out, exact(layer, x))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    in_features=st.integers(1, 300),
+    out_features=st.integers(1, 300),
+    rows=st.integers(0, 5),
+    bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_number_of_features(in_features, out_features, rows, bias, dtype):
+    layer = FP8Linear(in_features, out_features, bias, dtype=dtype)
+    assert layer.weight.shape == (out_features, in_features)
+    assert layer.weight_scale_inv.shape == (-(-out_features // 128), -(-in_features // 128))
+    x = torch.randn(rows, in_features, dtype=dtype)
+    close(layer(x), exact(layer, x))
+
+
+@pytest.mark.parametrize("lead", [(0,), (2, 0), (0, 3)])
+def test_empty_batch(lead):
+    assert FP8Linear(48, 20)(torch.empty(*lead, 48)).shape == (*lead, 20)
+
+
+def test_input_that_is_not_contiguous():
+    layer = FP8Linear(48, 24)
+    x = torch.randn(3, 48, 5).transpose(1, 2)
+    assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("features", [(144, 24), (131, 21)])
+def test_bad_value_touches_its_row_only(bad, features):
+    layer = FP8Linear(*features)
+    x = torch.randn(4, features[0])
+    clean = layer(x)
+    x[2, -1] = bad
+    out = layer(x)
+    assert not out[2].isfinite().any()
+    assert torch.equal(out[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+def test_float16_output_is_rounded_once():
+    layer = FP8Linear(256, 64, dtype=torch.float32)
+    x = torch.randn(32, 256).half()
+    assert torch.equal(layer(x), layer(x.float()).half())
+
+
+# The module.
+
+
+def test_state_dict_is_the_checkpoint():
+    state = FP8Linear(131, 261, dtype=torch.float16).state_dict()
+    assert {name: (tuple(value.shape), value.dtype) for name, value in state.items()} == {
+        "weight": ((261, 131), torch.float8_e4m3fn),
+        "weight_scale_inv": ((3, 2), torch.float32),
+        "bias": ((261,), torch.float16),
+    }
+    assert list(FP8Linear(16, 8, bias=False).state_dict()) == ["weight", "weight_scale_inv"]
+
+
+def test_initialization_is_that_of_nn_linear():
+    torch.manual_seed(3)
+    reference = nn.Linear(272, 136)
+    torch.manual_seed(3)
+    layer = FP8Linear(272, 136, dtype=torch.float32)
+    quantized = quantize_128x128(reference.weight.detach())
+    assert torch.equal(layer.weight.float(), quantized.data.float())
+    assert torch.equal(layer.weight_scale_inv, quantized.scale)
+    assert torch.equal(layer.bias, reference.bias)
+    assert not layer.weight.requires_grad and not layer.weight_scale_inv.requires_grad
+
+
+@pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_from_linear(scale_format, bias):
+    source = nn.Linear(272, 136, bias=bias, dtype=torch.bfloat16).eval()
+    layer = FP8Linear.from_linear(source, scale_format=scale_format)
+    assert (layer.in_features, layer.out_features, layer.training) == (272, 136, False)
+    assert layer.bias is source.bias
+    mantissas = layer.weight_scale_inv.frexp().mantissa
+    assert (mantissas == 0.5).all() == (scale_format == "ue8m0")
+    x = torch.randn(64, 272, dtype=torch.bfloat16)
+    expected = source(x)
+    assert (layer(x) - expected).norm() < 0.06 * expected.norm()
+
+
+def test_from_linear_without_data():
+    layer = FP8Linear.from_linear(nn.Linear(144, 24, device="meta"))
+    assert all(value.is_meta for value in layer.state_dict().values())
+    assert layer(torch.empty(3, 144, device="meta")).shape == (3, 24)
+
+
+def test_load_into_meta_module():
+    source = FP8Linear(144, 24)
+    for layer in (FP8Linear(144, 24, device="meta"), FP8Linear(144, 24, device="meta").to_empty(device="cpu")):
+        layer.load_state_dict(source.state_dict(), assign=layer.weight.is_meta)
+        assert not layer.weight.requires_grad
+        x = torch.randn(3, 144)
+        assert torch.equal(layer(x), source(x))
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda m: m.to(torch.float16),
+        lambda m: m.half(),
+        lambda m: m.to("cpu", torch.float16),
+        lambda m: m.type(torch.float16),
+    ],
+)
+def test_casts_keep_weight_and_scale(cast):
+    model = nn.Sequential(FP8Linear(144, 24, dtype=torch.float32))
+    before = copy.deepcopy(model[0])
+    cast(model)
+    assert torch.equal(model[0].weight.float(), before.weight.float()) and model[0].weight.dtype == torch.float8_e4m3fn
+    assert torch.equal(model[0].weight_scale_inv, before.weight_scale_inv)
+    assert model[0].weight_scale_inv.dtype == torch.float32
+    assert model[0].bias.dtype == torch.float16
+    assert [type(value) for value in model.parameters()] == [nn.Parameter] * 3
+
+
+def test_moves_to_another_device():
+    layer = FP8Linear(144, 24).to("meta", torch.float32)
+    assert all(value.is_meta for value in layer.parameters())
+    assert layer.weight.dtype == torch.float8_e4m3fn
+
+
+def test_copies_and_files(tmp_path):
+    layer = FP8Linear(131, 261)
+    x = torch.randn(3, 131)
+    expected = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    torch.save(layer, tmp_path / "layer.pt")
+    assert torch.equal(torch.load(tmp_path / "layer.pt", weights_only=False)(x), expected)
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    save_file(layer.state_dict(), tmp_path / "state.safetensors")
+    for state in (torch.load(tmp_path / "state.pt"), load_file(tmp_path / "state.safetensors")):
+        other = FP8Linear(131, 261)
+        assert not torch.equal(other(x), expected)
+        other.load_state_dict(state)
+        assert torch.equal(other(x), expected)
+
+
+def test_loading_a_weight_that_is_not_fp8_is_refused():
+    layer = FP8Linear(144, 24, dtype=torch.float32)
+    before = layer.weight.float()
+    with pytest.raises(RuntimeError, match=r"0\.weight: expected float8_e4m3fn, got torch.float32.*from_linear"):
+        nn.Sequential(layer).load_state_dict(nn.Sequential(nn.Linear(144, 24)).state_dict(), strict=False)
+    assert torch.equal(layer.weight.float(), before)
+
+
+def test_repr():
+    assert repr(FP8Linear(144, 24, bias=False)) == "FP8Linear(in_features=144, out_features=24, bias=False)"
+
+
+# torch.library, torch.compile, autograd.
+
+
+def test_opcheck():
+    layer = FP8Linear(144, 24)
+    # Schema checks compare inputs with kernels that PyTorch lacks for float8.
+    torch.library.opcheck(
+        torch.ops.fp8moe.linear.default,
+        (torch.randn(2, 3, 144), layer.weight, layer.weight_scale_inv, layer.bias.detach()),
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_compile(backend):
+    model = nn.Sequential(FP8Linear(131, 48), nn.SiLU(), FP8Linear(48, 20, bias=False))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    for shape in ((2, 3, 131), (4, 5, 131)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.02)  # SiLU may round otherwise
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_backward_says_that_there_is_none(backend, bias):
+    torch._dynamo.reset()
+    layer = FP8Linear(144, 24, bias)
+    x = torch.randn(3, 144, requires_grad=not bias)
+    call = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
+    out = call(x)
+    assert out.requires_grad
+    with torch.no_grad():
+        assert torch.equal(out, layer(x))
+    with pytest.raises(RuntimeError, match=r"fp8moe\.FP8Linear has no backward"):
+        out.sum().backward()
+
+
+def test_no_grad_records_nothing():
+    layer = FP8Linear(144, 24)
+    with torch.no_grad():
+        assert layer(torch.randn(3, 144, requires_grad=True)).grad_fn is None
+    with torch.inference_mode():
+        assert layer(torch.randn(3, 144)).shape == (3, 24)
+    frozen = layer.requires_grad_(False)
+    assert not frozen(torch.randn(3, 144)).requires_grad
+
+
+# Bad input.
+
+LAYER = FP8Linear(144, 24)
+W, S, BIAS = LAYER.weight, LAYER.weight_scale_inv, LAYER.bias.detach()
+X = torch.randn(3, 144)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exception", "message"),
+    [
+        ((X.int(), W, S, None), TypeError, r"^x: expected bfloat16, float16 or float32, got torch.int32"),
+        ((X.double(), W, S, None), TypeError, r"^x: .* got torch.float64"),
+        ((X[:, :128], W, S, None), ValueError, r"^x: expected shape \(\.\.\., 144\) .* got \(3, 128\)"),
+        ((X[0, 0], W, S, None), ValueError, r"^x: expected shape \(\.\.\., 144\) .* got \(\)"),
+        ((X, W.float(), S, None), TypeError, r"^weight: expected float8_e4m3fn, got torch.float32"),
+        ((X, W[0], S, None), ValueError, r"^weight: expected two dimensions, got shape \(144,\)"),
+        ((X, W.to("meta"), S, None), ValueError, r"^weight: expected on cpu like x, got meta"),
+        ((X, W, S.bfloat16(), None), TypeError, r"^weight_scale_inv: expected float32, got torch.bfloat16"),
+        ((X, W, S[:, :1], None), ValueError, r"^weight_scale_inv: expected shape \(1, 2\).* got \(1, 1\)"),
+        ((X, W, S.to("meta"), None), ValueError, r"^weight_scale_inv: expected on cpu .* got meta"),
+        ((X, W, S, BIAS.int()), TypeError, r"^bias: expected bfloat16, float16 or float32, got torch.int32"),
+        ((X, W, S, BIAS[:8]), ValueError, r"^bias: expected shape \(24,\), got \(8,\)"),
+        ((X, W, S, BIAS.to("meta")), ValueError, r"^bias: expected on cpu .* got meta"),
+    ],
+)
+def test_bad_input(arguments, exception, message):
+    with pytest.raises(exception, match=message):
+        linear(*arguments)
+
+
+def test_bad_construction():
+    with pytest.raises(TypeError, match=r"^dtype: .* got torch.float64"):
+        FP8Linear(16, 8, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"^linear: expected an nn.Linear, got Conv1d"):
+        FP8Linear.from_linear(nn.Conv1d(1, 1, 1))
+    with pytest.raises(TypeError, match=r"^linear\.weight: .* got torch.float64"):
+        FP8Linear.from_linear(nn.Linear(16, 8, dtype=torch.float64))
+    with pytest.raises(ValueError, match="scale_format"):
+        FP8Linear.from_linear(nn.Linear(16, 8), scale_format="e8m0")
+
+
+# replace_linears.
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj = nn.Linear(48, 32)
+        self.down_proj = nn.Linear(32, 48, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 48)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(48, 40, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+BLOCK_NAMES = [f"blocks.{i}.{name}" for i in range(2) for name in ("up_proj", "down_proj")]
+
+
+def test_replace():
+    model = Model().eval()
+    tokens = torch.arange(40)[None]
+    expected = model(tokens)
+    up_proj_bias = model.blocks[0].up_proj.bias
+    assert replace_linears(model) == BLOCK_NAMES
+    assert [name for name, module in model.named_modules() if type(module) is FP8Linear] == BLOCK_NAMES
+    assert type(model.lm_head) is nn.Linear
+    assert model.blocks[0].up_proj.bias is up_proj_bias and not model.blocks[0].up_proj.training
+    out = model(tokens)
+    assert 0 < (out - expected).norm() < 0.1 * expected.norm()
+    assert replace_linears(model) == []
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        ((), []),
+        (("lm_head",), ["lm_head"]),
+        (["up_proj"], ["blocks.0.up_proj", "blocks.1.up_proj"]),
+        (("blocks.1.up_proj", "lm_*"), ["blocks.1.up_proj", "lm_head"]),
+        (("blocks.0.*",), ["blocks.0.up_proj", "blocks.0.down_proj"]),
+        (("blocks", "proj", "head"), []),
+    ],
+)
+def test_skip(skip, left):
+    model = Model()
+    everything = [*BLOCK_NAMES, "lm_head"]
+    assert replace_linears(model, skip=skip) == [name for name in everything if name not in left]
+    assert [name for name, module in model.named_modules() if type(module) is nn.Linear] == left
+
+
+def test_tied_weights_stay_tied():
+    model = Model()
+    model.lm_head.weight = model.embed.weight
+    assert replace_linears(model, skip=()) == BLOCK_NAMES
+    assert model.lm_head.weight is model.embed.weight
+
+
+def test_shared_modules_stay_shared():
+    shared = nn.Linear(48, 48)
+    block = Block()
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": block, "d": block})
+    names = ["a", "b.0", "c.up_proj", "d.up_proj", "c.down_proj", "d.down_proj"]
+    assert replace_linears(model) == names
+    assert type(model["a"]) is FP8Linear and model["a"] is model["b"][0]
+    assert type(block.up_proj) is FP8Linear
+
+    other = nn.Linear(48, 48)
+    model = nn.ModuleDict({"a": other, "lm_head": other})
+    assert replace_linears(model) == []
+    assert model["a"] is other
+
+
+def test_subclasses_stay():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    parametrized = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    assert replace_linears(nn.Sequential(Scaled(16, 16), parametrized)) == []
+
+
+def test_replace_errors_leave_the_model_alone():
+    with pytest.raises(TypeError, match=r"^model: .* FP8Linear\.from_linear"):
+        replace_linears(nn.Linear(16, 8))
+    model = Model()
+    with pytest.raises(TypeError, match=r"^skip: .* 'lm_head'"):
+        replace_linears(model, skip="lm_head")
+    model.blocks[1].down_proj.double()
+    with pytest.raises(TypeError, match=r"^blocks\.1\.down_proj\.weight: .* got torch.float64"):
+        replace_linears(model)
+    assert not any(isinstance(module, FP8Linear) for module in model.modules())
+
+
+def test_replace_without_data():
+    with torch.device("meta"):
+        model = Model()
+    assert replace_linears(model) == BLOCK_NAMES
+    assert all(parameter.is_meta for parameter in model.parameters())

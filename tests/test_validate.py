@@ -1,0 +1,106 @@
+"""What `fp8moe validate` makes of the tools it runs, and when a stored file vouches for the sources."""
+
+import copy
+
+import pytest
+
+from fp8moe import validate
+
+CLEAN = {
+    "digest": "d",
+    "tests": {"passed": 3, "failed": 0, "skipped": 0, "failures": [], "skips": [], "exit_code": 0},
+    "sanitizer": {tool: {"errors": 0, "exit_code": 0, "tail": []} for tool in validate.SANITIZERS},
+    "benchmarks": {name: {"rows": [], "bars": []} for name in validate.BENCHMARKS},
+}
+
+
+def changed(*path, value):
+    content = copy.deepcopy(CLEAN)
+    inner = content
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return content
+
+
+def test_a_clean_file_has_no_problems():
+    assert validate.problems(CLEAN, "d") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (changed("digest", value="e"), "digest"),
+        (changed("tests", "failures", value=["test_gemm::test_odd"]), "test_odd"),
+        (changed("tests", "exit_code", value=2), "exit code 2"),
+        (changed("tests", "passed", value=0), "0 GPU tests"),
+        (changed("sanitizer", "racecheck", "errors", value=1), "racecheck"),
+        (changed("sanitizer", "memcheck", "errors", value=None), "memcheck"),
+        (changed("sanitizer", "synccheck", "exit_code", value=1), "synccheck"),
+        (changed("benchmarks", "gemm", value={"error": "wrong result"}), "wrong result"),
+        ({"digest": "d", "tests": CLEAN["tests"], "sanitizer": CLEAN["sanitizer"]}, "benchmarks"),
+        ({}, "digest"),
+    ],
+)
+def test_problems_are_named(content, word):
+    assert any(word in problem for problem in validate.problems(content, "d"))
+
+
+def test_parts_are_merged_only_for_the_same_sources():
+    stored = validate.merge({}, "d", "benchmarks", {"gemm": 1})
+    both = validate.merge(stored, "d", "tests", {"passed": 1})
+    assert list(both) == ["digest", "tests", "benchmarks"]
+    assert validate.merge(both, "e", "tests", {"passed": 2}) == {"digest": "e", "tests": {"passed": 2}}
+
+
+@pytest.mark.parametrize(
+    ("output", "errors"),
+    [
+        ("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n", 0),
+        ("========= ERROR SUMMARY: 1 error\n", 1),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n", 3),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings) \n", 0),
+        ("Segmentation fault\n", None),
+    ],
+)
+def test_sanitizer_summaries(output, errors):
+    assert validate.parse_sanitizer(output) == errors
+
+
+def test_junit_counts(tmp_path):
+    path = tmp_path / "junit.xml"
+    path.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="good"/>'
+        '<testcase classname="a" name="bad"><failure/></testcase>'
+        '<testcase classname="a" name="broken"><error/></testcase>'
+        '<testcase classname="a" name="left"><skipped/></testcase></testsuite></testsuites>'
+    )
+    result = validate.parse_junit(path)
+    assert (result["passed"], result["failed"], result["skipped"]) == (1, 2, 1)
+    assert result["failures"] == ["a::bad", "a::broken"]
+    assert result["skips"] == ["a::left"]
+
+
+def test_missed_bars_are_listed_with_their_limit():
+    bar = {"name": "time", "value": 30.0, "limit": 25, "unit": "us", "passed": False}
+    content = changed("benchmarks", "host", value={"rows": [], "bars": [bar, bar | {"passed": True}]})
+    assert validate.missed_bars(content) == ["time: 30, limit 25 us"]
+    assert "bar missed: time" in validate.summary(content, "d")
+
+
+def test_unknown_part_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        validate.main(["--only", "tests,everything"])
+    assert "everything" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="Hopper"):
+        validate.main([])
+
+
+def test_without_a_checkout_it_says_what_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr(validate.fp8moe, "__file__", str(tmp_path / "fp8moe/__init__.py"))
+    with pytest.raises(SystemExit, match="source checkout"):
+        validate.main([])
