@@ -21,10 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and options.command != "validate":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
-    try:
-        from fp8moe import config  # noqa: F401  reads the FP8MOE_* variables
-    except ValueError as error:
-        sys.exit(f"fp8moe: {error}")
     if options.command == "validate":
         from fp8moe import validate
 

@@ -1,13 +1,15 @@
 """The dense GEMM on the reference backend: semantics, layouts, errors, operators."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8moe.kernels import checks, reference
+from fp8moe import config
+from fp8moe.kernels import checks, gemm_cuda, reference
 from fp8moe.kernels import gemm as gemm_module
 from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.reference import to_float32
@@ -212,7 +214,7 @@ def test_what_the_cuda_kernel_is_given(monkeypatch):
     a, b = operands(33, 24, 272)
     given = []
     monkeypatch.setattr(gemm_module, "use_cuda", lambda *tensors: True)
-    monkeypatch.setattr(gemm_module, "_cuda_gemm", lambda: lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(gemm_cuda, "gemm", lambda *arguments: given.append(arguments))
     bias = torch.arange(24, dtype=torch.float16)
     gemm(a, b, bias=bias)
     gemm(
@@ -224,6 +226,42 @@ def test_what_the_cuda_kernel_is_given(monkeypatch):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
         assert arguments[4].dtype == torch.float32 and torch.equal(arguments[4], bias.float())
         assert arguments[5].shape == (33, 24)
+
+
+def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
+    monkeypatch.setattr(gemm_cuda, "_plans", {})
+    (a, a_scale), (b, b_scale) = operands(8, 24, 144)
+    bias = torch.zeros(24, dtype=torch.bfloat16)
+    call = dict(a=a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias, out_dtype=torch.bfloat16)
+    assert gemm_cuda.find_plan(**call) is None
+    plan = gemm_cuda._plans[gemm_cuda._key(*call.values())] = object()
+    assert gemm_cuda.find_plan(**call | {"a": a.clone(), "bias": torch.ones_like(bias)}) is plan
+
+    def odd(data):  # same layout, but not at a multiple of 16 bytes
+        memory = torch.zeros(data.nbytes + 8, dtype=torch.uint8)[8:].view(data.dtype)
+        return memory.as_strided(data.shape, data.stride())
+
+    different = dict(
+        a=(odd(a), a[:7], a.view(torch.uint8), a.T.contiguous().T),
+        a_scale=(odd(a_scale), a_scale.contiguous(), a_scale.double(), a_scale[:, :1]),
+        b=(odd(b), b[:16], torch.zeros(24, 160).to(b.dtype)[:, :144]),
+        b_scale=(torch.zeros(1, 4)[:, ::2], b_scale[:, :1], b_scale.half()),
+        bias=(None, bias.float(), bias[:16], torch.zeros(48, dtype=torch.bfloat16)[::2]),
+        out_dtype=(torch.float32,),
+    )
+    for name, values in different.items():
+        for value in values:
+            assert gemm_cuda.find_plan(**call | {name: value}) is None, (name, value)
+    monkeypatch.setattr(config, "settings", replace(config.settings, backend="reference"))
+    assert gemm_cuda.find_plan(**call) is None
+
+
+def test_the_oldest_plan_goes(monkeypatch):
+    monkeypatch.setattr(gemm_cuda, "_MAX_PLANS", 3)
+    plans = {}
+    for i in range(5):
+        assert gemm_cuda.remember(plans, (i,), i) == i
+    assert list(plans.values()) == [2, 3, 4]
 
 
 # Bad input.
@@ -315,7 +353,7 @@ def test_out_that_overlaps_an_operand(name):
 def test_opcheck():
     a, b = operands(5, 24, 144)
     bias = torch.randn(24)
-    for arguments in ((*a, *b, None, torch.bfloat16), (*a, *b, bias, torch.float32)):
+    for arguments in ((*a, *b, None, False), (*a, *b, bias, True)):
         torch.library.opcheck(torch.ops.fp8moe.gemm.default, arguments, test_utils=OPCHECKS)
     arguments = (*a, *b, bias, torch.empty(5, 24))
     torch.library.opcheck(torch.ops.fp8moe.gemm_out.default, arguments, test_utils=OPCHECKS)

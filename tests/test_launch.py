@@ -1,12 +1,17 @@
-"""The parts of launching that need no GPU: layouts that TMA takes, grids in clusters, the SM limit."""
+"""The parts of launching that need no GPU: layouts that TMA takes, launch attributes, arguments, the SM limit."""
 
+import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cuda.bindings import driver
 
 from fp8moe import config
 from fp8moe.kernels import launch
+
+SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
 def strides_of(tensor, shape, strides):
@@ -96,39 +101,84 @@ def test_tensor_map_arguments():
         launch.tensor_map(torch.zeros(1, dtype=torch.float64), **layout)
     with pytest.raises(ValueError, match="l2_promotion is 100"):
         launch.tensor_map(x, **layout, l2_promotion=100)
-    with pytest.raises(ValueError, match="device-accessible"):
+    with pytest.raises(ValueError, match="tensor is on cpu"):
         launch.tensor_map(x, **layout, swizzle=128)
 
 
-def test_every_type_and_mode_has_a_name_in_cuda_core():
-    from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
-
-    assert set(launch._TMA_TYPES.values()) <= set(TensorMapDataType.__members__)
-    assert set(launch._SWIZZLES.values()) <= set(TensorMapSwizzle.__members__)
-    assert set(launch._PROMOTIONS.values()) <= set(TensorMapL2Promotion.__members__)
-
-
-@pytest.mark.parametrize("dtype", launch._TMA_TYPES)
-def test_cuda_core_sees_the_address_and_layout_of_each_type(dtype):
-    from cuda.core.utils import StridedMemoryView
-
-    x = torch.zeros(64, 64).to(dtype)[2:]
-    view = StridedMemoryView.from_any_interface(torch.as_strided(x, (1, 3, 32), (16, 128, 1)), stream_ptr=-1)
-    assert view.ptr == x.data_ptr()
-    assert view.shape == (1, 3, 32) and view.strides == (16, 128, 1)
+def test_every_type_and_mode_has_a_name_in_the_driver():
+    for names, enumeration, prefix in (
+        (launch._TMA_TYPES, driver.CUtensorMapDataType, "DATA_TYPE_"),
+        (launch._SWIZZLES, driver.CUtensorMapSwizzle, "SWIZZLE_"),
+        (launch._PROMOTIONS, driver.CUtensorMapL2promotion, "L2_PROMOTION_"),
+    ):
+        for name in names.values():
+            assert hasattr(enumeration, f"CU_TENSOR_MAP_{prefix}{name}")
 
 
+def test_a_map_calls_the_driver_only_for_a_new_address(monkeypatch):
+    calls = []
+    results = iter((SUCCESS, driver.CUresult.CUDA_ERROR_INVALID_VALUE, SUCCESS))
+    monkeypatch.setattr(
+        driver, "cuTensorMapReplaceAddress", lambda _, pointer: calls.append(pointer) or (next(results),)
+    )
+    tma = launch.TensorMap(driver.CUtensorMap(), 256)
+    tma.replace_address(256)
+    assert calls == []
+    tma.replace_address(512)
+    tma.replace_address(512)
+    assert calls == [512]
+    with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress failed: CUDA_ERROR_INVALID_VALUE"):
+        tma.replace_address(8)
+    tma.replace_address(8)  # what was refused is not taken for the present address
+    assert calls == [512, 8, 8]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize(
-    ("grid", "cluster", "clusters"),
-    [((132, 1, 1), (2, 1, 1), (66, 1, 1)), ((8, 6, 4), (2, 3, 4), (4, 2, 1)), ((7, 1, 1), (1, 1, 1), (7, 1, 1))],
+    ("grid", "cluster"), [((132, 1, 1), (2, 1, 1)), ((8, 6, 4), (2, 3, 4)), ((7, 1, 1), (1, 1, 1))]
 )
-def test_grid_in_clusters(grid, cluster, clusters):
-    assert launch.clusters_in(grid, cluster) == clusters
+def test_the_launch_configuration(grid, cluster, pdl):
+    made = launch._launch_config(grid, (128, 2, 1), cluster, 5000, pdl)
+    assert (made.gridDimX, made.gridDimY, made.gridDimZ) == grid  # in blocks
+    assert (made.blockDimX, made.blockDimY, made.blockDimZ) == (128, 2, 1)
+    assert made.sharedMemBytes == 5000
+    values = {attribute.id.name.removeprefix("CU_LAUNCH_ATTRIBUTE_"): attribute.value for attribute in made.attrs}
+    assert made.numAttrs == len(values)
+    assert ("CLUSTER_DIMENSION" in values) == (cluster != (1, 1, 1))
+    assert ("PROGRAMMATIC_STREAM_SERIALIZATION" in values) == pdl
+    if cluster != (1, 1, 1):
+        size = values["CLUSTER_DIMENSION"].clusterDim
+        assert (size.x, size.y, size.z) == cluster
+    if pdl:
+        assert values["PROGRAMMATIC_STREAM_SERIALIZATION"].programmaticStreamSerializationAllowed == 1
 
 
 def test_a_cluster_must_divide_the_grid():
     with pytest.raises(ValueError, match=r"\(133, 1, 1\) blocks.*\(2, 1, 1\)"):
-        launch.clusters_in((133, 1, 1), (2, 1, 1))
+        launch._launch_config((133, 1, 1), (128, 1, 1), (2, 1, 1), 0, False)
+
+
+def test_a_launch_takes_the_values_that_its_arguments_hold(monkeypatch):
+    launches = []
+
+    def enqueue(config, function, parameters, extra):
+        pointers = (ctypes.c_void_p * 3).from_address(parameters)
+        words = ctypes.c_int64.from_address(pointers[1]).value, ctypes.c_int32.from_address(pointers[2]).value
+        launches.append((int(config.hStream), int(function), pointers[0], *words))
+        return (SUCCESS if words[1] >= 0 else driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", enqueue)
+    monkeypatch.setattr(launch, "_prepare", lambda *args, **options: None)
+    tma = launch.TensorMap(driver.CUtensorMap(), 0)
+    pointer, count = ctypes.c_int64(), ctypes.c_int(7)
+    launcher = launch.Launcher(SimpleNamespace(handle=99), grid=4, block=32, args=(tma, pointer, count))
+    for stream, value in ((0, 1 << 40), (4096, 16)):
+        pointer.value = value
+        launcher.launch(stream)
+    assert launches == [(0, 99, tma.address, 1 << 40, 7), (4096, 99, tma.address, 16, 7)]
+    count.value = -1
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: CUDA_ERROR_LAUNCH_FAILED"):
+        launcher.launch(0)
 
 
 def test_sizes_of_one_to_three_dimensions():
@@ -143,13 +193,3 @@ def test_the_limit_on_sms(monkeypatch):
     for limit, expected in ((None, 132), (64, 64), (500, 132)):
         monkeypatch.setattr(config, "settings", replace(config.settings, num_sms=limit))
         assert launch.num_sms(0) == expected
-
-
-def test_streams_are_wrapped_once(monkeypatch):
-    handles = iter((4096, 4096, 8192))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(handles), raising=False)
-    launch._stream.cache_clear()
-    first, again, other = (launch.current_stream(0) for _ in range(3))
-    assert first is again and other is not first
-    assert first.__cuda_stream__() == (0, 4096) and other.__cuda_stream__() == (0, 8192)
-    launch._stream.cache_clear()

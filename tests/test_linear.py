@@ -1,7 +1,9 @@
 """FP8Linear and replace_linears on the reference backend."""
 
 import copy
+import ctypes
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fp8moe.kernels import checks, linear_cuda
+from fp8moe.kernels import linear as linear_module
+from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.linear import linear
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
@@ -88,6 +93,101 @@ def test_float16_output_is_rounded_once():
     layer = FP8Linear(256, 64, dtype=torch.float32)
     x = torch.randn(32, 256).half()
     assert torch.equal(layer(x), layer(x.float()).half())
+
+
+# The CUDA path, with kernels that are stood in for by PyTorch on the memory that they are given.
+
+
+def memory_at(address, shape, strides, dtype):
+    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    size = torch.empty(0, dtype=dtype).element_size()
+    data = torch.frombuffer((ctypes.c_uint8 * (count * size)).from_address(address), dtype=torch.uint8)
+    return data.view(dtype).as_strided(shape, strides)
+
+
+class FakeQuantizer:
+    def __init__(self, rows, ue8m0):
+        assert rows.stride(1) == 1
+        self.layout, self.aligned = (rows.shape, rows.stride(), rows.dtype), rows.data_ptr() % 16 == 0
+
+    def launch(self, stream, x, data, scale):
+        assert self.aligned == (x % 16 == 0) and data % 16 == 0 and scale % 16 == 0
+        quantized = quantize_1x128(memory_at(x, *self.layout))
+        for target, value in ((data, quantized.data), (scale, quantized.scale)):
+            memory_at(target, value.shape, value.stride(), value.dtype).copy_(value)
+
+
+class FakeGemm:
+    def __init__(self, *operands, pdl):
+        assert pdl and all(t.data_ptr() % 16 == 0 for t in operands[:3])
+        *tensors, self.out_dtype = operands
+        self.layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
+
+    def launch(self, stream, *addresses):
+        *operands, bias, out, pitch = addresses
+        a, a_scale, b, b_scale = (
+            memory_at(*pair) for pair in zip(operands, *zip(*self.layouts[:4], strict=True), strict=True)
+        )
+        bias = memory_at(bias, *self.layouts[4]) if bias else None
+        expected = gemm((a, a_scale), (b, b_scale), bias=bias, out_dtype=self.out_dtype)
+        memory_at(out, expected.shape, (pitch, 1), self.out_dtype).copy_(expected)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(linear_module, "use_cuda", lambda *tensors: True)
+    monkeypatch.setattr(linear_cuda, "_plans", {})
+    monkeypatch.setattr(linear_cuda, "plan_1x128", FakeQuantizer)
+    monkeypatch.setattr(linear_cuda.gemm_cuda, "make_plan", FakeGemm)
+    monkeypatch.setattr(linear_cuda, "device_guard", lambda index: nullcontext())
+    monkeypatch.setattr(linear_cuda, "current_stream", lambda index: 0)
+
+
+def inputs(dtype, k):
+    yield torch.randn(5, k).to(dtype)
+    yield torch.randn(k).to(dtype)
+    yield torch.randn(2, 3, k).to(dtype)
+    yield torch.randn(2, 3, 3 * k).to(dtype)[..., k : 2 * k]
+    yield torch.randn(4, 3, k).to(dtype)[:, -1:]
+    yield torch.randn(2, 4, k).to(dtype)[:, ::3]
+    yield torch.randn(5, k + 1).to(dtype)[:, 1:]
+    yield torch.randn(3, k, 2).to(dtype).transpose(1, 2)
+    yield torch.randn(1, k).to(dtype).expand(4, k)
+    yield torch.randn(2, 0, k).to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [(272, 136), (131, 21)])
+def test_what_the_kernels_are_given(stand_ins, features, dtype, bias):
+    layer = FP8Linear(*features, bias, dtype=dtype)
+    for x in inputs(dtype, features[0]):
+        for _ in range(2):
+            out = layer(x)
+            assert out.is_contiguous()
+            close(out, exact(layer, x))
+
+
+def test_a_second_call_checks_and_copies_nothing(stand_ins, monkeypatch):
+    layer = FP8Linear(272, 136, dtype=torch.float32)
+    shaped = list(inputs(torch.float32, 272))[:6]
+    first = [layer(x) for x in shaped[:5]]
+    for name in ("linear", "row_major", "bias_vector"):
+        monkeypatch.setattr(checks, name, lambda *arguments: pytest.fail("checked again"))
+    for x, expected in zip(shaped, first, strict=False):
+        assert torch.equal(layer(x), expected)
+    with pytest.raises(pytest.fail.Exception, match="checked again"):
+        layer(shaped[5])
+
+
+def test_weights_that_are_not_aligned_are_copied(stand_ins):
+    layer = FP8Linear(272, 136)
+    x = torch.randn(5, 272)
+    expected = layer(x)
+    memory = torch.zeros(272 * 136 + 8, dtype=torch.uint8)[8:].view(layer.weight.dtype).view(136, 272)
+    layer.weight.data = memory.copy_(layer.weight)
+    assert layer.weight.data_ptr() % 16
+    assert torch.equal(layer(x), expected)
 
 
 # The module.

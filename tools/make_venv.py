@@ -6,6 +6,7 @@ gigabytes being downloaded again. Packages that are all there already need no pa
 
 import argparse
 import shlex
+import site
 import subprocess
 import sys
 import venv
@@ -29,47 +30,36 @@ def main() -> None:
         venv.create(VENV, with_pip=True)
     if not lend_packages():
         pip(*shlex.split(options.torch))
-    # Without an index first: when every requirement is met already, this works offline and takes a second.
-    if not pip("--no-index", "--no-build-isolation", "-e", ".[test]", check=False):
-        pip("-e", ".[test]")
-    if options.model and not venv_has(options.model):
+    # pip asks the index only for what is missing, so none of this needs a network where everything is there.
+    pip("setuptools>=77")
+    pip("--no-build-isolation", "-e", ".[test]")
+    if options.model:
         # Only the model file is used: its dependencies (a C++ runtime built from source) are not.
         pip("--no-deps", options.model)
 
 
 def lend_packages() -> bool:
     """Let the venv see the packages of the Python running this, if PyTorch is one of them."""
-    lent = [path for path in sys.path if path.endswith("-packages") and not Path(path).is_relative_to(VENV)]
-    torch = next(metadata.distributions(name="torch", path=lent), None)
+    if Path(sys.prefix) == VENV:
+        return False
+    torch = next(metadata.distributions(name="torch", path=site.getsitepackages()), None)
     if torch is None or tuple(map(int, torch.version.split(".")[:2])) < OLDEST_TORCH:
         return False
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+    # As prefixes too: that is where cuda-python looks for the libraries of CUDA packages.
+    lines += [f"import site; site.PREFIXES.append({prefix!r})\n" for prefix in dict.fromkeys(site.PREFIXES)]
     site_packages = next(VENV.glob("lib/python*/site-packages"))
-    lines = [f"import site; site.addsitedir({path!r})\n" for path in lent]
     (site_packages / "lent_packages.pth").write_text("".join(lines))
+    pip("--yes", "setuptools", action="uninstall")  # a new venv may bring an old one, which would hide the lent one
     print(f"using PyTorch {torch.version} of {sys.prefix}")
     return True
 
 
-def venv_has(requirement: str) -> bool:
-    name = requirement.split("=")[0]
-    return run(
-        VENV / "bin" / "python", "-c", f"from importlib import metadata; metadata.version({name!r})", check=False
-    )
-
-
-def pip(*arguments: str, check: bool = True) -> bool:
-    if check:
-        print("pip install", *arguments, flush=True)
-    return run(VENV / "bin" / "python", "-m", "pip", "install", "-q", *arguments, check=check)
-
-
-def run(*command: object, check: bool) -> bool:
-    """Run a command; one that may fail (check=False) does so silently."""
-    quiet = None if check else subprocess.DEVNULL
-    code = subprocess.run([str(part) for part in command], cwd=ROOT, stdout=quiet, stderr=quiet).returncode
-    if check and code:
+def pip(*arguments: str, action: str = "install") -> None:
+    print("pip", action, *arguments, flush=True)
+    command = [VENV / "bin" / "python", "-m", "pip", action, "-q", *arguments]
+    if code := subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(code)
-    return code == 0
 
 
 if __name__ == "__main__":

@@ -48,13 +48,16 @@ constexpr int STAGE_TX = A_BYTES + B_BYTES + A_SCALE_BYTES;
 
 static_assert(SPLIT_K == 1 || BLOCK_M * (BLOCK_N + 8) * 4 <= STAGES * (A_BYTES + B_BYTES), "a partial tile takes the place of the ring");
 
-constexpr int SLICE_M = BLOCK_M / SPLIT_K;           // tokens that one block of a split sums and stores
+constexpr int SLICE_M = ceil_div(BLOCK_M, SPLIT_K);  // tokens that one block of a split sums and stores
 constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // floats; keeps the scattered writes off each other's banks
+
+constexpr int STORE_COLUMNS = 64;  // a bfloat16 tile leaves in pieces of 16 rows x 64 columns
+constexpr int STORE_BYTES = 16 * STORE_COLUMNS * 2;
 
 constexpr int A_OFFSET = 0;
 constexpr int B_OFFSET = A_OFFSET + STAGES * A_BYTES;
 constexpr int EPILOGUE_OFFSET = B_OFFSET + STAGES * B_BYTES;
-constexpr int EPILOGUE_BYTES = REDUCE ? BLOCK_M * SUM_PITCH * 4 : OUT_FLOAT32 ? 0 : MATH_WARPS * 16 * 128;
+constexpr int EPILOGUE_BYTES = round_up(REDUCE ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : OUT_FLOAT32 ? 0 : MATH_WARPS * STORE_BYTES, 128);
 constexpr int A_SCALE_OFFSET = EPILOGUE_OFFSET + EPILOGUE_BYTES;
 constexpr int B_SCALE_OFFSET = A_SCALE_OFFSET + STAGES * A_SCALE_PITCH;
 constexpr int FULL_OFFSET = B_SCALE_OFFSET + STAGES * B_SCALE_PITCH;
@@ -66,7 +69,7 @@ static_assert(SHARED_BYTES + 1024 <= SHARED_LIMIT, "gemm_config.py and this file
 static_assert(ROWS % (64 * WARPGROUPS) == 0 && COLUMNS <= 256);
 static_assert(COLUMNS % (SWAP ? 8 : 16) == 0, "stmatrix stores 16 columns at a time");
 static_assert(BLOCK_M % (8 * CLUSTER_N) == 0 && BLOCK_N % (8 * CLUSTER_M) == 0, "a multicast slice is whole swizzle rows");
-static_assert(BLOCK_M % SPLIT_K == 0 && SPLIT_K <= K_BLOCKS);
+static_assert(SPLIT_K <= K_BLOCKS);
 
 struct Position {
   u32 split, in_n, in_m;  // of this block in its cluster
@@ -94,10 +97,10 @@ struct Schedule {
 
   __device__ Tile tile(int index, Position at) const {
     constexpr int COLS = ceil_div(N, BLOCK_N * CLUSTER_N);
-    const int first = index / (group * COLS) * group;
+    const int first = group >= rows ? 0 : index / (group * COLS) * group;
     const int height = min(group, rows - first);
     const int within = index - first * COLS;
-    const int row = first + within % height, column = within / height;
+    const int column = height == 1 ? within : within / height, row = first + within - column * height;
     return {(row * CLUSTER_M + static_cast<int>(at.in_m)) * BLOCK_M, (column * CLUSTER_N + static_cast<int>(at.in_n)) * BLOCK_N};
   }
 };
@@ -148,44 +151,48 @@ __device__ __forceinline__ void load_b(u32 shared, const TensorMap& b, Tile tile
 __device__ __forceinline__ int first_block(Position at) { return at.split * K_BLOCKS / SPLIT_K; }
 __device__ __forceinline__ int last_block(Position at) { return (at.split + 1) * K_BLOCKS / SPLIT_K; }
 
-// sum += row scale * column scale * partial, for one 64-row slab of this warpgroup.
-__device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS], const float* a_scale,
-                                        const float (&b_scale)[GRANULES], int slab) {
-  const int lane = lane_id();
-  if constexpr (SWAP) {
-    const float weight = b_scale[GRANULES == 1 ? 0 : slab * 64 / GRANULE];
+// sum += row scale * column scale * partial, for one 64-row slab of this warpgroup: two rows of this lane are tokens.
+__device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS], float upper_scale, float lower_scale,
+                                        const float (&b_scale)[GRANULES]) {
+  float upper[GRANULES], lower[GRANULES];
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const float2 token = *reinterpret_cast<const float2*>(a_scale + 8 * j + 2 * (lane % 4));
-      const float left = token.x * weight, right = token.y * weight;
-      sum[4 * j] = fmaf(left, partial[4 * j], sum[4 * j]);
-      sum[4 * j + 1] = fmaf(right, partial[4 * j + 1], sum[4 * j + 1]);
-      sum[4 * j + 2] = fmaf(left, partial[4 * j + 2], sum[4 * j + 2]);
-      sum[4 * j + 3] = fmaf(right, partial[4 * j + 3], sum[4 * j + 3]);
-    }
-  } else {
-    float upper[GRANULES], lower[GRANULES];
+  for (int g = 0; g < GRANULES; ++g) upper[g] = upper_scale * b_scale[g], lower[g] = lower_scale * b_scale[g];
 #pragma unroll
-    for (int g = 0; g < GRANULES; ++g) upper[g] = a_scale[0] * b_scale[g], lower[g] = a_scale[1] * b_scale[g];
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const int g = 8 * j / GRANULE;
-      sum[4 * j] = fmaf(upper[g], partial[4 * j], sum[4 * j]);
-      sum[4 * j + 1] = fmaf(upper[g], partial[4 * j + 1], sum[4 * j + 1]);
-      sum[4 * j + 2] = fmaf(lower[g], partial[4 * j + 2], sum[4 * j + 2]);
-      sum[4 * j + 3] = fmaf(lower[g], partial[4 * j + 3], sum[4 * j + 3]);
-    }
+  for (int j = 0; j < COLUMNS / 8; ++j) {
+    const int g = 8 * j / GRANULE;
+    sum[4 * j] = fmaf(upper[g], partial[4 * j], sum[4 * j]);
+    sum[4 * j + 1] = fmaf(upper[g], partial[4 * j + 1], sum[4 * j + 1]);
+    sum[4 * j + 2] = fmaf(lower[g], partial[4 * j + 2], sum[4 * j + 2]);
+    sum[4 * j + 3] = fmaf(lower[g], partial[4 * j + 3], sum[4 * j + 3]);
   }
 }
 
-__device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], char* memory, u32 shared, Ring& ring, int blocks, int group, bool first, Position at) {
+// The same where rows are output features, all with one weight scale, and columns are tokens.
+__device__ __forceinline__ void promote_swapped(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS], const float* a_scales, float weight) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j) {
+    const float2 token = *reinterpret_cast<const float2*>(a_scales + 8 * j + 2 * (lane_id() % 4));
+    const float left = token.x * weight, right = token.y * weight;
+    sum[4 * j] = fmaf(left, partial[4 * j], sum[4 * j]);
+    sum[4 * j + 1] = fmaf(right, partial[4 * j + 1], sum[4 * j + 1]);
+    sum[4 * j + 2] = fmaf(left, partial[4 * j + 2], sum[4 * j + 2]);
+    sum[4 * j + 3] = fmaf(right, partial[4 * j + 3], sum[4 * j + 3]);
+  }
+}
+
+// Multiplies the next `blocks` stages and hands them back to whoever fills them.
+__device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], const char* memory, u32 shared, Ring& ring, int blocks, int group, Position at) {
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
-  // Which block's "empty" barrier this lane signals: the multicasts that write this block's stages come from those.
-  const u32 lane_target = lane < CLUSTER_N ? rank_of(at.split, lane, at.in_m) : rank_of(at.split, at.in_n, (lane - CLUSTER_N + 1 + at.in_m) % CLUSTER_M);
-  const u32 empty = SHARERS > 1 ? cluster_address(shared + EMPTY_OFFSET, lane_target) : shared + EMPTY_OFFSET;
+  // Lane i < SHARERS tells one of the blocks whose multicasts write this block's stages.
+  const u32 filler = lane < CLUSTER_N ? rank_of(at.split, lane, at.in_m) : rank_of(at.split, at.in_n, (lane - CLUSTER_N + 1 + at.in_m) % CLUSTER_M);
+  const u32 empty = SHARERS > 1 ? cluster_address(shared + EMPTY_OFFSET, filler) : shared + EMPTY_OFFSET;
+  const auto release = [&] {
+    __syncwarp();  // all lanes have read the scales
+    if (lane < SHARERS) SHARERS > 1 ? mbarrier_arrive_remote(empty + ring.stage * 8) : mbarrier_arrive(empty + ring.stage * 8);
+  };
   float partial[ACCUMULATORS];
 
-  if (LAG > 0 && first && group == 1) named_barrier(2, WARPGROUP * WARPGROUPS);
+#pragma unroll 1
   for (int block = 0; block < blocks; ++block) {
     mbarrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.phase);
     const float* a_scales = reinterpret_cast<const float*>(memory + A_SCALE_OFFSET + ring.stage * A_SCALE_PITCH);
@@ -203,23 +210,19 @@ __device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], char
 #pragma unroll
       for (int k = 0; k < TILE_K / 32; ++k) wgmma(partial, rows + 2 * k, columns + 2 * k, k > 0);
       wgmma_commit();
-      float row_scales[2];
-      if constexpr (!SWAP) {
-        row_scales[0] = a_scales[slab * 64 + warp * 16 + lane / 4];
-        row_scales[1] = a_scales[slab * 64 + warp * 16 + lane / 4 + 8];
-      }
-      wgmma_wait();
-      if (!SWAP && wave == WAVES - 1 && lane < SHARERS) {
-        SHARERS > 1 ? mbarrier_arrive_remote(empty + ring.stage * 8) : mbarrier_arrive(empty + ring.stage * 8);
-      }
-      promote(sum[wave], partial, SWAP ? a_scales : row_scales, b_scale, slab);
-      if (SWAP && wave == WAVES - 1) {
-        __syncwarp();  // other lanes still read token scales from this stage
-        if (lane < SHARERS) SHARERS > 1 ? mbarrier_arrive_remote(empty + ring.stage * 8) : mbarrier_arrive(empty + ring.stage * 8);
+      if constexpr (SWAP) {
+        wgmma_wait();
+        promote_swapped(sum[wave], partial, a_scales, b_scale[slab * 64 / GRANULE]);
+        if (wave == WAVES - 1) release();
+      } else {
+        const int row = slab * 64 + warp * 16 + lane / 4;
+        const float upper = a_scales[row], lower = a_scales[row + 8];
+        wgmma_wait();
+        if (wave == WAVES - 1) release();  // the next load may start under this promotion
+        promote(sum[wave], partial, upper, lower, b_scale);
       }
     }
     ring.advance();
-    if (LAG > 0 && first && block == min(LAG, blocks) - 1 && group == 0) named_barrier_arrive(2, WARPGROUP * WARPGROUPS);
   }
 }
 
@@ -229,61 +232,74 @@ __device__ __forceinline__ float bias_at(const void* bias, int n) {
   return 0.f;
 }
 
-// Straight from registers: bfloat16 through this warp's 16 x 64 staging tile to full 16-byte stores, float32 as pairs
-// (four lanes fill a 32-byte sector).
+__device__ __forceinline__ void add_bias(float (&sum)[ACCUMULATORS], const void* bias, int n) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j, n += 8) {
+    if (n >= N) return;
+    const float left = bias_at(bias, n), right = bias_at(bias, n + 1);
+    sum[4 * j] += left, sum[4 * j + 1] += right, sum[4 * j + 2] += left, sum[4 * j + 3] += right;
+  }
+}
+
+// float32 leaves straight from the registers, in pairs: four lanes fill a 32-byte sector.
+__device__ __forceinline__ void store_float32(const float (&sum)[ACCUMULATORS], float* out, long long pitch, int row, int n, int m) {
+  const int lane = lane_id();
+  row += lane / 4;
+  n += 2 * (lane % 4);
+  float* target = out + row * pitch + n;
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j) {
+    if (n + 8 * j >= N) return;
+    if (row < m) *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sum[4 * j], sum[4 * j + 1]);
+    if (row + 8 < m) *reinterpret_cast<float2*>(target + 8 * pitch + 8 * j) = make_float2(sum[4 * j + 2], sum[4 * j + 3]);
+  }
+}
+
+// bfloat16 goes through this warp's 16 x 64 staging tile to 16-byte stores of whole 128-byte rows; those past m are left
+// out.
+__device__ __forceinline__ void store_bfloat16(const float (&sum)[ACCUMULATORS], u32 staging, u16* out, long long pitch, int row, int n, int m) {
+  const int lane = lane_id();
+  constexpr int CHUNKS = STORE_COLUMNS / 8;  // of 16 bytes in a staging row, swizzled against bank conflicts
+  const int chunk = lane % CHUNKS;
+#pragma unroll
+  for (int piece = 0; piece < ceil_div(COLUMNS, STORE_COLUMNS); ++piece) {
+    const int width = min(STORE_COLUMNS, COLUMNS - STORE_COLUMNS * piece) / 8;
+#pragma unroll
+    for (int j = 0; j < width; j += 2) {
+      const float* s = sum + 4 * (CHUNKS * piece + j);
+      stmatrix_x4(staging + lane % 16 * 128 + ((j + lane / 16) ^ lane % 8) * 16, pack_bfloat16(s[0], s[1]), pack_bfloat16(s[2], s[3]),
+                  pack_bfloat16(s[4], s[5]), pack_bfloat16(s[6], s[7]));
+    }
+    __syncwarp();
+    const int first = n + STORE_COLUMNS * piece + 8 * chunk;
+    u16* target = out + (row + lane / CHUNKS) * pitch + first;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = 4 * i + lane / CHUNKS;
+      const uint4 v = load_shared_16(staging + r * 128 + (chunk ^ r % 8) * 16);
+      if (row + r < m && first < N && chunk < width) *reinterpret_cast<uint4*>(target + 4 * i * pitch) = v;
+    }
+    __syncwarp();
+  }
+}
+
 __device__ __forceinline__ void store_tile(float (&sum)[WAVES][ACCUMULATORS], u32 shared, void* out, long long pitch, const void* bias, Tile tile, int m, int group) {
-  const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
-  const u32 staging = shared + EPILOGUE_OFFSET + (group * 4 + warp) * 16 * 128;
+  const int warp = threadIdx.x / WARP % 4;
 #pragma unroll
   for (int wave = 0; wave < WAVES; ++wave) {
     const int row = tile.m + (group * WAVES + wave) * 64 + warp * 16;
-    if constexpr (BIAS) {
-#pragma unroll
-      for (int j = 0; j < COLUMNS / 8; ++j) {
-        const int n = tile.n + 8 * j + 2 * (lane % 4);
-        const float left = n < N ? bias_at(bias, n) : 0.f, right = n < N ? bias_at(bias, n + 1) : 0.f;
-        sum[wave][4 * j] += left, sum[wave][4 * j + 1] += right, sum[wave][4 * j + 2] += left, sum[wave][4 * j + 3] += right;
-      }
-    }
+    if constexpr (BIAS) add_bias(sum[wave], bias, tile.n + 2 * (lane_id() % 4));
     if constexpr (OUT_FLOAT32) {
-      float* target = static_cast<float*>(out) + (row + lane / 4) * pitch + tile.n + 2 * (lane % 4);
-#pragma unroll
-      for (int j = 0; j < COLUMNS / 8; ++j) {
-        if (tile.n + 8 * j >= N) break;
-        if (row + lane / 4 < m) *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sum[wave][4 * j], sum[wave][4 * j + 1]);
-        if (row + lane / 4 + 8 < m) *reinterpret_cast<float2*>(target + 8 * pitch + 8 * j) = make_float2(sum[wave][4 * j + 2], sum[wave][4 * j + 3]);
-      }
+      store_float32(sum[wave], static_cast<float*>(out), pitch, row, tile.n, m);
     } else {
-#pragma unroll
-      for (int c = 0; c < ceil_div(COLUMNS, 64); ++c) {
-        constexpr int CHUNKS = 8;  // of 16 bytes in a staging row, swizzled against bank conflicts
-        const int width = min(64, COLUMNS - 64 * c) / 8;
-        const int matrix_row = lane % 16;
-#pragma unroll
-        for (int j = 0; j < width; j += 2) {
-          const float* s = sum[wave] + 4 * (8 * c + j);
-          const int chunk = j + lane / 16;
-          stmatrix_x4(staging + matrix_row * 128 + (chunk ^ matrix_row % 8) * 16, pack_bfloat16(s[0], s[1]), pack_bfloat16(s[2], s[3]),
-                      pack_bfloat16(s[4], s[5]), pack_bfloat16(s[6], s[7]));
-        }
-        __syncwarp();
-        const int chunk = lane % CHUNKS, n = tile.n + 64 * c + 8 * chunk;
-        u16* target = static_cast<u16*>(out) + (row + lane / CHUNKS) * pitch + n;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = 4 * i + lane / CHUNKS;
-          const uint4 v = load_shared_16(staging + r * 128 + (chunk ^ r % 8) * 16);
-          if (row + r < m && n < N && chunk < width) *reinterpret_cast<uint4*>(target + 4 * i * pitch) = v;
-        }
-        __syncwarp();
-      }
+      store_bfloat16(sum[wave], shared + EPILOGUE_OFFSET + (group * 4 + warp) * STORE_BYTES, static_cast<u16*>(out), pitch, row, tile.n, m);
     }
   }
 }
 
 // Tokens of the tile that block `split` sums and stores.
 __device__ __forceinline__ int slice_tokens(Tile tile, int m, int split) {
-  return max(0, min(SLICE_M, m - tile.m - split * SLICE_M));
+  return max(0, min(SLICE_M, min(BLOCK_M, m - tile.m) - split * SLICE_M));
 }
 
 // Lays this warpgroup's sums out as [token][output feature].
@@ -326,9 +342,11 @@ __device__ __forceinline__ void send_partial(u32 shared, Tile tile, int m, Posit
 __device__ __forceinline__ void store_sum(const char* memory, void* out, long long pitch, const void* bias, Tile tile, int m, Position at) {
   constexpr int QUADS = BLOCK_N / 4;
   const float* partial = reinterpret_cast<const float*>(memory + EPILOGUE_OFFSET);
-  for (int i = threadIdx.x; i < SLICE_M * QUADS; i += THREADS) {
+  const int tokens = slice_tokens(tile, m, at.split);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < tokens * QUADS; i += WARPGROUP * WARPGROUPS) {
     const int token = i / QUADS, row = tile.m + at.split * SLICE_M + token, n = tile.n + i % QUADS * 4;
-    if (row >= m || n >= N) continue;
+    if (n >= N) continue;
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int rank = 0; rank < SPLIT_K; ++rank) {
@@ -343,6 +361,16 @@ __device__ __forceinline__ void store_sum(const char* memory, void* out, long lo
     } else {
       *reinterpret_cast<uint2*>(static_cast<u16*>(out) + row * pitch + n) = make_uint2(pack_bfloat16(total.x, total.y), pack_bfloat16(total.z, total.w));
     }
+  }
+}
+
+// A block may only go once no peer can still signal its barriers or copy from its shared memory: this says so for the
+// calling thread, and cluster_wait waits for all.
+__device__ __forceinline__ void leave_cluster() {
+  if constexpr (SHARERS > 1) {
+    cluster_arrive();
+  } else if constexpr (CLUSTER > 1) {
+    cluster_arrive_relaxed();
   }
 }
 
@@ -364,22 +392,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   // Fills the ring. Weights never depend on the kernel before this one, so they need not wait for it.
   const auto start = [&] {
     const Tile tile = schedule.tile(first_tile, at);
+#pragma unroll 1
     for (int i = 0; i < early; ++i) load_b(shared, b, tile, block0 + i, i, at);
     wait_for_previous_kernel();
+#pragma unroll 1
     for (int i = 0; i < early; ++i) load_a(shared, a, a_scale, tile, block0 + i, i, at);
   };
   const bool loader = warp == 4 * WARPGROUPS && lane == 0;
   if (loader) {
+#pragma unroll 1
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(shared + FULL_OFFSET + s * 8, 1 + GRANULES);
       mbarrier_init(shared + EMPTY_OFFSET + s * 8, MATH_WARPS * SHARERS);
     }
     if constexpr (SPLIT_K > 1) mbarrier_init(shared + SUMS_OFFSET, 1);
     mbarrier_init_fence();
+    if constexpr (SHARERS == 1) start();  // nobody else writes these stages: no need to meet first
     if constexpr (SPLIT_K > 1) {
       mbarrier_arrive_expect_tx(shared + SUMS_OFFSET, slice_tokens(schedule.tile(first_tile, at), m, at.split) * SUM_PITCH * SPLIT_K * 4);
     }
-    if constexpr (SHARERS == 1) start();  // nobody else writes these stages: no need to meet first
   }
   __syncthreads();
   if constexpr (CLUSTER > 1) cluster_arrive_relaxed();  // this block's barriers are ready for its peers
@@ -394,6 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       int skip = early;
       for (int index = first_tile; index < schedule.tiles; index += tile_step) {
         const Tile tile = schedule.tile(index, at);
+#pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
           if (skip > 0) {
             --skip;
@@ -407,17 +439,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       }
     } else if (warp % 4 == 1 && lane < GRANULES) {
       for (int index = first_tile; index < schedule.tiles; index += tile_step) {
-        const int n = schedule.tile(index, at).n + lane * GRANULE;
-        const float* source = b_scale + min(n / 128, SCALE_ROWS - 1) * K_BLOCKS + block0;
+        const Tile tile = schedule.tile(index, at);
+        const float* source = b_scale + min((tile.n + static_cast<int>(lane) * GRANULE) / 128, SCALE_ROWS - 1) * K_BLOCKS;
+#pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
           wait_empty(shared, ring);
-          cp_async_4(shared + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH + lane * 4, source + i);
+          cp_async_4(shared + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH + lane * 4, source + block0 + i);
           mbarrier_arrive_after_cp_async(shared + FULL_OFFSET + ring.stage * 8);
           ring.advance();
         }
       }
     }
     __syncwarp();
+    if constexpr (SPLIT_K > 1 && SHARERS == 1) cluster_wait();
+    leave_cluster();
   } else {
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
     Ring ring;
@@ -427,37 +462,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       for (int wave = 0; wave < WAVES; ++wave)
 #pragma unroll
         for (int i = 0; i < ACCUMULATORS; ++i) sum[wave][i] = 0.f;
-      multiply(sum, memory, shared, ring, blocks, math_group, index == first_tile, at);
       const Tile tile = schedule.tile(index, at);
+      multiply(sum, memory, shared, ring, blocks, math_group, at);
+      if constexpr (SPLIT_K > 1) {
+        named_barrier(1, WARPGROUP * WARPGROUPS);  // all have done with the ring
+        write_partial(sum, reinterpret_cast<float*>(memory), math_group);
+        if constexpr (SHARERS == 1) cluster_wait();  // peers have set up the barriers that the sums go to
+        send_partial(shared, tile, m, at);
+        mbarrier_wait_cluster(shared + SUMS_OFFSET, 0);
+      } else if constexpr (REDUCE) {
+        write_partial(sum, reinterpret_cast<float*>(memory + EPILOGUE_OFFSET), math_group);
+        named_barrier(1, WARPGROUP * WARPGROUPS);
+      }
       if constexpr (REDUCE) {
-        if constexpr (SPLIT_K > 1) {
-          named_barrier(1, WARPGROUP * WARPGROUPS);  // all have done with the ring
-          write_partial(sum, reinterpret_cast<float*>(memory), math_group);
-          if constexpr (SHARERS == 1) cluster_wait();  // peers have set up the barriers that the sums go to
-          send_partial(shared, tile, m, at);
-        } else {
-          write_partial(sum, reinterpret_cast<float*>(memory + EPILOGUE_OFFSET), math_group);
-        }
+        if constexpr (SPLIT_K > 1) leave_cluster();
+        store_sum(memory, out, pitch, bias, tile, m, at);
+        break;  // its only tile
       } else {
         store_tile(sum, shared, out, pitch, bias, tile, m, math_group);
       }
     }
+    if constexpr (SPLIT_K == 1) leave_cluster();
   }
-
-  if constexpr (SPLIT_K > 1 && SHARERS == 1) {
-    if (math_group == WARPGROUPS) cluster_wait();
-  }
-  if constexpr (SPLIT_K > 1) {
-    mbarrier_wait_cluster(shared + SUMS_OFFSET, 0);
-  } else if constexpr (REDUCE) {
-    __syncthreads();
-  }
-  // No block may leave while a peer still signals its barriers or copies from its shared memory.
-  if constexpr (SHARERS > 1) {
-    cluster_arrive();
-  } else if constexpr (CLUSTER > 1) {
-    cluster_arrive_relaxed();
-  }
-  if constexpr (REDUCE) store_sum(memory, out, pitch, bias, schedule.tile(first_tile, at), m, at);
   if constexpr (CLUSTER > 1) cluster_wait();
 }

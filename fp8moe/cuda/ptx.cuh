@@ -134,7 +134,6 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // Barrier `id` (1 to 15) among `threads` threads of the block.
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 __device__ __forceinline__ void cp_async_4(u32 target, const void* source) {
   asm volatile("cp.async.ca.shared::cta.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");

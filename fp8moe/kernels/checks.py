@@ -4,6 +4,8 @@ Every error names the argument, what is needed and what came. A wrong type or dt
 device or memory layout a ValueError. Checks that read addresses are apart from those that trace with fake tensors.
 """
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -148,6 +150,13 @@ def mn_major(activation_scale: Tensor) -> Tensor:
     return empty_mn_major(*activation_scale.shape, device=activation_scale.device).copy_(activation_scale)
 
 
+def bias_vector(bias: Tensor | None) -> Tensor | None:
+    """``bias`` as the kernels read it, contiguous bfloat16 or float32: itself where it is, otherwise a copy."""
+    if bias is None:
+        return None
+    return (bias.float() if bias.dtype is FLOAT16 else bias).contiguous()
+
+
 def describe(value: object) -> str:
     """What came, for a message."""
     if isinstance(value, Tensor):
@@ -160,5 +169,6 @@ def _span(value: Tensor) -> tuple[int, int]:
     begin = value.data_ptr()
     if value.is_contiguous():
         return begin, begin + value.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    strides = value.stride()
+    last = sum(map(operator.mul, value.shape, strides)) - sum(strides)
     return begin, begin + (last + 1) * value.itemsize

@@ -1,11 +1,9 @@
 """Dense FP8 GEMM: ``gemm`` and the operators ``fp8moe::gemm`` and ``fp8moe::gemm_out`` behind it."""
 
-import functools
-
 import torch
 from torch import Tensor
 
-from fp8moe.kernels import autograd, checks
+from fp8moe.kernels import autograd, checks, gemm_cuda
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.reference import gemm_reference
 from fp8moe.quant.formats import FP8Tensor
@@ -46,7 +44,8 @@ def gemm(
         checks.tensor("out", out)
     checks.out_dtype(out_dtype, out)
     if out is None:
-        return autograd.run(_gemm_op, "fp8moe.gemm", a_data, a_scale, b_data, b_scale, bias, out_dtype)
+        float32 = out_dtype is torch.float32
+        return autograd.run(_gemm_op, "fp8moe.gemm", a_data, a_scale, b_data, b_scale, bias, float32)
     if torch.is_grad_enabled() and (out.requires_grad or (bias is not None and bias.requires_grad)):
         raise RuntimeError("fp8moe.gemm: out= has no automatic differentiation, but out or bias requires a gradient")
     _gemm_out_op(a_data, a_scale, b_data, b_scale, bias, out)
@@ -62,37 +61,42 @@ def compute(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor
     elif a.shape[1] == 0:
         out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     else:
-        if bias is not None:
-            bias = (bias.float() if bias.dtype is torch.float16 else bias).contiguous()
-        a, a_scale = checks.row_major(a), checks.mn_major(a_scale)
-        _cuda_gemm()(a, a_scale, checks.row_major(b), b_scale.contiguous(), bias, out)
+        gemm_cuda.gemm(
+            *(checks.row_major(a), checks.mn_major(a_scale)),
+            *(checks.row_major(b), b_scale.contiguous()),
+            checks.bias_vector(bias),
+            out,
+        )
 
 
-@functools.cache
-def _cuda_gemm():
-    from fp8moe.kernels import gemm_cuda
-
-    return gemm_cuda.gemm
-
-
-def _gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype):
+def _gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
+    out_dtype = torch.float32 if float32 else torch.bfloat16
+    plan = gemm_cuda.find_plan(a, a_scale, b, b_scale, bias, out_dtype)
+    if plan is not None:
+        out = plan.new_out()
+        gemm_cuda.run(plan, a, a_scale, b, b_scale, bias, out)
+        return out
     m, n, _ = checks.gemm(a, a_scale, b, b_scale, bias)
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     compute(a, a_scale, b, b_scale, bias, out)
     return out
 
 
-def _gemm_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype):
+def _gemm_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
     m, n, _ = checks.gemm(a, a_scale, b, b_scale, bias)
-    return a.new_empty((m, n), dtype=out_dtype)
+    return a.new_empty((m, n), dtype=torch.float32 if float32 else torch.bfloat16)
 
 
 def _gemm_out(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    m, n, _ = checks.gemm(a, a_scale, b, b_scale, bias)
-    checks.gemm_out(out, m, n, a.device)
+    plan = gemm_cuda.find_plan(a, a_scale, b, b_scale, bias, out.dtype)
+    shape = checks.gemm(a, a_scale, b, b_scale, bias)[:2] if plan is None else plan.shape
+    checks.gemm_out(out, *shape, a.device)
     operands = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "bias": bias}
     checks.gemm_out_memory(out, operands)
-    compute(a, a_scale, b, b_scale, bias, out)
+    if plan is None:
+        compute(a, a_scale, b, b_scale, bias, out)
+    else:
+        gemm_cuda.run(plan, a, a_scale, b, b_scale, bias, out)
 
 
 def _gemm_out_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -102,7 +106,8 @@ def _gemm_out_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias:
 
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias"
 _library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define(f"gemm({_OPERANDS}, ScalarType out_dtype) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+# The result's dtype is a bool because PyTorch takes a microsecond to convert a ScalarType.
+_library.define(f"gemm({_OPERANDS}, bool float32) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 _library.define(f"gemm_out({_OPERANDS}, Tensor(a!) out) -> ()", tags=torch.Tag.pt2_compliant_tag)
 for _name, _impl, _fake in (("gemm", _gemm, _gemm_fake), ("gemm_out", _gemm_out, _gemm_out_fake)):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")

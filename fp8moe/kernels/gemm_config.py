@@ -7,10 +7,13 @@ an H200 (docs/kernel-notes.md has the sweep); ``choose`` can be called, and prin
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one block may use
 SHARED_PER_SM = 228 * 1024  # of which every resident block costs 1 KB more
+REGISTERS_PER_SM = 65536
+PRODUCER_REGISTERS = 40
 MAX_STAGES = 16
 
 
@@ -51,9 +54,24 @@ class GemmConfig:
         return 128 * (self.warpgroups + 1)
 
     @property
+    def accumulators(self) -> int:
+        """Float32 registers that one 64-row slab takes in a math thread."""
+        return (self.block_m if self.swap else self.block_n) // 2
+
+    @property
+    def waves(self) -> int:
+        """64-row slabs of one math warpgroup."""
+        return (self.block_n if self.swap else self.block_m) // (64 * self.warpgroups)
+
+    @property
     def math_registers(self) -> int:
-        """Registers a math thread is given by ``setmaxnreg``; 0 leaves the launch's even share in place."""
+        """Registers of a math thread, by ``setmaxnreg``; 0 leaves every thread its even share."""
         return 232 if self.warpgroups == 2 and self.blocks_per_sm == 1 else 0
+
+    @property
+    def registers(self) -> int:
+        """Registers that a math thread may use."""
+        return self.math_registers or min(255, REGISTERS_PER_SM // (self.threads * self.blocks_per_sm) // 8 * 8)
 
     @property
     def stage_bytes(self) -> int:
@@ -67,10 +85,16 @@ class GemmConfig:
         """Whether the epilogue sums through the reduction buffer."""
         return self.swap or self.split_k > 1
 
+    @property
+    def partial_bytes(self) -> int:
+        """Shared memory of a float32 tile: the reduction buffer, or what a split block sends."""
+        slices = self.split_k * ceil(self.block_m / self.split_k)
+        return _round_up(slices * (self.block_n + (4 if self.swap else 8)) * 4, 128)
+
     def epilogue_bytes(self, *, float32: bool) -> int:
         """Shared memory of the epilogue: the reduction buffer, or a 16 x 64 bfloat16 tile per math warp."""
         if self.reduces:
-            return self.block_m * (self.block_n + (4 if self.swap else 8)) * 4
+            return self.partial_bytes
         return 0 if float32 else self.warpgroups * 4 * 16 * 128
 
     def shared_bytes(self, *, float32: bool = False) -> int:
@@ -91,7 +115,7 @@ def with_stages(config: GemmConfig, k: int) -> GemmConfig:
     fit = (budget - config.epilogue_bytes(float32=False)) // config.stage_bytes
     most = ceil(ceil(k / 128) / config.split_k) if config.reduces else MAX_STAGES
     if config.split_k > 1:
-        most = max(most, ceil(config.epilogue_bytes(float32=True) / ((config.block_m + config.block_n) * 128)))
+        most = max(most, ceil(config.partial_bytes / ((config.block_m + config.block_n) * 128)))
     return replace(config, stages=max(1, min(fit, most, MAX_STAGES)))
 
 
@@ -106,5 +130,105 @@ def raster_group(config: GemmConfig, m: int, n: int, clusters: int) -> int:
     return ceil(rows / ceil(rows / ideal))
 
 
+# The cost model. Times in microseconds, cycles at the 1755 MHz the GPU keeps under load; docs/kernel-notes.md tells how
+# they were fitted.
+_START = 3.62  # launch, first loads from a cold L2, last stores
+_PER_STAGE = 0.012  # start of the first load to start of the next
+_PER_SPLIT = 0.026  # each further block that shares a K
+_REDUCTION = 2.99  # of a 128 x 128 tile through distributed shared memory
+_EPILOGUE = 0.318  # of a 128 x 128 tile
+_STEP_LATENCY = 307  # cycles from a full stage to an empty one, beside the product itself
+_STEP_WAIT = 0.3  # part of the product that a single warpgroup cannot hide
+_MMA = 1.205 / 32  # cycles of one output element and 128 products
+_LOAD = 74.9  # bytes a cycle into one SM
+_L2 = 13.9e6  # bytes a microsecond out of L2
+_DRAM = 3.5e6  # bytes a microsecond out of memory
+_OVERLAP = 2.84  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
+_CYCLES = 1755
+
+# Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 of them, so that some are left over.
+_RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 30, 5: 22, 6: 20, 7: 15, 8: 15}
+
+
+def resident_clusters(config: GemmConfig, num_sms: int) -> int:
+    """Clusters of ``config`` that run at one time."""
+    return max(1, _RESIDENT_CLUSTERS[config.cluster] * num_sms // 132 * config.blocks_per_sm)
+
+
+def predict(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
+    """Microseconds that ``config`` is expected to take for (m, n, k), from a cold L2."""
+    rows = ceil(m / (config.block_m * config.cluster_m)) * config.cluster_m
+    tiles = rows * ceil(n / (config.block_n * config.cluster_n)) * config.cluster_n
+    blocks, slots = tiles * config.split_k, resident_clusters(config, num_sms) * config.cluster
+    waves = ceil(blocks / slots)
+    per_sm = max(1, min(blocks, slots) / num_sms)
+    area = config.block_m * config.block_n
+
+    mma = area * _MMA
+    alone = _STEP_LATENCY + (_STEP_WAIT * mma if config.warpgroups == 1 else 0)
+    loaded = per_sm * (config.block_m + config.block_n) * 128 / _LOAD
+    steps = waves * ceil(ceil(k / 128) / config.split_k)
+    compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES
+    dram = (n * k + m * k + 2 * m * n) / _DRAM
+    l2 = tiles * (config.block_m / config.cluster_n + config.block_n / config.cluster_m) * k / _L2
+    overlapped = (compute**_OVERLAP + dram**_OVERLAP + l2**_OVERLAP) ** (1 / _OVERLAP)
+
+    ends = _EPILOGUE * waves * area / 128**2
+    if config.split_k > 1:
+        ends += _PER_SPLIT * (config.split_k - 1) + _REDUCTION * area / 128**2
+    if config.warpgroups == 1 or config.split_k > 1:
+        ends += _PER_STAGE * config.stages
+    return _START + overlapped + ends
+
+
+def candidates(m: int, n: int, k: int, num_sms: int) -> list[GemmConfig]:
+    """The configurations worth considering for (m, n, k): what fits an SM, and splits that fit in one wave.
+
+    Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens.
+    """
+    if m <= 32:
+        tokens = max(8, 1 << (m - 1).bit_length())
+        tiles = [GemmConfig(tokens, 64 * groups, swap=True, warpgroups=groups) for groups in (1, 2)]
+    elif m <= 64:
+        tiles = [GemmConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
+    else:
+        tiles = [GemmConfig(128, block_n) for block_n in (64, 96, 112, 128, 160, 176, 192)]
+    if m > 128:
+        tiles.append(GemmConfig(256, 128))
+
+    found = []
+    for tile in tiles:
+        count = ceil(m / tile.block_m) * ceil(n / tile.block_n)
+        for split_k in range(1, min(8, ceil(k / 128)) + 1):
+            for blocks_per_sm in range(1, 5 if m <= 64 else 2):
+                config = with_stages(replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm), k)
+                one_wave = count <= resident_clusters(config, num_sms)
+                crowded = blocks_per_sm == 1 or count * split_k > 0.7 * num_sms * (blocks_per_sm - 1)
+                if _fits(config, k) and (one_wave or split_k == 1) and crowded:
+                    found.append(config)
+    return found
+
+
+def _fits(config: GemmConfig, k: int) -> bool:
+    """Whether registers and shared memory suffice, with two stages to alternate between."""
+    registers = config.accumulators * (config.waves + 1) + 28
+    shared = config.shared_bytes()
+    return (
+        registers <= config.registers
+        and shared <= SHARED_LIMIT
+        and (shared + 1024) * config.blocks_per_sm <= SHARED_PER_SM
+        and config.stages >= min(2, ceil(ceil(k / 128) / config.split_k))
+        and (config.split_k == 1 or config.stages * (config.block_m + config.block_n) * 128 >= config.partial_bytes)
+    )
+
+
+@lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, num_sms: int) -> GemmConfig:
-    return with_stages(GemmConfig(block_m=128,block_n=128),k)
+    """The candidate that the cost model expects to be fastest."""
+    return min(candidates(m, n, k, num_sms), key=lambda config: predict(config, m, n, k, num_sms))
+
+
+def describe(m: int, n: int, k: int, num_sms: int = 132) -> str:
+    """A table of the candidates for (m, n, k), the fastest expected first."""
+    costs = sorted(((predict(c, m, n, k, num_sms), c) for c in candidates(m, n, k, num_sms)), key=lambda pair: pair[0])
+    return "\n".join(f"{cost:9.1f} us  {config}" for cost, config in costs)

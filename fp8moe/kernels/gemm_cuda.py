@@ -1,163 +1,186 @@
-"""Launches ``cuda/gemm.cu``: generated constants, tensor maps, and plans that are built once per problem.
+"""Launches ``cuda/gemm.cu``: plans that are built once per problem, in which a call puts its pointers.
 
-A plan holds everything that does not change from call to call: the kernel, the launch configuration and the tensor maps,
-of which a call only replaces addresses.
+A plan holds everything that does not change from call to call: the kernel, the launch configuration, the tensor maps.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 
 import torch
+from torch import Tensor
 
 from fp8moe import config
-from fp8moe.kernels.gemm_config import SHARED_LIMIT, GemmConfig, choose, raster_group
-from fp8moe.kernels.jit import KernelSpec, load
-from fp8moe.kernels.launch import Launcher, anchor, current_stream, device_guard, num_sms, tensor_map
+from fp8moe.kernels.gemm_config import GemmConfig, choose, raster_group
+from fp8moe.kernels.gemm_source import kernel_spec
+from fp8moe.kernels.jit import load
+from fp8moe.kernels.launch import Launcher, current_stream, device_guard, num_sms, tensor_map
 
-_BIAS_KINDS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
-_PRODUCER_REGISTERS = 40
 _MAX_PLANS = 4096  # prefill asks for a new M at almost every step
 
 
-def wgmma_source(columns: int) -> str:
-    """CUDA text of ``wgmma(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``."""
-    count = columns // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return f"""
-__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, unsigned long long b, bool accumulate) {{
-  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {{{registers}}}, %{count}, %{count + 1}, p, 1, 1;\\n}}\\n"
-               : {outputs} : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}}
-"""
+class Plan:
+    """How to run the GEMM on operands of given shapes, strides, dtypes and device, which is to be current.
 
+    shape: (M, N) of the result. new_out(): an uninitialized result.
+    """
 
-def kernel_spec(
-    cfg: GemmConfig, n: int, k: int, *, out_dtype: torch.dtype, bias_dtype: torch.dtype | None
-) -> KernelSpec:
-    """The compiled variant for weights (n, k): sizes of the weights are compile-time constants, M is not."""
-    constants = {
-        "N": n,
-        "K": k,
-        "BLOCK_M": cfg.block_m,
-        "BLOCK_N": cfg.block_n,
-        "SWAP": int(cfg.swap),
-        "WARPGROUPS": cfg.warpgroups,
-        "STAGES": cfg.stages,
-        "SPLIT_K": cfg.split_k,
-        "CLUSTER_M": cfg.cluster_m,
-        "CLUSTER_N": cfg.cluster_n,
-        "BLOCKS_PER_SM": cfg.blocks_per_sm,
-        "MATH_REGISTERS": cfg.math_registers,
-        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
-        "OUT_FLOAT32": int(out_dtype == torch.float32),
-        "BIAS": _BIAS_KINDS[bias_dtype],
-        "SHARED_LIMIT": SHARED_LIMIT,
-        "LAG": 0 if cfg.reduces or cfg.warpgroups == 1 else int(__import__("os").environ.get("LAG", "0")),
-    }
-    prelude = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
-    return KernelSpec(
-        source="gemm.cu", name="gemm", prelude=prelude + wgmma_source(cfg.block_m if cfg.swap else cfg.block_n)
-    )
-
-
-class _Plan:
-    """One (shapes, strides, dtypes, device): the kernel, its grid and tensor maps whose addresses are replaced."""
-
-    def __init__(self, a, a_scale, b, b_scale, bias, out, cfg: GemmConfig | None, pdl: bool):
+    def __init__(
+        self,
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        cfg: GemmConfig | None,
+        pdl: bool,
+    ):
         m, k = a.shape
         n = b.shape[0]
-        sms = num_sms(a.device.index)
+        self.shape = (m, n)
+        self.index = a.get_device()
+        # With strides, and bound beforehand, an allocation takes half the time of torch.empty.
+        self.new_out = functools.partial(torch.empty_strided, self.shape, (n, 1), dtype=out_dtype, device=a.device)
+        sms = num_sms(self.index)
         cfg = cfg or choose(m, n, k, sms)
         if config.settings.print_configs:
-            print(f"fp8moe gemm m={m} n={n} k={k} out={out.dtype}: {cfg}")
-        spec = kernel_spec(cfg, n, k, out_dtype=out.dtype, bias_dtype=None if bias is None else bias.dtype)
-        tiles = -(-m // (cfg.block_m * cfg.cluster_m)) * -(-n // (cfg.block_n * cfg.cluster_n))
-        # A tile that goes through the reduction buffer is a block's only one; others are walked by a resident grid.
-        clusters = tiles if cfg.reduces else min(tiles, sms * cfg.blocks_per_sm // cfg.cluster)
-        self.launcher = Launcher(
-            load(spec),
-            grid=clusters * cfg.cluster,
-            block=cfg.threads,
-            cluster=cfg.cluster if cfg.cluster > 1 else None,
-            smem=cfg.shared_bytes(float32=out.dtype == torch.float32),
-            pdl=pdl,
-        )
-        blocks = a_scale.shape[1]
+            print(f"fp8moe gemm m={m} n={n} k={k} out={out_dtype}: {cfg}")
         self.a = tensor_map(
             a, shape=(m, k), strides=(a.stride(0), 1), box=(cfg.block_m // cfg.cluster_n, 128), swizzle=128
         )
         self.b = tensor_map(
             b, shape=(n, k), strides=(b.stride(0), 1), box=(cfg.block_n // cfg.cluster_m, 128), swizzle=128
         )
+        blocks = a_scale.shape[1]
         self.a_scale = tensor_map(
             a_scale, shape=(blocks, m), strides=(a_scale.stride(1), 1), box=(1, cfg.block_m), l2_promotion=0
         )
-        self.pitch = ctypes.c_longlong(out.stride(0))
-        self.m = ctypes.c_int(m)
-        self.group = ctypes.c_int(raster_group(cfg, m, n, clusters))
-        self.lock = threading.Lock()
+        self.b_scale, self.bias, self.out, self.pitch = (ctypes.c_int64() for _ in range(4))
+        tiles = -(-m // (cfg.block_m * cfg.cluster_m)) * -(-n // (cfg.block_n * cfg.cluster_n))
+        # A tile that goes through the reduction buffer is a block's only one; others are walked by a resident grid.
+        clusters = tiles if cfg.reduces else min(tiles, sms * cfg.blocks_per_sm // cfg.cluster)
+        group = raster_group(cfg, m, n, clusters)
+        self.launcher = Launcher(
+            load(kernel_spec(cfg, n, k, out_dtype=out_dtype, bias_dtype=None if bias is None else bias.dtype)),
+            grid=clusters * cfg.cluster,
+            block=cfg.threads,
+            cluster=cfg.cluster,
+            smem=cfg.shared_bytes(float32=out_dtype == torch.float32),
+            pdl=pdl,
+            args=(
+                *(self.a, self.a_scale, self.b),
+                *(self.b_scale, self.bias, self.out, self.pitch),
+                *(ctypes.c_int(m), ctypes.c_int(group)),
+            ),
+        )
 
-    def launch(self, a, a_scale, b, b_scale, bias, out):
-        index = a.device.index
-        bias_pointer = 0 if bias is None else bias.data_ptr()
-        with self.lock:
-            self.a.replace_address(a.view(torch.uint8))
+    def launch(self, stream: int, a: int, a_scale: int, b: int, b_scale: int, bias: int, out: int, pitch: int) -> None:
+        """Enqueue the kernel. All but `stream` and `pitch` are addresses, `bias` is 0 if there is none.
+
+        a, a_scale, b, out: multiples of 16. pitch: elements from one row of the result to the next.
+        """
+        launcher = self.launcher
+        with launcher.lock:
+            self.a.replace_address(a)
             self.a_scale.replace_address(a_scale)
-            self.b.replace_address(b.view(torch.uint8))
-            self.launcher.launch(
-                current_stream(index),
-                self.a,
-                self.a_scale,
-                self.b,
-                b_scale.data_ptr(),
-                bias_pointer,
-                out.data_ptr(),
-                self.pitch,
-                self.m,
-                self.group,
-            )
-            idle = anchor(index)
-            self.a.replace_address(idle)
-            self.a_scale.replace_address(idle)
-            self.b.replace_address(idle)
+            self.b.replace_address(b)
+            self.b_scale.value = b_scale
+            self.bias.value = bias
+            self.out.value = out
+            self.pitch.value = pitch
+            launcher.launch(stream)
 
 
-_plans: dict[tuple, _Plan] = {}
+_plans: dict[tuple, Plan] = {}
+_plans_lock = threading.Lock()
 
 
-def gemm(a, a_scale, b, b_scale, bias, out, *, config: GemmConfig | None = None, pdl: bool = False) -> None:
+def _key(a, a_scale, b, b_scale, bias, out_dtype, cfg=None, pdl=False) -> tuple:
+    """All that the checks of the operands and the plan depend on, save addresses."""
+    return (
+        *(a.shape, a.stride(), a.dtype, a.get_device()),
+        *(a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.get_device()),
+        *(b.shape, b.stride(), b.dtype, b.get_device()),
+        *(b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale.get_device()),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+        *(out_dtype, cfg, pdl),
+    )
+
+
+def find_plan(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Plan | None:
+    """The plan to `run` on these operands if one like them has run: then there is nothing to check or to copy."""
+    plan = _plans.get(_key(a, a_scale, b, b_scale, bias, out_dtype))
+    if plan is None or config.settings.backend == "reference":
+        return None
+    return None if (a.data_ptr() | a_scale.data_ptr() | b.data_ptr()) & 15 else plan
+
+
+def make_plan(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    config: GemmConfig | None = None,
+    pdl: bool = False,
+) -> Plan:
+    """The plan for operands as `gemm` takes them, built if it is new."""
+    key = _key(a, a_scale, b, b_scale, bias, out_dtype, config, pdl)
+    plan = _plans.get(key)
+    if plan is None:
+        with device_guard(a.get_device()):
+            plan = remember(_plans, key, Plan(a, a_scale, b, bias, out_dtype, config, pdl))
+    return plan
+
+
+def remember(plans: dict, key: tuple, plan):
+    """Keep a plan, and drop the oldest where there are too many. Returns the plan."""
+    with _plans_lock:
+        if len(plans) >= _MAX_PLANS:
+            del plans[next(iter(plans))]
+        plans[key] = plan
+    return plan
+
+
+def gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    config: GemmConfig | None = None,
+    pdl: bool = False,
+) -> None:
     """``out = a @ b.T`` on tensors that ``kernels.gemm`` has checked.
 
     Args:
-        a, a_scale: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major.
-        b, b_scale: (N, K) float8_e4m3fn; (ceil(N / 128), ceil(K / 128)) float32, contiguous.
-        bias: (N,) bfloat16 or float32, or None.
-        out: (M, N) bfloat16 or float32, written.
+        a, a_scale: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
+        b, b_scale: (N, K) float8_e4m3fn, rows 16-byte aligned; (ceil(N / 128), ceil(K / 128)) float32, contiguous.
+        bias: (N,) bfloat16 or float32, contiguous, or None.
+        out: (M, N) bfloat16 or float32, rows 16-byte aligned, written.
         config: the variant to run instead of the cost model's choice.
         pdl: start before the kernel in front of this one has ended; only its weights may be read before that.
     """
-    index = a.device.index
-    key = (
-        a.shape,
-        a.stride(0),
-        a_scale.stride(1),
-        b.shape[0],
-        b.stride(0),
-        out.stride(0),
-        out.dtype,
-        None if bias is None else bias.dtype,
-        index,
-        config,
-        pdl,
-    )
+    plan = make_plan(a, a_scale, b, b_scale, bias, out.dtype, config=config, pdl=pdl)
+    run(plan, a, a_scale, b, b_scale, bias, out)
+
+
+def run(plan: Plan, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Launch the plan of these operands, on PyTorch's current stream."""
+    index = plan.index
     with device_guard(index):
-        plan = _plans.get(key)
-        if plan is None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.pop(next(iter(_plans)), None)
-            plan = _plans[key] = _Plan(a, a_scale, b, b_scale, bias, out, config, pdl)
-        plan.launch(a, a_scale, b, b_scale, bias, out)
+        plan.launch(
+            current_stream(index),
+            *(a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr()),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+        )

@@ -1,29 +1,36 @@
 """Launching kernels from the host: tensor maps, streams, devices, and a launcher that is cheap to call.
 
-A launch plan (kept by each kernel family, per kernel, shape and device) is a `Launcher` and a few tensor maps. A call
-then does little::
+Everything that a launch needs is built once and kept by the kernel family, per kernel, shape and device; a call then
+only puts its pointers in place::
 
-    with device_guard(index):
-        map_a.replace_address(a)
-        launcher.launch(current_stream(index), map_a, out.data_ptr(), rows)
-        map_a.replace_address(anchor(index))
+    source, count = tensor_map(x, ...), ctypes.c_int(rows)
+    launcher = Launcher(kernel, grid=132, block=128, args=(source, count))
 
-A map keeps the tensor that it was last given alive, so a plan that outlives the call points its maps back at `anchor`.
-The launch has copied its arguments by then. A plan is not to be used by two threads at once: the maps are its own.
+    with device_guard(index), launcher.lock:
+        source.replace_address(x.data_ptr())
+        launcher.launch(current_stream(index))
+
+The arguments are shared by all calls, hence the lock. A launch copies them, so they are free again when it returns, and
+nothing here keeps a caller's tensor alive. Tensor maps and launches use the driver's own Python binding, whose calls
+cost a fraction of cuda.core's.
 """
 
+import ctypes
 import functools
+import math
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp8moe import config
+from fp8moe.kernels.driver import DriverError, check, loading_code
 
 if TYPE_CHECKING:
-    from cuda.core import Kernel, Stream, TensorMapDescriptor
+    from cuda.bindings.driver import CUlaunchAttribute, CUlaunchConfig, CUtensorMap
+    from cuda.core import Kernel
 
 Dim3 = int | tuple[int, ...]
 
@@ -38,8 +45,36 @@ _TMA_TYPES = {
     torch.float32: "FLOAT32",
     torch.int32: "INT32",
 }
-_SWIZZLES = {0: "NONE", 32: "SWIZZLE_32B", 64: "SWIZZLE_64B", 128: "SWIZZLE_128B"}
+_SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 _PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
+
+
+class TensorMap:
+    """A TMA descriptor in host memory, from `tensor_map`. It holds an address, not a tensor."""
+
+    def __init__(self, descriptor: "CUtensorMap", pointer: int):
+        from cuda.bindings import driver
+
+        self._replace = driver.cuTensorMapReplaceAddress
+        self._descriptor = descriptor
+        self._pointer = pointer
+
+    @property
+    def address(self) -> int:
+        """Where the descriptor itself lies."""
+        return self._descriptor.getPtr()
+
+    def replace_address(self, pointer: int) -> None:
+        """Move the map to other device memory of the same layout.
+
+        Raises:
+            RuntimeError: the pointer is not a multiple of 16.
+        """
+        if pointer != self._pointer:
+            (status,) = self._replace(self._descriptor, pointer)
+            if status:
+                raise DriverError("cuTensorMapReplaceAddress", status.name)
+            self._pointer = pointer
 
 
 def tensor_map(
@@ -50,11 +85,11 @@ def tensor_map(
     box: tuple[int, ...],
     swizzle: int = 0,
     l2_promotion: int = 256,
-) -> "TensorMapDescriptor":
+) -> TensorMap:
     """A TMA descriptor over the memory of a CUDA tensor, from the tensor's first element on.
 
     Elements outside `shape` read as zero and are not written. Call it with the tensor's device current
-    (`device_guard`). `replace_address(tensor)` of the result moves it to another tensor of the same layout.
+    (`device_guard`).
 
     Args:
         tensor: uint8, float8_e4m3fn (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
@@ -66,28 +101,40 @@ def tensor_map(
         l2_promotion: 0, 64, 128 or 256 bytes fetched into L2 at a time.
 
     Raises:
-        ValueError: the layout cannot be mapped, or reaches past the tensor's storage.
+        ValueError: the layout cannot be mapped or reaches past the tensor's storage, or the tensor is not on a GPU.
         TypeError: a dtype that TMA does not know.
     """
-    from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
-    from cuda.core.utils import StridedMemoryView
-
     if tensor.dtype not in _TMA_TYPES:
         raise TypeError(f"tensor is {tensor.dtype}; a tensor map takes {', '.join(map(str, _TMA_TYPES))}")
     strides = _map_strides(tensor, shape, strides)
     _check_box(box, len(shape), tensor.element_size(), swizzle)
     if l2_promotion not in _PROMOTIONS:
         raise ValueError(f"l2_promotion is {l2_promotion}; it must be one of {tuple(_PROMOTIONS)}")
-    if tensor.dtype == torch.float8_e4m3fn:
-        tensor = tensor.view(torch.uint8)  # cuda.core does not know the dtype
-    view = StridedMemoryView.from_any_interface(torch.as_strided(tensor.detach(), shape, strides), stream_ptr=-1)
-    return view.as_tensor_map(
-        box_dim=tuple(box),
-        # Given by name: cuda.core has no numpy dtype for bfloat16 and fp8.
-        data_type=TensorMapDataType[_TMA_TYPES[tensor.dtype]],
-        swizzle=TensorMapSwizzle[_SWIZZLES[swizzle]],
-        l2_promotion=TensorMapL2Promotion[_PROMOTIONS[l2_promotion]],
+    pointer = tensor.data_ptr()
+    if not tensor.is_cuda or pointer % 16:
+        raise ValueError(
+            f"tensor is on {tensor.device} at {pointer:#x}; a map takes GPU memory at a multiple of 16 bytes"
+        )
+
+    from cuda.bindings import driver
+
+    # The driver wants the innermost dimension first, and strides in bytes, without the innermost.
+    size = tensor.element_size()
+    descriptor = check(
+        driver.cuTensorMapEncodeTiled,
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TMA_TYPES[tensor.dtype]}"),
+        len(shape),
+        pointer,
+        [driver.cuuint64_t(n) for n in reversed(shape)],
+        [driver.cuuint64_t(stride * size) for stride in reversed(strides[:-1])],
+        [driver.cuuint32_t(n) for n in reversed(box)],
+        [driver.cuuint32_t(1)] * len(shape),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[swizzle]}"),
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{_PROMOTIONS[l2_promotion]}"),
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    return TensorMap(descriptor, pointer)
 
 
 def _map_strides(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,7 +152,7 @@ def _map_strides(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[in
         if stride % granule or stride * size >= 1 << 40:
             raise ValueError(f"strides are {strides}; outer ones must be multiples of {granule} elements (16 bytes)")
     used += (1,)
-    # as_strided checks this as well, but as a RuntimeError that does not name the argument.
+    # TMA would read what lies behind it.
     end = tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, used, strict=True))
     if end * size > tensor.untyped_storage().nbytes():
         raise ValueError(f"shape {shape} with strides {strides} reaches past the storage of the tensor")
@@ -123,33 +170,9 @@ def _check_box(box: tuple[int, ...], rank: int, element_size: int, swizzle: int)
         raise ValueError(f"box is {box}: {width} bytes in its innermost dimension, not a multiple of 16{limit}")
 
 
-@functools.cache
-def anchor(device_index: int) -> torch.Tensor:
-    """A tensor of 16 bytes to point idle tensor maps at, so that they keep no tensor of a caller alive.
-
-    It lives as long as the process, so it is not taken from PyTorch's allocator: the first call may be made under a
-    graph capture, whose memory pool is not to hold it.
-    """
-    from cuda.bindings import driver
-
-    from fp8moe.kernels.driver import check, relaxed_capture
-
-    with device_guard(device_index), relaxed_capture():
-        pointer = int(check(driver.cuMemAlloc, 16))
-        interface = {"data": (pointer, False), "shape": (16,), "strides": None, "typestr": "|u1", "version": 3}
-        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=f"cuda:{device_index}")
-
-
-@functools.lru_cache(maxsize=1024)
-def _stream(device_index: int, handle: int) -> "Stream":
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)
-
-
-def current_stream(device_index: int) -> "Stream":
-    """PyTorch's current stream on a device, wrapped once per stream. Follows `torch.cuda.stream` and graph capture."""
-    return _stream(device_index, torch._C._cuda_getCurrentRawStream(device_index))
+def current_stream(device_index: int) -> int:
+    """Handle of PyTorch's current stream on a device. Follows `torch.cuda.stream` and graph capture."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 class _BoundDevices(threading.local):
@@ -189,7 +212,7 @@ def num_sms(device_index: int) -> int:
 
 
 class Launcher:
-    """A kernel with its launch configuration, built once and launched many times, on one device.
+    """A kernel with its launch configuration and arguments, built once and launched many times, on one device.
 
     Build it and launch it with that device current (`device_guard`).
 
@@ -201,6 +224,9 @@ class Launcher:
         smem: dynamic shared memory per block in bytes.
         pdl: let the launch start before the kernel ahead of it in the stream has finished (programmatic dependent
             launch); the kernel must then execute griddepcontrol.wait before it touches that kernel's results.
+        args: one per kernel parameter, of the type that the kernel declares: a `TensorMap` for a `const
+            __grid_constant__ CUtensorMap`, or a ctypes object, such as a `ctypes.c_int64` for a pointer. A launch takes
+            the values that they hold then; change them and launch under `lock`.
 
     Raises:
         ValueError: the cluster does not divide the grid.
@@ -216,32 +242,33 @@ class Launcher:
         cluster: Dim3 | None = None,
         smem: int = 0,
         pdl: bool = False,
+        args: Sequence[Any] = (),
     ):
-        from cuda.core import LaunchConfig, launch
+        from cuda.bindings import driver
 
-        blocks, cluster_blocks = _dim3(grid), _dim3(cluster or 1)
-        _prepare(kernel, smem, cluster_blocks[0] * cluster_blocks[1] * cluster_blocks[2])
-        self._kernel = kernel
-        self._launch = launch
-        self._config = LaunchConfig(
-            grid=clusters_in(blocks, cluster_blocks),
-            cluster=None if cluster is None else cluster_blocks,
-            block=_dim3(block),
-            shmem_size=smem,
-            programmatic_stream_serialization=pdl,
-        )
+        self.lock = threading.Lock()
+        self._config = _launch_config(_dim3(grid), _dim3(block), _dim3(cluster or 1), smem, pdl)
+        _prepare(kernel, smem, cluster_blocks=math.prod(_dim3(cluster or 1)))
+        self._launch = driver.cuLaunchKernelEx
+        self._function = driver.CUfunction(int(kernel.handle))  # the driver takes a kernel as a function
+        self._pointers = (ctypes.c_void_p * len(args))(*map(_address, args))
+        self._parameters = ctypes.addressof(self._pointers)
+        self._alive = kernel, args
 
-    def launch(self, stream: "Stream", *args: Any) -> None:
-        """Enqueue the kernel.
+    def launch(self, stream: int) -> None:
+        """Enqueue the kernel on a stream (`current_stream`) with the present values of its arguments.
 
-        Args:
-            stream: from `current_stream`.
-            args: one per kernel parameter, with the size that the kernel declares: a Python int is always 8 bytes (a
-                pointer, `tensor.data_ptr()`, or an int64), `ctypes.c_int32` an int, `ctypes.c_uint32` and so on,
-                `ctypes.c_float` a float (a Python float is a double), a tensor map a `const __grid_constant__
-                CUtensorMap`. A Python bool counts as an int. ctypes objects may be kept and reused.
+        Raises:
+            RuntimeError: the driver refuses the launch.
         """
-        self._launch(stream, self._config, self._kernel, *args)
+        self._config.hStream = stream
+        (status,) = self._launch(self._config, self._function, self._parameters, 0)
+        if status:
+            raise DriverError("cuLaunchKernelEx", status.name)
+
+
+def _address(argument: Any) -> int:
+    return argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
 
 
 def _dim3(size: Dim3) -> tuple[int, int, int]:
@@ -249,11 +276,36 @@ def _dim3(size: Dim3) -> tuple[int, int, int]:
     return (*sizes, 1, 1)[:3]
 
 
-def clusters_in(blocks: tuple[int, int, int], cluster: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The grid in clusters, which is how cuda.core counts it. A cluster of one block leaves it as it is."""
-    if any(b % c for b, c in zip(blocks, cluster, strict=True)):
-        raise ValueError(f"grid is {blocks} blocks, which clusters of {cluster} blocks do not divide")
-    return tuple(b // c for b, c in zip(blocks, cluster, strict=True))
+def _launch_config(
+    grid: tuple[int, int, int], block: tuple[int, int, int], cluster: tuple[int, int, int], smem: int, pdl: bool
+) -> "CUlaunchConfig":
+    from cuda.bindings import driver
+
+    if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
+        raise ValueError(f"grid is {grid} blocks, which clusters of {cluster} blocks do not divide")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = smem
+    attributes = []
+    if cluster != (1, 1, 1):
+        attributes.append(attribute := _attribute("CLUSTER_DIMENSION"))
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster
+    if pdl:
+        attributes.append(attribute := _attribute("PROGRAMMATIC_STREAM_SERIALIZATION"))
+        attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
+
+
+def _attribute(name: str) -> "CUlaunchAttribute":
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    return attribute
 
 
 _prepare_lock = threading.Lock()
@@ -262,8 +314,6 @@ _prepare_lock = threading.Lock()
 def _prepare(kernel: "Kernel", smem: int, cluster_blocks: int) -> None:
     """Load the kernel on the current device, and allow it what it needs beyond the defaults."""
     from cuda.bindings import driver
-
-    from fp8moe.kernels.driver import check, loading_code
 
     attribute = driver.CUfunction_attribute
     needs = []

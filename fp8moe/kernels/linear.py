@@ -1,12 +1,10 @@
 """FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by quantized weights."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8moe.kernels import autograd, checks
+from fp8moe.kernels import autograd, checks, linear_cuda
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.gemm import compute
 from fp8moe.quant import reference
@@ -29,37 +27,37 @@ def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
 
 
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
+    plan = linear_cuda.find_plan(x, weight, weight_scale_inv, bias)
+    if plan is not None:
+        return plan.run(x, weight, weight_scale_inv, bias)
     checks.linear(x, weight, weight_scale_inv, bias)
     n, k = weight.shape
-    lead = x.shape[:-1]
-    rows = x if len(lead) == 1 else x.reshape(lead.numel(), k)
     pad_n, pad_k = -n % 8, -k % 16
     if pad_n or pad_k:
         # Zeros fall into blocks that are there already, so the scales stay as they are.
-        rows = F.pad(rows, (0, pad_k))
+        x = F.pad(x, (0, pad_k))
         weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
         bias = bias if bias is None else F.pad(bias, (0, pad_n))
-    data, scale = (_cuda_quantizer() if use_cuda(x) else reference.quantize_1x128)(rows, False)
+    if n and x.numel() and use_cuda(x):
+        out = linear_cuda.linear(x, weight, weight_scale_inv, bias)
+    else:
+        out = _composed(x, weight, weight_scale_inv, bias)
+    return out[..., :n].clone(memory_format=torch.contiguous_format) if pad_n else out
+
+
+def _composed(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
+    """The layer from the reference quantizer and the GEMM, for the reference backend and for empty operands."""
+    lead = x.shape[:-1]
+    data, scale = reference.quantize_1x128(x.reshape(lead.numel(), x.shape[-1]), False)
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-    out = torch.empty((rows.shape[0], n + pad_n), dtype=dtype, device=x.device)
+    out = torch.empty((lead.numel(), weight.shape[0]), dtype=dtype, device=x.device)
     compute(data, scale, weight, weight_scale_inv, bias, out)
-    if pad_n:
-        out = out[:, :n].clone(memory_format=torch.contiguous_format)
-    if dtype is not x.dtype:
-        out = out.to(x.dtype)
-    return out if len(lead) == 1 else out.view(*lead, n)
+    return out.to(x.dtype).view(*lead, weight.shape[0])
 
 
 def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
     checks.linear(x, weight, weight_scale_inv, bias)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@functools.cache
-def _cuda_quantizer():
-    from fp8moe.quant import quantize_cuda
-
-    return quantize_cuda.quantize_1x128
 
 
 _library = torch.library.Library("fp8moe", "FRAGMENT")

@@ -1,5 +1,6 @@
 """Launches of the quantization kernels. Arguments are checked by the callers; results equal `reference` bit for bit."""
 
+import ctypes
 import functools
 
 import torch
@@ -25,43 +26,76 @@ def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> Ker
     return KernelSpec(f"{name}.cu", name, defines)
 
 
+class Plan:
+    """One kernel on one device, with its grid and every argument but the three pointers.
+
+    Args:
+        name, dtype, ue8m0, vector: see `kernel_spec`.
+        blocks: the grid.
+        sizes: the arguments after the pointers.
+        device_index: of the current device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        ue8m0: bool,
+        vector: bool,
+        blocks: int,
+        sizes: tuple[int, ...],
+        device_index: int,
+    ):
+        self._device_index = device_index
+        self._x, self._data, self._scale = pointers = [ctypes.c_int64() for _ in range(3)]
+        self._launcher = Launcher(
+            load(kernel_spec(name, dtype, ue8m0, vector)),
+            grid=blocks,
+            block=_THREADS[name],
+            args=(*pointers, *map(ctypes.c_int64, sizes)),
+        )
+
+    def launch(self, stream: int, x: int, data: int, scale: int) -> None:
+        """Enqueue the kernel for an input and results at these addresses; `data` is a multiple of 16."""
+        launcher = self._launcher
+        with launcher.lock:
+            self._x.value = x
+            self._data.value = data
+            self._scale.value = scale
+            launcher.launch(stream)
+
+    def run(self, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.launch(current_stream(self._device_index), x.data_ptr(), data.data_ptr(), scale.data_ptr())
+
+
+_plan = functools.lru_cache(maxsize=4096)(Plan)
+
+
 def quantize_1x128(x: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) -> data (M, K), MN-major scale (M, ceil(K/128))."""
     m, k = x.shape
     data = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
     scale = empty_mn_major(m, ceil_div(k, BLOCK), device=x.device)
     if data.numel():
-        index = x.get_device()
-        with device_guard(index):
-            quantize_1x128_into(
-                _unit_stride(x),
-                data.data_ptr(),
-                scale.data_ptr(),
-                align(m, 4),
-                ue8m0=ue8m0,
-                stream=current_stream(index),
-            )
+        x = unit_stride(x)
+        with device_guard(x.get_device()):
+            plan_1x128(x, ue8m0).run(x, data, scale)
     return data, scale
 
 
-def quantize_1x128_into(
-    x: torch.Tensor, data_ptr: int, scale_ptr: int, scale_pitch: int, *, ue8m0: bool = False, stream, pdl: bool = False
-) -> None:
-    """Quantize x (M, K), not empty and with stride 1 along K, into memory of the caller on the same device.
+def plan_1x128(x: torch.Tensor, ue8m0: bool) -> Plan:
+    """The plan for x (M, K), not empty and with stride 1 along K, on the current device, and for others of its layout
+    that start at a multiple of 16 bytes where it does.
 
-    data_ptr: M * K bytes, data (M, K) contiguous; a multiple of 16.
-    scale_ptr: float32, scale of row i and K block j at i + j * scale_pitch; scale_pitch >= M.
-    stream: from `launch.current_stream`. x's device must be current (`launch.device_guard`).
-    pdl: start before the kernel ahead in the stream has finished (programmatic dependent launch).
+    It writes data (M, K), contiguous, and the scale of row i and K block j to element i + j * align(M, 4) of scale.
     """
     m, k = x.shape
     stride = x.stride(0)
-    address = x.data_ptr()
     k_blocks = ceil_div(k, BLOCK)
     blocks = ceil_div(ceil_div(m, _ROWS_PER_WARP) * k_blocks, _ROW_WARPS)
-    vector = _vector(address, x.element_size(), k | stride)
-    launcher = _launcher("quantize_1x128", x.dtype, ue8m0, vector, blocks, pdl, x.get_device())
-    launcher.launch(stream, address, data_ptr, scale_ptr, m, k, stride, scale_pitch, k_blocks)
+    vector = _vector(x.data_ptr(), x.element_size(), k | stride)
+    sizes = (m, k, stride, align(m, 4), k_blocks)
+    return _plan("quantize_1x128", x.dtype, ue8m0, vector, blocks, sizes, x.get_device())
 
 
 def quantize_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,23 +105,13 @@ def quantize_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.
     data = torch.empty((experts, n, k), dtype=torch.float8_e4m3fn, device=w.device)
     scale = torch.empty((experts, n_blocks, k_blocks), dtype=torch.float32, device=w.device)
     if data.numel():
-        w = _unit_stride(w)
+        w = unit_stride(w)
         expert_stride, stride, _ = w.stride()
         index = w.get_device()
         vector = _vector(w.data_ptr(), w.element_size(), k | stride | expert_stride)
+        sizes = (n, k, expert_stride, stride, n_blocks, k_blocks)
         with device_guard(index):
-            _launcher("quantize_128x128", w.dtype, ue8m0, vector, scale.numel(), False, index).launch(
-                current_stream(index),
-                w.data_ptr(),
-                data.data_ptr(),
-                scale.data_ptr(),
-                n,
-                k,
-                expert_stride,
-                stride,
-                n_blocks,
-                k_blocks,
-            )
+            _plan("quantize_128x128", w.dtype, ue8m0, vector, scale.numel(), sizes, index).run(w, data, scale)
     return data, scale
 
 
@@ -100,27 +124,18 @@ def quantize_128x1(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     data = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
     scale = empty_mn_major(m, k_blocks, device=x.device)
     if data.numel():
-        x = _unit_stride(x)
+        x = unit_stride(x)
         stride = x.stride(0)
         index = x.get_device()
         m_tiles = ceil_div(m, _COLUMNS)
         vector = _vector(x.data_ptr(), x.element_size(), m | stride)
+        sizes = (k, m, stride, align(m, 4), m_tiles)
         with device_guard(index):
-            _launcher("quantize_128x1", x.dtype, False, vector, k_blocks * m_tiles, False, index).launch(
-                current_stream(index),
-                x.data_ptr(),
-                data.data_ptr(),
-                scale.data_ptr(),
-                k,
-                m,
-                stride,
-                align(m, 4),
-                m_tiles,
-            )
+            _plan("quantize_128x1", x.dtype, False, vector, k_blocks * m_tiles, sizes, index).run(x, data, scale)
     return data, scale
 
 
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
     """x itself, or a contiguous copy where its last dimension is strided."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -129,11 +144,3 @@ def _vector(address: int, element_size: int, lengths: int) -> bool:
     """Whether every row is a whole number of 16-byte vectors: `lengths` is the bitwise or of a row's length and the
     strides, in elements."""
     return not (address | lengths * element_size) & 15
-
-
-@functools.lru_cache(maxsize=1024)
-def _launcher(
-    name: str, dtype: torch.dtype, ue8m0: bool, vector: bool, blocks: int, pdl: bool, device_index: int
-) -> Launcher:
-    """One launch plan; the device, which must be current, is part of the key because a `Launcher` belongs to one."""
-    return Launcher(load(kernel_spec(name, dtype, ue8m0, vector)), grid=blocks, block=_THREADS[name], pdl=pdl)

@@ -34,7 +34,8 @@ def quantize_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.
 
 def block_scale(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
     """Scale of blocks whose largest magnitudes are ``amax`` (float32). Every NaN comes out as 0x7fc00000."""
-    scale = amax.clamp(min=SCALE_FLOOR) / FP8_MAX
+    # By a tensor: PyTorch divides by a number as a multiplication with its reciprocal on a GPU.
+    scale = amax.clamp(min=SCALE_FLOOR) / amax.new_tensor(FP8_MAX)
     if ue8m0:
         # Adding the full mantissa carries into the exponent unless the mantissa was zero: rounds up to a power of two.
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)

@@ -1,7 +1,6 @@
 """Launching on a GPU: tensor maps, streams, graphs, clusters, programmatic launch, shared memory, several devices."""
 
 import ctypes
-import gc
 import threading
 from dataclasses import replace
 
@@ -119,16 +118,12 @@ def matrix_map(x, shape=None, **options):
     return launch.tensor_map(x, shape=shape or tuple(x.shape), strides=tuple(x.stride()), **options)
 
 
-def copier(device=0):
-    with launch.device_guard(device):
-        return launch.Launcher(kernel("copy_tile"), grid=1, block=128)
-
-
-def copy(launcher, tma, row, col, device=0):
+def copy(tma, row, col, device=0, spec=None):
     out = torch.full((ROWS, WIDTH), 0xEE, dtype=torch.uint8, device=f"cuda:{device}")
+    args = (tma, ctypes.c_int64(out.data_ptr()), ctypes.c_int32(row), ctypes.c_int32(col))
     with launch.device_guard(device):
-        stream = launch.current_stream(device)
-        launcher.launch(stream, tma, out.data_ptr(), ctypes.c_int32(row), ctypes.c_int32(col))
+        copier = kernel("copy_tile") if spec is None else jit.load(spec)
+        launch.Launcher(copier, grid=1, block=128, args=args).launch(launch.current_stream(device))
     return out
 
 
@@ -142,25 +137,25 @@ def expected(x, row, col):
 @pytest.mark.parametrize(("row", "col"), [(0, 0), (64, 128), (37, 0), (200, 384), (230, 448), (-10, 0), (256, 512)])
 def test_a_tile_at_any_row_with_zeros_outside(row, col):
     x = bytes_like()
-    assert torch.equal(copy(copier(), matrix_map(x), row, col), expected(x, row, col))
+    assert torch.equal(copy(matrix_map(x), row, col), expected(x, row, col))
 
 
 def test_a_map_smaller_than_the_tensor_and_the_box():
     x = bytes_like()
     part = x[16:, 32:]
     tma = matrix_map(part, shape=(50, 100))
-    assert torch.equal(copy(copier(), tma, 0, 0), expected(part[:50, :100], 0, 0))
+    assert torch.equal(copy(tma, 0, 0), expected(part[:50, :100], 0, 0))
 
 
 def test_one_row():
     x = bytes_like(1, 512)
-    assert torch.equal(copy(copier(), matrix_map(x), 0, 128), expected(x, 0, 128))
+    assert torch.equal(copy(matrix_map(x), 0, 128), expected(x, 0, 128))
 
 
 def test_one_column_of_scales():
     x = torch.arange(40, dtype=torch.float32, device="cuda")
     tma = launch.tensor_map(x, shape=(10, 1), strides=(4, 1), box=(ROWS, 32), swizzle=128)
-    out = copy(copier(), tma, 0, 0).view(torch.float32)
+    out = copy(tma, 0, 0).view(torch.float32)
     want = torch.zeros(ROWS, 32, device="cuda")
     want[:10, 0] = x[::4]
     assert torch.equal(out, want)
@@ -172,50 +167,64 @@ def test_every_type(dtype):
     x = data.view(dtype)
     columns = WIDTH // x.element_size()
     tma = matrix_map(x)
-    assert torch.equal(copy(copier(), tma, 64, columns), data[64:128, WIDTH : 2 * WIDTH])
+    assert torch.equal(copy(tma, 64, columns), data[64:128, WIDTH : 2 * WIDTH])
     other = bytes_like(128, 512, seed=1)
-    tma.replace_address(other.view(dtype))
-    assert torch.equal(copy(copier(), tma, 64, columns), other[64:128, WIDTH : 2 * WIDTH])
+    tma.replace_address(other.data_ptr())
+    assert torch.equal(copy(tma, 64, columns), other[64:128, WIDTH : 2 * WIDTH])
 
 
-def test_replaced_addresses_follow_the_launch_order():
-    launcher, inputs = copier(), [bytes_like(seed=seed) for seed in range(8)]
-    tma = matrix_map(inputs[0])
-    outputs = []
-    for x in inputs:
-        tma.replace_address(x)
-        outputs.append(copy(launcher, tma, 64, 128))
-        tma.replace_address(launch.anchor(0))  # the launch has taken its copy of the map
-    for x, out in zip(inputs, outputs, strict=True):
-        assert torch.equal(out, expected(x, 64, 128))
+def test_arguments_are_changed_from_launch_to_launch():
+    inputs = [bytes_like(seed=seed) for seed in range(8)]
+    outputs = [torch.empty(ROWS, WIDTH, dtype=torch.uint8, device="cuda") for _ in inputs]
+    tma, pointer, row = matrix_map(inputs[0]), ctypes.c_int64(), ctypes.c_int32()
+    with launch.device_guard(0):
+        launcher = launch.Launcher(
+            kernel("copy_tile"), grid=1, block=128, args=(tma, pointer, row, ctypes.c_int32(128))
+        )
+        torch.cuda._sleep(20_000_000)  # the changes are made while all launches wait
+        for i, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+            tma.replace_address(x.data_ptr())
+            pointer.value = out.data_ptr()
+            row.value = 8 * i
+            launcher.launch(launch.current_stream(0))
+    for i, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+        assert torch.equal(out, expected(x, 8 * i, 128))
 
 
-def test_a_map_that_is_back_at_the_anchor_keeps_no_memory():
-    launch.anchor(0)
-    gc.collect()
+def test_a_map_keeps_no_memory():
     before = torch.cuda.memory_allocated()
     x = torch.zeros(4096, 4096, dtype=torch.uint8, device="cuda")
     tma = matrix_map(x)
-    tma.replace_address(launch.anchor(0))
     del x
-    gc.collect()
     assert torch.cuda.memory_allocated() == before
+    other = bytes_like(4096, 4096)
+    tma.replace_address(other.data_ptr())
+    assert torch.equal(copy(tma, 0, 0), expected(other, 0, 0))
+
+
+def test_addresses_that_tma_does_not_take():
+    x = bytes_like()
+    tma = matrix_map(x)
+    with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress failed"):
+        tma.replace_address(x.data_ptr() + 8)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        matrix_map(x.flatten()[8:-504].view(255, 512))
 
 
 def test_launches_follow_the_current_stream():
-    launcher = copier()
     inputs = [bytes_like(seed=seed) for seed in range(2)]
     targets = [torch.zeros_like(inputs[0]) for _ in range(2)]
     maps = [matrix_map(target) for target in targets]
     streams = [torch.cuda.Stream() for _ in range(2)]
+    copy(maps[0], 0, 0)  # loads the kernel
     torch.cuda.synchronize()
     outputs = []
     for stream, source, target, tma in zip(streams, inputs, targets, maps, strict=True):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)  # a launch on another stream would find zeros
             target.copy_(source)
-            outputs.append(copy(launcher, tma, 0, 0))
-    assert launch.current_stream(0).__cuda_stream__()[1] == torch.cuda.current_stream().cuda_stream
+            outputs.append(copy(tma, 0, 0))
+    assert launch.current_stream(0) == torch.cuda.current_stream().cuda_stream
     torch.cuda.synchronize()
     for source, out in zip(inputs, outputs, strict=True):
         assert torch.equal(out, expected(source, 0, 0))
@@ -228,10 +237,7 @@ def test_a_graph_may_capture_the_first_use_of_a_kernel():
     assert spec not in jit._kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launcher = launch.Launcher(jit.load(spec), grid=1, block=128)
-        tma = matrix_map(x)
-        out = copy(launcher, tma, 64, 128)
-        tma.replace_address(launch.anchor(0))
+        out = copy(matrix_map(x), 64, 128, spec=spec)
     for seed in range(3):
         x.copy_(bytes_like(seed=seed))
         graph.replay()
@@ -243,8 +249,9 @@ def test_clusters(size):
     blocks = 4 * size
     out = torch.zeros(blocks, dtype=torch.int32, device="cuda")
     with launch.device_guard(0):
-        launcher = launch.Launcher(kernel("ask_peer"), grid=blocks, block=32, cluster=size)
-        launcher.launch(launch.current_stream(0), out.data_ptr())
+        args = (ctypes.c_int64(out.data_ptr()),)
+        launcher = launch.Launcher(kernel("ask_peer"), grid=blocks, block=32, cluster=size, args=args)
+        launcher.launch(launch.current_stream(0))
     assert out.tolist() == [(block ^ 1) + 1000 * size for block in range(blocks)]
 
 
@@ -252,15 +259,16 @@ def test_clusters(size):
 def test_programmatic_dependent_launch(captured):
     n, steps = 1 << 20, 60
     buffers = [torch.zeros(n, device="cuda") for _ in range(2)]
+    x, y = ctypes.c_int64(), ctypes.c_int64()
     with launch.device_guard(0):
-        launcher = launch.Launcher(kernel("add_one"), grid=n // 256, block=256, pdl=True)
-    count = ctypes.c_int32(n)
+        args = (x, y, ctypes.c_int32(n))
+        launcher = launch.Launcher(kernel("add_one"), grid=n // 256, block=256, pdl=True, args=args)
 
     def chain():
         stream = launch.current_stream(0)
         for step in range(steps):
-            source, target = buffers[step % 2], buffers[1 - step % 2]
-            launcher.launch(stream, source.data_ptr(), target.data_ptr(), count)
+            x.value, y.value = buffers[step % 2].data_ptr(), buffers[1 - step % 2].data_ptr()
+            launcher.launch(stream)
 
     if captured:
         torch.cuda.synchronize()
@@ -277,11 +285,13 @@ def test_shared_memory_over_48_kb_and_launchers_that_share_a_kernel():
     sizes = (200 << 10, 100 << 10, 4 << 10)
     with launch.device_guard(0):
         shared = kernel("fill_shared")
-        launchers = [launch.Launcher(shared, grid=1, block=256, smem=size) for size in sizes]
+        pointer, count = args = (ctypes.c_int64(), ctypes.c_int32())
+        launchers = [launch.Launcher(shared, grid=1, block=256, smem=size, args=args) for size in sizes]
         for size, launcher in zip(sizes, launchers, strict=True):
             n = size // 4
             out = torch.zeros(n, dtype=torch.int32, device="cuda")
-            launcher.launch(launch.current_stream(0), out.data_ptr(), ctypes.c_int32(n))
+            pointer.value, count.value = out.data_ptr(), n
+            launcher.launch(launch.current_stream(0))
             assert torch.equal(out, torch.arange(n - 1, -1, -1, dtype=torch.int32, device="cuda"))
 
 
@@ -293,16 +303,15 @@ def test_more_shared_memory_than_there_is():
 def test_argument_types():
     out = torch.zeros(5, dtype=torch.float64, device="cuda")
     with launch.device_guard(0):
-        launcher = launch.Launcher(kernel("scalars"), grid=1, block=1)
-        launcher.launch(
-            launch.current_stream(0),
-            out.data_ptr(),
+        args = (
+            ctypes.c_void_p(out.data_ptr()),
             ctypes.c_int32(-5),
             ctypes.c_uint32(4_000_000_000),
-            1 << 40,
+            ctypes.c_int64(1 << 40),
             ctypes.c_float(0.5),
-            0.1,
+            ctypes.c_double(0.1),
         )
+        launch.Launcher(kernel("scalars"), grid=1, block=1, args=args).launch(launch.current_stream(0))
     assert out.tolist() == [-5.0, 4_000_000_000.0, float(1 << 40), 0.5, 0.1]
 
 
@@ -312,7 +321,7 @@ def test_a_new_thread_has_a_context():
     def work():
         try:
             with launch.device_guard(0):
-                results.append(copy(copier(), matrix_map(x), 64, 128))
+                results.append(copy(matrix_map(x), 64, 128))
         except Exception as error:
             results.append(error)
 
@@ -332,12 +341,20 @@ def test_every_gpu_of_the_process():
         x = bytes_like(device=f"cuda:{index}", seed=index)
         with launch.device_guard(index):
             tma = matrix_map(x)
-            assert torch.equal(copy(copier(index), tma, 64, 128, index), expected(x, 64, 128))
+            assert torch.equal(copy(tma, 64, 128, index), expected(x, 64, 128))
             out = torch.zeros(n, dtype=torch.int32, device=f"cuda:{index}")
-            launcher = launch.Launcher(shared, grid=1, block=256, smem=4 * n)
-            launcher.launch(launch.current_stream(index), out.data_ptr(), ctypes.c_int32(n))
+            args = (ctypes.c_int64(out.data_ptr()), ctypes.c_int32(n))
+            launcher = launch.Launcher(shared, grid=1, block=256, smem=4 * n, args=args)
+            launcher.launch(launch.current_stream(index))
             assert out[0].item() == n - 1
         assert torch.cuda.current_device() == 0
+
+
+def test_a_launch_that_fails_is_an_error():
+    with launch.device_guard(0):
+        launcher = launch.Launcher(kernel("ask_peer"), grid=1, block=2048, args=(ctypes.c_int64(),))
+        with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: CUDA_ERROR_INVALID_VALUE"):
+            launcher.launch(launch.current_stream(0))
 
 
 def test_the_device_guard_is_free_on_the_current_device():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from fp8moe.kernels.launch import current_stream, device_guard
 from fp8moe.quant import quantize_cuda, reference
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
@@ -164,19 +165,16 @@ def test_same_bits_every_time(quantizer):
         assert_same_bits(quantizer(x), first)
 
 
-@pytest.mark.parametrize("pdl", [False, True])
-def test_into_memory_of_the_caller(pdl):
-    from fp8moe.kernels.launch import current_stream
-
+def test_into_memory_of_the_caller():
     for m, k in ((1, 7168), (5, 576), (67, 200)):
         x = random(m, k, dtype=torch.bfloat16)
         pitch, k_blocks, guard = align(m, 4), ceil_div(k, 128), 256
         data_bytes = align(m * k, 256)
         buffer = torch.full((data_bytes + pitch * k_blocks * 4 + guard,), 0xAB, dtype=torch.uint8, device="cuda")
-        for _ in range(3):
-            scale_ptr = buffer.data_ptr() + data_bytes
-            stream = current_stream(x.get_device())
-            quantize_cuda.quantize_1x128_into(x, buffer.data_ptr(), scale_ptr, pitch, stream=stream, pdl=pdl)
+        index = x.get_device()
+        with device_guard(index):
+            plan = quantize_cuda.plan_1x128(x, False)
+            plan.launch(current_stream(index), x.data_ptr(), buffer.data_ptr(), buffer.data_ptr() + data_bytes)
         data = buffer[: m * k].view(torch.float8_e4m3fn).view(m, k)
         columns = buffer[data_bytes:-guard].view(torch.float32).view(k_blocks, pitch)
         assert_same_bits((data, columns[:, :m].t()), reference.quantize_1x128(x, False))

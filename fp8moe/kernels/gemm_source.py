@@ -1,0 +1,52 @@
+"""The compiled variants of ``cuda/gemm.cu``: constants and the wgmma wrapper, generated as text in front of the source."""
+
+import torch
+
+from fp8moe.kernels.gemm_config import PRODUCER_REGISTERS, SHARED_LIMIT, GemmConfig
+from fp8moe.kernels.jit import KernelSpec
+
+_BIAS_KINDS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+def wgmma_source(columns: int) -> str:
+    """CUDA text of ``wgmma(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``."""
+    count = columns // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    operands = f"{{{registers}}}, %{count}, %{count + 1}, p, 1, 1"
+    return f"""
+__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, unsigned long long b, bool accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {operands};\\n}}\\n"
+               : {outputs}
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}}
+"""  # noqa: E501
+
+
+def kernel_spec(
+    cfg: GemmConfig, n: int, k: int, *, out_dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> KernelSpec:
+    """The compiled variant for weights (n, k): sizes of the weights are compile-time constants, M is not."""
+    constants = {
+        "N": n,
+        "K": k,
+        "BLOCK_M": cfg.block_m,
+        "BLOCK_N": cfg.block_n,
+        "SWAP": int(cfg.swap),
+        "WARPGROUPS": cfg.warpgroups,
+        "STAGES": cfg.stages,
+        "SPLIT_K": cfg.split_k,
+        "CLUSTER_M": cfg.cluster_m,
+        "CLUSTER_N": cfg.cluster_n,
+        "BLOCKS_PER_SM": cfg.blocks_per_sm,
+        "MATH_REGISTERS": cfg.math_registers,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "OUT_FLOAT32": int(out_dtype == torch.float32),
+        "BIAS": _BIAS_KINDS[bias_dtype],
+        "SHARED_LIMIT": SHARED_LIMIT,
+    }
+    prelude = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
+    return KernelSpec(
+        source="gemm.cu", name="gemm", prelude=prelude + wgmma_source(cfg.block_m if cfg.swap else cfg.block_n)
+    )
