@@ -16,7 +16,7 @@ from fp8moe import gemm
 
 # Rows of a decode step: the time is that of reading the weight, so the stored floor applies.
 DECODE_M = (1, 16, 64)
-MAX_ERROR_BF16 = 1.5e-3  # against the float64 result rounded to bfloat16
+MAX_ERROR = 3e-4  # against float64 over the quantized operands, beyond the rounding to bfloat16
 RATIOS = ("vs_deep_gemm", "vs_best", "over_floor")
 COLUMNS = ("m", "n", "k", "us", "tflops", "gbps", *RATIOS, "error")
 
@@ -93,7 +93,7 @@ def bars(rows: Sequence[dict]) -> list[Bar]:
             Bar(
                 "largest relative error against float64 rounded to bfloat16",
                 max(row["error"] for row in rows),
-                MAX_ERROR_BF16,
+                MAX_ERROR,
             )
         )
     return found
@@ -110,8 +110,8 @@ def run(sizes: Sequence[int] = peers.DENSE_M, shapes: Sequence[tuple[int, int]] 
             a, b = operands.activation(m, k), weights[n, k]
             out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
             error = operands.rounded_error(gemm(a, b, out=out), operands.exact(a) @ operands.exact(b).T)
-            if not error <= MAX_ERROR_BF16:
-                raise RuntimeError(f"gemm m={m} n={n} k={k}: relative error {error:.2e}, must be <= {MAX_ERROR_BF16}")
+            if not error <= MAX_ERROR:
+                raise RuntimeError(f"gemm m={m} n={n} k={k}: relative error {error:.2e}, must be <= {MAX_ERROR}")
             keys.append((m, n, k))
             calls.append(partial(gemm, a, b, out=out))
             errors.append(error)

@@ -11,9 +11,8 @@
 //                                  (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)
 //
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
-// Blocks of a cluster share loads (CLUSTER_M blocks with the same weights, CLUSTER_N with the same tokens, both by
-// multicast) or share K (SPLIT_K blocks, whose partial tiles meet in distributed shared memory and are summed in rank
-// order, so that the result never depends on timing).
+// The SPLIT_K blocks of a cluster share the K of a tile. Their partial tiles meet in distributed shared memory and are
+// summed in rank order, so that the result never depends on timing.
 //
 // Compile-time constants come from kernels/gemm_cuda.py, as does wgmma() for the chosen width.
 
@@ -34,8 +33,6 @@ constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
 constexpr int GRANULE = (BLOCK_N & -BLOCK_N) < 128 ? (BLOCK_N & -BLOCK_N) : 128;
 constexpr int GRANULES = BLOCK_N / GRANULE;
 
-constexpr int CLUSTER = CLUSTER_M * CLUSTER_N * SPLIT_K;
-constexpr int SHARERS = CLUSTER_M + CLUSTER_N - 1;  // blocks that a multicast from this one, or to it, can touch
 constexpr bool REDUCE = SWAP || SPLIT_K > 1;         // the epilogue goes through the reduction buffer
 
 // Shared memory. Tiles come first: a 128-byte swizzle wants them 1024-byte aligned.
@@ -68,40 +65,26 @@ constexpr int SHARED_BYTES = SUMS_OFFSET + 8;
 static_assert(SHARED_BYTES + 1024 <= SHARED_LIMIT, "gemm_config.py and this file disagree about shared memory");
 static_assert(ROWS % (64 * WARPGROUPS) == 0 && COLUMNS <= 256);
 static_assert(COLUMNS % (SWAP ? 8 : 16) == 0, "stmatrix stores 16 columns at a time");
-static_assert(BLOCK_M % (8 * CLUSTER_N) == 0 && BLOCK_N % (8 * CLUSTER_M) == 0, "a multicast slice is whole swizzle rows");
 static_assert(SPLIT_K <= K_BLOCKS);
-
-struct Position {
-  u32 split, in_n, in_m;  // of this block in its cluster
-};
-
-__device__ __forceinline__ Position position(u32 rank) {
-  return {rank % SPLIT_K, rank / SPLIT_K % CLUSTER_N, rank / (SPLIT_K * CLUSTER_N)};
-}
-
-__device__ __forceinline__ u32 rank_of(u32 split, u32 in_n, u32 in_m) {
-  return split + SPLIT_K * (in_n + CLUSTER_N * in_m);
-}
 
 struct Tile {
   int m, n;  // first token and first output feature
 };
 
-// Clusters walk groups of `group` tile rows, column by column: what runs at one time touches few rows of a and b, so
-// that L2 serves most loads.
+// Blocks walk groups of `group` tile rows, column by column: what runs at one time touches few rows of a and b, so that
+// L2 serves most loads.
 struct Schedule {
   int rows, group, tiles;
 
-  __device__ Schedule(int m, int group)
-      : rows(ceil_div(m, BLOCK_M * CLUSTER_M)), group(group), tiles(rows * ceil_div(N, BLOCK_N * CLUSTER_N)) {}
+  __device__ Schedule(int m, int group) : rows(ceil_div(m, BLOCK_M)), group(group), tiles(rows * ceil_div(N, BLOCK_N)) {}
 
-  __device__ Tile tile(int index, Position at) const {
-    constexpr int COLS = ceil_div(N, BLOCK_N * CLUSTER_N);
+  __device__ Tile tile(int index) const {
+    constexpr int COLS = ceil_div(N, BLOCK_N);
     const int first = group >= rows ? 0 : index / (group * COLS) * group;
     const int height = min(group, rows - first);
     const int within = index - first * COLS;
     const int column = height == 1 ? within : within / height, row = first + within - column * height;
-    return {(row * CLUSTER_M + static_cast<int>(at.in_m)) * BLOCK_M, (column * CLUSTER_N + static_cast<int>(at.in_n)) * BLOCK_N};
+    return {row * BLOCK_M, column * BLOCK_N};
   }
 };
 
@@ -120,38 +103,29 @@ __device__ __forceinline__ void wait_empty(u32 shared, const Ring& ring) {
   mbarrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.phase ^ 1);
 }
 
-__device__ __forceinline__ void load_a(u32 shared, const TensorMap& a, const TensorMap& a_scale, Tile tile, int block, u32 stage, Position at) {
-  constexpr int SLICE = BLOCK_M / CLUSTER_N;
+__device__ __forceinline__ void load_a(u32 shared, const TensorMap& a, const TensorMap& a_scale, Tile tile, int block, u32 stage) {
   const u32 full = shared + FULL_OFFSET + stage * 8;
-  const u32 target = shared + A_OFFSET + stage * A_BYTES + at.in_n * SLICE * TILE_K;
-  if constexpr (CLUSTER_N > 1) {
-    u16 blocks = 0;
-    for (u32 i = 0; i < CLUSTER_N; ++i) blocks |= 1 << rank_of(at.split, i, at.in_m);
-    tma_load_multicast(target, a, full, block * TILE_K, tile.m + at.in_n * SLICE, blocks);
-  } else {
-    tma_load(target, a, full, block * TILE_K, tile.m);
-  }
+  tma_load(shared + A_OFFSET + stage * A_BYTES, a, full, block * TILE_K, tile.m);
   tma_load(shared + A_SCALE_OFFSET + stage * A_SCALE_PITCH, a_scale, full, tile.m, block);
 }
 
-__device__ __forceinline__ void load_b(u32 shared, const TensorMap& b, Tile tile, int block, u32 stage, Position at) {
-  constexpr int SLICE = BLOCK_N / CLUSTER_M;
+__device__ __forceinline__ void load_b(u32 shared, const TensorMap& b, Tile tile, int block, u32 stage) {
   const u32 full = shared + FULL_OFFSET + stage * 8;
-  const u32 target = shared + B_OFFSET + stage * B_BYTES + at.in_m * SLICE * TILE_K;
   mbarrier_arrive_expect_tx(full, STAGE_TX);
-  if constexpr (CLUSTER_M > 1) {
-    u16 blocks = 0;
-    for (u32 i = 0; i < CLUSTER_M; ++i) blocks |= 1 << rank_of(at.split, at.in_n, i);
-    tma_load_multicast(target, b, full, block * TILE_K, tile.n + at.in_m * SLICE, blocks);
-  } else {
-    tma_load(target, b, full, block * TILE_K, tile.n);
-  }
+  tma_load(shared + B_OFFSET + stage * B_BYTES, b, full, block * TILE_K, tile.n);
 }
 
-__device__ __forceinline__ int first_block(Position at) { return at.split * K_BLOCKS / SPLIT_K; }
-__device__ __forceinline__ int last_block(Position at) { return (at.split + 1) * K_BLOCKS / SPLIT_K; }
+// Blocks of 128 along K before those of block `split`.
+__device__ __forceinline__ int blocks_before(int split) { return split * K_BLOCKS / SPLIT_K; }
 
-// sum += row scale * column scale * partial, for one 64-row slab of this warpgroup: two rows of this lane are tokens.
+// scale * product, added to `sum` unless it is the first.
+template <bool First>
+__device__ __forceinline__ void add(float& sum, float scale, float product) {
+  sum = First ? scale * product : fmaf(scale, product, sum);
+}
+
+// Adds row scale * column scale * partial to one 64-row slab of this warpgroup, of which two rows of this lane are tokens.
+template <bool First>
 __device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS], float upper_scale, float lower_scale,
                                         const float (&b_scale)[GRANULES]) {
   float upper[GRANULES], lower[GRANULES];
@@ -160,70 +134,65 @@ __device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float 
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
     const int g = 8 * j / GRANULE;
-    sum[4 * j] = fmaf(upper[g], partial[4 * j], sum[4 * j]);
-    sum[4 * j + 1] = fmaf(upper[g], partial[4 * j + 1], sum[4 * j + 1]);
-    sum[4 * j + 2] = fmaf(lower[g], partial[4 * j + 2], sum[4 * j + 2]);
-    sum[4 * j + 3] = fmaf(lower[g], partial[4 * j + 3], sum[4 * j + 3]);
+    add<First>(sum[4 * j], upper[g], partial[4 * j]);
+    add<First>(sum[4 * j + 1], upper[g], partial[4 * j + 1]);
+    add<First>(sum[4 * j + 2], lower[g], partial[4 * j + 2]);
+    add<First>(sum[4 * j + 3], lower[g], partial[4 * j + 3]);
   }
 }
 
 // The same where rows are output features, all with one weight scale, and columns are tokens.
+template <bool First>
 __device__ __forceinline__ void promote_swapped(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS], const float* a_scales, float weight) {
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
     const float2 token = *reinterpret_cast<const float2*>(a_scales + 8 * j + 2 * (lane_id() % 4));
     const float left = token.x * weight, right = token.y * weight;
-    sum[4 * j] = fmaf(left, partial[4 * j], sum[4 * j]);
-    sum[4 * j + 1] = fmaf(right, partial[4 * j + 1], sum[4 * j + 1]);
-    sum[4 * j + 2] = fmaf(left, partial[4 * j + 2], sum[4 * j + 2]);
-    sum[4 * j + 3] = fmaf(right, partial[4 * j + 3], sum[4 * j + 3]);
+    add<First>(sum[4 * j], left, partial[4 * j]);
+    add<First>(sum[4 * j + 1], right, partial[4 * j + 1]);
+    add<First>(sum[4 * j + 2], left, partial[4 * j + 2]);
+    add<First>(sum[4 * j + 3], right, partial[4 * j + 3]);
   }
 }
 
-// Multiplies the next `blocks` stages and hands them back to whoever fills them.
-__device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], const char* memory, u32 shared, Ring& ring, int blocks, int group, Position at) {
+// Multiplies the stage at `ring`, hands it back to the producer, and adds the product to the sum.
+template <bool First>
+__device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], const char* memory, u32 shared, Ring& ring, int group) {
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
-  // Lane i < SHARERS tells one of the blocks whose multicasts write this block's stages.
-  const u32 filler = lane < CLUSTER_N ? rank_of(at.split, lane, at.in_m) : rank_of(at.split, at.in_n, (lane - CLUSTER_N + 1 + at.in_m) % CLUSTER_M);
-  const u32 empty = SHARERS > 1 ? cluster_address(shared + EMPTY_OFFSET, filler) : shared + EMPTY_OFFSET;
   const auto release = [&] {
     __syncwarp();  // all lanes have read the scales
-    if (lane < SHARERS) SHARERS > 1 ? mbarrier_arrive_remote(empty + ring.stage * 8) : mbarrier_arrive(empty + ring.stage * 8);
+    if (lane == 0) mbarrier_arrive(shared + EMPTY_OFFSET + ring.stage * 8);
   };
+  mbarrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.phase);
+  const float* a_scales = reinterpret_cast<const float*>(memory + A_SCALE_OFFSET + ring.stage * A_SCALE_PITCH);
+  const float* b_scales = reinterpret_cast<const float*>(memory + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH);
+  const u32 a = shared + A_OFFSET + ring.stage * A_BYTES, b = shared + B_OFFSET + ring.stage * B_BYTES;
+  float b_scale[GRANULES];
+#pragma unroll
+  for (int g = 0; g < GRANULES; ++g) b_scale[g] = b_scales[g];
   float partial[ACCUMULATORS];
-
-#pragma unroll 1
-  for (int block = 0; block < blocks; ++block) {
-    mbarrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.phase);
-    const float* a_scales = reinterpret_cast<const float*>(memory + A_SCALE_OFFSET + ring.stage * A_SCALE_PITCH);
-    const float* b_scales = reinterpret_cast<const float*>(memory + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH);
-    const u32 a = shared + A_OFFSET + ring.stage * A_BYTES, b = shared + B_OFFSET + ring.stage * B_BYTES;
-    float b_scale[GRANULES];
 #pragma unroll
-    for (int g = 0; g < GRANULES; ++g) b_scale[g] = b_scales[g];
+  for (int wave = 0; wave < WAVES; ++wave) {
+    const int slab = group * WAVES + wave;
+    const u64 rows = wgmma_descriptor((SWAP ? b : a) + slab * 64 * TILE_K);
+    const u64 columns = wgmma_descriptor(SWAP ? a : b);
+    wgmma_fence();
 #pragma unroll
-    for (int wave = 0; wave < WAVES; ++wave) {
-      const int slab = group * WAVES + wave;
-      const u64 rows = wgmma_descriptor((SWAP ? b : a) + slab * 64 * TILE_K);
-      const u64 columns = wgmma_descriptor(SWAP ? a : b);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < TILE_K / 32; ++k) wgmma(partial, rows + 2 * k, columns + 2 * k, k > 0);
-      wgmma_commit();
-      if constexpr (SWAP) {
-        wgmma_wait();
-        promote_swapped(sum[wave], partial, a_scales, b_scale[slab * 64 / GRANULE]);
-        if (wave == WAVES - 1) release();
-      } else {
-        const int row = slab * 64 + warp * 16 + lane / 4;
-        const float upper = a_scales[row], lower = a_scales[row + 8];
-        wgmma_wait();
-        if (wave == WAVES - 1) release();  // the next load may start under this promotion
-        promote(sum[wave], partial, upper, lower, b_scale);
-      }
+    for (int k = 0; k < TILE_K / 32; ++k) wgmma(partial, rows + 2 * k, columns + 2 * k, k > 0);
+    wgmma_commit();
+    if constexpr (SWAP) {
+      wgmma_wait();
+      promote_swapped<First>(sum[wave], partial, a_scales, b_scale[slab * 64 / GRANULE]);
+      if (wave == WAVES - 1) release();
+    } else {
+      const int row = slab * 64 + warp * 16 + lane / 4;
+      const float upper = a_scales[row], lower = a_scales[row + 8];
+      wgmma_wait();
+      if (wave == WAVES - 1) release();  // the next load may start under this promotion
+      promote<First>(sum[wave], partial, upper, lower, b_scale);
     }
-    ring.advance();
   }
+  ring.advance();
 }
 
 __device__ __forceinline__ float bias_at(const void* bias, int n) {
@@ -324,28 +293,27 @@ __device__ __forceinline__ void write_partial(const float (&sum)[WAVES][ACCUMULA
 }
 
 // Hands the partial tile, laid out where the ring was, to the blocks of the split that sum it, a slice of tokens each.
-__device__ __forceinline__ void send_partial(u32 shared, Tile tile, int m, Position at) {
+__device__ __forceinline__ void send_partial(u32 shared, Tile tile, int m, int split) {
   fence_async_proxy();
   named_barrier(1, WARPGROUP * WARPGROUPS);
   const int owner = threadIdx.x;
   if (owner < SPLIT_K) {
-    const u32 rank = rank_of(owner, at.in_n, at.in_m);
     const u32 bytes = slice_tokens(tile, m, owner) * SUM_PITCH * 4;
-    const u32 target = shared + EPILOGUE_OFFSET + at.split * SLICE_M * SUM_PITCH * 4;
+    const u32 target = shared + EPILOGUE_OFFSET + split * SLICE_M * SUM_PITCH * 4;
     if (bytes > 0) {
-      bulk_copy_to_block(cluster_address(target, rank), shared + owner * SLICE_M * SUM_PITCH * 4, bytes, cluster_address(shared + SUMS_OFFSET, rank));
+      bulk_copy_to_block(cluster_address(target, owner), shared + owner * SLICE_M * SUM_PITCH * 4, bytes, cluster_address(shared + SUMS_OFFSET, owner));
     }
   }
 }
 
 // Sums the partial tiles in rank order and stores this block's tokens.
-__device__ __forceinline__ void store_sum(const char* memory, void* out, long long pitch, const void* bias, Tile tile, int m, Position at) {
+__device__ __forceinline__ void store_sum(const char* memory, void* out, long long pitch, const void* bias, Tile tile, int m, int split) {
   constexpr int QUADS = BLOCK_N / 4;
   const float* partial = reinterpret_cast<const float*>(memory + EPILOGUE_OFFSET);
-  const int tokens = slice_tokens(tile, m, at.split);
+  const int tokens = slice_tokens(tile, m, split);
 #pragma unroll 1
   for (int i = threadIdx.x; i < tokens * QUADS; i += WARPGROUP * WARPGROUPS) {
-    const int token = i / QUADS, row = tile.m + at.split * SLICE_M + token, n = tile.n + i % QUADS * 4;
+    const int token = i / QUADS, row = tile.m + split * SLICE_M + token, n = tile.n + i % QUADS * 4;
     if (n >= N) continue;
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
@@ -364,17 +332,7 @@ __device__ __forceinline__ void store_sum(const char* memory, void* out, long lo
   }
 }
 
-// A block may only go once no peer can still signal its barriers or copy from its shared memory: this says so for the
-// calling thread, and cluster_wait waits for all.
-__device__ __forceinline__ void leave_cluster() {
-  if constexpr (SHARERS > 1) {
-    cluster_arrive();
-  } else if constexpr (CLUSTER > 1) {
-    cluster_arrive_relaxed();
-  }
-}
-
-// out is (m, N) with `pitch` elements between rows; `group` is the height of a rasterization group in cluster tiles.
+// out is (m, N) with `pitch` elements between rows; `group` is the height of a rasterization group in tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale, const __grid_constant__ TensorMap b,
          const float* __restrict__ b_scale, const void* __restrict__ bias, void* __restrict__ out, long long pitch, int m, int group) {
@@ -383,106 +341,98 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   const u32 shared = shared_address(memory);
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP, 0), lane = lane_id();
   const int math_group = warp / 4;  // the last warpgroup is the producer
-  const Position at = position(CLUSTER > 1 ? cluster_rank() : 0);
+  const int split = SPLIT_K > 1 ? cluster_rank() : 0;
   const Schedule schedule(m, group);
-  const int first_tile = blockIdx.x / CLUSTER, tile_step = gridDim.x / CLUSTER;
-  const int block0 = first_block(at), blocks = last_block(at) - block0;
+  const int first_tile = blockIdx.x / SPLIT_K, tile_step = gridDim.x / SPLIT_K;
+  const int block0 = blocks_before(split), blocks = blocks_before(split + 1) - block0;
   const int early = min(blocks, STAGES);
 
-  // Fills the ring. Weights never depend on the kernel before this one, so they need not wait for it.
-  const auto start = [&] {
-    const Tile tile = schedule.tile(first_tile, at);
-#pragma unroll 1
-    for (int i = 0; i < early; ++i) load_b(shared, b, tile, block0 + i, i, at);
-    wait_for_previous_kernel();
-#pragma unroll 1
-    for (int i = 0; i < early; ++i) load_a(shared, a, a_scale, tile, block0 + i, i, at);
-  };
   const bool loader = warp == 4 * WARPGROUPS && lane == 0;
   if (loader) {
 #pragma unroll 1
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(shared + FULL_OFFSET + s * 8, 1 + GRANULES);
-      mbarrier_init(shared + EMPTY_OFFSET + s * 8, MATH_WARPS * SHARERS);
+      mbarrier_init(shared + EMPTY_OFFSET + s * 8, MATH_WARPS);
     }
     if constexpr (SPLIT_K > 1) mbarrier_init(shared + SUMS_OFFSET, 1);
     mbarrier_init_fence();
-    if constexpr (SHARERS == 1) start();  // nobody else writes these stages: no need to meet first
-    if constexpr (SPLIT_K > 1) {
-      mbarrier_arrive_expect_tx(shared + SUMS_OFFSET, slice_tokens(schedule.tile(first_tile, at), m, at.split) * SUM_PITCH * SPLIT_K * 4);
-    }
+    // Fill the ring at once. Weights never depend on the kernel before this one, so they need not wait for it.
+    const Tile tile = schedule.tile(first_tile);
+#pragma unroll 1
+    for (int i = 0; i < early; ++i) load_b(shared, b, tile, block0 + i, i);
+    wait_for_previous_kernel();
+#pragma unroll 1
+    for (int i = 0; i < early; ++i) load_a(shared, a, a_scale, tile, block0 + i, i);
+    if constexpr (SPLIT_K > 1) mbarrier_arrive_expect_tx(shared + SUMS_OFFSET, slice_tokens(tile, m, split) * SUM_PITCH * SPLIT_K * 4);
   }
   __syncthreads();
-  if constexpr (CLUSTER > 1) cluster_arrive_relaxed();  // this block's barriers are ready for its peers
-  if constexpr (SHARERS > 1) cluster_wait();
+  if constexpr (SPLIT_K > 1) cluster_arrive_relaxed();  // this block's barriers are ready for its peers
   allow_next_kernel();
 
   if (math_group == WARPGROUPS) {
     if constexpr (MATH_REGISTERS > 0) registers_decrease<PRODUCER_REGISTERS>();
     Ring ring;
     if (loader) {
-      if constexpr (SHARERS > 1) start();
       int skip = early;
       for (int index = first_tile; index < schedule.tiles; index += tile_step) {
-        const Tile tile = schedule.tile(index, at);
+        const Tile tile = schedule.tile(index);
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
           if (skip > 0) {
             --skip;
           } else {
             wait_empty(shared, ring);
-            load_b(shared, b, tile, block0 + i, ring.stage, at);
-            load_a(shared, a, a_scale, tile, block0 + i, ring.stage, at);
+            load_b(shared, b, tile, block0 + i, ring.stage);
+            load_a(shared, a, a_scale, tile, block0 + i, ring.stage);
           }
           ring.advance();
         }
       }
     } else if (warp % 4 == 1 && lane < GRANULES) {
       for (int index = first_tile; index < schedule.tiles; index += tile_step) {
-        const Tile tile = schedule.tile(index, at);
-        const float* source = b_scale + min((tile.n + static_cast<int>(lane) * GRANULE) / 128, SCALE_ROWS - 1) * K_BLOCKS;
+        const int n = schedule.tile(index).n + lane * GRANULE;
+        const float* source = b_scale + min(n / 128, SCALE_ROWS - 1) * K_BLOCKS + block0;
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
           wait_empty(shared, ring);
-          cp_async_4(shared + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH + lane * 4, source + block0 + i);
+          cp_async_4(shared + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH + lane * 4, source + i);
           mbarrier_arrive_after_cp_async(shared + FULL_OFFSET + ring.stage * 8);
           ring.advance();
         }
       }
     }
     __syncwarp();
-    if constexpr (SPLIT_K > 1 && SHARERS == 1) cluster_wait();
-    leave_cluster();
+    if constexpr (SPLIT_K > 1) {
+      cluster_wait();
+      cluster_arrive_relaxed();
+    }
   } else {
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
     Ring ring;
     for (int index = first_tile; index < schedule.tiles; index += tile_step) {
+      const Tile tile = schedule.tile(index);
       float sum[WAVES][ACCUMULATORS];
-#pragma unroll
-      for (int wave = 0; wave < WAVES; ++wave)
-#pragma unroll
-        for (int i = 0; i < ACCUMULATORS; ++i) sum[wave][i] = 0.f;
-      const Tile tile = schedule.tile(index, at);
-      multiply(sum, memory, shared, ring, blocks, math_group, at);
+      multiply<true>(sum, memory, shared, ring, math_group);
+#pragma unroll 1
+      for (int i = 1; i < blocks; ++i) multiply<false>(sum, memory, shared, ring, math_group);
       if constexpr (SPLIT_K > 1) {
         named_barrier(1, WARPGROUP * WARPGROUPS);  // all have done with the ring
         write_partial(sum, reinterpret_cast<float*>(memory), math_group);
-        if constexpr (SHARERS == 1) cluster_wait();  // peers have set up the barriers that the sums go to
-        send_partial(shared, tile, m, at);
+        cluster_wait();  // peers have set up the barriers that the sums go to
+        send_partial(shared, tile, m, split);
         mbarrier_wait_cluster(shared + SUMS_OFFSET, 0);
+        cluster_arrive_relaxed();
       } else if constexpr (REDUCE) {
         write_partial(sum, reinterpret_cast<float*>(memory + EPILOGUE_OFFSET), math_group);
         named_barrier(1, WARPGROUP * WARPGROUPS);
       }
       if constexpr (REDUCE) {
-        if constexpr (SPLIT_K > 1) leave_cluster();
-        store_sum(memory, out, pitch, bias, tile, m, at);
+        store_sum(memory, out, pitch, bias, tile, m, split);
         break;  // its only tile
       } else {
         store_tile(sum, shared, out, pitch, bias, tile, m, math_group);
       }
     }
-    if constexpr (SPLIT_K == 1) leave_cluster();
   }
-  if constexpr (CLUSTER > 1) cluster_wait();
+  if constexpr (SPLIT_K > 1) cluster_wait();  // peers may still copy from this block's shared memory
 }

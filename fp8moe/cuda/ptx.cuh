@@ -41,12 +41,6 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// `barrier` is an address in the shared::cluster window (see cluster_address). Block scope is enough to hand a stage
-// back: what it orders are reads of this block's own shared memory, and .cluster would cost a fence at every stage.
-__device__ __forceinline__ void mbarrier_arrive_remote(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // Arrives once all cp.async of this thread have landed.
 __device__ __forceinline__ void mbarrier_arrive_after_cp_async(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -94,7 +88,6 @@ __device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
   return mapped;
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 // Orders execution only: .release would wait for every memory access in flight.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
@@ -110,15 +103,6 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(target),
       "l"(&map), "r"(barrier), "r"(x), "r"(y)
-      : "memory");
-}
-
-// Writes to, and signals, the same offsets in every block of the cluster whose bit is set in `blocks`.
-__device__ __forceinline__ void tma_load_multicast(u32 target, const TensorMap& map, u32 barrier, int x, int y, u16 blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
       : "memory");
 }
 

@@ -87,7 +87,9 @@ def _compile_nvrtc(text: str, name: str) -> tuple[bytes, str]:
     from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
-    program = Program(text, "c++", ProgramOptions(name=name, arch=ARCH, std=STD, ptxas_options=list(PTXAS_OPTIONS)))
+    # NVRTC has a cache of its own, which leaves no log to read registers and spills from.
+    options = ProgramOptions(name=name, arch=ARCH, std=STD, ptxas_options=list(PTXAS_OPTIONS), no_cache=True)
+    program = Program(text, "c++", options)
     try:
         cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's error classes are private

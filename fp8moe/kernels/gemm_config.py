@@ -1,7 +1,7 @@
 """Tile configurations of the dense GEMM and the cost model that chooses one.
 
-A pure function of the problem and the number of SMs: nothing is measured at run time. The constants below were fitted to
-an H200 (docs/kernel-notes.md has the sweep); ``choose`` can be called, and printed, on any machine.
+A pure function of the problem and the number of SMs: nothing is measured at run time. The constants below were fitted
+to an H200 (docs/kernel-notes.md has the sweep); ``choose`` can be called, and printed, on any machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ class GemmConfig:
         warpgroups: math warpgroups that share a tile.
         stages: depth of the shared-memory ring.
         split_k: blocks of a cluster that share the K of one tile.
-        cluster_m: tiles along M that share weight loads by multicast.
-        cluster_n: tiles along N that share token loads by multicast.
         blocks_per_sm: resident blocks the registers and the shared memory are sized for.
     """
 
@@ -39,14 +37,7 @@ class GemmConfig:
     warpgroups: int = 2
     stages: int = 4
     split_k: int = 1
-    cluster_m: int = 1
-    cluster_n: int = 1
     blocks_per_sm: int = 1
-
-    @property
-    def cluster(self) -> int:
-        """Blocks in a cluster."""
-        return self.split_k * self.cluster_m * self.cluster_n
 
     @property
     def threads(self) -> int:
@@ -119,31 +110,30 @@ def with_stages(config: GemmConfig, k: int) -> GemmConfig:
     return replace(config, stages=max(1, min(fit, most, MAX_STAGES)))
 
 
-def raster_group(config: GemmConfig, m: int, n: int, clusters: int) -> int:
-    """Height, in cluster tiles, of the groups that ``clusters`` concurrent cluster tiles walk column by column.
+def raster_group(config: GemmConfig, m: int, concurrent: int) -> int:
+    """Height, in tiles, of the groups that ``concurrent`` tiles walk column by column.
 
     The square-most footprint reads the least of both operands; the groups are then evened out over the rows.
     """
-    height, width = config.block_m * config.cluster_m, config.block_n * config.cluster_n
-    rows = ceil(m / height)
-    ideal = max(1, round((clusters * width / height) ** 0.5))
+    rows = ceil(m / config.block_m)
+    ideal = max(1, round((concurrent * config.block_n / config.block_m) ** 0.5))
     return ceil(rows / ceil(rows / ideal))
 
 
 # The cost model. Times in microseconds, cycles at the 1755 MHz the GPU keeps under load; docs/kernel-notes.md tells how
 # they were fitted.
-_START = 3.62  # launch, first loads from a cold L2, last stores
-_PER_STAGE = 0.012  # start of the first load to start of the next
+_START = 3.6  # launch, first loads from a cold L2, last stores
+_PER_STAGE = 0.002  # start of the first load to start of the next
 _PER_SPLIT = 0.026  # each further block that shares a K
-_REDUCTION = 2.99  # of a 128 x 128 tile through distributed shared memory
-_EPILOGUE = 0.318  # of a 128 x 128 tile
-_STEP_LATENCY = 307  # cycles from a full stage to an empty one, beside the product itself
+_REDUCTION = 2.97  # of a 128 x 128 tile through distributed shared memory
+_EPILOGUE = 0.666  # of a 128 x 128 tile
+_STEP_LATENCY = 300  # cycles from a full stage to an empty one, beside the product itself
 _STEP_WAIT = 0.3  # part of the product that a single warpgroup cannot hide
-_MMA = 1.205 / 32  # cycles of one output element and 128 products
-_LOAD = 74.9  # bytes a cycle into one SM
-_L2 = 13.9e6  # bytes a microsecond out of L2
-_DRAM = 3.5e6  # bytes a microsecond out of memory
-_OVERLAP = 2.84  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
+_MMA = 1.172 / 32  # cycles of one output element and 128 products
+_LOAD = 72.2  # bytes a cycle into one SM
+_L2 = 12.8e6  # bytes a microsecond out of L2
+_DRAM = 3.28e6  # bytes a microsecond out of memory
+_OVERLAP = 3.45  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
 _CYCLES = 1755
 
 # Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 of them, so that some are left over.
@@ -152,14 +142,13 @@ _RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 30, 5: 22, 6: 20, 7: 15, 8: 15}
 
 def resident_clusters(config: GemmConfig, num_sms: int) -> int:
     """Clusters of ``config`` that run at one time."""
-    return max(1, _RESIDENT_CLUSTERS[config.cluster] * num_sms // 132 * config.blocks_per_sm)
+    return max(1, _RESIDENT_CLUSTERS[config.split_k] * num_sms // 132 * config.blocks_per_sm)
 
 
 def predict(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
     """Microseconds that ``config`` is expected to take for (m, n, k), from a cold L2."""
-    rows = ceil(m / (config.block_m * config.cluster_m)) * config.cluster_m
-    tiles = rows * ceil(n / (config.block_n * config.cluster_n)) * config.cluster_n
-    blocks, slots = tiles * config.split_k, resident_clusters(config, num_sms) * config.cluster
+    tiles = ceil(m / config.block_m) * ceil(n / config.block_n)
+    blocks, slots = tiles * config.split_k, resident_clusters(config, num_sms) * config.split_k
     waves = ceil(blocks / slots)
     per_sm = max(1, min(blocks, slots) / num_sms)
     area = config.block_m * config.block_n
@@ -170,7 +159,7 @@ def predict(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
     steps = waves * ceil(ceil(k / 128) / config.split_k)
     compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES
     dram = (n * k + m * k + 2 * m * n) / _DRAM
-    l2 = tiles * (config.block_m / config.cluster_n + config.block_n / config.cluster_m) * k / _L2
+    l2 = tiles * (config.block_m + config.block_n) * k / _L2
     overlapped = (compute**_OVERLAP + dram**_OVERLAP + l2**_OVERLAP) ** (1 / _OVERLAP)
 
     ends = _EPILOGUE * waves * area / 128**2

@@ -47,26 +47,22 @@ class Plan:
         cfg = cfg or choose(m, n, k, sms)
         if config.settings.print_configs:
             print(f"fp8moe gemm m={m} n={n} k={k} out={out_dtype}: {cfg}")
-        self.a = tensor_map(
-            a, shape=(m, k), strides=(a.stride(0), 1), box=(cfg.block_m // cfg.cluster_n, 128), swizzle=128
-        )
-        self.b = tensor_map(
-            b, shape=(n, k), strides=(b.stride(0), 1), box=(cfg.block_n // cfg.cluster_m, 128), swizzle=128
-        )
+        self.a = tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(cfg.block_m, 128), swizzle=128)
+        self.b = tensor_map(b, shape=(n, k), strides=(b.stride(0), 1), box=(cfg.block_n, 128), swizzle=128)
         blocks = a_scale.shape[1]
         self.a_scale = tensor_map(
             a_scale, shape=(blocks, m), strides=(a_scale.stride(1), 1), box=(1, cfg.block_m), l2_promotion=0
         )
         self.b_scale, self.bias, self.out, self.pitch = (ctypes.c_int64() for _ in range(4))
-        tiles = -(-m // (cfg.block_m * cfg.cluster_m)) * -(-n // (cfg.block_n * cfg.cluster_n))
+        tiles = -(-m // cfg.block_m) * -(-n // cfg.block_n)
         # A tile that goes through the reduction buffer is a block's only one; others are walked by a resident grid.
-        clusters = tiles if cfg.reduces else min(tiles, sms * cfg.blocks_per_sm // cfg.cluster)
-        group = raster_group(cfg, m, n, clusters)
+        concurrent = tiles if cfg.reduces else min(tiles, sms * cfg.blocks_per_sm)
+        group = raster_group(cfg, m, concurrent)
         self.launcher = Launcher(
             load(kernel_spec(cfg, n, k, out_dtype=out_dtype, bias_dtype=None if bias is None else bias.dtype)),
-            grid=clusters * cfg.cluster,
+            grid=concurrent * cfg.split_k,
             block=cfg.threads,
-            cluster=cfg.cluster,
+            cluster=cfg.split_k,
             smem=cfg.shared_bytes(float32=out_dtype == torch.float32),
             pdl=pdl,
             args=(

@@ -1,4 +1,4 @@
-"""The compiled variants of ``cuda/gemm.cu``: constants and the wgmma wrapper, generated as text in front of the source."""
+"""The compiled variants of ``cuda/gemm.cu``: constants and the wgmma wrapper, text in front of the source."""
 
 import torch
 
@@ -37,8 +37,6 @@ def kernel_spec(
         "WARPGROUPS": cfg.warpgroups,
         "STAGES": cfg.stages,
         "SPLIT_K": cfg.split_k,
-        "CLUSTER_M": cfg.cluster_m,
-        "CLUSTER_N": cfg.cluster_n,
         "BLOCKS_PER_SM": cfg.blocks_per_sm,
         "MATH_REGISTERS": cfg.math_registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

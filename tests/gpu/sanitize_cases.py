@@ -1,7 +1,7 @@
 """A reduced set of operations for compute-sanitizer: `PYTHONPATH=. python tests/gpu/sanitize_cases.py`.
 
 Few and small, because a sanitizer slows a kernel down by orders of magnitude, yet together they reach every kind of
-kernel: few rows with K split over a cluster, ragged sizes, tiles that share loads by multicast over several waves, both
+kernel: few rows with K split over a cluster, ragged sizes, persistent tiles over several waves, both
 output types, bias, every quantizer. Operands are drawn and results are checked on the CPU, so that the only kernels
 that run are those of this package. Exits with 1 if a result is wrong.
 """
@@ -35,8 +35,8 @@ QUANTIZATIONS = (
 COLUMNWISE = ((256, 72, torch.bfloat16), (300, 136, torch.float32))  # rows, columns, input type
 LINEARS = ((3, 576, 1000, True), (130, 1000, 576, False))  # tokens, in, out, bias
 E4M3_ERROR = 4e-2
-# Against float64 over the quantized operands, rounded once to the output type.
-GEMM_ERROR = {torch.bfloat16: 1.5e-3, torch.float32: 3e-4}
+# Against float64 over the quantized operands, beyond the rounding of the result.
+GEMM_ERROR = {torch.bfloat16: 3e-4, torch.float32: 3e-4}
 
 
 def on_cpu(tensor: fp8moe.FP8Tensor) -> fp8moe.FP8Tensor:

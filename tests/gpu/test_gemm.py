@@ -11,7 +11,7 @@ from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
+TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 3e-4}
 ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 257, 511, 1000)
 WEIGHTS = ((8, 16), (24, 48), (2112, 128), (136, 144), (576, 576), (576, 1536), (136, 7168), (24, 32768))
 BENCHMARK_WEIGHTS = (
@@ -47,9 +47,9 @@ def exact(a, b, bias=None):
 
 
 def error(actual, expected):
-    """Relative Frobenius error against ``expected`` in the result's dtype: rounding to bfloat16 alone costs 1.7e-3."""
-    expected = expected.to(actual.dtype).double()
-    return ((actual.double() - expected).norm() / expected.norm()).item()
+    """Frobenius error against float64, relative, beyond what rounding the exact result costs (1.7e-3 in bfloat16)."""
+    rounding = (expected.to(actual.dtype).double() - expected).norm()
+    return (((actual.double() - expected).norm() - rounding).clamp(min=0) / expected.norm()).item()
 
 
 def poisoned(m, n, dtype):

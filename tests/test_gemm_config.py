@@ -1,0 +1,219 @@
+"""The tile configurations of the GEMM: what the cost model may choose, and that all of it compiles well."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fp8moe.kernels import compilers, jit
+from fp8moe.kernels.gemm_config import (
+    SHARED_LIMIT,
+    SHARED_PER_SM,
+    GemmConfig,
+    candidates,
+    choose,
+    describe,
+    predict,
+    raster_group,
+    resident_clusters,
+    with_stages,
+)
+from fp8moe.kernels.gemm_source import kernel_spec
+
+SMS = 132
+BENCHMARK_WEIGHTS = ((576, 7168), (2112, 7168), (4096, 7168), (7168, 2048), (7168, 16384), (24576, 1536), (32768, 512))
+EPILOGUES = ((torch.bfloat16, None), (torch.float32, torch.bfloat16))
+
+problems = st.tuples(
+    st.one_of(st.integers(1, 130), st.integers(1, 20000)),
+    st.integers(1, 5000).map(lambda i: 8 * i),
+    st.integers(1, 2500).map(lambda i: 16 * i),
+    st.sampled_from((1, 16, 78, 114, 132)),
+)
+
+
+@settings(max_examples=200)
+@given(problems)
+@example((1, 8, 16, 1))
+@example((20000, 40000, 40000, 132))
+def test_candidates_are_possible(problem):
+    m, n, k, num_sms = problem
+    found = candidates(*problem)
+    assert found
+    assert len(set(found)) == len(found)
+    k_blocks = math.ceil(k / 128)
+    for config in found:
+        assert 1 <= config.stages <= 16
+        assert config.stages >= 2 or k_blocks <= config.split_k, "one stage cannot be loaded while it is multiplied"
+        assert 1 <= config.split_k <= min(8, k_blocks)
+        assert config.threads * config.blocks_per_sm <= 2048
+        for float32 in (False, True):
+            shared = config.shared_bytes(float32=float32)
+            assert shared <= SHARED_LIMIT == 227 * 1024
+            assert (shared + 1024) * config.blocks_per_sm <= SHARED_PER_SM == 228 * 1024
+        # Every block of a split starts at once: a second wave would find no room while the first waits.
+        tiles = math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
+        assert config.split_k == 1 or tiles <= resident_clusters(config, num_sms)
+
+
+@settings(max_examples=200)
+@given(problems)
+def test_choice_is_the_cheapest_candidate(problem):
+    found = candidates(*problem)
+    costs = [predict(config, *problem) for config in found]
+    assert all(math.isfinite(cost) and cost > 0 for cost in costs)
+    chosen = choose(*problem)
+    assert chosen in found
+    assert predict(chosen, *problem) == min(costs)
+    choose.cache_clear()
+    assert choose(*problem) == chosen
+
+
+@settings(max_examples=200)
+@given(problems)
+def test_raster_group_is_some_of_the_rows(problem):
+    m, n, _, num_sms = problem
+    for config in candidates(*problem):
+        rows = math.ceil(m / config.block_m)
+        for concurrent in {1, num_sms, rows * math.ceil(n / config.block_n)}:
+            assert 1 <= raster_group(config, m, concurrent) <= rows
+
+
+def test_raster_group_is_square_and_even():
+    tile = GemmConfig(128, 128)
+    assert raster_group(tile, 128 * 100, 100) == 10
+    assert raster_group(tile, 128 * 16, 100) == 8  # not 10 and 6
+    assert raster_group(GemmConfig(256, 64), 256 * 100, 100) == 5  # 5 x 20 tiles: 1280 x 1280
+
+
+@pytest.mark.parametrize("config", [GemmConfig(128, 128), GemmConfig(16, 64, swap=True, warpgroups=1, split_k=4)], ids=str)
+@pytest.mark.parametrize("k", [16, 128, 640, 7168])
+def test_stages_fill_shared_memory_or_cover_k(config, k):
+    deep = with_stages(config, k)
+    another = deep.shared_bytes() + deep.stage_bytes
+    held = math.ceil(math.ceil(k / 128) / config.split_k)
+    ring = deep.stages * (deep.block_m + deep.block_n) * 128
+    assert deep.stages >= 1
+    assert another > SHARED_LIMIT or deep.stages == 16 or (config.reduces and deep.stages >= held)
+    assert config.split_k == 1 or ring >= deep.partial_bytes, "a partial tile takes the place of the ring"
+
+
+@given(problems)
+def test_describe_lists_the_fastest_first(problem):
+    lines = describe(*problem).splitlines()
+    costs = [float(line.split(" us ")[0]) for line in lines]
+    assert costs == sorted(costs)
+    assert sorted(line.split(" us ")[1].strip() for line in lines) == sorted(map(str, candidates(*problem)))
+    assert lines[0].endswith(str(choose(*problem)))
+
+
+def test_few_sms_hold_at_least_one_cluster():
+    for split_k in range(1, 9):
+        config = GemmConfig(8, 64, swap=True, warpgroups=1, split_k=split_k)
+        held = [resident_clusters(config, num_sms) for num_sms in (1, 16, 78, 114, 132)]
+        assert held == sorted(held)
+        assert held[0] == 1
+        assert held[-1] * split_k <= 132
+
+
+# (n, k), m -> block_m, block_n, swap, splits K. A change of the cost model that moves one of these is to be measured.
+CHOICES = [
+    ((7168, 2048), 1, (8, 64, True, True)),
+    ((7168, 2048), 64, (64, 64, False, False)),
+    ((7168, 2048), 128, (128, 64, False, False)),
+    ((7168, 2048), 512, (256, 128, False, False)),
+    ((7168, 2048), 4096, (256, 128, False, False)),
+    ((2112, 7168), 1, (8, 64, True, True)),
+    ((2112, 7168), 64, (64, 64, False, True)),
+    ((2112, 7168), 128, (128, 64, False, True)),
+    ((2112, 7168), 512, (128, 64, False, False)),
+    ((2112, 7168), 4096, (128, 176, False, False)),
+    ((4096, 7168), 1, (8, 64, True, True)),
+    ((4096, 7168), 64, (64, 64, False, True)),
+    ((4096, 7168), 128, (128, 64, False, True)),
+    ((4096, 7168), 512, (128, 128, False, False)),
+    ((4096, 7168), 4096, (256, 128, False, False)),
+]
+
+
+@pytest.mark.parametrize(("weight", "m", "expected"), CHOICES)
+def test_choices_on_an_h200(weight, m, expected):
+    chosen = choose(m, *weight, SMS)
+    assert (chosen.block_m, chosen.block_n, chosen.swap, chosen.split_k > 1) == expected
+
+
+def structure(config: GemmConfig) -> tuple:
+    """What decides the registers of a variant: not how deep its ring is or how many blocks share K."""
+    return (config.block_m, config.block_n, config.swap, config.warpgroups, config.blocks_per_sm, config.split_k > 1)
+
+
+def variants() -> list[tuple[GemmConfig, int, int]]:
+    """One (config, n, k) of every structure among the candidates, the one that splits K most."""
+    found = {}
+    for n, k in (*BENCHMARK_WEIGHTS, (8, 16), (136, 144)):
+        for m in (8, 16, 32, 64, 128, 256, 512, 4096):
+            for num_sms in (16, 78, 132):
+                for config in candidates(m, n, k, num_sms):
+                    key = structure(config)
+                    if key not in found or config.split_k > found[key][0].split_k:
+                        found[key] = (config, n, k)
+    return list(found.values())
+
+
+# C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept.
+COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
+
+
+@pytest.mark.parametrize(("out_dtype", "bias_dtype"), EPILOGUES)
+def test_every_variant_keeps_to_its_registers(out_dtype, bias_dtype):
+    compiled = variants()
+    assert {config.block_m for config, _, _ in compiled} == {8, 16, 32, 64, 128, 256}
+    faults = {}
+    for config, n, k in compiled:
+        report = jit.compile_spec(kernel_spec(config, n, k, out_dtype=out_dtype, bias_dtype=bias_dtype))
+        memory = (report.spill_stores, report.spill_loads, report.stack)
+        complaints = COMPLAINTS.findall(report.log)
+        # With setmaxnreg the launch allots every thread an even share, which the math threads then exceed.
+        share = 65536 // (config.threads * config.blocks_per_sm)
+        if any(memory) or complaints or report.static_smem or report.registers > share:
+            faults[config] = (memory, complaints, report.static_smem, report.registers)
+    assert not faults
+
+
+def compile_with(spec: jit.KernelSpec, old: str, new: str) -> str:
+    """The compiler's log for a variant with `old`, which must occur in its text, replaced."""
+    text = jit.full_source(spec)
+    assert old in text
+    return compilers.compile_source(text.replace(old, new), "gemm.cu", "nvrtc")[1]
+
+
+def test_serialized_products_are_reported():
+    config = GemmConfig(128, 128)
+    spec = kernel_spec(config, 256, 1024, out_dtype=torch.bfloat16, bias_dtype=None)
+    log = compile_with(spec, "wgmma_commit();", "wgmma_commit(); partial[0] += 1.f;")
+    assert COMPLAINTS.search(log)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(128, 128),
+        GemmConfig(128, 112, stages=5),
+        GemmConfig(128, 176, stages=3, split_k=3),
+        GemmConfig(64, 96, warpgroups=1, stages=3, split_k=5, blocks_per_sm=2),
+        GemmConfig(8, 64, swap=True, warpgroups=1, stages=3),
+        GemmConfig(16, 128, swap=True, stages=5, split_k=7),
+    ],
+    ids=str,
+)
+def test_shared_memory_is_what_the_kernel_lays_out(config, out_dtype):
+    spec = kernel_spec(config, 2112, 7168, out_dtype=out_dtype, bias_dtype=None)
+    size = config.shared_bytes(float32=out_dtype == torch.float32)
+    limit = f"SHARED_LIMIT = {SHARED_LIMIT};"
+    compile_with(spec, limit, f"SHARED_LIMIT = {size};")
+    with pytest.raises(compilers.CompileError, match="disagree about shared memory"):
+        compile_with(spec, limit, f"SHARED_LIMIT = {size - 1};")
