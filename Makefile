@@ -23,8 +23,9 @@ format: .venv/.installed
 	$(BIN)/ruff format .
 
 bench: .venv/.installed
-	$(BIN)/python benchmarks/gemm.py
-	$(BIN)/python benchmarks/quantize.py
+	$(BIN)/python -m benchmarks.gemm
+	$(BIN)/python -m benchmarks.quantize
+	$(BIN)/python -m benchmarks.host
 
 validate: .venv/.installed
 	$(BIN)/fp8moe validate

@@ -6,6 +6,7 @@ cost little more than one; a call's kernels are those that started between one f
 """
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import torch
 
 REPEATS = 20
+# Before each case, as if it were measured alone: at its power limit the GPU clocks down, more the longer it was busy.
+REST_S = 0.3
 FLUSH_BYTES = 256 << 20
 # No op of this package fills int16, so the kernel that does is recognised by its name.
 FLUSH_DTYPE = torch.int16
@@ -97,6 +100,8 @@ def measure(calls: Sequence[Callable[[], object]], *, repeats: int = REPEATS, wa
 
     def session() -> None:
         for call in calls:
+            torch.cuda.synchronize()
+            time.sleep(REST_S)
             for repeat in range(repeats):
                 flush.fill_(repeat)
                 call()

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from fp8moe.kernels import compilers, jit
 from fp8moe.kernels.gemm_config import (
+    PRODUCER_REGISTERS,
+    REGISTERS_PER_SM,
     SHARED_LIMIT,
     SHARED_PER_SM,
     GemmConfig,
@@ -54,7 +56,9 @@ def test_candidates_are_possible(problem):
             shared = config.shared_bytes(float32=float32)
             assert shared <= SHARED_LIMIT == 227 * 1024
             assert (shared + 1024) * config.blocks_per_sm <= SHARED_PER_SM == 228 * 1024
-        # Every block of a split starts at once: a second wave would find no room while the first waits.
+        math_registers = config.warpgroups * 128 * config.math_registers
+        assert math_registers + 128 * PRODUCER_REGISTERS <= REGISTERS_PER_SM
+        # Splits are for tiles that leave SMs idle.
         tiles = math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
         assert config.split_k == 1 or tiles <= resident_clusters(config, num_sms)
 
@@ -89,7 +93,9 @@ def test_raster_group_is_square_and_even():
     assert raster_group(GemmConfig(256, 64), 256 * 100, 100) == 5  # 5 x 20 tiles: 1280 x 1280
 
 
-@pytest.mark.parametrize("config", [GemmConfig(128, 128), GemmConfig(16, 64, swap=True, warpgroups=1, split_k=4)], ids=str)
+@pytest.mark.parametrize(
+    "config", [GemmConfig(128, 128), GemmConfig(16, 64, swap=True, warpgroups=1, split_k=4)], ids=str
+)
 @pytest.mark.parametrize("k", [16, 128, 640, 7168])
 def test_stages_fill_shared_memory_or_cover_k(config, k):
     deep = with_stages(config, k)
@@ -176,8 +182,8 @@ def test_every_variant_keeps_to_its_registers(out_dtype, bias_dtype):
         report = jit.compile_spec(kernel_spec(config, n, k, out_dtype=out_dtype, bias_dtype=bias_dtype))
         memory = (report.spill_stores, report.spill_loads, report.stack)
         complaints = COMPLAINTS.findall(report.log)
-        # With setmaxnreg the launch allots every thread an even share, which the math threads then exceed.
-        share = 65536 // (config.threads * config.blocks_per_sm)
+        # Threads start with even shares, so that all blocks fit; setmaxnreg gives the math threads more afterwards.
+        share = REGISTERS_PER_SM // (config.threads * config.blocks_per_sm)
         if any(memory) or complaints or report.static_smem or report.registers > share:
             faults[config] = (memory, complaints, report.static_smem, report.registers)
     assert not faults

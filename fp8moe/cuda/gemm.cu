@@ -1,11 +1,12 @@
-// Dense FP8 GEMM for Hopper: out[m, n] = sum_b a_scale[m, b] * b_scale[n / 128, b] * sum_{k in block b} a[m, k] * b[n, k].
+// Dense FP8 GEMM for Hopper: out[m, n] = sum_b a_scale[m, b] * b_scale[n / 128, b] * sum_{k in block b} a[m, k] * b[n,
+// k].
 //
 //   a (M, K) e4m3, a_scale (M, ceil(K / 128)) float32 stored MN-major      activations
 //   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32          weights
 //
 // One block computes a BLOCK_M x BLOCK_N tile. Roles:
 //   warp 0 of the producer group   TMA loads of a, b and a_scale into a ring of STAGES stages
-//   warp 1 of the producer group   cp.async of b_scale into the same stages
+//   warp 1 of the producer group   b_scale into the same stages: single floats, which TMA cannot load
 //   WARPGROUPS math warpgroups     wgmma over one 128-deep block into `partial`, then sum += scales * partial in
 //                                  float32: the tensor cores keep about 14 bits while they sum FP8 products
 //                                  (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)
@@ -14,7 +15,7 @@
 // The SPLIT_K blocks of a cluster share the K of a tile. Their partial tiles meet in distributed shared memory and are
 // summed in rank order, so that the result never depends on timing.
 //
-// Compile-time constants come from kernels/gemm_cuda.py, as does wgmma() for the chosen width.
+// Compile-time constants come from kernels/gemm_source.py, as does wgmma() for the chosen width.
 
 #include "ptx.cuh"
 
@@ -32,8 +33,9 @@ constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
 // Every GRANULE columns of b, from the start of a tile, share one weight scale.
 constexpr int GRANULE = (BLOCK_N & -BLOCK_N) < 128 ? (BLOCK_N & -BLOCK_N) : 128;
 constexpr int GRANULES = BLOCK_N / GRANULE;
+constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // that a tile can touch
 
-constexpr bool REDUCE = SWAP || SPLIT_K > 1;         // the epilogue goes through the reduction buffer
+constexpr bool REDUCE = SWAP || SPLIT_K > 1;  // the epilogue goes through the reduction buffer
 
 // Shared memory. Tiles come first: a 128-byte swizzle wants them 1024-byte aligned.
 constexpr int A_BYTES = BLOCK_M * TILE_K;
@@ -43,7 +45,8 @@ constexpr int A_SCALE_PITCH = round_up(A_SCALE_BYTES, 128);
 constexpr int B_SCALE_PITCH = round_up(GRANULES * 4, 16);
 constexpr int STAGE_TX = A_BYTES + B_BYTES + A_SCALE_BYTES;
 
-static_assert(SPLIT_K == 1 || BLOCK_M * (BLOCK_N + 8) * 4 <= STAGES * (A_BYTES + B_BYTES), "a partial tile takes the place of the ring");
+static_assert(SPLIT_K == 1 || BLOCK_M * (BLOCK_N + 8) * 4 <= STAGES * (A_BYTES + B_BYTES),
+              "a partial tile takes the place of the ring");
 
 constexpr int SLICE_M = ceil_div(BLOCK_M, SPLIT_K);  // tokens that one block of a split sums and stores
 constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // floats; keeps the scattered writes off each other's banks
@@ -54,7 +57,10 @@ constexpr int STORE_BYTES = 16 * STORE_COLUMNS * 2;
 constexpr int A_OFFSET = 0;
 constexpr int B_OFFSET = A_OFFSET + STAGES * A_BYTES;
 constexpr int EPILOGUE_OFFSET = B_OFFSET + STAGES * B_BYTES;
-constexpr int EPILOGUE_BYTES = round_up(REDUCE ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : OUT_FLOAT32 ? 0 : MATH_WARPS * STORE_BYTES, 128);
+constexpr int EPILOGUE_BYTES = round_up(REDUCE        ? SPLIT_K * SLICE_M * SUM_PITCH * 4
+                                        : OUT_FLOAT32 ? 0
+                                                      : MATH_WARPS * STORE_BYTES,
+                                        128);
 constexpr int A_SCALE_OFFSET = EPILOGUE_OFFSET + EPILOGUE_BYTES;
 constexpr int B_SCALE_OFFSET = A_SCALE_OFFSET + STAGES * A_SCALE_PITCH;
 constexpr int FULL_OFFSET = B_SCALE_OFFSET + STAGES * B_SCALE_PITCH;
@@ -76,7 +82,8 @@ struct Tile {
 struct Schedule {
   int rows, group, tiles;
 
-  __device__ Schedule(int m, int group) : rows(ceil_div(m, BLOCK_M)), group(group), tiles(rows * ceil_div(N, BLOCK_N)) {}
+  __device__ Schedule(int m, int group)
+      : rows(ceil_div(m, BLOCK_M)), group(group), tiles(rows * ceil_div(N, BLOCK_N)) {}
 
   __device__ Tile tile(int index) const {
     constexpr int COLS = ceil_div(N, BLOCK_N);
@@ -103,7 +110,8 @@ __device__ __forceinline__ void wait_empty(u32 shared, const Ring& ring) {
   mbarrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.phase ^ 1);
 }
 
-__device__ __forceinline__ void load_a(u32 shared, const TensorMap& a, const TensorMap& a_scale, Tile tile, int block, u32 stage) {
+__device__ __forceinline__ void load_a(u32 shared, const TensorMap& a, const TensorMap& a_scale, Tile tile, int block,
+                                       u32 stage) {
   const u32 full = shared + FULL_OFFSET + stage * 8;
   tma_load(shared + A_OFFSET + stage * A_BYTES, a, full, block * TILE_K, tile.m);
   tma_load(shared + A_SCALE_OFFSET + stage * A_SCALE_PITCH, a_scale, full, tile.m, block);
@@ -118,16 +126,52 @@ __device__ __forceinline__ void load_b(u32 shared, const TensorMap& b, Tile tile
 // Blocks of 128 along K before those of block `split`.
 __device__ __forceinline__ int blocks_before(int split) { return split * K_BLOCKS / SPLIT_K; }
 
+// Puts the weight scales of a tile into the next `blocks` stages. One load brings those of 32 stages, a lane each; lane
+// 0 writes them all, as it is the one to say so.
+__device__ __forceinline__ void fill_scales(const float* b_scale, char* memory, u32 shared, Ring& ring, int n,
+                                            int blocks) {
+  const int lane = lane_id();
+#pragma unroll 1
+  for (int base = 0; base < blocks; base += WARP) {
+    float loaded[TILE_SCALE_ROWS];
+#pragma unroll
+    for (int r = 0; r < TILE_SCALE_ROWS; ++r) {
+      loaded[r] = base + lane < blocks ? b_scale[min(n / 128 + r, SCALE_ROWS - 1) * K_BLOCKS + base + lane] : 0.f;
+    }
+#pragma unroll 1
+    for (int i = 0; i < min(WARP, blocks - base); ++i) {
+      float scales[TILE_SCALE_ROWS];
+#pragma unroll
+      for (int r = 0; r < TILE_SCALE_ROWS; ++r) scales[r] = __shfl_sync(0xFFFFFFFF, loaded[r], i);
+      wait_empty(shared, ring);
+      if (lane == 0) {
+        float* target = reinterpret_cast<float*>(memory + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH);
+#pragma unroll
+        for (int g = 0; g < GRANULES; ++g) {
+          const int row = (n % 128 + g * GRANULE) / 128;
+          float scale = scales[0];
+#pragma unroll
+          for (int r = 1; r < TILE_SCALE_ROWS; ++r) scale = row == r ? scales[r] : scale;
+          target[g] = scale;
+        }
+        mbarrier_arrive(shared + FULL_OFFSET + ring.stage * 8);
+      }
+      ring.advance();
+    }
+  }
+}
+
 // scale * product, added to `sum` unless it is the first.
 template <bool First>
 __device__ __forceinline__ void add(float& sum, float scale, float product) {
   sum = First ? scale * product : fmaf(scale, product, sum);
 }
 
-// Adds row scale * column scale * partial to one 64-row slab of this warpgroup, of which two rows of this lane are tokens.
+// Adds row scale * column scale * partial to one 64-row slab of this warpgroup, of which two rows of this lane are
+// tokens.
 template <bool First>
-__device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS], float upper_scale, float lower_scale,
-                                        const float (&b_scale)[GRANULES]) {
+__device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
+                                        float upper_scale, float lower_scale, const float (&b_scale)[GRANULES]) {
   float upper[GRANULES], lower[GRANULES];
 #pragma unroll
   for (int g = 0; g < GRANULES; ++g) upper[g] = upper_scale * b_scale[g], lower[g] = lower_scale * b_scale[g];
@@ -143,7 +187,8 @@ __device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float 
 
 // The same where rows are output features, all with one weight scale, and columns are tokens.
 template <bool First>
-__device__ __forceinline__ void promote_swapped(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS], const float* a_scales, float weight) {
+__device__ __forceinline__ void promote_swapped(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
+                                                const float* a_scales, float weight) {
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
     const float2 token = *reinterpret_cast<const float2*>(a_scales + 8 * j + 2 * (lane_id() % 4));
@@ -157,10 +202,11 @@ __device__ __forceinline__ void promote_swapped(float (&sum)[ACCUMULATORS], cons
 
 // Multiplies the stage at `ring`, hands it back to the producer, and adds the product to the sum.
 template <bool First>
-__device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], const char* memory, u32 shared, Ring& ring, int group) {
+__device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], const char* memory, u32 shared, Ring& ring,
+                                         int group) {
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
   const auto release = [&] {
-    __syncwarp();  // all lanes have read the scales
+    __syncwarp();  // all lanes have read the token scales
     if (lane == 0) mbarrier_arrive(shared + EMPTY_OFFSET + ring.stage * 8);
   };
   mbarrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.phase);
@@ -168,8 +214,6 @@ __device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], cons
   const float* b_scales = reinterpret_cast<const float*>(memory + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH);
   const u32 a = shared + A_OFFSET + ring.stage * A_BYTES, b = shared + B_OFFSET + ring.stage * B_BYTES;
   float b_scale[GRANULES];
-#pragma unroll
-  for (int g = 0; g < GRANULES; ++g) b_scale[g] = b_scales[g];
   float partial[ACCUMULATORS];
 #pragma unroll
   for (int wave = 0; wave < WAVES; ++wave) {
@@ -180,6 +224,10 @@ __device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], cons
 #pragma unroll
     for (int k = 0; k < TILE_K / 32; ++k) wgmma(partial, rows + 2 * k, columns + 2 * k, k > 0);
     wgmma_commit();
+    if (wave == 0) {  // lane 0 reads for the warp: it is the one to hand the stage back
+#pragma unroll
+      for (int g = 0; g < GRANULES; ++g) b_scale[g] = __shfl_sync(0xFFFFFFFF, lane == 0 ? b_scales[g] : 0.f, 0);
+    }
     if constexpr (SWAP) {
       wgmma_wait();
       promote_swapped<First>(sum[wave], partial, a_scales, b_scale[slab * 64 / GRANULE]);
@@ -211,7 +259,8 @@ __device__ __forceinline__ void add_bias(float (&sum)[ACCUMULATORS], const void*
 }
 
 // float32 leaves straight from the registers, in pairs: four lanes fill a 32-byte sector.
-__device__ __forceinline__ void store_float32(const float (&sum)[ACCUMULATORS], float* out, long long pitch, int row, int n, int m) {
+__device__ __forceinline__ void store_float32(const float (&sum)[ACCUMULATORS], float* out, long long pitch, int row,
+                                              int n, int m) {
   const int lane = lane_id();
   row += lane / 4;
   n += 2 * (lane % 4);
@@ -220,13 +269,15 @@ __device__ __forceinline__ void store_float32(const float (&sum)[ACCUMULATORS], 
   for (int j = 0; j < COLUMNS / 8; ++j) {
     if (n + 8 * j >= N) return;
     if (row < m) *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sum[4 * j], sum[4 * j + 1]);
-    if (row + 8 < m) *reinterpret_cast<float2*>(target + 8 * pitch + 8 * j) = make_float2(sum[4 * j + 2], sum[4 * j + 3]);
+    if (row + 8 < m)
+      *reinterpret_cast<float2*>(target + 8 * pitch + 8 * j) = make_float2(sum[4 * j + 2], sum[4 * j + 3]);
   }
 }
 
-// bfloat16 goes through this warp's 16 x 64 staging tile to 16-byte stores of whole 128-byte rows; those past m are left
-// out.
-__device__ __forceinline__ void store_bfloat16(const float (&sum)[ACCUMULATORS], u32 staging, u16* out, long long pitch, int row, int n, int m) {
+// bfloat16 goes through this warp's 16 x 64 staging tile to 16-byte stores of whole 128-byte rows; those past m are
+// left out.
+__device__ __forceinline__ void store_bfloat16(const float (&sum)[ACCUMULATORS], u32 staging, u16* out, long long pitch,
+                                               int row, int n, int m) {
   const int lane = lane_id();
   constexpr int CHUNKS = STORE_COLUMNS / 8;  // of 16 bytes in a staging row, swizzled against bank conflicts
   const int chunk = lane % CHUNKS;
@@ -236,8 +287,8 @@ __device__ __forceinline__ void store_bfloat16(const float (&sum)[ACCUMULATORS],
 #pragma unroll
     for (int j = 0; j < width; j += 2) {
       const float* s = sum + 4 * (CHUNKS * piece + j);
-      stmatrix_x4(staging + lane % 16 * 128 + ((j + lane / 16) ^ lane % 8) * 16, pack_bfloat16(s[0], s[1]), pack_bfloat16(s[2], s[3]),
-                  pack_bfloat16(s[4], s[5]), pack_bfloat16(s[6], s[7]));
+      stmatrix_x4(staging + lane % 16 * 128 + ((j + lane / 16) ^ lane % 8) * 16, pack_bfloat16(s[0], s[1]),
+                  pack_bfloat16(s[2], s[3]), pack_bfloat16(s[4], s[5]), pack_bfloat16(s[6], s[7]));
     }
     __syncwarp();
     const int first = n + STORE_COLUMNS * piece + 8 * chunk;
@@ -252,7 +303,8 @@ __device__ __forceinline__ void store_bfloat16(const float (&sum)[ACCUMULATORS],
   }
 }
 
-__device__ __forceinline__ void store_tile(float (&sum)[WAVES][ACCUMULATORS], u32 shared, void* out, long long pitch, const void* bias, Tile tile, int m, int group) {
+__device__ __forceinline__ void store_tile(float (&sum)[WAVES][ACCUMULATORS], u32 shared, void* out, long long pitch,
+                                           const void* bias, Tile tile, int m, int group) {
   const int warp = threadIdx.x / WARP % 4;
 #pragma unroll
   for (int wave = 0; wave < WAVES; ++wave) {
@@ -261,7 +313,8 @@ __device__ __forceinline__ void store_tile(float (&sum)[WAVES][ACCUMULATORS], u3
     if constexpr (OUT_FLOAT32) {
       store_float32(sum[wave], static_cast<float*>(out), pitch, row, tile.n, m);
     } else {
-      store_bfloat16(sum[wave], shared + EPILOGUE_OFFSET + (group * 4 + warp) * STORE_BYTES, static_cast<u16*>(out), pitch, row, tile.n, m);
+      store_bfloat16(sum[wave], shared + EPILOGUE_OFFSET + (group * 4 + warp) * STORE_BYTES, static_cast<u16*>(out),
+                     pitch, row, tile.n, m);
     }
   }
 }
@@ -297,19 +350,22 @@ __device__ __forceinline__ void send_partial(u32 shared, Tile tile, int m, int s
   fence_async_proxy();
   named_barrier(1, WARPGROUP * WARPGROUPS);
   const int owner = threadIdx.x;
-  if (owner < SPLIT_K) {
+  if (owner < SPLIT_K && owner != split) {
     const u32 bytes = slice_tokens(tile, m, owner) * SUM_PITCH * 4;
     const u32 target = shared + EPILOGUE_OFFSET + split * SLICE_M * SUM_PITCH * 4;
     if (bytes > 0) {
-      bulk_copy_to_block(cluster_address(target, owner), shared + owner * SLICE_M * SUM_PITCH * 4, bytes, cluster_address(shared + SUMS_OFFSET, owner));
+      bulk_copy_to_block(cluster_address(target, owner), shared + owner * SLICE_M * SUM_PITCH * 4, bytes,
+                         cluster_address(shared + SUMS_OFFSET, owner));
     }
   }
 }
 
 // Sums the partial tiles in rank order and stores this block's tokens.
-__device__ __forceinline__ void store_sum(const char* memory, void* out, long long pitch, const void* bias, Tile tile, int m, int split) {
+__device__ __forceinline__ void store_sum(const char* memory, void* out, long long pitch, const void* bias, Tile tile,
+                                          int m, int split) {
   constexpr int QUADS = BLOCK_N / 4;
-  const float* partial = reinterpret_cast<const float*>(memory + EPILOGUE_OFFSET);
+  const float* own = reinterpret_cast<const float*>(memory);
+  const float* received = reinterpret_cast<const float*>(memory + EPILOGUE_OFFSET);
   const int tokens = slice_tokens(tile, m, split);
 #pragma unroll 1
   for (int i = threadIdx.x; i < tokens * QUADS; i += WARPGROUP * WARPGROUPS) {
@@ -318,24 +374,28 @@ __device__ __forceinline__ void store_sum(const char* memory, void* out, long lo
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int rank = 0; rank < SPLIT_K; ++rank) {
-      const float4 v = *reinterpret_cast<const float4*>(partial + (rank * SLICE_M + token) * SUM_PITCH + i % QUADS * 4);
+      const float* slice = (SPLIT_K > 1 && rank == split ? own : received) + rank * SLICE_M * SUM_PITCH;
+      const float4 v = *reinterpret_cast<const float4*>(slice + token * SUM_PITCH + i % QUADS * 4);
       total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
     }
     if constexpr (BIAS) {
-      total = make_float4(total.x + bias_at(bias, n), total.y + bias_at(bias, n + 1), total.z + bias_at(bias, n + 2), total.w + bias_at(bias, n + 3));
+      total = make_float4(total.x + bias_at(bias, n), total.y + bias_at(bias, n + 1), total.z + bias_at(bias, n + 2),
+                          total.w + bias_at(bias, n + 3));
     }
     if constexpr (OUT_FLOAT32) {
       *reinterpret_cast<float4*>(static_cast<float*>(out) + row * pitch + n) = total;
     } else {
-      *reinterpret_cast<uint2*>(static_cast<u16*>(out) + row * pitch + n) = make_uint2(pack_bfloat16(total.x, total.y), pack_bfloat16(total.z, total.w));
+      *reinterpret_cast<uint2*>(static_cast<u16*>(out) + row * pitch + n) =
+          make_uint2(pack_bfloat16(total.x, total.y), pack_bfloat16(total.z, total.w));
     }
   }
 }
 
 // out is (m, N) with `pitch` elements between rows; `group` is the height of a rasterization group in tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale, const __grid_constant__ TensorMap b,
-         const float* __restrict__ b_scale, const void* __restrict__ bias, void* __restrict__ out, long long pitch, int m, int group) {
+    gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale,
+         const __grid_constant__ TensorMap b, const float* __restrict__ b_scale, const void* __restrict__ bias,
+         void* __restrict__ out, long long pitch, int m, int group) {
   extern __shared__ char unaligned[];
   char* memory = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   const u32 shared = shared_address(memory);
@@ -351,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   if (loader) {
 #pragma unroll 1
     for (int s = 0; s < STAGES; ++s) {
-      mbarrier_init(shared + FULL_OFFSET + s * 8, 1 + GRANULES);
+      mbarrier_init(shared + FULL_OFFSET + s * 8, 2);  // the tiles and the weight scales
       mbarrier_init(shared + EMPTY_OFFSET + s * 8, MATH_WARPS);
     }
     if constexpr (SPLIT_K > 1) mbarrier_init(shared + SUMS_OFFSET, 1);
@@ -363,7 +423,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     wait_for_previous_kernel();
 #pragma unroll 1
     for (int i = 0; i < early; ++i) load_a(shared, a, a_scale, tile, block0 + i, i);
-    if constexpr (SPLIT_K > 1) mbarrier_arrive_expect_tx(shared + SUMS_OFFSET, slice_tokens(tile, m, split) * SUM_PITCH * SPLIT_K * 4);
+    if constexpr (SPLIT_K > 1)
+      mbarrier_arrive_expect_tx(shared + SUMS_OFFSET, slice_tokens(tile, m, split) * SUM_PITCH * (SPLIT_K - 1) * 4);
   }
   __syncthreads();
   if constexpr (SPLIT_K > 1) cluster_arrive_relaxed();  // this block's barriers are ready for its peers
@@ -388,17 +449,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
           ring.advance();
         }
       }
-    } else if (warp % 4 == 1 && lane < GRANULES) {
+    } else if (warp % 4 == 1) {
       for (int index = first_tile; index < schedule.tiles; index += tile_step) {
-        const int n = schedule.tile(index).n + lane * GRANULE;
-        const float* source = b_scale + min(n / 128, SCALE_ROWS - 1) * K_BLOCKS + block0;
-#pragma unroll 1
-        for (int i = 0; i < blocks; ++i) {
-          wait_empty(shared, ring);
-          cp_async_4(shared + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH + lane * 4, source + i);
-          mbarrier_arrive_after_cp_async(shared + FULL_OFFSET + ring.stage * 8);
-          ring.advance();
-        }
+        fill_scales(b_scale + block0, memory, shared, ring, schedule.tile(index).n, blocks);
       }
     }
     __syncwarp();

@@ -31,7 +31,9 @@ __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
 }
 
 // Makes initialised barriers visible to the async proxy and to the other blocks of the cluster.
-__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -39,11 +41,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes
 
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives once all cp.async of this thread have landed.
-__device__ __forceinline__ void mbarrier_arrive_after_cp_async(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 phase) {
@@ -89,38 +86,36 @@ __device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
 }
 
 // Orders execution only: .release would wait for every memory access in flight.
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // ---- asynchronous copies ----
 
-__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Tensor map coordinates count elements, innermost first.
 __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int x, int y) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(target),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(target),
       "l"(&map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }
 
 // Contiguous copy to another block's shared memory; counts its bytes on the mbarrier there. Multiples of 16 bytes.
 __device__ __forceinline__ void bulk_copy_to_block(u32 target, u32 source, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "r"(source),
-               "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+      "r"(source), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 // Orders this thread's ordinary shared-memory stores before asynchronous copies that read them.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Barrier `id` (1 to 15) among `threads` threads of the block.
-__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-__device__ __forceinline__ void cp_async_4(u32 target, const void* source) {
-  asm volatile("cp.async.ca.shared::cta.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- programmatic dependent launch ----
@@ -168,6 +163,9 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u3
 
 __device__ __forceinline__ uint4 load_shared_16(u32 address) {
   uint4 v;
-  asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }

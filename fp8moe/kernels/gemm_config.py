@@ -1,7 +1,7 @@
 """Tile configurations of the dense GEMM and the cost model that chooses one.
 
 A pure function of the problem and the number of SMs: nothing is measured at run time. The constants below were fitted
-to an H200 (docs/kernel-notes.md has the sweep); ``choose`` can be called, and printed, on any machine.
+to an H200 (docs/kernel-notes.md); ``choose`` can be called, and printed, on any machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import ceil
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one block may use
 SHARED_PER_SM = 228 * 1024  # of which every resident block costs 1 KB more
 REGISTERS_PER_SM = 65536
-PRODUCER_REGISTERS = 40
+PRODUCER_REGISTERS = 56
 MAX_STAGES = 16
 
 
@@ -57,7 +57,7 @@ class GemmConfig:
     @property
     def math_registers(self) -> int:
         """Registers of a math thread, by ``setmaxnreg``; 0 leaves every thread its even share."""
-        return 232 if self.warpgroups == 2 and self.blocks_per_sm == 1 else 0
+        return 224 if self.warpgroups == 2 and self.blocks_per_sm == 1 else 0
 
     @property
     def registers(self) -> int:

@@ -6,6 +6,8 @@ output types, bias, every quantizer. Operands are drawn and results are checked 
 that run are those of this package. Exits with 1 if a result is wrong.
 """
 
+import copy
+
 import torch
 
 import fp8moe
@@ -66,8 +68,8 @@ def columnwise_error(rows: int, columns: int, dtype: torch.dtype) -> float:
 def linear_error(tokens: int, in_features: int, out_features: int, with_bias: bool) -> float:
     source = torch.nn.Linear(in_features, out_features, with_bias, dtype=torch.bfloat16)
     x = torch.randn(tokens, in_features, dtype=torch.bfloat16)
-    actual = fp8moe.FP8Linear.from_linear(source).cuda()(x.cuda())
-    return relative_error(actual.cpu(), source.double()(x.double()))
+    layer = fp8moe.FP8Linear.from_linear(copy.deepcopy(source))  # which shares the bias
+    return relative_error(layer.cuda()(x.cuda()).cpu(), source.double()(x.double()))
 
 
 def main() -> None:
