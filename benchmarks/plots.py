@@ -87,8 +87,8 @@ def draw_gemm(rows: Sequence[dict], path: Path) -> None:
             Line2D([], [], color=FLOOR, label="reading the weight alone", linewidth=1.6),
         ]
         figure.suptitle("Dense FP8 GEMM on an H200, cold L2", x=0.01, ha="left", fontsize=13, fontweight="bold")
-        figure.legend(handles=legend, loc="outside lower center", ncols=4, frameon=False)
-        figure.tight_layout(rect=(0, 0, 1, 0.975))
+        figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False)
+        figure.tight_layout(rect=(0, 0.03, 1, 0.99))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         plt.close(figure)
