@@ -1,6 +1,6 @@
 """Dense FP8 GEMM against the stored peers: `python -m benchmarks.gemm [--m M ...] [--shapes NxK ...] [--out DIR]`.
 
-Every shape is checked against float64 over its quantized operands, rounded to bfloat16, before it is timed.
+Every shape is checked against float64 over its quantized operands before it is timed.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def bars(rows: Sequence[dict]) -> list[Bar]:
     if rows:
         found.append(
             Bar(
-                "largest relative error against float64 rounded to bfloat16",
+                "largest relative error beyond rounding to bfloat16",
                 max(row["error"] for row in rows),
                 MAX_ERROR,
             )
