@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.peers import DENSE_M, DENSE_SHAPES
 from fp8moe.kernels import gemm_config, gemm_cuda
 from fp8moe.kernels.gemm import gemm
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
@@ -14,15 +15,6 @@ DEVICE = "cuda"
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 3e-4}
 ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 257, 511, 1000)
 WEIGHTS = ((8, 16), (24, 48), (2112, 128), (136, 144), (576, 576), (576, 1536), (136, 7168), (24, 32768))
-BENCHMARK_WEIGHTS = (
-    (2112, 7168),
-    (576, 7168),
-    (24576, 1536),
-    (32768, 512),
-    (7168, 16384),
-    (4096, 7168),
-    (7168, 2048),
-)
 
 
 def operands(m, n, k, seed=0):
@@ -74,11 +66,11 @@ def test_odd_sizes(n, k, dtype):
         check(rows, b, dtype, expected=expected[-m:])
 
 
-@pytest.mark.parametrize(("n", "k"), BENCHMARK_WEIGHTS)
+@pytest.mark.parametrize(("n", "k"), DENSE_SHAPES)
 def test_benchmark_shapes(n, k):
     a, b = operands(4096, n, k)
     expected = exact(a, b)
-    for m in (1, 16, 64, 128, 512, 4096):
+    for m in DENSE_M:
         rows = FP8Tensor(a.data[:m], empty_mn_major(m, a.scale.shape[1], device=DEVICE).copy_(a.scale[:m]))
         out = check(rows, b, torch.bfloat16, expected=expected[:m])
         assert torch.equal(gemm(rows, b), out)
