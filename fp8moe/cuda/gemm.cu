@@ -149,10 +149,7 @@ __device__ __forceinline__ void fill_scales(const float* b_scale, char* memory, 
 #pragma unroll
         for (int g = 0; g < GRANULES; ++g) {
           const int row = (n % 128 + g * GRANULE) / 128;
-          float scale = scales[0];
-#pragma unroll
-          for (int r = 1; r < TILE_SCALE_ROWS; ++r) scale = row == r ? scales[r] : scale;
-          target[g] = scale;
+          target[g] = row == 0 ? scales[0] : row == 1 ? scales[TILE_SCALE_ROWS > 1] : scales[TILE_SCALE_ROWS - 1];
         }
         mbarrier_arrive(shared + FULL_OFFSET + ring.stage * 8);
       }
@@ -205,15 +202,15 @@ template <bool First>
 __device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], const char* memory, u32 shared, Ring& ring,
                                          int group) {
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
-  const auto release = [&] {
-    __syncwarp();  // all lanes have read the token scales
-    if (lane == 0) mbarrier_arrive(shared + EMPTY_OFFSET + ring.stage * 8);
-  };
+  // Every lane for itself: each has read scales of its own.
+  const auto release = [&] { mbarrier_arrive(shared + EMPTY_OFFSET + ring.stage * 8); };
   mbarrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.phase);
   const float* a_scales = reinterpret_cast<const float*>(memory + A_SCALE_OFFSET + ring.stage * A_SCALE_PITCH);
   const float* b_scales = reinterpret_cast<const float*>(memory + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH);
   const u32 a = shared + A_OFFSET + ring.stage * A_BYTES, b = shared + B_OFFSET + ring.stage * B_BYTES;
   float b_scale[GRANULES];
+#pragma unroll
+  for (int g = 0; g < GRANULES; ++g) b_scale[g] = b_scales[g];
   float partial[ACCUMULATORS];
 #pragma unroll
   for (int wave = 0; wave < WAVES; ++wave) {
@@ -224,10 +221,6 @@ __device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], cons
 #pragma unroll
     for (int k = 0; k < TILE_K / 32; ++k) wgmma(partial, rows + 2 * k, columns + 2 * k, k > 0);
     wgmma_commit();
-    if (wave == 0) {  // lane 0 reads for the warp: it is the one to hand the stage back
-#pragma unroll
-      for (int g = 0; g < GRANULES; ++g) b_scale[g] = __shfl_sync(0xFFFFFFFF, lane == 0 ? b_scales[g] : 0.f, 0);
-    }
     if constexpr (SWAP) {
       wgmma_wait();
       promote_swapped<First>(sum[wave], partial, a_scales, b_scale[slab * 64 / GRANULE]);
@@ -412,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll 1
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(shared + FULL_OFFSET + s * 8, 2);  // the tiles and the weight scales
-      mbarrier_init(shared + EMPTY_OFFSET + s * 8, MATH_WARPS);
+      mbarrier_init(shared + EMPTY_OFFSET + s * 8, MATH_WARPS * WARP);
     }
     if constexpr (SPLIT_K > 1) mbarrier_init(shared + SUMS_OFFSET, 1);
     mbarrier_init_fence();
