@@ -52,10 +52,8 @@ def test_candidates_are_possible(problem):
         assert config.stages >= 2 or k_blocks <= config.split_k, "one stage cannot be loaded while it is multiplied"
         assert 1 <= config.split_k <= min(8, k_blocks)
         assert config.threads * config.blocks_per_sm <= 2048
-        for float32 in (False, True):
-            shared = config.shared_bytes(float32=float32)
-            assert shared <= SHARED_LIMIT == 227 * 1024
-            assert (shared + 1024) * config.blocks_per_sm <= SHARED_PER_SM == 228 * 1024
+        assert config.shared_bytes <= SHARED_LIMIT == 227 * 1024
+        assert (config.shared_bytes + 1024) * config.blocks_per_sm <= SHARED_PER_SM == 228 * 1024
         math_registers = config.warpgroups * 128 * config.math_registers
         assert math_registers + 128 * PRODUCER_REGISTERS <= REGISTERS_PER_SM
         # Splits are for tiles that leave SMs idle.
@@ -99,7 +97,7 @@ def test_raster_group_is_square_and_even():
 @pytest.mark.parametrize("k", [16, 128, 640, 7168])
 def test_stages_fill_shared_memory_or_cover_k(config, k):
     deep = with_stages(config, k)
-    another = deep.shared_bytes() + deep.stage_bytes
+    another = deep.shared_bytes + deep.stage_bytes
     held = math.ceil(math.ceil(k / 128) / config.split_k)
     ring = deep.stages * (deep.block_m + deep.block_n) * 128
     assert deep.stages >= 1
@@ -218,7 +216,7 @@ def test_serialized_products_are_reported():
 )
 def test_shared_memory_is_what_the_kernel_lays_out(config, out_dtype):
     spec = kernel_spec(config, 2112, 7168, out_dtype=out_dtype, bias_dtype=None)
-    size = config.shared_bytes(float32=out_dtype == torch.float32)
+    size = config.shared_bytes
     limit = f"SHARED_LIMIT = {SHARED_LIMIT};"
     compile_with(spec, limit, f"SHARED_LIMIT = {size};")
     with pytest.raises(compilers.CompileError, match="disagree about shared memory"):

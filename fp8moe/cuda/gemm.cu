@@ -5,8 +5,7 @@
 //   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32          weights
 //
 // One block computes a BLOCK_M x BLOCK_N tile. Roles:
-//   warp 0 of the producer group   TMA loads of a, b and a_scale into a ring of STAGES stages
-//   warp 1 of the producer group   b_scale into the same stages: single floats, which TMA cannot load
+//   a thread of the producer group TMA loads of a, b and a_scale into a ring of STAGES stages
 //   WARPGROUPS math warpgroups     wgmma over one 128-deep block into `partial`, then sum += scales * partial in
 //                                  float32: the tensor cores keep about 14 bits while they sum FP8 products
 //                                  (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)
@@ -32,8 +31,7 @@ constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
 
 // Every GRANULE columns of b, from the start of a tile, share one weight scale.
 constexpr int GRANULE = (BLOCK_N & -BLOCK_N) < 128 ? (BLOCK_N & -BLOCK_N) : 128;
-constexpr int GRANULES = BLOCK_N / GRANULE;
-constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // that a tile can touch
+constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // of weight scales that a tile can touch
 
 constexpr bool REDUCE = SWAP || SPLIT_K > 1;  // the epilogue goes through the reduction buffer
 
@@ -42,7 +40,6 @@ constexpr int A_BYTES = BLOCK_M * TILE_K;
 constexpr int B_BYTES = BLOCK_N * TILE_K;
 constexpr int A_SCALE_BYTES = BLOCK_M * 4;
 constexpr int A_SCALE_PITCH = round_up(A_SCALE_BYTES, 128);
-constexpr int B_SCALE_PITCH = round_up(GRANULES * 4, 16);
 constexpr int STAGE_TX = A_BYTES + B_BYTES + A_SCALE_BYTES;
 
 static_assert(SPLIT_K == 1 || BLOCK_M * (BLOCK_N + 8) * 4 <= STAGES * (A_BYTES + B_BYTES),
@@ -51,19 +48,20 @@ static_assert(SPLIT_K == 1 || BLOCK_M * (BLOCK_N + 8) * 4 <= STAGES * (A_BYTES +
 constexpr int SLICE_M = ceil_div(BLOCK_M, SPLIT_K);  // tokens that one block of a split sums and stores
 constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // floats; keeps the scattered writes off each other's banks
 
-constexpr int STORE_COLUMNS = 64;  // a bfloat16 tile leaves in pieces of 16 rows x 64 columns
-constexpr int STORE_BYTES = 16 * STORE_COLUMNS * 2;
+// A bfloat16 tile leaves through staging tiles of 64 columns: a whole slab by TMA, under the next tile's products, or,
+// where its rows or columns do not allow that, 16 rows at a time.
+constexpr int STORE_COLUMNS = 64;
+constexpr int STORE_BYTES = 16 * STORE_COLUMNS * 2;  // 16 rows
+constexpr bool TMA_STORE = STAGED && !OUT_FLOAT32;
+constexpr int SLAB_STORE_BYTES = STAGED ? 64 * COLUMNS * 2 : 4 * STORE_BYTES;
+constexpr int STAGING_BYTES = (STAGED ? WAVES : 1) * SLAB_STORE_BYTES;  // of a warpgroup
 
 constexpr int A_OFFSET = 0;
 constexpr int B_OFFSET = A_OFFSET + STAGES * A_BYTES;
 constexpr int EPILOGUE_OFFSET = B_OFFSET + STAGES * B_BYTES;
-constexpr int EPILOGUE_BYTES = round_up(REDUCE        ? SPLIT_K * SLICE_M * SUM_PITCH * 4
-                                        : OUT_FLOAT32 ? 0
-                                                      : MATH_WARPS * STORE_BYTES,
-                                        128);
+constexpr int EPILOGUE_BYTES = round_up(REDUCE ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : WARPGROUPS * STAGING_BYTES, 128);
 constexpr int A_SCALE_OFFSET = EPILOGUE_OFFSET + EPILOGUE_BYTES;
-constexpr int B_SCALE_OFFSET = A_SCALE_OFFSET + STAGES * A_SCALE_PITCH;
-constexpr int FULL_OFFSET = B_SCALE_OFFSET + STAGES * B_SCALE_PITCH;
+constexpr int FULL_OFFSET = A_SCALE_OFFSET + STAGES * A_SCALE_PITCH;
 constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
 constexpr int SUMS_OFFSET = EMPTY_OFFSET + STAGES * 8;
 constexpr int SHARED_BYTES = SUMS_OFFSET + 8;
@@ -72,6 +70,7 @@ static_assert(SHARED_BYTES + 1024 <= SHARED_LIMIT, "gemm_config.py and this file
 static_assert(ROWS % (64 * WARPGROUPS) == 0 && COLUMNS <= 256);
 static_assert(COLUMNS % (SWAP ? 8 : 16) == 0, "stmatrix stores 16 columns at a time");
 static_assert(SPLIT_K <= K_BLOCKS);
+static_assert(!STAGED || (!REDUCE && COLUMNS % STORE_COLUMNS == 0));
 
 struct Tile {
   int m, n;  // first token and first output feature
@@ -126,36 +125,32 @@ __device__ __forceinline__ void load_b(u32 shared, const TensorMap& b, Tile tile
 // Blocks of 128 along K before those of block `split`.
 __device__ __forceinline__ int blocks_before(int split) { return split * K_BLOCKS / SPLIT_K; }
 
-// Puts the weight scales of a tile into the next `blocks` stages. One load brings those of 32 stages, a lane each; lane
-// 0 writes them all, as it is the one to say so.
-__device__ __forceinline__ void fill_scales(const float* b_scale, char* memory, u32 shared, Ring& ring, int n,
-                                            int blocks) {
-  const int lane = lane_id();
-#pragma unroll 1
-  for (int base = 0; base < blocks; base += WARP) {
-    float loaded[TILE_SCALE_ROWS];
+// The weight scales of a tile, held by every math warp: 32 blocks along K at a time, a lane each. They are fetched one
+// turn ahead, so that nothing waits for them.
+struct WeightScales {
+  const float* b_scale;
+  float held[TILE_SCALE_ROWS], next[TILE_SCALE_ROWS];
+
+  __device__ __forceinline__ explicit WeightScales(const float* b_scale) : b_scale(b_scale) {}
+
+  // Fetches those of blocks `first` to `first` + 31, as far as there are `blocks`.
+  __device__ __forceinline__ void fetch(int n, int first, int blocks) {
+    const int block = min(first + static_cast<int>(lane_id()), blocks - 1);
 #pragma unroll
-    for (int r = 0; r < TILE_SCALE_ROWS; ++r) {
-      loaded[r] = base + lane < blocks ? b_scale[min(n / 128 + r, SCALE_ROWS - 1) * K_BLOCKS + base + lane] : 0.f;
-    }
-#pragma unroll 1
-    for (int i = 0; i < min(WARP, blocks - base); ++i) {
-      float scales[TILE_SCALE_ROWS];
-#pragma unroll
-      for (int r = 0; r < TILE_SCALE_ROWS; ++r) scales[r] = __shfl_sync(0xFFFFFFFF, loaded[r], i);
-      wait_empty(shared, ring);
-      if (lane == 0) {
-        float* target = reinterpret_cast<float*>(memory + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH);
-#pragma unroll
-        for (int g = 0; g < GRANULES; ++g) {
-          const int row = (n % 128 + g * GRANULE) / 128;
-          target[g] = row == 0 ? scales[0] : row == 1 ? scales[TILE_SCALE_ROWS > 1] : scales[TILE_SCALE_ROWS - 1];
-        }
-        mbarrier_arrive(shared + FULL_OFFSET + ring.stage * 8);
-      }
-      ring.advance();
-    }
+    for (int r = 0; r < TILE_SCALE_ROWS; ++r) next[r] = b_scale[min(n / 128 + r, SCALE_ROWS - 1) * K_BLOCKS + block];
   }
+
+  __device__ __forceinline__ void turn() {
+#pragma unroll
+    for (int r = 0; r < TILE_SCALE_ROWS; ++r) held[r] = next[r];
+  }
+};
+
+// The scale of column `column` of a tile whose first scale row ends before column `end`.
+__device__ __forceinline__ float scale_of(const float (&scales)[TILE_SCALE_ROWS], int column, int end) {
+  if constexpr (TILE_SCALE_ROWS == 1) return scales[0];
+  const float later = TILE_SCALE_ROWS == 2 || column < end + 128 ? scales[1] : scales[TILE_SCALE_ROWS - 1];
+  return column < end ? scales[0] : later;
 }
 
 // scale * product, added to `sum` unless it is the first.
@@ -168,17 +163,16 @@ __device__ __forceinline__ void add(float& sum, float scale, float product) {
 // tokens.
 template <bool First>
 __device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
-                                        float upper_scale, float lower_scale, const float (&b_scale)[GRANULES]) {
-  float upper[GRANULES], lower[GRANULES];
-#pragma unroll
-  for (int g = 0; g < GRANULES; ++g) upper[g] = upper_scale * b_scale[g], lower[g] = lower_scale * b_scale[g];
+                                        float upper_scale, float lower_scale, const float (&b_scales)[TILE_SCALE_ROWS],
+                                        int end) {
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
-    const int g = 8 * j / GRANULE;
-    add<First>(sum[4 * j], upper[g], partial[4 * j]);
-    add<First>(sum[4 * j + 1], upper[g], partial[4 * j + 1]);
-    add<First>(sum[4 * j + 2], lower[g], partial[4 * j + 2]);
-    add<First>(sum[4 * j + 3], lower[g], partial[4 * j + 3]);
+    const float b_scale = scale_of(b_scales, 8 * j / GRANULE * GRANULE, end);
+    const float upper = upper_scale * b_scale, lower = lower_scale * b_scale;
+    add<First>(sum[4 * j], upper, partial[4 * j]);
+    add<First>(sum[4 * j + 1], upper, partial[4 * j + 1]);
+    add<First>(sum[4 * j + 2], lower, partial[4 * j + 2]);
+    add<First>(sum[4 * j + 3], lower, partial[4 * j + 3]);
   }
 }
 
@@ -197,20 +191,22 @@ __device__ __forceinline__ void promote_swapped(float (&sum)[ACCUMULATORS], cons
   }
 }
 
-// Multiplies the stage at `ring`, hands it back to the producer, and adds the product to the sum.
+// Multiplies the stage at `ring`, hands it back to the producer, and adds the product to the sum. Lane `source` holds
+// the weight scales; `end` as in scale_of().
 template <bool First>
 __device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], const char* memory, u32 shared, Ring& ring,
-                                         int group) {
+                                         const WeightScales& weights, int source, int end, int group) {
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
-  // Every lane for itself: each has read scales of its own.
-  const auto release = [&] { mbarrier_arrive(shared + EMPTY_OFFSET + ring.stage * 8); };
+  const auto release = [&] {
+    __syncwarp();  // all lanes have read the token scales
+    if (lane == 0) mbarrier_arrive(shared + EMPTY_OFFSET + ring.stage * 8);
+  };
+  float b_scales[TILE_SCALE_ROWS];
+#pragma unroll
+  for (int r = 0; r < TILE_SCALE_ROWS; ++r) b_scales[r] = __shfl_sync(0xFFFFFFFF, weights.held[r], source);
   mbarrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.phase);
   const float* a_scales = reinterpret_cast<const float*>(memory + A_SCALE_OFFSET + ring.stage * A_SCALE_PITCH);
-  const float* b_scales = reinterpret_cast<const float*>(memory + B_SCALE_OFFSET + ring.stage * B_SCALE_PITCH);
   const u32 a = shared + A_OFFSET + ring.stage * A_BYTES, b = shared + B_OFFSET + ring.stage * B_BYTES;
-  float b_scale[GRANULES];
-#pragma unroll
-  for (int g = 0; g < GRANULES; ++g) b_scale[g] = b_scales[g];
   float partial[ACCUMULATORS];
 #pragma unroll
   for (int wave = 0; wave < WAVES; ++wave) {
@@ -223,14 +219,14 @@ __device__ __forceinline__ void multiply(float (&sum)[WAVES][ACCUMULATORS], cons
     wgmma_commit();
     if constexpr (SWAP) {
       wgmma_wait();
-      promote_swapped<First>(sum[wave], partial, a_scales, b_scale[slab * 64 / GRANULE]);
+      promote_swapped<First>(sum[wave], partial, a_scales, scale_of(b_scales, slab * 64, end));
       if (wave == WAVES - 1) release();
     } else {
       const int row = slab * 64 + warp * 16 + lane / 4;
       const float upper = a_scales[row], lower = a_scales[row + 8];
       wgmma_wait();
       if (wave == WAVES - 1) release();  // the next load may start under this promotion
-      promote<First>(sum[wave], partial, upper, lower, b_scale);
+      promote<First>(sum[wave], partial, upper, lower, b_scales, end);
     }
   }
   ring.advance();
@@ -296,18 +292,47 @@ __device__ __forceinline__ void store_bfloat16(const float (&sum)[ACCUMULATORS],
   }
 }
 
-__device__ __forceinline__ void store_tile(float (&sum)[WAVES][ACCUMULATORS], u32 shared, void* out, long long pitch,
-                                           const void* bias, Tile tile, int m, int group) {
-  const int warp = threadIdx.x / WARP % 4;
+// Hands a slab of 64 rows to TMA, which writes it while this warpgroup goes on. `staging` is free.
+__device__ __forceinline__ void store_slab(const float (&sum)[ACCUMULATORS], u32 staging, const TensorMap& out, int row,
+                                           int n, int group) {
+  const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
+  const u32 target = staging + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; j += 2) {
+    const float* s = sum + 4 * j;
+    stmatrix_x4(target + j / 8 * 64 * 128 + ((j % 8 + lane / 16) ^ lane % 8) * 16, pack_bfloat16(s[0], s[1]),
+                pack_bfloat16(s[2], s[3]), pack_bfloat16(s[4], s[5]), pack_bfloat16(s[6], s[7]));
+  }
+  fence_async_proxy();
+  named_barrier(1 + group, WARPGROUP);
+  if (threadIdx.x % WARPGROUP == 0) {
+#pragma unroll
+    for (int piece = 0; piece < COLUMNS / STORE_COLUMNS; ++piece)
+      tma_store(out, staging + piece * 64 * 128, n + piece * STORE_COLUMNS, row);
+    bulk_commit();
+  }
+}
+
+__device__ __forceinline__ void store_tile(float (&sum)[WAVES][ACCUMULATORS], u32 shared, const TensorMap& out_map,
+                                           void* out, long long pitch, const void* bias, Tile tile, int m, int group) {
+  const int warp = threadIdx.x / WARP % 4, first = tile.m + group * WAVES * 64;
+  const u32 staging = shared + EPILOGUE_OFFSET + group * STAGING_BYTES;
+  const bool whole = TMA_STORE && pitch == N && first + WAVES * 64 <= m;
+  if constexpr (TMA_STORE) {
+    if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // of the tile before
+    named_barrier(1 + group, WARPGROUP);
+  }
 #pragma unroll
   for (int wave = 0; wave < WAVES; ++wave) {
-    const int row = tile.m + (group * WAVES + wave) * 64 + warp * 16;
+    const int row = first + wave * 64;
     if constexpr (BIAS) add_bias(sum[wave], bias, tile.n + 2 * (lane_id() % 4));
     if constexpr (OUT_FLOAT32) {
-      store_float32(sum[wave], static_cast<float*>(out), pitch, row, tile.n, m);
+      store_float32(sum[wave], static_cast<float*>(out), pitch, row + warp * 16, tile.n, m);
+    } else if (whole) {
+      store_slab(sum[wave], staging + wave * SLAB_STORE_BYTES, out_map, row, tile.n, group);
     } else {
-      store_bfloat16(sum[wave], shared + EPILOGUE_OFFSET + (group * 4 + warp) * STORE_BYTES, static_cast<u16*>(out),
-                     pitch, row, tile.n, m);
+      store_bfloat16(sum[wave], staging + warp * STORE_BYTES, static_cast<u16*>(out), pitch, row + warp * 16, tile.n,
+                     m);
     }
   }
 }
@@ -384,11 +409,13 @@ __device__ __forceinline__ void store_sum(const char* memory, void* out, long lo
   }
 }
 
-// out is (m, N) with `pitch` elements between rows; `group` is the height of a rasterization group in tiles.
+// out is (m, N) with `pitch` elements between rows, out_map the same with N between rows; `group` is the height of a
+// rasterization group in tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale,
-         const __grid_constant__ TensorMap b, const float* __restrict__ b_scale, const void* __restrict__ bias,
-         void* __restrict__ out, long long pitch, int m, int group) {
+         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out_map,
+         const float* __restrict__ b_scale, const void* __restrict__ bias, void* __restrict__ out, long long pitch,
+         int m, int group) {
   extern __shared__ char unaligned[];
   char* memory = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   const u32 shared = shared_address(memory);
@@ -404,8 +431,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   if (loader) {
 #pragma unroll 1
     for (int s = 0; s < STAGES; ++s) {
-      mbarrier_init(shared + FULL_OFFSET + s * 8, 2);  // the tiles and the weight scales
-      mbarrier_init(shared + EMPTY_OFFSET + s * 8, MATH_WARPS * WARP);
+      mbarrier_init(shared + FULL_OFFSET + s * 8, 1);
+      mbarrier_init(shared + EMPTY_OFFSET + s * 8, MATH_WARPS);
     }
     if constexpr (SPLIT_K > 1) mbarrier_init(shared + SUMS_OFFSET, 1);
     mbarrier_init_fence();
@@ -442,10 +469,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
           ring.advance();
         }
       }
-    } else if (warp % 4 == 1) {
-      for (int index = first_tile; index < schedule.tiles; index += tile_step) {
-        fill_scales(b_scale + block0, memory, shared, ring, schedule.tile(index).n, blocks);
-      }
     }
     __syncwarp();
     if constexpr (SPLIT_K > 1) {
@@ -455,12 +478,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   } else {
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
     Ring ring;
+    WeightScales scales(b_scale + block0);
+    Tile tile = schedule.tile(first_tile);
+    scales.fetch(tile.n, 0, blocks);
     for (int index = first_tile; index < schedule.tiles; index += tile_step) {
-      const Tile tile = schedule.tile(index);
+      const Tile next = REDUCE ? tile : schedule.tile(min(index + tile_step, schedule.tiles - 1));
+      const int end = 128 - (BLOCK_N % 128 == 0 ? 0 : tile.n % 128);
       float sum[WAVES][ACCUMULATORS];
-      multiply<true>(sum, memory, shared, ring, math_group);
 #pragma unroll 1
-      for (int i = 1; i < blocks; ++i) multiply<false>(sum, memory, shared, ring, math_group);
+      for (int base = 0; base < blocks; base += WARP) {
+        scales.turn();
+        const bool last = base + WARP >= blocks;
+        if (!REDUCE || !last) scales.fetch(last ? next.n : tile.n, last ? 0 : base + WARP, blocks);
+        if (base == 0) multiply<true>(sum, memory, shared, ring, scales, 0, end, math_group);
+#pragma unroll 1
+        for (int i = base == 0; i < min(WARP, blocks - base); ++i)
+          multiply<false>(sum, memory, shared, ring, scales, i, end, math_group);
+      }
       if constexpr (SPLIT_K > 1) {
         named_barrier(1, WARPGROUP * WARPGROUPS);  // all have done with the ring
         write_partial(sum, reinterpret_cast<float*>(memory), math_group);
@@ -476,8 +510,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         store_sum(memory, out, pitch, bias, tile, m, split);
         break;  // its only tile
       } else {
-        store_tile(sum, shared, out, pitch, bias, tile, m, math_group);
+        store_tile(sum, shared, out_map, out, pitch, bias, tile, m, math_group);
+        tile = next;
       }
+    }
+    if constexpr (TMA_STORE) {
+      if (threadIdx.x % WARPGROUP == 0) bulk_wait();
     }
   }
   if constexpr (SPLIT_K > 1) cluster_wait();  // peers may still copy from this block's shared memory

@@ -102,6 +102,19 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
       : "memory");
 }
 
+// Writes a tile from shared memory; elements outside the map are left out.
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+               "r"(source), "r"(x), "r"(y)
+               : "memory");
+}
+
+// Closes the group of stores that this thread has issued; waits until all groups have read their source, or have
+// written.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Contiguous copy to another block's shared memory; counts its bytes on the mbarrier there. Multiples of 16 bytes.
 __device__ __forceinline__ void bulk_copy_to_block(u32 target, u32 source, u32 bytes, u32 barrier) {
   asm volatile(

@@ -29,6 +29,8 @@ class GemmConfig:
         stages: depth of the shared-memory ring.
         split_k: blocks of a cluster that share the K of one tile.
         blocks_per_sm: resident blocks the registers and the shared memory are sized for.
+        staged: the bfloat16 tile has shared memory of its own, out of which TMA writes it under the next tile's
+            products; otherwise each warp writes its rows by way of a small buffer, and the ring is deeper.
     """
 
     block_m: int
@@ -38,6 +40,7 @@ class GemmConfig:
     stages: int = 4
     split_k: int = 1
     blocks_per_sm: int = 1
+    staged: bool = False
 
     @property
     def threads(self) -> int:
@@ -66,10 +69,8 @@ class GemmConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: both tiles, their scales and two mbarriers."""
-        granule = min(128, self.block_n & -self.block_n)
-        scales = _round_up(self.block_m * 4, 128) + _round_up(self.block_n // granule * 4, 16)
-        return (self.block_m + self.block_n) * 128 + scales + 16
+        """Shared memory of one stage: both tiles, the scales of the tokens and two mbarriers."""
+        return (self.block_m + self.block_n) * 128 + _round_up(self.block_m * 4, 128) + 16
 
     @property
     def reduces(self) -> bool:
@@ -82,15 +83,17 @@ class GemmConfig:
         slices = self.split_k * ceil(self.block_m / self.split_k)
         return _round_up(slices * (self.block_n + (4 if self.swap else 8)) * 4, 128)
 
-    def epilogue_bytes(self, *, float32: bool) -> int:
-        """Shared memory of the epilogue: the reduction buffer, or a 16 x 64 bfloat16 tile per math warp."""
+    @property
+    def epilogue_bytes(self) -> int:
+        """Shared memory of the epilogue: the reduction buffer, the bfloat16 tile, or 16 x 64 of it per math warp."""
         if self.reduces:
             return self.partial_bytes
-        return 0 if float32 else self.warpgroups * 4 * 16 * 128
+        return self.block_m * self.block_n * 2 if self.staged else self.warpgroups * 4 * 16 * 128
 
-    def shared_bytes(self, *, float32: bool = False) -> int:
+    @property
+    def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, alignment included."""
-        return self.stages * self.stage_bytes + self.epilogue_bytes(float32=float32) + 8 + 1024
+        return self.stages * self.stage_bytes + self.epilogue_bytes + 8 + 1024
 
 
 def _round_up(a: int, b: int) -> int:
@@ -103,7 +106,7 @@ def with_stages(config: GemmConfig, k: int) -> GemmConfig:
     A split's partial tile takes the place of the ring, which must be large enough for it.
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // config.blocks_per_sm - 1024) - 1024 - 8
-    fit = (budget - config.epilogue_bytes(float32=False)) // config.stage_bytes
+    fit = (budget - config.epilogue_bytes) // config.stage_bytes
     most = ceil(ceil(k / 128) / config.split_k) if config.reduces else MAX_STAGES
     if config.split_k > 1:
         most = max(most, ceil(config.partial_bytes / ((config.block_m + config.block_n) * 128)))
@@ -122,18 +125,20 @@ def raster_group(config: GemmConfig, m: int, concurrent: int) -> int:
 
 # The cost model. Times in microseconds, cycles at the 1755 MHz the GPU keeps under load; docs/kernel-notes.md tells how
 # they were fitted.
-_START = 3.6  # launch, first loads from a cold L2, last stores
+_START = 3.26  # launch, first loads from a cold L2, last stores
 _PER_STAGE = 0.002  # start of the first load to start of the next
 _PER_SPLIT = 0.026  # each further block that shares a K
-_REDUCTION = 2.97  # of a 128 x 128 tile through distributed shared memory
-_EPILOGUE = 0.666  # of a 128 x 128 tile
-_STEP_LATENCY = 300  # cycles from a full stage to an empty one, beside the product itself
-_STEP_WAIT = 0.3  # part of the product that a single warpgroup cannot hide
+_REDUCTION = 2.93  # of a 128 x 128 tile through distributed shared memory
+_EPILOGUE = 0.679  # of a 128 x 128 tile
+_STAGED_EPILOGUE = 0.254  # of one that TMA writes
+_SHALLOW = 1.03  # products take longer behind a ring of less than four stages
+_STEP_LATENCY = 320  # cycles from a full stage to an empty one, beside the product itself
+_STEP_WAIT = 0.295  # part of the product that a single warpgroup cannot hide
 _MMA = 1.172 / 32  # cycles of one output element and 128 products
-_LOAD = 72.2  # bytes a cycle into one SM
+_LOAD = 66.5  # bytes a cycle into one SM
 _L2 = 12.8e6  # bytes a microsecond out of L2
-_DRAM = 3.28e6  # bytes a microsecond out of memory
-_OVERLAP = 3.45  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
+_DRAM = 2.88e6  # bytes a microsecond out of memory
+_OVERLAP = 3.96  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
 _CYCLES = 1755
 
 # Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 of them, so that some are left over.
@@ -157,12 +162,14 @@ def predict(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
     alone = _STEP_LATENCY + (_STEP_WAIT * mma if config.warpgroups == 1 else 0)
     loaded = per_sm * (config.block_m + config.block_n) * 128 / _LOAD
     steps = waves * ceil(ceil(k / 128) / config.split_k)
-    compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES
+    compute = (
+        steps * max(alone, per_sm * mma, loaded) / _CYCLES * (_SHALLOW if config.staged and config.stages < 4 else 1)
+    )
     dram = (n * k + m * k + 2 * m * n) / _DRAM
     l2 = tiles * (config.block_m + config.block_n) * k / _L2
     overlapped = (compute**_OVERLAP + dram**_OVERLAP + l2**_OVERLAP) ** (1 / _OVERLAP)
 
-    ends = _EPILOGUE * waves * area / 128**2
+    ends = (_STAGED_EPILOGUE if config.staged else _EPILOGUE) * waves * area / 128**2
     if config.split_k > 1:
         ends += _PER_SPLIT * (config.split_k - 1) + _REDUCTION * area / 128**2
     if config.warpgroups == 1 or config.split_k > 1:
@@ -184,11 +191,12 @@ def candidates(m: int, n: int, k: int, num_sms: int) -> list[GemmConfig]:
         tiles = [GemmConfig(128, block_n) for block_n in (64, 96, 112, 128, 160, 176, 192)]
     if m > 128:
         tiles.append(GemmConfig(256, 128))
+        tiles += [replace(tile, staged=True) for tile in tiles if tile.block_n >= 128 and tile.block_n % 64 == 0]
 
     found = []
     for tile in tiles:
         count = ceil(m / tile.block_m) * ceil(n / tile.block_n)
-        for split_k in range(1, min(8, ceil(k / 128)) + 1):
+        for split_k in range(1, 2 if tile.staged else min(8, ceil(k / 128)) + 1):
             for blocks_per_sm in range(1, 5 if m <= 64 else 2):
                 config = with_stages(replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm), k)
                 one_wave = count <= resident_clusters(config, num_sms)
@@ -201,7 +209,7 @@ def candidates(m: int, n: int, k: int, num_sms: int) -> list[GemmConfig]:
 def _fits(config: GemmConfig, k: int) -> bool:
     """Whether registers and shared memory suffice, with two stages to alternate between."""
     registers = config.accumulators * (config.waves + 1) + 28
-    shared = config.shared_bytes()
+    shared = config.shared_bytes
     return (
         registers <= config.registers
         and shared <= SHARED_LIMIT

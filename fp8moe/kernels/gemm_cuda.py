@@ -53,6 +53,11 @@ class Plan:
         self.a_scale = tensor_map(
             a_scale, shape=(blocks, m), strides=(a_scale.stride(1), 1), box=(1, cfg.block_m), l2_promotion=0
         )
+        # Of a contiguous result; one with another pitch is written without it.
+        boxed = out_dtype == torch.bfloat16 and cfg.staged
+        self.out_map = (
+            tensor_map(self.new_out(), shape=self.shape, strides=(n, 1), box=(64, 64), swizzle=128) if boxed else None
+        )
         self.b_scale, self.bias, self.out, self.pitch = (ctypes.c_int64() for _ in range(4))
         tiles = -(-m // cfg.block_m) * -(-n // cfg.block_n)
         # A tile that goes through the reduction buffer is a block's only one; others are walked by a resident grid.
@@ -63,10 +68,10 @@ class Plan:
             grid=concurrent * cfg.split_k,
             block=cfg.threads,
             cluster=cfg.split_k,
-            smem=cfg.shared_bytes(float32=out_dtype == torch.float32),
+            smem=cfg.shared_bytes,
             pdl=pdl,
             args=(
-                *(self.a, self.a_scale, self.b),
+                *(self.a, self.a_scale, self.b, self.out_map or self.a),
                 *(self.b_scale, self.bias, self.out, self.pitch),
                 *(ctypes.c_int(m), ctypes.c_int(group)),
             ),
@@ -82,6 +87,8 @@ class Plan:
             self.a.replace_address(a)
             self.a_scale.replace_address(a_scale)
             self.b.replace_address(b)
+            if self.out_map is not None:
+                self.out_map.replace_address(out)
             self.b_scale.value = b_scale
             self.bias.value = bias
             self.out.value = out

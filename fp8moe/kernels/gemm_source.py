@@ -38,6 +38,7 @@ def kernel_spec(
         "STAGES": cfg.stages,
         "SPLIT_K": cfg.split_k,
         "BLOCKS_PER_SM": cfg.blocks_per_sm,
+        "STAGED": int(cfg.staged),
         "MATH_REGISTERS": cfg.math_registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "OUT_FLOAT32": int(out_dtype == torch.float32),
