@@ -3,8 +3,11 @@
 import torch
 
 from fp8moe import FP8Tensor, quantize_1x128, quantize_128x128
+from fp8moe.quant.formats import BLOCK, FP8_MAX, ceil_div, empty_mn_major
 
-BLOCK = 128
+# Standard deviation of the E4M3 values to which normal data is quantized in blocks of 128x128.
+E4M3_STD = 100.0
+ELEMENTS_AT_ONCE = 1 << 28
 
 
 def activation(m: int, k: int, *, device: str = "cuda") -> FP8Tensor:
@@ -15,6 +18,26 @@ def activation(m: int, k: int, *, device: str = "cuda") -> FP8Tensor:
 def weight(n: int, k: int, *, device: str = "cuda") -> FP8Tensor:
     """A random bfloat16 (n, k) weight, quantized in blocks of 128x128."""
     return quantize_128x128(torch.randn(n, k, device=device, dtype=torch.bfloat16))
+
+
+def random_rows(m: int, k: int, *, std: float = 1.0, device: str = "cuda") -> FP8Tensor:
+    """An activation (m, k) in blocks of 1x128, drawn as FP8 values and scales: for sizes too large to quantize."""
+    scale = empty_mn_major(m, ceil_div(k, BLOCK), device=device)
+    return FP8Tensor(_normal_e4m3(m, k, device=device), scale.uniform_(0.5, 1.5).mul_(std / E4M3_STD))
+
+
+def random_experts(experts: int, n: int, k: int, *, std: float = 1.0, device: str = "cuda") -> FP8Tensor:
+    """Weights (experts, n, k) in blocks of 128x128, drawn as FP8 values and scales."""
+    scale = torch.empty(experts, ceil_div(n, BLOCK), ceil_div(k, BLOCK), device=device)
+    return FP8Tensor(_normal_e4m3(experts, n, k, device=device), scale.uniform_(0.5, 1.5).mul_(std / E4M3_STD))
+
+
+def _normal_e4m3(*shape: int, device: str) -> torch.Tensor:
+    data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    for part in data.view(-1).split(ELEMENTS_AT_ONCE):
+        normal = torch.randn(part.numel(), dtype=torch.bfloat16, device=device)
+        part.copy_(normal.mul_(E4M3_STD).clamp_(-FP8_MAX, FP8_MAX))
+    return data
 
 
 def exact(tensor: FP8Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Pictures of the results: `python -m benchmarks.plots [--results DIR | FILE] [--out DIR]`.
 
-Reads `gemm.json` and `quantize.json` from a directory that the benchmarks wrote, or both from a validation file.
+Reads `gemm.json`, `quantize.json`, `grouped_gemm.json` and `experts.json` from a directory that the benchmarks wrote,
+or all from a validation file. The picture of a benchmark that has no rows there is left alone.
 """
 
 import argparse
@@ -15,11 +16,19 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from benchmarks import peers  # noqa: E402
+from benchmarks import experts, grouped_gemm, peers  # noqa: E402
 from benchmarks.report import geomean  # noqa: E402
 
 # Colours of Okabe and Ito, told apart by every kind of colour vision.
 OURS, DEEP_GEMM, CUBLAS, FLOOR = "#0072B2", "#A6A6A6", "#E69F00", "#000000"
+BFLOAT16, DOTS = "#CC79A7", "#E69F00"
+STAGES = {
+    "sort": ("#CC79A7", "sort by expert"),
+    "permute": ("#E69F00", "permute, quantize"),
+    "gemm1": ("#0072B2", "GEMM 1, SwiGLU, quantize"),
+    "gemm2": ("#56B4E9", "GEMM 2"),
+    "combine": ("#009E73", "combine"),
+}
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -31,10 +40,11 @@ STYLE = {
 
 
 def load(results: Path, name: str) -> list[dict]:
-    """Rows of one benchmark from a directory of results or from a validation file."""
-    if results.is_dir():
-        return json.loads((results / f"{name}.json").read_text())["rows"]
-    return json.loads(results.read_text())["benchmarks"][name]["rows"]
+    """Rows of one benchmark from a directory of results or from a validation file; none if it is not there."""
+    if not results.is_dir():
+        return json.loads(results.read_text()).get("benchmarks", {}).get(name, {}).get("rows", [])
+    path = results / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
 def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
@@ -131,13 +141,129 @@ def draw_quantize(rows: Sequence[dict], path: Path) -> None:
         plt.close(figure)
 
 
+def _grouped_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """A bar of the geometric mean for each kind of groups, and a dot for each shape of the weights."""
+    kinds = list(dict.fromkeys((row["groups"], row["mean_m"]) for row in rows))
+    right = 1.0
+    for position, kind in enumerate(kinds):
+        same = [row for row in rows if (row["groups"], row["mean_m"]) == kind]
+        ratios = [row["vs_deep_gemm"] for row in same]
+        right = max(right, *ratios)
+        few = kind[1] <= grouped_gemm.FEW_ROWS
+        best = max(row["gbps"] / 1e3 if few else row["tflops"] for row in same)
+        text = f"{geomean(ratios):.2f}×   up to " + (f"{best:.1f} TB/s" if few else f"{best:.0f} TFLOPS")
+        axes.barh(position, geomean(ratios), 0.62, color=OURS)
+        axes.plot(ratios, [position] * len(ratios), "o", color=DOTS, markersize=3.5)
+        axes.annotate(text, (0, position), (5, 0), textcoords="offset points", va="center", color="white")
+    axes.axvline(1, color=DEEP_GEMM, linewidth=1.6)
+    axes.set_xlim(0, 1.04 * right)
+    axes.set_yticks(range(len(kinds)), [f"{groups} × {mean_m}" for groups, mean_m in kinds])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_title(rows[0]["op"])
+    axes.set_ylabel("groups × rows of a group")
+    axes.set_xlabel("speed over DeepGEMM's (more is better)")
+
+
+def draw_grouped(rows: Sequence[dict], path: Path) -> None:
+    """The ratios of the grouped GEMMs to DeepGEMM, one panel for each operation; cases without a peer are left out."""
+    rows = [row for row in rows if row["vs_deep_gemm"] is not None]
+    panels = [[row for row in rows if row["op"] == op] for op in dict.fromkeys(row["op"] for row in rows)]
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(1, len(panels), figsize=(5.6 * len(panels), 4.2), squeeze=False)
+        for axes, panel in zip(grid.flat, panels, strict=True):
+            _grouped_panel(axes, panel)
+        legend = [
+            Patch(color=OURS, label="fp8moe, geomean"),
+            Line2D([], [], color=DOTS, marker="o", markersize=3.5, linestyle="", label="one shape of the weights"),
+            Line2D([], [], color=DEEP_GEMM, label="DeepGEMM", linewidth=1.6),
+        ]
+        figure.suptitle("Grouped FP8 GEMMs on an H200, cold L2", x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.legend(handles=legend, loc="lower center", ncols=3, frameon=False)
+        figure.tight_layout(rect=(0, 0.06, 1, 0.99))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _layer_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """Time of one model's experts over the tokens, ours and the peers'."""
+    name, tokens = rows[0]["model"], [row["tokens"] for row in rows]
+    deep_gemm, bf16 = (peers.experts(impl) for impl in experts.PEERS.values())
+    for peer, field, style, colour in (
+        (bf16, "graph_us", "o-", BFLOAT16),
+        (deep_gemm, "graph_us", "o-", DEEP_GEMM),
+        (deep_gemm, "two_gemms_us", "--", FLOOR),
+    ):
+        known = [count for count in tokens if (name, count) in peer]
+        axes.plot(known, [peer[name, count][field] for count in known], style, color=colour, markersize=3.5)
+    axes.plot(tokens, [row["graph_us"] for row in rows], "o-", color=OURS, markersize=3.5, linewidth=2)
+    ratios = [row["vs_deep_gemm"] for row in rows if row["vs_deep_gemm"]]
+    axes.set_title(name + (f"   ({geomean(ratios):.1f}× transformers + DeepGEMM)" if ratios else ""))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(tokens, [str(count) for count in tokens])
+    axes.minorticks_off()
+
+
+def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """Share of each kernel in the time of a call, one bar for each number of tokens."""
+    bottom = [0.0] * len(rows)
+    totals = [sum(row[f"{stage}_us"] for stage in STAGES) for row in rows]
+    for stage, (colour, _) in STAGES.items():
+        shares = [100 * row[f"{stage}_us"] / total for row, total in zip(rows, totals, strict=True)]
+        axes.bar(range(len(rows)), shares, 0.72, bottom, color=colour)
+        bottom = [below + share for below, share in zip(bottom, shares, strict=True)]
+    for position, row in enumerate(rows):
+        us = row["graph_us"]
+        text = f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms"
+        axes.annotate(text, (position, 100), (0, 3), textcoords="offset points", ha="center", color=OURS, size=7.5)
+    axes.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
+    axes.set_ylim(0, 108)
+    axes.set_xlabel("tokens")
+
+
+def draw_experts(rows: Sequence[dict], path: Path) -> None:
+    """For each model: times of the layer and of its peers over the tokens, and below where our time goes."""
+    rows = [row for row in rows if row["routing"] == "random"]
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(2, len(names), figsize=(4.2 * len(names), 6.8), height_ratios=(3, 2), squeeze=False)
+        for name, (above, below) in zip(names, grid.T, strict=True):
+            of_model = [row for row in rows if row["model"] == name]
+            _layer_panel(above, of_model)
+            _stages_panel(below, of_model)
+        grid[0, 0].set_ylabel("CUDA graph, µs (less is better)")
+        grid[1, 0].set_ylabel("% of the time")
+        legend = [
+            Line2D([], [], color=OURS, marker="o", markersize=3.5, linewidth=2, label="fp8moe, the whole layer"),
+            Line2D(
+                [], [], color=DEEP_GEMM, marker="o", markersize=3.5, label="transformers + DeepGEMM, the whole layer"
+            ),
+            Line2D([], [], color=FLOOR, linestyle="--", label="DeepGEMM, the two GEMMs alone"),
+            Line2D([], [], color=BFLOAT16, marker="o", markersize=3.5, label="transformers, bfloat16"),
+        ]
+        figure.suptitle("Experts layer on an H200, cold L2", x=0.01, ha="left", fontsize=13, fontweight="bold")
+        stages = [Patch(color=colour, label=label) for colour, label in STAGES.values()]
+        figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False, bbox_to_anchor=(0.5, 0.03))
+        figure.legend(handles=stages, loc="lower center", ncols=5, frameon=False)
+        figure.tight_layout(rect=(0, 0.07, 1, 0.99))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+PICTURES = {"gemm": draw_gemm, "quantize": draw_quantize, "grouped_gemm": draw_grouped, "experts": draw_experts}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="draw the benchmark results")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), metavar="DIR|FILE")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="DIR")
     args = parser.parse_args(argv)
-    draw_gemm(load(args.results, "gemm"), args.out / "gemm.png")
-    draw_quantize(load(args.results, "quantize"), args.out / "quantize.png")
+    for name, draw in PICTURES.items():
+        if rows := load(args.results, name):
+            draw(rows, args.out / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ cost little more than one; a call's kernels are those that started between one f
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,10 +32,15 @@ class KernelEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """GPU time of one call in microseconds over its repeats, and the names of its kernels in launch order."""
+    """GPU time of one call in microseconds over its repeats, and the names of its kernels in launch order.
+
+    steps_us: for each kernel the median time from the end of the one before it, or from its own start if it is the
+        first, to its end. Kernels that overlap, as they do under programmatic dependent launch, count once.
+    """
 
     samples_us: tuple[float, ...]
     kernels: tuple[str, ...]
+    steps_us: tuple[float, ...] = ()
 
     @property
     def median_us(self) -> float:
@@ -68,8 +74,14 @@ def attribute(events: Iterable[KernelEvent], fill: str, calls: int, repeats: int
         if len(kernels) != 1 or () in kernels:
             raise RuntimeError(f"call {call}: expected the same kernels in every repeat, recorded {sorted(kernels)}")
         samples = tuple(sum(event.duration_ns for event in segment) / 1000 for segment in group)
-        timings.append(Timing(samples, kernels.pop()))
+        steps = tuple(statistics.median(step) / 1000 for step in zip(*map(_steps_ns, group), strict=True))
+        timings.append(Timing(samples, kernels.pop(), steps))
     return timings
+
+
+def _steps_ns(segment: Sequence[KernelEvent]) -> list[int]:
+    ends = [segment[0].start_ns, *(event.start_ns + event.duration_ns for event in segment)]
+    return [end - before for before, end in pairwise(ends)]
 
 
 def _profile(work: Callable[[], None]) -> list[KernelEvent]:
@@ -83,27 +95,74 @@ def _profile(work: Callable[[], None]) -> list[KernelEvent]:
     ]
 
 
-def measure(calls: Sequence[Callable[[], object]], *, repeats: int = REPEATS, warmup: int = 3) -> list[Timing]:
+def measure(
+    calls: Sequence[Callable[[], object]],
+    *,
+    repeats: int = REPEATS,
+    warmup: int = 3,
+    rests: Sequence[float] | None = None,
+) -> list[Timing]:
     """GPU time of each call, in order, with a cold L2.
 
-    Every call runs `warmup` times first, so that compilation and module loading stay out of the numbers.
+    Every call runs `warmup` times first, so that compilation and module loading stay out of the numbers. rests: seconds
+    of idling before each call's repeats; by default REST_S, of which calls that are not limited by power need less.
     """
-    for call in calls:
-        for _ in range(warmup):
-            call()
-    flush = torch.empty(FLUSH_BYTES // FLUSH_DTYPE.itemsize, dtype=FLUSH_DTYPE, device="cuda")
-    torch.cuda.synchronize()
+    flush = _warm_up(calls, warmup)
     # A first short session initialises the profiler and says what the fill's kernel is called in this version of torch.
     names = {event.name for event in _profile(lambda: flush.fill_(0))}
     if len(names) != 1:
         raise RuntimeError(f"expected one kernel for the fill of the L2 cache, recorded {sorted(names)}")
 
     def session() -> None:
-        for call in calls:
+        for call, rest in _rested(calls, rests):
             torch.cuda.synchronize()
-            time.sleep(REST_S)
+            time.sleep(rest)
             for repeat in range(repeats):
                 flush.fill_(repeat)
                 call()
 
     return attribute(_profile(session), names.pop(), len(calls), repeats)
+
+
+def elapsed(
+    calls: Sequence[Callable[[], object]],
+    *,
+    repeats: int = REPEATS,
+    warmup: int = 3,
+    rests: Sequence[float] | None = None,
+) -> list[float]:
+    """Median time in microseconds from before each call to after it on the GPU, by CUDA events, with a cold L2.
+
+    Unlike the sum of the kernels it holds the gaps between them and counts what overlaps once. For calls that the host
+    makes in less time than the GPU takes for the fill, such as the replay of a graph: it is never waited for.
+    """
+    flush = _warm_up(calls, warmup)
+    medians = []
+    for call, rest in _rested(calls, rests):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        torch.cuda.synchronize()
+        time.sleep(rest)
+        for repeat, (start, end) in enumerate(events):
+            flush.fill_(repeat)
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        medians.append(statistics.median(1000 * start.elapsed_time(end) for start, end in events))
+    return medians
+
+
+def _warm_up(calls: Sequence[Callable[[], object]], warmup: int) -> torch.Tensor:
+    """Runs every call and returns the tensor to fill."""
+    for call in calls:
+        for _ in range(warmup):
+            call()
+    flush = torch.empty(FLUSH_BYTES // FLUSH_DTYPE.itemsize, dtype=FLUSH_DTYPE, device="cuda")
+    torch.cuda.synchronize()
+    return flush
+
+
+def _rested(
+    calls: Sequence[Callable[[], object]], rests: Sequence[float] | None
+) -> Iterator[tuple[Callable[[], object], float]]:
+    return zip(calls, [REST_S] * len(calls) if rests is None else rests, strict=True)

@@ -4,6 +4,8 @@ Importing this needs nothing but PyTorch; CUDA libraries are loaded by the first
 """
 
 from fp8moe.kernels.gemm import gemm
+from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked
+from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
@@ -11,8 +13,11 @@ from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, qu
 __all__ = [
     "FP8Linear",
     "FP8Tensor",
+    "GroupedExperts",
     "dequantize",
     "gemm",
+    "grouped_gemm",
+    "grouped_gemm_masked",
     "quantize_1x128",
     "quantize_128x1",
     "quantize_128x128",

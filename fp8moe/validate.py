@@ -29,7 +29,7 @@ from fp8moe import config
 from fp8moe.digest import digest
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-BENCHMARKS = ("gemm", "quantize", "host")
+BENCHMARKS = ("gemm", "quantize", "host", "grouped_gemm", "experts")
 TIMEOUT_S = 570
 TAIL_LINES = 30
 _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
@@ -173,9 +173,8 @@ def problems(content: dict, sources: str, needed: Iterable[str] = PARTS) -> list
             if result["errors"] != 0 or result["exit_code"] != 0:
                 found.append(f"{tool}: {result['errors']} errors, exit code {result['exit_code']}")
     if benchmarks := content.get("benchmarks"):
-        found += [
-            f"benchmark {name}: {benchmarks[name]['error']}" for name in BENCHMARKS if "error" in benchmarks[name]
-        ]
+        results = {name: benchmarks.get(name, {"error": "missing"}) for name in BENCHMARKS}
+        found += [f"benchmark {name}: {result['error']}" for name, result in results.items() if "error" in result]
     return found
 
 
@@ -194,7 +193,8 @@ def summary(content: dict, sources: str) -> str:
     if sanitizer := content.get("sanitizer"):
         lines.append("sanitizer: " + ", ".join(f"{tool} {sanitizer[tool]['errors']} errors" for tool in SANITIZERS))
     if benchmarks := content.get("benchmarks"):
-        lines.append("benchmarks: " + ", ".join(f"{n} {len(benchmarks[n].get('rows', ()))} rows" for n in BENCHMARKS))
+        rows = {name: len(benchmarks.get(name, {}).get("rows", ())) for name in BENCHMARKS}
+        lines.append("benchmarks: " + ", ".join(f"{name} {count} rows" for name, count in rows.items()))
     lines += [f"bar missed: {bar}" for bar in missed_bars(content)]
     lines += [f"problem: {problem}" for problem in problems(content, sources)]
     return "\n".join(lines)

@@ -8,8 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import gemm, host, operands, peers, quantize, report, timing
+from benchmarks import experts, gemm, grouped_gemm, host, operands, peers, plots, quantize, report, timing
+from benchmarks.grouped_gemm import Case
+from benchmarks.peers import Model
 from benchmarks.timing import KernelEvent
+from fp8moe import FP8Tensor
 
 FILL = "fill"
 
@@ -35,6 +38,18 @@ def test_kernels_are_attributed_between_fills_whatever_the_order_of_the_records(
 def test_median_and_mean_are_over_the_repeats():
     timed = timing.Timing((1.0, 2.0, 9.0), ("gemm",))
     assert (timed.median_us, timed.mean_us) == (2.0, 4.0)
+
+
+def test_steps_count_overlapping_kernels_once():
+    starts = ((FILL, 0, 50_000), ("a", 60_000, 4_000), ("b", 62_000, 7_000), ("c", 71_000, 1_000))
+    (timed,) = timing.attribute([KernelEvent(*event) for event in starts], FILL, calls=1, repeats=1)
+    assert timed.steps_us == (4.0, 5.0, 3.0)  # a; b from the end of a; c with the gap before it
+    assert timed.median_us == 12.0
+
+
+def test_steps_are_medians_over_the_repeats():
+    events = [KernelEvent(*event) for r in range(3) for event in ((FILL, 100 * r, 9), ("a", 100 * r + 10, 10 + r))]
+    assert timing.attribute(events, FILL, calls=1, repeats=3)[0].steps_us == (0.011,)
 
 
 def drop(events, index):
@@ -211,3 +226,327 @@ def test_rounding_alone_is_no_error():
     assert operands.relative_error(expected.bfloat16(), expected) > 1e-4
     assert operands.rounded_error(expected.bfloat16(), expected) == 0
     assert operands.rounded_error(torch.tensor([1.0, 1 + 2**-7]).bfloat16(), expected) > 1e-3
+
+
+def test_stored_grouped_peers():
+    contiguous, masked = peers.grouped("grouped_contiguous"), peers.grouped("grouped_masked")
+    assert (len(contiguous), len(masked)) == (15, 27)
+    assert contiguous[256, 64, 4096, 7168] == (2401.83, 400.97)  # over valid, not over padded rows
+    assert masked[6, 20, 7168, 2048] == (32.77, 113.77)
+    assert all(us > 0 and tflops > 0 for us, tflops in (*contiguous.values(), *masked.values()))
+
+
+def test_stored_experts_cover_every_model_and_number_of_tokens():
+    models = peers.models()
+    assert models["dsv3"] == Model(hidden=7168, intermediate=2048, experts=256, top_k=8)
+    keys = [(name, tokens) for name in models for tokens in peers.EXPERTS_TOKENS]
+    for impl in experts.PEERS.values():
+        assert list(peers.experts(impl)) == keys
+    layer = peers.experts("transformers+deepgemm")
+    assert (layer["dsv3", 1]["graph_us"], layer["dsv3", 1]["two_gemms_us"]) == (315.25, 117.55)
+    assert all(0 < row["two_gemms_us"] < row["graph_us"] for row in layer.values())
+
+
+def test_random_operands_are_normal_and_have_the_layouts_of_the_quantizers():
+    torch.manual_seed(0)
+    a = operands.random_rows(301, 400, std=2.0, device="cpu")
+    assert (a.scale.shape, a.scale.stride()) == ((301, 4), (1, 304))
+    assert operands.exact(a).std().item() == pytest.approx(2, rel=0.1)
+    b = operands.random_experts(3, 200, 272, std=0.1, device="cpu")
+    assert (b.data.shape, b.scale.shape) == ((3, 200, 272), (3, 2, 3))
+    values = operands.exact(FP8Tensor(b.data[1], b.scale[1]))
+    assert values.std().item() == pytest.approx(0.1, rel=0.1)
+    assert (values == 0).float().mean() < 1e-2 and values.isfinite().all()
+
+
+@pytest.mark.parametrize("case", sorted({(case.groups, case.mean_m) for case in grouped_gemm.stored_cases()}))
+def test_group_sizes_are_around_the_mean(case):
+    groups, mean_m = case
+    sizes = grouped_gemm.group_sizes(groups, mean_m)
+    assert sizes == grouped_gemm.group_sizes(groups, mean_m)
+    assert len(sizes) == groups
+    assert all(max(1, 0.7 * mean_m - 0.5) <= size <= 1.3 * mean_m + 0.5 for size in sizes)
+    assert max(sizes) <= grouped_gemm.places(mean_m) or mean_m > 1024
+    if groups >= 32:
+        assert sum(sizes) / groups == pytest.approx(mean_m, rel=0.1)
+    assert mean_m <= 2 or len(set(sizes)) > 1
+
+
+def test_grouped_rows_compare_speed_over_valid_rows_and_small_masked_groups_by_time():
+    row = grouped_gemm.make_row(Case("grouped_gemm", 32, 256, 7168, 2048), 8000, 200.0, 201.0, 1e-5, 1)
+    assert row["tflops"] == pytest.approx(2 * 8000 * 7168 * 2048 / 200e-6 / 1e12)
+    assert row["vs_deep_gemm"] == pytest.approx(row["tflops"] / 976.38)
+    moved = 8000 * 2048 + 32 * 7168 * 2048 + 4 * 16 * (8000 + 32 * 56) + 2 * 8000 * 7168
+    assert row["gbps"] == pytest.approx(moved / 200e-6 / 1e9)
+    large = grouped_gemm.make_row(Case("grouped_gemm_masked", 32, 192, 7168, 2048), 6000, 200.0, 201.0, 1e-5, 1)
+    assert large["vs_deep_gemm"] == pytest.approx(large["tflops"] / 858.04)
+    few = grouped_gemm.make_row(Case("grouped_gemm_masked", 6, 20, 7168, 2048), 120, 30.0, 31.0, 1e-5, 1)
+    assert few["vs_deep_gemm"] == pytest.approx(32.77 / 30)
+    assert grouped_gemm.make_row(Case("grouped_gemm", 3, 5, 8, 16), 15, 1.0, 1.0, 0.0, 1)["vs_deep_gemm"] is None
+
+
+def grouped_rows(ratio):
+    """Rows in which every stored case has the ratio that `ratio(case)` says."""
+    found = []
+    for case in grouped_gemm.stored_cases():
+        rows = sum(grouped_gemm.group_sizes(case.groups, case.mean_m))
+        unit = grouped_gemm.make_row(case, rows, 1.0, 1.0, 1e-5, 1)["vs_deep_gemm"]
+        us = unit / ratio(case)
+        found.append(grouped_gemm.make_row(case, rows, us, us, 1e-5, 1))
+    return found
+
+
+def test_grouped_bars():
+    rows = grouped_rows(lambda case: 1.2 if case.op == "grouped_gemm" else 1.1)
+    bars = grouped_gemm.bars(rows)
+    assert [bar.value for bar in bars] == pytest.approx([1.2, 1.2, 1.2, 1.1, 1.1, 1e-5])
+    assert all(bar.passed for bar in bars)
+    slow = Case("grouped_gemm_masked", 256, 2, 7168, 2048)
+    rows = grouped_rows(lambda case: 0.9 if case == slow else 1.2)
+    assert [bar.name for bar in grouped_gemm.bars(rows) if not bar.passed] == ["grouped_gemm_masked, least"]
+
+
+def test_grouped_bars_need_every_case():
+    rows = [row for row in grouped_rows(lambda case: 1.5) if (row["groups"], row["n"]) != (8, 6144)]
+    names = [bar.name for bar in grouped_gemm.bars(rows)]
+    assert not any(name.startswith("grouped_gemm, 4 and 8") for name in names)
+    assert any(name.startswith("grouped_gemm, 32") for name in names)
+    assert grouped_gemm.bars([]) == []
+
+
+def test_grouped_summary_has_a_line_for_each_kind_of_groups():
+    lines = grouped_gemm.summarize(grouped_rows(lambda case: 1.25))
+    assert len(lines) == 4 + 7
+    assert all(line["vs_deep_gemm"] == pytest.approx(1.25) for line in lines)
+
+
+def fake_timings(calls, *, rests):
+    assert len(calls) == len(rests)
+    for call in calls:
+        call()
+    return [timing.Timing((2.0, 4.0), ("gemm",)) for _ in calls]
+
+
+@pytest.fixture
+def small_rooms(monkeypatch):
+    monkeypatch.setattr(grouped_gemm, "require_hopper", lambda: "no GPU")
+    monkeypatch.setattr(grouped_gemm, "places", lambda mean_m: 12)
+    monkeypatch.setattr(timing, "measure", fake_timings)
+
+
+def test_grouped_benchmark_checks_and_times_its_cases(small_rooms):
+    cases = [Case("grouped_gemm", 3, 20, 136, 272), Case("grouped_gemm_masked", 5, 4, 136, 272)]
+    result = grouped_gemm.run(cases, device="cpu")
+    assert [row["us"] for row in result["rows"]] == [3.0, 3.0]
+    assert [row["rows"] for row in result["rows"]] == [
+        sum(grouped_gemm.group_sizes(3, 20)),
+        sum(grouped_gemm.group_sizes(5, 4)),
+    ]
+    assert all(row["error"] <= 3e-4 for row in result["rows"])
+    assert [bar["passed"] for bar in result["bars"]] == [True]
+
+
+@pytest.mark.parametrize("op", grouped_gemm.PEER_OPS)
+def test_wrong_grouped_results_are_not_timed(small_rooms, monkeypatch, op):
+    case, real = Case(op, 5, 4, 136, 272), getattr(grouped_gemm, op)
+
+    def prepare(spoil):
+        def wrong(*args, out, **options):
+            real(*args, out=out, **options)
+            spoil(out.view(-1, 136))
+
+        monkeypatch.setattr(grouped_gemm, op, wrong)
+        grouped_gemm.prepare(case, operands.random_experts(5, 136, 272, device="cpu"), device="cpu")
+
+    prepare(lambda out: None)
+    with pytest.raises(RuntimeError, match="relative error"):
+        prepare(lambda out: out[0].mul_(1.5))
+    with pytest.raises(RuntimeError, match="left out"):
+        prepare(lambda out: out[1, 7].fill_(math.nan))
+    if op == "grouped_gemm_masked":
+        with pytest.raises(RuntimeError, match="other rows"):
+            prepare(lambda out: out[11, 7].zero_())
+
+
+def test_sampled_rows_reach_the_ends_of_the_largest_and_the_smallest_group():
+    chosen = grouped_gemm.sampled_rows([50, 400, 1, 60, 70])
+    assert sorted(chosen) == [0, 1, 2, 4]
+    assert (chosen[1][0], chosen[1][-1], len(chosen[1])) == (0, 399, 16)
+    assert chosen[2] == [0]
+
+
+TINY = Model(hidden=256, intermediate=128, experts=8, top_k=2)
+
+
+def measurement(graph_us, host_us=100.0, extra_bytes=1):
+    return experts.Measurement(
+        graph_us,
+        (0.1 * graph_us,) * 2 + (0.4 * graph_us, 0.3 * graph_us, 0.1 * graph_us),
+        host_us,
+        extra_bytes,
+        8,
+        2e-3,
+    )
+
+
+def experts_rows(speedup, skew=1.0):
+    """Rows in which our layer takes the time of DeepGEMM's two GEMMs divided by `speedup(model, tokens)`."""
+    rows = []
+    for (name, tokens), peer in peers.experts("transformers+deepgemm").items():
+        us = peer["two_gemms_us"] / speedup(name, tokens)
+        model = peers.models()[name]
+        host_us = 100.0 + tokens / 128 if tokens <= 128 else None
+        measured = measurement(us, host_us, experts.documented_bytes(model, tokens))
+        rows.append(experts.make_row(name, model, tokens, "random", measured))
+        if (name, tokens) == experts.BALANCE:
+            rows.append(experts.make_row(name, model, tokens, "even", measurement(us, None)))
+            rows.append(experts.make_row(name, model, tokens, "skewed", measurement(skew * us, None)))
+    return rows
+
+
+ERRORS = {"cuda": 2.3e-3, "cuda, own activations": 1.7e-3, "reference, own activations": 1.7e-3}
+
+
+def test_experts_rows_hold_ratios_and_stages():
+    row = experts.make_row("dsv3", peers.models()["dsv3"], 1, "random", measurement(100.0))
+    assert row["vs_two_gemms"] == pytest.approx(1.1755)
+    assert row["vs_deep_gemm"] == pytest.approx(3.1525)
+    assert row["vs_bf16"] == pytest.approx(4.1599)
+    assert sum(row[f"{stage}_us"] for stage in experts.STAGES) == pytest.approx(100)
+    assert row["tflops"] == pytest.approx(6 * 8 * 7168 * 2048 / 100e-6 / 1e12)
+    for other in (("dsv3", 1, "even"), ("dsv3", 3, "random"), ("tiny", 1, "random")):
+        name, tokens, routing = other
+        unknown = experts.make_row(name, TINY, tokens, routing, measurement(1.0))
+        assert unknown["vs_two_gemms"] is unknown["vs_deep_gemm"] is unknown["vs_bf16"] is None
+
+
+def test_experts_bars():
+    bars = experts.bars(experts_rows(lambda name, tokens: 1.2, skew=1.1), ERRORS)
+    values = [bar.value for bar in bars]
+    assert values[0] == pytest.approx(1.2)
+    assert values[1] > 1.2
+    assert values[2:] == pytest.approx([101.0, 117.55 / 1.2, 1.1, 1.0, 2.3e-3, 1.0])
+    assert all(bar.passed for bar in bars)
+    rows = experts_rows(lambda name, tokens: 0.99, skew=1.2)
+    rows[0]["host_us"], rows[-1]["extra_bytes"] = 181.0, 2 * rows[-1]["documented_bytes"]
+    missed = [bar.passed for bar in experts.bars(rows, ERRORS | {"cuda, own activations": 1.9e-3})]
+    assert missed == [False, True, False, False, False, False, True, False]
+
+
+def test_experts_bars_need_every_case():
+    rows = [row for row in experts_rows(lambda *_: 1.5, skew=1.0) if row["tokens"] not in (1, 2048, 8192)]
+    assert [bar.name for bar in experts.bars(rows, ERRORS)] == [
+        "experts, CPU time of an eager call, 1 to 128 tokens, slowest",
+        "experts, layer error against float64",
+        "experts, layer error over its own quantized activations / the reference backend's",
+    ]
+    assert [bar.passed for bar in experts.bars([], dict.fromkeys(ERRORS, math.nan))] == [False, False]
+
+
+def test_experts_summary_has_a_line_for_each_model():
+    lines = experts.summarize(experts_rows(lambda *_: 1.5))
+    assert [line["model"] for line in lines] == list(peers.models())
+    assert all(line["vs_two_gemms"] == pytest.approx(1.5) for line in lines)
+
+
+def test_routing_has_distinct_experts_and_as_many_in_use_as_the_peers():
+    for name, tokens in (("qwen3_30b", 8), ("dsv3", 8), ("dsv3_ep8", 1)):
+        model = peers.models()[name]
+        (index,) = experts.routings(name, model, tokens).values()
+        assert torch.equal(index, experts.routings(name, model, tokens)["random"])
+        assert index.shape == (tokens, 8) and index.max() < model.experts
+        assert all(len(set(row)) == 8 for row in index.tolist())
+        assert len(index.unique()) == peers.experts("transformers+deepgemm")[name, tokens]["active_experts"]
+    with pytest.raises(RuntimeError, match="9 experts in use"):
+        experts.route(TINY, 4, 9)
+
+
+def test_even_and_skewed_routing():
+    name, tokens = experts.BALANCE
+    found = experts.routings(name, peers.models()[name], tokens)
+    assert set(found) == {"random", "even", "skewed"}
+    even, skewed = (found[kind].flatten().bincount(minlength=32) for kind in ("even", "skewed"))
+    assert (even == 512).all()
+    assert skewed[0] == round(0.6 * 16384) and skewed.sum() == 16384
+    assert skewed[1:].max() - skewed[1:].min() < 10
+    assert (found["skewed"][:100] == 0).float().mean() == pytest.approx(0.6, abs=0.1)  # in any order
+
+
+def test_exact_layer_agrees_with_the_reference_backend_and_sees_a_wrong_one():
+    torch.manual_seed(0)
+    layer = experts.make_layer(TINY, device="cpu")
+    inputs = experts.random_inputs(TINY, experts.route(TINY, 9), device="cpu")
+    assert 0 < experts.check(layer, inputs) <= experts.MAX_ERROR
+    out = layer(*inputs)
+    assert 0.02 < out.float().std() < 2
+    layer.forward = lambda *inputs: 1.02 * out
+    with pytest.raises(RuntimeError, match="relative error"):
+        experts.check(layer, inputs)
+
+
+def test_stages_are_those_of_the_layers_kernels():
+    steps = (1.0, 2.0, 3.0, 4.0, 5.0)
+    assert experts.stages_us(timing.Timing((15.0,), experts.KERNELS, steps)) == steps
+    for kernels in (experts.KERNELS[:4], (*experts.KERNELS[:4], "fill")):
+        with pytest.raises(RuntimeError, match="expected the kernels sort_by_expert"):
+            experts.stages_us(timing.Timing((15.0,), kernels, steps[: len(kernels)]))
+
+
+def test_documented_memory_is_that_of_the_layers_docstring():
+    rows, blocks = 10 * 2, 2 + 1
+    assert experts.documented_bytes(TINY, 10) == rows * (3 * 256 + 128) + 4 * rows * blocks + 8 * (rows + 8)
+
+
+def test_experts_benchmark_measures_every_case(monkeypatch):
+    def measure(calls, *, rests):
+        return [timing.Timing((5.0,), experts.KERNELS, (1.0,) * 5) for _ in fake_timings(calls, rests=rests)]
+
+    monkeypatch.setattr(experts, "require_hopper", lambda: "no GPU")
+    monkeypatch.setattr(experts, "ERROR_CASE", TINY)
+    monkeypatch.setattr(experts, "BALANCE", ("tiny", 8))
+    monkeypatch.setattr(experts, "capture", lambda call: call)
+    monkeypatch.setattr(experts, "extra_bytes", lambda call: 7)
+    monkeypatch.setattr(host, "host_us", lambda call, **_: 90.0)
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "elapsed", lambda calls, *, rests: [6.0] * len(calls))
+    result = experts.run({"tiny": TINY}, (1, 8, 130), device="cpu")
+    cases = [(row["tokens"], row["routing"], row["host_us"]) for row in result["rows"]]
+    assert cases == [(1, "random", 90), (8, "random", 90), (8, "even", 90), (8, "skewed", 90), (130, "random", None)]
+    assert all((row["graph_us"], row["gemm1_us"], row["extra_bytes"]) == (6.0, 1.0, 7) for row in result["rows"])
+    assert result["errors"]["cuda"] <= experts.MAX_ERROR
+    assert result["errors"]["cuda, own activations"] == result["errors"]["reference, own activations"]
+    names = {bar["name"]: bar["passed"] for bar in result["bars"]}
+    assert names["experts, dsv3_ep8, 2048 tokens, 60% of the rows to one expert / even routing"]
+
+
+def quantize_rows():
+    sizes = [("quantize_1x128", m) for m in (1, 64, 4096)] + [("quantize_128x128", 4096)]
+    return [quantize.make_row(op, m, 7168, 2.0 + m / 100, 0.0) for op, m in sizes]
+
+
+def test_pictures_are_drawn_of_what_there_is(tmp_path):
+    benchmarks = {
+        "gemm": {"rows": gemm_rows(lambda *_: 1.1)},
+        "quantize": {"rows": quantize_rows()},
+        "grouped_gemm": {"rows": grouped_rows(lambda case: 1 + case.n / 40960)},
+        "experts": {"rows": experts_rows(lambda name, tokens: 1.1)},
+    }
+    report.write_json(tmp_path / "new.json", {"benchmarks": benchmarks})
+    plots.main(["--results", str(tmp_path / "new.json"), "--out", str(tmp_path / "new")])
+    assert {path.stem for path in (tmp_path / "new").glob("*.png")} == set(benchmarks)
+    older = {"gemm": {"error": "wrong result"}, "quantize": benchmarks["quantize"]}
+    report.write_json(tmp_path / "old.json", {"benchmarks": older})
+    plots.main(["--results", str(tmp_path / "old.json"), "--out", str(tmp_path / "old")])
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["quantize.png"]
+
+
+def test_results_are_read_from_a_directory(tmp_path):
+    report.write_json(tmp_path / "experts.json", {"rows": [1]})
+    assert plots.load(tmp_path, "experts") == [1]
+    assert plots.load(tmp_path, "gemm") == []
+
+
+def test_pictures_of_cases_without_a_peer(tmp_path):
+    rows = [experts.make_row("tiny", TINY, tokens, "random", measurement(5.0)) for tokens in (1, 3)]
+    plots.draw_experts(rows, tmp_path / "experts.png")
+    assert (tmp_path / "experts.png").stat().st_size > 0

@@ -151,7 +151,8 @@ def test_choices_on_an_h200(weight, m, expected):
 
 def structure(config: GemmConfig) -> tuple:
     """What decides the registers of a variant: not how deep its ring is or how many blocks share K."""
-    return (config.block_m, config.block_n, config.swap, config.warpgroups, config.blocks_per_sm, config.split_k > 1)
+    tile = (config.block_m, config.block_n, config.swap, config.warpgroups, config.staged)
+    return (*tile, config.blocks_per_sm, config.split_k > 1)
 
 
 def variants() -> list[tuple[GemmConfig, int, int]]:

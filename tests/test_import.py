@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys, torch
 before = set(sys.modules)
@@ -30,3 +32,10 @@ def test_integrations_is_a_subpackage():
     import fp8moe.integrations
 
     assert fp8moe.integrations.__doc__
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "decode", "transformers"])
+def test_integrations_load_transformers_only_when_used(name):
+    script = f"import sys, fp8moe.integrations.{name}; print('transformers' in sys.modules)"
+    output = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert output.split() == ["False"]

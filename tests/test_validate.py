@@ -1,6 +1,7 @@
 """What `fp8moe validate` makes of the tools it runs, and when a stored file vouches for the sources."""
 
 import copy
+from importlib import import_module
 
 import pytest
 
@@ -38,6 +39,7 @@ def test_a_clean_file_has_no_problems():
         (changed("sanitizer", "memcheck", "errors", value=None), "memcheck"),
         (changed("sanitizer", "synccheck", "exit_code", value=1), "synccheck"),
         (changed("benchmarks", "gemm", value={"error": "wrong result"}), "wrong result"),
+        (changed("benchmarks", value={"gemm": {"rows": []}}), "benchmark experts: missing"),
         ({"digest": "d", "tests": CLEAN["tests"], "sanitizer": CLEAN["sanitizer"]}, "benchmarks"),
         ({}, "digest"),
     ],
@@ -86,6 +88,16 @@ def test_missed_bars_are_listed_with_their_limit():
     content = changed("benchmarks", "host", value={"rows": [], "bars": [bar, bar | {"passed": True}]})
     assert validate.missed_bars(content) == ["time: 30, limit 25 us"]
     assert "bar missed: time" in validate.summary(content, "d")
+
+
+def test_every_recorded_benchmark_is_there_to_run():
+    for name in validate.BENCHMARKS:
+        assert callable(import_module(f"benchmarks.{name}").run)
+
+
+def test_a_file_of_fewer_benchmarks_can_be_summed_up():
+    text = validate.summary(changed("benchmarks", value={"gemm": {"rows": [{}, {}], "bars": []}}), "d")
+    assert "gemm 2 rows" in text and "experts 0 rows" in text
 
 
 def test_unknown_part_is_refused(capsys):

@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 PATH = Path(__file__).with_name("h200.json")
 
@@ -17,6 +18,23 @@ DENSE_SHAPES = (
     (7168, 2048),
 )
 DENSE_M = (1, 16, 64, 128, 512, 4096)
+EXPERTS_TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+
+
+class Grouped(NamedTuple):
+    """A grouped GEMM of DeepGEMM: its time, and operations per second over the rows that are in a group."""
+
+    us: float
+    tflops: float
+
+
+class Model(NamedTuple):
+    """The experts of one layer of a model."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
 
 
 @functools.cache
@@ -43,6 +61,37 @@ def dense(impl: str, field: str = "us") -> dict[tuple[int, int, int], float]:
 def stream_floor() -> dict[tuple[int, int], float]:
     """The least time in microseconds in which a kernel can read an (n, k) FP8 weight, by (n, k)."""
     return {(row["n"], row["k"]): row["us"] for row in load()["rows"] if row["op"] == "stream_floor"}
+
+
+def grouped(op: str) -> dict[tuple[int, int, int, int], Grouped]:
+    """DeepGEMM's "grouped_contiguous" or "grouped_masked" by (groups, mean rows of a group, n, k).
+
+    It pads each group of the former to a multiple of 128 rows, which take time but do not count as operations here.
+    """
+    return {
+        (row["groups"], row["mean_m"], row["n"], row["k"]): Grouped(
+            row["us"], row["tflops_valid_rows"] if op == "grouped_contiguous" else row["tflops"]
+        )
+        for row in load()["rows"]
+        if row["op"] == op
+    }
+
+
+def models() -> dict[str, Model]:
+    """The models whose experts were measured, by name."""
+    rows = (row for row in load()["rows"] if row["op"] == "experts_layer")
+    return {row["model"]: Model(*(row[field] for field in Model._fields)) for row in rows}
+
+
+def experts(impl: str) -> dict[tuple[str, int], dict]:
+    """The rows of one implementation of an experts layer by (model, tokens).
+
+    `impl` is "transformers+deepgemm" or "transformers bf16 grouped_mm". In microseconds: `kernels_us`, the sum of the
+    kernels; `graph_us`, the replay of a CUDA graph; `eager_us`; and of the first `two_gemms_us`, its two GEMMs alone,
+    with `active_experts` of the experts in use.
+    """
+    rows = (row for row in load()["rows"] if row["op"] == "experts_layer" and row["impl"] == impl)
+    return {(row["model"], row["tokens"]): row for row in rows}
 
 
 def first_call_seconds() -> float:

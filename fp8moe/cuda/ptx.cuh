@@ -168,6 +168,28 @@ __device__ __forceinline__ u32 pack_bfloat16(float low, float high) {
 
 __device__ __forceinline__ float bfloat16_to_float(u16 x) { return __uint_as_float(u32{x} << 16); }
 
+// Two E4M3 values, rounded to nearest even, saturated; NaN stays NaN.
+__device__ __forceinline__ u16 pack_e4m3(float low, float high) {
+  u16 packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// 1 / x to one unit in the last place. A division has a slow path, whose branch costs every loop around it its uniform
+// registers.
+__device__ __forceinline__ float reciprocal(float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
+
+// 1 / (1 + e^-x) to about 1e-6: 0 and 1 far out, NaN for NaN.
+__device__ __forceinline__ float sigmoid(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+  return reciprocal(1.f + power);
+}
+
 __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)

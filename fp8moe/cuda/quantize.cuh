@@ -16,7 +16,9 @@ constexpr float FP8_MAX = 448.0f;
 constexpr float SCALE_FLOOR = 1e-12f;
 
 // How many of the next `size` indices from `begin` on lie before `end`.
-__device__ int inside(i64 begin, i64 end, int size) { return end - begin < size ? static_cast<int>(end - begin) : size; }
+__device__ int inside(i64 begin, i64 end, int size) {
+  return end - begin < size ? static_cast<int>(end - begin) : size;
+}
 
 // ---- input types ----
 //
@@ -110,8 +112,8 @@ __device__ float reciprocal_of(float x) {
 }
 
 // x / divisor, correctly rounded, given the correctly rounded reciprocal: one Newton step on the quotient (Markstein,
-// IBM J. Res. Dev. 34(1), 1990). Checked exhaustively against IEEE division for divisor 448 and, for every other divisor,
-// where a last bit could matter: around the midpoints of E4M3. The signs are such that -0 stays -0.
+// IBM J. Res. Dev. 34(1), 1990). Checked exhaustively against IEEE division for divisor 448 and, for every other
+// divisor, where a last bit could matter: around the midpoints of E4M3. The signs are such that -0 stays -0.
 __device__ float divide(float x, float divisor, float reciprocal) {
   const float quotient = __fmul_rn(x, reciprocal);
   return __fmaf_rn(__fmaf_rn(quotient, divisor, -x), -reciprocal, quotient);
@@ -157,8 +159,8 @@ __device__ void store(u8* target, const Vector& v, const Scale& scale, int count
   u32 out[PER_VECTOR / 4];
 #pragma unroll
   for (int i = 0; i < PER_VECTOR; i += 4) {
-    out[i / 4] = to_e4m3(scale.quotient(v[i]), scale.quotient(v[i + 1]), scale.quotient(v[i + 2]),
-                         scale.quotient(v[i + 3]));
+    out[i / 4] =
+        to_e4m3(scale.quotient(v[i]), scale.quotient(v[i + 1]), scale.quotient(v[i + 2]), scale.quotient(v[i + 3]));
   }
   if constexpr (VECTOR) {
     if (count <= 0) return;

@@ -13,7 +13,7 @@ from math import ceil
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one block may use
 SHARED_PER_SM = 228 * 1024  # of which every resident block costs 1 KB more
 REGISTERS_PER_SM = 65536
-PRODUCER_REGISTERS = 56
+PRODUCER_REGISTERS = 24
 MAX_STAGES = 16
 
 
@@ -31,6 +31,7 @@ class GemmConfig:
         blocks_per_sm: resident blocks the registers and the shared memory are sized for.
         staged: the bfloat16 tile has shared memory of its own, out of which TMA writes it under the next tile's
             products; otherwise each warp writes its rows by way of a small buffer, and the ring is deeper.
+        groups: weight matrices of a grouped GEMM, of whose rows the block keeps a table; 0 for a dense one.
     """
 
     block_m: int
@@ -41,6 +42,7 @@ class GemmConfig:
     split_k: int = 1
     blocks_per_sm: int = 1
     staged: bool = False
+    groups: int = 0
 
     @property
     def threads(self) -> int:
@@ -48,19 +50,26 @@ class GemmConfig:
         return 128 * (self.warpgroups + 1)
 
     @property
+    def columns(self) -> int:
+        """Width of one wgmma; a tile of 256 columns takes two."""
+        if self.swap:
+            return self.block_m
+        return 128 if self.block_n == 256 else self.block_n
+
+    @property
     def accumulators(self) -> int:
-        """Float32 registers that one 64-row slab takes in a math thread."""
-        return (self.block_m if self.swap else self.block_n) // 2
+        """Float32 registers that one slab of 64 rows takes in a math thread."""
+        return self.columns // 2
 
     @property
     def waves(self) -> int:
-        """64-row slabs of one math warpgroup."""
-        return (self.block_n if self.swap else self.block_m) // (64 * self.warpgroups)
+        """Slabs of one math warpgroup."""
+        return self.block_m * self.block_n // (64 * self.columns * self.warpgroups)
 
     @property
     def math_registers(self) -> int:
         """Registers of a math thread, by ``setmaxnreg``; 0 leaves every thread its even share."""
-        return 224 if self.warpgroups == 2 and self.blocks_per_sm == 1 else 0
+        return 240 if self.warpgroups == 2 and self.blocks_per_sm == 1 else 0
 
     @property
     def registers(self) -> int:
@@ -70,12 +79,22 @@ class GemmConfig:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage: both tiles, the scales of the tokens and two mbarriers."""
-        return (self.block_m + self.block_n) * 128 + _round_up(self.block_m * 4, 128) + 16
+        return (self.block_m + self.block_n) * 128 + _round_up((self.block_m + (4 if self.groups else 0)) * 4, 128) + 16
 
     @property
     def reduces(self) -> bool:
         """Whether the epilogue sums through the reduction buffer."""
         return self.swap or self.split_k > 1
+
+    @property
+    def scale_box(self) -> int:
+        """Token scales that one load brings: a group may begin at any row, a load only at a multiple of 4."""
+        return min(self.block_m, 128) + (4 if self.groups else 0)
+
+    @property
+    def single_tile(self) -> bool:
+        """Whether a block computes one tile only, rather than walk over many."""
+        return self.split_k > 1 or (self.swap and self.groups == 0)
 
     @property
     def partial_bytes(self) -> int:
@@ -93,7 +112,12 @@ class GemmConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, alignment included."""
-        return self.stages * self.stage_bytes + self.epilogue_bytes + 8 + 1024
+        return self.stages * self.stage_bytes + self.epilogue_bytes + 8 + self.table_bytes + 1024
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory of the table of groups."""
+        return (3 * self.groups + 1) * 4 if self.groups else 0
 
 
 def _round_up(a: int, b: int) -> int:
@@ -105,9 +129,9 @@ def with_stages(config: GemmConfig, k: int) -> GemmConfig:
 
     A split's partial tile takes the place of the ring, which must be large enough for it.
     """
-    budget = min(SHARED_LIMIT, SHARED_PER_SM // config.blocks_per_sm - 1024) - 1024 - 8
+    budget = min(SHARED_LIMIT, SHARED_PER_SM // config.blocks_per_sm - 1024) - 1024 - 8 - config.table_bytes
     fit = (budget - config.epilogue_bytes) // config.stage_bytes
-    most = ceil(ceil(k / 128) / config.split_k) if config.reduces else MAX_STAGES
+    most = ceil(ceil(k / 128) / config.split_k) if config.single_tile else MAX_STAGES
     if config.split_k > 1:
         most = max(most, ceil(config.partial_bytes / ((config.block_m + config.block_n) * 128)))
     return replace(config, stages=max(1, min(fit, most, MAX_STAGES)))
@@ -153,19 +177,28 @@ def resident_clusters(config: GemmConfig, num_sms: int) -> int:
 def predict(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
     """Microseconds that ``config`` is expected to take for (m, n, k), from a cold L2."""
     tiles = ceil(m / config.block_m) * ceil(n / config.block_n)
-    blocks, slots = tiles * config.split_k, resident_clusters(config, num_sms) * config.split_k
-    waves = ceil(blocks / slots)
-    per_sm = max(1, min(blocks, slots) / num_sms)
+    slots = resident_clusters(config, num_sms)
+    waves = ceil(tiles / slots)
+    return time_of(config, tiles, waves, min(tiles, slots), k, n * k + m * k + 2 * m * n, num_sms)
+
+
+def time_of(
+    config: GemmConfig, tiles: float, waves: float, concurrent: float, k: int, moved: float, num_sms: int
+) -> float:
+    """Microseconds of ``tiles`` tiles, ``concurrent`` at a time, ``waves`` one after the other, over K = ``k``.
+
+    moved: bytes to and from memory.
+    """
+    per_sm = max(1, concurrent * config.split_k / num_sms)
     area = config.block_m * config.block_n
 
     mma = area * _MMA
     alone = _STEP_LATENCY + (_STEP_WAIT * mma if config.warpgroups == 1 else 0)
     loaded = per_sm * (config.block_m + config.block_n) * 128 / _LOAD
     steps = waves * ceil(ceil(k / 128) / config.split_k)
-    compute = (
-        steps * max(alone, per_sm * mma, loaded) / _CYCLES * (_SHALLOW if config.staged and config.stages < 4 else 1)
-    )
-    dram = (n * k + m * k + 2 * m * n) / _DRAM
+    shallow = _SHALLOW if config.staged and config.stages < 4 else 1
+    compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES * shallow
+    dram = moved / _DRAM
     l2 = tiles * (config.block_m + config.block_n) * k / _L2
     overlapped = (compute**_OVERLAP + dram**_OVERLAP + l2**_OVERLAP) ** (1 / _OVERLAP)
 
@@ -201,12 +234,12 @@ def candidates(m: int, n: int, k: int, num_sms: int) -> list[GemmConfig]:
                 config = with_stages(replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm), k)
                 one_wave = count <= resident_clusters(config, num_sms)
                 crowded = blocks_per_sm == 1 or count * split_k > 0.7 * num_sms * (blocks_per_sm - 1)
-                if _fits(config, k) and (one_wave or split_k == 1) and crowded:
+                if fits(config, k) and (one_wave or split_k == 1) and crowded:
                     found.append(config)
     return found
 
 
-def _fits(config: GemmConfig, k: int) -> bool:
+def fits(config: GemmConfig, k: int) -> bool:
     """Whether registers and shared memory suffice, with two stages to alternate between."""
     registers = config.accumulators * (config.waves + 1) + 28
     shared = config.shared_bytes

@@ -21,6 +21,20 @@ from fp8moe.kernels.launch import Launcher, current_stream, device_guard, num_sm
 _MAX_PLANS = 4096  # prefill asks for a new M at almost every step
 
 
+class Output(ctypes.Structure):
+    """``struct Output`` of cuda/gemm_epilogue.cuh."""
+
+    _fields_ = (
+        ("data", ctypes.c_int64),
+        ("pitch", ctypes.c_int64),
+        ("bias", ctypes.c_int64),
+        ("scale", ctypes.c_int64),
+        ("scale_pitch", ctypes.c_int64),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+    )
+
+
 class Plan:
     """How to run the GEMM on operands of given shapes, strides, dtypes and device, which is to be current.
 
@@ -51,17 +65,18 @@ class Plan:
         self.b = tensor_map(b, shape=(n, k), strides=(b.stride(0), 1), box=(cfg.block_n, 128), swizzle=128)
         blocks = a_scale.shape[1]
         self.a_scale = tensor_map(
-            a_scale, shape=(blocks, m), strides=(a_scale.stride(1), 1), box=(1, cfg.block_m), l2_promotion=0
+            a_scale, shape=(blocks, m), strides=(a_scale.stride(1), 1), box=(1, cfg.scale_box), l2_promotion=0
         )
         # Of a contiguous result; one with another pitch is written without it.
         boxed = out_dtype == torch.bfloat16 and cfg.staged
         self.out_map = (
             tensor_map(self.new_out(), shape=self.shape, strides=(n, 1), box=(64, 64), swizzle=128) if boxed else None
         )
-        self.b_scale, self.bias, self.out, self.pitch = (ctypes.c_int64() for _ in range(4))
+        self.b_scale, no_groups = ctypes.c_int64(), ctypes.c_int64()
+        self.out = Output()
         tiles = -(-m // cfg.block_m) * -(-n // cfg.block_n)
         # A tile that goes through the reduction buffer is a block's only one; others are walked by a resident grid.
-        concurrent = tiles if cfg.reduces else min(tiles, sms * cfg.blocks_per_sm)
+        concurrent = tiles if cfg.single_tile else min(tiles, sms * cfg.blocks_per_sm)
         group = raster_group(cfg, m, concurrent)
         self.launcher = Launcher(
             load(kernel_spec(cfg, n, k, out_dtype=out_dtype, bias_dtype=None if bias is None else bias.dtype)),
@@ -72,8 +87,8 @@ class Plan:
             pdl=pdl,
             args=(
                 *(self.a, self.a_scale, self.b, self.out_map or self.a),
-                *(self.b_scale, self.bias, self.out, self.pitch),
-                *(ctypes.c_int(m), ctypes.c_int(group)),
+                *(self.b_scale, no_groups, self.out),
+                *(ctypes.c_int(m), ctypes.c_int(), ctypes.c_int(group)),
             ),
         )
 
@@ -90,9 +105,10 @@ class Plan:
             if self.out_map is not None:
                 self.out_map.replace_address(out)
             self.b_scale.value = b_scale
-            self.bias.value = bias
-            self.out.value = out
-            self.pitch.value = pitch
+            output = self.out
+            output.data = out
+            output.pitch = pitch
+            output.bias = bias
             launcher.launch(stream)
 
 

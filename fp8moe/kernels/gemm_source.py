@@ -25,9 +25,18 @@ __device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a,
 
 
 def kernel_spec(
-    cfg: GemmConfig, n: int, k: int, *, out_dtype: torch.dtype, bias_dtype: torch.dtype | None
+    cfg: GemmConfig,
+    n: int,
+    k: int,
+    *,
+    out_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None = None,
+    swiglu: int = 0,
 ) -> KernelSpec:
-    """The compiled variant for weights (n, k): sizes of the weights are compile-time constants, M is not."""
+    """The compiled variant for weights (n, k): sizes of the weights are compile-time constants, M is not.
+
+    swiglu: of a grouped GEMM with gate and up weights: 1 plain, 2 clamped, 3 clamped with alpha; 0 without.
+    """
     constants = {
         "N": n,
         "K": k,
@@ -39,6 +48,8 @@ def kernel_spec(
         "SPLIT_K": cfg.split_k,
         "BLOCKS_PER_SM": cfg.blocks_per_sm,
         "STAGED": int(cfg.staged),
+        "GROUPS": cfg.groups,
+        "SWIGLU": swiglu,
         "MATH_REGISTERS": cfg.math_registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "OUT_FLOAT32": int(out_dtype == torch.float32),
@@ -46,6 +57,4 @@ def kernel_spec(
         "SHARED_LIMIT": SHARED_LIMIT,
     }
     prelude = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
-    return KernelSpec(
-        source="gemm.cu", name="gemm", prelude=prelude + wgmma_source(cfg.block_m if cfg.swap else cfg.block_n)
-    )
+    return KernelSpec(source="gemm.cu", name="gemm", prelude=prelude + wgmma_source(cfg.columns))

@@ -1,9 +1,9 @@
 """A reduced set of operations for compute-sanitizer: `PYTHONPATH=. python tests/gpu/sanitize_cases.py`.
 
 Few and small, because a sanitizer slows a kernel down by orders of magnitude, yet together they reach every kind of
-kernel: few rows with K split over a cluster, ragged sizes, persistent tiles over several waves, both
-output types, bias, every quantizer. Operands are drawn and results are checked on the CPU, so that the only kernels
-that run are those of this package. Exits with 1 if a result is wrong.
+kernel: few rows with K split over a cluster, ragged sizes, persistent tiles over several waves, both output types,
+bias, every quantizer, and what `sanitize_moe_cases.py` lists. Operands are drawn and results are checked on the CPU, so
+that the only kernels that run are those of this package. Exits with 1 if a result is wrong.
 """
 
 import copy
@@ -12,6 +12,8 @@ import torch
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
+from tests.gpu.sanitize_moe_cases import CASES as MOE_CASES
+from tests.gpu.sanitize_moe_cases import on_cpu
 
 # m, n, k, output type, bias
 GEMMS = (
@@ -39,10 +41,6 @@ LINEARS = ((3, 576, 1000, True), (130, 1000, 576, False))  # tokens, in, out, bi
 E4M3_ERROR = 4e-2
 # Against float64 over the quantized operands, beyond the rounding of the result.
 GEMM_ERROR = {torch.bfloat16: 3e-4, torch.float32: 3e-4}
-
-
-def on_cpu(tensor: fp8moe.FP8Tensor) -> fp8moe.FP8Tensor:
-    return fp8moe.FP8Tensor(tensor.data.cpu(), tensor.scale.cpu())
 
 
 def gemm_error(m: int, n: int, k: int, out_dtype: torch.dtype, with_bias: bool) -> float:
@@ -79,6 +77,7 @@ def main() -> None:
     cases += [(columnwise_error, case, E4M3_ERROR) for case in COLUMNWISE]
     # Two rounded operands: their errors add in squares.
     cases += [(linear_error, case, 1.5 * E4M3_ERROR) for case in LINEARS]
+    cases += MOE_CASES
     wrong = 0
     with torch.no_grad():
         for function, case, limit in cases:

@@ -1,0 +1,217 @@
+"""Grouped FP8 GEMMs against the stored peer: `python -m benchmarks.grouped_gemm [--op OP ...] [--groups G ...]`.
+
+Groups are drawn like the peer's: 0.7 to 1.3 times the mean, evenly. What is compared, `vs_deep_gemm`, more is better:
+
+- `grouped_gemm`: operations per second, ours over DeepGEMM's. Only the rows of groups count, not those that DeepGEMM
+  adds to align groups to 128 rows; ours needs none.
+- `grouped_gemm_masked`: the same, but for groups of up to 20 rows time, DeepGEMM's over ours: it is that of reading the
+  weights, however many rows there are.
+
+Every case is checked before it is timed: some rows of several groups against float64 over the quantized operands, and
+that exactly the rows of groups are written.
+"""
+
+import argparse
+import random
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import operands, peers, timing
+from benchmarks.device import require_hopper
+from benchmarks.gemm import MAX_ERROR
+from benchmarks.report import Bar, format_bars, format_table, geomean, write_json
+from fp8moe import FP8Tensor, grouped_gemm, grouped_gemm_masked
+
+PEER_OPS = {"grouped_gemm": "grouped_contiguous", "grouped_gemm_masked": "grouped_masked"}
+# Groups of so many rows read weights most of the time, and masked ones are compared by time.
+FEW_ROWS = 20
+SHORT_REST_S = 0.05  # before cases that power does not limit
+SAMPLED_ROWS = 16  # of a group
+COLUMNS = ("op", "groups", "mean_m", "n", "k", "us", "tflops", "gbps", "vs_deep_gemm", "error")
+
+
+class Case(NamedTuple):
+    """One measurement: an operation, how many groups of about how many rows, and the shape of the weights."""
+
+    op: str
+    groups: int
+    mean_m: int
+    n: int
+    k: int
+
+
+def stored_cases() -> list[Case]:
+    """All cases of the peer."""
+    return [Case(op, *key) for op, peer_op in PEER_OPS.items() for key in peers.grouped(peer_op)]
+
+
+def group_sizes(groups: int, mean_m: int) -> list[int]:
+    """Rows of each group, 0.7 to 1.3 times the mean, rounded, and at least 1; always the same."""
+    generator = random.Random(0)
+    return [max(1, round(mean_m * generator.uniform(0.7, 1.3))) for _ in range(groups)]
+
+
+def places(mean_m: int) -> int:
+    """Rows that a group of the masked layout has room for."""
+    return 4096 if mean_m >= 192 else 1024
+
+
+def work(case: Case, rows: int) -> tuple[int, int]:
+    """Operations and bytes of one call: operands and scales in use read once, the bfloat16 output written once."""
+    _, groups, _, n, k = case
+    k_blocks, n_blocks = -(-k // 128), -(-n // 128)
+    return 2 * rows * n * k, rows * k + groups * n * k + 4 * k_blocks * (rows + groups * n_blocks) + 2 * rows * n
+
+
+def make_row(case: Case, rows: int, us: float, mean_us: float, error: float, kernels: int) -> dict:
+    """One measurement over `rows` rows in all, with its rates and its ratio to the peer (None without such a case)."""
+    flops, moved = work(case, rows)
+    tflops = flops / us / 1e6
+    peer = peers.grouped(PEER_OPS[case.op]).get(case[1:])
+    by_time = case.op == "grouped_gemm_masked" and case.mean_m <= FEW_ROWS
+    return {
+        **case._asdict(),
+        "rows": rows,
+        "us": us,
+        "mean_us": mean_us,
+        "tflops": tflops,
+        "gbps": moved / us / 1e3,
+        "vs_deep_gemm": None if peer is None else peer.us / us if by_time else tflops / peer.tflops,
+        "error": error,
+        "kernels": kernels,
+    }
+
+
+def summarize(rows: Sequence[dict]) -> list[dict]:
+    """Geometric means of the ratios, one line for each operation and kind of groups."""
+    kinds = dict.fromkeys((row["op"], row["groups"], row["mean_m"]) for row in rows)
+    lines = []
+    for op, groups, mean_m in kinds:
+        ratios = _ratios(rows, op, groups, mean_m)
+        line = {"op": op, "groups": groups, "mean_m": mean_m}
+        lines.append(line | {"vs_deep_gemm": geomean(ratios) if ratios else None})
+    return lines
+
+
+def _ratios(rows: Sequence[dict], op: str, groups: int, mean_m: int) -> list[float]:
+    kind = [row for row in rows if (row["op"], row["groups"], row["mean_m"]) == (op, groups, mean_m)]
+    return [row["vs_deep_gemm"] for row in kind if row["vs_deep_gemm"] is not None]
+
+
+def bars(rows: Sequence[dict]) -> list[Bar]:
+    """The bars whose cases are all among the rows, and the bar on the error of those there are."""
+    measured = {Case(*(row[field] for field in Case._fields)): row["vs_deep_gemm"] for row in rows}
+
+    def ratios(op: str, *groups: int) -> list[float]:
+        cases = [case for case in stored_cases() if case.op == op and (not groups or case.groups in groups)]
+        return [measured[case] for case in cases] if measured.keys() >= set(cases) else []
+
+    found = []
+    for groups, limit, aim in (((4, 8), 1.0, 1.08), ((32,), 1.15, 1.3), ((256,), 1.15, 1.22)):
+        if values := ratios("grouped_gemm", *groups):
+            name = f"grouped_gemm, {' and '.join(map(str, groups))} groups, geomean of speed over DeepGEMM's"
+            found.append(Bar(name, geomean(values), limit, aim, at_least=True))
+    if values := ratios("grouped_gemm_masked"):
+        found.append(
+            Bar("grouped_gemm_masked, geomean of speed over DeepGEMM's", geomean(values), 1.07, 1.15, at_least=True)
+        )
+        found.append(Bar("grouped_gemm_masked, least", min(values), 0.97, at_least=True))
+    if rows:
+        worst = max(row["error"] for row in rows)
+        found.append(Bar("grouped, largest relative error beyond rounding to bfloat16", worst, MAX_ERROR))
+    return found
+
+
+def sampled_rows(sizes: Sequence[int]) -> dict[int, list[int]]:
+    """Rows to check, counted from the start of their group: of the first, the last, the largest and the smallest."""
+    chosen = {0, len(sizes) - 1, sizes.index(max(sizes)), sizes.index(min(sizes))}
+    steps = SAMPLED_ROWS - 1
+    return {group: sorted({i * (sizes[group] - 1) // steps for i in range(SAMPLED_ROWS)}) for group in sorted(chosen)}
+
+
+def check(a: FP8Tensor, b: FP8Tensor, out: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> float:
+    """Error of sampled rows against float64, beyond rounding.
+
+    a (rows, K), b (E, N, K); out (rows, N), NaN before the call; group e has sizes[e] rows from starts[e] on.
+    RuntimeError if a row of a group was not written, or another was.
+    """
+    written = torch.zeros(len(out), dtype=torch.bool)
+    for start, size in zip(starts, sizes, strict=True):
+        written[start : start + size] = True
+    written = written.to(out.device)
+    nan = out.isnan()
+    if nan.any(-1)[written].any() or not nan.all(-1)[~written].all():
+        raise RuntimeError("rows of groups were left out, or other rows were written")
+    actual, expected = [], []
+    for group, rows in sampled_rows(sizes).items():
+        rows = [starts[group] + row for row in rows]
+        # As bytes, because not every version of PyTorch picks rows of FP8 values.
+        x = FP8Tensor(a.data.view(torch.uint8)[rows].view(a.data.dtype), a.scale[rows])
+        w = FP8Tensor(b.data[group], b.scale[group])
+        actual.append(out[rows])
+        expected.append(operands.exact(x) @ operands.exact(w).T)
+    return operands.rounded_error(torch.cat(actual), torch.cat(expected))
+
+
+def prepare(case: Case, b: FP8Tensor, *, device: str = "cuda") -> tuple[partial, int, float]:
+    """The call to time, its rows in all, and its error. RuntimeError if the result is wrong."""
+    sizes = group_sizes(case.groups, case.mean_m)
+    masked = case.op == "grouped_gemm_masked"
+    max_m = places(case.mean_m)
+    rows = case.groups * max_m if masked else sum(sizes)
+    starts = [group * max_m for group in range(case.groups)] if masked else [0, *accumulate(sizes)][:-1]
+    a = operands.random_rows(rows, case.k, device=device)
+    out = torch.full((rows, case.n), float("nan"), device=device, dtype=torch.bfloat16)
+    groups = torch.tensor(sizes if masked else [*starts, rows], device=device, dtype=torch.int32)
+    if masked:
+        experts = FP8Tensor(*(part.unflatten(0, (case.groups, max_m)) for part in a))
+        shape = (case.groups, max_m, case.n)
+        call = partial(grouped_gemm_masked, experts, b, groups, expected_m=case.mean_m, out=out.view(shape))
+    else:
+        call = partial(grouped_gemm, a, b, groups, out=out)
+    call()
+    error = check(a, b, out, starts, sizes)
+    if not error <= MAX_ERROR:
+        raise RuntimeError(f"{case}: relative error {error:.2e}, must be <= {MAX_ERROR}")
+    return call, sum(sizes), error
+
+
+def run(cases: Sequence[Case] | None = None, *, device: str = "cuda") -> dict:
+    """Checks and times every case, by default the stored ones; {"gpu", "rows", "bars"}."""
+    gpu = require_hopper()
+    torch.manual_seed(0)
+    cases = stored_cases() if cases is None else cases
+    shapes = dict.fromkeys((case.groups, case.n, case.k) for case in cases)
+    weights = {shape: operands.random_experts(*shape, device=device) for shape in shapes}
+    prepared = [prepare(case, weights[case.groups, case.n, case.k], device=device) for case in cases]
+    rests = [timing.REST_S if case.mean_m > FEW_ROWS else SHORT_REST_S for case in cases]
+    timings = timing.measure([call for call, _, _ in prepared], rests=rests)
+    rows = [
+        make_row(case, count, timed.median_us, timed.mean_us, error, len(timed.kernels))
+        for case, (_, count, error), timed in zip(cases, prepared, timings, strict=True)
+    ]
+    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.grouped_gemm", description="grouped GEMMs against a peer"
+    )
+    parser.add_argument("--op", choices=PEER_OPS, nargs="+", default=list(PEER_OPS))
+    parser.add_argument("--groups", type=int, nargs="+", help="only cases with so many groups")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
+    args = parser.parse_args(argv)
+    cases = [case for case in stored_cases() if case.op in args.op]
+    result = run([case for case in cases if args.groups is None or case.groups in args.groups])
+    write_json(args.out / "grouped_gemm.json", result)
+    summary = format_table(summarize(result["rows"]), ("op", "groups", "mean_m", "vs_deep_gemm"))
+    print(format_table(result["rows"], COLUMNS), summary, format_bars(result["bars"]), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+// Sums the rows of each token's assignments with their weights: products and sums in float32, each rounded, in the
+// order of the assignments.
+//
+// A warp takes 32 vectors of 16 bytes of a token, and loads those of 8 assignments before it adds them up.
+//
+// Compile-time constants: those of quantize.cuh, where INPUT is the type of y and VECTOR = 1; WEIGHT and OUTPUT
+// (BFloat16, Float16 or Float32); HIDDEN, the columns, a multiple of 8.
+#include "quantize.cuh"
+
+using Weight = WEIGHT;
+using Output = OUTPUT;
+
+constexpr int WARPS = 4;
+constexpr int AT_ONCE = 8;
+constexpr int CHUNK = WARP * PER_VECTOR;
+constexpr u32 CHUNKS = ceil_div(HIDDEN, CHUNK);
+constexpr u32 FULL = 0xFFFFFFFFu;
+static_assert(VECTOR && HIDDEN % 8 == 0);
+
+__device__ u32 pack(BFloat16, float low, float high) { return pack_bfloat16(low, high); }
+
+__device__ u32 pack(Float16, float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Rounds 4 values to the type of the output and stores them.
+template <class Type>
+__device__ void store4(typename Type::Element* target, const float* v) {
+  if constexpr (sizeof(typename Type::Element) == 4) {
+    *reinterpret_cast<float4*>(target) = make_float4(v[0], v[1], v[2], v[3]);
+  } else {
+    *reinterpret_cast<uint2*>(target) = make_uint2(pack(Type(), v[0], v[1]), pack(Type(), v[2], v[3]));
+  }
+}
+
+// y (num_rows, HIDDEN); rows, weights (tokens, top_k), an assignment whose row is outside [0, num_rows) adds nothing;
+// out (tokens, HIDDEN). Grid: a warp for each 512 bytes of a row of y for each token.
+extern "C" __global__ void __launch_bounds__(WARPS* WARP)
+    combine(const Element* y, const int* rows, const Weight::Element* weights, Output::Element* out, u32 tokens,
+            u32 top_k, u32 num_rows) {
+  const u32 unit = blockIdx.x * WARPS + threadIdx.x / WARP;
+  const u32 lane = threadIdx.x % WARP;
+  const u32 token = unit / CHUNKS;
+  const int column = static_cast<int>(unit % CHUNKS) * CHUNK + lane * PER_VECTOR;
+  const int columns = HIDDEN - column;
+
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  if (token >= tokens) return;
+
+  float sum[PER_VECTOR] = {};
+  for (u32 first = 0; first < top_k; first += WARP) {
+    // One assignment a lane.
+    const bool some = first + lane < top_k;
+    const i64 assignment = i64{token} * top_k + first + lane;
+    int lane_row = some ? rows[assignment] : -1;
+    const float lane_weight = some ? Weight::value(weights[assignment]) : 0.0f;
+    if (static_cast<u32>(lane_row) >= num_rows) lane_row = -1;
+    for (u32 k = 0; k < min(top_k - first, WARP); k += AT_ONCE) {
+      Vector v[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int row = __shfl_sync(FULL, lane_row, k + i);
+        v[i] = Vector::load(y + i64{row} * HIDDEN + column, row >= 0 ? columns : 0);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const float weight = __shfl_sync(FULL, lane_weight, k + i);
+        if (__shfl_sync(FULL, lane_row, k + i) < 0) continue;
+#pragma unroll
+        for (int c = 0; c < PER_VECTOR; ++c) sum[c] = __fadd_rn(sum[c], __fmul_rn(weight, v[i][c]));
+      }
+    }
+  }
+  if (columns <= 0) return;
+  Output::Element* target = out + i64{token} * HIDDEN + column;
+#pragma unroll
+  for (int c = 0; c < PER_VECTOR; c += 4) store4<Output>(target + c, sum + c);
+}

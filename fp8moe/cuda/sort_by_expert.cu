@@ -1,0 +1,170 @@
+// Sorts the assignments of tokens to experts: where each expert's rows begin, and the row of every assignment. Stable
+// and deterministic: a counting sort in which every warp counts a contiguous part of the assignments by itself, so that
+// no atomics are needed and the order of arrival cannot show.
+//
+// 1. A warp takes 32 assignments at a time. Lanes with the same expert find each other; what the warp has counted of
+//    that expert, plus the lower lanes among them, is an assignment's rank inside its warp.
+// 2. A thread per expert sums up the warps, then the blocks of the cluster through distributed shared memory; a scan
+//    over the experts gives where each begins.
+// 3. Row = start of the expert + assignments in earlier blocks + in earlier warps + rank inside the warp.
+//
+// Ranks stay in registers from 1 to 3 where one block does it all, and lie in `rows` otherwise.
+//
+// Compile-time constants: INDEX (int or long long), EXPERTS (a power of two from 32 to 1024), WARPS (of a block,
+// 32 * WARPS >= EXPERTS), CLUSTER (1 block for at most 128 * WARPS assignments, or 8 for any number), MASKED (every
+// expert has `capacity` rows).
+#include "cluster.cuh"
+
+using Index = INDEX;
+
+constexpr int STEPS = 4;
+constexpr bool IN_REGISTERS = CLUSTER == 1;
+constexpr u32 FULL = 0xFFFFFFFFu;
+constexpr u32 NONE = EXPERTS;       // counted like an expert, in a place of its own
+constexpr int PITCH = EXPERTS + 4;  // of the counts of a warp: whole 16-byte vectors
+static_assert(WARPS * WARP >= EXPERTS);
+
+// The expert of assignment i, NONE for one that is not of this rank or past the end.
+__device__ u32 expert_of(const Index* index, u32 i, u32 end, u32 experts) {
+  if (i >= end) return NONE;
+  const Index expert = index[i];
+  return expert >= 0 && expert < static_cast<Index>(experts) ? static_cast<u32>(expert) : NONE;
+}
+
+// Sum over this lane and the lower ones.
+__device__ u32 inclusive_scan(u32 value, u32 lane) {
+#pragma unroll
+  for (int step = 1; step < WARP; step *= 2) {
+    const u32 lower = __shfl_up_sync(FULL, value, step);
+    if (lane >= step) value += lower;
+  }
+  return value;
+}
+
+// index, rows (count,). groups: the first row of each expert and the end of the last, (experts + 1,); or with MASKED
+// the number of rows in use of each, (experts,). Grid: one cluster.
+extern "C" __global__ void __launch_bounds__(WARPS* WARP)
+    sort_by_expert(const Index* index, int* groups, int* rows, u32 count, u32 experts, u32 capacity) {
+  extern __shared__ uint4 shared[];
+  __shared__ u32 starts[EXPERTS];
+  __shared__ u32 section_counts[WARP];  // a section: 32 experts, those of one warp
+  u32* const counts = reinterpret_cast<u32*>(shared);
+  const u32 lane = threadIdx.x % WARP;
+  const u32 warp = threadIdx.x / WARP;
+  const u32 block = CLUSTER == 1 ? 0 : cluster_rank();
+  u32* const own = counts + warp * PITCH;
+  for (u32 i = lane; i < PITCH / 4; i += WARP) reinterpret_cast<uint4*>(own)[i] = uint4{};
+  __syncwarp();
+
+  const u32 chunk = ((count + WARP - 1) / WARP + CLUSTER * WARPS - 1) / (CLUSTER * WARPS) * WARP;
+  const u32 begin = min((block * WARPS + warp) * chunk, count);
+  const u32 end = min(begin + chunk, count);
+  u32 expert[STEPS], rank[STEPS];
+
+  wait_for_previous_kernel();
+  allow_next_kernel();
+
+  u32 first = begin;
+  do {
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) expert[s] = expert_of(index, first + s * WARP + lane, end, experts);
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      if (first + s * WARP >= end) continue;
+      const u32 peers = __match_any_sync(FULL, expert[s]);
+      const u32 lower = __popc(peers & ((1u << lane) - 1));
+      const u32 counted = own[expert[s]];
+      __syncwarp();
+      if (lower == 0) own[expert[s]] = counted + __popc(peers);
+      __syncwarp();
+      rank[s] = counted + lower;
+      if (!IN_REGISTERS && expert[s] != NONE) rows[first + s * WARP + lane] = static_cast<int>(rank[s]);
+    }
+    first += STEPS * WARP;
+  } while (!IN_REGISTERS && first < end);
+  __syncthreads();
+
+  // The counts of a warp become those of the warps before it.
+  u32 in_block = 0;
+  if (threadIdx.x < EXPERTS) {
+#pragma unroll 8
+    for (int w = 0; w < WARPS; ++w) {
+      const u32 counted = counts[w * PITCH + threadIdx.x];
+      counts[w * PITCH + threadIdx.x] = in_block;
+      in_block += counted;
+    }
+  }
+  u32 in_earlier_blocks = 0, total = in_block;
+  if constexpr (CLUSTER > 1) {
+    __shared__ u32 block_counts[EXPERTS];
+    if (threadIdx.x < EXPERTS) block_counts[threadIdx.x] = in_block;
+    cluster_arrive_release();
+    cluster_wait();
+    if (threadIdx.x < EXPERTS) {
+      const u32 address = shared_address(&block_counts[threadIdx.x]);
+      total = 0;
+#pragma unroll
+      for (int b = 0; b < CLUSTER; ++b) {
+        const u32 counted = load_from_block(cluster_address(address, b));
+        if (b < static_cast<int>(block)) in_earlier_blocks += counted;
+        total += counted;
+      }
+    }
+    cluster_arrive_release();  // waited for at the end: no block leaves while another reads its counts
+  }
+
+  u32 section_end = 0;
+  if (threadIdx.x < EXPERTS) {
+    if constexpr (MASKED) {
+      starts[threadIdx.x] = in_earlier_blocks;
+    } else {
+      section_end = inclusive_scan(total, lane);
+      starts[threadIdx.x] = section_end - total + in_earlier_blocks;
+      if (lane == WARP - 1) section_counts[warp] = section_end;
+    }
+  }
+  __syncthreads();
+  // Lane i: where section i starts.
+  u32 section_start = 0;
+  if constexpr (!MASKED) {
+    const u32 counted = lane < EXPERTS / WARP ? section_counts[lane] : 0;
+    section_start = inclusive_scan(counted, lane) - counted;
+  }
+  if (block == 0) {
+    const u32 group_end = section_end + __shfl_sync(FULL, section_start, warp);
+    if (threadIdx.x < experts) {
+      if constexpr (MASKED) {
+        groups[threadIdx.x] = static_cast<int>(min(total, capacity));
+      } else {
+        groups[threadIdx.x + 1] = static_cast<int>(group_end);
+        if (threadIdx.x == 0) groups[0] = 0;
+      }
+    }
+  }
+
+  first = begin;
+  do {
+    if constexpr (!IN_REGISTERS) {
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        const u32 i = first + s * WARP + lane;
+        expert[s] = expert_of(index, i, end, experts);
+        if (expert[s] != NONE) rank[s] = static_cast<u32>(rows[i]);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      const u32 i = first + s * WARP + lane;
+      if (first + s * WARP >= end) continue;
+      const u32 start = __shfl_sync(FULL, section_start, expert[s] / WARP);
+      u32 row = FULL;
+      if (expert[s] != NONE) {
+        row = start + starts[expert[s]] + own[expert[s]] + rank[s];
+        if constexpr (MASKED) row = row < capacity ? expert[s] * capacity + row : FULL;
+      }
+      if (i < end) rows[i] = static_cast<int>(row);
+    }
+    first += STEPS * WARP;
+  } while (!IN_REGISTERS && first < end);
+  if constexpr (CLUSTER > 1) cluster_wait();
+}

@@ -1,0 +1,148 @@
+"""Checks of the arguments of grouped GEMMs, in the manner of `checks`, and the layouts that the CUDA kernels ask for.
+
+Group sizes are on the device: the kernels clamp them.
+"""
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.checks import BFLOAT16, FLOAT8, FLOAT32, mn_major, row_major, scale
+from fp8moe.quant.formats import ceil_div, empty_mn_major
+
+
+def contiguous(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor
+) -> tuple[int, int, int, int]:
+    """Dtypes, shapes and devices of the operands of ``grouped_gemm``. Returns E, M, N, K."""
+    m, k = fp8_data("a.data", a, "(M, K)")
+    experts, n = _weights(b, k, a.device)
+    k_blocks = ceil_div(k, 128)
+    scale("a.scale", a_scale, (m, k_blocks), a.device)
+    scale("b.scale", b_scale, (experts, ceil_div(n, 128), k_blocks), a.device)
+    _groups("group_offsets", group_offsets, (experts + 1,), "(E + 1,)", a.device)
+    return experts, m, n, k
+
+
+def masked(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor) -> tuple[int, int, int, int]:
+    """Dtypes, shapes and devices of the operands of ``grouped_gemm_masked``. Returns E, max_m, N, K."""
+    experts, max_m, k = fp8_data("a.data", a, "(E, max_m, K)")
+    b_experts, n = _weights(b, k, a.device)
+    if b_experts != experts:
+        raise ValueError(
+            f"b.data: expected shape ({experts}, N, K), as many experts as a.data {tuple(a.shape)} has, "
+            f"got {tuple(b.shape)}"
+        )
+    k_blocks = ceil_div(k, 128)
+    scale("a.scale", a_scale, (experts, max_m, k_blocks), a.device)
+    scale("b.scale", b_scale, (experts, ceil_div(n, 128), k_blocks), a.device)
+    _groups("masked_m", masked_m, (experts,), "(E,)", a.device)
+    return experts, max_m, n, k
+
+
+def swiglu(
+    a: Tensor, a_scale: Tensor, gate_up: Tensor, gate_up_scale: Tensor, groups: Tensor, max_m: int | None
+) -> tuple[int, int, int]:
+    """Dtypes, shapes and devices of the operands of ``grouped_gemm_swiglu``. Returns E, M, I."""
+    m, k = fp8_data("a.data", a, "(M, K)")
+    experts, n = _weights(gate_up, k, a.device, "gate_up")
+    if n % 32:
+        raise ValueError(f"gate_up.data: expected 2 * I rows an expert with I a multiple of 16, got {n}")
+    k_blocks = ceil_div(k, 128)
+    scale("a.scale", a_scale, (m, k_blocks), a.device)
+    scale("gate_up.scale", gate_up_scale, (experts, 2 * ceil_div(n // 2, 128), k_blocks), a.device)
+    if max_m is None:
+        _groups("groups", groups, (experts + 1,), "(E + 1,)", a.device)
+    else:
+        _groups("groups", groups, (experts,), "(E,)", a.device)
+        if m != experts * max_m:
+            raise ValueError(f"a.data: expected E * max_m = {experts} * {max_m} rows, got {m}")
+    return experts, m, n // 2
+
+
+def expected_rows(expected_m: int | None) -> None:
+    if expected_m is None:
+        return
+    if isinstance(expected_m, bool) or not isinstance(expected_m, int | torch.SymInt):
+        raise TypeError(f"expected_m: expected an int or None, got {type(expected_m).__name__}")
+    if expected_m < 0:
+        raise ValueError(f"expected_m: expected a number of rows, got {expected_m}")
+
+
+def fp8_data(name: str, data: Tensor, dimensions: str) -> torch.Size:
+    """The shape of a float8_e4m3fn tensor with such dimensions."""
+    if data.dtype is not FLOAT8:
+        raise TypeError(f"{name}: expected float8_e4m3fn, got {data.dtype}")
+    shape = data.shape
+    if len(shape) != dimensions.count(",") + 1:
+        raise ValueError(f"{name}: expected shape {dimensions}, got {tuple(shape)}")
+    return shape
+
+
+def out(value: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Dtype, shape, device and strides of a result (..., M, N) that the caller allocated."""
+    if value.dtype is not BFLOAT16 and value.dtype is not FLOAT32:
+        raise TypeError(f"out: expected bfloat16 or float32, got {value.dtype}")
+    if value.shape != shape:
+        raise ValueError(f"out: expected shape {tuple(shape)}, got {tuple(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"out: expected on {device} like a.data, got {value.device}")
+    if not value.numel():
+        return
+    *_, rows, columns = shape
+    *lead, row, column = value.stride()
+    if column != 1 or row < columns or row * value.itemsize % 16:
+        raise ValueError(
+            f"out: expected row-major, strides (..., s, 1) with s >= {columns} a multiple of {16 // value.itemsize} "
+            f"(16 bytes), got {value.stride()}"
+        )
+    if lead and shape[0] > 1 and lead[0] != rows * row:
+        raise ValueError(
+            f"out: expected all rows of all experts equally far apart, strides ({rows * row}, {row}, 1), "
+            f"got {value.stride()}"
+        )
+
+
+def activations(a: Tensor, a_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations as the kernels load them, views where possible, otherwise copies.
+
+    a (..., K) -> (rows, K), rows at multiples of 16 bytes; a_scale (..., K blocks) -> (rows, K blocks), MN-major.
+    """
+    if a.dim() == 2:
+        return row_major(a), mn_major(a_scale)
+    rows, k_blocks = a.shape[0] * a.shape[1], a_scale.shape[-1]
+    if a_scale.numel() and a_scale.shape[0] > 1 and a_scale.stride(0) != a_scale.shape[1] * a_scale.stride(1):
+        flat = empty_mn_major(rows, k_blocks, device=a.device)
+        flat.view(a_scale.shape).copy_(a_scale)
+        a_scale = flat
+    return row_major(a.reshape(rows, a.shape[-1])), mn_major(a_scale.reshape(rows, k_blocks))
+
+
+def weights(data: Tensor) -> Tensor:
+    """``data`` (E, N, K) contiguous and 16-byte aligned: itself where it lies so, otherwise a copy."""
+    if data.is_contiguous() and not data.data_ptr() % 16:
+        return data
+    return torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
+
+
+def _weights(data: Tensor, k: int, device: torch.device, name: str = "b") -> tuple[int, int]:
+    """E and N of the experts' weights."""
+    name += ".data"
+    experts, n, b_k = fp8_data(name, data, "(E, N, K)")
+    if b_k != k:
+        raise ValueError(f"{name}: expected shape (E, N, {k}) to match the K = {k} of a.data, got {tuple(data.shape)}")
+    if k % 16:
+        raise ValueError(f"a.data, {name}: K must be a multiple of 16 (pad both with zeros), got K = {k}")
+    if n % 8:
+        raise ValueError(f"{name}: N must be a multiple of 8 (pad with zero rows), got N = {n}")
+    if data.device != device:
+        raise ValueError(f"{name}: expected on {device} like a.data, got {data.device}")
+    return experts, n
+
+
+def _groups(name: str, value: Tensor, shape: tuple[int], dimensions: str, device: torch.device) -> None:
+    if value.dtype is not torch.int32:
+        raise TypeError(f"{name}: expected int32, got {value.dtype}")
+    if value.shape != shape:
+        raise ValueError(f"{name}: expected shape {dimensions} = {shape}, got {tuple(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name}: expected on {device} like a.data, got {value.device}")

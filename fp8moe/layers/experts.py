@@ -1,0 +1,224 @@
+"""GroupedExperts, the experts of a mixture-of-experts layer with FP8 weights."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.kernels.experts import experts
+from fp8moe.kernels.routing import MAX_EXPERTS
+from fp8moe.kernels.swiglu import Activation
+from fp8moe.layers import experts_source
+from fp8moe.layers.parameters import frozen, keep_dtypes, not_fp8
+from fp8moe.quant.formats import BLOCK, ceil_div
+from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
+
+
+class GroupedExperts(nn.Module):
+    """The experts of a mixture-of-experts layer: each token's weighted sum over the experts it was routed to.
+
+    Expert e computes ``down_e @ (silu(gate_e @ x) * (up_e @ x))``, with FP8 weights in 128x128 blocks and both GEMMs'
+    inputs quantized 1x128 in each call. Any sizes, not multiples of 128 too. The parameters are those of the
+    checkpoint, and so the state dict is:
+
+        gate_up_proj            (E, 2I, H) float8_e4m3fn, gate rows, then up rows
+        gate_up_proj_scale_inv  (E, 2 * ceil(I/128), ceil(H/128)) float32, the blocks of gate, then those of up
+        down_proj               (E, H, I) float8_e4m3fn
+        down_proj_scale_inv     (E, ceil(H/128), ceil(I/128)) float32; value = weight * its block's scale
+
+    and without a gate up_proj (E, I, H) and up_proj_scale_inv (E, ceil(I/128), ceil(H/128)) instead of the first two.
+
+    Moving or casting the module (``.to()``, ``.half()``...) moves them and casts none. For inference: the forward
+    accepts inputs that require gradients, a backward raises RuntimeError. Where H or I is not a multiple of 16, each
+    call makes padded copies of the weights.
+
+    Memory of a call beside its result: at most ``R * (3H + I)`` bytes for bfloat16 inputs, ``R * (5H + I)`` for others,
+    with R = T * top_k rows (E * decode_capacity in the masked layout), plus 4 bytes for each 128 FP8 values among them
+    and 8 for each row and expert. Activations that are no SwiGLU take another ``R * 24I``.
+
+    Args:
+        num_experts, hidden_size, intermediate_size: E, H and I.
+        device: of the parameters.
+        dtype: bfloat16, float16 or float32, the dtype in which weights are initialized before they are quantized;
+            TypeError for another. Inputs may have any of the three.
+        activation: "silu" or another name of transformers' ("gelu", "relu", "relu2"...): f in ``f(gate) * up``. All
+            but gated silu run as PyTorch operations between the GEMMs.
+        gated: whether there is a gate; otherwise an expert computes ``down_e @ f(up_e @ x)``.
+        swiglu_limit: of gated experts: first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
+        swiglu_alpha: with a limit and "silu": then ``gate * sigmoid(alpha * gate) * (up + 1)``, the form of GPT-OSS.
+        decode_capacity: calls with at most so many tokens use the masked layout, where every expert has room for that
+            many rows; others, and all by default, put the rows of one expert after those of another. The results are
+            the same as long as the experts of each token are distinct.
+
+    Raises ValueError for a size below one, more than 1024 experts, or activation arguments that mean nothing together.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        activation: str = "silu",
+        gated: bool = True,
+        swiglu_limit: float | None = None,
+        swiglu_alpha: float | None = None,
+        decode_capacity: int | None = None,
+    ):
+        super().__init__()
+        if dtype not in INPUT_DTYPES:
+            raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+        sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        for name, size in (sizes | {"decode_capacity": decode_capacity}).items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+        if num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {num_experts}")
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.dtype = dtype
+        self.activation = Activation(swiglu_limit, swiglu_alpha, activation, gated)
+        self.decode_capacity = decode_capacity
+        projections = 2 if gated else 1
+        blocks, hidden_blocks = ceil_div(intermediate_size, BLOCK), ceil_div(hidden_size, BLOCK)
+        shapes = {
+            self.up_name: (projections * intermediate_size, hidden_size),
+            f"{self.up_name}_scale_inv": (projections * blocks, hidden_blocks),
+            "down_proj": (hidden_size, intermediate_size),
+            "down_proj_scale_inv": (hidden_blocks, blocks),
+        }
+        for name, shape in shapes.items():
+            kind = torch.float32 if name.endswith("_scale_inv") else torch.float8_e4m3fn
+            setattr(self, name, frozen(torch.empty(num_experts, *shape, dtype=kind, device=device)))
+        self.reset_parameters()
+
+    @classmethod
+    def from_experts(
+        cls, module: nn.Module, *, scale_format: str = "float32", decode_capacity: int | None = None
+    ) -> "GroupedExperts":
+        """The FP8 experts that compute what ``module`` does: one of transformers' experts modules.
+
+        module: one of
+            - fused experts in bfloat16, float16 or float32: gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj
+              (E, H, I). Quantized expert by expert.
+            - fused FP8 experts, transformers' FP8Experts with blocks of 128x128: the weights are shared, not copied.
+              Scales must have the shape that they have here; where I is not a multiple of 128 they are taken for gate's
+              blocks and then up's, which is what checkpoints hold.
+            - an nn.ModuleList of one-expert MLPs: nn.Linear, FP8Linear or transformers' FP8Linear named gate_proj,
+              up_proj and down_proj (or w1, w3 and w2), the gate being optional.
+            The activation with its limit and alpha is recognised by comparing results with the module's own function.
+        scale_format: of the scales made here, "float32" or "ue8m0" (powers of two).
+        decode_capacity: see `GroupedExperts`.
+
+        Raises TypeError for a module or weights of another kind, ValueError for what these experts cannot express:
+        biases, transposed or interleaved weights, another activation, other block sizes, static activation scales.
+        """
+        source = experts_source.read(module)
+        new = cls(
+            num_experts=source.num_experts,
+            hidden_size=source.hidden_size,
+            intermediate_size=source.intermediate_size,
+            device="meta",
+            activation=source.activation.name,
+            gated=source.activation.gated,
+            swiglu_limit=source.activation.limit,
+            swiglu_alpha=source.activation.alpha,
+            decode_capacity=decode_capacity,
+        )
+        for name, weight in ((new.up_name, source.up), ("down_proj", source.down)):
+            quantized = weight.quantize(scale_format)
+            setattr(new, name, frozen(quantized.data))
+            setattr(new, f"{name}_scale_inv", frozen(quantized.scale))
+        return new.train(module.training)
+
+    @property
+    def up_name(self) -> str:
+        """The name of the first projection."""
+        return "gate_up_proj" if self.activation.gated else "up_proj"
+
+    @property
+    def weight_names(self) -> tuple[str, str, str, str]:
+        """The names of the first projection, its scale, the second projection and its scale."""
+        return self.up_name, f"{self.up_name}_scale_inv", "down_proj", "down_proj_scale_inv"
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialize every projection of every expert as ``nn.Linear`` does, then quantize."""
+        size, hidden = self.intermediate_size, self.hidden_size
+        projections = 2 if self.activation.gated else 1
+        up, up_scale, down, down_scale = (getattr(self, name) for name in self.weight_names)
+        if up.is_meta:
+            return
+        for expert in range(self.num_experts):
+            for shape, data, scale in (
+                ((projections, size, hidden), up, up_scale),
+                ((1, hidden, size), down, down_scale),
+            ):
+                bound = 1 / math.sqrt(shape[-1])
+                weight = torch.empty(shape, dtype=self.dtype, device=data.device).uniform_(-bound, bound)
+                quantized = quantize_128x128(weight)
+                data[expert].copy_(quantized.data.flatten(0, 1))
+                scale[expert].copy_(quantized.scale.flatten(0, 1))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The experts' weighted outputs, in the dtype of ``hidden_states``.
+
+        hidden_states: (T, H) bfloat16, float16 or float32, or (..., H).
+        top_k_index: (T, K) int32 or int64, the experts of each token, or (..., K) with the same leading sizes. An index
+            outside [0, E) means an expert that is not here: it adds nothing.
+        top_k_weights: float32, bfloat16 or float16, of the same shape.
+        Returns (T, H), or (..., H). Equal inputs give equal bits.
+
+        Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
+        """
+        shape = hidden_states.shape
+        if len(shape) > 2:
+            for name, value in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+                if value.shape[:-1] != shape[:-1]:
+                    raise ValueError(
+                        f"{name}: expected shape ({', '.join(map(str, shape[:-1]))}, top_k) to match hidden_states, "
+                        f"got {tuple(value.shape)}"
+                    )
+            hidden_states, top_k_index, top_k_weights = (
+                value.flatten(0, -2) for value in (hidden_states, top_k_index, top_k_weights)
+            )
+        capacity = self.decode_capacity
+        if capacity is not None and hidden_states.shape[0] > capacity:
+            capacity = None
+        out = experts(
+            *(hidden_states, top_k_index, top_k_weights),
+            *(getattr(self, name) for name in self.weight_names),
+            activation=self.activation,
+            capacity=capacity,
+        )
+        return out.view(shape)
+
+    def extra_repr(self) -> str:
+        text = (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, activation={self.activation.name!r}"
+        )
+        if not self.activation.gated:
+            text += ", gated=False"
+        for name, value in (
+            ("swiglu_limit", self.activation.limit),
+            ("swiglu_alpha", self.activation.alpha),
+            ("decode_capacity", self.decode_capacity),
+        ):
+            if value is not None:
+                text += f", {name}={value}"
+        return text
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(keep_dtypes(fn, self.parameters(recurse=False)), recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        names = (prefix + self.up_name, prefix + "down_proj")
+        wrong = not_fp8(state_dict, names, "quantize it first, for instance with GroupedExperts.from_experts")
+        if wrong:
+            errors.extend(wrong)
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

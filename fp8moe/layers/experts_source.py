@@ -1,0 +1,250 @@
+"""Reads the experts modules of transformers models: their weights, whatever holds them, and their activation.
+
+Modules are recognised by their attributes, and activations by what they compute: nothing here needs transformers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.kernels.swiglu import FUNCTIONS, Activation
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
+
+_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of the linears of one expert
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One projection of all experts, or gate and up one after the other.
+
+    parts: for each expert its matrices (rows, columns) from top to bottom, in a floating dtype; or, quantized already,
+        their FP8Tensor. ``fused`` is all of it as one FP8Tensor (E, rows, columns) where it lies so in memory.
+    """
+
+    parts: list[list[Tensor | FP8Tensor]]
+    fused: FP8Tensor | None = None
+
+    def quantize(self, scale_format: str) -> FP8Tensor:
+        """data (E, rows, columns) and scale, every matrix with blocks of its own. One expert at a time."""
+        if self.fused is not None:
+            return self.fused
+        first = self.parts[0][0]
+        values = first if isinstance(first, Tensor) else first.data
+        rows, columns = values.shape
+        count, matrices = len(self.parts), len(self.parts[0])
+        data = values.new_empty((count, matrices * rows, columns), dtype=torch.float8_e4m3fn)
+        blocks = ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
+        scale = values.new_empty((count, matrices * blocks[0], blocks[1]), dtype=torch.float32)
+        for expert, parts in enumerate(self.parts):
+            for i, part in enumerate(parts):
+                if isinstance(part, Tensor):
+                    part = quantize_128x128(part.detach(), scale_format=scale_format)
+                data[expert, i * rows : (i + 1) * rows].copy_(part.data)
+                scale[expert, i * blocks[0] : (i + 1) * blocks[0]].copy_(part.scale)
+        return FP8Tensor(data, scale)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an experts module is made of. up: the first projection (gate and up where gated); down: the second."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    up: Weight
+    down: Weight
+
+
+def read(module: nn.Module) -> Source:
+    """See `GroupedExperts.from_experts`. Raises TypeError or ValueError for a module that cannot be taken over."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an experts module, got {type(module).__name__}")
+    if isinstance(module, nn.ModuleList):
+        return _read_list(module)
+    if isinstance(getattr(module, "down_proj", None), Tensor):
+        return _read_fused(module)
+    raise TypeError(
+        f"module: expected fused experts (parameters gate_up_proj or up_proj, and down_proj) or an nn.ModuleList of "
+        f"one-expert MLPs, got {type(module).__name__}"
+    )
+
+
+def _read_fused(module: nn.Module) -> Source:
+    gated = getattr(module, "has_gate", hasattr(module, "gate_up_proj"))
+    up_name = "gate_up_proj" if gated else "up_proj"
+    _check_fused(module, up_name)
+    up, down = getattr(module, up_name), module.down_proj
+    if not isinstance(up, Tensor):
+        raise TypeError(f"module.{up_name}: expected a parameter, got {type(up).__name__}")
+    if up.dim() != 3 or down.dim() != 3:
+        raise ValueError(f"module: expected weights (E, rows, columns), got {tuple(up.shape)}, {tuple(down.shape)}")
+    count, hidden, size = down.shape
+    projections = 2 if gated else 1
+    if up.shape != (count, projections * size, hidden):
+        raise ValueError(
+            f"module.{up_name}: expected shape {(count, projections * size, hidden)} to match down_proj "
+            f"(E, H, I) = {(count, hidden, size)}, got {tuple(up.shape)}"
+        )
+    quantized = torch.float8_e4m3fn in (up.dtype, down.dtype)
+    weights = []
+    for name, matrices in ((up_name, projections), ("down_proj", 1)):
+        weight = getattr(module, name)
+        if quantized:
+            scale = getattr(module, f"{name}_scale_inv", None)
+            weights.append(Weight([], _quantized(f"module.{name}", weight, scale, matrices)))
+        else:
+            _check_dtype(f"module.{name}", weight)
+            weights.append(Weight([list(expert.chunk(matrices)) for expert in weight.unbind()]))
+    activation = _activation(module, gated)
+    if gated:
+        _verify_gate(module, activation)
+    elif not hasattr(module, "act_fn"):
+        raise ValueError("module: cannot tell its activation, it has no act_fn")
+    return Source(count, hidden, size, activation, *weights)
+
+
+def _check_fused(module: nn.Module, up_name: str) -> None:
+    """Refuse what other experts modules of transformers have."""
+    if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
+        raise ValueError("module: transposed or interleaved weights, as in GPT-OSS; expected gate rows then up rows")
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError("module: expected no norm after each expert")
+    if getattr(module, "activation_scheme", "dynamic") != "dynamic":
+        raise ValueError(f"module: expected dynamic activation scales, got {module.activation_scheme!r}")
+    block_size = getattr(module, "block_size", (BLOCK, BLOCK))
+    if block_size is None or tuple(block_size) != (BLOCK, BLOCK):
+        raise ValueError(f"module: expected weight blocks of {BLOCK}x{BLOCK}, got {block_size}")
+    known = {up_name, "down_proj"}
+    known |= {f"{name}_scale_inv" for name in known}
+    extra = sorted(name for name, _ in module.named_parameters() if name not in known)
+    if extra:
+        raise ValueError(f"module: expected the parameters {up_name} and down_proj, no biases, got also {extra}")
+
+
+def _read_list(module: nn.ModuleList) -> Source:
+    if not len(module):
+        raise ValueError("module: expected at least one expert, got an empty nn.ModuleList")
+    names = next((names for names in _NAMES if hasattr(module[0], names[2])), _NAMES[0])
+    gated = hasattr(module[0], names[0])
+    names = names if gated else names[1:]
+    up, down, shape = [], [], None
+    for i, expert in enumerate(module):
+        linears = [_linear(f"module[{i}].{name}", getattr(expert, name, None)) for name in names]
+        shapes = [tuple((value if isinstance(value, Tensor) else value.data).shape) for value in linears]
+        shape = shape or shapes[-1]
+        if shapes[-1] != shape or any(other != shape[::-1] for other in shapes[:-1]):
+            raise ValueError(
+                f"module[{i}]: expected (out, in) sizes {shape[::-1]} and {shape} for {names}, got {shapes}"
+            )
+        extra = sorted(name for name, _ in expert.named_parameters() if name.partition(".")[0] not in names)
+        if extra:
+            raise ValueError(f"module[{i}]: expected the parameters of {names} only, got also {extra}")
+        up.append(linears[:-1])
+        down.append(linears[-1:])
+    if len({isinstance(value, Tensor) for parts in up + down for value in parts}) > 1:
+        raise ValueError("module: expected experts that are all quantized or none")
+    activation = _activation(module[0], gated)
+    _verify_mlp(module[0], names, activation)
+    return Source(len(module), *shape, activation, Weight(up), Weight(down))
+
+
+def _linear(name: str, linear: nn.Module | None) -> Tensor | FP8Tensor:
+    """The weight of a linear layer, quantized or not."""
+    weight = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise TypeError(f"{name}: expected a linear layer, got {type(linear).__name__}")
+    if getattr(linear, "bias", None) is not None:
+        raise ValueError(f"{name}: expected no bias")
+    if getattr(linear, "activation_scheme", "dynamic") != "dynamic":
+        raise ValueError(f"{name}: expected dynamic activation scales, got {linear.activation_scheme!r}")
+    if weight.dtype == torch.float8_e4m3fn:
+        return _quantized(name, weight, getattr(linear, "weight_scale_inv", None), 1)
+    _check_dtype(name, weight)
+    return weight
+
+
+def _check_dtype(name: str, weight: Tensor) -> None:
+    if weight.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name}: expected bfloat16, float16, float32 or float8_e4m3fn weights, got {weight.dtype}")
+
+
+def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -> FP8Tensor:
+    """Weights (..., matrices * rows, columns) with their scales in float32."""
+    if weight.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"{name}: expected float8_e4m3fn like the other projection, got {weight.dtype}")
+    if not isinstance(scale, Tensor) or scale.dtype not in _SCALE_DTYPES:
+        raise TypeError(
+            f"{name}: expected scales weight_scale_inv in float32 or float8_e8m0fnu, got "
+            f"{scale.dtype if isinstance(scale, Tensor) else scale}"
+        )
+    *lead, rows, columns = weight.shape
+    expected = (*lead, matrices * ceil_div(rows // matrices, BLOCK), ceil_div(columns, BLOCK))
+    if scale.shape != expected:
+        raise ValueError(
+            f"{name}: expected scales of shape {expected}, blocks of {BLOCK}x{BLOCK} of each projection by itself, got "
+            f"{tuple(scale.shape)}; build the experts from the unquantized weights instead"
+        )
+    return FP8Tensor(weight.detach(), scale.detach().float())
+
+
+def _activation(module: nn.Module, gated: bool) -> Activation:
+    """The activation that the module's attributes tell of; without an act_fn it is silu, for the caller to verify."""
+    act_fn = getattr(module, "act_fn", None)
+    name = "silu" if act_fn is None else _function_name(act_fn)
+    if not gated:
+        return Activation(name=name, gated=False)
+    limit, alpha = (
+        next((getattr(module, name) for name in names if getattr(module, name, None) is not None), None)
+        for names in (("swiglu_limit", "limit"), ("swiglu_alpha", "alpha"))
+    )
+    return Activation(None if limit is None or math.isinf(limit) else limit, alpha, name)
+
+
+def _function_name(act_fn: Callable[[Tensor], Tensor]) -> str:
+    if not (isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters())):
+        x = torch.linspace(-10, 10, 1001, device="cpu")
+        result = act_fn(x)
+        for name, function in FUNCTIONS.items():
+            if torch.allclose(result, function(x), rtol=1e-4, atol=1e-5):
+                return name
+    raise ValueError(f"module: expected an activation among {', '.join(FUNCTIONS)}, got {act_fn}")
+
+
+def _verify_gate(module: nn.Module, activation: Activation) -> None:
+    """Compare with the function that transformers' experts apply to gate and up."""
+    apply = getattr(module, "_apply_gate", None)
+    if apply is None:
+        if not hasattr(module, "act_fn"):
+            raise ValueError("module: cannot tell its activation, it has neither act_fn nor _apply_gate")
+        return
+    generator = torch.Generator("cpu").manual_seed(0)
+    probe = torch.randn(64, 64, generator=generator, device="cpu") * _spread(activation)
+    if not torch.allclose(apply(probe), activation(probe), rtol=1e-4, atol=1e-4):
+        raise ValueError(f"module: its activation is none of those that GroupedExperts has; closest is {activation}")
+
+
+def _verify_mlp(expert: nn.Module, names: tuple[str, ...], activation: Activation) -> None:
+    """Compare with what the MLP of one expert computes, where its weights can be run."""
+    *projections, down = (getattr(expert, name) for name in names)
+    if down.weight.is_meta or down.weight.dtype == torch.float8_e4m3fn:
+        if not hasattr(expert, "act_fn"):
+            raise ValueError("module[0]: cannot tell its activation, it has no act_fn")
+        return
+    with torch.no_grad():
+        x = torch.linspace(-1, 1, 16 * down.out_features, device="cpu").view(16, -1).sin().to(down.weight)
+        x *= _spread(activation) / projections[0](x).abs().amax().clamp(min=1e-6)
+        result = expert(x)
+        expected = down(activation(torch.cat([projection(x) for projection in projections], dim=-1)))
+    if not (result - expected).norm() <= 0.03 * expected.norm():
+        raise ValueError(f"module[0]: its activation is none of those that GroupedExperts has; closest is {activation}")
+
+
+def _spread(activation: Activation) -> float:
+    """How far the values of a comparison must reach for the limit to show."""
+    return 4.0 if activation.limit is None else 2 * activation.limit

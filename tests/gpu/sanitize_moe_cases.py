@@ -1,0 +1,201 @@
+"""Cases of the mixture-of-experts kernels for compute-sanitizer, in the manner of `sanitize_cases.py`, which runs them.
+
+Every kernel and way of launching it: one block and a cluster, packed rows and a capacity, tokens without a row, rows
+out of range; groups of few rows and of many, uneven, empty, with offsets and masks that mean nothing. Results are
+checked on the CPU. Those of routing are to have the bits of the reference: their functions return the number of values
+that differ, the others a relative error, which is infinite if a row outside the groups was written.
+"""
+
+import copy
+
+import torch
+
+import fp8moe
+from benchmarks.operands import exact, relative_error, rounded_error
+from fp8moe.kernels import routing_reference
+from fp8moe.kernels.combine import combine
+from fp8moe.kernels.grouped import grouped_gemm_swiglu
+from fp8moe.kernels.grouped_reference import group_rows, grouped_gemm_swiglu_reference
+from fp8moe.kernels.permute import permute_quantize
+from fp8moe.kernels.routing import sort_by_expert
+from fp8moe.kernels.swiglu import Activation
+
+# tokens, top_k, experts, capacity, index type
+SORTS = (
+    (1, 8, 256, None, torch.int64),
+    (0, 8, 7, 3, torch.int32),
+    (100, 8, 60, 9, torch.int32),
+    (400, 9, 256, None, torch.int64),
+    (1301, 8, 200, None, torch.int64),
+    (5001, 8, 1024, 50, torch.int32),
+)
+# tokens, hidden, top_k, experts, input type
+PERMUTATIONS = (
+    (1, 7168, 8, 16, torch.bfloat16),
+    (33, 272, 40, 7, torch.float16),
+    (600, 1040, 6, 3, torch.float32),
+)
+# tokens, hidden, top_k, experts, types of y, weights and result
+COMBINATIONS = (
+    (1, 7168, 8, 16, torch.bfloat16, torch.float32, torch.bfloat16),
+    (33, 264, 40, 7, torch.float32, torch.bfloat16, torch.float16),
+    (300, 1048, 6, 3, torch.bfloat16, torch.float16, torch.float32),
+)
+# group offsets, rows, n, k, output type
+GROUPED = (
+    ((0, 1, 2, 2, 7, 9, 12), 14, 136, 144, torch.bfloat16),
+    ((0, 3, 5), 5, 264, 2048, torch.float32),
+    ((7, 40, 40, 41, 130, 190), 200, 392, 272, torch.bfloat16),
+    ((0, 700, 700, 1003), 1003, 1040, 272, torch.bfloat16),
+    ((-5, 30, 80), 100, 24, 144, torch.float32),
+    ((0, 40, 9999), 100, 24, 144, torch.bfloat16),
+    ((50, 20, 40), 100, 24, 144, torch.bfloat16),
+)
+# rows in use, max_m, n, k, output type
+MASKED = (
+    ((1, 0, 3, -7, 9, 2**31 - 1), 8, 136, 1040, torch.bfloat16),
+    ((200, 0, 7, 150), 160, 264, 272, torch.float32),
+)
+# group offsets or rows in use, rows, max_m, I, k, activation
+SWIGLUS = (
+    ((0, 1, 1, 4, 9), 12, None, 208, 272, Activation()),
+    ((-9, 150, 120, 120), 300, None, 144, 272, Activation(limit=1.0)),
+    ((40, 30, 700), 300, None, 144, 272, Activation(limit=1.0)),
+    ((3, 0, 99, -1), 32, 8, 128, 144, Activation(limit=1.0, alpha=1.702)),
+)
+# tokens, hidden, I, experts, top_k, type, decode capacity
+EXPERTS = (
+    (1, 272, 208, 16, 4, torch.bfloat16, None),
+    (200, 256, 144, 5, 3, torch.float32, None),
+    (12, 272, 208, 7, 4, torch.bfloat16, 16),
+)
+GEMM_ERROR = 3e-4  # against float64 over the quantized operands, beyond the rounding of the result
+CODES_ERROR = 1.5e-2  # a value next to a tie may round to the other side
+LAYER_ERROR = 1e-2
+
+
+def on_cpu(tensor: fp8moe.FP8Tensor) -> fp8moe.FP8Tensor:
+    return fp8moe.FP8Tensor(tensor.data.cpu(), tensor.scale.cpu())
+
+
+def random_index(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.randint(-num_experts // 4 - 1, num_experts + 2, (tokens, top_k), dtype=dtype)
+
+
+def differing(got: torch.Tensor, expected: torch.Tensor) -> int:
+    return int((got.cpu() != expected).sum())
+
+
+def sort_errors(tokens: int, top_k: int, num_experts: int, capacity: int | None, dtype: torch.dtype) -> int:
+    index = random_index(tokens, top_k, num_experts, dtype)
+    got = sort_by_expert(index.cuda(), num_experts, capacity=capacity)
+    expected = routing_reference.sort_by_expert(index, num_experts, capacity)
+    return sum(map(differing, got, expected))
+
+
+def permute_errors(tokens: int, hidden: int, top_k: int, num_experts: int, dtype: torch.dtype) -> int:
+    x = torch.randn(tokens, hidden).to(dtype)
+    groups, rows = routing_reference.sort_by_expert(random_index(tokens, top_k, num_experts), num_experts, None)
+    num_rows = int(groups[-1]) * 3 // 4 + 1  # some rows are past the end
+    used = torch.zeros(num_rows, dtype=torch.bool)
+    used[rows[(rows >= 0) & (rows < num_rows)].long()] = True
+    data, scale = permute_quantize(x.cuda(), rows.cuda(), num_rows)
+    expected_data, expected_scale = routing_reference.permute_quantize(x, rows, num_rows)
+    data_errors = differing(data.cpu().view(torch.uint8)[used], expected_data.view(torch.uint8)[used])
+    return data_errors + differing(scale.cpu()[used], expected_scale[used])
+
+
+def combine_errors(
+    tokens: int,
+    hidden: int,
+    top_k: int,
+    num_experts: int,
+    y_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> int:
+    groups, rows = routing_reference.sort_by_expert(random_index(tokens, top_k, num_experts), num_experts, None)
+    y = torch.randn(int(groups[-1]) * 3 // 4 + 1, hidden).to(y_dtype)
+    weights = torch.rand(tokens, top_k).to(weight_dtype)
+    got = combine(y.cuda(), rows.cuda(), weights.cuda(), out_dtype)
+    return differing(got, routing_reference.combine(y, rows, weights, out_dtype))
+
+
+def random_rows(*shape: int) -> fp8moe.FP8Tensor:
+    return fp8moe.quantize_1x128(torch.randn(shape, dtype=torch.bfloat16).cuda())
+
+
+def random_experts(*shape: int, std: float = 1.0) -> fp8moe.FP8Tensor:
+    return fp8moe.quantize_128x128((std * torch.randn(shape)).bfloat16().cuda())
+
+
+def groups_error(
+    a: fp8moe.FP8Tensor, b: fp8moe.FP8Tensor, groups: torch.Tensor, out: torch.Tensor, max_m: int | None
+) -> float:
+    """a (rows, K), b (E, N, K) and out (rows, N), which was NaN, on the CPU."""
+    expected = torch.full(out.shape, float("nan"), dtype=torch.float64)
+    for group, rows in group_rows(groups, len(out), max_m):
+        w = exact(fp8moe.FP8Tensor(b.data[group], b.scale[group]))
+        expected[rows] = exact(fp8moe.FP8Tensor(a.data[rows], a.scale[rows])) @ w.T
+    outside = expected.isnan()
+    if not out[outside].isnan().all():
+        return float("inf")
+    return rounded_error(out[~outside], expected[~outside])
+
+
+def grouped_error(offsets: tuple[int, ...], m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
+    a, b = random_rows(m, k), random_experts(len(offsets) - 1, n, k)
+    groups = torch.tensor(offsets, dtype=torch.int32)
+    out = torch.full((m, n), float("nan"), dtype=out_dtype).cuda()
+    fp8moe.grouped_gemm(a, b, groups.cuda(), out=out)
+    return groups_error(on_cpu(a), on_cpu(b), groups, out.cpu(), None)
+
+
+def masked_error(masked_m: tuple[int, ...], max_m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
+    experts = len(masked_m)
+    a, b = random_rows(experts, max_m, k), random_experts(experts, n, k)
+    groups = torch.tensor(masked_m, dtype=torch.int32)
+    out = torch.full((experts, max_m, n), float("nan"), dtype=out_dtype).cuda()
+    fp8moe.grouped_gemm_masked(a, b, groups.cuda(), out=out)
+    rows = fp8moe.FP8Tensor(*(part.flatten(0, 1) for part in on_cpu(a)))
+    return groups_error(rows, on_cpu(b), groups, out.cpu().flatten(0, 1), max_m)
+
+
+def swiglu_error(
+    groups: tuple[int, ...], m: int, max_m: int | None, size: int, k: int, activation: Activation
+) -> float:
+    experts = len(groups) - (max_m is None)
+    # Small enough that the limits do not clamp everything.
+    a, (data, scale) = random_rows(m, k), random_experts(2 * experts, size, k, std=0.05)
+    gate_up = fp8moe.FP8Tensor(data.view(experts, 2 * size, k), scale.view(experts, -1, scale.shape[-1]))
+    groups = torch.tensor(groups, dtype=torch.int32)
+    got = on_cpu(grouped_gemm_swiglu(a, gate_up, groups.cuda(), activation=activation, max_m=max_m))
+    expected = fp8moe.FP8Tensor(torch.empty_like(got.data), torch.empty_like(got.scale))
+    grouped_gemm_swiglu_reference(on_cpu(a), on_cpu(gate_up), groups, activation, expected, max_m=max_m)
+    rows = torch.cat([torch.arange(m)[rows] for _, rows in group_rows(groups, m, max_m)])
+    return relative_error(exact(got)[rows], exact(expected)[rows])
+
+
+def experts_error(
+    tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype, capacity: int | None
+) -> float:
+    sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": size}
+    layer = fp8moe.GroupedExperts(**sizes, decode_capacity=capacity)
+    x, weights = torch.randn(tokens, hidden, dtype=dtype), torch.rand(tokens, top_k)
+    # Different experts, one of them with no tokens, some indices of other ranks.
+    index = torch.stack([torch.randperm(num_experts + 2)[:top_k] for _ in range(tokens)])
+    index[index == 0] = -1
+    got = copy.deepcopy(layer).cuda()(x.cuda(), index.cuda(), weights.cuda())
+    return relative_error(got.cpu(), layer(x, index, weights).double())
+
+
+# function, its arguments, the largest result that is correct
+CASES = [
+    *((sort_errors, case, 0) for case in SORTS),
+    *((permute_errors, case, 0) for case in PERMUTATIONS),
+    *((combine_errors, case, 0) for case in COMBINATIONS),
+    *((grouped_error, case, GEMM_ERROR) for case in GROUPED),
+    *((masked_error, case, GEMM_ERROR) for case in MASKED),
+    *((swiglu_error, case, CODES_ERROR) for case in SWIGLUS),
+    *((experts_error, case, LAYER_ERROR) for case in EXPERTS),
+]

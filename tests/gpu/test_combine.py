@@ -1,0 +1,164 @@
+"""The combining kernel returns the bits of the reference: same products, same order, float32 throughout."""
+
+import itertools
+
+import pytest
+import torch
+
+from fp8moe.kernels import combine_cuda, routing_reference
+from fp8moe.kernels.combine import DTYPES, combine
+from fp8moe.kernels.launch import current_stream, device_guard
+from fp8moe.kernels.routing import sort_by_expert
+
+pytestmark = pytest.mark.gpu
+
+Y_DTYPES = (torch.bfloat16, torch.float32)
+SIZES = ((1, 7168, 8), (1, 8, 1), (2, 128, 3), (7, 264, 6), (33, 576, 9), (65, 1048, 33), (130, 48, 64), (515, 2056, 8))
+MARK = 0xAB
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def random_rows(tokens: int, top_k: int, num_rows: int, seed: int = 0) -> torch.Tensor:
+    """Rows of which some are outside of [0, num_rows), and a token without any."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    bounds = -num_rows // 4 - 1, num_rows + num_rows // 4 + 1
+    rows = torch.randint(*bounds, (tokens, top_k), dtype=torch.int32, generator=generator, device="cuda")
+    rows[tokens // 2 : tokens // 2 + 1] = -1
+    return rows
+
+
+def write(y, rows, weights, out_dtype):
+    """The result (tokens, H) of the kernel, in memory marked before and with nothing written behind it."""
+    (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
+    size, guard = tokens * hidden * out_dtype.itemsize, 256
+    out = torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda")
+    index = y.get_device()
+    with device_guard(index):
+        plan = combine_cuda.plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, index)
+        plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), out.data_ptr())
+    assert (out[size:] == MARK).all()
+    return out[:size].view(out_dtype).view(tokens, hidden)
+
+
+def assert_matches(y, rows, weights, out_dtype):
+    out = write(y, rows, weights, out_dtype)
+    expected = routing_reference.combine(y, rows, weights, out_dtype)
+    assert out.dtype == expected.dtype and torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("tokens,hidden,top_k", SIZES)
+@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, DTYPES, DTYPES)), ids=str)
+def test_sizes(tokens, hidden, top_k, dtypes):
+    y_dtype, weight_dtype, out_dtype = dtypes
+    for num_rows in (1, tokens * top_k):
+        y, weights = random(num_rows, hidden, dtype=y_dtype), random(tokens, top_k, dtype=weight_dtype, seed=1)
+        assert_matches(y, random_rows(tokens, top_k, num_rows), weights, out_dtype)
+
+
+def test_equals_the_reference_on_the_cpu():
+    y, weights, rows = random(300, 1000, dtype=torch.bfloat16), random(40, 8), random_rows(40, 8, 300)
+    for out_dtype in DTYPES:
+        got = combine(y, rows, weights, out_dtype)
+        assert torch.equal(got.cpu(), combine(y.cpu(), rows.cpu(), weights.cpu(), out_dtype))
+
+
+@pytest.mark.parametrize("y_dtype", Y_DTYPES)
+def test_unused_values_do_not_leak(y_dtype):
+    y, weights = random(500, 520, dtype=y_dtype), random(100, 8)
+    rows = random_rows(100, 8, 500)
+    used = torch.zeros(500, dtype=torch.bool, device="cuda")
+    used[rows[(rows >= 0) & (rows < 500)].long()] = True
+    assert not used.all()
+    y[~used] = float("nan")
+    weights[(rows < 0) | (rows >= 500)] = float("nan")
+    out = write(y, rows, weights, torch.float32)
+    assert out.isfinite().all()
+    assert_matches(y, rows, weights, torch.float32)
+    y[int(rows[rows >= 0].clamp(max=499)[0])] = float("nan")
+    y[7, 3] = float("inf")
+    assert_matches(y, rows, weights, torch.bfloat16)
+
+
+def test_rows_out_of_range():
+    limits = torch.iinfo(torch.int32)
+    rows = torch.tensor([[limits.min, limits.max, 5], [-1, 4, 3], [6, 2, -5]], dtype=torch.int32, device="cuda")
+    assert_matches(random(5, 256), rows, random(3, 3), torch.bfloat16)
+    assert_matches(random(0, 256), rows, random(3, 3), torch.bfloat16)
+
+
+def test_results_beyond_the_range_of_the_output():
+    y = torch.tensor([[7e4, -7e4, 65519.0, 65520.0, 1e-8, 3e38, -3e38, 6e-8]], device="cuda")
+    rows = torch.zeros(1, 2, dtype=torch.int32, device="cuda")
+    for out_dtype in DTYPES:
+        for weight in (0.5, 1.0):
+            assert_matches(y, rows, torch.full((1, 2), weight, device="cuda"), out_dtype)
+
+
+def test_operator_on_strided_operands():
+    wide, weights, rows = random(60, 304, 2), random(8, 50), random_rows(8, 50, 60)
+    for y in (
+        wide[..., 1],
+        wide[:, :80, 0],
+        wide[3:, 4:204, 0],
+        wide.flatten(1)[:, 1:401],
+        wide[:, 0, :1].expand(-1, 64),
+    ):
+        for w, r in ((weights, rows), (weights.t(), rows.t()), (weights[:, 3:20], rows[:, 3:20])):
+            torch.full((50 * 400 * 4,), MARK, dtype=torch.uint8, device="cuda")
+            assert torch.equal(combine(y, r, w, torch.float32), routing_reference.combine(y, r, w, torch.float32))
+
+
+@pytest.mark.parametrize("tokens,hidden,top_k,num_rows", [(0, 128, 8, 0), (3, 0, 2, 6), (3, 32, 0, 4), (3, 32, 2, 0)])
+def test_empty(tokens, hidden, top_k, num_rows):
+    rows = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")
+    torch.full((3 * 32 * 4,), MARK, dtype=torch.uint8, device="cuda")
+    out = combine(random(num_rows, hidden), rows, random(tokens, top_k), torch.float32)
+    assert torch.equal(out, torch.zeros(tokens, hidden, device="cuda"))
+
+
+def test_same_bits_every_time():
+    y, rows, weights = random(5600, 1040, dtype=torch.bfloat16), random_rows(700, 8, 5600), random(700, 8)
+    first = write(y, rows, weights, torch.bfloat16)
+    for _ in range(20):
+        assert torch.equal(write(y, rows, weights, torch.bfloat16), first)
+
+
+def test_cuda_graph_with_changed_input():
+    y, weights = random(616, 1040, dtype=torch.bfloat16), random(77, 8)
+    index = torch.randint(0, 40, (77, 8), device="cuda")
+
+    def routed():
+        return combine(y, sort_by_expert(index, 32).rows, weights, torch.bfloat16)
+
+    routed()  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = routed()
+    for seed in range(3):
+        y.copy_(random(616, 1040, seed=seed))
+        weights.copy_(random(77, 8, seed=seed))
+        index.random_(0, 32 + 30 * seed)
+        graph.replay()
+        rows = routing_reference.sort_by_expert(index, 32, None)[1]
+        assert torch.equal(out, routing_reference.combine(y, rows, weights, torch.bfloat16))
+
+
+def test_past_two_to_the_31_elements():
+    tokens, hidden, top_k = 37_500, 7168, 8
+    num_rows = tokens * top_k
+    assert num_rows * hidden > 1 << 31
+    y = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device="cuda").normal_()
+    rows = torch.randperm(num_rows, device="cuda").int().view(tokens, top_k)
+    weights = random(tokens, top_k)
+    out = combine(y, rows, weights, torch.bfloat16)
+    for some in (slice(0, 100), slice(tokens // 2, tokens // 2 + 100), slice(tokens - 100, tokens)):
+        assert torch.equal(out[some], routing_reference.combine(y, rows[some], weights[some], torch.bfloat16))
+    del out, y
+    y = torch.ones(1, 8, dtype=torch.bfloat16, device="cuda")
+    tokens = (1 << 28) + 1
+    out = combine(y, torch.zeros(tokens, 1, dtype=torch.int32, device="cuda"), y[:, :1].expand(tokens, 1), y.dtype)
+    assert out.numel() > 1 << 31 and (out == 1).all()

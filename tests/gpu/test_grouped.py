@@ -1,0 +1,467 @@
+"""The grouped GEMM kernels against float64 over the same quantized operands."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp8moe import config
+from fp8moe.kernels.gemm import gemm
+from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.swiglu import Activation
+from fp8moe.quant.formats import FP8Tensor, empty_mn_major
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+NAN = float("nan")
+TOLERANCE = 3e-4  # beyond what rounding the exact result costs
+DTYPES = (torch.bfloat16, torch.float32)
+WEIGHTS = ((8, 16), (24, 48), (136, 144), (576, 576), (2112, 128), (136, 7168), (24, 32768))
+# Rows of each group: the kernels' tiles are 8 to 256 rows high.
+GROUPS = {
+    "single rows": [1] * 9,
+    "few rows": [3, 0, 7, 8, 0, 9, 2, 5],
+    "even": [64] * 6,
+    "odd": [31, 33, 65, 127, 129, 200],
+    "one has it all": [0, 0, 700, 0],
+    "skewed": [1, 500, 0, 2, 3, 1, 0, 130],
+    "empty": [0, 0, 0],
+}
+ACTIVATIONS = {
+    "plain": Activation(),
+    "limit": Activation(limit=2.0),
+    "alpha": Activation(limit=2.0, alpha=1.702),
+}
+
+
+def activations(*shape, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    # A different magnitude in every row, so that a scale applied to the wrong one shows.
+    x = torch.randn(shape, device=DEVICE, generator=generator)
+    return quantize_1x128(x * torch.rand(*shape[:-1], 1, device=DEVICE, generator=generator).mul(4).exp())
+
+
+def weights(experts, n, k, seed=1):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    w = torch.randn(experts, n, k, device=DEVICE, generator=generator)
+    return quantize_128x128(w * torch.rand(experts, 1, k, device=DEVICE, generator=generator).mul(3).exp())
+
+
+def random_bytes(*shape):
+    """Finite E4M3 values of every magnitude."""
+    data = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+    return data.masked_fill_((data & 0x7F) == 0x7F, 0).view(torch.float8_e4m3fn)
+
+
+def gate_up_weights(experts, size, k):
+    """Gate and up with blocks of their own."""
+    data, scale = weights(2 * experts, size, k)
+    return FP8Tensor(data.view(experts, 2 * size, k), scale.view(experts, -1, scale.shape[-1]))
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def offsets(sizes, start=0):
+    return int32([start + sum(sizes[:e]) for e in range(len(sizes) + 1)])
+
+
+def slices(group_offsets):
+    values = group_offsets.tolist()
+    return [slice(*pair) for pair in zip(values, values[1:], strict=False)]
+
+
+def flat(t):
+    """Data and scales of the masked layout over all rows."""
+    return FP8Tensor(t.data.flatten(0, 1), t.scale.reshape(-1, t.scale.shape[-1]))
+
+
+def poisoned(*shape, dtype=torch.bfloat16):
+    return torch.full(shape, NAN, dtype=dtype, device=DEVICE)
+
+
+def check(out, a, b, groups):
+    """That ``out`` (M, N) holds products in the rows of ``groups``, one slice an expert, and NaN in all others."""
+    outside = torch.ones(len(out), dtype=torch.bool, device=DEVICE)
+    for expert, rows in enumerate(groups):
+        if rows.start >= rows.stop:
+            continue
+        outside[rows] = False
+        x, w = FP8Tensor(a[0][rows], a[1][rows]), FP8Tensor(b[0][expert], b[1][expert])
+        expected = dequantize(x, dtype=torch.float64) @ dequantize(w, dtype=torch.float64).T
+        rounding = (expected.to(out.dtype).double() - expected).norm()
+        error = (((out[rows].double() - expected).norm() - rounding).clamp(min=0) / expected.norm()).item()
+        assert error <= TOLERANCE, (expert, rows, error)
+    assert out[outside].isnan().all()
+
+
+def same(a, b):
+    return torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scale, b.scale)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(("n", "k"), WEIGHTS)
+def test_odd_sizes(n, k, groups):
+    sizes = GROUPS[groups]
+    m = 3 + sum(sizes) + 5
+    a, b = activations(m, k), weights(len(sizes), n, k)
+    group_offsets = offsets(sizes, start=3)
+    for dtype in DTYPES:
+        out = poisoned(m, n, dtype=dtype)
+        assert grouped_gemm(a, b, group_offsets, out=out) is out
+        check(out, a, b, slices(group_offsets))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 8, 100])
+@pytest.mark.parametrize("experts", [1, 2, 33, 256, 512])
+def test_number_of_experts(experts, rows):
+    """Of every size from none to twice the mean."""
+    sizes = torch.randint(0, 2 * rows + 1, (experts,), generator=torch.Generator().manual_seed(experts)).tolist()
+    a, b = activations(sum(sizes), 272), weights(experts, 136, 272)
+    group_offsets = offsets(sizes)
+    out = poisoned(sum(sizes), 136)
+    grouped_gemm(a, b, group_offsets, out=out)
+    check(out, a, b, slices(group_offsets))
+
+
+@pytest.mark.parametrize("sizes", [[512] * 4, [64, 0, 1, 77], [1500, 20, 3, 0]], ids=["even", "small", "skewed"])
+@pytest.mark.parametrize(("n", "k"), [(4096, 7168), (7168, 2048)])
+def test_benchmark_shapes(n, k, sizes):
+    a, b = activations(sum(sizes), k), weights(len(sizes), n, k)
+    out = poisoned(sum(sizes), n)
+    grouped_gemm(a, b, offsets(sizes), out=out)
+    check(out, a, b, slices(offsets(sizes)))
+    masked_m, max_m = int32([min(size, 512) for size in sizes]), 512
+    places = activations(len(sizes), max_m, k)
+    out = poisoned(len(sizes), max_m, n)
+    grouped_gemm_masked(places, b, masked_m, expected_m=sum(sizes) // len(sizes), out=out)
+    used = [slice(e * max_m, e * max_m + size) for e, size in enumerate(masked_m.tolist())]
+    check(out.flatten(0, 1), flat(places), b, used)
+
+
+@pytest.mark.parametrize("expected_m", [None, 0, 1, 50, 100_000])
+@pytest.mark.parametrize("max_m", [1, 5, 8, 64, 200])
+@pytest.mark.parametrize(("n", "k"), [(136, 144), (576, 1536)])
+def test_masked(n, k, max_m, expected_m):
+    masked_m = [max_m, 0, max_m // 2, 1, -7, max_m + 1, 2**31 - 1, -(2**31)]
+    a, b = activations(len(masked_m), max_m, k), weights(len(masked_m), n, k)
+    used = [slice(e * max_m, e * max_m + min(max(size, 0), max_m)) for e, size in enumerate(masked_m)]
+    for dtype in DTYPES:
+        out = poisoned(len(masked_m), max_m, n, dtype=dtype)
+        assert grouped_gemm_masked(a, b, int32(masked_m), expected_m=expected_m, out=out) is out
+        check(out.flatten(0, 1), flat(a), b, used)
+
+
+@pytest.mark.parametrize(
+    ("group_offsets", "groups"),
+    [
+        ((-5, 30, 80), [(0, 30), (30, 80)]),
+        ((-90, -50, 80), [(0, 0), (0, 80)]),
+        ((0, 40, 9999), [(0, 40), (40, 100)]),
+        ((0, 9999, 9999), [(0, 100), (100, 100)]),
+        ((50, 20, 40), [(50, 50), (20, 40)]),
+        ((0, 60, 20), [(0, 60), (60, 60)]),
+        ((-(2**31), 2**31 - 1, 30), [(0, 100), (100, 100)]),
+        ((2**31 - 1, -(2**31), 30), [(100, 100), (0, 30)]),
+    ],
+)
+def test_offsets_are_clamped(group_offsets, groups):
+    a, b = activations(100, 144), weights(2, 24, 144)
+    parent = poisoned(300, 24)
+    out = parent[100:200]
+    grouped_gemm(a, b, int32(group_offsets), out=out)
+    check(out, a, b, [slice(*group) for group in groups])
+    assert parent[:100].isnan().all() and parent[200:].isnan().all()
+
+
+def test_offsets_that_mean_nothing_stay_in_bounds():
+    """Whatever they are: values may be garbage, the memory around the result may not."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = activations(100, 144), weights(16, 24, 144)
+    for _ in range(20):
+        parent = poisoned(300, 24)
+        group_offsets = torch.randint(-300, 500, (17,), generator=generator, dtype=torch.int32).to(DEVICE)
+        grouped_gemm(a, b, group_offsets, out=parent[100:200])
+        assert parent[:100].isnan().all() and parent[200:].isnan().all()
+
+
+def test_one_group_has_the_error_of_the_dense_gemm():
+    a, b = activations(200, 576), weights(1, 136, 576)
+    dense = gemm(a, FP8Tensor(b.data[0], b.scale[0]))
+    grouped = grouped_gemm(a, b, int32([0, 200]))
+    assert (grouped.double() - dense.double()).norm() <= 1e-3 * dense.double().norm()
+
+
+@pytest.mark.parametrize(("experts", "m", "n", "k"), [(2, 0, 24, 144), (0, 5, 24, 144), (2, 5, 0, 144), (2, 5, 24, 0)])
+def test_empty(experts, m, n, k):
+    blocks = -(-k // 128)
+    a = (random_bytes(m, k), torch.ones(m, blocks, device=DEVICE))
+    b = (random_bytes(experts, n, k), torch.ones(experts, -(-n // 128), blocks, device=DEVICE))
+    group_offsets = offsets([m] + [0] * (experts - 1) if experts else [])
+    out = grouped_gemm(a, b, group_offsets, out=poisoned(m, n))
+    assert out.shape == (m, n)
+    assert out.isnan().all() if experts == 0 else not out.any()
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3], [70, 1, 200]])
+def test_out_writes_its_elements_only(sizes):
+    m = sum(sizes)
+    a, b = activations(m, 272), weights(3, 136, 272)
+    for dtype in DTYPES:
+        parent = torch.full((m + 9, 256), 7.0, dtype=dtype, device=DEVICE)
+        out = parent[4 : m + 4, 64:200]
+        out.fill_(NAN)
+        grouped_gemm(a, b, offsets(sizes), out=out)
+        check(out, a, b, slices(offsets(sizes)))
+        out.fill_(7)
+        assert (parent == 7).all()
+
+
+def test_layouts_of_the_operands_do_not_matter():
+    a, b = activations(133, 272), weights(2, 136, 272)
+    group_offsets = int32([0, 20, 133])
+    expected = grouped_gemm(a, b, group_offsets)
+    odd = torch.zeros(133, 273, dtype=torch.float8_e4m3fn, device=DEVICE)[:, 1:].copy_(a.data)
+    transposed = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in b]
+    out = grouped_gemm((odd, a.scale.contiguous()), transposed, group_offsets.repeat_interleave(2)[::2])
+    assert torch.equal(out, expected)
+    places, masked_m = activations(2, 30, 272), int32([30, 30])
+    each = empty_mn_major(2, 30, 3, device=DEVICE).copy_(places.scale)
+    expected = grouped_gemm_masked(places, b, masked_m)
+    for scale in (places.scale.contiguous(), each):
+        assert torch.equal(grouped_gemm_masked((places.data, scale), b, masked_m), expected)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 8, [16] * 8, [64, 0, 200, 9, 1, 0, 300, 33]])
+def test_equal_inputs_give_equal_bits(sizes):
+    m = sum(sizes)
+    a, b, gate_up = activations(m, 1536), weights(8, 576, 1536), gate_up_weights(8, 288, 1536)
+    group_offsets = offsets(sizes)
+    first = grouped_gemm(a, b, group_offsets)
+    swiglu = grouped_gemm_swiglu(a, gate_up, group_offsets, activation=Activation())
+    for _ in range(20):
+        assert torch.equal(grouped_gemm(a, b, group_offsets), first)
+        assert same(grouped_gemm_swiglu(a, gate_up, group_offsets, activation=Activation()), swiglu)
+
+
+@pytest.mark.parametrize("sizes", [[2, 0, 3], [100, 1, 300]])
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_bad_values_stay_in_their_rows_and_columns(sizes, bad):
+    m = sum(sizes)
+    x = torch.randn(m, 272, device=DEVICE)
+    w = torch.randn(3, 264, 272, device=DEVICE)
+    group_offsets = offsets(sizes)
+    b = quantize_128x128(w)
+    clean = grouped_gemm(quantize_1x128(x), b, group_offsets)
+    assert clean.isfinite().all()
+    w[2, 130, 3] = bad
+    out = grouped_gemm(quantize_1x128(x), quantize_128x128(w), group_offsets)
+    assert not out[-sizes[2] :, 128:256].isfinite().any()
+    out[-sizes[2] :, 128:256] = clean[-sizes[2] :, 128:256]
+    assert torch.equal(out, clean)
+    x[sizes[0], 270] = bad  # the row after the first group's last
+    out = grouped_gemm(quantize_1x128(x), b, group_offsets)
+    assert not out[sizes[0]].isfinite().any()
+    out[sizes[0]] = clean[sizes[0]]
+    assert torch.equal(out, clean)
+
+
+# GEMM 1 of an experts layer: the same codes as the reference's, but for values at the edge of two.
+
+
+def reference(*arguments, **options):
+    settings = config.settings
+    config.settings = replace(settings, backend="reference")
+    try:
+        return grouped_gemm_swiglu(*arguments, **options)
+    finally:
+        config.settings = settings
+
+
+def same_codes(actual, expected):
+    assert torch.allclose(actual.scale, expected.scale, rtol=2e-3)
+    values, likely = dequantize(actual, dtype=torch.float64), dequantize(expected, dtype=torch.float64)
+    assert (values - likely).norm() <= 1.5e-2 * likely.norm()
+    different = actual.data.view(torch.uint8) != expected.data.view(torch.uint8)
+    assert different.double().mean() <= max(0.02, 16 / different.numel())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", [16, 96, 128, 208, 512])
+@pytest.mark.parametrize("groups", ["single rows", "few rows", "odd", "skewed"])
+def test_swiglu(groups, size, activation):
+    sizes = GROUPS[groups]
+    m = 3 + sum(sizes) + 5
+    x = torch.randn(m, 272, device=DEVICE) * torch.rand(m, 1, device=DEVICE)
+    w = torch.randn(2 * len(sizes), size, 272, device=DEVICE).mul(0.1)
+    a, (data, scale) = quantize_1x128(x), quantize_128x128(w)
+    gate_up = FP8Tensor(data.view(len(sizes), 2 * size, 272), scale.view(len(sizes), -1, 3))
+    options = dict(activation=ACTIVATIONS[activation])
+    group_offsets = offsets(sizes, start=3)
+    out = grouped_gemm_swiglu(a, gate_up, group_offsets, **options)
+    assert out.data.shape == (m, size) and out.scale.stride() == (1, -(-m // 4) * 4)
+    rows = slice(3, 3 + sum(sizes))
+    expected = reference(a, gate_up, group_offsets, **options)
+    same_codes(FP8Tensor(out.data[rows], out.scale[rows]), FP8Tensor(expected.data[rows], expected.scale[rows]))
+
+
+@pytest.mark.parametrize("max_m", [1, 8, 40])
+def test_swiglu_of_the_masked_layout(max_m):
+    masked_m = [max_m, 0, max_m // 2, max_m + 5, -1, 1]
+    a, gate_up = activations(6 * max_m, 272), gate_up_weights(6, 208, 272)
+    options = dict(activation=Activation(limit=2.0), max_m=max_m)
+    out = grouped_gemm_swiglu(a, gate_up, int32(masked_m), **options)
+    expected = reference(a, gate_up, int32(masked_m), **options)
+    for e, size in enumerate(masked_m):
+        rows = slice(e * max_m, e * max_m + min(max(size, 0), max_m))
+        if rows.start < rows.stop:
+            same_codes(FP8Tensor(out.data[rows], out.scale[rows]), FP8Tensor(expected.data[rows], expected.scale[rows]))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("sizes", [[2, 1, 3], [60, 0, 150]])
+def test_swiglu_keeps_bad_values_in_their_rows(sizes, activation):
+    x = torch.randn(sum(sizes), 272, device=DEVICE)
+    gate_up = gate_up_weights(3, 208, 272)
+    call = dict(groups=offsets(sizes), activation=ACTIVATIONS[activation])
+    clean = dequantize(grouped_gemm_swiglu(quantize_1x128(x), gate_up, **call))
+    x[sizes[0] - 1, 5] = NAN
+    out = dequantize(grouped_gemm_swiglu(quantize_1x128(x), gate_up, **call))
+    assert not out[sizes[0] - 1].isfinite().any()
+    out[sizes[0] - 1] = clean[sizes[0] - 1]
+    assert torch.equal(out, clean)
+
+
+# Streams, graphs, memory.
+
+
+@pytest.mark.parametrize("m", [16, 300])
+def test_graph_replays_with_other_groups(m):
+    a, b, gate_up = activations(m, 576), weights(6, 136, 576), gate_up_weights(6, 208, 576)
+    places, masked_m = activations(6, 8, 576), int32([8] * 6)
+    group_offsets = offsets([m] + [0] * 5)
+    outs = [poisoned(m, 136), poisoned(6, 8, 136)]
+
+    def run():
+        grouped_gemm(a, b, group_offsets, out=outs[0])
+        grouped_gemm_masked(places, b, masked_m, out=outs[1])
+        return grouped_gemm_swiglu(a, gate_up, group_offsets, activation=Activation())
+
+    run()  # compiles, which a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        swiglu = run()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        cuts = torch.randint(0, m + 1, (5,), generator=generator).sort().values.tolist()
+        group_offsets.copy_(int32([0, *cuts, m]))
+        masked_m.copy_(torch.randint(0, 9, (6,), generator=generator, dtype=torch.int32))
+        for out in outs:
+            out.fill_(NAN)
+        graph.replay()
+        replayed = [out.clone() for out in outs]
+        replayed_swiglu = FP8Tensor(*(t.clone() for t in swiglu))
+        for out in outs:
+            out.fill_(NAN)
+        assert same(run(), replayed_swiglu)
+        assert all(
+            torch.equal(x.nan_to_num(nan=7e7), y.nan_to_num(nan=7e7)) for x, y in zip(outs, replayed, strict=True)
+        )
+        check(replayed[0], a, b, slices(group_offsets))
+
+
+def test_nothing_waits_for_the_gpu():
+    a, b, gate_up = activations(64, 272), weights(4, 136, 272), gate_up_weights(4, 144, 272)
+    group_offsets, masked_m = int32([0, 9, 9, 40, 64]), int32([1, 2, 3, 16])
+    places = FP8Tensor(a.data.view(4, 16, 272), a.scale.view(4, 16, 3))
+
+    def run():
+        grouped_gemm(a, b, group_offsets)
+        grouped_gemm_masked(places, b, masked_m)
+        grouped_gemm_swiglu(a, gate_up, group_offsets, activation=Activation())
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_runs_on_the_current_stream():
+    a, b = activations(64, 576), weights(4, 136, 576)
+    group_offsets = int32([0, 9, 9, 40, 64])
+    expected = grouped_gemm(a, b, group_offsets)
+    late = torch.zeros_like(group_offsets)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(group_offsets)
+        out = grouped_gemm(a, b, late)
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2")
+def test_device_that_is_not_current():
+    a, b = activations(64, 576), weights(4, 136, 576)
+    group_offsets = int32([0, 9, 9, 40, 64])
+    other = [[t.to("cuda:1") for t in pair] for pair in (a, b)]
+    out = grouped_gemm(*other, group_offsets.to("cuda:1"))
+    assert out.device == torch.device("cuda:1")
+    assert torch.equal(out.to(DEVICE), grouped_gemm(a, b, group_offsets))
+
+
+def test_memory_of_a_call_is_its_result():
+    a, b = activations(512, 1536), weights(8, 2112, 1536)
+    group_offsets = offsets([64] * 8)
+    grouped_gemm(a, b, group_offsets)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = grouped_gemm(a, b, group_offsets)
+    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 512
+    del out
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize(
+    ("experts", "m", "n", "k"), [(300, 600, 1024, 7168), (2, 70000, 32768, 128), (3, 300003, 8, 7168)]
+)
+def test_more_than_2_31_elements(experts, m, n, k):
+    """Weights, a result and activations past 2^31 elements: the rows at every expert's borders."""
+    a = FP8Tensor(random_bytes(m, k), empty_mn_major(m, k // 128, device=DEVICE).uniform_(0.5, 2))
+    b = FP8Tensor(random_bytes(experts, n, k), torch.rand(experts, -(-n // 128), k // 128, device=DEVICE) + 0.5)
+    size = m // experts
+    group_offsets = offsets([size] * experts)
+    out = poisoned(m, n)
+    grouped_gemm(a, b, group_offsets, out=out)
+    for expert in {0, experts // 2, experts - 2, experts - 1}:
+        rows = torch.tensor([expert * size, expert * size + size - 1], device=DEVICE)
+        sample = FP8Tensor(a.data.view(torch.uint8)[rows].view(a.data.dtype), a.scale[rows])
+        check(out[rows], sample, FP8Tensor(b.data[expert : expert + 1], b.scale[expert : expert + 1]), [slice(0, 2)])
+    assert sum(part.isnan().sum() for part in out[: size * experts].split(4096)) == 0
+
+
+def test_operators():
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    a, b = activations(8, 144), weights(2, 32, 144)
+    arguments = (*a, *b, int32([0, 3, 8]))
+    torch.library.opcheck(torch.ops.fp8moe.grouped_gemm.default, arguments, test_utils=checks)
+    compiled = torch.compile(lambda *call: grouped_gemm(*call) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a, b, arguments[-1]), grouped_gemm(a, b, arguments[-1]) * 2)
+
+
+def test_operands_on_the_wrong_device():
+    a, b, group_offsets = activations(5, 48), weights(2, 24, 48), int32([0, 2, 5])
+    for call, message in (
+        (dict(b=(b.data.cpu(), b.scale)), r"^b\.data: expected on cuda:0 like a\.data, got cpu"),
+        (dict(group_offsets=group_offsets.cpu()), r"^group_offsets: expected on cuda:0 .* got cpu"),
+        (dict(out=torch.zeros(5, 24)), r"^out: expected on cuda:0 .* got cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grouped_gemm(**{"a": a, "b": b, "group_offsets": group_offsets} | call)

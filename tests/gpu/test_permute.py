@@ -1,0 +1,177 @@
+"""The permuting quantizer writes the bits of the reference to every row that is mapped to, and nothing else."""
+
+import math
+
+import pytest
+import torch
+
+from fp8moe.kernels import permute_cuda, routing_reference
+from fp8moe.kernels.launch import current_stream, device_guard
+from fp8moe.kernels.permute import permute_quantize
+from fp8moe.kernels.routing import sort_by_expert
+from fp8moe.quant.formats import align, ceil_div
+from fp8moe.quant.quantize import INPUT_DTYPES
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (
+    (1, 7168, 8),
+    (1, 16, 1),
+    (2, 128, 3),
+    (7, 272, 6),
+    (33, 576, 4),
+    (65, 1040, 33),
+    (130, 48, 64),
+    (515, 2064, 8),
+)
+MARK = 0xAB
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    exponent = torch.randn(shape, generator=generator, device="cuda") * 3
+    return (torch.randn(shape, generator=generator, device="cuda") * exponent.exp2()).to(dtype)
+
+
+def random_rows(tokens: int, top_k: int, num_rows: int, seed: int = 0) -> torch.Tensor:
+    """Different rows, in part outside of [0, num_rows), and a token without any."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    pool = torch.randperm(2 * max(tokens * top_k, num_rows), generator=generator, device="cuda")
+    rows = pool[: tokens * top_k].view(tokens, top_k).int() - num_rows // 4
+    rows[tokens // 2 : tokens // 2 + 1] = -1
+    return rows
+
+
+def write(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data (num_rows, H) and scale (blocks, pitch) as bytes and words, marked where the kernel has not written."""
+    tokens, hidden = x.shape
+    k_blocks, pitch, guard = ceil_div(hidden, 128), align(num_rows, 4), 256
+    data = torch.full((num_rows * hidden + guard,), MARK, dtype=torch.uint8, device="cuda")
+    scale = torch.full((4 * k_blocks * pitch + guard,), MARK, dtype=torch.uint8, device="cuda")
+    index = x.get_device()
+    with device_guard(index):
+        plan = permute_cuda.plan(tokens, hidden, rows.shape[1], num_rows, x.stride(0), x.dtype, index)
+        plan.launch(current_stream(index), x.data_ptr(), rows.data_ptr(), data.data_ptr(), scale.data_ptr())
+    assert (data[-guard:] == MARK).all() and (scale[-guard:] == MARK).all()
+    return data[:-guard].view(num_rows, hidden), scale[:-guard].view(torch.int32).view(k_blocks, pitch)
+
+
+def assert_matches(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
+    data, scale = write(x, rows, num_rows)
+    expected_data, expected_scale = routing_reference.permute_quantize(x, rows, num_rows)
+    used = torch.zeros(num_rows + 1, dtype=torch.bool, device="cuda")
+    used[torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).flatten().long()] = True
+    used = used[:num_rows]
+    assert torch.equal(data[used], expected_data.view(torch.uint8)[used])
+    assert (data[~used] == MARK).all()
+    assert torch.equal(scale[:, :num_rows].t()[used], expected_scale.contiguous().view(torch.int32)[used])
+    untouched = scale.clone()
+    untouched[:, :num_rows][:, used] = 0
+    untouched = untouched[untouched != 0]
+    assert (untouched.view(torch.uint8) == MARK).all() and untouched.numel() == scale.shape[0] * int(
+        scale.shape[1] - used.sum()
+    )
+
+
+@pytest.mark.parametrize("tokens,hidden,top_k", SIZES)
+@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+def test_sizes(tokens, hidden, top_k, dtype):
+    x = random(tokens, hidden, dtype=dtype)
+    for num_rows in (1, tokens * top_k, tokens * top_k + 3):
+        assert_matches(x, random_rows(tokens, top_k, num_rows), num_rows)
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+def test_many_tokens(dtype):
+    # Beyond the number of tokens that are read before they are known to have a row.
+    x = random(1500, 1552, dtype=dtype)
+    for seed in range(3):
+        index = torch.randint(0, 64 << seed, (1500, 8), device="cuda")  # the more experts, the fewer are local
+        rows = sort_by_expert(index, 16).rows
+        assert_matches(x, rows, 12000)
+        assert_matches(x, sort_by_expert(index, 16, capacity=100).rows, 1600)
+    assert_matches(x, random_rows(1500, 35, 50000), 50000)
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+def test_values(dtype):
+    x = random(40, 1024, dtype=dtype)
+    x[3, 5], x[4, 200], x[6, 1023] = math.nan, -math.inf, math.inf
+    x[5], x[7] = 0.0, torch.finfo(dtype).max
+    x[8] *= 1e-6
+    assert_matches(x, torch.randperm(160, device="cuda").int().view(40, 4), 160)
+
+
+def test_rows_out_of_range():
+    x = random(3, 256)
+    limits = torch.iinfo(torch.int32)
+    rows = torch.tensor([[limits.min, limits.max, 5], [-1, 4, 3], [6, 2, -5]], dtype=torch.int32, device="cuda")
+    assert_matches(x, rows, 5)
+    assert_matches(x, torch.full((3, 3), -1, dtype=torch.int32, device="cuda"), 5)
+
+
+def test_operator():
+    wide = random(50, 600)
+    rows = torch.randperm(200, device="cuda").int().view(50, 4)
+    for x in (wide[:, :576], wide[:, 8:584], wide[:, 1:33], wide.t()[:576].t(), wide[:1, :592].expand(50, -1)):
+        torch.full((200 * 592,), MARK, dtype=torch.uint8, device="cuda")
+        data, scale = permute_quantize(x, rows, 200)
+        expected = routing_reference.permute_quantize(x, rows, 200)
+        assert data.is_contiguous() and scale.stride() == expected[1].stride()
+        assert torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scale, expected[1])
+        data, scale = permute_quantize(x, rows.t().contiguous().t(), 200)
+        assert torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scale, expected[1])
+
+
+@pytest.mark.parametrize("tokens,hidden,top_k,num_rows", [(0, 128, 8, 0), (3, 0, 2, 6), (3, 32, 0, 4), (3, 32, 2, 0)])
+def test_empty(tokens, hidden, top_k, num_rows):
+    rows = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")
+    data, scale = permute_quantize(random(tokens, hidden), rows, num_rows)
+    assert data.shape == (num_rows, hidden) and scale.shape == (num_rows, ceil_div(hidden, 128))
+
+
+def test_same_bits_every_time():
+    x, rows = random(700, 1040), torch.randperm(5600, device="cuda").int().view(700, 8)
+    first = write(x, rows, 5600)
+    for _ in range(20):
+        assert all(map(torch.equal, write(x, rows, 5600), first))
+
+
+def test_cuda_graph_with_changed_input():
+    x, index = random(77, 1040), torch.randint(0, 40, (77, 8), device="cuda")
+
+    def routed():
+        rows = sort_by_expert(index, 32).rows
+        return rows, *permute_quantize(x, rows, 616)
+
+    routed()  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows, data, scale = routed()
+    for seed in range(3):
+        x.copy_(random(77, 1040, seed=seed))
+        index.random_(0, 32 + 30 * seed)
+        graph.replay()
+        groups, expected_rows = routing_reference.sort_by_expert(index, 32, None)
+        assert torch.equal(rows, expected_rows)
+        used = int(groups[-1])
+        expected_data, expected_scale = routing_reference.permute_quantize(x, rows, 616)
+        assert torch.equal(data.view(torch.uint8)[:used], expected_data.view(torch.uint8)[:used])
+        assert torch.equal(scale[:used], expected_scale[:used])
+
+
+def test_past_two_to_the_31_elements():
+    tokens, hidden, top_k = 37_500, 7168, 8
+    num_rows = tokens * top_k
+    assert num_rows * hidden > 1 << 31
+    x = random(tokens, hidden)
+    rows = torch.randperm(num_rows, device="cuda").int().view(tokens, top_k)
+    data, scale = permute_quantize(x, rows, num_rows)
+    for some in (slice(0, 100), slice(tokens // 2, tokens // 2 + 100), slice(tokens - 100, tokens)):
+        expected_data, expected_scale = routing_reference.permute_quantize(
+            x[some], torch.arange(100, dtype=torch.int32, device="cuda")[:, None], 100
+        )
+        for k in range(top_k):
+            row = rows[some, k].long()
+            assert torch.equal(data.view(torch.uint8)[row], expected_data.view(torch.uint8))
+            assert torch.equal(scale[row], expected_scale)

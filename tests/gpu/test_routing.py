@@ -1,0 +1,193 @@
+"""The sorting kernel returns what the reference does, whatever the sizes and indices; and the chain of launches."""
+
+import pytest
+import torch
+
+from fp8moe.kernels import combine_cuda, permute_cuda, routing_cuda, routing_reference
+from fp8moe.kernels.launch import current_stream, device_guard
+from fp8moe.kernels.routing import sort_by_expert
+from fp8moe.quant.formats import align, ceil_div
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.int32, torch.int64)
+# tokens, top_k: one block of few warps, of 32, a cluster in one round and in several, on both sides of the limits.
+SIZES = (
+    *((1, 1), (1, 8), (3, 7), (16, 8), (128, 8), (129, 8), (33, 31), (1, 1024), (1025, 1)),
+    *((512, 8), (513, 8), (4097, 1), (1000, 9), (8191, 4), (32768, 1), (8192, 8), (40001, 9)),
+)
+
+
+def random_index(tokens, top_k, num_experts, dtype=torch.int64, seed=0, margin=2):
+    """Experts of [-margin, num_experts + margin)."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    bounds = -margin, num_experts + margin
+    return torch.randint(*bounds, (tokens, top_k), dtype=dtype, generator=generator, device="cuda")
+
+
+def poison(numel: int) -> None:
+    """Leaves freed memory full of ones where the next outputs go."""
+    for size in (numel, 1025):
+        torch.full((size,), -1, dtype=torch.int32, device="cuda").add_(12345)
+
+
+def assert_matches(index, num_experts, capacity=None):
+    poison(index.numel())
+    got = sort_by_expert(index, num_experts, capacity=capacity)
+    expected = routing_reference.sort_by_expert(index, num_experts, capacity)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == torch.int32 and a.is_contiguous() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tokens,top_k", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes(tokens, top_k, dtype):
+    for num_experts in (8, 256, 384):
+        index = random_index(tokens, top_k, num_experts, dtype)
+        assert_matches(index, num_experts)
+        for capacity in (0, 1, tokens, ceil_div(tokens * top_k, num_experts)):
+            assert_matches(index, num_experts, capacity)
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 31, 32, 33, 64, 65, 127, 128, 129, 255, 256, 257, 512, 513, 1023, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_of_experts(num_experts, dtype):
+    for tokens in (1, 100, 600, 3000):
+        index = random_index(tokens, 8, num_experts, dtype, margin=num_experts // 4)
+        assert_matches(index, num_experts)
+        assert_matches(index, num_experts, 17)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (5, 0), (0, 0)])
+def test_empty(shape, dtype):
+    index = torch.empty(shape, dtype=dtype, device="cuda")
+    assert_matches(index, 300)
+    assert_matches(index, 300, 5)
+
+
+@pytest.mark.parametrize("tokens", [3, 700, 9000])
+def test_uneven(tokens):
+    for fill in (0, 255, -1, 256):
+        index = torch.full((tokens, 8), fill, device="cuda")
+        assert_matches(index, 256)
+        assert_matches(index, 256, 100)
+    index = torch.arange(tokens, device="cuda")[:, None].expand(-1, 8)  # no expert at all from the 257th token on
+    assert_matches(index, 256)
+    assert_matches(index % 256, 256)
+    assert_matches(index * 8 // tokens, 8)  # sorted already
+    assert_matches(7 - index * 8 // tokens, 8)
+
+
+def test_index_outside_of_32_bits_is_of_no_expert():
+    limits = torch.iinfo(torch.int64)
+    values = (1 << 32, (1 << 32) + 1, -(1 << 32), (1 << 31) + 1, limits.max, limits.min, 1, 0)
+    for tokens in (1, 1000):
+        index = torch.tensor(values, device="cuda").expand(tokens, -1).contiguous()
+        assert_matches(index, 2)
+        assert_matches(index, 2, 5)
+    limits = torch.iinfo(torch.int32)
+    assert_matches(torch.tensor([[limits.max, limits.min, 1]], dtype=torch.int32, device="cuda"), 2)
+
+
+def test_strided_index():
+    index = random_index(300, 16, 64)
+    for view in (index[:, ::2], index.t(), index[1:, 3:], index[:1].expand(50, -1)):
+        assert_matches(view, 64)
+
+
+@pytest.mark.parametrize("tokens", [4, 500, 20000])
+def test_same_bits_every_time(tokens):
+    index = random_index(tokens, 8, 256)
+    first = sort_by_expert(index, 256)
+    for _ in range(20):
+        poison(index.numel())
+        for got, expected in zip(sort_by_expert(index, 256), first, strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("tokens", [4, 500, 3000])
+def test_cuda_graph_with_changed_input(tokens):
+    index = random_index(tokens, 8, 256)
+    assert_matches(index, 256)  # compiled before the capture
+    assert_matches(index, 256, 40)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = sort_by_expert(index, 256), sort_by_expert(index, 256, capacity=40)
+    for seed in range(3):
+        index.copy_(random_index(tokens, 8, 256, seed=seed, margin=100 * seed))
+        graph.replay()
+        for got, capacity in zip(results, (None, 40), strict=True):
+            expected = routing_reference.sort_by_expert(index, 256, capacity)
+            assert all(map(torch.equal, got, expected))
+
+
+def test_two_streams():
+    indices = [random_index(20000, 8, 256, seed=seed) for seed in range(2)]
+    streams = [torch.cuda.Stream() for _ in indices]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(5):
+        for stream, index in zip(streams, indices, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((index, sort_by_expert(index, 256)))
+    torch.cuda.synchronize()
+    for index, got in results:
+        assert all(map(torch.equal, got, routing_reference.sort_by_expert(index, 256, None)))
+
+
+@pytest.mark.parametrize("tokens,hidden", [(1, 7168), (5, 576), (700, 1040)])
+def test_chain_over_memory_of_the_caller(tokens, hidden):
+    """Sort, permute and combine, each started before the one ahead has ended, over one buffer and many times over."""
+    num_experts, top_k, guard = 24, 8, 256
+    num_rows = tokens * top_k
+    index, pitch, k_blocks = torch.cuda.current_device(), align(num_rows, 4), ceil_div(hidden, 128)
+    sizes = 4 * (num_experts + 1), 4 * num_rows, num_rows * hidden, 4 * pitch * k_blocks, 2 * tokens * hidden
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + align(size + guard, 256))
+    buffer = torch.full((starts[-1],), 0xAB, dtype=torch.uint8, device="cuda")
+    groups, rows, data, scale, out = (
+        buffer[start : start + size].view(dtype)
+        for start, size, dtype in zip(
+            starts,
+            sizes,
+            (torch.int32, torch.int32, torch.float8_e4m3fn, torch.float32, torch.bfloat16),
+            strict=False,
+        )
+    )
+    y = torch.randn(num_rows, hidden, dtype=torch.bfloat16, device="cuda")
+    weights = torch.rand(tokens, top_k, device="cuda")
+    inputs = [
+        (random_index(tokens, top_k, num_experts, seed=seed), torch.randn(tokens, hidden, device="cuda").bfloat16())
+        for seed in range(20)
+    ]
+    with device_guard(index):
+        sort = routing_cuda.plan(num_rows, num_experts, None, torch.int64, index, pdl=True)
+        permute = permute_cuda.plan(tokens, hidden, top_k, num_rows, hidden, torch.bfloat16, index, pdl=True)
+        combine = combine_cuda.plan(
+            tokens, hidden, top_k, num_rows, torch.bfloat16, torch.float32, torch.bfloat16, index, pdl=True
+        )
+    stream = current_stream(index)
+    addresses = {name: value.data_ptr() for name, value in (("rows", rows), ("data", data), ("scale", scale))}
+    results = []
+    for top_k_index, x in inputs:
+        for _ in range(3):
+            sort.launch(stream, top_k_index.data_ptr(), groups.data_ptr(), addresses["rows"])
+            permute.launch(stream, x.data_ptr(), *addresses.values())
+            combine.launch(stream, y.data_ptr(), addresses["rows"], weights.data_ptr(), out.data_ptr())
+        results.append(buffer.clone())
+    for (top_k_index, x), result in zip(inputs, results, strict=True):
+        views = [result[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        expected_groups, expected_rows = routing_reference.sort_by_expert(top_k_index, num_experts, None)
+        assert torch.equal(views[0].view(torch.int32), expected_groups)
+        assert torch.equal(views[1].view(torch.int32), expected_rows.flatten())
+        used = int(expected_groups[-1])
+        expected_data, expected_scale = routing_reference.permute_quantize(x, expected_rows, num_rows)
+        got_scale = views[3].view(torch.float32).view(k_blocks, pitch)
+        assert torch.equal(views[2].view(num_rows, hidden)[:used], expected_data[:used].view(torch.uint8))
+        assert torch.equal(got_scale[:, :used], expected_scale[:used].t())
+        expected = routing_reference.combine(y, expected_rows, weights, torch.bfloat16)
+        assert torch.equal(views[4].view(torch.bfloat16).view(tokens, hidden), expected)
+        for start, size, end in zip(starts, sizes, starts[1:], strict=False):
+            assert (result[start + size : end] == 0xAB).all()

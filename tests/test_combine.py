@@ -1,0 +1,151 @@
+"""Weighted sums of the rows of a token: reference backend, errors, autograd, operator, and the compiled kernels."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe.kernels import combine_cuda, jit
+from fp8moe.kernels.combine import DTYPES, combine
+from fp8moe.kernels.routing import sort_by_expert
+
+Y_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def expected(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """One assignment at a time, in float32."""
+    out = torch.zeros(rows.shape[0], y.shape[1])
+    for t, token_rows in enumerate(rows.tolist()):
+        for k, row in enumerate(token_rows):
+            if 0 <= row < y.shape[0]:
+                out[t] += weights[t, k].float() * y[row].float()
+    return out.to(out_dtype)
+
+
+@given(
+    tokens=st.integers(0, 20),
+    hidden=st.integers(0, 20).map(lambda i: 8 * i),
+    top_k=st.integers(0, 9),
+    num_rows=st.integers(0, 50),
+    dtypes=st.tuples(st.sampled_from(Y_DTYPES), st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    seed=st.integers(0, 1000),
+)
+def test_equals_one_at_a_time(tokens, hidden, top_k, num_rows, dtypes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    y_dtype, weight_dtype, out_dtype = dtypes
+    y = torch.randn(num_rows, hidden, generator=generator).to(y_dtype)
+    rows = torch.randint(-2, num_rows + 2, (tokens, top_k), dtype=torch.int32, generator=generator)
+    weights = torch.randn(tokens, top_k, generator=generator).to(weight_dtype)
+    out = combine(y, rows, weights, out_dtype)
+    assert out.dtype == out_dtype and out.shape == (tokens, hidden)
+    assert torch.equal(out, expected(y, rows, weights, out_dtype))
+
+
+def test_undoes_the_sort():
+    x, index = torch.randn(9, 16), torch.randint(0, 5, (9, 4))
+    rows = sort_by_expert(index, 5).rows
+    y = torch.empty(36, 16)
+    y[rows.flatten().long()] = x.repeat_interleave(4, 0)
+    assert torch.equal(combine(y, rows, torch.full((9, 4), 0.25), torch.float32), x)
+
+
+def test_order_of_the_sum():
+    # In float32, 2^24 + 1 + 1 is 2^24, and 1 + 1 + 2^24 is not.
+    y = torch.tensor([[2.0**24] * 8, [1.0] * 8])
+    rows = torch.tensor([[0, 1, 1], [1, 1, 0]], dtype=torch.int32)
+    assert combine(y, rows, torch.ones(2, 3), torch.float32)[:, 0].tolist() == [2.0**24, 2.0**24 + 2]
+
+
+def test_unused_values_do_not_leak():
+    y = torch.randn(6, 16)
+    y[[0, 3, 5]] = float("nan")
+    rows = torch.tensor([[1, -1], [6, 2], [-1, -1], [4, -(2**31)]], dtype=torch.int32)
+    weights = torch.ones(4, 2)
+    weights[0, 1] = weights[2, 0] = float("nan")  # of assignments without a row
+    out = combine(y, rows, weights, torch.float32)
+    assert torch.equal(out, torch.stack((y[1], y[2], torch.zeros(16), y[4])))
+    rows[2, 1] = 3
+    assert combine(y, rows, weights, torch.float32)[2].isnan().all()
+
+
+def test_strided_operands():
+    y, weights = torch.randn(16, 6, 2)[..., 0].t(), torch.rand(3, 4).t()
+    rows = torch.randint(0, 6, (3, 4), dtype=torch.int32).t()
+    assert torch.equal(combine(y, rows, weights, torch.float32), expected(y, rows, weights, torch.float32))
+
+
+# ---- errors ----
+
+
+def test_errors():
+    y, rows, weights = torch.zeros(8, 16), torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 2)
+    dtype = torch.bfloat16
+    for i, name in enumerate(("y", "rows", "weights")):
+        operands = [y, rows, weights]
+        operands[i] = 1
+        with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got int 1"):
+            combine(*operands, dtype)
+    with pytest.raises(TypeError, match="^y: expected bfloat16 or float32, got torch.float16"):
+        combine(y.half(), rows, weights, dtype)
+    for wrong in (y[:, :12], y[0]):
+        with pytest.raises(ValueError, match="^y: expected shape .* H a multiple of 8, got"):
+            combine(wrong, rows, weights, dtype)
+    with pytest.raises(TypeError, match="^rows: expected int32, got torch.int64"):
+        combine(y, rows.long(), weights, dtype)
+    with pytest.raises(ValueError, match=r"^rows: expected shape \(T, K\), got \(8,\)"):
+        combine(y, rows.flatten(), weights, dtype)
+    with pytest.raises(ValueError, match="^rows: expected on cpu like y, got meta"):
+        combine(y, rows.to("meta"), weights, dtype)
+    with pytest.raises(TypeError, match="^weights: expected bfloat16, float16 or float32, got torch.float64"):
+        combine(y, rows, weights.double(), dtype)
+    with pytest.raises(ValueError, match=r"^weights: expected shape \(4, 2\) like rows, got \(4, 1\)"):
+        combine(y, rows, weights[:, :1], dtype)
+    with pytest.raises(ValueError, match="^weights: expected on cpu like y, got meta"):
+        combine(y, rows, weights.to("meta"), dtype)
+    with pytest.raises(TypeError, match="^out_dtype: expected bfloat16, float16 or float32, got torch.float64"):
+        combine(y, rows, weights, torch.float64)
+
+
+def test_backward_raises():
+    y, rows, weights = torch.randn(8, 16), torch.zeros(4, 2, dtype=torch.int32), torch.randn(4, 2)
+    for operands in ((y.clone().requires_grad_(), rows, weights), (y, rows, weights.clone().requires_grad_())):
+        out = combine(*operands, torch.float32)
+        assert torch.equal(out, combine(y, rows, weights, torch.float32))
+        with pytest.raises(RuntimeError, match="combine has no backward"):
+            out.sum().backward()
+
+
+# ---- operator ----
+
+
+@pytest.mark.parametrize("tokens", [5, 0])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_opcheck(tokens, out_dtype):
+    rows = torch.arange(3 * tokens, dtype=torch.int32).view(tokens, 3)
+    y, weights = torch.randn(3 * tokens, 24, dtype=torch.bfloat16), torch.rand(tokens, 3)
+    torch.library.opcheck(torch.ops.fp8moe.combine.default, (y, rows, weights, out_dtype))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(dynamic):
+    def doubled(y, rows, weights):
+        return combine(y, rows, weights, torch.bfloat16) * 2
+
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens in (5, 9):
+        operands = torch.randn(12, 16), torch.randint(-1, 12, (tokens, 3), dtype=torch.int32), torch.rand(tokens, 3)
+        assert torch.equal(compiled(*operands), doubled(*operands))
+
+
+# ---- kernels ----
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, DTYPES, DTYPES)), ids=str)
+def test_every_variant_compiles_without_spills(dtypes):
+    for hidden in (8, 576, 7168):
+        report = jit.compile_spec(combine_cuda.kernel_spec(hidden, *dtypes))
+        assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
+        # 32 warps or more on an SM of 65536 registers, each with 4 KB of loads in flight.
+        assert report.registers <= 64

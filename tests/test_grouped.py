@@ -1,0 +1,423 @@
+"""The grouped GEMMs on the reference backend: semantics, groups, layouts, operators. Bad input: test_grouped_checks."""
+
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe.kernels import grouped, grouped_checks
+from fp8moe.kernels.gemm import gemm
+from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.swiglu import FUNCTIONS, Activation
+from fp8moe.quant.formats import FP8Tensor, empty_mn_major
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+
+TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
+INDUCTOR = pytest.param(
+    "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+)
+# Schema checks compare inputs with kernels that PyTorch lacks for float8; test_inputs_are_left_alone stands in.
+OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def activations(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    # A different magnitude in every row, so that a scale applied to the wrong one shows.
+    x = torch.randn(shape, generator=generator) * torch.rand(*shape[:-1], 1, generator=generator).mul(6).exp()
+    return quantize_1x128(x)
+
+
+def weights(experts, n, k, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(experts, n, k, generator=generator) * torch.rand(experts, 1, k, generator=generator).mul(3).exp()
+    return quantize_128x128(w)
+
+
+def gate_up_weights(experts, size, k, seed=2):
+    """Gate and up with blocks of their own, and both dequantized, (E, 2, I, K) float64."""
+    halves = weights(2 * experts, size, k, seed)
+    fused = FP8Tensor(halves.data.view(experts, 2 * size, k), halves.scale.view(experts, -1, halves.scale.shape[-1]))
+    return fused, dequantize(halves, dtype=torch.float64).view(experts, 2, size, k)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def offsets(sizes, start=0):
+    return F.pad(int32(*sizes).cumsum(0, dtype=torch.int32), (1, 0)) + start
+
+
+def error(actual, expected):
+    """Relative Frobenius error against ``expected`` in the result's dtype: rounding to bfloat16 alone costs 1.7e-3."""
+    expected = expected.to(actual.dtype).double()
+    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def check(out, a, b, groups):
+    """``out`` where ``groups``, one slice of rows an expert, are products, and NaN elsewhere."""
+    a, b = dequantize(a, dtype=torch.float64), dequantize(b, dtype=torch.float64)
+    outside = torch.ones(len(out), dtype=torch.bool)
+    for expert, rows in enumerate(groups):
+        assert error(out[rows], a[rows] @ b[expert].T) < TOLERANCE[out.dtype]
+        outside[rows] = False
+    assert out[outside].isnan().all()
+
+
+# Contiguous groups.
+
+
+@given(
+    sizes=st.lists(st.one_of(st.sampled_from([0, 1]), st.integers(0, 40)), min_size=1, max_size=6),
+    start=st.integers(0, 5),
+    rest=st.integers(0, 5),
+    n=st.integers(1, 24).map(lambda i: 8 * i),
+    k=st.integers(1, 24).map(lambda i: 16 * i),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_any_groups(sizes, start, rest, n, k, dtype):
+    m = start + sum(sizes) + rest
+    a, b = activations(m, k), weights(len(sizes), n, k)
+    group_offsets = offsets(sizes, start)
+    out = torch.full((m, n), float("nan"), dtype=dtype)
+    assert grouped_gemm(a, b, group_offsets, out=out) is out
+    check(out, a, b, [slice(*pair) for pair in zip(group_offsets, group_offsets[1:], strict=False)])
+
+
+def test_result_without_out():
+    a, b = activations(9, 144), weights(3, 24, 144)
+    out = grouped_gemm(a, b, int32(0, 4, 4, 9))
+    assert out.shape == (9, 24) and out.dtype == torch.bfloat16 and out.is_contiguous()
+    check(out, a, b, [slice(0, 4), slice(4, 4), slice(4, 9)])
+
+
+def test_one_group_is_the_dense_gemm():
+    a, b = activations(33, 272), weights(1, 136, 272)
+    assert torch.equal(grouped_gemm(a, b, int32(0, 33)), gemm(a, FP8Tensor(b.data[0], b.scale[0])))
+
+
+@pytest.mark.parametrize(
+    ("group_offsets", "groups"),
+    [
+        ((-5, 3, 8), [(0, 3), (3, 8)]),
+        ((-9, -5, 8), [(0, 0), (0, 8)]),
+        ((0, 4, 99), [(0, 4), (4, 10)]),
+        ((0, 99, 99), [(0, 10), (10, 10)]),
+        ((5, 2, 4), [(5, 5), (2, 4)]),
+        ((0, 6, 2), [(0, 6), (6, 6)]),
+        ((-(2**31), 2**31 - 1, 3), [(0, 10), (10, 10)]),
+    ],
+)
+def test_offsets_are_clamped(group_offsets, groups):
+    a, b = activations(10, 144), weights(2, 24, 144)
+    out = torch.full((10, 24), float("nan"))
+    grouped_gemm(a, b, int32(*group_offsets), out=out)
+    check(out, a, b, [slice(*group) for group in groups])
+
+
+@pytest.mark.parametrize(("experts", "m", "n", "k"), [(2, 0, 24, 144), (0, 5, 24, 144), (2, 5, 0, 144), (2, 5, 24, 0)])
+def test_empty(experts, m, n, k):
+    blocks = -(-k // 128)
+    a = (torch.empty(m, k, dtype=torch.float8_e4m3fn), torch.empty(m, blocks))
+    b = (torch.empty(experts, n, k, dtype=torch.float8_e4m3fn), torch.empty(experts, -(-n // 128), blocks))
+    out = grouped_gemm(a, b, offsets([m] + [0] * (experts - 1) if experts else []))
+    assert out.shape == (m, n)
+    assert experts == 0 or not out.any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_value_touches_its_row_only(bad):
+    x, b = torch.randn(9, 272), weights(2, 136, 272)
+    clean = grouped_gemm(quantize_1x128(x), b, int32(0, 6, 9))
+    x[4, 200] = bad
+    out = grouped_gemm(quantize_1x128(x), b, int32(0, 6, 9))
+    assert not out[4].isfinite().any()
+    rest = torch.arange(9) != 4
+    assert torch.equal(out[rest], clean[rest])
+
+
+def test_bad_weight_touches_its_expert_only():
+    a = activations(9, 272)
+    w = torch.randn(3, 136, 272)
+    clean = grouped_gemm(a, quantize_128x128(w), int32(0, 3, 6, 9))
+    w[1, 130, 5] = float("nan")
+    out = grouped_gemm(a, quantize_128x128(w), int32(0, 3, 6, 9))
+    assert out[3:6, 128:].isnan().all()
+    out[3:6, 128:] = clean[3:6, 128:]
+    assert torch.equal(out, clean)
+
+
+def test_layouts_of_the_operands_do_not_matter():
+    a, b = activations(33, 272), weights(2, 24, 272)
+    group_offsets = int32(0, 20, 33)
+    expected = grouped_gemm(a, b, group_offsets)
+    strided = torch.empty(33, 2 * 272, dtype=torch.float8_e4m3fn)[:, ::2].copy_(a.data)
+    transposed = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in b]
+    out = grouped_gemm((strided, a.scale.contiguous()), transposed, group_offsets.repeat_interleave(2)[::2])
+    assert torch.equal(out, expected)
+
+
+def test_out_in_a_larger_tensor():
+    a, b = activations(5, 144), weights(2, 24, 144)
+    parent = torch.full((8, 64), 7.0)
+    out = grouped_gemm(a, b, int32(0, 2, 5), out=parent[1:6, 16:40])
+    check(out, a, b, [slice(0, 2), slice(2, 5)])
+    out.fill_(7)
+    assert (parent == 7).all()
+
+
+def test_inputs_are_left_alone():
+    a, b = activations(9, 144), weights(2, 24, 144)
+    values = (*a, *b, int32(0, 4, 99))
+    before = [value.clone() for value in values]
+    grouped_gemm(a, b, values[-1])
+    assert all(torch.equal(x.float(), y.float()) for x, y in zip(values, before, strict=True))
+
+
+# The masked layout.
+
+
+@given(
+    max_m=st.integers(1, 20),
+    masked_m=st.lists(st.integers(-3, 30), min_size=1, max_size=5),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_any_masks(max_m, masked_m, dtype):
+    experts = len(masked_m)
+    a, b = activations(experts, max_m, 144), weights(experts, 24, 144)
+    out = torch.full((experts, max_m, 24), float("nan"), dtype=dtype)
+    assert grouped_gemm_masked(a, b, int32(*masked_m), expected_m=max_m, out=out) is out
+    rows = [slice(e * max_m, e * max_m + min(max(size, 0), max_m)) for e, size in enumerate(masked_m)]
+    flat = FP8Tensor(a.data.view(-1, 144), a.scale.reshape(-1, 2))
+    check(out.view(-1, 24), flat, b, rows)
+
+
+def test_masked_result_without_out():
+    a, b = activations(2, 5, 144), weights(2, 24, 144)
+    out = grouped_gemm_masked(a, b, int32(5, 2))
+    assert out.shape == (2, 5, 24) and out.dtype == torch.bfloat16
+    contiguous = FP8Tensor(a.data.view(10, 144), a.scale.reshape(10, 2))
+    expected = grouped_gemm(contiguous, b, int32(0, 5, 7)).view(2, 5, 24)
+    assert torch.equal(out[0], expected[0]) and torch.equal(out[1, :2], expected[1, :2])
+
+
+def test_masked_out_in_a_larger_tensor():
+    a, b = activations(2, 4, 144), weights(2, 24, 144)
+    parent = torch.full((8, 64), 7.0)
+    out = parent.view(2, 4, 64)[..., 16:40]
+    grouped_gemm_masked(a, b, int32(4, 3), out=out)
+    expected = grouped_gemm_masked(a, b, int32(4, 3))
+    assert torch.equal(out[0].bfloat16(), expected[0]) and torch.equal(out[1, :3].bfloat16(), expected[1, :3])
+    out[0], out[1, :3] = 7, 7
+    assert (parent == 7).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_masked_empty(shape):
+    a = (torch.empty(*shape, 144, dtype=torch.float8_e4m3fn), torch.empty(*shape, 2))
+    assert grouped_gemm_masked(a, weights(shape[0], 24, 144), int32(*[3] * shape[0])).shape == (*shape, 24)
+
+
+# GEMM 1 of an experts layer.
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [Activation(), Activation(limit=2.0), Activation(limit=2.0, alpha=1.702)],
+    ids=["plain", "limit", "alpha"],
+)
+@pytest.mark.parametrize("size", [16, 96, 128, 208])
+def test_swiglu(size, activation):
+    a = activations(12, 144)
+    gate_up, exact_weights = gate_up_weights(3, size, 144)
+    a.scale.mul_(0.02)
+    out = grouped_gemm_swiglu(a, gate_up, int32(1, 5, 5, 11), activation=activation)
+    assert out.data.shape == (12, size) and out.scale.shape == (12, -(-size // 128)) and out.scale.stride() == (1, 12)
+    x = dequantize(a, dtype=torch.float64)
+    for expert, rows in ((0, slice(1, 5)), (2, slice(5, 11))):
+        gate, up = (x[rows] @ w.T for w in exact_weights[expert])
+        if activation.limit is not None:
+            gate, up = gate.clamp(max=2), up.clamp(-2, 2)
+        expected = gate * torch.sigmoid(1.702 * gate) * (up + 1) if activation.alpha else F.silu(gate) * up
+        # It is what the quantizer makes of the exact result, but for values on the edge of two codes.
+        exact = quantize_1x128(expected.float())
+        assert torch.allclose(out.scale[rows], exact.scale, rtol=1e-4)
+        codes = out.data[rows].view(torch.uint8).int() - exact.data.view(torch.uint8).int()
+        assert codes.abs().max() <= 1 and (codes != 0).float().mean() < 0.01
+
+
+def test_swiglu_of_the_masked_layout():
+    a = activations(8, 144)
+    gate_up, _ = gate_up_weights(2, 48, 144)
+    masked = grouped_gemm_swiglu(a, gate_up, int32(3, 9), activation=Activation(), max_m=4, expected_m=2)
+    contiguous = grouped_gemm_swiglu(a, gate_up, int32(0, 4, 8), activation=Activation())
+    for rows in (slice(0, 3), slice(4, 8)):
+        assert torch.equal(masked.data[rows].view(torch.uint8), contiguous.data[rows].view(torch.uint8))
+        assert torch.equal(masked.scale[rows], contiguous.scale[rows])
+
+
+@pytest.mark.parametrize("activation", [Activation(), Activation(limit=2.0), Activation(limit=2.0, alpha=1.702)])
+def test_bad_value_passes_the_activation(activation):
+    x = torch.randn(4, 144)
+    x[2, 0] = float("nan")
+    out = grouped_gemm_swiglu(quantize_1x128(x), gate_up_weights(1, 48, 144)[0], int32(0, 4), activation=activation)
+    finite = dequantize(out).isfinite()
+    assert not finite[2].any() and finite[[0, 1, 3]].all()
+
+
+def test_activations_without_a_gate():
+    x = torch.linspace(-4, 4, 33)
+    for name, function in FUNCTIONS.items():
+        assert torch.equal(Activation(name=name, gated=False)(x), function(x))
+        gated = Activation(name=name)(torch.cat([x, x + 1]))
+        assert torch.equal(gated, function(x) * (x + 1))
+    assert torch.equal(FUNCTIONS["relu2"](x), x.clamp(min=0) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(name="swiglu"), r"^activation: expected one of silu, .* got 'swiglu'"),
+        (dict(limit=0.0), r"^swiglu_limit: expected a positive limit of gated experts, got 0.0"),
+        (dict(limit=7.0, gated=False), r"^swiglu_limit: expected a positive limit of gated experts"),
+        (dict(alpha=1.702), r"^swiglu_alpha: expected with .* a swiglu_limit, got 1.702"),
+        (dict(alpha=1.702, limit=7.0, name="gelu"), r"^swiglu_alpha: expected with .* activation='silu'"),
+    ],
+)
+def test_activations_that_mean_nothing(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Activation(**arguments)
+
+
+def test_swiglu_takes_no_other_activation():
+    with pytest.raises(ValueError, match=r"^activation: expected a gated silu, got .*gelu"):
+        grouped_gemm_swiglu(None, None, None, activation=Activation(name="gelu"))
+
+
+# What the CUDA kernels are given.
+
+
+def test_mn_major_scales_of_the_masked_layout_are_not_copied():
+    a = activations(3, 5, 272)
+    data, scale = grouped_checks.activations(*a)
+    assert data.shape == (15, 272) and data.data_ptr() == a.data.data_ptr()
+    assert scale.shape == (15, 3) and scale.stride() == (1, 16) and scale.data_ptr() == a.scale.data_ptr()
+    each = empty_mn_major(3, 5, 3, device="cpu").copy_(a.scale)
+    for other in (a.scale.contiguous(), each):
+        copy = grouped_checks.activations(a.data, other)[1]
+        assert torch.equal(copy, scale) and copy.stride() == (1, 16)
+
+
+@pytest.mark.parametrize("max_m", [None, 11])
+def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
+    given = []
+
+    def record(*arguments, **options):
+        given.append((arguments, options))
+
+    stand_in = SimpleNamespace(grouped_gemm=record, grouped_gemm_swiglu=record)
+    monkeypatch.setitem(sys.modules, "fp8moe.kernels.grouped_cuda", stand_in)
+    monkeypatch.setattr("fp8moe.kernels.grouped_cuda", stand_in, raising=False)
+    monkeypatch.setattr(grouped, "use_cuda", lambda *tensors: True)
+    a, b = activations(22, 272), weights(2, 32, 272)
+    groups = int32(0, 20, 22) if max_m is None else int32(11, 3)
+    odd_groups = groups.repeat_interleave(2)[::2]
+    odd_b = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in b]
+    odd_a = (a.data.T.contiguous().T, a.scale.contiguous())
+    if max_m is None:
+        grouped_gemm(a, b, groups)
+        grouped_gemm(odd_a, odd_b, odd_groups)
+    else:
+        grouped_gemm_masked([t.unflatten(0, (2, 11)) for t in a], b, groups, expected_m=5)
+        grouped_gemm_masked([t.unflatten(0, (2, 11)) for t in odd_a], odd_b, odd_groups, expected_m=5)
+    activation = Activation(limit=7.0)
+    gate_up, _ = gate_up_weights(2, 16, 272)
+    grouped_gemm_swiglu(a, gate_up, groups, activation=activation, max_m=max_m, expected_m=5)
+    *plain, (swiglu, swiglu_options) = given
+    for arguments, options in plain:
+        for value, like in zip(arguments, (*a, *b, groups), strict=False):
+            assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
+        assert arguments[5].shape == (22, 32) and arguments[5].stride() == (32, 1)
+        assert options == {"max_m": max_m, "expected_m": None if max_m is None else 5}
+    first = plain[0][0]
+    assert all(value.data_ptr() == like.data_ptr() for value, like in zip(first, (*a, *b, groups), strict=False))
+    assert swiglu_options == {"activation": activation, "max_m": max_m, "expected_m": 5}
+    data, scale = swiglu[5:]
+    assert data.shape == (22, 16) and scale.shape == (22, 1) and scale.stride(0) == 1
+
+
+def test_weights_are_copied_only_where_tma_cannot_load_them():
+    data = weights(2, 24, 144).data
+    assert grouped_checks.weights(data) is data
+    memory = torch.zeros(data.nbytes + 8, dtype=torch.uint8)[8:].view(data.dtype).view(data.shape).copy_(data)
+    for bad in (data.transpose(1, 2), data[:, :8], memory):
+        copy = grouped_checks.weights(bad)
+        assert copy.is_contiguous() and copy.data_ptr() % 16 == 0
+        assert torch.equal(copy.view(torch.uint8), bad.contiguous().view(torch.uint8))
+
+
+# Operators.
+
+
+def test_opcheck():
+    ops = torch.ops.fp8moe
+    a, b = activations(8, 144), weights(2, 32, 144)
+    a3 = [t.unflatten(0, (2, 4)) for t in a]
+    gate_up, _ = gate_up_weights(2, 16, 144)
+    for op, arguments in (
+        (ops.grouped_gemm.default, (*a, *b, int32(0, 3, 8))),
+        (ops.grouped_gemm_out.default, (*a, *b, int32(0, 3, 8), torch.zeros(8, 32))),
+        (ops.grouped_gemm_masked.default, (*a3, *b, int32(4, 4), None)),
+        (ops.grouped_gemm_masked_out.default, (*a3, *b, int32(4, 3), 3, torch.zeros(2, 4, 32))),
+        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32(0, 3, 8), None, None, None, None)),
+        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32(4, 4), 7.0, 1.702, 4, 2)),
+    ):
+        torch.library.opcheck(op, arguments, test_utils=OPCHECKS)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_compile(backend):
+    b = weights(2, 24, 144)
+
+    def function(a_data, a_scale, group_offsets, out):
+        a = FP8Tensor(a_data, a_scale)
+        grouped_gemm(a, b, group_offsets, out=out)
+        masked = grouped_gemm_masked([t.unflatten(0, (2, -1)) for t in a], b, group_offsets[1:], expected_m=4)
+        return grouped_gemm(a, b, group_offsets) * 2, out + 1, masked[:, :3]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
+    for m in (6, 10):
+        arguments = (*activations(m, 144, seed=m), int32(0, 3, m))
+        out, compiled_out = torch.empty(m, 24), torch.empty(m, 24)
+        for actual, expected in zip(compiled(*arguments, compiled_out), function(*arguments, out), strict=True):
+            assert torch.equal(actual, expected)
+        assert torch.equal(compiled_out, out)
+
+
+def test_shapes_without_data():
+    a, b = ([t.to("meta") for t in pair] for pair in (activations(6, 144), weights(3, 24, 144)))
+    out = grouped_gemm(a, b, int32(0, 0, 0, 0).to("meta"))
+    assert out.is_meta and out.shape == (6, 24) and out.dtype == torch.bfloat16
+    masked = grouped_gemm_masked([t.unflatten(0, (3, 2)) for t in a], b, int32(0, 0, 0).to("meta"))
+    assert masked.is_meta and masked.shape == (3, 2, 24)
+
+
+def test_backward_says_that_there_is_none():
+    a, b = activations(4, 144), weights(2, 24, 144)
+    scale = a.scale.clone().requires_grad_()
+    out = grouped_gemm((a.data, scale), b, int32(0, 2, 4))
+    with pytest.raises(RuntimeError, match=r"fp8moe\.grouped_gemm has no backward"):
+        out.sum().backward()
+    masked = [t.unflatten(0, (2, 2)) for t in (a.data, scale)]
+    with pytest.raises(RuntimeError, match=r"fp8moe\.grouped_gemm_masked has no backward"):
+        grouped_gemm_masked(masked, b, int32(2, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="out= has no automatic differentiation"):
+        grouped_gemm((a.data, scale), b, int32(0, 2, 4), out=torch.empty(4, 24))
+    with torch.no_grad():
+        assert not grouped_gemm((a.data, scale), b, int32(0, 2, 4)).requires_grad

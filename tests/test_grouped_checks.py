@@ -1,0 +1,149 @@
+"""Bad input to the grouped GEMMs: an error that names the argument, before anything runs."""
+
+import pytest
+import torch
+
+from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.swiglu import Activation
+from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
+
+A, B = quantize_1x128(torch.randn(32, 144)), quantize_128x128(torch.randn(4, 24, 144))
+OFFSETS = torch.tensor([0, 8, 16, 24, 32], dtype=torch.int32)
+MASKED_A = tuple(t.unflatten(0, (4, 8)) for t in A)
+MASKED_M = OFFSETS[:-1] // 3
+
+
+def fp8(*shape):
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+
+
+BAD_B = {
+    "b triple": (dict(b=(1, 2, 3)), TypeError, r"^b: expected an FP8Tensor"),
+    "b without scale": (dict(b=(B.data, None)), TypeError, r"^b: expected a pair of tensors, .* NoneType"),
+    "b dtype": (dict(b=(B.data.bfloat16(), B.scale)), TypeError, r"^b\.data: expected float8_e4m3fn, got .*bfloat16"),
+    "b rank": (dict(b=(B.data[0], B.scale)), ValueError, r"^b\.data: expected shape \(E, N, K\), got \(24, 144\)"),
+    "inner sizes": (
+        dict(b=(fp8(4, 24, 128), B.scale)),
+        ValueError,
+        r"^b\.data: expected shape \(E, N, 144\) .*24, 128",
+    ),
+    "N": (dict(b=(fp8(4, 20, 144), B.scale)), ValueError, r"^b\.data: N must be a multiple of 8 .* got N = 20"),
+    "b scale dtype": (dict(b=(B.data, B.scale.half())), TypeError, r"^b\.scale: expected float32, got torch.float16"),
+    "b scale shape": (
+        dict(b=(B.data, B.scale[:3])),
+        ValueError,
+        r"^b\.scale: expected shape \(4, 1, 2\).* \(3, 1, 2\)",
+    ),
+    "b device": (dict(b=(B.data.to("meta"), B.scale)), ValueError, r"^b\.data: expected on cpu like a\.data, got meta"),
+    "b scale device": (dict(b=(B.data, B.scale.to("meta"))), ValueError, r"^b\.scale: expected on cpu .* got meta"),
+}
+BAD = BAD_B | {
+    "a is a tensor": (dict(a=torch.zeros(2, 16)), TypeError, r"^a: expected an FP8Tensor .* got a torch.float32"),
+    "a dtype": (dict(a=(A.data.view(torch.uint8), A.scale)), TypeError, r"^a\.data: expected .* got torch.uint8"),
+    "a rank": (dict(a=MASKED_A), ValueError, r"^a\.data: expected shape \(M, K\), got \(4, 8, 144\)"),
+    "K": (
+        dict(a=(fp8(32, 8), A.scale), b=(fp8(4, 24, 8), B.scale)),
+        ValueError,
+        r"^a\.data, b\.data: K must be a multiple of 16 .* got K = 8",
+    ),
+    "a scale dtype": (dict(a=(A.data, A.scale.double())), TypeError, r"^a\.scale: expected float32, got torch.float64"),
+    "a scale shape": (dict(a=(A.data, A.scale[:, :1])), ValueError, r"^a\.scale: expected shape \(32, 2\).*\(32, 1\)"),
+    "a scale device": (dict(a=(A.data, A.scale.to("meta"))), ValueError, r"^a\.scale: expected on cpu .* got meta"),
+    "offsets type": (dict(group_offsets=[0, 32]), TypeError, r"^group_offsets: expected a torch.Tensor, got list"),
+    "offsets dtype": (dict(group_offsets=OFFSETS.long()), TypeError, r"^group_offsets: expected int32, got .*int64"),
+    "offsets length": (
+        dict(group_offsets=OFFSETS[:-1]),
+        ValueError,
+        r"^group_offsets: expected shape \(E \+ 1,\) = \(5,\), got \(4,\)",
+    ),
+    "offsets rank": (dict(group_offsets=OFFSETS[None]), ValueError, r"^group_offsets: .* got \(1, 5\)"),
+    "offsets device": (dict(group_offsets=OFFSETS.to("meta")), ValueError, r"^group_offsets: expected on cpu .* meta"),
+    "out type": (dict(out=7), TypeError, r"^out: expected a torch.Tensor, got int 7"),
+    "out dtype": (dict(out=torch.zeros(32, 24).half()), TypeError, r"^out: expected bfloat16 or float32, .*float16"),
+    "out shape": (dict(out=torch.zeros(24, 32)), ValueError, r"^out: expected shape \(32, 24\), got \(24, 32\)"),
+    "out device": (dict(out=torch.zeros(32, 24, device="meta")), ValueError, r"^out: expected on cpu .* got meta"),
+    "out transposed": (dict(out=torch.zeros(24, 32).T), ValueError, r"^out: expected row-major, .* got \(1, 32\)"),
+    "out rows": (dict(out=torch.zeros(32, 25)[:, :24]), ValueError, r"^out: .* a multiple of 4 .* got \(25, 1\)"),
+    "out address": (dict(out=torch.zeros(32, 32)[:, 1:25]), ValueError, r"^out: .* start at a multiple of 16 bytes"),
+}
+BAD_MASKED = BAD_B | {
+    "a rank": (dict(a=A), ValueError, r"^a\.data: expected shape \(E, max_m, K\), got \(32, 144\)"),
+    "experts": (
+        dict(b=(B.data[:3], B.scale[:3])),
+        ValueError,
+        r"^b\.data: expected shape \(4, N, K\), .*\(3, 24, 144\)",
+    ),
+    "a scale": (dict(a=(MASKED_A[0], A.scale)), ValueError, r"^a\.scale: expected shape \(4, 8, 2\).* got \(32, 2\)"),
+    "mask type": (dict(masked_m=8), TypeError, r"^masked_m: expected a torch.Tensor, got int 8"),
+    "mask dtype": (dict(masked_m=MASKED_M.long()), TypeError, r"^masked_m: expected int32, got torch.int64"),
+    "mask length": (dict(masked_m=OFFSETS), ValueError, r"^masked_m: expected shape \(E,\) = \(4,\), got \(5,\)"),
+    "mask device": (dict(masked_m=MASKED_M.to("meta")), ValueError, r"^masked_m: expected on cpu .* got meta"),
+    "expected_m type": (dict(expected_m=2.5), TypeError, r"^expected_m: expected an int or None, got float"),
+    "expected_m bool": (dict(expected_m=True), TypeError, r"^expected_m: expected an int or None, got bool"),
+    "expected_m negative": (dict(expected_m=-1), ValueError, r"^expected_m: expected a number of rows, got -1"),
+    "out shape": (dict(out=torch.zeros(32, 24)), ValueError, r"^out: expected shape \(4, 8, 24\), got \(32, 24\)"),
+    "out experts": (
+        dict(out=torch.zeros(4, 9, 24)[:, :8]),
+        ValueError,
+        r"^out: expected all rows .* strides \(192, 24, 1\), got \(216, 24, 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    arguments, exception, message = BAD[case]
+    with pytest.raises(exception, match=message):
+        grouped_gemm(**{"a": A, "b": B, "group_offsets": OFFSETS} | arguments)
+
+
+@pytest.mark.parametrize("case", BAD_MASKED)
+def test_bad_input_masked(case):
+    arguments, exception, message = BAD_MASKED[case]
+    with pytest.raises(exception, match=message):
+        grouped_gemm_masked(**{"a": MASKED_A, "b": B, "masked_m": MASKED_M} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(gate_up=B), r"^gate_up\.data: expected 2 \* I rows an expert with I a multiple of 16, got 24"),
+        (dict(gate_up=(fp8(4, 64, 144), B.scale)), r"^gate_up\.scale: expected shape \(4, 2, 2\)"),
+        (dict(max_m=7), r"^a\.data: expected E \* max_m = 4 \* 7 rows, got 32"),
+        (dict(groups=MASKED_M), r"^groups: expected shape \(E \+ 1,\) = \(5,\), got \(4,\)"),
+        (dict(groups=OFFSETS, max_m=8), r"^groups: expected shape \(E,\) = \(4,\), got \(5,\)"),
+    ],
+)
+def test_bad_input_swiglu(arguments, message):
+    gate_up = (fp8(4, 64, 144), torch.ones(4, 2, 2))
+    groups = MASKED_M if "max_m" in arguments else OFFSETS
+    call = {"a": A, "gate_up": gate_up, "groups": groups, "activation": Activation()} | arguments
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm_swiglu(**call)
+
+
+@pytest.mark.parametrize("name", ["a.data", "a.scale", "b.data", "b.scale", "group_offsets"])
+def test_out_that_overlaps_an_operand(name):
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+
+    def place(like, offset):
+        return memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
+    values = {"a.data": A.data, "a.scale": A.scale, "b.data": B.data, "b.scale": B.scale, "group_offsets": OFFSETS}
+    out = place(torch.empty(32, 24), 8192)
+    last_byte = 8192 + out.nbytes - 16
+    for offset, overlaps in ((last_byte, True), (last_byte + 16, False)):
+        placed = values | {name: place(values[name], offset).copy_(values[name])}
+        call = (placed["a.data"], placed["a.scale"]), (placed["b.data"], placed["b.scale"]), placed["group_offsets"]
+        if overlaps:
+            with pytest.raises(ValueError, match=rf"^out: .* overlaps {name}"):
+                grouped_gemm(*call, out=out)
+        else:
+            grouped_gemm(*call, out=out)
+
+
+def test_masked_out_that_overlaps_an_operand():
+    out = torch.zeros(4, 8, 24)
+    out.view(torch.int32).view(-1)[-4:] = MASKED_M
+    with pytest.raises(ValueError, match=r"^out: .* overlaps masked_m"):
+        grouped_gemm_masked(MASKED_A, B, out.view(torch.int32).view(-1)[-4:], out=out)

@@ -1,0 +1,155 @@
+"""The tile configurations of the grouped GEMMs: what the cost model may choose, and that all of it compiles well."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8moe.kernels import compilers, jit
+from fp8moe.kernels.gemm_config import (
+    PRODUCER_REGISTERS,
+    REGISTERS_PER_SM,
+    SHARED_LIMIT,
+    SHARED_PER_SM,
+    GemmConfig,
+    resident_clusters,
+    with_stages,
+)
+from fp8moe.kernels.gemm_source import kernel_spec
+from fp8moe.kernels.grouped_config import candidates, choose, describe, group_sizes, predict, row_tiles_bound
+
+SMS = 132
+BENCHMARK_WEIGHTS = ((4096, 7168), (7168, 2048), (1536, 2048), (2048, 768))
+
+problems = st.fixed_dictionaries(
+    {
+        "rows": st.integers(1, 100_000),
+        "groups": st.integers(1, 1024),
+        "n": st.integers(1, 1000).map(lambda i: 32 * i),
+        "k": st.integers(1, 1000).map(lambda i: 16 * i),
+        "num_sms": st.sampled_from((1, 78, 132)),
+        "max_m": st.none() | st.integers(1, 5000),
+        "swiglu": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems, st.none() | st.floats(0, 5000))
+def test_candidates_are_possible(problem, expected_m):
+    rows, groups = problem["rows"], problem["groups"]
+    if problem["max_m"] is not None:
+        rows = groups * problem["max_m"]
+    expected = rows / groups if expected_m is None else expected_m
+    found = candidates(**problem | {"rows": rows, "expected_m": expected})
+    assert found and len(set(found)) == len(found)
+    for config in found:
+        assert config.groups == groups
+        assert config.shared_bytes <= SHARED_LIMIT
+        assert (config.shared_bytes + 1024) * config.blocks_per_sm <= SHARED_PER_SM
+        math_registers = config.warpgroups * 128 * config.math_registers
+        assert math_registers + 128 * PRODUCER_REGISTERS <= REGISTERS_PER_SM
+        assert not problem["swiglu"] or (config.block_n == 256 and not config.staged)
+        if config.split_k > 1:
+            tiles = row_tiles_bound(config.block_m, rows, groups, problem["max_m"]) * math.ceil(
+                problem["n"] / config.block_n
+            )
+            assert tiles <= resident_clusters(config, problem["num_sms"]), "a split tile is its blocks' only one"
+        cost = predict(config, groups, expected, problem["n"], problem["k"], problem["num_sms"])
+        assert 0 < cost < math.inf
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=50), st.sampled_from((8, 16, 128, 256)), st.integers(0, 50))
+def test_bound_holds_for_any_sizes(sizes, block_m, slack):
+    tiles = sum(math.ceil(size / block_m) for size in sizes)
+    assert tiles <= row_tiles_bound(block_m, sum(sizes) + slack, len(sizes), None)
+    assert tiles <= row_tiles_bound(block_m, 0, len(sizes), max(sizes))
+
+
+@pytest.mark.parametrize("expected_m", [0.03, 0.5, 2, 8, 20, 64, 1000, 8192])
+def test_group_sizes_have_the_expected_mean(expected_m):
+    sizes = group_sizes(expected_m)
+    assert sum(rows * probability for rows, probability in sizes) == pytest.approx(expected_m, rel=0.02)
+    assert sum(probability for _, probability in sizes) <= 1 + 1e-9
+
+
+# E, (n, k), swiglu, expected rows -> block_m, block_n, swap. A change that moves one of these is to be measured.
+CHOICES = [
+    (32, (4096, 7168), True, 0.25, (8, 256, True)),
+    (32, (4096, 7168), True, 8, (16, 256, True)),
+    (32, (4096, 7168), True, 512, (128, 256, False)),
+    (32, (7168, 2048), False, 0.25, (8, 64, True)),
+    (32, (7168, 2048), False, 2048, (128, 256, False)),
+    (256, (4096, 7168), True, 16, (32, 256, True)),
+    (32, (4096, 7168), False, 192, (256, 128, False)),
+]
+
+
+@pytest.mark.parametrize(("groups", "weight", "swiglu", "expected_m", "tile"), CHOICES)
+def test_choices_on_an_h200(groups, weight, swiglu, expected_m, tile):
+    chosen = choose(round(groups * expected_m), groups, expected_m, *weight, SMS, max_m=None, swiglu=swiglu)
+    assert (chosen.block_m, chosen.block_n, chosen.swap) == tile
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_describe_prints_the_candidates_in_order(swiglu):
+    lines = describe(256, 32, 8.0, 4096, 7168, swiglu=swiglu).splitlines()
+    costs = [float(line.split(" us ")[0]) for line in lines]
+    assert costs == sorted(costs)
+    assert lines[0].endswith(str(choose(256, 32, 8.0, 4096, 7168, SMS, max_m=None, swiglu=swiglu)))
+
+
+def structure(config: GemmConfig) -> tuple:
+    """What decides the registers of a variant: not how deep its ring is or how many blocks share K."""
+    tile = (config.block_m, config.block_n, config.swap, config.warpgroups, config.staged)
+    return (*tile, config.blocks_per_sm, config.split_k > 1)
+
+
+def variants(swiglu: bool) -> list[tuple[GemmConfig, int, int]]:
+    """One (config, n, k) of every structure among the candidates, the one that splits K most."""
+    found = {}
+    for groups in (1, 8, 256, 1024):
+        for n, k in BENCHMARK_WEIGHTS:
+            for expected_m in (1 / groups, 1, 8, 16, 24, 64, 1000):
+                rows = math.ceil(groups * expected_m)
+                for config in candidates(rows, groups, expected_m, n, k, SMS, max_m=None, swiglu=swiglu):
+                    key = structure(config)
+                    if key not in found or config.split_k > found[key][0].split_k:
+                        found[key] = (config, n, k)
+    return list(found.values())
+
+
+# C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept.
+COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
+
+
+@pytest.mark.parametrize(
+    ("out_dtype", "swiglu"),
+    [(torch.bfloat16, 0), (torch.float32, 0), (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.bfloat16, 3)],
+)
+def test_every_variant_keeps_to_its_registers(out_dtype, swiglu):
+    faults = {}
+    for config, n, k in variants(swiglu > 0):
+        report = jit.compile_spec(kernel_spec(config, n, k, out_dtype=out_dtype, swiglu=swiglu))
+        memory = (report.spill_stores, report.spill_loads, report.stack)
+        complaints = COMPLAINTS.findall(report.log)
+        share = REGISTERS_PER_SM // (config.threads * config.blocks_per_sm)
+        if any(memory) or complaints or report.static_smem or report.registers > share:
+            faults[config] = (memory, complaints, report.static_smem, report.registers)
+    assert not faults
+
+
+@pytest.mark.parametrize("swiglu", [0, 1])
+@pytest.mark.parametrize("config", [GemmConfig(128, 256), GemmConfig(8, 256, swap=True, split_k=2)], ids=str)
+@pytest.mark.parametrize("groups", [1, 33, 1024])
+def test_shared_memory_is_what_the_kernel_lays_out(config, groups, swiglu):
+    config = with_stages(GemmConfig(**vars(config) | {"groups": groups}), 7168)
+    text = jit.full_source(kernel_spec(config, 4096, 7168, out_dtype=torch.bfloat16, swiglu=swiglu))
+    limit = f"SHARED_LIMIT = {SHARED_LIMIT};"
+    assert limit in text
+    compilers.compile_source(text.replace(limit, f"SHARED_LIMIT = {config.shared_bytes};"), "gemm.cu", "nvrtc")
+    with pytest.raises(compilers.CompileError, match="disagree about shared memory"):
+        compilers.compile_source(text.replace(limit, f"SHARED_LIMIT = {config.shared_bytes - 1};"), "gemm.cu", "nvrtc")

@@ -1,0 +1,134 @@
+"""Quantizing tokens into the rows of their experts: reference backend, errors, operator, and the compiled kernels."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe.kernels import jit, permute_cuda
+from fp8moe.kernels.permute import permute_quantize
+from fp8moe.kernels.routing import sort_by_expert
+from fp8moe.quant.formats import is_mn_major
+from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
+
+
+def assert_rows_hold_their_tokens(t, x, rows):
+    """Bits of every row that is mapped to."""
+    data, scale = quantize_1x128(x)
+    for token, token_rows in enumerate(rows.tolist()):
+        for row in token_rows:
+            if 0 <= row < t.data.shape[0]:
+                assert torch.equal(t.data[row].view(torch.uint8), data[token].view(torch.uint8))
+                assert torch.equal(t.scale[row].view(torch.int32), scale[token].view(torch.int32))
+
+
+@given(
+    tokens=st.integers(0, 20),
+    blocks=st.integers(0, 20),
+    top_k=st.integers(0, 9),
+    num_experts=st.integers(1, 12),
+    capacity=st.none() | st.integers(0, 9),
+    dtype=st.sampled_from(INPUT_DTYPES),
+    seed=st.integers(0, 1000),
+)
+def test_rows_of_a_routing(tokens, blocks, top_k, num_experts, capacity, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 16 * blocks, generator=generator).to(dtype)
+    index = torch.randint(-2, num_experts + 3, (tokens, top_k), generator=generator)
+    rows = sort_by_expert(index, num_experts, capacity=capacity).rows
+    num_rows = tokens * top_k if capacity is None else num_experts * capacity
+    t = permute_quantize(x, rows, num_rows)
+    assert t.data.shape == (num_rows, 16 * blocks) and t.data.dtype == torch.float8_e4m3fn and t.data.is_contiguous()
+    assert t.scale.shape == (num_rows, -(-blocks // 8)) and is_mn_major(t.scale)
+    assert_rows_hold_their_tokens(t, x, rows)
+
+
+def test_rows_out_of_range_are_none():
+    x = torch.randn(4, 32)
+    rows = torch.tensor([[-1, 3], [0, 4], [-(2**31), 2**31 - 1], [2, 5]], dtype=torch.int32)
+    t = permute_quantize(x, rows, 4)
+    assert_rows_hold_their_tokens(t, x, rows)
+    assert torch.equal(dequantize(t)[[3, 0, 2]], dequantize(quantize_1x128(x))[[0, 1, 3]])
+
+
+def test_nan_stays_in_its_rows():
+    x = torch.randn(3, 256)
+    x[1, 200] = float("nan")
+    rows = torch.tensor([[0, 5], [3, 1], [2, 4]], dtype=torch.int32)
+    values = dequantize(permute_quantize(x, rows, 6))
+    assert values[[1, 3], 128:].isnan().all()
+    assert values[[0, 2, 4, 5]].isfinite().all() and values[:, :128].isfinite().all()
+
+
+def test_strided_operands():
+    x = torch.randn(6, 96, 2)
+    rows = torch.arange(24, dtype=torch.int32).view(4, 6).t()
+    assert_rows_hold_their_tokens(permute_quantize(x[..., 1], rows, 24), x[..., 1], rows)
+
+
+def test_result_is_detached():
+    t = permute_quantize(torch.randn(2, 32).requires_grad_(), torch.zeros(2, 1, dtype=torch.int32), 1)
+    assert not t.data.requires_grad and not t.scale.requires_grad
+
+
+# ---- errors ----
+
+
+def test_errors():
+    x, rows = torch.zeros(4, 32), torch.zeros(4, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="^x: expected a torch.Tensor, got list"):
+        permute_quantize([[0.0]], rows, 8)
+    with pytest.raises(TypeError, match="^rows: expected a torch.Tensor, got NoneType"):
+        permute_quantize(x, None, 8)
+    with pytest.raises(TypeError, match="^x: expected bfloat16, float16 or float32, got torch.float64"):
+        permute_quantize(x.double(), rows, 8)
+    with pytest.raises(ValueError, match=r"^x: .* H a multiple of 16, got \(4, 24\)"):
+        permute_quantize(x[:, :24], rows, 8)
+    with pytest.raises(ValueError, match=r"^x: expected shape \(T, H\)"):
+        permute_quantize(x[None], rows, 8)
+    with pytest.raises(TypeError, match="^rows: expected int32, got torch.int64"):
+        permute_quantize(x, rows.long(), 8)
+    for wrong in (rows[:3], rows[0]):
+        with pytest.raises(ValueError, match=r"^rows: expected shape \(4, K\), got"):
+            permute_quantize(x, wrong, 8)
+    with pytest.raises(ValueError, match="^rows: expected on cpu like x, got meta"):
+        permute_quantize(x, rows.to("meta"), 8)
+    for num_rows in (-1, 1 << 31):
+        with pytest.raises(ValueError, match=rf"^num_rows: expected 0 to 2\*\*31 - 1, got {num_rows}"):
+            permute_quantize(x, rows, num_rows)
+
+
+# ---- operator ----
+
+
+@pytest.mark.parametrize("tokens", [5, 0])
+def test_opcheck(tokens):
+    rows = torch.arange(3 * tokens, dtype=torch.int32).view(tokens, 3)
+    operator = torch.ops.fp8moe.permute_quantize.default
+    torch.library.opcheck(operator, (torch.randn(tokens, 272, dtype=torch.bfloat16), rows, 3 * tokens))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(dynamic):
+    def rows_of_experts(x, index):
+        rows = sort_by_expert(index, 5).rows
+        t = permute_quantize(x, rows, index.numel())
+        return t.data.float(), t.scale * 2
+
+    compiled = torch.compile(rows_of_experts, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens in (5, 9):
+        x, index = torch.randn(tokens, 48), torch.randint(0, 5, (tokens, 3))
+        for got, want in zip(compiled(x, index), rows_of_experts(x, index), strict=True):
+            assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+# ---- kernels ----
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("hidden", [16, 128, 576, 7168])
+def test_every_variant_compiles_without_spills(dtype, hidden):
+    report = jit.compile_spec(permute_cuda.kernel_spec(hidden, dtype))
+    assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
+    # 48 warps or more on an SM of 65536 registers, each with 1 KB or more of loads in flight.
+    assert report.registers <= 40

@@ -1,0 +1,142 @@
+"""Sorting assignments by expert: the semantics on the reference backend, the operator, and the compiled kernels."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe.kernels import jit, routing_cuda
+from fp8moe.kernels.routing import MAX_EXPERTS, sort_by_expert
+
+DTYPES = (torch.int32, torch.int64)
+
+
+def expected(index: torch.Tensor, num_experts: int, capacity: int | None) -> tuple[list[int], list[list[int]]]:
+    """Groups and rows, one assignment at a time."""
+    flat = index.flatten().tolist()
+    members = [[i for i, expert in enumerate(flat) if expert == e] for e in range(num_experts)]
+    rows, groups, start = [-1] * len(flat), [0], 0
+    for e, found in enumerate(members):
+        kept = found if capacity is None else found[:capacity]
+        first = start if capacity is None else e * capacity
+        for rank, assignment in enumerate(kept):
+            rows[assignment] = first + rank
+        start += len(kept)
+        groups.append(start)
+    if capacity is not None:
+        groups = [len(found[:capacity]) for found in members]
+    tokens, top_k = index.shape
+    return groups, [rows[t * top_k : (t + 1) * top_k] for t in range(tokens)]
+
+
+@given(
+    tokens=st.integers(0, 40),
+    top_k=st.integers(0, 9),
+    num_experts=st.integers(1, 12),
+    capacity=st.none() | st.integers(0, 9),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+def test_equals_one_at_a_time(tokens, top_k, num_experts, capacity, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(-2, num_experts + 3, (tokens, top_k), dtype=dtype, generator=generator)
+    routing = sort_by_expert(index, num_experts, capacity=capacity)
+    groups, rows = expected(index, num_experts, capacity)
+    assert routing.groups.dtype == routing.rows.dtype == torch.int32
+    assert routing.groups.tolist() == groups
+    assert routing.rows.tolist() == rows
+    assert routing.rows.shape == index.shape
+
+
+@given(tokens=st.integers(1, 60), num_experts=st.integers(1, MAX_EXPERTS), seed=st.integers(0, 1000))
+def test_rows_are_a_permutation(tokens, num_experts, seed):
+    index = torch.randint(0, num_experts, (tokens, 8), generator=torch.Generator().manual_seed(seed))
+    groups, rows = sort_by_expert(index, num_experts)
+    assert sorted(rows.flatten().tolist()) == list(range(8 * tokens))
+    assert groups[0] == 0 and groups[-1] == 8 * tokens and (groups.diff() >= 0).all()
+    for e in index.unique().tolist():
+        assert rows[index == e].tolist() == list(range(groups[e], groups[e + 1]))
+
+
+def test_index_outside_of_32_bits_is_of_no_expert():
+    index = torch.tensor([[0, 2**32], [2**32 + 1, -(2**40)], [-(2**63), 2**63 - 1]])
+    groups, rows = sort_by_expert(index, 2)
+    assert groups.tolist() == [0, 1, 1]
+    assert rows.tolist() == [[0, -1], [-1, -1], [-1, -1]]
+
+
+def test_strided_index():
+    index = torch.randint(-1, 5, (30, 12))
+    for view in (index[:, ::2], index.t(), index[:1].expand(7, -1)):
+        for strided, dense in zip(sort_by_expert(view, 4), sort_by_expert(view.contiguous(), 4), strict=True):
+            assert torch.equal(strided, dense) and strided.is_contiguous()
+
+
+# ---- errors ----
+
+
+def test_errors():
+    index = torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match="^top_k_index: expected a torch.Tensor, got list"):
+        sort_by_expert([[0]], 4)
+    for dtype in (torch.float32, torch.int16, torch.uint8, torch.bool):
+        with pytest.raises(TypeError, match=f"^top_k_index: expected int32 or int64, got {dtype}"):
+            sort_by_expert(index.to(dtype), 4)
+    with pytest.raises(ValueError, match=r"^top_k_index: expected shape \(T, K\).*got \(4,\)"):
+        sort_by_expert(index[:, 0], 4)
+    with pytest.raises(ValueError, match=r"^top_k_index: .* < 2\*\*31, got \(2147483648, 1\)"):
+        sort_by_expert(index[:1, :1].expand(1 << 31, 1), 4)
+    for num_experts in (0, -1, MAX_EXPERTS + 1):
+        with pytest.raises(ValueError, match=f"^num_experts: expected 1 to 1024, got {num_experts}"):
+            sort_by_expert(index, num_experts)
+    for capacity in (-1, 1 << 29):
+        with pytest.raises(ValueError, match=rf"^capacity: expected 0 <= 4 \* capacity < 2\*\*31, got {capacity}"):
+            sort_by_expert(index, 4, capacity=capacity)
+
+
+# ---- operator ----
+
+
+@pytest.mark.parametrize("capacity", [None, 3])
+@pytest.mark.parametrize("shape", [(5, 3), (0, 8)])
+def test_opcheck(shape, capacity):
+    index = torch.randint(-1, 6, shape)
+    torch.library.opcheck(torch.ops.fp8moe.sort_by_expert.default, (index, 5, capacity))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(dynamic):
+    def both(index):
+        return *sort_by_expert(index, 5), *sort_by_expert(index, 5, capacity=index.shape[0])
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens in (5, 9):
+        index = torch.randint(-1, 6, (tokens, 3))
+        for got, want in zip(compiled(index), both(index), strict=True):
+            assert torch.equal(got, want)
+
+
+# ---- kernels ----
+
+
+@given(assignments=st.integers(0, 10000) | st.integers(0, (1 << 31) - 1), num_experts=st.integers(1, MAX_EXPERTS))
+def test_variant_holds_the_problem(assignments, num_experts):
+    counters, warps, cluster = routing_cuda.variant(assignments, num_experts)
+    assert counters & (counters - 1) == 0 and 32 <= counters <= 1024
+    assert num_experts <= counters <= max(32, 2 * num_experts - 1)
+    assert counters <= 32 * warps <= 1024
+    assert cluster == (1 if assignments <= 4096 else 8)
+    assert cluster > 1 or assignments <= 128 * warps
+    # The counts, and three tables with one entry per expert or per warp.
+    assert routing_cuda.shared_bytes(counters, warps) + 2 * 4 * counters + 4 * 32 <= 227 << 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_variant_compiles_without_spills(dtype, masked):
+    variants = {routing_cuda.variant(r, e) for r in (8, 1024, 4096, 4097) for e in (1, 64, 128, 256, 512, 1024)}
+    assert {counters for counters, _, _ in variants} == {32, 64, 128, 256, 512, 1024}
+    for counters, warps, cluster in variants:
+        report = jit.compile_spec(routing_cuda.kernel_spec(counters, warps, cluster, dtype, masked))
+        assert report.spill_stores == report.spill_loads == report.stack == 0
+        assert report.registers * warps * 32 <= 65536
