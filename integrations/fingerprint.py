@@ -1,0 +1,24 @@
+"""Whether tensors still lie where they lay and hold what they held, without reading them."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Fingerprint:
+    """Of tensors at one time. Sees other memory and every write that PyTorch's version counters see."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        tensors = list(tensors)
+        self._stamps = [_stamp(tensor) for tensor in tensors]
+        # They keep no memory alive, but as long as they exist no new storage gets the id of an old one.
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+    def matches(self, tensors: Iterable[Tensor]) -> bool:
+        return self._stamps == [_stamp(tensor) for tensor in tensors]
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int, int | None]:
+    version = None if tensor.is_inference() else tensor._version
+    return tensor.untyped_storage()._cdata, tensor.data_ptr(), version
