@@ -25,6 +25,8 @@ format: .venv/.installed
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.gemm
 	$(BIN)/python -m benchmarks.quantize
+	$(BIN)/python -m benchmarks.grouped_gemm
+	$(BIN)/python -m benchmarks.experts
 	$(BIN)/python -m benchmarks.host
 
 validate: .venv/.installed

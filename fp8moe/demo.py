@@ -1,42 +1,31 @@
-"""A real language model before and after its linears become FP8: text, perplexity, memory and speed side by side.
+"""A real language model in bfloat16, in FP8 and as an FP8 mixture of experts: text, perplexity, memory and speed.
 
 The passage that perplexity is measured on, data/passage.txt, is the beginning of Lewis Carroll's "Alice's Adventures in
 Wonderland" (1865; chapter 1 and the first half of chapter 2), which is in the public domain.
 """
 
 import math
-import shutil
-import textwrap
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib import resources
-from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from fp8moe import config, smollm2
+from fp8moe import config, demo_report, smollm2
+from fp8moe.demo_report import Measurement
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.layers.linear import replace_linears
 from fp8moe.smollm2 import SetupError
 
 WINDOW = 1024
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What one version of the model did: its greedy answer, decode speed in tokens/s, perplexity of the passage."""
-
-    text: str
-    tokens_per_second: float
-    perplexity: float
+GRAPH_RUNS = 5
 
 
 def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | None = None) -> None:
-    """Load the model, measure it in bfloat16 and in FP8, and print both.
+    """Load the model, measure its three versions one after the other, and print them side by side.
 
     Raises:
         SetupError: a package, the model or the device is missing.
@@ -44,40 +33,35 @@ def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | 
     if new_tokens < 1:
         raise SetupError(f"--new-tokens is {new_tokens}; it must be at least 1")
     place = pick_device(device)
-    model, tokenizer = smollm2.load(smollm2.find_gguf(gguf), config.settings.cache_dir)
-    sizes = {name: tensor.nbytes for name, tensor in stored_tensors(model)}
-    # CPUs without bfloat16 matrix units take five times longer in bfloat16, so there both versions compute in float32.
-    model.to(place, torch.bfloat16 if place.type == "cuda" else torch.float32)
+    dense = smollm2.prepare(smollm2.find_gguf(gguf), config.settings.cache_dir)
+    mixture = smollm2.prepare_mixture(dense)
+    from fp8moe.integrations.transformers import load_model
 
-    before = measure(model, tokenizer, prompt, new_tokens, "bf16")
-    replaced = set(replace_linears(model))
-    after = measure(model, tokenizer, prompt, new_tokens, "FP8")
+    # CPUs without bfloat16 matrix units take five times longer in bfloat16, so there all versions compute in float32.
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    model, tokenizer = smollm2.load(dense)
+    model.to(place, dtype)
+    question = encode(tokenizer, prompt).to(place)
+    tokens = tokenizer(passage(), return_tensors="pt")["input_ids"][0].to(place)
 
-    backend = "cuda" if use_cuda(torch.empty(0, device=place)) else "reference"
-    print(f"SmolLM2-135M-Instruct on {device_name(place)}: {len(replaced)} linears in FP8, backend {backend}")
+    def measured(model: Any, label: str) -> Measurement:
+        return measure(model, tokenizer, question, tokens, new_tokens, label)
+
+    columns = [measured(model, "bf16")]
+    layers = model.config.num_hidden_layers
+    replace_linears(model, skip=("lm_head", *smollm2.kept_in_bf16(layers)))
+    columns.append(measured(model, "FP8"))
+    del model
+    columns.append(measured(load_model(mixture, dtype=dtype, device=place), "FP8 MoE"))
+
+    print(f"SmolLM2-135M-Instruct on {device_name(place)}, backend {'cuda' if runs_kernels(place) else 'reference'}\n")
+    print(demo_report.legend(layers, mixture))
     if place.type == "cpu":
-        print("(on a CPU both versions compute in float32 from the weights that they store)")
+        print("\n(on a CPU all of them compute in float32 from the weights that they store)")
     print(f"\nprompt: {prompt}\n")
-    print(side_by_side(f"bf16\n\n{before.text}", f"FP8\n\n{after.text}"))
+    print(demo_report.side_by_side([f"{column.label}\n\n{column.text}" for column in columns]))
     print()
-    linears = sum(size for name, size in sizes.items() if name.rpartition(".")[0] in replaced)
-    fp8_linears = sum(tensor.nbytes for name in replaced for _, tensor in stored_tensors(model.get_submodule(name)))
-    everything = sum(sizes.values())
-    rest = everything - linears
-    rows = [
-        ("", "bf16", "FP8", "FP8 / bf16"),
-        compare("perplexity of the passage", before.perplexity, after.perplexity, "{:.3f}"),
-        compare("replaced linears, MB", linears / 1e6, fp8_linears / 1e6),
-        compare("embedding (also lm_head), norms, MB", rest / 1e6, rest / 1e6),
-        compare("all weights, MB", everything / 1e6, (rest + fp8_linears) / 1e6),
-        compare("decode, tokens/s", before.tokens_per_second, after.tokens_per_second),
-    ]
-    print(table(rows))
-    print(f"\nFP8 changes the perplexity by {after.perplexity / before.perplexity - 1:+.2%}.")
-
-
-def compare(label: str, bf16: float, fp8: float, form: str = "{:.1f}") -> tuple[str, ...]:
-    return label, form.format(bf16), form.format(fp8), f"{fp8 / bf16:.3f}"
+    print(demo_report.results(columns))
 
 
 def pick_device(name: str) -> torch.device:
@@ -90,47 +74,52 @@ def pick_device(name: str) -> torch.device:
         raise SetupError("--device cuda, but PyTorch finds no usable GPU here: use --device cpu")
     device = torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
     try:
-        use_cuda(torch.empty(0, device=device))
+        runs_kernels(device)
     except RuntimeError as error:
         raise SetupError(str(error)) from error
     return device
+
+
+def runs_kernels(device: torch.device) -> bool:
+    return use_cuda(torch.empty(0, device=device))
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
-def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Named parameters and buffers that a checkpoint holds; tied ones once."""
-    seen = set()
-    for name, tensor in module.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            yield name, tensor
+def encode(tokenizer: Any, prompt: str) -> Tensor:
+    """The prompt as the user's turn of a conversation: (1, T)."""
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
 
 
 @torch.inference_mode()
-def measure(model: Any, tokenizer: Any, prompt: str, new_tokens: int, label: str) -> Measurement:
-    """Answer the prompt greedily and score the passage."""
-    device = model.device
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    start = chat["input_ids"].to(device)
+def measure(model: Any, tokenizer: Any, question: Tensor, tokens: Tensor, new_tokens: int, label: str) -> Measurement:
+    """Answer the question (1, T) greedily and score the passage ``tokens`` (T,)."""
     end = tokenizer.eos_token_id
-    list(generate(model, start, 2, end))  # compiles kernels, so that the next run measures only decoding
+    list(generate(model, question, 2, end))  # compiles kernels, so that the next run measures only decoding
 
     answer, clock = [], []
-    for token in progress(generate(model, start, new_tokens, end), new_tokens, f"{label}: text"):
+    for token in progress(generate(model, question, new_tokens, end), new_tokens, f"{label}: text"):
         answer.append(token)
         clock.append(time.perf_counter())
     # The first token includes reading the prompt.
     speed = (len(answer) - 1) / (clock[-1] - clock[0]) if len(answer) > 1 else math.nan
+    # The reference reads the routing on the host, which a graph cannot hold.
+    graphs = decode_with_graphs(model, question, new_tokens) if runs_kernels(question.device) else None
 
-    tokens = tokenizer(passage(), return_tensors="pt")["input_ids"][0].to(device)
     windows = [window for window in tokens.split(WINDOW) if len(window) > 1]
-    score = perplexity(model, progress(windows, len(windows), f"{label}: perplexity"))
-    return Measurement(tokenizer.decode(answer, skip_special_tokens=True).strip(), speed, score)
+    return Measurement(
+        label=label,
+        text=tokenizer.decode(answer, skip_special_tokens=True).strip(),
+        perplexity=perplexity(model, progress(windows, len(windows), f"{label}: perplexity")),
+        tokens_per_second=speed,
+        graph_tokens_per_second=graphs and graphs[0],
+        graph_tokens_equal=graphs and demo_report.Count(equal_tokens(answer, graphs[1]), len(answer)),
+        weights=demo_report.weights(model),
+    )
 
 
 def passage() -> str:
@@ -157,6 +146,33 @@ def generate(model: Any, tokens: Tensor, count: int, end: int | None) -> Iterato
         yield token
 
 
+def decode_with_graphs(model: Any, question: Tensor, count: int) -> tuple[float, list[int]]:
+    """Tokens/s and the tokens of greedy decoding by `GraphDecoder`: exactly `count`, whatever ends the text.
+
+    Of some runs the fastest counts, less what reading the prompt takes.
+    """
+    from fp8moe.integrations.decode import GraphDecoder
+
+    decoder = GraphDecoder(model, max_length=question.shape[1] + count)
+
+    def run(count: int) -> tuple[float, list[int]]:
+        start = time.perf_counter()
+        tokens = decoder.generate(question, max_new_tokens=count, eos_token_id=())[0, question.shape[1] :].tolist()
+        return time.perf_counter() - start, tokens
+
+    prompts = [run(1) for _ in range(GRAPH_RUNS)]
+    answers = [run(count) for _ in range(GRAPH_RUNS)]
+    decoder.close()
+    speed = (count - 1) / (min(answers)[0] - min(prompts)[0]) if count > 1 else math.nan
+    return speed, answers[0][1]
+
+
+def equal_tokens(answer: list[int], other: list[int]) -> int:
+    """How many tokens the two share before they part."""
+    pairs = zip(answer, other, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(answer), len(other)))
+
+
 def perplexity(model: Any, windows: Iterable[Tensor]) -> float:
     """exp of the mean negative log-likelihood of every token but each window's first, given those before it there.
 
@@ -168,25 +184,3 @@ def perplexity(model: Any, windows: Iterable[Tensor]) -> float:
         total += F.cross_entropy(logits, window[1:], reduction="sum").item()
         count += len(window) - 1
     return math.exp(total / count)
-
-
-def side_by_side(left: str, right: str) -> str:
-    """Two texts as two columns that fill the terminal."""
-    width = max(30, (min(shutil.get_terminal_size().columns, 120) - 3) // 2)
-
-    def wrap(text: str) -> list[str]:
-        return [line for part in text.splitlines() for line in textwrap.wrap(part, width) or [""]]
-
-    pairs = zip_longest(wrap(left), wrap(right), fillvalue="")
-    return "\n".join(f"{a:<{width}} | {b}".rstrip() for a, b in pairs)
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Rows of cells with aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        return "   ".join(cells).rstrip()
-
-    return "\n".join(line(row) for row in rows)

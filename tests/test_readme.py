@@ -1,24 +1,68 @@
-"""The README: its examples run, and its table lists every environment variable."""
+"""The README: its examples run, its commands exist, and its table lists every environment variable."""
 
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import torch
 
+from fp8moe.cli import main
 from fp8moe.config import Settings
+from tests.tiny_tokenizer import write_tiny_tokenizer
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
 
-def test_examples_run():
-    examples = "\n".join(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A tiny model where the README's commands look for a large one."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **{"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 97},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "initializer_range": 0.1},
+        **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1},
+    )
+    monkeypatch.chdir(tmp_path)
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained("Qwen3-30B-A3B")
+    write_tiny_tokenizer("Qwen3-30B-A3B")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@torch.inference_mode()
+def test_examples_run(models):
+    commands = [
+        shlex.split(line, comments=True)[1:] for line in "".join(blocks("sh")).splitlines() if "fp8moe " in line
+    ]
+    assert [command[0] for command in commands] == ["quantize", "inspect"]
+    for command in commands:
+        assert main(command) == 0
+
     names = {}
-    exec(examples, names)
-    assert names["y"].shape == (2, 10, 576)
-    error = torch.linalg.norm(names["c"].float() - names["exact"]) / torch.linalg.norm(names["exact"])
-    assert error < 2e-3
+    exec("\n".join(blocks("python")), names)
+    assert names["y"].shape == (10, 576)
+    assert names["fp8_experts"].num_experts == 8
+    assert names["model"].config._experts_implementation == "fp8moe"
+    prompts, tokens = names["prompts"]["input_ids"], names["tokens"]
+    assert torch.equal(tokens[:, : prompts.shape[1]], prompts)
+    assert 1 <= tokens.shape[1] - prompts.shape[1] <= 32
+    exact, grouped = names["exact"], names["grouped"][70:].float()
+    assert torch.linalg.norm(grouped - exact) / torch.linalg.norm(exact) < 2e-3
 
 
 def test_every_environment_variable_is_listed():
     assert set(re.findall(r"FP8MOE_[A-Z_]+", README)) == {f"FP8MOE_{field.name.upper()}" for field in fields(Settings)}
+
+
+def test_links_lead_somewhere():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
+    assert len(links) > 5
+    for link in links:
+        assert (Path(__file__).parent.parent / link).is_file(), link
