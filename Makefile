@@ -27,6 +27,8 @@ bench: .venv/.installed
 	$(BIN)/python -m benchmarks.quantize
 	$(BIN)/python -m benchmarks.grouped_gemm
 	$(BIN)/python -m benchmarks.experts
+	$(BIN)/python -m benchmarks.transpose
+	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.host
 
 validate: .venv/.installed

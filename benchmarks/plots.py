@@ -1,7 +1,7 @@
 """Pictures of the results: `python -m benchmarks.plots [--results DIR | FILE] [--out DIR]`.
 
-Reads `gemm.json`, `quantize.json`, `grouped_gemm.json` and `experts.json` from a directory that the benchmarks wrote,
-or all from a validation file. The picture of a benchmark that has no rows there is left alone.
+Reads `gemm.json`, `quantize.json`, `grouped_gemm.json`, `experts.json` and `training.json` from a directory that the
+benchmarks wrote, or all from a validation file. The picture of a benchmark that has no rows there is left alone.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from benchmarks import experts, grouped_gemm, peers  # noqa: E402
+from benchmarks import experts, grouped_gemm, peers, training  # noqa: E402
 from benchmarks.report import geomean  # noqa: E402
 
 # Colours of Okabe and Ito, told apart by every kind of colour vision.
@@ -253,7 +253,70 @@ def draw_experts(rows: Sequence[dict], path: Path) -> None:
         plt.close(figure)
 
 
-PICTURES = {"gemm": draw_gemm, "quantize": draw_quantize, "grouped_gemm": draw_grouped, "experts": draw_experts}
+def _products_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """Speed of each weight gradient over DeepGEMM's."""
+    for position, row in enumerate(rows):
+        axes.barh(position, row["vs_deep_gemm"], 0.62, color=OURS)
+        text = f"{row['vs_deep_gemm']:.2f}×   {row['tflops']:.0f} TFLOPS"
+        axes.annotate(text, (0, position), (5, 0), textcoords="offset points", va="center", color="white")
+    axes.axvline(1, color=DEEP_GEMM, linewidth=1.6)
+    axes.annotate("DeepGEMM", (1, -0.5), (-4, 2), textcoords="offset points", ha="right", va="bottom", color=DEEP_GEMM)
+    axes.set_yticks(range(len(rows)), [f"{row['groups']} × {row['m']} × {row['n']}" for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.9)
+    axes.set_xlabel("DeepGEMM's time / ours (more is better)")
+    axes.set_title("grouped_gemm_k")
+
+
+def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
+    """Forward and backward of each implementation, one bar of time; its activation memory in the label."""
+    for position, row in enumerate(rows):
+        colour = OURS if row["impl"] == "fp8" else BFLOAT16
+        forward, total = row["forward_us"] / 1e3, row["us"] / 1e3
+        axes.barh(position, forward, 0.62, color=colour)
+        axes.barh(position, total - forward, 0.62, forward, color=colour, alpha=0.6)
+        text = f"{total:.2f} ms" + (f"   {row['speedup']:.2f}×" if row["impl"] == "fp8" else "")
+        axes.annotate(text, (total, position), (4, 0), textcoords="offset points", va="center", color=colour)
+    axes.set_xlim(0, 1.3 * max(row["us"] for row in rows) / 1e3)
+    labels = ["bfloat16" if row["impl"] == "bf16" else f"FP8, {row['master']} master" for row in rows]
+    memory = [f"{row['kept_bytes'] / 1e9:.2f} GB kept" for row in rows]
+    axes.set_yticks(range(len(rows)), [f"{name}\n{kept}" for name, kept in zip(labels, memory, strict=True)])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlabel("forward, then backward, ms (less is better)")
+    axes.set_title(title)
+
+
+def draw_training(rows: Sequence[dict], path: Path) -> None:
+    """Weight gradients against DeepGEMM and passes of the layers against bfloat16, those that there are."""
+    products = [row for row in training.select(rows, "grouped_gemm_k") if row["vs_deep_gemm"] is not None]
+    panels = [lambda axes: _products_panel(axes, products)] if products else []
+    if layer := training.select(rows, "experts"):
+        title = f"experts of {layer[0]['model']}, {layer[0]['tokens']} tokens"
+        panels.append(lambda axes: _pass_panel(axes, layer, title))
+    if linear := training.select(rows, "linear"):
+        name = "linear ({rows}, {in_features}) × ({out_features}, {in_features})".format(**linear[0])
+        panels.append(lambda axes: _pass_panel(axes, linear, name))
+    if not panels:
+        return
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.4), squeeze=False)
+        for axes, panel in zip(grid.flat, panels, strict=True):
+            panel(axes)
+        figure.suptitle("Training on an H200, cold L2", x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.tight_layout(rect=(0, 0, 1, 0.99))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+PICTURES = {
+    "gemm": draw_gemm,
+    "quantize": draw_quantize,
+    "grouped_gemm": draw_grouped,
+    "experts": draw_experts,
+    "training": draw_training,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

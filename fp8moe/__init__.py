@@ -5,6 +5,7 @@ Importing this needs nothing but PyTorch; CUDA libraries are loaded by the first
 
 from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked
+from fp8moe.kernels.grouped_k import grouped_gemm_k
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.formats import FP8Tensor
@@ -17,6 +18,7 @@ __all__ = [
     "dequantize",
     "gemm",
     "grouped_gemm",
+    "grouped_gemm_k",
     "grouped_gemm_masked",
     "quantize_1x128",
     "quantize_128x1",

@@ -29,7 +29,7 @@ from fp8moe import config
 from fp8moe.digest import digest
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-BENCHMARKS = ("gemm", "quantize", "host", "grouped_gemm", "experts")
+BENCHMARKS = ("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training")
 TIMEOUT_S = 570
 TAIL_LINES = 30
 _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)

@@ -16,6 +16,7 @@ from fp8moe.integrations.checkpoint_files import FP8, CheckpointError, open_chec
 from fp8moe.integrations.checkpoint_names import BLOCK_IN_MODEL, W_BLOCK
 from fp8moe.integrations.checkpoints import load_fp8_checkpoint
 from fp8moe.integrations.fingerprint import Fingerprint
+from fp8moe.kernels import autograd
 from fp8moe.kernels.linear import linear
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
@@ -37,7 +38,8 @@ def register() -> None:
       kernels; other formats go on running on transformers' own.
 
     An experts module that GroupedExperts cannot express raises TypeError or ValueError with its class and the reason
-    when it runs first. There is no backward.
+    when it runs first. Frozen experts pass gradients on; a backward through experts whose weights require gradients
+    raises RuntimeError.
 
     Raises ImportError if transformers is missing.
     """
@@ -104,7 +106,13 @@ def _experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     if kept is None or kept.layer is None or not (torch.compiler.is_compiling() or kept.is_of(self)):
         kept = self.__dict__["_fp8moe"] = None  # frees the old copy before there is a new one
         kept = self.__dict__["_fp8moe"] = _keep(self)
-    return kept.layer(hidden_states, top_k_index, top_k_weights)
+    # The layer is frozen: weights that are to be trained must not go without a gradient unnoticed.
+    trained = [weight for weight in _weights(self) if weight.requires_grad]
+    if not trained:
+        return kept.layer(hidden_states, top_k_index, top_k_weights)
+    name = f"fp8moe's {type(self).__name__} with weights that require gradients"
+    inputs = (hidden_states, top_k_index, top_k_weights)
+    return autograd.run(lambda *args: kept.layer(*args[: len(inputs)]), name, *inputs, *trained)
 
 
 class _Kept:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import experts, gemm, grouped_gemm, host, operands, peers, plots, quantize, report, timing
+from benchmarks import experts, gemm, grouped_gemm, host, operands, peers, plots, quantize, report, timing, training
 from benchmarks.grouped_gemm import Case
 from benchmarks.peers import Model
 from benchmarks.timing import KernelEvent
@@ -519,6 +519,111 @@ def test_experts_benchmark_measures_every_case(monkeypatch):
     assert names["experts, dsv3_ep8, 2048 tokens, 60% of the rows to one expert / even routing"]
 
 
+def test_stored_weight_gradients():
+    stored = peers.grouped_k()
+    assert len(stored) == 4
+    assert stored[16, 7168, 2048, 37376] == (1189.61, 922.46)
+
+
+@pytest.mark.parametrize("case", training.stored_cases())
+def test_groups_of_weight_gradients_have_the_peers_sum(case):
+    offsets = training.group_offsets(case)
+    sizes = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+    assert (len(sizes), offsets[0], offsets[-1]) == (case.groups, 0, case.total_k)
+    assert all(size % 128 == 0 for size in sizes)
+    mean = case.total_k / case.groups
+    assert 0.5 * mean < min(sizes) < max(sizes) < 1.5 * mean
+
+
+def passes(speedup, kept_ratio):
+    """Measurements of bfloat16, which takes 10 ms and keeps 1000 bytes, and of ours, with bfloat16 masters slower."""
+    bf16 = training.Measurement(4000.0, 10_000.0, training.Memory(1000, 3000, 0), None)
+    memory = training.Memory(round(1000 * kept_ratio), 2400, 500)
+    ours = training.Measurement(1500.0, 10_000.0 / speedup, memory, 0.07)
+    return {"bf16": bf16, "float32": ours, "bfloat16": ours._replace(us=1.1 * ours.us)}
+
+
+def training_rows(speedup=1.3, kept_ratio=0.4):
+    rows = [
+        training.make_gemm_row(case, (us := peer.us / speedup), us, 1.1 * us, 1e-5)
+        for case, peer in zip(training.stored_cases(), peers.grouped_k().values(), strict=True)
+    ]
+    size = {"model": training.MODEL, **peers.models()[training.MODEL]._asdict(), "tokens": training.TOKENS}
+    rows += training.make_pass_rows("experts", size, passes(2 * speedup, kept_ratio))
+    size = dict(zip(("rows", "out_features", "in_features"), training.LINEAR, strict=True))
+    return rows + training.make_pass_rows("linear", size, passes(1.2 * speedup, kept_ratio))
+
+
+def test_training_rows_hold_rates_and_ratios():
+    product = training.make_gemm_row(training.Case(8, 4096, 7168, 34176), 1992.02 / 1.2, 0.0, 0.0, 1e-5)
+    assert product["vs_deep_gemm"] == pytest.approx(1.2)
+    assert product["tflops"] == pytest.approx(1.2 * 1007.43, rel=1e-3)
+    assert training.make_gemm_row(training.Case(1, 8, 8, 128), 1.0, 1.0, 1.0, 0.0)["vs_deep_gemm"] is None
+    bf16, ours, with_bf16_master = training.make_pass_rows("linear", {"rows": 8}, passes(2.2, 0.4))
+    assert (bf16["impl"], bf16["master"], bf16["speedup"], bf16["kept_ratio"]) == ("bf16", None, 1.0, 1.0)
+    assert (ours["impl"], ours["master"], ours["copy_bytes"], ours["rows"]) == ("fp8", "float32", 500, 8)
+    assert [ours[key] for key in ("speedup", "kept_ratio", "peak_ratio")] == pytest.approx([2.2, 0.4, 0.8])
+    assert with_bf16_master["speedup"] == pytest.approx(2.0)
+
+
+def test_training_bars():
+    bars = training.bars(training_rows())
+    assert [bar.value for bar in bars] == pytest.approx([1.3, 1e-5, 2.6 / 1.1, 0.4, 1.56 / 1.1])
+    assert all(bar.passed for bar in bars)
+    slow = training.bars(training_rows(speedup=0.9, kept_ratio=0.7))
+    assert [bar.passed for bar in slow] == [False, True, False, False, False]
+
+
+def test_training_bars_need_their_cases():
+    assert training.bars([]) == []
+    rows = [row | {"n": 8} if row.get("groups") == 16 else row for row in training_rows()]
+    rows = [row | {"tokens": 1} if row["what"] == "experts" else row for row in rows]
+    names = [bar.name.split(",")[0] for bar in training.bars(rows)]
+    assert [name.split()[0] for name in names] == ["grouped_gemm_k", "FP8Linear"]
+
+
+def test_weight_gradients_are_checked_and_timed(monkeypatch):
+    def measure(calls):
+        return fake_timings(calls, rests=[0.0] * len(calls))
+
+    monkeypatch.setattr(timing, "measure", measure)
+    case = training.Case(groups=3, m=200, n=136, total_k=1280)
+    (row,) = training.run_products([case], device="cpu")
+    assert (row["us"], row["accumulate_us"]) == (3.0, 3.0)
+    assert 0 < row["error"] <= 3e-4
+    real = training.grouped_gemm_k
+
+    def wrong(*args, out, **options):
+        real(*args, out=out, **options)[2, 199] *= 1.5
+
+    monkeypatch.setattr(training, "grouped_gemm_k", wrong)
+    with pytest.raises(RuntimeError, match="relative error"):
+        training.run_products([case], device="cpu")
+
+
+def test_training_passes_are_compared_with_bfloat16(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(training, "measure_memory", lambda of: training.Memory(1, 1, 1))
+    monkeypatch.setattr(training, "capture", lambda call: call)
+    monkeypatch.setattr(timing, "elapsed", lambda calls: [float(len(calls[i]())) for i in range(len(calls))])
+    torch.manual_seed(0)
+    _, ours, other = training.run_experts("tiny", TINY, 40, device="cpu")
+    assert (ours["us"], ours["forward_us"]) == (5, 40)  # output and four gradients; 40 tokens
+    assert 1e-2 < ours["difference"] <= training.MAX_DIFFERENCE
+    assert 1e-2 < other["difference"] <= training.MAX_DIFFERENCE
+    _, ours, _ = training.run_linear(33, 136, 272, device="cpu")
+    assert (ours["us"], ours["forward_us"]) == (3, 33)
+    assert 1e-2 < ours["difference"] <= training.MAX_DIFFERENCE
+
+    class Wrong(training.FP8Linear):
+        def forward(self, x):
+            return 1.5 * super().forward(x)
+
+    monkeypatch.setattr(training, "FP8Linear", Wrong)
+    with pytest.raises(RuntimeError, match="from bfloat16"):
+        training.run_linear(33, 136, 272, device="cpu")
+
+
 def quantize_rows():
     sizes = [("quantize_1x128", m) for m in (1, 64, 4096)] + [("quantize_128x128", 4096)]
     return [quantize.make_row(op, m, 7168, 2.0 + m / 100, 0.0) for op, m in sizes]
@@ -530,6 +635,7 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path):
         "quantize": {"rows": quantize_rows()},
         "grouped_gemm": {"rows": grouped_rows(lambda case: 1 + case.n / 40960)},
         "experts": {"rows": experts_rows(lambda name, tokens: 1.1)},
+        "training": {"rows": training_rows()},
     }
     report.write_json(tmp_path / "new.json", {"benchmarks": benchmarks})
     plots.main(["--results", str(tmp_path / "new.json"), "--out", str(tmp_path / "new")])

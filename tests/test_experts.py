@@ -628,23 +628,6 @@ def test_compile(backend):
         torch.testing.assert_close(compiled(x), block(x), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_backward_says_that_there_is_none(backend):
-    torch._dynamo.reset()
-    layer = make()
-    x = torch.randn(3, 144, requires_grad=True)
-    routing = route(3, 4, 2)
-    call = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
-    out = call(x, *routing)
-    assert out.requires_grad
-    with torch.no_grad():
-        assert torch.equal(out, layer(x, *routing))
-    with pytest.raises(RuntimeError, match=r"fp8moe\.GroupedExperts has no backward"):
-        out.sum().backward()
-    with torch.inference_mode():
-        assert layer(torch.randn(3, 144), *routing).shape == (3, 144)
-
-
 # Bad input.
 
 X, (INDEX, WEIGHTS) = torch.randn(3, 144), route(3, 4, 2)

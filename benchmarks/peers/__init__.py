@@ -22,7 +22,7 @@ EXPERTS_TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 
 
 class Grouped(NamedTuple):
-    """A grouped GEMM of DeepGEMM: its time, and operations per second over the rows that are in a group."""
+    """A grouped GEMM of DeepGEMM: microseconds, and 1e12 operations/s over the rows that are in a group."""
 
     us: float
     tflops: float
@@ -74,6 +74,15 @@ def grouped(op: str) -> dict[tuple[int, int, int, int], Grouped]:
         )
         for row in load()["rows"]
         if row["op"] == op
+    }
+
+
+def grouped_k() -> dict[tuple[int, int, int, int], Grouped]:
+    """DeepGEMM's GEMM along the rows of each group by (groups, m, n, sum of the rows of all groups)."""
+    return {
+        (row["groups"], row["m"], row["n"], row["total_k"]): Grouped(row["us"], row["tflops"])
+        for row in load()["rows"]
+        if row["op"] == "grouped_k"
     }
 
 

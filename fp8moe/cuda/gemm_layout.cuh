@@ -4,7 +4,7 @@
 // rows belong to it), the tile, and SWIGLU (0: none, 1: plain, 2: clamped, 3: clamped with alpha).
 #pragma once
 
-#include "ptx.cuh"
+#include "tiles.cuh"
 
 constexpr int TILE_K = 128;
 constexpr int K_BLOCKS = ceil_div(K, TILE_K);
@@ -70,17 +70,6 @@ static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == WAVES);
 static_assert(!STAGED || (!REDUCE && COLUMNS % STORE_COLUMNS == 0));
 static_assert(!SWIGLU || (BLOCK_N == 256 && GROUPS > 0 && !STAGED && (SWAP || SPLIT_K == 1)),
               "a tile is a quantization block of 128 columns, gate and up");
-
-struct Ring {
-  u32 stage = 0, phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 // First row and column, within the tile, of slab `wave` of a warpgroup. Weights are taken in turns, so that slabs of one
 // wave share a weight scale; tokens are not, which is faster.

@@ -16,22 +16,6 @@ __device__ __forceinline__ Tile same_in_warp(Tile tile) {
   return {same_in_warp(tile.m), same_in_warp(tile.n), same_in_warp(tile.end), same_in_warp(tile.group)};
 }
 
-constexpr int TILE_COLUMNS = ceil_div(N, BLOCK_N);
-
-// Place of tile `index` of a matrix `rows` tiles high. Blocks walk groups of `raster` tile rows, column by column: what
-// runs at one time touches few rows of a and b, so that L2 serves most loads.
-struct Place {
-  int row, column;
-
-  __device__ __forceinline__ Place(int index, int rows, int raster) {
-    const int first = raster >= rows ? 0 : index / (raster * TILE_COLUMNS) * raster;
-    const int height = min(raster, rows - first);
-    const int within = index - first * TILE_COLUMNS;
-    column = height == 1 ? within : within / height;
-    row = first + within - column * height;
-  }
-};
-
 // One matrix, and all m rows belong to it.
 struct DenseSchedule {
   int m, raster, tiles;

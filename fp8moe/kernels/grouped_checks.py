@@ -59,6 +59,26 @@ def swiglu(
     return experts, m, n // 2
 
 
+def along_k(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
+    """Dtypes, shapes and devices of the operands of ``grouped_gemm_k``. Returns E, M, N."""
+    m, k = fp8_data("a.data", a, "(M, K)")
+    n, b_k = fp8_data("b.data", b, "(N, K)")
+    if b_k != k:
+        raise ValueError(f"b.data: expected shape (N, {k}) to match a.data (M, K) = {(m, k)}, got {(n, b_k)}")
+    if k % 128:
+        raise ValueError(f"a.data, b.data: K must be a multiple of 128 (pad each group with zeros), got K = {k}")
+    if n % 8:
+        raise ValueError(f"b.data: N must be a multiple of 8 (pad with zero rows), got N = {n}")
+    if b.device != a.device:
+        raise ValueError(f"b.data: expected on {a.device} like a.data, got {b.device}")
+    scale("a.scale", a_scale, (m, k // 128), a.device)
+    scale("b.scale", b_scale, (n, k // 128), a.device)
+    if group_offsets.dim() != 1 or not group_offsets.shape[0]:
+        raise ValueError(f"group_offsets: expected shape (E + 1,), got {tuple(group_offsets.shape)}")
+    _groups("group_offsets", group_offsets, tuple(group_offsets.shape), "(E + 1,)", a.device)
+    return group_offsets.shape[0] - 1, m, n
+
+
 def expected_rows(expected_m: int | None) -> None:
     if expected_m is None:
         return

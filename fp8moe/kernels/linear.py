@@ -7,6 +7,7 @@ from torch import Tensor
 from fp8moe.kernels import autograd, checks, linear_cuda
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.gemm import compute
+from fp8moe.kernels.linear_training import linear_training
 from fp8moe.quant import reference
 
 
@@ -18,12 +19,19 @@ def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
     bias: (N,) bfloat16, float16 or float32, or None.
     Returns (..., N) in the dtype of x, rounded once from float32.
 
-    Where K is not a multiple of 16 or N not of 8, the call pads copies of the operands with zeros. There is no
-    backward: calling it raises RuntimeError.
+    Where K is not a multiple of 16 or N not of 8, the call pads copies of the operands with zeros. x and bias get
+    gradients, as `linear_training` describes them. An FP8 weight has none: where it requires one, the backward raises
+    RuntimeError.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
     """
-    return autograd.run(_linear_op, "fp8moe.FP8Linear", x, weight, weight_scale_inv, bias)
+    if torch.is_grad_enabled():
+        if weight.requires_grad or weight_scale_inv.requires_grad:
+            name = "fp8moe.FP8Linear with an FP8 weight that requires a gradient, not a master_dtype,"
+            return autograd.run(_linear_op, name, x, weight, weight_scale_inv, bias)
+        if x.requires_grad or (bias is not None and bias.requires_grad):
+            return linear_training(x, weight, weight_scale_inv, bias)
+    return _linear_op(x, weight, weight_scale_inv, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
@@ -66,6 +74,6 @@ _library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
-_library.impl("linear", torch.library.fallthrough_kernel, "Autograd")  # autograd.run has been there
+_library.impl("linear", torch.library.fallthrough_kernel, "Autograd")  # linear_training has a backward
 torch.library.register_fake("fp8moe::linear", _linear_fake, lib=_library)
 _linear_op = torch.ops.fp8moe.linear.default

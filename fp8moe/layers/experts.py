@@ -1,4 +1,4 @@
-"""GroupedExperts, the experts of a mixture-of-experts layer with FP8 weights."""
+"""GroupedExperts, the experts of a mixture-of-experts layer with FP8 weights or FP8 training."""
 
 import math
 
@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.kernels.experts import experts
+from fp8moe.kernels.experts_training import experts_training
 from fp8moe.kernels.routing import MAX_EXPERTS
 from fp8moe.kernels.swiglu import Activation
 from fp8moe.layers import experts_source
+from fp8moe.layers.master import check_master_dtype, not_for_masters, outdate, quantized
 from fp8moe.layers.parameters import frozen, keep_dtypes, not_fp8
-from fp8moe.quant.formats import BLOCK, ceil_div
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 
 
@@ -28,19 +30,33 @@ class GroupedExperts(nn.Module):
 
     and without a gate up_proj (E, I, H) and up_proj_scale_inv (E, ceil(I/128), ceil(H/128)) instead of the first two.
 
-    Moving or casting the module (``.to()``, ``.half()``...) moves them and casts none. For inference: the forward
-    accepts inputs that require gradients, a backward raises RuntimeError. Where H or I is not a multiple of 16, each
-    call makes padded copies of the weights.
+    Moving or casting the module (``.to()``, ``.half()``...) moves them and casts none. They are frozen: gradients are
+    those of hidden_states and top_k_weights. Where H or I is not a multiple of 16, each call makes padded copies of the
+    weights.
 
-    Memory of a call beside its result: at most ``R * (3H + I)`` bytes for bfloat16 inputs, ``R * (5H + I)`` for others,
-    with R = T * top_k rows (E * decode_capacity in the masked layout), plus 4 bytes for each 128 FP8 values among them
-    and 8 for each row and expert. Activations that are no SwiGLU take another ``R * 24I``.
+    With a ``master_dtype`` the experts are trained. Then the parameters, and the state dict, are those of unquantized
+    experts, gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj (E, H, I), ordinary parameters of that dtype.
+    Their FP8 copies are made once for each step of an optimizer, at the first call after it, and last until the next
+    one: a byte for each weight. Forward, input gradients and weight gradients run in FP8, with sums in float32
+    (DeepSeek-V3, arXiv:2412.19437, section 3.3). ``from_experts(trained)`` makes the layer for inference. A change of a
+    weight that neither its version nor an optimizer's step shows, such as one through ``weight.data``, takes effect as
+    `FP8Linear` says.
+
+    Where gradients are recorded, and in training mode with a master_dtype, the result of GEMM 1 is rounded to bfloat16
+    and the decode_capacity plays no part. `fp8moe.kernels.experts_training` says what is kept for the backward. It
+    raises RuntimeError if a master has changed in place since the forward, and if it is to be differentiated itself.
+
+    Memory of a call without gradients beside its result: at most ``R * (3H + I)`` bytes for bfloat16 inputs,
+    ``R * (5H + I)`` for others, with R = T * top_k rows (E * decode_capacity in the masked layout), plus 4 bytes for
+    each 128 FP8 values among them and 8 for each row and expert. Activations that are no SwiGLU take another
+    ``R * 24I``.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I.
         device: of the parameters.
         dtype: bfloat16, float16 or float32, the dtype in which weights are initialized before they are quantized;
             TypeError for another. Inputs may have any of the three.
+        master_dtype: bfloat16 or float32, of weights to train; None for frozen FP8 weights.
         activation: "silu" or another name of transformers' ("gelu", "relu", "relu2"...): f in ``f(gate) * up``. All
             but gated silu run as PyTorch operations between the GEMMs.
         gated: whether there is a gate; otherwise an expert computes ``down_e @ f(up_e @ x)``.
@@ -66,10 +82,12 @@ class GroupedExperts(nn.Module):
         swiglu_limit: float | None = None,
         swiglu_alpha: float | None = None,
         decode_capacity: int | None = None,
+        master_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+        check_master_dtype(master_dtype)
         sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
         for name, size in (sizes | {"decode_capacity": decode_capacity}).items():
             if size is not None and size < 1:
@@ -91,15 +109,27 @@ class GroupedExperts(nn.Module):
             "down_proj_scale_inv": (hidden_blocks, blocks),
         }
         for name, shape in shapes.items():
-            kind = torch.float32 if name.endswith("_scale_inv") else torch.float8_e4m3fn
-            setattr(self, name, frozen(torch.empty(num_experts, *shape, dtype=kind, device=device)))
+            is_scale = name.endswith("_scale_inv")
+            if master_dtype is None:
+                kind = torch.float32 if is_scale else torch.float8_e4m3fn
+                value = frozen(torch.empty(num_experts, *shape, dtype=kind, device=device))
+            elif is_scale:
+                value = None
+            else:
+                value = nn.Parameter(torch.empty(num_experts, *shape, dtype=master_dtype, device=device))
+            self.register_parameter(name, value)
         self.reset_parameters()
 
     @classmethod
     def from_experts(
-        cls, module: nn.Module, *, scale_format: str = "float32", decode_capacity: int | None = None
+        cls,
+        module: nn.Module,
+        *,
+        scale_format: str = "float32",
+        decode_capacity: int | None = None,
+        master_dtype: torch.dtype | None = None,
     ) -> "GroupedExperts":
-        """The FP8 experts that compute what ``module`` does: one of transformers' experts modules.
+        """The FP8 experts that compute what ``module`` does: one of transformers' experts modules, or of these.
 
         module: one of
             - fused experts in bfloat16, float16 or float32: gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj
@@ -109,9 +139,13 @@ class GroupedExperts(nn.Module):
               blocks and then up's, which is what checkpoints hold.
             - an nn.ModuleList of one-expert MLPs: nn.Linear, FP8Linear or transformers' FP8Linear named gate_proj,
               up_proj and down_proj (or w1, w3 and w2), the gate being optional.
+            - GroupedExperts, with FP8 weights, which are shared, or with a master_dtype.
             The activation with its limit and alpha is recognised by comparing results with the module's own function.
         scale_format: of the scales made here, "float32" or "ue8m0" (powers of two).
         decode_capacity: see `GroupedExperts`.
+        master_dtype: see `GroupedExperts`. Fused weights of that dtype become the masters themselves, the same
+            Parameters, so that optimizers that have them go on working. Others are converted, FP8 weights dequantized.
+            Masters require a gradient where the weights do, or are FP8.
 
         Raises TypeError for a module or weights of another kind, ValueError for what these experts cannot express:
         biases, transposed or interleaved weights, another activation, other block sizes, static activation scales.
@@ -127,12 +161,23 @@ class GroupedExperts(nn.Module):
             swiglu_limit=source.activation.limit,
             swiglu_alpha=source.activation.alpha,
             decode_capacity=decode_capacity,
+            master_dtype=master_dtype,
         )
+        if master_dtype is not None and scale_format != "float32":
+            raise ValueError(f"scale_format: expected 'float32' with a master_dtype, got {scale_format!r}")
         for name, weight in ((new.up_name, source.up), ("down_proj", source.down)):
+            if master_dtype is not None:
+                setattr(new, name, weight.master(master_dtype))
+                continue
             quantized = weight.quantize(scale_format)
             setattr(new, name, frozen(quantized.data))
             setattr(new, f"{name}_scale_inv", frozen(quantized.scale))
         return new.train(module.training)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the weights are masters, made with a ``master_dtype``."""
+        return self.down_proj_scale_inv is None
 
     @property
     def up_name(self) -> str:
@@ -146,22 +191,22 @@ class GroupedExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize every projection of every expert as ``nn.Linear`` does, then quantize."""
+        """Initialize every projection of every expert as ``nn.Linear`` does; then quantize, if there are no masters."""
         size, hidden = self.intermediate_size, self.hidden_size
         projections = 2 if self.activation.gated else 1
-        up, up_scale, down, down_scale = (getattr(self, name) for name in self.weight_names)
-        if up.is_meta:
+        if self.down_proj.is_meta:
             return
         for expert in range(self.num_experts):
-            for shape, data, scale in (
-                ((projections, size, hidden), up, up_scale),
-                ((1, hidden, size), down, down_scale),
-            ):
+            for name, shape in ((self.up_name, (projections, size, hidden)), ("down_proj", (1, hidden, size))):
                 bound = 1 / math.sqrt(shape[-1])
+                data = getattr(self, name)
                 weight = torch.empty(shape, dtype=self.dtype, device=data.device).uniform_(-bound, bound)
+                if self.trainable:
+                    data[expert].copy_(weight.flatten(0, 1))
+                    continue
                 quantized = quantize_128x128(weight)
                 data[expert].copy_(quantized.data.flatten(0, 1))
-                scale[expert].copy_(quantized.scale.flatten(0, 1))
+                getattr(self, f"{name}_scale_inv")[expert].copy_(quantized.scale.flatten(0, 1))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The experts' weighted outputs, in the dtype of ``hidden_states``.
@@ -170,7 +215,7 @@ class GroupedExperts(nn.Module):
         top_k_index: (T, K) int32 or int64, the experts of each token, or (..., K) with the same leading sizes. An index
             outside [0, E) means an expert that is not here: it adds nothing.
         top_k_weights: float32, bfloat16 or float16, of the same shape.
-        Returns (T, H), or (..., H). Equal inputs give equal bits.
+        Returns (T, H), or (..., H). Equal inputs give equal bits, as do their gradients.
 
         Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
         """
@@ -185,16 +230,40 @@ class GroupedExperts(nn.Module):
             hidden_states, top_k_index, top_k_weights = (
                 value.flatten(0, -2) for value in (hidden_states, top_k_index, top_k_weights)
             )
-        capacity = self.decode_capacity
-        if capacity is not None and hidden_states.shape[0] > capacity:
-            capacity = None
-        out = experts(
-            *(hidden_states, top_k_index, top_k_weights),
-            *(getattr(self, name) for name in self.weight_names),
-            activation=self.activation,
-            capacity=capacity,
-        )
-        return out.view(shape)
+        parameters = [getattr(self, name) for name in self.weight_names]
+        up, up_scale, down, down_scale = parameters
+        masters = {}
+        if down_scale is None:
+            masters = {"up_master": up, "down_master": down}
+            (up, up_scale), (down, down_scale) = self._quantized()
+            # Checkpointing runs a first forward without gradients, which is to have the same bits.
+            trains = self.training or _recorded(hidden_states, top_k_weights, *masters.values())
+        else:
+            # Where an FP8 weight asks for a gradient, the backward of `experts` says that it has none.
+            trains = _recorded(hidden_states, top_k_weights) and not _recorded(*parameters)
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        if trains:
+            weights = (FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
+            out = experts_training(*inputs, *weights, activation=self.activation, **masters)
+        else:
+            capacity = self.decode_capacity
+            if capacity is not None and hidden_states.shape[0] > capacity:
+                capacity = None
+            out = experts(*inputs, up, up_scale, down, down_scale, activation=self.activation, capacity=capacity)
+        return out.view(shape) if len(shape) > 2 else out
+
+    def _quantized(self) -> tuple[FP8Tensor, FP8Tensor]:
+        """The FP8 copies of the masters."""
+        # Gate and up apart, so that no block holds rows of both.
+        up = getattr(self, self.up_name).detach().unflatten(1, (-1, self.intermediate_size))
+        data, scale = quantized(up)
+        return FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2)), quantized(self.down_proj)
+
+    def train(self, mode: bool = True) -> "GroupedExperts":
+        # Around an evaluation weights may be exchanged through .data, or while FSDP2 has them sharded.
+        if self.trainable and mode != self.training:
+            outdate()
+        return super().train(mode)
 
     def extra_repr(self) -> str:
         text = (
@@ -203,6 +272,8 @@ class GroupedExperts(nn.Module):
         )
         if not self.activation.gated:
             text += ", gated=False"
+        if self.trainable:
+            text += f", master_dtype={self.down_proj.dtype}"
         for name, value in (
             ("swiglu_limit", self.activation.limit),
             ("swiglu_alpha", self.activation.alpha),
@@ -213,12 +284,24 @@ class GroupedExperts(nn.Module):
         return text
 
     def _apply(self, fn, recurse=True):
+        if self.trainable:
+            return super()._apply(fn, recurse)
         return super()._apply(keep_dtypes(fn, self.parameters(recurse=False)), recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         names = (prefix + self.up_name, prefix + "down_proj")
-        wrong = not_fp8(state_dict, names, "quantize it first, for instance with GroupedExperts.from_experts")
+        if self.trainable:
+            outdate()
+            way_out = "load it into a GroupedExperts without master_dtype, then use GroupedExperts.from_experts"
+            wrong = not_for_masters(state_dict, names, way_out)
+        else:
+            wrong = not_fp8(state_dict, names, "quantize it first, for instance with GroupedExperts.from_experts")
         if wrong:
             errors.extend(wrong)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+
+def _recorded(*values: Tensor) -> bool:
+    """Whether autograd records what is done with these."""
+    return torch.is_grad_enabled() and any(value.requires_grad for value in values)

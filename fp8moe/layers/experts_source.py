@@ -1,4 +1,4 @@
-"""Reads the experts modules of transformers models: their weights, whatever holds them, and their activation.
+"""Reads experts modules, those of transformers models and ours: their weights, whatever holds them, and activation.
 
 Modules are recognised by their attributes, and activations by what they compute: nothing here needs transformers.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8moe.kernels.swiglu import FUNCTIONS, Activation
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
+from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_128x128
 
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of the linears of one expert
@@ -23,15 +23,15 @@ class Weight:
     """One projection of all experts, or gate and up one after the other.
 
     parts: for each expert its matrices (rows, columns) from top to bottom, in a floating dtype; or, quantized already,
-        their FP8Tensor. ``fused`` is all of it as one FP8Tensor (E, rows, columns) where it lies so in memory.
+        their FP8Tensor. ``fused`` is all of it as one (E, rows, columns) where it lies so in memory.
     """
 
     parts: list[list[Tensor | FP8Tensor]]
-    fused: FP8Tensor | None = None
+    fused: Tensor | FP8Tensor | None = None
 
     def quantize(self, scale_format: str) -> FP8Tensor:
         """data (E, rows, columns) and scale, every matrix with blocks of its own. One expert at a time."""
-        if self.fused is not None:
+        if isinstance(self.fused, FP8Tensor):
             return self.fused
         first = self.parts[0][0]
         values = first if isinstance(first, Tensor) else first.data
@@ -47,6 +47,21 @@ class Weight:
                 data[expert, i * rows : (i + 1) * rows].copy_(part.data)
                 scale[expert, i * blocks[0] : (i + 1) * blocks[0]].copy_(part.scale)
         return FP8Tensor(data, scale)
+
+    def master(self, dtype: torch.dtype) -> nn.Parameter:
+        """The weights (E, rows, columns) unquantized: ``fused`` itself where it is a parameter of that dtype."""
+        if isinstance(self.fused, nn.Parameter) and self.fused.dtype == dtype:
+            return self.fused
+        first = self.parts[0][0]
+        values = first if isinstance(first, Tensor) else first.data
+        rows, columns = values.shape
+        shape = len(self.parts), len(self.parts[0]) * rows, columns
+        weight = torch.empty(shape, dtype=dtype, device=values.device)
+        for expert, parts in zip(weight, self.parts, strict=True):
+            for out, part in zip(expert.split(rows), parts, strict=True):
+                out.copy_(part.detach() if isinstance(part, Tensor) else dequantize(part))
+        wanted = any(isinstance(part, FP8Tensor) or part.requires_grad for parts in self.parts for part in parts)
+        return nn.Parameter(weight, requires_grad=wanted)
 
 
 @dataclass(frozen=True)
@@ -97,14 +112,17 @@ def _read_fused(module: nn.Module) -> Source:
         weight = getattr(module, name)
         if quantized:
             scale = getattr(module, f"{name}_scale_inv", None)
-            weights.append(Weight([], _quantized(f"module.{name}", weight, scale, matrices)))
+            fused = _quantized(f"module.{name}", weight, scale, matrices)
+            chunks = [[value.chunk(matrices) for value in expert] for expert in zip(*fused, strict=True)]
+            parts = [[FP8Tensor(*part) for part in zip(*expert, strict=True)] for expert in chunks]
+            weights.append(Weight(parts, fused))
         else:
             _check_dtype(f"module.{name}", weight)
-            weights.append(Weight([list(expert.chunk(matrices)) for expert in weight.unbind()]))
+            weights.append(Weight([list(expert.chunk(matrices)) for expert in weight.unbind()], weight))
     activation = _activation(module, gated)
     if gated:
         _verify_gate(module, activation)
-    elif not hasattr(module, "act_fn"):
+    elif not (hasattr(module, "act_fn") or _is_ours(module)):
         raise ValueError("module: cannot tell its activation, it has no act_fn")
     return Source(count, hidden, size, activation, *weights)
 
@@ -195,6 +213,8 @@ def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -
 
 def _activation(module: nn.Module, gated: bool) -> Activation:
     """The activation that the module's attributes tell of; without an act_fn it is silu, for the caller to verify."""
+    if _is_ours(module):
+        return module.activation
     act_fn = getattr(module, "act_fn", None)
     name = "silu" if act_fn is None else _function_name(act_fn)
     if not gated:
@@ -204,6 +224,11 @@ def _activation(module: nn.Module, gated: bool) -> Activation:
         for names in (("swiglu_limit", "limit"), ("swiglu_alpha", "alpha"))
     )
     return Activation(None if limit is None or math.isinf(limit) else limit, alpha, name)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Whether it is a GroupedExperts, which states its activation."""
+    return isinstance(getattr(module, "activation", None), Activation)
 
 
 def _function_name(act_fn: Callable[[Tensor], Tensor]) -> str:
@@ -219,6 +244,8 @@ def _function_name(act_fn: Callable[[Tensor], Tensor]) -> str:
 def _verify_gate(module: nn.Module, activation: Activation) -> None:
     """Compare with the function that transformers' experts apply to gate and up."""
     apply = getattr(module, "_apply_gate", None)
+    if _is_ours(module):
+        return
     if apply is None:
         if not hasattr(module, "act_fn"):
             raise ValueError("module: cannot tell its activation, it has neither act_fn nor _apply_gate")

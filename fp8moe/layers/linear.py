@@ -1,4 +1,4 @@
-"""FP8Linear, a linear layer with FP8 weights, and replace_linears, which puts it in place of a model's nn.Linear."""
+"""FP8Linear, a linear layer for FP8 inference and training, and replace_linears, which replaces nn.Linear by it."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.kernels.linear import linear
+from fp8moe.kernels.linear_training import linear_training
+from fp8moe.layers.master import check_master_dtype, not_for_masters, outdate, quantized
+from fp8moe.layers.parameters import frozen, keep_dtypes, not_fp8
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 
@@ -22,13 +25,25 @@ class FP8Linear(nn.Module):
         weight_scale_inv  (ceil(out_features/128), ceil(in_features/128)) float32; value = weight * its block's scale
         bias              (out_features,) of ``dtype``
 
-    Moving or casting the module (``.to()``, ``.half()``...) moves all three and casts the bias only. For inference:
-    the forward accepts inputs that require gradients, a backward raises RuntimeError. Where in_features is not a
-    multiple of 16 or out_features not of 8, each call makes padded copies of the weight.
+    Moving or casting the module (``.to()``, ``.half()``...) moves all three and casts the bias only. Weight and scale
+    are frozen; input and bias get gradients, computed in FP8 (LoRA). Where in_features is not a multiple of 16 or
+    out_features not of 8, each call makes padded copies of the weight.
+
+    With a ``master_dtype`` the layer is trained. Its weight is then an ordinary parameter of that dtype, and the state
+    dict that of ``nn.Linear``. The FP8 copy of it is made once for each step of an optimizer, at the first call after
+    it, and lasts until the next one: a byte for each weight. Forward, input gradient and weight gradient run in FP8
+    with float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3); `fp8moe.kernels.linear_training` says what is kept
+    for the backward. It raises RuntimeError if the weight has changed in place since the forward, and if it is to be
+    differentiated itself. ``from_linear(trained)`` makes the layer for inference.
+
+    A change of the weight that neither its version nor an optimizer's step shows, such as one through ``weight.data``,
+    takes effect at the next step, switch between train and eval mode, ``load_state_dict``, or call of
+    `fp8moe.layers.master.outdate`.
 
     Args:
         in_features, out_features, bias, device: as in ``nn.Linear``, which the initialization follows too.
         dtype: bfloat16, float16 or float32, the dtype of the bias; TypeError for another.
+        master_dtype: bfloat16 or float32, of a weight to train, or None; TypeError for another.
     """
 
     def __init__(
@@ -39,87 +54,138 @@ class FP8Linear(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        master_dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_master_dtype(master_dtype)
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
         self.in_features = in_features
         self.out_features = out_features
         blocks = (ceil_div(out_features, BLOCK), ceil_div(in_features, BLOCK))
-        self.weight = _frozen(torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn, device=device))
-        self.weight_scale_inv = _frozen(torch.empty(blocks, dtype=torch.float32, device=device))
+        weight_dtype = torch.float8_e4m3fn if master_dtype is None else master_dtype
+        weight = torch.empty(out_features, in_features, dtype=weight_dtype, device=device)
+        self.weight = frozen(weight) if master_dtype is None else nn.Parameter(weight)
+        scale = frozen(torch.empty(blocks, dtype=torch.float32, device=device)) if master_dtype is None else None
+        self.register_parameter("weight_scale_inv", scale)
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         )
         self.reset_parameters()
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, scale_format: str = "float32") -> "FP8Linear":
-        """The FP8 layer of ``linear``: its weight quantized, its bias (the same Parameter) kept.
+    def from_linear(
+        cls, linear: nn.Module, *, scale_format: str = "float32", master_dtype: torch.dtype | None = None
+    ) -> "FP8Linear":
+        """The FP8 layer of ``linear``: its weight quantized, or kept to be trained, and its bias (the same Parameter).
 
-        linear: nn.Linear with a bfloat16, float16 or float32 weight, on any device; TypeError otherwise.
-        scale_format: of the weight scales, "float32" or "ue8m0" (powers of two).
+        linear: nn.Linear with a bfloat16, float16 or float32 weight, on any device, or an FP8Linear with a
+            master_dtype; TypeError otherwise.
+        scale_format: of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for another, and for
+            "ue8m0" with a master_dtype.
+        master_dtype: bfloat16 or float32 for a layer to train. Its weight is the Parameter of ``linear``, so that
+            optimizers that have it go on working, or where the dtype differs a new one; it requires a gradient if that
+            of ``linear`` does.
         """
-        if not isinstance(linear, nn.Linear):
+        check_master_dtype(master_dtype)
+        if not isinstance(linear, nn.Linear | FP8Linear):
             raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
-        if linear.weight.dtype not in INPUT_DTYPES:
-            raise TypeError(f"linear.weight: expected bfloat16, float16 or float32, got {linear.weight.dtype}")
-        new = cls(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
-        quantized = quantize_128x128(linear.weight.detach(), scale_format=scale_format)
-        new.weight = _frozen(quantized.data)
-        new.weight_scale_inv = _frozen(quantized.scale)
+        weight = linear.weight
+        if weight.dtype not in INPUT_DTYPES:
+            raise TypeError(f"linear.weight: expected bfloat16, float16 or float32, got {weight.dtype}")
+        if master_dtype is not None and scale_format != "float32":
+            raise ValueError(f"scale_format: expected 'float32' with a master_dtype, got {scale_format!r}")
+        new = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            device="meta",
+            dtype=weight.dtype,
+            master_dtype=master_dtype,
+        )
+        if master_dtype is None:
+            data, scale = quantize_128x128(weight.detach(), scale_format=scale_format)
+            new.weight, new.weight_scale_inv = frozen(data), frozen(scale)
+        elif weight.dtype == master_dtype:
+            new.weight = weight
+        else:
+            new.weight = nn.Parameter(weight.detach().to(master_dtype), requires_grad=weight.requires_grad)
         new.bias = linear.bias
         return new.train(linear.training)
 
+    @property
+    def trainable(self) -> bool:
+        """Whether the weight is a master, made with a ``master_dtype``."""
+        return self.weight_scale_inv is None
+
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize as ``nn.Linear`` does, then quantize."""
-        dtype = torch.bfloat16 if self.bias is None else self.bias.dtype
+        """Initialize as ``nn.Linear`` does; then quantize the weight, unless it is a master."""
+        weight = self.weight
+        dtype = weight.dtype if self.trainable else torch.bfloat16
+        if self.bias is not None:
+            dtype = self.bias.dtype
         initial = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, device=self.weight.device, dtype=dtype
+            self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=dtype
         )
-        quantized = quantize_128x128(initial.weight.detach())
-        with torch.no_grad():
-            self.weight.copy_(quantized.data)
-            self.weight_scale_inv.copy_(quantized.scale)
-            if self.bias is not None:
-                self.bias.copy_(initial.bias)
+        if self.trainable:
+            weight.copy_(initial.weight)
+        else:
+            data, scale = quantize_128x128(initial.weight)
+            weight.copy_(data)
+            self.weight_scale_inv.copy_(scale)
+        if self.bias is not None:
+            self.bias.copy_(initial.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) bfloat16, float16 or float32 -> (..., out_features) in the same dtype."""
-        return linear(x, self.weight, self.weight_scale_inv, self.bias)
+        scale = self.weight_scale_inv
+        if scale is not None:
+            return linear(x, self.weight, scale, self.bias)
+        weight = self.weight
+        if torch.is_grad_enabled() and weight.requires_grad:
+            return linear_training(x, *quantized(weight), self.bias, weight)
+        return linear(x, *quantized(weight), self.bias)
+
+    def train(self, mode: bool = True) -> "FP8Linear":
+        # Around an evaluation weights may be exchanged through .data, or while FSDP2 has them sharded.
+        if self.trainable and mode != self.training:
+            outdate()
+        return super().train(mode)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{text}, master_dtype={self.weight.dtype}" if self.trainable else text
 
     def _apply(self, fn, recurse=True):
-        weight, scale = self.weight, self.weight_scale_inv
-
-        def keep_dtype(value: Tensor) -> Tensor:
-            if value is not weight and value is not scale:
-                return fn(value)
-            # What fn does to the dtype shows on an empty tensor, without a cast copy of the whole weight.
-            probe = fn(value.new_empty(0))
-            return fn(value) if probe.dtype == value.dtype else value.to(probe.device)
-
-        return super()._apply(keep_dtype, recurse)
+        if self.trainable:
+            return super()._apply(fn, recurse)
+        return super()._apply(keep_dtypes(fn, (self.weight, self.weight_scale_inv)), recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        # Copying would cast a higher-precision weight to FP8 without scaling it.
-        weight = state_dict.get(prefix + "weight")
-        if weight is not None and weight.dtype != torch.float8_e4m3fn:
-            errors.append(
-                f"{prefix}weight: expected float8_e4m3fn, got {weight.dtype}; load it into an nn.Linear and use "
-                "FP8Linear.from_linear or replace_linears"
-            )
+        names = (prefix + "weight",)
+        if self.trainable:
+            outdate()
+            way_out = "load it into an FP8Linear without a master_dtype"
+            wrong = not_for_masters(state_dict, names, way_out)
+        else:
+            way_out = "load it into an nn.Linear and use FP8Linear.from_linear or replace_linears"
+            wrong = not_fp8(state_dict, names, way_out)
+        if wrong:
+            errors.extend(wrong)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
 
-def replace_linears(model: nn.Module, *, skip: Iterable[str] = ("lm_head",)) -> list[str]:
+def replace_linears(
+    model: nn.Module, *, skip: Iterable[str] = ("lm_head",), master_dtype: torch.dtype | None = None
+) -> list[str]:
     """Put an `FP8Linear` in place of each nn.Linear inside ``model``, and return the qualified names replaced.
 
     skip: fnmatch patterns; a module stays if one matches its qualified name ("model.layers.0.mlp.gate_proj") or the
         last part of it ("gate_proj").
+    master_dtype: bfloat16 or float32 for layers to train, which keep their Parameters where these have that dtype (see
+        `FP8Linear.from_linear`). None for frozen FP8 weights; then each FP8Linear with a master is replaced too.
 
     Only modules of exactly the class nn.Linear are replaced: a subclass may compute something else. An nn.Linear whose
     weight another module owns too (an output layer tied to the embedding) stays: quantizing it would untie the two and
@@ -127,8 +193,10 @@ def replace_linears(model: nn.Module, *, skip: Iterable[str] = ("lm_head",)) -> 
     Hooks of a replaced module are dropped. Beside the model, memory holds one layer's FP8 copy at a time.
 
     Raises TypeError, with the model untouched, for a model that is itself an nn.Linear (use `FP8Linear.from_linear`),
-    a ``skip`` that is a single string, or an nn.Linear of another dtype than bfloat16, float16 and float32.
+    a ``skip`` that is a single string, an nn.Linear of another dtype than bfloat16, float16 and float32, or another
+    master_dtype than bfloat16 and float32.
     """
+    check_master_dtype(master_dtype)
     if isinstance(model, nn.Linear):
         raise TypeError("model: an nn.Linear cannot be replaced in place; use FP8Linear.from_linear(model)")
     if isinstance(skip, str):
@@ -137,7 +205,8 @@ def replace_linears(model: nn.Module, *, skip: Iterable[str] = ("lm_head",)) -> 
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if type(module) is nn.Linear and owners[id(module.weight)] == 1:
+        trained = master_dtype is None and type(module) is FP8Linear and module.trainable
+        if (trained or type(module) is nn.Linear) and owners[id(module.weight)] == 1:
             names.setdefault(id(module), []).append(name)
     groups = [group for group in names.values() if not any(_matches(name, skip) for name in group)]
     for name, *_ in groups:
@@ -145,7 +214,7 @@ def replace_linears(model: nn.Module, *, skip: Iterable[str] = ("lm_head",)) -> 
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"{name}.weight: expected bfloat16, float16 or float32, got {dtype}")
     for group in groups:
-        replacement = FP8Linear.from_linear(model.get_submodule(group[0]))
+        replacement = FP8Linear.from_linear(model.get_submodule(group[0]), master_dtype=master_dtype)
         for name in group:
             model.set_submodule(name, replacement)
     return [name for group in groups for name in group]
@@ -154,7 +223,3 @@ def replace_linears(model: nn.Module, *, skip: Iterable[str] = ("lm_head",)) -> 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     last = name.rpartition(".")[2]
     return any(fnmatchcase(name, pattern) or fnmatchcase(last, pattern) for pattern in patterns)
-
-
-def _frozen(value: Tensor) -> nn.Parameter:
-    return nn.Parameter(value, requires_grad=False)

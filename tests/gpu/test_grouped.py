@@ -282,11 +282,13 @@ def reference(*arguments, **options):
 
 
 def same_codes(actual, expected):
+    """Values next to a tie may round to the other side: few, and by one step of E4M3."""
     assert torch.allclose(actual.scale, expected.scale, rtol=2e-3)
-    values, likely = dequantize(actual, dtype=torch.float64), dequantize(expected, dtype=torch.float64)
-    assert (values - likely).norm() <= 1.5e-2 * likely.norm()
-    different = actual.data.view(torch.uint8) != expected.data.view(torch.uint8)
-    assert different.double().mean() <= max(0.02, 16 / different.numel())
+    codes, likely = (t.data.view(torch.uint8).short() for t in (actual, expected))
+    # Magnitudes of E4M3 are in the order of their codes; the sign of a zero does not count.
+    steps = (codes.where(codes < 128, 128 - codes) - likely.where(likely < 128, 128 - likely)).abs()
+    assert steps.max() <= 1
+    assert (steps > 0).double().mean() <= max(0.04, 16 / steps.numel())
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -295,6 +297,7 @@ def same_codes(actual, expected):
 def test_swiglu(groups, size, activation):
     sizes = GROUPS[groups]
     m = 3 + sum(sizes) + 5
+    torch.manual_seed(0)
     x = torch.randn(m, 272, device=DEVICE) * torch.rand(m, 1, device=DEVICE)
     w = torch.randn(2 * len(sizes), size, 272, device=DEVICE).mul(0.1)
     a, (data, scale) = quantize_1x128(x), quantize_128x128(w)

@@ -1,0 +1,41 @@
+"""Text to train on that is on every machine: the source of Python's own standard library, as bytes."""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+VALIDATION_EVERY = 20  # so many files, one is kept for validation
+NOT_PYTHONS_OWN = {"site-packages", "dist-packages"}
+
+
+class Text(NamedTuple):
+    """train, validation: (N,) uint8. files: how many there are; digest: of all bytes, to tell one text from another."""
+
+    train: Tensor
+    validation: Tensor
+    files: int
+    digest: str
+
+
+def load() -> Text:
+    """All .py files of the standard library in the order of their paths. SystemExit if Python came without them."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    contents = [paths[name].read_bytes() for name in sorted(paths) if not NOT_PYTHONS_OWN & set(name.split("/"))]
+    train = b"".join(content for i, content in enumerate(contents) if i % VALIDATION_EVERY)
+    validation = b"".join(contents[::VALIDATION_EVERY])
+    if len(train) < 1 << 20:
+        raise SystemExit(f"{root} holds no source of the standard library: use a Python that comes with it")
+    digest = hashlib.sha256(train + validation).hexdigest()
+    return Text(
+        *(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, validation)), len(contents), digest
+    )
+
+
+def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
+    """The `length` bytes of text (N,) from each of starts (B,) on, as tokens: (B, length) int64."""
+    return text[starts[:, None] + torch.arange(length, device=text.device)].long()

@@ -1,0 +1,284 @@
+"""Trains a small mixture-of-experts language model twice, in bfloat16 and in FP8: `python examples/train_moe.py`.
+
+Both runs start from the same float32 weights and see the same batches in the same order; see examples/README.md. In the
+directory --out they leave bf16.pt and fp8.pt, to resume from, and once both are done losses.json and losses.png.
+"""
+
+import argparse
+import math
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# cuBLAS gives the same bits in every run only with this, which must be set before its first call.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import loss_report
+import python_text
+import torch
+from loss_report import Result, replacing
+from moe_model import Config, LanguageModel, MoE
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from fp8moe import GroupedExperts, replace_linears
+
+LABELS = ("bf16", "fp8")
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+WARMUP = 0.05  # of the steps
+CLIP = 1.0
+BALANCE_RATE = 1e-3  # of the routers' biases, as in DeepSeek-V3; it decays with the learning rate
+SAVE_EVERY, SHOW_EVERY = 500, 10  # steps
+UNTIMED_STEPS = 5  # the first of a process compile kernels
+VALIDATION_BATCHES = 16
+
+
+@dataclass(frozen=True)
+class Preset:
+    model: Config
+    batch: int
+    learning_rate: float
+
+
+PRESETS = {
+    "small": Preset(
+        Config(
+            hidden=1024,
+            layers=6,
+            heads=8,
+            dense_intermediate=2560,
+            experts=16,
+            top_k=4,
+            intermediate=512,
+            sequence=512,
+        ),
+        batch=32,
+        learning_rate=4e-4,
+    ),
+    "tiny": Preset(
+        Config(
+            hidden=128,
+            layers=2,
+            heads=2,
+            dense_intermediate=256,
+            experts=4,
+            top_k=2,
+            intermediate=128,
+            sequence=64,
+        ),
+        batch=4,
+        learning_rate=2e-3,
+    ),
+}
+
+
+class Interrupted(Exception):
+    """The user ended the program; the run is saved."""
+
+
+def to_fp8(model: nn.Module) -> None:
+    """Makes all experts, and all linears but the output layer, FP8 with float32 master weights, in place."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.experts = GroupedExperts.from_experts(module.experts, master_dtype=torch.float32)
+    replace_linears(model, skip=("lm_head",), master_dtype=torch.float32)
+
+
+def make_model(label: str, preset: Preset, seed: int, device: torch.device) -> LanguageModel:
+    """The model of a run, with the same weights for both."""
+    torch.manual_seed(seed)
+    model = LanguageModel(preset.model).to(device)
+    if label == "fp8":
+        to_fp8(model)
+    return model
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW; weights of norms do not decay."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)
+
+
+def schedule(step: int, steps: int) -> float:
+    """What the rates of a step are multiplied with: a linear warm-up to one, then a cosine down to zero."""
+    warmup = max(1, round(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+
+
+def draw_starts(text: Tensor, steps: int, preset: Preset, seed: int) -> Tensor:
+    """Where the sequences of every step begin, (steps, B): the same for both runs, and whether resumed or not."""
+    generator = torch.Generator().manual_seed(seed)
+    last = len(text) - preset.model.sequence - 1
+    return torch.randint(last + 1, (steps, preset.batch), generator=generator).to(text.device)
+
+
+class Stopwatch:
+    """Seconds that steps took, without what happens between `pause` and `resume`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.seconds, self.steps = 0.0, 0
+        self._start: tuple[float, int] | None = None
+
+    def resume(self, step: int) -> None:
+        self._start = self._now(), step
+
+    def pause(self, step: int) -> bool:
+        """Whether it was running."""
+        if self._start is None:
+            return False
+        self.seconds += self._now() - self._start[0]
+        self.steps += step - self._start[1]
+        self._start = None
+        return True
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """A list that an interrupt or a request to terminate is put into, so that the step under way can end."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def restore(path: Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The checkpoint. SystemExit if it is of a run with other settings."""
+    state = torch.load(path, map_location=device, weights_only=True)
+    if state["settings"] != settings:
+        different = [key for key, value in settings.items() if state["settings"].get(key) != value]
+        raise SystemExit(f"{path} is of a run with another {', '.join(different)}: start anew without --resume")
+    return state
+
+
+def train(
+    label: str, preset: Preset, settings: dict[str, Any], text: python_text.Text, path: Path, *, resume: bool
+) -> Result:
+    """Runs the steps that are left, saving to `path` every SAVE_EVERY steps, when it is interrupted, and at the end.
+
+    Raises Interrupted after the step in which an interrupt or a request to terminate came.
+    """
+    steps, device = settings["steps"], text.train.device
+    model = make_model(label, preset, settings["seed"], device)
+    optimizer = make_optimizer(model, preset.learning_rate)
+    starts = draw_starts(text.train, steps, preset, settings["seed"])
+    losses = torch.zeros(steps, device=device)  # there, because reading one would wait for its step
+    watch = Stopwatch(device)
+    first = 0
+    if resume and path.exists():
+        state = restore(path, settings, device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first, watch.steps, watch.seconds = state["step"], state["timed_steps"], state["seconds"]
+        losses[:first] = state["losses"]
+    model.train()
+    with stop_requests() as stop, tqdm(total=steps, initial=first, desc=label, unit="step", disable=None) as bar:
+        for step in range(first, steps):
+            if step == first + UNTIMED_STEPS:
+                watch.resume(step)
+            factor = schedule(step, steps)
+            for group in optimizer.param_groups:
+                group["lr"] = factor * preset.learning_rate
+            loss = model(python_text.windows(text.train, starts[step], preset.model.sequence + 1))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.balance(factor * BALANCE_RATE)
+            losses[step] = loss.detach()
+            done = step + 1
+            bar.update()
+            if done % SHOW_EVERY == 0 and not bar.disable:
+                bar.set_postfix(loss=f"{losses[done - SHOW_EVERY : done].mean().item():.3f}")
+            if stop or done % SAVE_EVERY == 0 or done == steps:
+                timed = watch.pause(done)
+                state = {"settings": settings, "step": done, "timed_steps": watch.steps, "seconds": watch.seconds}
+                state |= {"losses": losses[:done].clone()}
+                state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                with replacing(path) as temporary:
+                    torch.save(state, temporary)
+                if timed:
+                    watch.resume(done)
+            if stop and done < steps:
+                raise Interrupted(f"{label} stopped after {done} of {steps} steps; --resume continues")
+    tokens = watch.steps * preset.batch * preset.model.sequence
+    speed = tokens / watch.seconds if watch.steps else None
+    return Result(losses.tolist(), validate(model, text.validation, preset), speed)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, text: Tensor, preset: Preset) -> float:
+    """Mean loss of evenly spaced sequences of the text."""
+    model.eval()
+    length = preset.model.sequence + 1
+    starts = torch.linspace(0, len(text) - length, VALIDATION_BATCHES * preset.batch, device=text.device).long()
+    losses = [model(python_text.windows(text, part, length)) for part in starts.split(preset.batch)]
+    return torch.stack(losses).mean().item()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="train a small mixture of experts in bfloat16 and in FP8")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--preset", choices=PRESETS, help="default: small on a GPU, tiny on a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("train_moe"), metavar="DIR")
+    parser.add_argument("--resume", action="store_true", help="continue the runs that --out holds")
+    args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps is {args.steps}; it must be at least 1")
+    has_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not has_gpu:
+        raise SystemExit("--device cuda, but PyTorch finds no usable GPU here: use --device cpu")
+    device = torch.device("cuda" if has_gpu and args.device != "cpu" else "cpu")
+    name = args.preset or ("small" if device.type == "cuda" else "tiny")
+    # A resumed run repeats what an uninterrupted one does to the last bit.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    text = python_text.load()
+    settings = {"preset": name, "steps": args.steps, "seed": args.seed, "device": device.type, "text": text.digest}
+    text = text._replace(train=text.train.to(device), validation=text.validation.to(device))
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for label in LABELS:
+        path = args.out / f"{label}.pt"
+        try:
+            results[label] = train(label, PRESETS[name], settings, text, path, resume=args.resume)
+        except Interrupted as interrupted:
+            print(interrupted)
+            return 1
+    about = {
+        "config": asdict(PRESETS[name]),
+        "text": {"files": text.files, "train_bytes": len(text.train), "validation_bytes": len(text.validation)},
+        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    content = {**settings, **about, **loss_report.summarize(results)}
+    loss_report.write_json(content, args.out / "losses.json")
+    loss_report.draw(results, args.out / "losses.png")
+    print(loss_report.table(content))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

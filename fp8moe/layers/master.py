@@ -1,0 +1,111 @@
+"""Master weights: trainable parameters in bfloat16 or float32, and their FP8 copies, made once per optimizer step.
+
+A copy hangs on the storage of its master. So it lives as long as that memory does, is found through every alias of the
+weight (detached, seen by a compiled graph, gathered again by FSDP2), and is neither saved, moved nor copied with the
+weight. It serves while the weight's version stays the same and nothing calls `outdate`, which every optimizer step
+does: FSDP2 gathers weights that an optimizer has changed without a change of their version.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
+
+MASTER_DTYPES = (torch.bfloat16, torch.float32)
+
+_ATTRIBUTE = "_fp8moe_copies"
+_generation = 0
+
+
+class _Copies:
+    """The FP8 copies of the weights in one storage.
+
+    by_layout: by offset, shape, strides and dtype: the copy, and the version and generation that it is of.
+    captured: a CUDA graph quantizes one of the weights. Its replays may change the weight unseen.
+    """
+
+    def __init__(self):
+        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple[int, int]]] = {}
+        self.captured = False
+
+
+def quantized(weight: Tensor) -> FP8Tensor:
+    """``quantize_128x128(weight)``, from the last call if the weight has not changed since.
+
+    weight: a master, or a view of one, (..., N, K) bfloat16, float16 or float32.
+    Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. They are not to be changed.
+
+    The weight counts as unchanged while its version does, until the next step of any optimizer or `outdate`. A change
+    through ``weight.data`` shows in neither: call `outdate` after it. A call under CUDA graph capture always
+    quantizes, so that replays do too. A compiled graph gets a clone, since it may reuse the memory of all that its
+    operators return.
+    """
+    if torch.compiler.is_compiling():
+        return FP8Tensor(*torch.ops.fp8moe.quantized_master(weight.detach()))
+    return _quantized(weight)
+
+
+def outdate() -> None:
+    """Let every master be quantized again at its next use: after changes that versions of tensors do not show."""
+    global _generation
+    _generation += 1
+
+
+register_optimizer_step_post_hook(lambda optimizer, args, kwargs: outdate())
+
+
+def check_master_dtype(dtype: torch.dtype | None) -> None:
+    """A dtype of master weights, or None for a module without."""
+    if dtype is not None and dtype not in MASTER_DTYPES:
+        raise TypeError(f"master_dtype: expected torch.bfloat16, torch.float32 or None, got {dtype}")
+
+
+def not_for_masters(state_dict: dict[str, Tensor], names: Iterable[str], way_out: str) -> list[str]:
+    """An error for each entry that no master can be loaded from, such as FP8, whose scale copying would leave out."""
+    return [
+        f"{name}: expected bfloat16, float16 or float32 for a master weight, got {state_dict[name].dtype}; {way_out}"
+        for name in names
+        if name in state_dict and state_dict[name].dtype not in INPUT_DTYPES
+    ]
+
+
+def _quantized(weight: Tensor) -> FP8Tensor:
+    storage = weight.untyped_storage()
+    copies = getattr(storage, _ATTRIBUTE, None)
+    if copies is None:
+        copies = _Copies()
+        setattr(storage, _ATTRIBUTE, copies)
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        copies.captured = True
+    if copies.captured or weight.is_inference():  # inference tensors have no version
+        copies.by_layout.clear()
+        return _quantize(weight)
+    layout = (weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
+    state = (weight._version, _generation)
+    copy, copied_state = copies.by_layout.get(layout, (None, None))
+    if copied_state != state:
+        copy = None
+        copies.by_layout.pop(layout, None)  # its memory may serve the new copy
+        copy = _quantize(weight)
+        copies.by_layout[layout] = copy, state
+    return copy
+
+
+def _quantize(weight: Tensor) -> FP8Tensor:
+    with torch.inference_mode(False):  # the backward of a later call may save the copy
+        return quantize_128x128(weight)
+
+
+def _quantized_op(weight: Tensor) -> tuple[Tensor, Tensor]:
+    data, scale = _quantized(weight)
+    return data.clone(), scale.clone()
+
+
+_library = torch.library.Library("fp8moe", "FRAGMENT")
+_library.define("quantized_master(Tensor weight) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
+_library.impl("quantized_master", _quantized_op, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8moe::quantized_master", lambda weight: tuple(quantize_128x128(weight)), lib=_library)

@@ -1,0 +1,59 @@
+"""FP8 weights for the input gradient: ``transpose_fp8`` and the operator ``fp8moe::transpose_fp8`` behind it.
+
+A tile of 128x128 has one scale, whichever way it is read. So the transpose of a quantized weight is exact: the input
+gradient uses the very values that the forward used (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+"""
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels import checks
+from fp8moe.kernels.backend import use_cuda
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+
+
+def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
+    """The transpose of weights quantized in tiles of 128x128, bit for bit.
+
+    w: FP8Tensor or (data, scale): data (..., N, K) float8_e4m3fn, scale (..., ceil(N/128), ceil(K/128)) float32, as
+        `quantize_128x128` returns them; any N and K. Other layouts than contiguous ones are copied first.
+    Returns data (..., K, N) and scale (..., ceil(K/128), ceil(N/128)), both contiguous and detached from the autograd
+    graph.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, device or scale shape.
+    """
+    data, scale = checks.operand("w", w)
+    data, scale = (value.detach() if value.requires_grad else value for value in (data, scale))
+    return FP8Tensor(*torch.ops.fp8moe.transpose_fp8(data, scale))
+
+
+def _check(data: Tensor, scale: Tensor) -> None:
+    if data.dtype is not torch.float8_e4m3fn:
+        raise TypeError(f"w.data: expected float8_e4m3fn, got {data.dtype}")
+    if data.dim() < 2:
+        raise ValueError(f"w.data: expected at least two dimensions, got shape {tuple(data.shape)}")
+    *lead, n, k = data.shape
+    checks.scale("w.scale", scale, (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK)), data.device)
+
+
+def _transpose_fp8(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    results = _transpose_fp8_fake(data, scale)
+    if use_cuda(data):
+        from fp8moe.quant import transpose_fp8_cuda
+
+        transpose_fp8_cuda.transpose_fp8(data.contiguous(), scale.contiguous(), *results)
+    else:
+        results[0].view(torch.uint8).copy_(data.view(torch.uint8).mT)
+        results[1].copy_(scale.mT)
+    return results
+
+
+def _transpose_fp8_fake(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    _check(data, scale)
+    return tuple(torch.empty(value.mT.shape, dtype=value.dtype, device=value.device) for value in (data, scale))
+
+
+_library = torch.library.Library("fp8moe", "FRAGMENT")
+_library.define("transpose_fp8(Tensor data, Tensor scale) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
+_library.impl("transpose_fp8", _transpose_fp8, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8moe::transpose_fp8", _transpose_fp8_fake, lib=_library)

@@ -1,0 +1,155 @@
+"""The k-grouped GEMM kernel against float64 over the same quantized operands."""
+
+import pytest
+import torch
+
+from fp8moe.kernels import grouped_k_cuda
+from fp8moe.kernels.grouped_k import grouped_gemm_k
+from fp8moe.kernels.grouped_k_cuda import TILES
+from fp8moe.quant.formats import FP8Tensor, empty_mn_major
+from fp8moe.quant.quantize import dequantize, quantize_128x1
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+NAN = float("nan")
+TOLERANCE = 3e-4
+# Columns of each group in blocks of 128.
+GROUPS = {
+    "one": [9],
+    "one block each": [1] * 7,
+    "odd": [3, 1, 0, 5, 2],
+    "one has it all": [0, 0, 40, 0],
+    "empty": [0, 0, 0],
+    "many": [i % 3 for i in range(200)],
+}
+SIZES = ((1, 8), (8, 16), (63, 72), (136, 104), (257, 96), (1000, 520), (128, 2056))  # M, N
+
+
+def operand(rows, blocks, seed):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(128 * blocks, rows, device=DEVICE, generator=generator)
+    return quantize_128x1(x * torch.rand(1, rows, device=DEVICE, generator=generator).mul(4).exp())
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def offsets(blocks, start=0):
+    return int32([128 * (start + sum(blocks[:e])) for e in range(len(blocks) + 1)])
+
+
+def expected(a, b, group_offsets):
+    a, b = dequantize(a, dtype=torch.float64), dequantize(b, dtype=torch.float64)
+    ends = group_offsets.tolist()
+    return torch.stack([a[:, i:j] @ b[:, i:j].T for i, j in zip(ends, ends[1:], strict=False)])
+
+
+def error(actual, exact):
+    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("blocks", GROUPS)
+@pytest.mark.parametrize("size", SIZES)
+def test_against_float64(blocks, size):
+    blocks = GROUPS[blocks]
+    k, group_offsets = 2 + sum(blocks) + 1, offsets(blocks, start=2)
+    a, b = operand(size[0], k, 0), operand(size[1], k, 1)
+    exact = expected(a, b, group_offsets)
+    for tile in TILES:
+        call = (*a, *b, group_offsets)
+        out = torch.full((len(blocks), *size), NAN, device=DEVICE)
+        grouped_k_cuda.grouped_gemm_k(*call, out, False, tile=tile)
+        assert error(out, exact) <= TOLERANCE
+        rounded = torch.full_like(out, NAN, dtype=torch.bfloat16)
+        grouped_k_cuda.grouped_gemm_k(*call, rounded, False, tile=tile)
+        assert torch.equal(rounded, out.bfloat16())
+        total = torch.randn(out.shape, device=DEVICE)
+        sums = total.double() + exact
+        grouped_k_cuda.grouped_gemm_k(*call, total, True, tile=tile)
+        assert error(total, sums) <= TOLERANCE
+
+
+def test_large_result():
+    """More than 2^31 bytes, more tiles than blocks."""
+    blocks = [1, 3, 0, 2, 1, 1, 2, 1]
+    group_offsets = offsets(blocks)
+    a, b = operand(8192, sum(blocks), 0), operand(8192 + 104, sum(blocks), 1)
+    out = grouped_gemm_k(a, b, group_offsets)
+    rows = torch.arange(0, 8192, 97, device=DEVICE)
+    exact = expected(FP8Tensor(a.data[rows], a.scale[rows]), b, group_offsets)
+    assert error(out[:, rows], exact) <= TOLERANCE
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_equal_bits(accumulate):
+    a, b, group_offsets = operand(700, 30, 0), operand(520, 30, 1), offsets([7, 0, 20, 3])
+    start = torch.randn(4, 700, 520, device=DEVICE) if accumulate else torch.full((4, 700, 520), NAN, device=DEVICE)
+    first = grouped_gemm_k(a, b, group_offsets, out=start.clone(), accumulate=accumulate)
+    for _ in range(20):
+        assert torch.equal(grouped_gemm_k(a, b, group_offsets, out=start.clone(), accumulate=accumulate), first)
+
+
+def test_bad_values_stay_in_their_rows_and_groups():
+    x = torch.randn(384, 300, device=DEVICE)
+    b = operand(200, 3, 1)
+    clean = grouped_gemm_k(quantize_128x1(x), b, offsets([1, 1, 1]))
+    x[130, 5] = NAN
+    x[300, 280] = float("inf")
+    out = grouped_gemm_k(quantize_128x1(x), b, offsets([1, 1, 1]))
+    assert not out[1, 5].isfinite().any() and not out[2, 280].isfinite().any()
+    out[1, 5], out[2, 280] = clean[1, 5], clean[2, 280]
+    assert torch.equal(out, clean)
+
+
+def test_misaligned_group_is_nan_and_offsets_stay_in_bounds():
+    a, b = operand(136, 4, 0), operand(104, 4, 1)
+    out = grouped_gemm_k(a, b, int32([0, 100, 256, 512]))
+    assert out[:2].isnan().all() and out[2].isfinite().all()
+    for values in ([-(2**31), 2**31 - 1], [512, 0, 512], [-128, 128, 9999 * 128], [2**31 - 128, -128, 256]):
+        out = grouped_gemm_k(a, b, int32(values))
+        exact = expected(a, b, int32([min(max(value, 0), 512) for value in values]))
+        for e, aligned in enumerate(values[i] % 128 == 0 and values[i + 1] % 128 == 0 for i in range(len(exact))):
+            if aligned and values[e] <= values[e + 1]:
+                assert error(out[e], exact[e]) <= TOLERANCE
+
+
+def test_other_layouts_are_copied():
+    a, b, group_offsets = operand(70, 5, 0), operand(40, 5, 1), offsets([2, 3])
+    out = grouped_gemm_k(a, b, group_offsets)
+    wide = torch.empty(70, 5 * 128 + 7, dtype=torch.uint8, device=DEVICE)[:, :640].view(torch.float8_e4m3fn)
+    other = FP8Tensor(wide.copy_(a.data), a.scale.contiguous())
+    assert torch.equal(grouped_gemm_k(other, b, group_offsets), out)
+
+
+def test_graph_replays_with_other_groups():
+    a, b, group_offsets = operand(300, 12, 0), operand(136, 12, 1), offsets([4, 4, 4])
+    out = torch.empty(3, 300, 136, device=DEVICE)
+    grouped_gemm_k(a, b, group_offsets, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm_k(a, b, group_offsets, out=out)
+    for blocks in ([4, 4, 4], [0, 12, 0], [1, 0, 7], [0, 0, 0]):
+        group_offsets.copy_(offsets(blocks))
+        a.data.copy_(a.data.flip(0))
+        out.fill_(NAN)
+        graph.replay()
+        assert error(out, expected(a, b, group_offsets)) <= TOLERANCE
+
+
+def test_memory_of_a_call_is_its_result():
+    a, b, group_offsets = operand(512, 8, 0), operand(512, 8, 1), offsets([3, 5])
+    out = grouped_gemm_k(a, b, group_offsets)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grouped_gemm_k(a, b, group_offsets, out=out)
+    assert torch.cuda.max_memory_allocated() == before
+
+
+def test_strided_scales():
+    """Scales with the pitch of a larger buffer."""
+    a, b, group_offsets = operand(30, 4, 0), operand(16, 4, 1), offsets([1, 3])
+    scale = empty_mn_major(64, 4, device=DEVICE)[:30].copy_(a.scale)
+    assert torch.equal(grouped_gemm_k((a.data, scale), b, group_offsets), grouped_gemm_k(a, b, group_offsets))

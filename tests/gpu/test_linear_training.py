@@ -1,0 +1,261 @@
+"""Training FP8Linear on the CUDA backend."""
+
+import copy
+import dataclasses
+import importlib.util
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8moe import config
+from fp8moe.layers import master
+from fp8moe.layers.linear import FP8Linear, replace_linears
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+_CAN_INDUCT = shutil.which("gcc") and importlib.util.find_spec("triton")
+NEEDS_COMPILER = pytest.mark.skipif(not _CAN_INDUCT, reason="inductor needs Triton and a C compiler")
+
+
+def make(in_features, out_features, bias=True, *, dtype=torch.bfloat16, master_dtype=torch.bfloat16):
+    return FP8Linear(in_features, out_features, bias, dtype=dtype, device=DEVICE, master_dtype=master_dtype)
+
+
+def gradients(call, x, grad, parameters):
+    """The result of ``call(x)``, and the gradients of x and parameters, which have none before and after."""
+    parameters = list(parameters)
+    x = x.detach().requires_grad_()
+    out = call(x)
+    out.backward(grad)
+    grads = [x.grad, *(parameter.grad for parameter in parameters)]
+    for parameter in parameters:
+        parameter.grad = None
+    return out.detach(), grads
+
+
+def exact(x, grad, weight):
+    """Gradients of x and weight in float64 over the operands that the layer quantizes."""
+    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+    d_x = dequantize(quantize_1x128(grad), dtype=torch.float64) @ dequantize(weight, dtype=torch.float64)
+    grad_columns, columns = (dequantize(quantize_128x1(value), dtype=torch.float64) for value in (grad, x))
+    return d_x, grad_columns @ columns.T
+
+
+def error(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def same(actual, expected):
+    return all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+def random(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("master_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [(576, 1536), (1536, 576), (131, 261), (16, 8), (24, 40), (1, 1)])
+def test_gradients(features, dtype, master_dtype, monkeypatch):
+    layer = make(*features, dtype=dtype, master_dtype=master_dtype)
+    for lead in ((1,), (5,), (2, 64), (1000,)):
+        x, grad = random(*lead, features[0], dtype=dtype), random(*lead, features[1], dtype=dtype)
+        out, grads = gradients(layer, x, grad, layer.parameters())
+        with torch.no_grad():
+            assert error(out, layer(x).double()) < TOLERANCE[dtype]
+        expected = (*exact(x, grad, quantize_128x128(layer.weight)), grad.double().flatten(0, -2).sum(0))
+        for actual, other in zip(grads, expected, strict=True):
+            limit = TOLERANCE[actual.dtype] * (3 if actual.numel() == 1 else 1)  # nothing to average over
+            assert error(actual.flatten(0, -2) if actual is grads[0] else actual, other) < limit
+        if min(features) > 100 and lead == (1000,):
+            with monkeypatch.context() as patch:
+                patch.setattr(config, "settings", dataclasses.replace(config.settings, backend="reference"))
+                _, reference = gradients(layer, x, grad, layer.parameters())
+            weight = layer.weight.double()
+            plain = (grad.double() @ weight, grad.double().t() @ x.double(), grad.double().sum(0))
+            for actual, other, wanted in zip(grads, reference, plain, strict=True):
+                assert error(actual, wanted) <= 6e-2
+                assert error(actual, wanted) <= 1.05 * error(other, wanted) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [(576, 1536), (131, 261), (144, 24)])
+def test_frozen_weights_pass_gradients(features, dtype):
+    layer = FP8Linear(*features, device=DEVICE, dtype=dtype)
+    x, grad = random(3, 100, features[0], dtype=dtype), random(3, 100, features[1], dtype=dtype)
+    out, (d_x, d_bias) = gradients(layer, x, grad, [layer.bias])
+    with torch.no_grad():
+        assert torch.equal(out, layer(x))
+    expected, _ = exact(x, grad, (layer.weight, layer.weight_scale_inv))
+    assert error(d_x.flatten(0, -2), expected) < TOLERANCE[dtype]
+    assert error(d_bias, grad.double().sum((0, 1))) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("features", [(576, 1536), (131, 261)])
+def test_no_rows_give_zero_gradients(features):
+    layer = make(*features)
+    x, grad = random(0, features[0]), random(0, features[1])
+    out, (d_x, d_weight, d_bias) = gradients(layer, x, grad, layer.parameters())
+    assert out.shape == grad.shape and d_x.shape == x.shape
+    assert not d_weight.any() and not d_bias.any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("features", [(576, 1536), (131, 261)])
+def test_bad_value_stays_visible(features, bad):
+    layer = make(*features, master_dtype=torch.float32)
+    x, grad = random(300, features[0]), random(300, features[1])
+    _, clean = gradients(layer, x, grad, layer.parameters())
+    grad[150, 20] = bad
+    _, grads = gradients(layer, x, grad, layer.parameters())
+    for actual, expected, index in zip(grads, clean, (150, 20, 20), strict=True):
+        assert not actual[index].isfinite().any()
+        others = torch.arange(len(actual), device=DEVICE) != index
+        assert torch.equal(actual[others], expected[others])
+
+
+def test_equal_inputs_give_equal_bits():
+    layer = make(1536, 576)
+    x, grad = random(1000, 1536), random(1000, 576)
+    first = gradients(layer, x, grad, layer.parameters())
+    for seed in range(20):
+        torch.full((1 << 24,), float(seed), device=DEVICE)  # other memory contents
+        out, grads = gradients(layer, x, grad, layer.parameters())
+        assert torch.equal(out, first[0]) and same(grads, first[1])
+
+
+def test_agrees_with_the_layer_on_the_cpu():
+    layer = FP8Linear(272, 136, dtype=torch.float32, master_dtype=torch.float32)
+    x, grad = torch.randn(3, 50, 272), torch.randn(3, 50, 136)
+    on_gpu = copy.deepcopy(layer).to(DEVICE)
+    _, expected = gradients(layer, x, grad, layer.parameters())
+    _, grads = gradients(on_gpu, x.to(DEVICE), grad.to(DEVICE), on_gpu.parameters())
+    for actual, other in zip(grads, expected, strict=True):
+        assert error(actual.cpu(), other.double()) < 3e-4
+
+
+def test_nothing_waits_for_the_gpu():
+    layer = make(576, 1536)
+    x, grad = random(300, 576), random(300, 1536)
+    gradients(layer, x, grad, layer.parameters())
+    master.outdate()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(layer, x, grad, layer.parameters())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_that_is_kept():
+    layer = make(4096, 2048)
+    x = random(4096, 4096).requires_grad_()
+    layer(x).sum().backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = layer(x)
+    kept = torch.cuda.memory_allocated() - before - out.nbytes
+    assert kept <= 4096 * 4096 * 33 / 32 + (2 << 20)  # the allocator may leave up to a megabyte of a block unused
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
+@pytest.mark.parametrize("master_dtype", [torch.bfloat16, torch.float32])
+def test_training(options, master_dtype):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256)).to(DEVICE, master_dtype)
+    model = copy.deepcopy(plain)
+    replace_linears(model, master_dtype=master_dtype)
+    x, target = random(2, 3, 200, 256, dtype=master_dtype)
+    losses = {}
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3, **options)
+        losses[each] = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            for batch, wanted in zip(x, target, strict=True):
+                loss = (each(batch) - wanted).float().square().mean() / len(x)
+                loss.backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 0.02)
+            losses[each].append(loss.item())
+            optimizer.step()
+    assert losses[plain][-1] < 0.9 * losses[plain][0]
+    for ours, theirs in zip(losses[model], losses[plain], strict=True):
+        assert abs(ours - theirs) < 0.01 * theirs
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+def test_compile(backend):
+    torch._dynamo.reset()
+    model = nn.Sequential(make(131, 48), nn.SiLU(), make(48, 64, False))
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for shape in ((2, 3), (40, 5)):
+        x, grad = random(*shape, 131), random(*shape, 64)
+        out, grads = gradients(model, x, grad, parameters)
+        compiled_out, compiled_grads = gradients(compiled, x, grad, parameters)
+        torch.testing.assert_close(compiled_out, out, rtol=0.05, atol=0.05)  # SiLU may round otherwise
+        for actual, expected in zip(compiled_grads, grads, strict=True):
+            assert error(actual, expected.double()) < 0.03
+        for parameter, value in zip(parameters, grads[1:], strict=True):
+            parameter.grad = value
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    first, second = make(576, 256, False), make(256, 576)
+    parameters = [*first.parameters(), *second.parameters()]
+
+    def block(x):
+        return second(first(x).relu())
+
+    x, grad = random(300, 576), random(300, 576)
+    expected = gradients(block, x, grad, parameters)
+    out, grads = gradients(lambda x: checkpoint(block, x, use_reentrant=reentrant), x, grad, parameters)
+    assert torch.equal(out, expected[0]) and same(grads, expected[1])
+
+
+def test_captured_training_steps():
+    """Whole steps in a CUDA graph: replays quantize the weights that the optimizer in the graph has changed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(make(256, 512), nn.SiLU(), make(512, 256))
+    eager = copy.deepcopy(model)
+    x, target = random(2, 200, 256)
+
+    def step(each, optimizer):
+        optimizer.zero_grad()
+        loss = (each(x) - target).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+    eager_optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3, capturable=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(model, optimizer)
+    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(3):
+        step(eager, eager_optimizer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(model, optimizer)
+    for _ in range(4):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(loss, step(eager, eager_optimizer))
+        assert same(model.state_dict().values(), eager.state_dict().values())
+        with torch.no_grad():  # no copy from before the replay
+            assert torch.equal(model(x), eager(x))

@@ -1,0 +1,218 @@
+"""SwiGLU and its backward with quantization: against the reference, against float64, and nothing else is written."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.operands import exact, relative_error
+from fp8moe.kernels import swiglu_training_reference
+from fp8moe.kernels.swiglu import Activation
+from fp8moe.kernels.swiglu_training import swiglu_backward_quantize, swiglu_quantize
+from fp8moe.quant import transpose_cuda
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import dequantize
+from tests.gpu.test_transpose import (
+    GROUPS,
+    NONSENSE,
+    assert_only_written,
+    bits,
+    marked_results,
+    offsets_of,
+    used_parts,
+)
+
+pytestmark = pytest.mark.gpu
+
+ACTIVATIONS = (Activation(), Activation(limit=1.0), Activation(limit=1.0, alpha=1.702))
+SIZES = (128, 384)
+CODES_ERROR = 1e-2  # a value next to a tie may round to the other side
+E4M3_ERROR = 4e-2
+DOT_ERROR = 1e-5
+
+
+def operands(rows: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gate_up, grad and row_weights; some of gate and up are on a limit of 1."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    gate_up = torch.randn(rows, 2 * size, generator=generator, device="cuda").bfloat16()
+    gate_up[:, ::7] = gate_up[:, ::7].sign()
+    grad = torch.randn(rows, size, generator=generator, device="cuda").bfloat16()
+    return gate_up, grad, torch.rand(rows, generator=generator, device="cuda") + 0.1
+
+
+def run(gate_up, grad, row_weights, groups, activation) -> tuple[list, list, torch.Tensor]:
+    """Results and the memory they are in, of the forward and of the backward, and the dots."""
+    rows, size = grad.shape
+    forward, forward_memory = marked_results(rows, size, len(groups) - 1)
+    transpose_cuda.swiglu_quantize(gate_up, groups, activation, forward)
+    backward, backward_memory = marked_results(rows, 2 * size, len(groups) - 1)
+    dots = transpose_cuda.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation, backward)
+    return [forward, backward], [forward_memory, backward_memory], dots
+
+
+def assert_matches(gate_up, grad, row_weights, groups, activation) -> None:
+    """Finite operands: the reference's results up to the last bit of an exponential."""
+    rows = len(grad)
+    both, memory, dots = run(gate_up, grad, row_weights, groups, activation)
+    forward = swiglu_training_reference.swiglu_quantize(gate_up, groups, activation)
+    backward, exact_dots = swiglu_training_reference.swiglu_backward_quantize(
+        gate_up.double(), grad.double(), row_weights.double(), groups, activation
+    )
+    backward, _ = swiglu_training_reference.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation)
+    for got, want, buffers in zip(both, (forward, backward), memory, strict=True):
+        used = used_parts(got, groups, rows)
+        assert torch.equal(got[4], want[4])
+        for data, scale in ((0, 1), (2, 3)):
+            assert_close(got[data], got[scale], want[data], want[scale], used[data], used[scale])
+        assert_only_written(got, buffers, used)
+    in_group = used_parts(both[0], groups, rows)[0][:, 0]
+    if in_group.any():
+        error = (dots - exact_dots)[in_group].abs().max() / exact_dots[in_group].abs().max().clamp(min=1.0)
+        assert error <= DOT_ERROR * grad.shape[1] ** 0.5
+
+
+def assert_close(data, scale, expected_data, expected_scale, used_data, used_scale) -> None:
+    """Scales to the last bits of bfloat16, and values as close as codes next to a tie allow."""
+    got, expected = (values.masked_fill(~used_scale, 1.0) for values in (scale, expected_scale))
+    assert torch.allclose(got, expected, rtol=2**-7, atol=0)
+    different = bits(data)[used_data] != bits(expected_data)[used_data]
+    assert different.float().mean() <= 0.02 if different.numel() else True
+    values = dequantize(FP8Tensor(data, got)).masked_fill(~used_data, 0)
+    wanted = dequantize(FP8Tensor(expected_data, expected)).masked_fill(~used_data, 0)
+    assert (values - wanted).norm() <= CODES_ERROR * wanted.norm()
+
+
+@pytest.mark.parametrize("offsets,rows", [case for case in GROUPS if case[0] is not None])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_groups_and_sizes(offsets, rows, activation):
+    for size in SIZES:
+        assert_matches(*operands(rows, size), offsets_of(offsets), activation)
+
+
+@pytest.mark.parametrize("offsets", NONSENSE)
+def test_offsets_that_mean_nothing(offsets):
+    assert_matches(*operands(300, 128), offsets_of(offsets), ACTIVATIONS[1])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_are_those_of_autograd(activation):
+    gate_up, grad, row_weights = operands(500, 256)
+    t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of((0, 500)), activation=activation)
+    gate_up, row_weights = gate_up.double().requires_grad_(), row_weights.double().requires_grad_()
+    (row_weights[:, None] * activation(gate_up)).backward(grad.double())
+    assert relative_error(exact(t.rows), gate_up.grad) <= E4M3_ERROR
+    columns = FP8Tensor(t.columns.data[:, :384], t.columns.scale[:, :3])
+    assert relative_error(exact(columns), gate_up.grad[:384].t()) <= E4M3_ERROR
+    assert relative_error(dots, row_weights.grad) <= 1e-5
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_gates(activation):
+    # Where the exponential overflows and underflows.
+    gate_up, grad, row_weights = operands(130, 128)
+    gate_up[:, :128] *= 100
+    assert_matches(gate_up, grad, row_weights, offsets_of((0, 130)), activation)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["gate", "up", "grad", "row_weights"])
+def test_nan_and_infinity_stay_in_their_row_and_column(activation, value, where):
+    gate_up, grad, row_weights = operands(200, 128)
+    groups = offsets_of((0, 200))
+    (clean_h, clean), _, clean_dots = run(gate_up, grad, row_weights, groups, activation)
+    if where == "row_weights":
+        row_weights[140] = value
+    else:
+        {"gate": gate_up, "up": gate_up[:, 128:], "grad": grad}[where][140, 5] = value
+    (h, d), _, dots = run(gate_up, grad, row_weights, groups, activation)
+    clamped = activation.limit is not None and where in ("gate", "up") and value == math.inf
+    others = torch.arange(200, device="cuda") != 140
+    for got, want in ((h, clean_h), (d, clean)):
+        assert torch.equal(bits(got[0])[others], bits(want[0])[others])
+        assert torch.equal(bits(got[1])[others], bits(want[1])[others])
+        assert torch.equal(bits(got[2][:, :128]), bits(want[2][:, :128]))  # of the first 128 rows
+    assert torch.equal(dots[others], clean_dots[others])
+    rows, columns = dequantize(FP8Tensor(*d[:2])), dequantize(FP8Tensor(*d[2:4]))
+    assert rows[140].isfinite().all() == clamped and columns[:, 128:].isfinite().all() == clamped
+    if where != "row_weights":
+        assert dots[140].isfinite() == clamped
+        assert dequantize(FP8Tensor(*h[:2]))[140].isfinite().all() == (clamped or where == "grad")
+        untouched = [c for c in range(256) if c % 128 != 5]
+        assert torch.equal(bits(d[2])[untouched], bits(clean[2])[untouched])
+
+
+def test_rows_outside_the_groups_are_not_read():
+    gate_up, grad, row_weights = operands(300, 128)
+    groups = offsets_of((10, 150, 290))
+    (h, d), _, dots = run(gate_up, grad, row_weights, groups, Activation())
+    for rows in (slice(0, 10), slice(290, 300)):
+        gate_up[rows], grad[rows], row_weights[rows] = math.nan, math.nan, math.nan
+    (other_h, other_d), _, other_dots = run(gate_up, grad, row_weights, groups, Activation())
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip((*h, *d), (*other_h, *other_d), strict=True))
+    assert torch.equal(dots[10:290], other_dots[10:290])
+
+
+def test_strided_operands():
+    gate_up, grad, row_weights = operands(140, 128)
+    groups = offsets_of((0, 30, 140))
+    wide, wider = torch.empty(140, 280, device="cuda").bfloat16(), torch.empty(140, 263, device="cuda").bfloat16()
+    aligned, unaligned = wide[:, 8:264], wider[:, 3:259]
+    expected, dots = swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation=Activation())
+    for strided in (aligned.copy_(gate_up), unaligned.copy_(gate_up), gate_up.t().contiguous().t()):
+        other_grad = grad.t().contiguous().t() if strided is unaligned else grad
+        weights = row_weights.repeat_interleave(2)[::2]
+        got, other_dots = swiglu_backward_quantize(strided, other_grad, weights, groups, activation=Activation())
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got.rows, expected.rows, strict=True))
+        for a, b, end in zip(got.columns, expected.columns, (256, 2), strict=True):
+            assert torch.equal(bits(a[:, :end]), bits(b[:, :end]))
+        assert torch.equal(dots, other_dots)
+
+
+def test_no_rows():
+    gate_up, grad, row_weights = operands(0, 128)
+    t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of((0, 0, 0)), activation=Activation())
+    assert t.columns.data.shape == (256, 0) and t.offsets.tolist() == [0, 0, 0] and dots.shape == (0,)
+    assert swiglu_quantize(gate_up, offsets_of((0, 0)), activation=Activation()).offsets.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_same_bits_every_time(activation):
+    gate_up, grad, row_weights = operands(700, 1024)
+    groups = offsets_of((0, 300, 300, 690))
+    first, _, first_dots = run(gate_up, grad, row_weights, groups, activation)
+    for _ in range(20):
+        again, _, dots = run(gate_up, grad, row_weights, groups, activation)
+        for a, b in zip((*again[0], *again[1]), (*first[0], *first[1]), strict=True):
+            assert torch.equal(bits(a), bits(b))
+        assert torch.equal(dots[:690], first_dots[:690])
+
+
+def test_cuda_graph_with_changed_groups():
+    values = operands(500, 256)
+    groups = offsets_of((0, 100, 500))
+    activation = Activation(limit=1.0)
+
+    def both():
+        return (
+            swiglu_quantize(values[0], groups, activation=activation),
+            *swiglu_backward_quantize(*values, groups, activation=activation),
+        )
+
+    both()  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        h, t, dots = both()
+    for seed, offsets in enumerate(((0, 0, 500), (0, 1, 2), (0, 128, 256), (7, 333, 450), (0, 0, 0))):
+        for value, fresh in zip(values, operands(500, 256, seed), strict=True):
+            value.copy_(fresh)
+        groups.copy_(offsets_of(offsets))
+        graph.replay()
+        (expected_h, expected), _, expected_dots = run(*values, groups, activation)
+        used = slice(offsets[0], offsets[-1])
+        for got, want in ((h, expected_h), (t, expected)):
+            parts = *got.rows, *got.columns
+            assert torch.equal(got.offsets, want[4])
+            for a, b, mask in zip(parts, want, used_parts(parts, groups, 500), strict=False):
+                assert torch.equal(bits(a)[mask], bits(b)[mask])
+        assert torch.equal(dots[used], expected_dots[used])

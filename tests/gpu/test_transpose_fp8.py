@@ -1,0 +1,108 @@
+"""The transposed FP8 weights have the bits of the originals, and nothing else is written."""
+
+import pytest
+import torch
+
+from fp8moe.kernels.launch import current_stream, device_guard
+from fp8moe.quant import transpose_fp8_cuda
+from fp8moe.quant.formats import ceil_div
+from fp8moe.quant.quantize import quantize_128x128
+from fp8moe.quant.transpose_fp8 import transpose_fp8
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (
+    *((128, 128), (256, 384), (2048, 7168), (16, 16), (8, 16), (136, 272), (1000, 2064), (127 * 16, 129 * 16)),
+    *((264, 40), (131, 261), (1, 1), (1, 300), (300, 1), (144, 24)),
+)
+MARK = 0xAB
+
+
+def random(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every code there is, NaN too, and the bits of any float32 as scales."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    *lead, n, k = shape
+    data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator, device="cuda")
+    blocks = (*lead, ceil_div(n, 128), ceil_div(k, 128))
+    scale = torch.randint(-(2**31), 2**31 - 1, blocks, dtype=torch.int32, generator=generator, device="cuda")
+    return data.view(torch.float8_e4m3fn), scale.view(torch.float32)
+
+
+def write(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes and words that the kernel writes over marks, and that nothing behind them is written."""
+    *lead, n, k = data.shape
+    guard = 512
+    data_out = torch.full((data.numel() + guard,), MARK, dtype=torch.uint8, device="cuda")
+    scale_out = torch.full((4 * scale.numel() + guard,), MARK, dtype=torch.uint8, device="cuda")
+    index = data.get_device()
+    load_vector = not (data.data_ptr() | k) & 15
+    with device_guard(index):
+        plan = transpose_fp8_cuda.plan(n, k, *scale.shape[-2:], scale.numel(), load_vector, index)
+        pointers = (data.data_ptr(), scale.data_ptr(), data_out.data_ptr(), scale_out.data_ptr())
+        plan.launch(current_stream(index), *pointers)
+    assert (data_out[-guard:] == MARK).all() and (scale_out[-guard:] == MARK).all()
+    blocks = (*lead, *reversed(scale.shape[-2:]))
+    return data_out[:-guard].view(*lead, k, n), scale_out[:-guard].view(torch.int32).view(blocks)
+
+
+def assert_transposed(data: torch.Tensor, scale: torch.Tensor, data_out: torch.Tensor, scale_out: torch.Tensor) -> None:
+    assert torch.equal(data_out.view(torch.uint8), data.view(torch.uint8).mT)
+    assert torch.equal(scale_out.view(torch.int32), scale.view(torch.int32).mT)
+
+
+@pytest.mark.parametrize("n,k", SIZES)
+@pytest.mark.parametrize("lead", [(), (1,), (3,), (2, 2)])
+def test_bits(lead, n, k):
+    data, scale = random(*lead, n, k)
+    assert_transposed(data, scale, *write(data, scale))
+
+
+def test_input_that_is_not_aligned():
+    data, scale = random(2, 144, 272)
+    memory = torch.zeros(data.numel() + 8, dtype=torch.uint8, device="cuda")[8:].view(data.dtype).view(data.shape)
+    memory.view(torch.uint8).copy_(data.view(torch.uint8))
+    assert memory.data_ptr() % 16
+    assert_transposed(data, scale, *write(memory, scale))
+    assert_transposed(data, scale, *transpose_fp8((memory, scale)))
+
+
+def test_operator():
+    data, scale = random(3, 136, 288)
+    strided = data.view(torch.uint8)[:, :, 16:].view(data.dtype), random(3, 136, 272)[1].mT.contiguous().mT
+    t = transpose_fp8(strided)
+    assert t.data.is_contiguous() and t.scale.is_contiguous()
+    assert_transposed(*strided, *t)
+    quantized = quantize_128x128(torch.randn(2, 200, 400, device="cuda"))
+    assert_transposed(*quantized, *transpose_fp8(quantized))
+    for shape in ((0, 128), (128, 0), (0, 16, 16)):
+        t = transpose_fp8(random(*shape))
+        assert t.data.shape == (*shape[:-2], shape[-1], shape[-2]) and not t.data.numel()
+
+
+def test_same_bits_every_time():
+    data, scale = random(4, 1040, 2064)
+    for seed in range(20):
+        torch.full((data.numel(),), seed, dtype=torch.uint8, device="cuda")  # other memory contents
+        assert_transposed(data, scale, *write(data, scale))
+
+
+def test_cuda_graph_with_changed_input():
+    data, scale = random(2, 272, 528)
+    transpose_fp8((data, scale))  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        t = transpose_fp8((data, scale))
+    for seed in range(1, 4):
+        other = random(2, 272, 528, seed=seed)
+        data.view(torch.uint8).copy_(other[0].view(torch.uint8))
+        scale.view(torch.int32).copy_(other[1].view(torch.int32))
+        graph.replay()
+        assert_transposed(*other, *t)
+
+
+def test_past_two_to_the_31_elements():
+    data, scale = random(80, 4096, 7168)
+    assert data.numel() > 1 << 31
+    t = transpose_fp8((data, scale))
+    for expert in (0, 41, 79):
+        assert_transposed(data[expert], scale[expert], t.data[expert], t.scale[expert])

@@ -1,0 +1,904 @@
+"""GroupedExperts with a backward: trained from master weights, and frozen, on the reference backend."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8moe.kernels import experts_training as kernels
+from fp8moe.kernels.activation_backward import activation_backward
+from fp8moe.kernels.swiglu import FUNCTIONS, Activation
+from fp8moe.layers import master as masters
+from fp8moe.layers.experts import GroupedExperts
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+
+NAN = float("nan")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDUCTOR = pytest.param(
+    "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+)
+VARIANTS = {
+    "plain": {},
+    "limit": dict(swiglu_limit=0.4),
+    "alpha": dict(swiglu_limit=0.4, swiglu_alpha=1.702),
+    "gelu": dict(activation="gelu"),
+    "gelu, limit": dict(activation="gelu_pytorch_tanh", swiglu_limit=0.4),
+    "relu2, no gate": dict(activation="relu2", gated=False),
+    "sigmoid, no gate": dict(activation="sigmoid", gated=False),
+}
+# Against float64 with every quantization taken for the identity.
+STRAIGHT_THROUGH = 6e-2
+# Against float64 over the same quantized operands: values near the edge of two FP8 values may fall to the other side.
+TOLERANCE = 1e-2
+
+
+def make(num_experts=4, hidden_size=144, intermediate_size=96, seed=0, master_dtype=torch.float32, **options):
+    torch.manual_seed(seed)
+    sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+    return GroupedExperts(**sizes, dtype=torch.float32, master_dtype=master_dtype, **options)
+
+
+def route(tokens, num_experts, top_k, seed=0):
+    """Distinct experts for each token, and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, index = torch.rand(tokens, num_experts, generator=generator).topk(top_k, dim=-1)
+    return index, weights / weights.sum(-1, keepdim=True)
+
+
+def inputs(tokens=40, num_experts=4, top_k=2, hidden=144, dtype=torch.bfloat16, seed=0):
+    """hidden_states, top_k_index, top_k_weights and a gradient of the result."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    grad = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    return x, *route(tokens, num_experts, top_k, seed), grad
+
+
+def backward(layer, x, index, weights, grad):
+    """The result of a forward, and gradients by name: x, routing, up and down where the layer has masters."""
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    layer.zero_grad()
+    out = layer(x, index, weights)
+    out.backward(grad)
+    named = {"x": x, "routing": weights, "up": getattr(layer, layer.up_name), "down": layer.down_proj}
+    return out.detach(), {name: value.grad for name, value in named.items() if value.requires_grad}
+
+
+def quantized(layer):
+    """The dequantized FP8 copies in float64: (E, 1 or 2, I, H) and (E, H, I)."""
+    size = layer.intermediate_size
+    up = getattr(layer, layer.up_name)
+    if up.dtype == torch.float8_e4m3fn:
+        scale = getattr(layer, f"{layer.up_name}_scale_inv")
+        up = up.unflatten(1, (-1, size)), scale.unflatten(1, (-1, -(-size // 128)))
+        down = layer.down_proj, layer.down_proj_scale_inv
+    else:
+        up, down = quantize_128x128(up.unflatten(1, (-1, size))), quantize_128x128(layer.down_proj)
+    return dequantize(up, dtype=torch.float64), dequantize(down, dtype=torch.float64)
+
+
+def by_rows(value):
+    return dequantize(quantize_1x128(value.float()), dtype=torch.float64)
+
+
+def by_columns(value):
+    return dequantize(quantize_128x1(value.float()), dtype=torch.float64).T
+
+
+def straight_through(layer, x, index, weights, grad):
+    """Gradients by float64 autograd through the quantized forward, with quantization and the rounding of GEMM 1's
+    result counted as the identity.
+    """
+    ups, downs = (value.requires_grad_() for value in quantized(layer))
+    x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
+
+    def quantize(value):
+        return value + (by_rows(value.detach()) - value).detach()
+
+    rows, out = quantize(x), torch.zeros(x.shape, dtype=torch.float64)
+    for expert in range(layer.num_experts):
+        projected = rows @ ups[expert].flatten(0, 1).T
+        projected = projected + (projected.detach().bfloat16() - projected).detach()
+        h = quantize(layer.activation(projected))
+        weight = torch.where(index == expert, weights, 0).sum(-1, keepdim=True)
+        out = out + weight * (h @ downs[expert].T)
+    grads = torch.autograd.grad(out, (x, weights, ups, downs), grad.double())
+    return dict(zip(("x", "routing", "up", "down"), (*grads[:2], grads[2].flatten(1, 2), grads[3]), strict=True))
+
+
+def recipe(layer, x, index, weights, grad):
+    """The same operands quantized at the same places as in the layer, expert by expert in float64."""
+    ups, downs = quantized(layer)
+    size, wide = layer.intermediate_size, x.dtype != torch.bfloat16
+    expected = {
+        "x": torch.zeros(x.shape, dtype=torch.float64),
+        "routing": torch.zeros(weights.shape, dtype=torch.float64),
+        "up": torch.zeros_like(ups),
+        "down": torch.zeros_like(downs),
+    }
+    for expert in range(layer.num_experts):
+        tokens, k = torch.where(index == expert)
+        up, down, weight = ups[expert].flatten(0, 1), downs[expert], weights[tokens, k, None].float()
+        projected = (by_rows(x[tokens]) @ up.T).bfloat16().float().requires_grad_()
+        h = layer.activation(projected)
+        d_h = (by_rows(grad[tokens]) @ down).bfloat16().float()
+        (d_projected,) = torch.autograd.grad(h, projected, weight * d_h)
+        h = h.detach()
+        expected["routing"][tokens, k] = (h.double() * d_h).sum(-1)
+        if layer.activation.is_swiglu:
+            h, d_projected = h.bfloat16(), d_projected.bfloat16()
+        parts = d_projected.unflatten(1, (-1, size))
+        dx = by_rows(parts).flatten(1) @ up
+        expected["x"].index_add_(0, tokens, dx if wide else dx.bfloat16().double())
+        expected["down"][expert] = by_columns(weight * grad[tokens].float()).T @ by_columns(h)
+        for i, part in enumerate(parts.unbind(1)):
+            expected["up"][expert, i] = by_columns(part).T @ by_columns(x[tokens])
+    return expected | {"up": expected["up"].flatten(1, 2)}
+
+
+def error(actual, expected):
+    assert actual.shape == expected.shape
+    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
+
+
+def check(layer, *arguments, straight=STRAIGHT_THROUGH):
+    out, grads = backward(layer, *arguments)
+    for expected, tolerance in ((recipe, TOLERANCE), (straight_through, straight)):
+        values = expected(layer, *arguments)
+        errors = {name: error(grad, values[name]) for name, grad in grads.items()}
+        assert max(errors.values()) <= tolerance, (expected.__name__, errors)
+    return out, grads
+
+
+def equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected), actual.keys()
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients(variant, dtype):
+    layer = make(**VARIANTS[variant])
+    arguments = inputs(dtype=dtype)
+    out, grads = check(layer, *arguments)
+    assert out.dtype == grads["x"].dtype == dtype
+    with torch.no_grad():
+        assert error(out, layer.eval()(*arguments[:3])) <= 2e-2
+
+
+@pytest.mark.parametrize("sizes", [(128, 128), (272, 200), (131, 77), (256, 384)])
+@pytest.mark.parametrize("variant", ["plain", "relu2, no gate"])
+def test_sizes(sizes, variant):
+    layer = make(3, *sizes, **VARIANTS[variant])
+    check(layer, *inputs(300, 3, hidden=sizes[0]))
+
+
+@settings(max_examples=20)
+@given(
+    tokens=st.integers(0, 12),
+    num_experts=st.integers(1, 6),
+    top_k=st.integers(0, 4),
+    hidden_size=st.integers(1, 150),
+    intermediate_size=st.integers(1, 150),
+    index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    seed=st.integers(0, 1000),
+)
+def test_any_size_and_routing(tokens, num_experts, top_k, hidden_size, intermediate_size, index_dtype, seed):
+    layer = make(num_experts, hidden_size, intermediate_size, seed)
+    # Indices of other ranks on both sides, experts without tokens, and the same expert twice.
+    index = torch.randint(-1, num_experts + 2, (tokens, top_k), dtype=index_dtype)
+    arguments = torch.randn(tokens, hidden_size), index, torch.rand(tokens, top_k), torch.randn(tokens, hidden_size)
+    _, grads = backward(layer, *arguments)
+    expected = recipe(layer, *arguments)
+    for name, grad in grads.items():
+        assert error(grad, expected[name]) <= 3e-2, name  # few values, so that one on the other side shows
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (4, 1), (4, 4)])
+def test_number_of_experts(num_experts, top_k):
+    check(make(num_experts), *inputs(40, num_experts, top_k))
+
+
+def test_one_expert_twice_in_a_token():
+    x, index, weights, grad = inputs()
+    index[:, 1] = index[:, 0]
+    check(make(), x, index, weights, grad)
+
+
+def test_indices_outside_the_range_give_no_gradient():
+    layer = make()
+    x, index, weights, grad = inputs()
+    index[3] = torch.tensor([-1, 4])
+    index[5, 1] = 2**40
+    _, grads = check(layer, x, index, weights, grad)
+    assert not grads["x"][3].any() and not grads["routing"][3].any() and not grads["routing"][5, 1]
+    assert grads["x"][5].any() and grads["routing"][5, 0]
+    index.fill_(-1)
+    _, grads = backward(layer, x, index, weights, grad)
+    assert not any(value.any() for value in grads.values())
+
+
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+def test_experts_without_tokens_get_zero_gradients(variant):
+    layer = make(**VARIANTS[variant])
+    x, index, weights, grad = inputs(num_experts=2)
+    _, grads = backward(layer, x, index + 1, weights, grad)
+    for name in ("up", "down"):
+        assert not grads[name][[0, 3]].any() and all(value.any() for value in grads[name][1:3])
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (0, 0), (3, 0)])
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+def test_zero_tokens(variant, tokens, top_k):
+    layer = make(**VARIANTS[variant])
+    out, grads = backward(layer, *inputs(tokens, top_k=top_k))
+    assert out.shape == grads["x"].shape == (tokens, 144) and grads["routing"].shape == (tokens, top_k)
+    for name in ("x", "routing", "up", "down"):
+        assert not grads[name].any()
+
+
+@pytest.mark.parametrize("weights_dtype", DTYPES)
+@pytest.mark.parametrize("master_dtype", [torch.bfloat16, torch.float32])
+def test_dtypes_of_gradients(master_dtype, weights_dtype):
+    layer = make(master_dtype=master_dtype)
+    x, index, weights, grad = inputs()
+    _, grads = check(layer, x, index, weights.to(weights_dtype), grad)
+    assert grads["routing"].dtype == weights_dtype
+    for name, value in (("up", layer.gate_up_proj), ("down", layer.down_proj)):
+        assert grads[name].dtype == value.dtype == master_dtype and grads[name].is_contiguous()
+
+
+def test_padding_does_not_change_scales():
+    """A function that is not 0 at 0 would be the largest value of a block of small ones."""
+    layer = make(activation="sigmoid", gated=False)
+    x, index, weights, _ = inputs()
+    with torch.no_grad():
+        layer.up_proj.fill_(-14 / 144)
+        out = layer(x.fill_(1), index, weights)
+        assert error(out, layer.eval()(x, index, weights)) <= TOLERANCE
+
+
+def test_inputs_that_are_not_contiguous():
+    layer = make()
+    x, index, weights, grad = inputs()
+    expected = backward(layer, x, index, weights, grad)[1]
+    x, weights = x.T.contiguous().T.requires_grad_(), weights.requires_grad_()
+    layer.zero_grad()
+    layer(x, index.T.contiguous().T, weights).backward(grad.T.contiguous().T)
+    assert torch.equal(x.grad, expected["x"]) and torch.equal(weights.grad, expected["routing"])
+    assert torch.equal(layer.gate_up_proj.grad, expected["up"])
+    # The gradient of a sum is one value, expanded.
+    layer(x, index, weights).sum().backward()
+
+
+def test_leading_dimensions():
+    layer = make()
+    x, index, weights, grad = inputs()
+    flat = backward(layer, x, index, weights, grad)[1]
+    _, grads = backward(layer, *(value.view(5, 8, -1) for value in (x, index, weights, grad)))
+    equal(
+        {name: value.flatten(0, -2) for name, value in grads.items() if name in ("x", "routing")},
+        {name: flat[name] for name in ("x", "routing")},
+    )
+    assert torch.equal(grads["up"], flat["up"])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("form", [dict(gated=False), dict(), dict(limit=0.4)])
+def test_derivatives_of_activations(name, form):
+    activation = Activation(name=name, **form)
+    projected = torch.randn(50, 32, dtype=torch.float64).requires_grad_()
+    value = activation(projected)
+    grad = torch.randn_like(value)
+    d_projected, again = activation_backward(projected.detach(), grad, activation)
+    torch.testing.assert_close(again, value.detach())
+    torch.testing.assert_close(d_projected, torch.autograd.grad(value, projected, grad)[0])
+    bad = torch.full((1, 32), NAN, dtype=torch.float64)
+    if name != "linear":
+        assert activation_backward(bad, torch.ones(1, value.shape[1]), activation)[0].isnan().all()
+
+
+# What must not happen.
+
+
+def touched(index, token, num_experts=4):
+    return torch.tensor([expert in index[token] for expert in range(num_experts)])
+
+
+@pytest.mark.parametrize("variant", ["plain", "limit", "gelu"])
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+@pytest.mark.parametrize("where", ["x", "grad", "weight"])
+def test_bad_value_touches_what_depends_on_it_only(where, bad, variant):
+    layer = make(**VARIANTS[variant])
+    arguments = dict(zip(("x", "index", "weights", "grad"), inputs(12), strict=True))
+    _, clean = backward(layer, *arguments.values())
+    arguments["weights" if where == "weight" else where][7, 1] = bad
+    _, grads = backward(layer, *arguments.values())
+    experts = touched(arguments["index"], 7)
+    if where == "weight":
+        experts = torch.arange(4) == arguments["index"][7, 1]
+    assert 0 < experts.sum() < 4
+    for name in ("up", "down"):
+        assert torch.equal(grads[name][~experts], clean[name][~experts])
+    if where == "grad":
+        assert not grads["x"][7].isfinite().any() and not grads["routing"][7].isfinite().any()
+    elif where == "weight":
+        assert not grads["x"][7].isfinite().any() and torch.equal(grads["routing"][7], clean["routing"][7])
+    else:
+        assert not grads["routing"][7].isfinite().any()
+    others = torch.arange(12) != 7
+    for name in ("x", "routing"):
+        assert torch.equal(grads[name][others], clean[name][others])
+    # Where a limit clamps a value, its gradient is zero, whatever comes.
+    names = ("down",) if variant == "limit" else ("up", "down")
+    for name in names:
+        assert all(not value.isfinite().all() for value in grads[name][experts])
+
+
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_memory_that_held_nan_does_not_show(frozen, variant):
+    layer = make(**VARIANTS[variant])
+    if frozen:
+        layer = GroupedExperts.from_experts(layer)
+    x, index, weights, grad = inputs()
+    index[::3] = 9
+    expected = backward(layer, x, index, weights, grad)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    try:
+        assert torch.empty(3).isnan().all()
+        out, grads = backward(layer, x, index, weights, grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(out, expected[0])
+    equal(grads, expected[1])
+
+
+def test_equal_inputs_give_equal_bits():
+    layer, arguments = make(), inputs()
+    out, grads = backward(layer, *arguments)
+    for _ in range(3):
+        again, same = backward(layer, *arguments)
+        assert torch.equal(again, out)
+        equal(same, grads)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_master_changed_between_forward_and_backward(name):
+    layer = make()
+    x, index, weights, grad = inputs()
+    out = layer(x, index, weights)
+    with torch.no_grad():
+        getattr(layer, name).mul_(2)
+    with pytest.raises(RuntimeError, match=rf"GroupedExperts: {name}, shape \(4, .* changed in place between forward"):
+        out.backward(grad)
+    backward(layer, x, index, weights, grad)
+
+
+def test_master_changed_is_seen_when_compiled():
+    torch._dynamo.reset()
+    layer = make()
+    x, index, weights, grad = inputs()
+    out = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, index, weights)
+    with torch.no_grad():
+        layer.down_proj.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+        out.backward(grad)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_double_backward(frozen):
+    layer = make()
+    if frozen:
+        layer = GroupedExperts.from_experts(layer)
+    x, index, weights, _ = inputs()
+    for wanted in ([x], [x, weights]):
+        for value in wanted:
+            value.requires_grad_()
+        grads = torch.autograd.grad(layer(x, index, weights).sum(), wanted, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"GroupedExperts: there is no double backward"):
+            sum(grad.float().square().sum() for grad in grads).backward()
+
+
+def test_result_may_be_changed_in_place():
+    layer = make()
+    x, index, weights, grad = inputs()
+    expected = backward(layer, x, index, weights, grad)[1]
+    for shape in ((40,), (5, 8)):
+        layer.zero_grad()
+        out = layer(*(value.unflatten(0, shape) for value in (x, index, weights)))
+        out.mul_(2).backward(grad.div(2).unflatten(0, shape))
+        assert torch.equal(layer.down_proj.grad, expected["down"])
+
+
+def test_second_backward_through_one_forward():
+    layer = make()
+    x, index, weights, grad = inputs()
+    out = layer(x, index, weights)
+    out.backward(grad, retain_graph=True)
+    once = layer.down_proj.grad.clone()
+    out.backward(grad)
+    assert torch.equal(layer.down_proj.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward(grad)
+
+
+# What is quantized and what is kept.
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each quantizer runs."""
+    counts = {}
+
+    def count(module, name):
+        function = getattr(module, name)
+
+        def counted(*arguments, **options):
+            counts[name] = counts.get(name, 0) + 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for name in (
+        "quantize_with_transpose",
+        "swiglu_quantize",
+        "swiglu_backward_quantize",
+        "permute_quantize",
+        "quantize_1x128",
+    ):
+        count(kernels, name)
+    count(masters, "quantize_128x128")
+    return counts
+
+
+def test_each_quantization_happens_once(calls):
+    layer = make()
+    x, index, weights, grad = inputs()
+    x.requires_grad_()
+    out = layer(x, index, weights.requires_grad_())
+    # x; h; both weights.
+    assert calls == {"quantize_with_transpose": 1, "swiglu_quantize": 1, "quantize_128x128": 2}
+    calls.clear()
+    out.backward(grad)
+    # The gradients of the result and of the gate and up projections.
+    assert calls == {"quantize_with_transpose": 1, "swiglu_backward_quantize": 1}
+
+
+def test_each_quantization_happens_once_with_another_activation(calls):
+    layer = make(**VARIANTS["gelu"])
+    backward(layer, *inputs())
+    assert calls == {"quantize_with_transpose": 4, "quantize_128x128": 2}
+
+
+def test_frozen_weights_need_no_transposed_activations(calls):
+    layer = GroupedExperts.from_experts(make(**VARIANTS["gelu"]))
+    calls.clear()
+    backward(layer, *inputs())
+    assert calls == {"permute_quantize": 2, "quantize_1x128": 2}
+
+
+def test_masters_are_quantized_once_per_step(calls):
+    layer = make()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x, index, weights, grad = inputs()
+    for step in range(1, 4):
+        for _ in range(3):
+            layer(x, index, weights).backward(grad)
+        with torch.no_grad():
+            layer(x, index, weights)
+        assert calls["quantize_128x128"] == 2 * step
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def kept_bytes(layer, x, index, weights):
+    """Bytes of the tensors that autograd saves, but for parameters, FP8 weights and routing weights."""
+    left_out = {value.untyped_storage().data_ptr() for value in (*layer.parameters(), weights)}
+    if layer.trainable:
+        left_out |= {value.untyped_storage().data_ptr() for copy in layer._quantized() for value in copy}
+    kept = {}
+
+    def pack(value):
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in left_out:
+            kept[storage.data_ptr() or id(value)] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        out = layer(x, index, weights)
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(256, 128), (131, 77)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_memory_kept_for_the_backward(gated, sizes, dtype):
+    """As documented by experts_training: nothing of the inputs' precision but the result of GEMM 1."""
+    experts, tokens, top_k, (hidden, size) = 4, 200, 2, sizes
+    x, index, weights, _ = inputs(tokens, experts, top_k, hidden, dtype)
+    rows, size, hidden = tokens * top_k, -(-size // 128) * 128, -(-hidden // 16) * 16
+    columns = (rows + 127 * experts) // 128 * 128
+    projected = (4 if gated else 2) * rows * size
+    up, down = columns * hidden * 33 // 32, columns * size * 33 // 32
+    common = projected + 8 * rows + 4 * (experts + 1)
+
+    layer = make(experts, *sizes, gated=gated)
+    x.requires_grad_()
+    assert kept_bytes(layer, x, index, weights) == common + up + down
+    layer.down_proj.requires_grad_(False)
+    assert kept_bytes(layer, x, index, weights) == common + up
+    assert kept_bytes(GroupedExperts.from_experts(layer), x, index, weights) == common
+
+
+def test_nothing_is_kept_without_gradients():
+    layer = make()
+    x, index, weights, _ = inputs()
+    with torch.no_grad():
+        out = layer(x, index, weights)
+        assert not out.requires_grad
+    assert torch.equal(layer(x, index, weights), out)  # in training mode, the same bits
+    layer.requires_grad_(False)
+    assert not layer(x, index, weights).requires_grad
+
+
+# Frozen weights.
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sizes", [(144, 96), (131, 200)])
+def test_frozen_weights_pass_gradients(sizes, variant):
+    layer = make(4, *sizes, **VARIANTS[variant])
+    frozen = GroupedExperts.from_experts(layer, decode_capacity=64)
+    arguments = inputs(hidden=sizes[0])
+    out, grads = check(frozen, *arguments)
+    expected_out, expected = backward(layer, *arguments)
+    assert torch.equal(out, expected_out)
+    equal(grads, {name: expected[name] for name in ("x", "routing")})
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in frozen.parameters())
+
+
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj"])
+def test_one_frozen_master(frozen):
+    layer, arguments = make(), inputs()
+    expected = backward(layer, *arguments)[1]
+    getattr(layer, frozen).requires_grad_(False).grad = None
+    _, grads = backward(layer, *arguments)
+    equal(grads, {name: value for name, value in expected.items() if name != frozen.split("_")[-2]})
+
+
+@pytest.mark.parametrize("wanted", ["x", "routing", "gate_up_proj", "down_proj"])
+def test_one_gradient(wanted):
+    layer = make().requires_grad_(False)
+    x, index, weights, grad = inputs()
+    expected = backward(make(), x, index, weights, grad)[1]
+    named = {"x": x, "routing": weights, "gate_up_proj": layer.gate_up_proj, "down_proj": layer.down_proj}
+    named[wanted].requires_grad_()
+    layer(x, index, weights).backward(grad)
+    name = {"gate_up_proj": "up", "down_proj": "down"}.get(wanted, wanted)
+    assert torch.equal(named[wanted].grad, expected[name])
+    assert all(value.grad is None for key, value in named.items() if key != wanted)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_fp8_weights_have_no_gradient(backend):
+    torch._dynamo.reset()
+    layer = GroupedExperts.from_experts(make()).requires_grad_()
+    x, index, weights, grad = inputs()
+    call = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
+    out = call(x.requires_grad_(), index, weights)
+    assert out.requires_grad
+    with pytest.raises(RuntimeError, match=r"fp8moe\.GroupedExperts has no backward"):
+        out.backward(grad)
+
+
+def test_inference_mode():
+    layer = make()
+    x, index, weights, _ = inputs()
+    with torch.inference_mode():
+        out = layer.eval()(x, index, weights)
+        assert torch.equal(out, GroupedExperts.from_experts(layer)(x, index, weights))
+
+
+# Training loops.
+
+
+class Block(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(144, 4)
+        self.experts = make(**options)
+
+    def forward(self, x):
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        return x + self.experts(x, index, weights)
+
+
+def gradients(block, call, x):
+    block.zero_grad()
+    x = x.detach().requires_grad_()
+    out = call(x)
+    out.square().sum().backward()
+    return {"x": x.grad} | {name: value.grad for name, value in block.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    block, x = Block(), torch.randn(30, 144)
+    expected = gradients(block, block, x)
+    assert expected.keys() == {"x", "gate.weight", "gate.bias", "experts.gate_up_proj", "experts.down_proj"}
+    equal(gradients(block, lambda x: checkpoint(block, x, use_reentrant=use_reentrant), x), expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compile(frozen, backend):
+    block = Block()
+    if frozen:
+        block.experts = GroupedExperts.from_experts(block.experts)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
+    optimizer = torch.optim.SGD(block.parameters(), lr=1e-3)
+    for tokens in (3, 40, 41):
+        x = torch.randn(tokens, 144)
+        expected = gradients(block, block, x)
+        actual = gradients(block, compiled, x)
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert error(actual[name], value) <= (0 if backend == "aot_eager" else 2e-2), name
+        optimizer.step()
+
+
+def test_compile_with_checkpointing():
+    block, x = Block(), torch.randn(30, 144)
+    expected = gradients(block, block, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    equal(gradients(block, compiled, x), expected)
+
+
+def test_accumulation_over_micro_batches():
+    block = Block()
+    batches = [torch.randn(20, 144) for _ in range(3)]
+    separate = [gradients(block, block, x) for x in batches]
+    block.zero_grad()
+    for x in batches:
+        block(x).square().sum().backward()
+    for name, value in block.named_parameters():
+        assert torch.equal(value.grad, separate[0][name] + separate[1][name] + separate[2][name])
+
+
+@pytest.mark.parametrize("master_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["foreach", "fused"])
+def test_optimizers(form, master_dtype):
+    block = Block(master_dtype=master_dtype)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=3e-3, **{form: True})
+    torch.manual_seed(1)
+    x, target = torch.randn(64, 144), torch.randn(64, 144)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = F.mse_loss(block(x), target)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(block.parameters(), 0.1)
+        total = sum(value.grad.double().square().sum() for value in block.parameters()).sqrt()
+        assert norm.isfinite() and total <= 0.101
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.75 * losses[0]
+    # The FP8 copies are those of the weights as they are now.
+    fresh = Block(master_dtype=master_dtype)
+    fresh.load_state_dict(block.state_dict())
+    assert torch.equal(fresh(x), block(x))
+
+
+# The module.
+
+
+def test_state_dict_is_that_of_unquantized_experts():
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = make(3, 272, 200, master_dtype=dtype)
+        assert {name: (value.shape, value.dtype) for name, value in layer.state_dict().items()} == {
+            "gate_up_proj": ((3, 400, 272), dtype),
+            "down_proj": ((3, 272, 200), dtype),
+        }
+        assert all(value.requires_grad for value in layer.parameters())
+    assert make(3, 272, 200, gated=False).up_proj.shape == (3, 200, 272)
+
+
+def test_initialization_is_that_of_frozen_experts():
+    torch.manual_seed(0)
+    frozen = GroupedExperts(num_experts=2, hidden_size=272, intermediate_size=200, dtype=torch.float32)
+    expected = GroupedExperts.from_experts(make(2, 272, 200)).state_dict()
+    assert all(torch.equal(value.float(), expected[name].float()) for name, value in frozen.state_dict().items())
+
+
+def test_casts_moves_and_copies(tmp_path):
+    layer = make(swiglu_limit=0.4)
+    x, index, weights, grad = inputs()
+    expected = backward(layer, x, index, weights, grad)[1]
+    torch.save(layer, tmp_path / "layer.pt")
+    for other in (copy.deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
+        with torch.no_grad():
+            layer.down_proj.neg_()  # shared with neither
+        equal(backward(other, x, index, weights, grad)[1], expected)
+        with torch.no_grad():
+            layer.down_proj.neg_()
+    half = copy.deepcopy(layer).to(torch.bfloat16)
+    assert all(value.dtype == torch.bfloat16 for value in half.parameters())
+    _, grads = backward(half, x, index, weights, grad)
+    assert grads["up"].dtype == torch.bfloat16
+    check(half, x, index, weights, grad)
+    on_meta = copy.deepcopy(layer).to("meta")
+    assert on_meta(x.to("meta"), index.to("meta"), weights.to("meta")).is_meta
+
+
+def test_repr():
+    assert repr(make()).endswith("activation='silu', master_dtype=torch.float32)")
+
+
+def test_changes_that_versions_do_not_show():
+    """Through .data, as some code exchanges weights for those of an average; seen after a switch of modes."""
+    layer = make()
+    x, index, weights, _ = inputs()
+    with torch.no_grad():
+        before = layer.eval()(x, index, weights)
+        layer.train()
+        layer.down_proj.data = -layer.down_proj.data
+        assert torch.equal(layer.eval()(x, index, weights), -before)
+        layer.load_state_dict(make().state_dict())
+        assert torch.equal(layer(x, index, weights), before)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_loading_fp8_weights_is_refused(name):
+    layer = make()
+    before = copy.deepcopy(layer).state_dict()
+    state = layer.state_dict() | {name: layer.state_dict()[name].to(torch.float8_e4m3fn)}
+    with pytest.raises(RuntimeError, match=rf"0\.{name}: expected bfloat16.*got torch.float8_e4m3fn.*from_experts"):
+        nn.Sequential(layer).load_state_dict({f"0.{key}": value for key, value in state.items()})
+    assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
+
+
+def fused(size=96, dtype=torch.bfloat16):
+    """A module as transformers has them."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.gate_up_proj = nn.Parameter(torch.randn(4, 2 * size, 144).mul(0.1).to(dtype))
+    module.down_proj = nn.Parameter(torch.randn(4, 144, size).mul(0.1).to(dtype))
+    module.act_fn = nn.SiLU()
+    return module
+
+
+@pytest.mark.parametrize("master_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_from_experts(dtype, master_dtype):
+    module = fused(dtype=dtype).eval()
+    layer = GroupedExperts.from_experts(module, master_dtype=master_dtype, decode_capacity=4)
+    assert not layer.training and layer.decode_capacity == 4
+    for name in ("gate_up_proj", "down_proj"):
+        value, source = getattr(layer, name), getattr(module, name)
+        assert value.requires_grad and value.dtype == master_dtype and torch.equal(value, source.to(master_dtype))
+        assert (value is source) == (dtype == master_dtype)
+    check(layer, *inputs())
+    layer = GroupedExperts.from_experts(module.requires_grad_(False), master_dtype=master_dtype)
+    assert not any(value.requires_grad for value in layer.parameters())
+
+
+def test_from_experts_one_by_one():
+    torch.manual_seed(0)
+    modules = nn.ModuleList(nn.Module() for _ in range(4))
+    for module in modules:
+        module.act_fn = nn.SiLU()
+        for name, shape in (("gate_proj", (144, 96)), ("up_proj", (144, 96)), ("down_proj", (96, 144))):
+            setattr(module, name, nn.Linear(*shape, bias=False))
+        module.forward = lambda x, m=module: m.down_proj(F.silu(m.gate_proj(x)) * m.up_proj(x))
+    layer = GroupedExperts.from_experts(modules, master_dtype=torch.float32)
+    for expert, module in enumerate(modules):
+        gate_up = torch.cat([module.gate_proj.weight, module.up_proj.weight])
+        assert torch.equal(layer.gate_up_proj[expert], gate_up)
+        assert torch.equal(layer.down_proj[expert], module.down_proj.weight)
+    check(layer, *inputs())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", [96, 200])
+def test_from_experts_of_our_own(size, variant):
+    """Train, freeze, and go on training from the frozen weights."""
+    trained = make(4, 144, size, **VARIANTS[variant])
+    x, index, weights, _ = inputs()
+    with torch.no_grad():
+        expected = trained.eval()(x, index, weights)
+        frozen = GroupedExperts.from_experts(trained)
+        assert frozen.activation == trained.activation and not frozen.trainable and not frozen.training
+        assert torch.equal(frozen(x, index, weights), expected)
+        again = GroupedExperts.from_experts(frozen, master_dtype=torch.float32)
+        up, down = quantized(frozen)
+        assert torch.equal(getattr(again, again.up_name), up.flatten(1, 2).float())
+        assert torch.equal(again.down_proj, down.float())
+        assert all(value.requires_grad for value in again.parameters())
+        assert error(again(x, index, weights), expected) <= 1e-6
+
+
+def test_decode_capacity_is_for_calls_without_gradients(monkeypatch):
+    layer = make(decode_capacity=64)
+    x, index, weights, grad = inputs()
+    given = []
+    monkeypatch.setattr("fp8moe.layers.experts.experts", lambda x, *_, capacity, **__: given.append(capacity) or x)
+    with torch.no_grad():
+        layer.eval()(x, index, weights)
+    assert given == [64]
+    equal(backward(layer, x, index, weights, grad)[1], backward(make(), x, index, weights, grad)[1])
+    assert given == [64]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+def test_opcheck(variant, frozen):
+    layer = make(hidden_size=131, **VARIANTS[variant])
+    x, index, weights, _ = inputs(hidden=131, dtype=torch.float32)
+    up, down = layer._quantized()
+    trained = (None, None) if frozen else (layer.gate_up_proj, layer.down_proj)
+    activation = layer.activation
+    # Schema checks compare inputs with kernels that PyTorch lacks for float8.
+    torch.library.opcheck(
+        torch.ops.fp8moe.experts_training.default,
+        (x.requires_grad_(), index, weights.requires_grad_(), *up, *down, *trained, activation.name, True, None, None),
+        test_utils=("test_autograd_registration", "test_faketensor"),
+    )
+
+
+# Bad input.
+
+
+def test_bad_construction():
+    for dtype in (torch.float16, torch.float8_e4m3fn, torch.float64):
+        with pytest.raises(TypeError, match=rf"^master_dtype: expected .* got {dtype}"):
+            make(master_dtype=dtype)
+        with pytest.raises(TypeError, match=rf"^master_dtype: expected .* got {dtype}"):
+            GroupedExperts.from_experts(fused(), master_dtype=dtype)
+    with pytest.raises(ValueError, match=r"^scale_format: expected 'float32' with a master_dtype, got 'ue8m0'"):
+        GroupedExperts.from_experts(fused(), master_dtype=torch.float32, scale_format="ue8m0")
+
+
+@pytest.mark.parametrize(
+    ("change", "exception", "message"),
+    [
+        (lambda x, i, w: (x.double(), i, w), TypeError, r"^hidden_states: expected bfloat16, .* got torch.float64"),
+        (lambda x, i, w: (x[:, :128], i, w), ValueError, r"^hidden_states: expected shape \(T, 144\)"),
+        (lambda x, i, w: (x, i.short(), w), TypeError, r"^top_k_index: expected int32 or int64"),
+        (lambda x, i, w: (x, i, w[:, :1]), ValueError, r"^top_k_weights: expected shape \(40, 2\)"),
+        (lambda x, i, w: (x, i.to("meta"), w), ValueError, r"^top_k_index: expected on cpu .* got meta"),
+    ],
+)
+def test_bad_input(change, exception, message):
+    with pytest.raises(exception, match=message):
+        make()(*change(*inputs()[:3]))
+
+
+def test_bad_master():
+    layer = make()
+    up, down = layer._quantized()
+    x, index, weights, _ = inputs()
+    for name in ("up_master", "down_master"):
+        with pytest.raises(ValueError, match=rf"^{name}: expected shape \(4, .* like the FP8 weight, got \(4, 3\)"):
+            kernels.experts_training(
+                x,
+                index,
+                weights,
+                up,
+                down,
+                activation=layer.activation,
+                **{name: torch.zeros(4, 3, requires_grad=True)},
+            )

@@ -1,0 +1,113 @@
+"""FP8Linear with master weights under FSDP2: two processes on the CPU against the unsharded layers."""
+
+import copy
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from fp8moe.layers import master
+from fp8moe.layers.linear import FP8Linear
+
+WORLD, STEPS, MICRO_BATCHES = 2, 4, 2
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+
+def full(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def close(sharded, plain):
+    sharded, plain = full(sharded).detach(), plain.detach()
+    assert sharded.shape == plain.shape and (sharded - plain).norm() <= 1e-5 * plain.norm()
+
+
+def count_quantizations():
+    """A list that every quantization of a master adds its shape to."""
+    shapes, quantize = [], master.quantize_128x128
+
+    def counted(weight):
+        shapes.append(tuple(weight.shape))
+        return quantize(weight)
+
+    master.quantize_128x128 = counted
+    return shapes
+
+
+def train(reshard):
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        FP8Linear(144, 272, dtype=torch.float32, master_dtype=torch.float32),
+        nn.SiLU(),
+        FP8Linear(272, 48, dtype=torch.float32, master_dtype=torch.float32),
+    )
+    sharded = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in (sharded[0], sharded[2], sharded):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True) for model in (plain, sharded)]
+    data = torch.randn(MICRO_BATCHES, WORLD, 32, 144)
+    targets = torch.randn(MICRO_BATCHES, WORLD, 32, 48)
+    rank = dist.get_rank()
+    quantizations = count_quantizations()
+    losses = []
+
+    def loss_of(model, batch, part):
+        return (model(data[batch, part]) - targets[batch, part]).square().mean()
+
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        quantizations.clear()
+        for batch in range(MICRO_BATCHES):
+            loss = loss_of(sharded, batch, rank)
+            loss.backward()
+            losses.append(loss.item())
+        assert sorted(quantizations) == [(48, 272), (272, 144)]  # once for all forwards and backwards of the step
+        for batch in range(MICRO_BATCHES):
+            for part in range(WORLD):
+                expected = loss_of(plain, batch, part)
+                (expected / WORLD).backward()
+                if part == rank:
+                    assert abs(losses[batch - MICRO_BATCHES] - expected.item()) <= 1e-5 * expected.item()
+        for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+            close(ours.grad, theirs.grad)
+        norms = [full(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (sharded, plain)]
+        assert norms[1] > 0.1
+        close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert losses[-1] < 0.95 * losses[0]
+
+    # Loading shows in no version of the gathered weight, and is no step of an optimizer.
+    x = data[0, rank]
+    with torch.no_grad():
+        close(sharded(x), plain(x))
+        sharded.load_state_dict({name: value * 0.5 for name, value in sharded.state_dict().items()})
+        plain.load_state_dict({name: value * 0.5 for name, value in plain.state_dict().items()})
+        close(sharded(x), plain(x))
+
+
+def run(rank, port):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    try:
+        for reshard in (True, False):
+            train(reshard)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_training_is_unsharded_training():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run, (port,), nprocs=WORLD)

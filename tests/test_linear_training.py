@@ -1,0 +1,676 @@
+"""Training FP8Linear on the reference backend: gradients, master weights and their FP8 copies, PyTorch around it."""
+
+import copy
+import gc
+import shutil
+import weakref
+
+import pytest
+import torch
+import torch.compiler.config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
+
+from fp8moe.kernels import linear_training
+from fp8moe.layers import master
+from fp8moe.layers.linear import FP8Linear, replace_linears
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+
+
+def make(in_features=272, out_features=136, bias=True, *, dtype=torch.float32, master_dtype=torch.float32):
+    return FP8Linear(in_features, out_features, bias, dtype=dtype, master_dtype=master_dtype)
+
+
+def gradients(call, x, grad, parameters):
+    """The result of ``call(x)``, and the gradients of x and parameters, which have none before and after."""
+    parameters = list(parameters)
+    x = x.detach().requires_grad_()
+    out = call(x)
+    out.backward(grad)
+    grads = [x.grad, *(parameter.grad for parameter in parameters)]
+    for parameter in parameters:
+        parameter.grad = None
+    return out.detach(), grads
+
+
+def exact(x, grad, weight):
+    """Gradients of x and weight in float64 over the operands that the layer quantizes."""
+    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+    d_x = dequantize(quantize_1x128(grad), dtype=torch.float64) @ dequantize(weight, dtype=torch.float64)
+    grad_columns, columns = (dequantize(quantize_128x1(value), dtype=torch.float64) for value in (grad, x))
+    return d_x, grad_columns @ columns.T
+
+
+def error(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def same(actual, expected):
+    return all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
+
+
+@pytest.fixture
+def fresh_compiler():
+    """PyTorch keeps compiled backwards on disk under keys that know nothing of how an operator's backward is made."""
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("master_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lead", [(1,), (200,), (3, 100)])
+def test_gradients(lead, dtype, master_dtype):
+    torch.manual_seed(0)
+    layer = make(dtype=dtype, master_dtype=master_dtype)
+    x, grad = torch.randn(*lead, 272).to(dtype), torch.randn(*lead, 136).to(dtype)
+    out, (d_x, d_weight, d_bias) = gradients(layer, x, grad, layer.parameters())
+    assert (d_x.shape, d_x.dtype) == (x.shape, dtype) and d_x.is_contiguous()
+    assert (d_weight.dtype, d_bias.dtype) == (master_dtype, dtype)
+
+    expected = exact(x, grad, quantize_128x128(layer.weight))
+    assert error(d_x.flatten(0, -2), expected[0]) < TOLERANCE[dtype]
+    assert error(d_weight, expected[1]) < TOLERANCE[master_dtype]
+    assert error(d_bias, grad.double().flatten(0, -2).sum(0)) < TOLERANCE[dtype]
+
+    plain = nn.Linear(272, 136, dtype=torch.float64)
+    plain.load_state_dict(layer.state_dict())
+    _, expected = gradients(plain, x.double(), grad.double(), plain.parameters())
+    for actual, other in zip((d_x, d_weight, d_bias), expected, strict=True):
+        assert error(actual, other) < 6e-2
+
+
+@settings(max_examples=25)
+@given(
+    in_features=st.integers(1, 300),
+    out_features=st.integers(1, 300),
+    rows=st.integers(0, 140),
+    bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_sizes(in_features, out_features, rows, bias, dtype):
+    layer = make(in_features, out_features, bias)
+    x, grad = torch.randn(rows, in_features).to(dtype), torch.randn(rows, out_features).to(dtype)
+    out, (d_x, d_weight, *d_bias) = gradients(layer, x, grad, layer.parameters())
+    with torch.no_grad():
+        assert torch.equal(out, layer(x)) and out.is_contiguous()
+    expected = exact(x, grad, quantize_128x128(layer.weight))
+    torch.testing.assert_close(d_x.double(), expected[0], rtol=0.01, atol=0.01)
+    torch.testing.assert_close(d_weight.double(), expected[1], rtol=1e-5, atol=1e-4)
+    assert len(d_bias) == bias
+
+
+@pytest.mark.parametrize("lead", [(0,), (2, 0)])
+@pytest.mark.parametrize("features", [(272, 136), (131, 21)])
+def test_no_rows_give_zero_gradients(features, lead):
+    layer = make(*features)
+    x = torch.empty(*lead, features[0])
+    out, (d_x, d_weight, d_bias) = gradients(layer, x, torch.empty(*lead, features[1]), layer.parameters())
+    assert out.shape == (*lead, features[1]) and d_x.shape == x.shape
+    assert d_weight.shape == layer.weight.shape and not d_weight.any() and not d_bias.any()
+
+
+def test_strided_input_and_gradient():
+    layer = make()
+    x, grad = torch.randn(7, 272, 5).transpose(1, 2), torch.randn(1, 1, 136).expand(7, 5, 136)
+    parameters = list(layer.parameters())
+    assert same(
+        gradients(layer, x, grad, parameters)[1],
+        gradients(layer, x.contiguous(), grad.contiguous(), parameters)[1],
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("features", [(272, 136), (131, 21)])
+def test_bad_value_stays_visible(features, bad):
+    layer = make(*features)
+    x, grad = torch.randn(200, features[0]), torch.randn(200, features[1])
+    _, clean = gradients(layer, x, grad, layer.parameters())
+    grad[150, 20] = bad
+    _, (d_x, d_weight, d_bias) = gradients(layer, x, grad, layer.parameters())
+    for actual, expected, index in ((d_x, clean[0], 150), (d_weight, clean[1], 20), (d_bias, clean[2], 20)):
+        assert not actual[index].isfinite().any()
+        others = torch.arange(len(actual)) != index
+        assert torch.equal(actual[others], expected[others])
+    grad[150, 20] = 0
+    x[3, 5] = bad
+    _, (d_x, d_weight, _) = gradients(layer, x, grad, layer.parameters())
+    assert d_x.isfinite().all() and not d_weight[:, 5].isfinite().any()
+    assert d_weight[:, torch.arange(features[0]) != 5].isfinite().all()
+
+
+def test_small_gradients():
+    layer = make()
+    x, grad = torch.randn(64, 272), torch.randn(64, 136)
+    expected = gradients(layer, x, grad, layer.parameters())[1]
+    small = gradients(layer, x, grad * 2.0**-30, layer.parameters())[1]
+    for actual, other in zip(small, expected, strict=True):
+        assert torch.equal(actual * 2.0**30, other)
+
+
+def test_equal_inputs_give_equal_bits():
+    layer = make(dtype=torch.bfloat16, master_dtype=torch.bfloat16)
+    x, grad = torch.randn(300, 272).bfloat16(), torch.randn(300, 136).bfloat16()
+    first = gradients(layer, x, grad, layer.parameters())[1]
+    for _ in range(5):
+        assert same(gradients(layer, x, grad, layer.parameters())[1], first)
+
+
+# What is computed, and how often.
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the quantizers and GEMMs that the layer has called, in order."""
+    names = []
+
+    def count(module, name):
+        function = getattr(module, name)
+
+        def counted(*args, **kwargs):
+            if not isinstance(args[0], FakeTensor):  # by which torch.compile learns what operators return
+                names.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(master, "quantize_128x128")
+    for name in ("quantize_with_transpose", "quantize_1x128", "transpose_fp8", "gemm", "weight_gradients"):
+        count(linear_training, name)
+    return names
+
+
+def test_each_quantization_happens_once(calls):
+    layer = make()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        calls.clear()
+        for _ in range(2):
+            layer(torch.randn(40, 272, requires_grad=True)).sum().backward()
+        per_call = ["quantize_with_transpose", "gemm"]
+        per_call += ["quantize_with_transpose", "weight_gradients", "transpose_fp8", "gemm"]
+        assert calls == ["quantize_128x128", *per_call, *per_call]
+        optimizer.step()
+
+
+def test_only_what_is_needed_is_computed(calls):
+    layer = make()
+    layer(torch.randn(40, 272)).sum().backward()  # the first layer of a model
+    assert calls == ["quantize_128x128", *2 * ["quantize_with_transpose", "gemm"]][:-1] + ["weight_gradients"]
+    calls.clear()
+    x = torch.randn(40, 272, requires_grad=True)
+    layer.weight.requires_grad_(False).grad = None
+    layer(x).sum().backward()
+    assert calls == ["quantize_1x128", "transpose_fp8", "gemm"]
+    assert layer.weight.grad is None
+    with torch.no_grad():
+        calls.clear()
+        layer(x)
+    assert calls == []
+
+
+def test_activations_are_kept_in_fp8():
+    layer = make(256, 384, False, dtype=torch.bfloat16, master_dtype=torch.bfloat16)
+    saved = {}
+
+    def pack(value):
+        saved[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    copies = sum(value.untyped_storage().nbytes() for value in master.quantized(layer.weight))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        layer(torch.randn(1024, 256).bfloat16().requires_grad_())
+    assert sum(saved.values()) == copies + 1024 * 256 * 33 // 32
+
+
+# Frozen FP8 weights.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [(272, 136), (131, 21)])
+def test_frozen_weights_pass_gradients(features, dtype):
+    layer = FP8Linear(*features, dtype=dtype)
+    x, grad = torch.randn(2, 30, features[0]).to(dtype), torch.randn(2, 30, features[1]).to(dtype)
+    out, (d_x, d_bias) = gradients(layer, x, grad, [layer.bias])
+    with torch.no_grad():
+        assert torch.equal(out, layer(x))
+    expected, _ = exact(x, grad, (layer.weight, layer.weight_scale_inv))
+    assert error(d_x.flatten(0, -2), expected) < TOLERANCE[dtype]
+    assert error(d_bias, grad.double().sum((0, 1))) < TOLERANCE[dtype]
+    trained = make(*features, dtype=dtype)
+    trained.load_state_dict({"weight": dequantize((layer.weight, layer.weight_scale_inv)), "bias": layer.bias})
+    assert error(gradients(trained, x, grad, trained.parameters())[1][0], d_x.double()) < 0.05
+    trained.weight.requires_grad_(False)
+    assert error(gradients(trained, x, grad, trained.parameters())[1][0], d_x.double()) < 0.05
+
+
+def test_low_rank_adapters_train_around_frozen_layers():
+    torch.manual_seed(0)
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = FP8Linear(64, 64, dtype=torch.float32).requires_grad_(False)
+            self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    model = nn.Sequential(Adapted(), nn.SiLU(), Adapted())
+    before = [value.clone() for value in model[0].base.state_dict().values()]
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-2)
+    x, target = torch.randn(2, 64, 64)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        assert model[0].down.weight.grad.any() or len(losses) == 1
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(
+        torch.equal(a.float(), b.float()) for a, b in zip(model[0].base.state_dict().values(), before, strict=True)
+    )
+
+
+# Copies of masters.
+
+
+def test_requantized_when_the_weight_changes(calls):
+    layer = make()
+    x = torch.randn(4, 272)
+
+    def check(quantizations):
+        calls.clear()
+        with torch.no_grad():
+            expected = FP8Linear.from_linear(layer)(x)
+            for _ in range(2):
+                assert torch.equal(layer(x), expected)
+        assert calls.count("quantize_128x128") == quantizations
+
+    check(1)
+    check(0)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    check(1)
+    layer.load_state_dict({name: value + 1 for name, value in layer.state_dict().items()})
+    check(1)
+    layer.weight.data = layer.weight.data * 3
+    check(1)
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+    check(1)
+    layer.train()
+    check(0)
+    layer.weight.data.mul_(0.5)  # shows nowhere
+    layer.eval()
+    check(1)
+    layer.weight.data.mul_(2)
+    master.outdate()
+    check(1)
+    layer.bfloat16()
+    check(1)
+    with torch.inference_mode():
+        layer.weight.mul_(2)
+    check(1)
+
+
+def test_weights_without_versions_are_not_kept(calls):
+    with torch.inference_mode():
+        layer = make()
+        x = torch.randn(4, 272)
+        first = layer(x)
+        layer.weight.mul_(2)
+        assert not torch.equal(layer(x), first)
+        assert torch.equal(layer(x), FP8Linear.from_linear(layer)(x))
+
+
+def test_a_copy_made_in_inference_mode_serves_training():
+    layer = make()
+    x, grad = torch.randn(4, 272), torch.randn(4, 136)
+    with torch.inference_mode():
+        expected = layer(x)
+    assert torch.equal(gradients(layer, x, grad, layer.parameters())[0], expected)
+
+
+def test_layers_that_share_a_weight_share_its_copy(calls):
+    first, second = make(), make()
+    second.weight = first.weight
+    x = torch.randn(4, 272)
+    with torch.no_grad():
+        assert torch.equal(first(x) - first.bias, first(x) - first.bias)
+        second(x)
+    assert calls.count("quantize_128x128") == 1
+
+
+def test_views_of_one_storage_have_copies_of_their_own():
+    memory = torch.randn(2, 136, 272)
+    layers = [make() for _ in range(2)]
+    for layer, weight in zip(layers, memory, strict=True):
+        layer.weight = nn.Parameter(weight)
+    x = torch.randn(4, 272)
+    with torch.no_grad():
+        for layer in layers * 2:
+            assert torch.equal(layer(x), FP8Linear.from_linear(layer)(x))
+
+
+def test_copies_live_as_long_as_the_weight():
+    layer = make()
+    layer(torch.randn(4, 272)).sum().backward()
+    copies = weakref.ref(getattr(layer.weight.untyped_storage(), master._ATTRIBUTE))
+    assert copies() is not None and master.quantized(layer.weight) is master.quantized(layer.weight.detach())
+    other = copy.deepcopy(layer)
+    assert not hasattr(other.weight.untyped_storage(), master._ATTRIBUTE)
+    del layer
+    gc.collect()
+    assert copies() is None
+
+
+# The module.
+
+
+def test_state_dict_is_that_of_nn_linear(tmp_path):
+    layer, plain = make(dtype=torch.float32, master_dtype=torch.bfloat16), nn.Linear(272, 136)
+    state = layer.state_dict()
+    assert {name: (value.shape, value.dtype) for name, value in state.items()} == {
+        "weight": ((136, 272), torch.bfloat16),
+        "bias": ((136,), torch.float32),
+    }
+    assert all(parameter.requires_grad for parameter in layer.parameters())
+    x = torch.randn(4, 272)
+    layer(x).sum().backward()
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    plain.load_state_dict(state)
+    other = make(master_dtype=torch.bfloat16)
+    other.load_state_dict(plain.state_dict())
+    assert torch.equal(other(x), layer(x))
+    meta = FP8Linear(272, 136, device="meta", master_dtype=torch.bfloat16)
+    meta.load_state_dict(state, assign=True)
+    assert meta.weight.requires_grad and torch.equal(meta(x), layer(x))
+
+
+def test_loading_fp8_into_a_master_is_refused():
+    layer = make(144, 24)
+    before = layer.weight.clone()
+    with pytest.raises(RuntimeError, match=r"0\.weight: .* for a master weight, got torch.float8_e4m3fn; load it"):
+        nn.Sequential(layer).load_state_dict(nn.Sequential(FP8Linear(144, 24)).state_dict(), strict=False)
+    assert torch.equal(layer.weight, before)
+
+
+def test_initialization_is_that_of_nn_linear():
+    torch.manual_seed(3)
+    plain = nn.Linear(272, 136)
+    torch.manual_seed(3)
+    layer = make()
+    assert torch.equal(layer.weight, plain.weight) and torch.equal(layer.bias, plain.bias)
+
+
+def test_copies_and_moves(tmp_path):
+    layer = make()
+    x, grad = torch.randn(4, 272), torch.randn(4, 136)
+    expected = gradients(layer, x, grad, layer.parameters())
+    torch.save(layer, tmp_path / "layer.pt")
+    for other in (copy.deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
+        out, grads = gradients(other, x, grad, other.parameters())
+        assert torch.equal(out, expected[0]) and same(grads, expected[1])
+        with torch.no_grad():
+            other.weight.zero_()
+        assert not other(x).equal(expected[0]) and torch.equal(layer(x), expected[0])
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+    assert gradients(layer, x, grad, layer.parameters())[1][1].dtype == torch.bfloat16
+    layer.to("meta")
+    assert layer.weight.is_meta and layer(torch.empty(3, 272, device="meta")).shape == (3, 136)
+
+
+def test_repr():
+    text = "FP8Linear(in_features=144, out_features=24, bias=False, master_dtype=torch.bfloat16)"
+    assert repr(make(144, 24, False, master_dtype=torch.bfloat16)) == text
+
+
+def test_from_linear_keeps_the_parameters():
+    source = nn.Linear(272, 136).eval()
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
+    layer = FP8Linear.from_linear(source, master_dtype=torch.float32)
+    assert layer.weight is source.weight and layer.bias is source.bias and not layer.training
+    x = torch.randn(4, 272)
+    before = layer(x)
+    before.sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer(x), before)
+    assert torch.equal(layer(x), FP8Linear.from_linear(source)(x))
+
+    source.weight.requires_grad_(False)
+    other = FP8Linear.from_linear(source, master_dtype=torch.bfloat16)
+    assert other.weight.dtype == torch.bfloat16 and not other.weight.requires_grad
+    assert torch.equal(other.weight, source.weight.bfloat16())
+
+
+def test_from_a_trained_layer():
+    layer = make().eval()
+    inference = FP8Linear.from_linear(layer)
+    assert not inference.trainable and inference.weight.dtype == torch.float8_e4m3fn and inference.bias is layer.bias
+    x = torch.randn(4, 272)
+    with torch.no_grad():
+        expected = layer(x)
+        assert torch.equal(inference(x), expected)
+        layer.weight.zero_()
+        assert torch.equal(inference(x), expected)
+    assert FP8Linear.from_linear(layer, master_dtype=torch.float32).weight is layer.weight
+
+
+def test_replace_linears_to_train_and_back():
+    model = nn.Sequential(nn.Linear(48, 64), nn.SiLU(), nn.Linear(64, 48), nn.Linear(48, 8))
+    parameters = list(model.parameters())
+    assert replace_linears(model, skip=("3",), master_dtype=torch.float32) == ["0", "2"]
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
+    x = torch.randn(5, 48)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in parameters)
+    with torch.no_grad():
+        expected = model(x)
+        assert replace_linears(model, skip=("3",), master_dtype=torch.float32) == []
+        assert replace_linears(model, skip=("3",)) == ["0", "2"]
+        assert torch.equal(model(x), expected)
+    assert model[0].weight.dtype == model[2].weight.dtype == torch.float8_e4m3fn
+
+
+# Training.
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("master_dtype", [torch.bfloat16, torch.float32])
+def test_training(options, master_dtype):
+    """Loss and weights follow those of the unquantized model, with clipped gradients accumulated over micro-batches."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)).to(master_dtype)
+    model = copy.deepcopy(plain)
+    replace_linears(model, master_dtype=master_dtype)
+    x, target = torch.randn(2, 3, 100, 64).to(master_dtype)
+    losses = {}
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=3e-3, **options)
+        losses[each] = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            for batch, wanted in zip(x, target, strict=True):
+                loss = (each(batch) - wanted).float().square().mean() / len(x)
+                loss.backward()
+            assert nn.utils.clip_grad_norm_(each.parameters(), 0.02) > 0.02
+            losses[each].append(loss.item())
+            optimizer.step()
+    assert losses[plain][-1] < 0.9 * losses[plain][0]
+    for ours, theirs in zip(losses[model], losses[plain], strict=True):
+        assert abs(ours - theirs) < 0.01 * theirs
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert error(ours.detach(), theirs.detach().double()) < 0.1
+
+
+def test_gradients_accumulate():
+    layer = make()
+    x, grad = torch.randn(3, 40, 272), torch.randn(3, 40, 136)
+    apart = [gradients(layer, *pair, layer.parameters())[1][1:] for pair in zip(x, grad, strict=True)]
+    for pair in zip(x, grad, strict=True):
+        layer(pair[0]).backward(pair[1])
+    for parameter, *parts in zip(layer.parameters(), *apart, strict=True):
+        assert torch.equal(parameter.grad, parts[0] + parts[1] + parts[2])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(backend, dynamic, calls, fresh_compiler):
+    model = nn.Sequential(make(131, 48), nn.SiLU(), make(48, 48, False))
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for shape in ((2, 3), (2, 3), (40, 5)):
+        x, grad = torch.randn(*shape, 131), torch.randn(*shape, 48)
+        out, grads = gradients(model, x, grad, parameters)
+        calls.clear()
+        compiled_out, compiled_grads = gradients(compiled, x, grad, parameters)
+        assert calls.count("quantize_128x128") == 0  # the eager call has left copies
+        torch.testing.assert_close(compiled_out, out, rtol=0.05, atol=0.02)  # SiLU may round otherwise
+        for actual, expected in zip(compiled_grads, grads, strict=True):
+            assert error(actual, expected.double()) < 0.02
+        for parameter, value in zip(parameters, grads[1:], strict=True):
+            parameter.grad = value
+        optimizer.step()
+        optimizer.zero_grad()
+        calls.clear()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.02)
+            assert not torch.allclose(compiled(x), compiled_out, rtol=0.05, atol=0.02)
+        assert calls.count("quantize_128x128") == 2
+
+
+def test_compiled_frozen_layers_pass_gradients(fresh_compiler):
+    layer = FP8Linear(131, 48)
+    x, grad = torch.randn(7, 131), torch.randn(7, 48)
+    expected = gradients(layer, x, grad, [layer.bias])
+    assert same(
+        gradients(torch.compile(layer, fullgraph=True, backend="aot_eager"), x, grad, [layer.bias])[1], expected[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "compiled"),
+    [(False, None), (True, None), (False, "aot_eager"), pytest.param(False, "inductor", marks=NEEDS_COMPILER)],
+)
+def test_checkpointing(reentrant, compiled, calls, fresh_compiler):
+    first, second = make(272, 48, False), make(48, 272)
+    parameters = [*first.parameters(), *second.parameters()]
+
+    def block(x):
+        return second(first(x).relu())
+
+    def call(x):
+        return checkpoint(block, x, use_reentrant=reentrant)
+
+    run = torch.compile(call, fullgraph=True, backend=compiled) if compiled else call
+    x, grad = torch.randn(150, 272), torch.randn(150, 272)
+    expected = gradients(block, x, grad, parameters)
+    for _ in range(2):
+        out, grads = gradients(run, x, grad, parameters)
+        assert torch.equal(out, expected[0]) and same(grads, expected[1])
+    assert calls.count("quantize_128x128") == 2
+
+
+# Errors.
+
+
+def test_a_weight_changed_before_the_backward():
+    layer = make()
+    out = layer(torch.randn(4, 272))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"FP8Linear: weight, shape \(136, 272\), has been changed in place between"):
+        out.sum().backward()
+    layer(torch.randn(4, 272)).sum().backward()
+
+
+def test_another_forward_in_between_changes_nothing():
+    layer = make()
+    x, grad = torch.randn(2, 4, 272), torch.randn(4, 136)
+    expected = gradients(layer, x[0], grad, layer.parameters())[1]
+
+    def call(value):
+        out = layer(value)
+        layer.eval()
+        layer(x[1])
+        layer.train()
+        return out
+
+    assert same(gradients(call, x[0], grad, layer.parameters())[1], expected)
+
+
+def test_retained_graphs_give_the_same_gradients():
+    layer = make()
+    out = layer(torch.randn(4, 272)).square().sum()
+    first = torch.autograd.grad(out, list(layer.parameters()), retain_graph=True)
+    assert same(torch.autograd.grad(out, list(layer.parameters())), first)
+
+
+def test_no_double_backward():
+    layer = make()
+    x = torch.randn(4, 272, requires_grad=True)
+    for wanted in (x, layer.weight):
+        (grad,) = torch.autograd.grad(layer(x).sum(), wanted, create_graph=True)
+        with pytest.raises(RuntimeError, match="FP8Linear: there is no double backward"):
+            grad.square().sum().backward()
+    frozen = FP8Linear(272, 136, dtype=torch.float32)
+    (grad,) = torch.autograd.grad(frozen(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="FP8Linear: there is no double backward"):
+        grad.sum().backward()
+
+
+def test_bad_input():
+    layer = make()
+    with pytest.raises(ValueError, match=r"^x: expected shape \(\.\.\., 272\) .* got \(4, 271\)"):
+        layer(torch.randn(4, 271))
+    with pytest.raises(TypeError, match=r"^x: expected bfloat16, float16 or float32, got torch.float64"):
+        layer(torch.randn(4, 272).double())
+    with pytest.raises(ValueError, match=r"^weight: expected on meta like x, got cpu"):
+        layer(torch.randn(4, 272, device="meta"))
+    weight, scale = master.quantized(layer.weight)
+    with pytest.raises(ValueError, match=r"^master: expected shape \(136, 272\) like the weight, got \(272, 136\)"):
+        linear_training.linear_training(torch.randn(4, 272), weight, scale, None, layer.weight.t())
+    with pytest.raises(TypeError, match="^w: expected bfloat16, float16 or float32, got torch.float64"):
+        layer.double()(torch.randn(4, 272))
+
+
+# Operators.
+
+
+@pytest.mark.parametrize("features", [(144, 32), (131, 21)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_opcheck(features, trained):
+    layer = make(*features)
+    weight, scale = quantize_128x128(layer.weight)
+    x = torch.randn(2, 3, features[0], requires_grad=True)
+    # Schema checks compare inputs with kernels that PyTorch lacks for float8.
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    operands = (x, weight, scale, layer.bias, layer.weight if trained else None)
+    # The check of dispatch sums all results, FP8 too, which PyTorch cannot: the tests of torch.compile cover it.
+    torch.library.opcheck(torch.ops.fp8moe.linear_training.default, operands, test_utils=utils[: 2 if trained else 3])
+    _, *columns = (value.detach() for value in torch.ops.fp8moe.linear_training(*operands))
+    for needed in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(
+            torch.ops.fp8moe.linear_training_backward.default,
+            (torch.randn(2, 3, features[1]), weight, scale, *columns, operands[-1], *needed),
+            test_utils=("test_autograd_registration", "test_faketensor"),
+        )
+    torch.library.opcheck(torch.ops.fp8moe.quantized_master.default, (layer.weight.detach(),), test_utils=utils)

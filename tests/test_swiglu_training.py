@@ -1,0 +1,210 @@
+"""SwiGLU and its backward with quantization: reference backend, errors, operators, and the compiled kernels."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe.kernels import jit
+from fp8moe.kernels.swiglu import Activation
+from fp8moe.kernels.swiglu_training import swiglu_backward_quantize, swiglu_quantize
+from fp8moe.quant import transpose_cuda
+from fp8moe.quant.quantize import dequantize
+from fp8moe.quant.transpose import quantize_with_transpose
+
+ACTIVATIONS = (Activation(), Activation(limit=1.0), Activation(limit=1.0, alpha=1.702), Activation(name="swish"))
+E4M3_ERROR = 4e-2
+
+
+def operands(rows: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gate_up, grad and row_weights; some of gate and up are on a limit of 1."""
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = torch.randn(rows, 2 * size, generator=generator).bfloat16()
+    gate_up[:, ::7] = gate_up[:, ::7].sign()
+    return (
+        gate_up,
+        torch.randn(rows, size, generator=generator).bfloat16(),
+        torch.rand(rows, generator=generator) + 0.1,
+    )
+
+
+def exact_gradients(gate_up, grad, row_weights, activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of gate_up and row_weights, by autograd in float64."""
+    gate_up, row_weights = gate_up.double().requires_grad_(), row_weights.double().requires_grad_()
+    (row_weights[:, None] * activation(gate_up)).backward(grad.double())
+    return gate_up.grad, row_weights.grad
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+def offsets_of(*offsets: int) -> torch.Tensor:
+    return torch.tensor(offsets, dtype=torch.int32)
+
+
+def assert_same(got, expected) -> None:
+    """Bits of two Transposed."""
+    assert torch.equal(got.offsets, expected.offsets)
+    for a, b in zip((*got.rows, *got.columns), (*expected.rows, *expected.columns), strict=True):
+        bits = torch.uint8 if a.dtype == torch.float8_e4m3fn else torch.int32
+        assert a.stride() == b.stride() and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+# ---- numbers ----
+
+
+@given(
+    rows=st.integers(1, 150), blocks=st.integers(1, 2), activation=st.sampled_from(ACTIVATIONS), seed=st.integers(0, 99)
+)
+def test_gradients_are_those_of_autograd(rows, blocks, activation, seed):
+    gate_up, grad, row_weights = operands(rows, 128 * blocks, seed)
+    offsets = offsets_of(0, rows // 2, rows)
+    t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
+    d_gate_up, d_row_weights = exact_gradients(gate_up, grad, row_weights, activation)
+    assert relative_error(dequantize(t.rows), d_gate_up) < E4M3_ERROR
+    assert (dots - d_row_weights).norm() <= 1e-6 * (activation(gate_up.double()) * grad).norm() * math.sqrt(
+        128 * blocks
+    )
+    rounded = quantize_with_transpose(d_gate_up.bfloat16(), offsets)
+    assert relative_error(dequantize(t.columns), dequantize(rounded.columns).double()) < 1e-2
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_forward_is_the_quantized_activation(activation):
+    gate_up, *_ = operands(300, 256)
+    offsets = offsets_of(0, 10, 10, 290)
+    h = activation(gate_up.float()).bfloat16()
+    assert_same(swiglu_quantize(gate_up, offsets, activation=activation), quantize_with_transpose(h, offsets))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:3])
+def test_no_gradient_beyond_a_limit(activation):
+    gate_up = torch.tensor([2.0, -2.0, 1.0, 0.5]).repeat_interleave(64).repeat(3, 1).bfloat16()  # gate 2, -2; up 1, 0.5
+    gate_up[1, 128:192], gate_up[2, 128:192] = 3.0, -3.0
+    grad, ones = torch.ones(3, 128).bfloat16(), torch.ones(3)
+    t, _ = swiglu_backward_quantize(gate_up, grad, ones, offsets_of(0, 3), activation=activation)
+    d_gate, d_up = dequantize(t.rows).chunk(2, dim=-1)
+    assert not d_gate[:, :64].any() and d_gate[:, 64:].all()
+    assert d_up[0].all() and not d_up[1:, :64].any() and d_up[1:, 64:].all()
+
+
+@pytest.mark.parametrize("where", ["gate", "up", "grad", "row_weights"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_stays_in_its_row(where, activation):
+    gate_up, grad, row_weights = operands(10, 128)
+    clean, clean_dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 10), activation=activation)
+    if where == "row_weights":
+        row_weights[4] = math.nan
+    else:
+        {"gate": gate_up, "up": gate_up[:, 128:], "grad": grad}[where][4, 5] = math.nan
+    t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 10), activation=activation)
+    others = torch.arange(10) != 4
+    assert dequantize(t.rows)[4].isnan().any()
+    assert torch.equal(dequantize(t.rows)[others], dequantize(clean.rows)[others])
+    assert dots[4].isnan() or where == "row_weights"
+    assert torch.equal(dots[others], clean_dots[others])
+    h = swiglu_quantize(gate_up, offsets_of(0, 10), activation=activation)
+    assert dequantize(h.rows)[4].isnan().all() == (where in ("gate", "up"))
+
+
+def test_strided_operands():
+    gate_up, grad, row_weights = operands(20, 128)
+    offsets = offsets_of(0, 20)
+    want = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=Activation())
+    strided = (value.repeat_interleave(2, -1)[..., ::2] for value in (gate_up, grad, row_weights))
+    got = swiglu_backward_quantize(*strided, offsets, activation=Activation())
+    assert_same(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+def test_no_rows():
+    gate_up, grad, row_weights = operands(0, 128)
+    t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 0, 0), activation=Activation())
+    assert t.rows.data.shape == (0, 256) and t.columns.data.shape == (256, 0) and dots.shape == (0,)
+    assert t.offsets.tolist() == [0, 0, 0]
+    assert swiglu_quantize(gate_up, offsets_of(0, 0), activation=Activation()).rows.data.shape == (0, 128)
+
+
+def test_results_are_detached():
+    gate_up, grad, row_weights = (value.requires_grad_() for value in operands(4, 128))
+    t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 4), activation=Activation())
+    h = swiglu_quantize(gate_up, offsets_of(0, 4), activation=Activation())
+    assert not any(value.requires_grad for value in (*t.rows, *t.columns, *h.rows, *h.columns, dots))
+
+
+# ---- errors ----
+
+
+def test_errors():
+    gate_up, grad, row_weights = operands(4, 128)
+    offsets, silu = offsets_of(0, 4), Activation()
+    for activation in (Activation(name="gelu"), Activation(gated=False)):
+        with pytest.raises(ValueError, match="^activation: expected a gated silu, got"):
+            swiglu_quantize(gate_up, offsets, activation=activation)
+        with pytest.raises(ValueError, match="^activation: expected a gated silu, got"):
+            swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
+    with pytest.raises(TypeError, match="^gate_up: expected a torch.Tensor, got NoneType"):
+        swiglu_quantize(None, offsets, activation=silu)
+    with pytest.raises(TypeError, match="^grad: expected a torch.Tensor, got NoneType"):
+        swiglu_backward_quantize(gate_up, None, row_weights, offsets, activation=silu)
+    with pytest.raises(TypeError, match="^gate_up: expected bfloat16, got torch.float32"):
+        swiglu_quantize(gate_up.float(), offsets, activation=silu)
+    for wrong in (gate_up[:, :128], gate_up[None]):
+        with pytest.raises(ValueError, match=r"^gate_up: expected shape \(R, 2 \* I\) with I a multiple of 128, got"):
+            swiglu_quantize(wrong, offsets, activation=silu)
+    with pytest.raises(TypeError, match="^group_offsets: expected int32, got torch.int64"):
+        swiglu_quantize(gate_up, offsets.long(), activation=silu)
+    with pytest.raises(TypeError, match="^grad: expected bfloat16, got torch.float32"):
+        swiglu_backward_quantize(gate_up, grad.float(), row_weights, offsets, activation=silu)
+    with pytest.raises(ValueError, match=r"^grad: expected shape \(4, 128\), got \(3, 128\)"):
+        swiglu_backward_quantize(gate_up, grad[:3], row_weights, offsets, activation=silu)
+    with pytest.raises(ValueError, match="^grad: expected on cpu like gate_up, got meta"):
+        swiglu_backward_quantize(gate_up, grad.to("meta"), row_weights, offsets, activation=silu)
+    with pytest.raises(TypeError, match="^row_weights: expected float32, got torch.bfloat16"):
+        swiglu_backward_quantize(gate_up, grad, row_weights.bfloat16(), offsets, activation=silu)
+    with pytest.raises(ValueError, match=r"^row_weights: expected shape \(4,\), got \(5,\)"):
+        swiglu_backward_quantize(gate_up, grad, torch.ones(5), offsets, activation=silu)
+
+
+# ---- operators ----
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+@pytest.mark.parametrize("activation", ACTIVATIONS[:3])
+def test_opcheck(rows, activation):
+    gate_up, grad, row_weights = operands(rows, 128)
+    form = offsets_of(0, rows), activation.limit, activation.alpha
+    ops = torch.ops.fp8moe
+    torch.library.opcheck(ops.swiglu_quantize.default, (gate_up, *form))
+    torch.library.opcheck(ops.swiglu_backward_quantize.default, (gate_up, grad, row_weights, *form))
+
+
+def test_compile_fullgraph():
+    def both(gate_up, grad, row_weights, offsets):
+        h = swiglu_quantize(gate_up, offsets, activation=Activation(limit=1.0))
+        t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=Activation(limit=1.0))
+        return h.columns.data.float(), h.columns.scale, t.rows.data.float(), t.rows.scale, t.columns.scale, dots
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (128, 256):  # without columns past the groups
+        arguments = (*operands(rows, 128), offsets_of(0, rows))
+        for got, want in zip(compiled(*arguments), both(*arguments), strict=True):
+            assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+# ---- kernels ----
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[:3])
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_variant_compiles_without_spills(activation, backward):
+    report = jit.compile_spec(transpose_cuda.swiglu_spec(activation, backward))
+    assert report.spill_stores == report.spill_loads == report.stack == 0
+    blocks = 2 if backward else 3
+    assert report.registers <= (128 if backward else 80)
+    # An SM has 227 KB for its blocks, each of which takes 1 KB more than it asks for.
+    dynamic = transpose_cuda.shared_bytes("SWIGLU_BACKWARD" if backward else "SWIGLU")
+    assert blocks * (report.static_smem + dynamic + 1024) <= 227 << 10

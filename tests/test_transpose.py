@@ -1,0 +1,276 @@
+"""The transposing quantizer: reference backend, layouts, errors, operator, compiled kernels, the benchmark's sums."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import transpose as benchmark
+from fp8moe.kernels import jit
+from fp8moe.quant import transpose_cuda
+from fp8moe.quant.formats import is_mn_major
+from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
+from fp8moe.quant.transpose import padded_rows, quantize_with_transpose
+
+NOTHING = torch.iinfo(torch.int32).min
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponent = torch.randn(shape, generator=generator) * 3
+    return (torch.randn(shape, generator=generator) * exponent.exp2()).to(dtype)
+
+
+def offsets_of(sizes: list[int], first: int = 0) -> torch.Tensor:
+    return torch.tensor([first, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    bits = torch.uint8 if a.dtype == torch.float8_e4m3fn else torch.int32
+    return a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+def assert_columns(t, rows: torch.Tensor, groups: list[tuple[int, int]]) -> None:
+    """`columns` hold the transposes of the groups' rows, one after the other, padded with zeros."""
+    begin = 0
+    for e, (start, end) in enumerate(groups):
+        assert t.offsets[e] == begin
+        size = -(-(end - start) // 128) * 128
+        padded = rows.new_zeros(size, rows.shape[1])
+        padded[: end - start] = rows[start:end]
+        data, scale = quantize_1x128(padded.t())
+        assert same_bits(t.columns.data[:, begin : begin + size], data)
+        assert same_bits(t.columns.scale[:, begin // 128 : (begin + size) // 128], scale)
+        begin += size
+    assert t.offsets[-1] == begin and t.offsets.dtype == torch.int32 and len(t.offsets) == len(groups) + 1
+
+
+# ---- numbers ----
+
+
+@given(
+    sizes=st.lists(st.sampled_from((0, 1, 5, 127, 128, 129, 200)), min_size=1, max_size=6),
+    first=st.integers(0, 3),
+    after=st.integers(0, 3),
+    features=st.sampled_from((1, 7, 128, 200, 256)),
+    dtype=st.sampled_from(INPUT_DTYPES),
+    seed=st.integers(0, 1000),
+)
+def test_rows_and_columns_of_groups(sizes, first, after, features, dtype, seed):
+    offsets = offsets_of(sizes, first)
+    count = int(offsets[-1]) + after
+    x = random(count, features, dtype=dtype, seed=seed)
+    t = quantize_with_transpose(x, offsets)
+    data, scale = quantize_1x128(x)
+    inside = slice(first, int(offsets[-1]))
+    assert same_bits(t.rows.data[inside], data[inside]) and same_bits(t.rows.scale[inside], scale[inside])
+    bounds = offsets.tolist()
+    assert_columns(t, x, list(zip(bounds, bounds[1:], strict=False)))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 300])
+def test_one_group_without_offsets(rows):
+    x = random(rows, 96, dtype=torch.bfloat16)
+    t, expected = quantize_with_transpose(x), quantize_with_transpose(x, offsets_of([rows]))
+    for got, want in zip((*t.rows, *t.columns), (*expected.rows, *expected.columns), strict=True):
+        assert same_bits(got, want)
+    assert_columns(t, x, [(0, rows)])
+
+
+def test_tokens_are_gathered_and_others_are_zero():
+    x = random(20, 200, dtype=torch.bfloat16)
+    tokens = torch.tensor([3, 3, -1, 19, 20, NOTHING, 2**31 - 1, 0], dtype=torch.int32)
+    gathered = torch.stack([x[t] if 0 <= t < 20 else torch.zeros_like(x[0]) for t in tokens.tolist()])
+    t, expected = quantize_with_transpose(x, tokens=tokens), quantize_with_transpose(gathered)
+    for got, want in zip((*t.rows, *t.columns), (*expected.rows, *expected.columns), strict=True):
+        assert same_bits(got, want)
+    # No token to pick from.
+    t = quantize_with_transpose(x[:0], tokens=tokens)
+    assert not t.rows.data.float().any() and not t.columns.data.float().any() and t.offsets.tolist() == [0, 128]
+
+
+def test_row_weights_multiply_the_columns_only():
+    x, weights = random(150, 200, dtype=torch.bfloat16), random(150)
+    offsets = offsets_of([20, 130])
+    t = quantize_with_transpose(x, offsets, row_weights=weights)
+    assert same_bits(t.rows.data, quantize_1x128(x).data) and same_bits(t.rows.scale, quantize_1x128(x).scale)
+    assert_columns(t, x.float() * weights[:, None], [(0, 20), (20, 150)])
+    # The weight of a row that has no token is not looked at.
+    tokens = torch.arange(150, dtype=torch.int32)
+    tokens[5], weights[5] = -1, math.nan
+    t = quantize_with_transpose(x, offsets, tokens=tokens, row_weights=weights)
+    assert dequantize(t.columns)[:, :384].isfinite().all() and not dequantize(t.columns)[:, 5].any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nan_and_infinity_stay_in_their_blocks(value, weighted):
+    x = random(300, 300, dtype=torch.bfloat16)
+    options = {"row_weights": random(300)} if weighted else {}
+    offsets = offsets_of([10, 290])
+    clean = quantize_with_transpose(x, offsets, **options)
+    x[150, 200] = value  # row 140 of group 1, whose columns begin at 128
+    t = quantize_with_transpose(x, offsets, **options)
+    rows, columns = dequantize(t.rows), dequantize(t.columns)
+    assert rows[150, 128:256].isnan().all() and columns[200, 256:384].isnan().all()
+    rows[150, 128:256], columns[200, 256:384] = (
+        dequantize(clean.rows)[150, 128:256],
+        dequantize(clean.columns)[200, 256:384],
+    )
+    assert torch.equal(rows, dequantize(clean.rows))
+    assert torch.equal(columns[:, :512], dequantize(clean.columns)[:, :512])
+
+
+@pytest.mark.parametrize(
+    "offsets,groups",
+    [
+        ((-5, 30, 80), [(0, 30), (30, 80)]),
+        ((0, 40, 9999), [(0, 40), (40, 100)]),
+        ((50, 20, 40), [(50, 50), (20, 40)]),
+        ((500, 600, 700), [(100, 100), (100, 100)]),
+        ((NOTHING, 2**31 - 1, NOTHING), [(0, 100), (100, 100)]),
+    ],
+)
+def test_offsets_are_clamped(offsets, groups):
+    x = random(100, 64, dtype=torch.bfloat16)
+    t = quantize_with_transpose(x, torch.tensor(offsets, dtype=torch.int32))
+    assert_columns(t, x, groups)
+
+
+def test_groups_that_overlap_end_at_the_last_column():
+    x = random(300, 64)
+    offsets = torch.tensor([0, 300, 0, 300, 0, 300], dtype=torch.int32)  # 3 * 384 columns, of which there are 896
+    t = quantize_with_transpose(x, offsets)
+    assert t.columns.data.shape == (64, padded_rows(300, 5)) == (64, 896)
+    assert t.offsets.tolist() == [0, 384, 384, 768, 768, 896]
+    assert same_bits(t.columns.data[:, 768:], quantize_1x128(x[:128].t()).data)
+
+
+@given(sizes=st.lists(st.integers(0, 400), min_size=1, max_size=40), unused=st.integers(0, 3))
+def test_padded_rows_is_enough(sizes, unused):
+    rows = sum(sizes) + unused
+    bound = padded_rows(rows, len(sizes))
+    assert bound % 128 == 0 and bound >= sum(-(-size // 128) * 128 for size in sizes)
+    assert bound <= rows + 127 * min(rows, len(sizes))
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize("rows,features,groups", [(300, 200, 4), (1, 1, 1), (5, 130, 9), (0, 64, 3), (7, 0, 2)])
+def test_layout(rows, features, groups):
+    t = quantize_with_transpose(random(rows, features), offsets_of([rows] + [0] * (groups - 1)))
+    columns = padded_rows(rows, groups)
+    assert t.rows.data.shape == (rows, features) and t.rows.data.is_contiguous()
+    assert t.rows.scale.shape == (rows, -(-features // 128)) and is_mn_major(t.rows.scale)
+    assert t.columns.data.shape == (features, columns) and t.columns.data.is_contiguous()
+    assert t.columns.scale.shape == (features, columns // 128) and is_mn_major(t.columns.scale)
+    assert t.offsets.tolist() == [0] + [-(-rows // 128) * 128] * groups
+
+
+def test_strided_input():
+    x = random(140, 530, 3, dtype=torch.bfloat16)
+    offsets = offsets_of([100, 30])
+    for view in (x[..., 1], x.permute(2, 0, 1)[1, :, 7:], x[:, :140, 0].t(), x[:1, :, 0].expand(140, -1)):
+        got, want = quantize_with_transpose(view, offsets), quantize_with_transpose(view.clone(), offsets)
+        for a, b in zip((*got.rows, *got.columns), (*want.rows, *want.columns), strict=True):
+            assert same_bits(a, b) and a.stride() == b.stride()
+
+
+def test_result_is_detached():
+    t = quantize_with_transpose(random(4, 128).requires_grad_(), row_weights=torch.ones(4).requires_grad_())
+    assert not any(part.requires_grad for part in (*t.rows, *t.columns, t.offsets))
+
+
+# ---- errors ----
+
+
+def test_errors():
+    x, offsets = torch.zeros(4, 32), offsets_of([1, 3])
+    tokens, weights = torch.zeros(6, dtype=torch.int32), torch.ones(4)
+    with pytest.raises(TypeError, match="^x: expected a torch.Tensor, got list"):
+        quantize_with_transpose([[0.0]])
+    with pytest.raises(TypeError, match="^tokens: expected a torch.Tensor, got list"):
+        quantize_with_transpose(x, tokens=[0])
+    with pytest.raises(TypeError, match="^x: expected bfloat16, float16 or float32, got torch.float64"):
+        quantize_with_transpose(x.double())
+    with pytest.raises(ValueError, match=r"^x: expected shape \(M, F\), got \(1, 4, 32\)"):
+        quantize_with_transpose(x[None])
+    for name in ("group_offsets", "tokens"):
+        with pytest.raises(TypeError, match=f"^{name}: expected int32, got torch.int64"):
+            quantize_with_transpose(x, **{name: tokens.long()})
+    with pytest.raises(ValueError, match=r"^group_offsets: expected shape \(E \+ 1,\) with E >= 1, got \(1,\)"):
+        quantize_with_transpose(x, offsets[:1])
+    with pytest.raises(ValueError, match=r"^tokens: expected shape \(R,\), got \(1, 6\)"):
+        quantize_with_transpose(x, tokens=tokens[None])
+    with pytest.raises(TypeError, match="^row_weights: expected float32, got torch.bfloat16"):
+        quantize_with_transpose(x, row_weights=weights.bfloat16())
+    for rows, options in ((4, {}), (6, {"tokens": tokens})):
+        with pytest.raises(ValueError, match=rf"^row_weights: expected shape \({rows},\), got \(5,\)"):
+            quantize_with_transpose(x, row_weights=torch.ones(5), **options)
+    for name, value in (("group_offsets", offsets), ("tokens", tokens), ("row_weights", weights)):
+        with pytest.raises(ValueError, match=f"^{name}: expected on cpu like the rows, got meta"):
+            quantize_with_transpose(x, **{name: value.to("meta")})
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 rows"):
+        quantize_with_transpose(torch.empty(2**31 - 100, 1, device="meta"))
+
+
+# ---- operator ----
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+def test_opcheck(rows):
+    x = random(rows, 272, dtype=torch.bfloat16)
+    operator = torch.ops.fp8moe.quantize_with_transpose.default
+    torch.library.opcheck(operator, (x, None, None, None))
+    tokens = torch.zeros(7, dtype=torch.int32)
+    torch.library.opcheck(operator, (x, offsets_of([2, 5]), tokens, torch.ones(7)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(dynamic):
+    def both(x, offsets):
+        t = quantize_with_transpose(x, offsets)
+        return t.rows.data.float(), t.rows.scale * 2, t.columns.data.float(), t.columns.scale * 2, t.offsets + 1
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for rows in (130, 300):
+        x, offsets = random(rows, 96), offsets_of([rows - 100, 100])
+        for got, want in zip(compiled(x, offsets), both(x, offsets), strict=True):
+            used = want[..., : 128 * -(-(rows - 100) // 128) + 128] if want.shape[0] == 96 else want
+            assert torch.equal(got[..., : used.shape[-1]], used) and got.stride() == want.stride()
+
+
+# ---- kernels ----
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_every_variant_compiles_without_spills(dtype, vector, weighted):
+    report = jit.compile_spec(transpose_cuda.rows_spec(dtype, vector, weighted))
+    assert report.spill_stores == report.spill_loads == report.stack == 0
+    assert report.static_smem <= 8 << 10
+    # An SM of 65536 registers then holds 4 blocks of 256 threads, or 3 with weights, each with 32 KB to load.
+    assert report.registers <= ((80 if weighted else 64) if vector and dtype != torch.float32 else 128)
+
+
+# ---- benchmark ----
+
+
+def test_benchmark_counts_bytes_and_sets_bars():
+    plain = benchmark.bytes_moved(65536, 7168, 65536)
+    assert plain == 4 * 65536 * 7168 + 2 * 4 * 65536 * 56
+    assert benchmark.bytes_moved(65536, 7168, 65664) == plain + 128 * 7168 + 4 * 7168
+    us = plain / 4.21e6
+    fast, slow, other = (
+        benchmark.make_row(name, 65536, 7168, 65536, us / share, 0.0)
+        for name, share in (("one group", 0.8), ("gather", 0.7), ("swiglu", 0.1))
+    )
+    assert fast["of_copy"] == fast["of_copy_once"] == pytest.approx(0.8, rel=1e-3)
+    assert [bar.passed for bar in benchmark.bars([fast, slow, other])] == [True, False]
+    gathered = benchmark.make_row("gather", 65536, 7168, 65536, us, 0.0, unique=0.25)
+    assert gathered["of_copy"] == pytest.approx(1.0, rel=1e-3)
+    assert gathered["of_copy_once"] == pytest.approx((plain - 1.75 * 65536 * 7168) / plain, rel=1e-3)
