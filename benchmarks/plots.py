@@ -279,8 +279,9 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
         axes.annotate(text, (total, position), (4, 0), textcoords="offset points", va="center", color=colour)
     axes.set_xlim(0, 1.3 * max(row["us"] for row in rows) / 1e3)
     labels = ["bfloat16" if row["impl"] == "bf16" else f"FP8, {row['master']} master" for row in rows]
-    memory = [f"{row['kept_bytes'] / 1e9:.2f} GB kept" for row in rows]
-    axes.set_yticks(range(len(rows)), [f"{name}\n{kept}" for name, kept in zip(labels, memory, strict=True)])
+    if all(row["kept_bytes"] for row in rows):  # a bfloat16 linear layer keeps nothing beside its input
+        labels = [f"{label}\n{row['kept_bytes'] / 1e9:.2f} GB kept" for label, row in zip(labels, rows, strict=True)]
+    axes.set_yticks(range(len(rows)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlabel("forward, then backward, ms (less is better)")

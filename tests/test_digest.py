@@ -12,9 +12,9 @@ from fp8moe.validate import problems
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What the stored run found beside the kernels, to be gone with the next run. This test drew its operands without a seed
-# and took 1.5% of the norm as its limit, which one value next to a tie, rounded to the other side, can exceed where rows
-# are few. It passed in the runs before; it now has a seed and counts steps of E4M3.
+# What the stored run found, to be gone with the next run. This test drew its operands without a seed and took 1.5% of
+# the norm as its limit, which one value next to a tie, rounded to the other side, can exceed where rows are few. It
+# passed in the runs before; it now has a seed and counts steps of E4M3.
 EXPLAINED = [
     "failed: tests.gpu.test_grouped::test_swiglu[single rows-96-plain]",
     "1240 GPU tests passed and pytest ended with exit code 1",

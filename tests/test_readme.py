@@ -36,7 +36,6 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-@torch.inference_mode()
 def test_examples_run(models):
     commands = [
         shlex.split(line, comments=True)[1:] for line in "".join(blocks("sh")).splitlines() if "fp8moe " in line
