@@ -7,36 +7,11 @@ import torch
 
 from fp8moe.integrations import decode
 from fp8moe.integrations.decode import GraphDecoder
+from tests.transformers_models import BASE, MLA, random_model
 
 transformers = pytest.importorskip("transformers")
 
-SHAPE = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "num_experts_per_tok": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-MLA = {
-    "num_key_value_heads": 4,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
+SHAPE = BASE | {"hidden_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2}
 MODELS = {
     "mixtral": {"intermediate_size": 96, "num_local_experts": 4, "num_key_value_heads": 2},
     "mixtral-sliding": {
@@ -66,9 +41,7 @@ def one_thread():
 
 def make_model(name, **changes):
     options = SHAPE | MODELS[name] | changes
-    config = transformers.AutoConfig.for_model(options.pop("model_type", name), **options)
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    return random_model(options.pop("model_type", name), options)
 
 
 @pytest.fixture(scope="module")

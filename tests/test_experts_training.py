@@ -16,7 +16,7 @@ from fp8moe.kernels.activation_backward import activation_backward
 from fp8moe.kernels.swiglu import FUNCTIONS, Activation
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
-from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+from tests.experts_training_reference import backward, equal, error, quantized, recipe, straight_through
 
 NAN = float("nan")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,93 +59,6 @@ def inputs(tokens=40, num_experts=4, top_k=2, hidden=144, dtype=torch.bfloat16, 
     return x, *route(tokens, num_experts, top_k, seed), grad
 
 
-def backward(layer, x, index, weights, grad):
-    """The result of a forward, and gradients by name: x, routing, up and down where the layer has masters."""
-    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-    layer.zero_grad()
-    out = layer(x, index, weights)
-    out.backward(grad)
-    named = {"x": x, "routing": weights, "up": getattr(layer, layer.up_name), "down": layer.down_proj}
-    return out.detach(), {name: value.grad for name, value in named.items() if value.requires_grad}
-
-
-def quantized(layer):
-    """The dequantized FP8 copies in float64: (E, 1 or 2, I, H) and (E, H, I)."""
-    size = layer.intermediate_size
-    up = getattr(layer, layer.up_name)
-    if up.dtype == torch.float8_e4m3fn:
-        scale = getattr(layer, f"{layer.up_name}_scale_inv")
-        up = up.unflatten(1, (-1, size)), scale.unflatten(1, (-1, -(-size // 128)))
-        down = layer.down_proj, layer.down_proj_scale_inv
-    else:
-        up, down = quantize_128x128(up.unflatten(1, (-1, size))), quantize_128x128(layer.down_proj)
-    return dequantize(up, dtype=torch.float64), dequantize(down, dtype=torch.float64)
-
-
-def by_rows(value):
-    return dequantize(quantize_1x128(value.float()), dtype=torch.float64)
-
-
-def by_columns(value):
-    return dequantize(quantize_128x1(value.float()), dtype=torch.float64).T
-
-
-def straight_through(layer, x, index, weights, grad):
-    """Gradients by float64 autograd through the quantized forward, with quantization and the rounding of GEMM 1's
-    result counted as the identity.
-    """
-    ups, downs = (value.requires_grad_() for value in quantized(layer))
-    x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
-
-    def quantize(value):
-        return value + (by_rows(value.detach()) - value).detach()
-
-    rows, out = quantize(x), torch.zeros(x.shape, dtype=torch.float64)
-    for expert in range(layer.num_experts):
-        projected = rows @ ups[expert].flatten(0, 1).T
-        projected = projected + (projected.detach().bfloat16() - projected).detach()
-        h = quantize(layer.activation(projected))
-        weight = torch.where(index == expert, weights, 0).sum(-1, keepdim=True)
-        out = out + weight * (h @ downs[expert].T)
-    grads = torch.autograd.grad(out, (x, weights, ups, downs), grad.double())
-    return dict(zip(("x", "routing", "up", "down"), (*grads[:2], grads[2].flatten(1, 2), grads[3]), strict=True))
-
-
-def recipe(layer, x, index, weights, grad):
-    """The same operands quantized at the same places as in the layer, expert by expert in float64."""
-    ups, downs = quantized(layer)
-    size, wide = layer.intermediate_size, x.dtype != torch.bfloat16
-    expected = {
-        "x": torch.zeros(x.shape, dtype=torch.float64),
-        "routing": torch.zeros(weights.shape, dtype=torch.float64),
-        "up": torch.zeros_like(ups),
-        "down": torch.zeros_like(downs),
-    }
-    for expert in range(layer.num_experts):
-        tokens, k = torch.where(index == expert)
-        up, down, weight = ups[expert].flatten(0, 1), downs[expert], weights[tokens, k, None].float()
-        projected = (by_rows(x[tokens]) @ up.T).bfloat16().float().requires_grad_()
-        h = layer.activation(projected)
-        d_h = (by_rows(grad[tokens]) @ down).bfloat16().float()
-        (d_projected,) = torch.autograd.grad(h, projected, weight * d_h)
-        h = h.detach()
-        expected["routing"][tokens, k] = (h.double() * d_h).sum(-1)
-        if layer.activation.is_swiglu:
-            h, d_projected = h.bfloat16(), d_projected.bfloat16()
-        parts = d_projected.unflatten(1, (-1, size))
-        dx = by_rows(parts).flatten(1) @ up
-        expected["x"].index_add_(0, tokens, dx if wide else dx.bfloat16().double())
-        expected["down"][expert] = by_columns(weight * grad[tokens].float()).T @ by_columns(h)
-        for i, part in enumerate(parts.unbind(1)):
-            expected["up"][expert, i] = by_columns(part).T @ by_columns(x[tokens])
-    return expected | {"up": expected["up"].flatten(1, 2)}
-
-
-def error(actual, expected):
-    assert actual.shape == expected.shape
-    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
-
-
 def check(layer, *arguments, straight=STRAIGHT_THROUGH):
     out, grads = backward(layer, *arguments)
     for expected, tolerance in ((recipe, TOLERANCE), (straight_through, straight)):
@@ -153,11 +66,6 @@ def check(layer, *arguments, straight=STRAIGHT_THROUGH):
         errors = {name: error(grad, values[name]) for name, grad in grads.items()}
         assert max(errors.values()) <= tolerance, (expected.__name__, errors)
     return out, grads
-
-
-def equal(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected), actual.keys()
 
 
 # Numbers.

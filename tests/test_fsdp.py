@@ -1,44 +1,21 @@
 """FP8Linear with master weights under FSDP2: two processes on the CPU against the unsharded layers."""
 
 import copy
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear
+from tests.fsdp_processes import WORLD, close, count_quantizations, full, in_processes
 
-WORLD, STEPS, MICRO_BATCHES = 2, 4, 2
+STEPS, MICRO_BATCHES = 4, 2
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-
-
-def full(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def close(sharded, plain):
-    sharded, plain = full(sharded).detach(), plain.detach()
-    assert sharded.shape == plain.shape and (sharded - plain).norm() <= 1e-5 * plain.norm()
-
-
-def count_quantizations():
-    """A list that every quantization of a master adds its shape to."""
-    shapes, quantize = [], master.quantize_128x128
-
-    def counted(weight):
-        shapes.append(tuple(weight.shape))
-        return quantize(weight)
-
-    master.quantize_128x128 = counted
-    return shapes
 
 
 def train(reshard):
@@ -96,18 +73,10 @@ def train(reshard):
         close(sharded(x), plain(x))
 
 
-def run(rank, port):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
-    try:
-        for reshard in (True, False):
-            train(reshard)
-    finally:
-        dist.destroy_process_group()
+def work():
+    for reshard in (True, False):
+        train(reshard)
 
 
 def test_sharded_training_is_unsharded_training():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run, (port,), nprocs=WORLD)
+    in_processes(work)

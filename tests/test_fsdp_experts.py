@@ -1,21 +1,19 @@
 """GroupedExperts with master weights under FSDP2: two processes on the CPU against the unsharded layers."""
 
 import copy
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fp8moe.layers import master
 from fp8moe.layers.experts import GroupedExperts
+from tests.fsdp_processes import WORLD, close, count_quantizations, full, in_processes
 
-WORLD, STEPS, MICRO_BATCHES = 2, 3, 2
+STEPS, MICRO_BATCHES = 3, 2
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -32,27 +30,6 @@ class Block(nn.Module):
     def forward(self, x):
         weights, index = self.gate(x).softmax(-1).topk(2)
         return self.experts(x, index, weights).add_(x)
-
-
-def full(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def close(sharded, plain, tolerance=1e-5):
-    sharded, plain = full(sharded).detach(), plain.detach()
-    assert sharded.shape == plain.shape and (sharded - plain).norm() <= tolerance * plain.norm()
-
-
-def count_quantizations():
-    """A list that every quantization of a master adds its shape to."""
-    shapes, quantize = [], master.quantize_128x128
-
-    def counted(weight):
-        shapes.append(tuple(weight.shape))
-        return quantize(weight)
-
-    master.quantize_128x128 = counted
-    return shapes
 
 
 def shard(model, **options):
@@ -120,19 +97,11 @@ def mixed_precision():
         close(ours.grad, theirs.grad.float())
 
 
-def run(rank, port):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
-    try:
-        for reshard in (True, False):
-            train(reshard)
-        mixed_precision()
-    finally:
-        dist.destroy_process_group()
+def work():
+    for reshard in (True, False):
+        train(reshard)
+    mixed_precision()
 
 
 def test_sharded_training_is_unsharded_training():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run, (port,), nprocs=WORLD)
+    in_processes(work)

@@ -17,45 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from fp8moe.kernels import linear_training
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear, replace_linears
-from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+from fp8moe.quant.quantize import dequantize, quantize_128x128
+from tests.linear_training_reference import error, exact, gradients, same
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 
 
 def make(in_features=272, out_features=136, bias=True, *, dtype=torch.float32, master_dtype=torch.float32):
     return FP8Linear(in_features, out_features, bias, dtype=dtype, master_dtype=master_dtype)
-
-
-def gradients(call, x, grad, parameters):
-    """The result of ``call(x)``, and the gradients of x and parameters, which have none before and after."""
-    parameters = list(parameters)
-    x = x.detach().requires_grad_()
-    out = call(x)
-    out.backward(grad)
-    grads = [x.grad, *(parameter.grad for parameter in parameters)]
-    for parameter in parameters:
-        parameter.grad = None
-    return out.detach(), grads
-
-
-def exact(x, grad, weight):
-    """Gradients of x and weight in float64 over the operands that the layer quantizes."""
-    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
-    d_x = dequantize(quantize_1x128(grad), dtype=torch.float64) @ dequantize(weight, dtype=torch.float64)
-    grad_columns, columns = (dequantize(quantize_128x1(value), dtype=torch.float64) for value in (grad, x))
-    return d_x, grad_columns @ columns.T
-
-
-def error(actual, expected):
-    return float((actual.double() - expected).norm() / expected.norm())
-
-
-def same(actual, expected):
-    return all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
-
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.transformers import register
+from tests.transformers_models import BASE, MLA, random_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -14,49 +15,20 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 MAX_LENGTH = 64
-SHAPE = {
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "num_experts_per_tok": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-MLA = {
-    "num_key_value_heads": 4,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
+SHAPE = BASE | {"hidden_size": 128, "max_position_embeddings": 128, "initializer_range": 0.2}
+WIDE_MLA = MLA | {"moe_intermediate_size": 128}
 MODELS = {
     "mixtral": {"intermediate_size": 128, "num_local_experts": 8, "num_key_value_heads": 2, "sliding_window": 8},
     "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_key_value_heads": 2, "head_dim": 32},
-    "deepseek_v3": MLA,
-    "deepseek_v32": MLA | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 16},
+    "deepseek_v3": WIDE_MLA,
+    "deepseek_v32": WIDE_MLA | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 16},
 }
 
 
 def make_model(name, experts="fp8moe"):
     register()
-    config = transformers.AutoConfig.for_model(name, **(SHAPE | MODELS[name]))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, experts_implementation=experts, attn_implementation="sdpa"
-    )
-    return model.to(DEVICE).eval()
+    how = dict(dtype=torch.bfloat16, experts_implementation=experts, attn_implementation="sdpa")
+    return random_model(name, SHAPE | MODELS[name], **how).to(DEVICE)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8moe import config
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear, replace_linears
-from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+from fp8moe.quant.quantize import quantize_128x128
+from tests.linear_training_reference import error, exact, gradients, same
 
 pytestmark = pytest.mark.gpu
 
@@ -26,34 +27,6 @@ NEEDS_COMPILER = pytest.mark.skipif(not _CAN_INDUCT, reason="inductor needs Trit
 
 def make(in_features, out_features, bias=True, *, dtype=torch.bfloat16, master_dtype=torch.bfloat16):
     return FP8Linear(in_features, out_features, bias, dtype=dtype, device=DEVICE, master_dtype=master_dtype)
-
-
-def gradients(call, x, grad, parameters):
-    """The result of ``call(x)``, and the gradients of x and parameters, which have none before and after."""
-    parameters = list(parameters)
-    x = x.detach().requires_grad_()
-    out = call(x)
-    out.backward(grad)
-    grads = [x.grad, *(parameter.grad for parameter in parameters)]
-    for parameter in parameters:
-        parameter.grad = None
-    return out.detach(), grads
-
-
-def exact(x, grad, weight):
-    """Gradients of x and weight in float64 over the operands that the layer quantizes."""
-    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
-    d_x = dequantize(quantize_1x128(grad), dtype=torch.float64) @ dequantize(weight, dtype=torch.float64)
-    grad_columns, columns = (dequantize(quantize_128x1(value), dtype=torch.float64) for value in (grad, x))
-    return d_x, grad_columns @ columns.T
-
-
-def error(actual, expected):
-    return float((actual.double() - expected).norm() / expected.norm())
-
-
-def same(actual, expected):
-    return all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def random(*shape, dtype=torch.bfloat16):

@@ -9,6 +9,7 @@ from fp8moe.integrations.checkpoints import quantize_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.transformers import load_model, register
 from fp8moe.layers.experts import GroupedExperts
+from tests.transformers_models import BASE, MLA, TOKENS, experts_of, random_model, relative, write_checkpoints
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations import finegrained_fp8  # noqa: E402
@@ -16,46 +17,25 @@ from transformers.integrations import finegrained_fp8  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-SHAPE = {
-    "vocab_size": 128,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.03,
-    "num_experts_per_tok": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-MLA = {
-    "num_key_value_heads": 4,
+SHAPE = BASE | {"hidden_size": 256, "max_position_embeddings": 64, "initializer_range": 0.03}
+WIDE_MLA = MLA | {
     "intermediate_size": 256,
     "moe_intermediate_size": 128,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
     "kv_lora_rank": 64,
     "q_lora_rank": 64,
-    "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 48,
     "v_head_dim": 32,
 }
 MODELS = {
     "mixtral": {"intermediate_size": 256, "num_local_experts": 4, "num_key_value_heads": 2},
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 8, "num_key_value_heads": 2, "head_dim": 32},
-    "deepseek_v3": MLA,
-    "deepseek_v32": MLA | {"index_topk": 8, "index_head_dim": 32, "index_n_heads": 16},
+    "deepseek_v3": WIDE_MLA,
+    "deepseek_v32": WIDE_MLA | {"index_topk": 8, "index_head_dim": 32, "index_n_heads": 16},
 }
-TOKENS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(1))
 
 
 def make_model(name):
-    config = transformers.AutoConfig.for_model(name, **(SHAPE | MODELS[name]))
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return random_model(name, SHAPE | MODELS[name], dtype=torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -66,23 +46,12 @@ def registered():
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoints(request, tmp_path_factory):
     """(name, bf16 checkpoint, FP8 checkpoint)"""
-    directory = tmp_path_factory.mktemp(request.param)
-    make_model(request.param).save_pretrained(directory / "bf16")
-    quantize_checkpoint(directory / "bf16", directory / "fp8")
-    return request.param, directory / "bf16", directory / "fp8"
-
-
-def experts_of(model):
-    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+    return request.param, *write_checkpoints(make_model(request.param), tmp_path_factory.mktemp(request.param))
 
 
 @torch.no_grad()
 def logits(model):
     return model(TOKENS.to(DEVICE)).logits
-
-
-def relative(actual, expected):
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def routing(num_experts, tokens=9):

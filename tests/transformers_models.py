@@ -1,0 +1,55 @@
+"""Small transformers models with random weights, and what tests of them share."""
+
+import torch
+
+from fp8moe.integrations.checkpoints import quantize_checkpoint
+
+BASE = {
+    "vocab_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MLA = {
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+TOKENS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(1))
+
+
+def random_model(model_type, options, **how):
+    """The same weights for the same options of the configuration; `how` goes to from_config."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(model_type, **options)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, **how).eval()
+
+
+def write_checkpoints(model, directory):
+    """The directories of the model as it is and of its FP8 checkpoint."""
+    model.save_pretrained(directory / "bf16")
+    quantize_checkpoint(directory / "bf16", directory / "fp8")
+    return directory / "bf16", directory / "fp8"
+
+
+def experts_of(model):
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+def relative(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
