@@ -5,10 +5,10 @@
   to `out` instead of writing it. A sample of every group is checked against float64 over the quantized operands.
 - `experts` and `linear`: forward and backward, all gradients, of GroupedExperts and FP8Linear, and in bfloat16 of
   transformers' experts on its "grouped_mm" and of nn.Linear, run here with the same weights, inputs and routing; the
-  routing weights are float32, as DeepSeek-V3's router gives them. Ours have float32 master weights, and the rows with
-  bfloat16 ones show what these cost. As in `benchmarks.experts` times are of the replay of a CUDA graph, by CUDA events
-  and with a cold L2: `us`, and `forward_us` of the forward alone. Every pass quantizes the weights anew, as the first
-  after an optimizer step. Bfloat16's over ours is `speedup`; more is better.
+  routing weights are float32, as DeepSeek-V3's router gives them. The bars take our rows with bfloat16 master weights,
+  the peer's dtype; those with float32 ones show what these cost. As in `benchmarks.experts` times are of the replay of
+  a CUDA graph, by CUDA events and with a cold L2: `us`, and `forward_us` of the forward alone. Every pass quantizes the
+  weights anew, as the first after an optimizer step. Bfloat16's over ours is `speedup`; more is better.
 
   `kept_bytes` is what autograd holds between forward and backward: the activation memory of the layer. `peak_bytes` is
   the largest amount during both, gradients included. Both are beside weights, their FP8 copies (`copy_bytes`), inputs,

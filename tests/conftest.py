@@ -1,4 +1,4 @@
-"""Settings shared by all tests: reproducible hypothesis runs, and GPU tests skipped where they cannot run."""
+"""Shared by all tests: reproducible hypothesis runs, GPU tests skipped where they cannot run, and a fixture."""
 
 import pytest
 import torch
@@ -24,3 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Sharing out small matrices costs more than multiplying them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

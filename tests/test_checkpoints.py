@@ -24,17 +24,10 @@ from fp8moe.integrations.checkpoints import (
     save_fp8_checkpoint,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HIDDEN, INTERMEDIATE, EXPERTS = 144, 72, 3  # neither a multiple of 128: gate and up have scales of their own
 FORMATS = ("float32", "ue8m0")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors are small here: threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def bits(tensor):

@@ -11,6 +11,8 @@ from tests.transformers_models import BASE, MLA, random_model
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = BASE | {"hidden_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2}
 MODELS = {
     "mixtral": {"intermediate_size": 96, "num_local_experts": 4, "num_key_value_heads": 2},
@@ -28,15 +30,6 @@ MODELS = {
     "llama": {"intermediate_size": 96},
 }
 CASES = [(name, "sdpa") for name in MODELS] + [(name, "eager") for name in ("mixtral-sliding", "deepseek_v32")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Sharing out matrices of this size costs more than multiplying them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_model(name, **changes):

@@ -1,7 +1,6 @@
 """GroupedExperts and the operator behind it on the reference backend."""
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from fp8moe.kernels.swiglu import Activation
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from tests.compilers import INDUCTOR
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The largest error allowed against float64 over the same quantized operands.
 TOLERANCE = 1e-2
-INDUCTOR = pytest.param(
-    "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
-)
 VARIANTS = {
     "plain": {},
     "limit": dict(swiglu_limit=0.4),

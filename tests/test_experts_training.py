@@ -1,7 +1,6 @@
 """GroupedExperts with a backward: trained from master weights, and frozen, on the reference backend."""
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from fp8moe.kernels.activation_backward import activation_backward
 from fp8moe.kernels.swiglu import FUNCTIONS, Activation
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
+from tests.compilers import INDUCTOR
 from tests.experts_training_reference import backward, equal, error, quantized, recipe, straight_through
 
 NAN = float("nan")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INDUCTOR = pytest.param(
-    "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
-)
 VARIANTS = {
     "plain": {},
     "limit": dict(swiglu_limit=0.4),

@@ -1,6 +1,5 @@
 """The dense GEMM on the reference backend: semantics, layouts, errors, operators."""
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -15,12 +14,10 @@ from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.reference import to_float32
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from tests.compilers import INDUCTOR
 
 DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
-INDUCTOR = pytest.param(
-    "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
-)
 # Schema checks compare inputs with kernels that PyTorch lacks for float8; test_inputs_are_left_alone stands in.
 OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 

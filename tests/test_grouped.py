@@ -1,6 +1,5 @@
 """The grouped GEMMs on the reference backend: semantics, groups, layouts, operators. Bad input: test_grouped_checks."""
 
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -16,11 +15,9 @@ from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked, grouped_ge
 from fp8moe.kernels.swiglu import FUNCTIONS, Activation
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from tests.compilers import INDUCTOR
 
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
-INDUCTOR = pytest.param(
-    "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
-)
 # Schema checks compare inputs with kernels that PyTorch lacks for float8; test_inputs_are_left_alone stands in.
 OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 

@@ -2,7 +2,6 @@
 
 import copy
 import ctypes
-import shutil
 from contextlib import nullcontext
 
 import pytest
@@ -18,11 +17,9 @@ from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.linear import linear
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from tests.compilers import INDUCTOR
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INDUCTOR = pytest.param(
-    "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
-)
 
 
 def exact(layer, x):

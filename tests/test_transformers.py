@@ -22,6 +22,8 @@ transformers = pytest.importorskip("transformers")
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 from transformers.quantizers import quantizer_finegrained_fp8  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Small weights: routing must not hang on the last bit of a score.
 SHAPE = BASE | {"hidden_size": 128, "max_position_embeddings": 64, "initializer_range": 0.03}
 MODELS = {
@@ -30,15 +32,6 @@ MODELS = {
     "deepseek_v3": MLA,
     "deepseek_v32": MLA | {"index_topk": 8, "index_head_dim": 32, "index_n_heads": 16},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Sharing out matrices of this size costs more than multiplying them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@
 //   or, with GROUPS, one (N, K) for each group of rows of a, and sizes of groups that only the device knows
 //
 // With SWIGLU the weights are those of gate and up, one after the other, and the result is silu(gate) * up in E4M3 with
-// 1x128 scales: the tensor map delivers 8 rows of gate and 8 of up in turns, so that both meet in one thread.
+// 1x128 scales: a tile has 128 columns of gate and the same of up, a slab of each, so that both meet in one thread.
 //
 // One block computes a BLOCK_M x BLOCK_N tile. Roles:
 //   a thread of the producer group TMA loads of a, b and a_scale into a ring of STAGES stages
