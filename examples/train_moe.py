@@ -49,17 +49,17 @@ class Preset:
 PRESETS = {
     "small": Preset(
         Config(
-            hidden=1024,
-            layers=6,
+            hidden=512,
+            layers=4,
             heads=8,
-            dense_intermediate=2560,
-            experts=16,
-            top_k=4,
+            dense_intermediate=1408,
+            experts=8,
+            top_k=2,
             intermediate=512,
             sequence=512,
         ),
-        batch=32,
-        learning_rate=4e-4,
+        batch=64,
+        learning_rate=3e-4,
     ),
     "tiny": Preset(
         Config(

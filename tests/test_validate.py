@@ -70,17 +70,39 @@ def test_sanitizer_summaries(output, errors):
 
 
 def test_junit_counts(tmp_path):
-    path = tmp_path / "junit.xml"
-    path.write_text(
+    paths = tmp_path / "a.xml", tmp_path / "b.xml"
+    paths[0].write_text(
         '<testsuites><testsuite><testcase classname="a" name="good"/>'
         '<testcase classname="a" name="bad"><failure/></testcase>'
         '<testcase classname="a" name="broken"><error/></testcase>'
         '<testcase classname="a" name="left"><skipped/></testcase></testsuite></testsuites>'
     )
-    result = validate.parse_junit(path)
-    assert (result["passed"], result["failed"], result["skipped"]) == (1, 2, 1)
+    paths[1].write_text('<testsuites><testsuite><testcase classname="b" name="good"/></testsuite></testsuites>')
+    result = validate.parse_junit(paths)
+    assert (result["passed"], result["failed"], result["skipped"]) == (2, 2, 1)
     assert result["failures"] == ["a::bad", "a::broken"]
     assert result["skips"] == ["a::left"]
+
+
+def test_every_file_of_gpu_tests_is_run(tmp_path):
+    """With a stand-in for tests/gpu; pytest's exit code 1 means that a test failed."""
+    directory = tmp_path / "tests/gpu"
+    directory.mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    head = "import pytest\npytestmark = pytest.mark.gpu\n"
+    (directory / "test_good.py").write_text(f"{head}def test_one(): pass\ndef test_two(): pass\n")
+    (directory / "test_bad.py").write_text(f"{head}def test_it(): assert False\n")
+    result = validate.run_tests(tmp_path)
+    assert (result["passed"], result["failed"], result["exit_code"]) == (2, 1, 1)
+    assert result["failures"] == ["tests.gpu.test_bad::test_it"]
+
+
+def test_a_file_that_cannot_be_collected_is_a_failure(tmp_path):
+    directory = tmp_path / "tests/gpu"
+    directory.mkdir(parents=True)
+    (directory / "test_broken.py").write_text("import no_such_module\n")
+    result = validate.run_tests(tmp_path)
+    assert result["failed"] == 1 and result["exit_code"]
 
 
 def test_missed_bars_are_listed_with_their_limit():
