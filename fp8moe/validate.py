@@ -79,6 +79,11 @@ def parse_junit(paths: Iterable[Path]) -> dict:
     return counts | {"failures": sorted(outcomes["failed"]), "skips": sorted(outcomes["skipped"])}
 
 
+def environment_of_one_in(processes: int) -> dict[str, str]:
+    """For one of some processes side by side: their threads share the cores."""
+    return os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+
+
 def run_tests(root: Path) -> dict:
     """The GPU tests: each file in a process of its own, a few side by side, as most of their time is the CPU's."""
     # Long files take long: they are the first.
@@ -90,7 +95,13 @@ def run_tests(root: Path) -> dict:
             command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
             command += [f"--junitxml={report}", str(file)]
             done = subprocess.run(
-                command, cwd=root, timeout=TIMEOUT_S, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                command,
+                cwd=root,
+                env=environment_of_one_in(TEST_PROCESSES),
+                timeout=TIMEOUT_S,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
             print(done.stdout if done.returncode else f"{file.name}: {done.stdout.splitlines()[-1]}", flush=True)
             if not report.exists():
@@ -120,7 +131,8 @@ def run_sanitizer(root: Path) -> dict:
     """The reduced set of operations under each tool, side by side; the script also checks its own results."""
     sanitizer = find_sanitizer()
     # Without PyTorch's caching allocator every tensor is an allocation of its own, whose bounds memcheck knows.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FP8MOE_PRINT_CONFIGS": "1"}
+    environment = environment_of_one_in(len(SANITIZERS))
+    environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FP8MOE_PRINT_CONFIGS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
 
     def run(tool: str) -> dict:
