@@ -15,6 +15,28 @@ def backward(layer, x, index, weights, grad):
     return out.detach(), {name: value.grad for name, value in named.items() if value.requires_grad}
 
 
+class Block(torch.nn.Module):
+    """Experts behind a router, two for each token, with a residual."""
+
+    def __init__(self, experts):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = torch.nn.Linear(experts.hidden_size, experts.num_experts, device=experts.down_proj.device)
+        self.experts = experts
+
+    def forward(self, x):
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        return x + self.experts(x, index, weights)
+
+
+def gradients(block, call, x):
+    """By name, of a loss of ``call(x)``: those of x and of the block's parameters that require one."""
+    block.zero_grad()
+    x = x.detach().requires_grad_()
+    call(x).square().sum().backward()
+    return {"x": x.grad} | {name: value.grad for name, value in block.named_parameters() if value.requires_grad}
+
+
 def quantized(layer):
     """The dequantized FP8 copies in float64: (E, 1 or 2, I, H) and (E, H, I)."""
     size = layer.intermediate_size

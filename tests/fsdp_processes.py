@@ -33,6 +33,46 @@ def count_quantizations():
     return shapes
 
 
+def train(sharded, plain, optimizers, data, targets, *, steps, limit, quantized):
+    """Steps of both, each of some micro-batches, that must agree; this process has its part of data and targets.
+
+    optimizers: of sharded and plain. data, targets: (micro-batches, WORLD, ...). limit: what gradients are clipped to.
+    quantized: shapes of the masters, each quantized once for all forwards and backwards of a step.
+    Returns the losses of this process.
+    """
+    rank = dist.get_rank()
+    quantizations = count_quantizations()
+    losses = []
+
+    def loss_of(model, batch, part):
+        return (model(data[batch, part]) - targets[batch, part]).square().mean()
+
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        quantizations.clear()
+        for batch in range(len(data)):
+            loss = loss_of(sharded, batch, rank)
+            loss.backward()
+            losses.append(loss.item())
+        assert sorted(quantizations) == quantized
+        for batch in range(len(data)):
+            for part in range(WORLD):
+                expected = loss_of(plain, batch, part)
+                (expected / WORLD).backward()
+                if part == rank:
+                    assert abs(losses[batch - len(data)] - expected.item()) <= 1e-5 * expected.item()
+        for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+            close(ours.grad, theirs.grad)
+            assert theirs.grad.any()
+        norms = [full(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)) for model in (sharded, plain)]
+        assert norms[1] > limit
+        close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+    return losses
+
+
 def _run(rank, port, work):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)

@@ -25,6 +25,31 @@ def exact(x, grad, weight):
     return d_x, grad_columns @ columns.T
 
 
+def train(model, x, target, limit, *, lr, **options):
+    """30 steps of AdamW, gradients accumulated over the micro-batches of x and target and clipped to limit.
+
+    Returns for each step the loss of the last micro-batch, and the norm of the gradients before they were clipped.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, **options)
+    losses, norms = [], []
+    for _ in range(30):
+        optimizer.zero_grad()
+        for batch, wanted in zip(x, target, strict=True):
+            loss = (model(batch) - wanted).float().square().mean() / len(x)
+            loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, norms
+
+
+def assert_follows(losses, expected):
+    """Those of the unquantized model, which learns."""
+    assert expected[-1] < 0.9 * expected[0]
+    for ours, theirs in zip(losses, expected, strict=True):
+        assert abs(ours - theirs) < 0.01 * theirs
+
+
 def error(actual, expected):
     return float((actual.double() - expected).norm() / expected.norm())
 

@@ -16,7 +16,16 @@ from fp8moe.kernels.swiglu import FUNCTIONS, Activation
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
 from tests.compilers import INDUCTOR
-from tests.experts_training_reference import backward, equal, error, quantized, recipe, straight_through
+from tests.experts_training_reference import (
+    Block,
+    backward,
+    equal,
+    error,
+    gradients,
+    quantized,
+    recipe,
+    straight_through,
+)
 
 NAN = float("nan")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -518,29 +527,9 @@ def test_inference_mode():
 # Training loops.
 
 
-class Block(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate = nn.Linear(144, 4)
-        self.experts = make(**options)
-
-    def forward(self, x):
-        weights, index = self.gate(x).softmax(-1).topk(2)
-        return x + self.experts(x, index, weights)
-
-
-def gradients(block, call, x):
-    block.zero_grad()
-    x = x.detach().requires_grad_()
-    out = call(x)
-    out.square().sum().backward()
-    return {"x": x.grad} | {name: value.grad for name, value in block.named_parameters() if value.grad is not None}
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(use_reentrant):
-    block, x = Block(), torch.randn(30, 144)
+    block, x = Block(make()), torch.randn(30, 144)
     expected = gradients(block, block, x)
     assert expected.keys() == {"x", "gate.weight", "gate.bias", "experts.gate_up_proj", "experts.down_proj"}
     equal(gradients(block, lambda x: checkpoint(block, x, use_reentrant=use_reentrant), x), expected)
@@ -549,7 +538,7 @@ def test_checkpointing(use_reentrant):
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_compile(frozen, backend):
-    block = Block()
+    block = Block(make())
     if frozen:
         block.experts = GroupedExperts.from_experts(block.experts)
     torch._dynamo.reset()
@@ -566,7 +555,7 @@ def test_compile(frozen, backend):
 
 
 def test_compile_with_checkpointing():
-    block, x = Block(), torch.randn(30, 144)
+    block, x = Block(make()), torch.randn(30, 144)
     expected = gradients(block, block, x)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
@@ -574,7 +563,7 @@ def test_compile_with_checkpointing():
 
 
 def test_accumulation_over_micro_batches():
-    block = Block()
+    block = Block(make())
     batches = [torch.randn(20, 144) for _ in range(3)]
     separate = [gradients(block, block, x) for x in batches]
     block.zero_grad()
@@ -587,7 +576,7 @@ def test_accumulation_over_micro_batches():
 @pytest.mark.parametrize("master_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", ["foreach", "fused"])
 def test_optimizers(form, master_dtype):
-    block = Block(master_dtype=master_dtype)
+    block = Block(make(master_dtype=master_dtype))
     optimizer = torch.optim.AdamW(block.parameters(), lr=3e-3, **{form: True})
     torch.manual_seed(1)
     x, target = torch.randn(64, 144), torch.randn(64, 144)
@@ -603,7 +592,7 @@ def test_optimizers(form, master_dtype):
         losses.append(loss.item())
     assert losses[-1] < 0.75 * losses[0]
     # The FP8 copies are those of the weights as they are now.
-    fresh = Block(master_dtype=master_dtype)
+    fresh = Block(make(master_dtype=master_dtype))
     fresh.load_state_dict(block.state_dict())
     assert torch.equal(fresh(x), block(x))
 

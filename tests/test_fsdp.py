@@ -11,14 +11,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8moe.layers.linear import FP8Linear
-from tests.fsdp_processes import WORLD, close, count_quantizations, full, in_processes
+from tests.fsdp_processes import WORLD, close, in_processes, train
 
-STEPS, MICRO_BATCHES = 4, 2
+MICRO_BATCHES = 2
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 
-def train(reshard):
+def compare(reshard):
     torch.manual_seed(0)
     plain = nn.Sequential(
         FP8Linear(144, 272, dtype=torch.float32, master_dtype=torch.float32),
@@ -33,39 +33,11 @@ def train(reshard):
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True) for model in (plain, sharded)]
     data = torch.randn(MICRO_BATCHES, WORLD, 32, 144)
     targets = torch.randn(MICRO_BATCHES, WORLD, 32, 48)
-    rank = dist.get_rank()
-    quantizations = count_quantizations()
-    losses = []
-
-    def loss_of(model, batch, part):
-        return (model(data[batch, part]) - targets[batch, part]).square().mean()
-
-    for _ in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        quantizations.clear()
-        for batch in range(MICRO_BATCHES):
-            loss = loss_of(sharded, batch, rank)
-            loss.backward()
-            losses.append(loss.item())
-        assert sorted(quantizations) == [(48, 272), (272, 144)]  # once for all forwards and backwards of the step
-        for batch in range(MICRO_BATCHES):
-            for part in range(WORLD):
-                expected = loss_of(plain, batch, part)
-                (expected / WORLD).backward()
-                if part == rank:
-                    assert abs(losses[batch - MICRO_BATCHES] - expected.item()) <= 1e-5 * expected.item()
-        for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
-            close(ours.grad, theirs.grad)
-        norms = [full(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (sharded, plain)]
-        assert norms[1] > 0.1
-        close(*norms)
-        for optimizer in optimizers:
-            optimizer.step()
+    losses = train(sharded, plain, optimizers, data, targets, steps=4, limit=0.1, quantized=[(48, 272), (272, 144)])
     assert losses[-1] < 0.95 * losses[0]
 
     # Loading shows in no version of the gathered weight, and is no step of an optimizer.
-    x = data[0, rank]
+    x = data[0, dist.get_rank()]
     with torch.no_grad():
         close(sharded(x), plain(x))
         sharded.load_state_dict({name: value * 0.5 for name, value in sharded.state_dict().items()})
@@ -75,7 +47,7 @@ def train(reshard):
 
 def work():
     for reshard in (True, False):
-        train(reshard)
+        compare(reshard)
 
 
 def test_sharded_training_is_unsharded_training():

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8moe.layers.experts import GroupedExperts
-from tests.fsdp_processes import WORLD, close, count_quantizations, full, in_processes
+from tests.fsdp_processes import WORLD, close, in_processes, train
 
-STEPS, MICRO_BATCHES = 3, 2
+MICRO_BATCHES = 2
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -40,7 +40,7 @@ def shard(model, **options):
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def train(reshard):
+def compare(reshard):
     torch.manual_seed(0)
     plain = nn.Sequential(Block(), Block())
     sharded = copy.deepcopy(plain)
@@ -49,37 +49,13 @@ def train(reshard):
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9) for model in (plain, sharded)]
     data = torch.randn(MICRO_BATCHES, WORLD, 48, 144)
     targets = torch.randn(MICRO_BATCHES, WORLD, 48, 144)
-    rank = dist.get_rank()
-    quantizations = count_quantizations()
-    losses = []
-
-    def loss_of(model, batch, part):
-        return (model(data[batch, part]) - targets[batch, part]).square().mean()
-
-    for _ in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        quantizations.clear()
-        for batch in range(MICRO_BATCHES):
-            loss = loss_of(sharded, batch, rank)
-            loss.backward()
-            losses.append(loss.item())
-        # Once for all forwards and backwards of the step.
-        assert sorted(quantizations) == [(5, 2, 96, 144)] * 2 + [(5, 144, 96)] * 2
-        for batch in range(MICRO_BATCHES):
-            for part in range(WORLD):
-                (loss_of(plain, batch, part) / WORLD).backward()
-        for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
-            close(ours.grad, theirs.grad)
-            assert theirs.grad.any()
-        norms = [full(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (sharded, plain)]
-        close(*norms)
-        for optimizer in optimizers:
-            optimizer.step()
+    quantized = [(5, 2, 96, 144)] * 2 + [(5, 144, 96)] * 2
+    losses = train(sharded, plain, optimizers, data, targets, steps=3, limit=0.02, quantized=quantized)
     assert losses[-1] < losses[0]
     with torch.no_grad():
-        close(sharded(data[0, rank]), plain(data[0, rank]))
-        close(sharded.eval()(data[0, rank]), plain.eval()(data[0, rank]))
+        x = data[0, dist.get_rank()]
+        close(sharded(x), plain(x))
+        close(sharded.eval()(x), plain.eval()(x))
 
 
 def mixed_precision():
@@ -99,7 +75,7 @@ def mixed_precision():
 
 def work():
     for reshard in (True, False):
-        train(reshard)
+        compare(reshard)
     mixed_precision()
 
 

@@ -18,7 +18,7 @@ from fp8moe.kernels import linear_training
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from tests.linear_training_reference import error, exact, gradients, same
+from tests.linear_training_reference import assert_follows, error, exact, gradients, same, train
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
@@ -471,21 +471,11 @@ def test_training(options, master_dtype):
     model = copy.deepcopy(plain)
     replace_linears(model, master_dtype=master_dtype)
     x, target = torch.randn(2, 3, 100, 64).to(master_dtype)
-    losses = {}
-    for each in (plain, model):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=3e-3, **options)
-        losses[each] = []
-        for _ in range(30):
-            optimizer.zero_grad()
-            for batch, wanted in zip(x, target, strict=True):
-                loss = (each(batch) - wanted).float().square().mean() / len(x)
-                loss.backward()
-            assert nn.utils.clip_grad_norm_(each.parameters(), 0.02) > 0.02
-            losses[each].append(loss.item())
-            optimizer.step()
-    assert losses[plain][-1] < 0.9 * losses[plain][0]
-    for ours, theirs in zip(losses[model], losses[plain], strict=True):
-        assert abs(ours - theirs) < 0.01 * theirs
+    (losses, norms), (expected, plain_norms) = (
+        train(each, x, target, 0.02, lr=3e-3, **options) for each in (model, plain)
+    )
+    assert min(*norms, *plain_norms) > 0.02
+    assert_follows(losses, expected)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert error(ours.detach(), theirs.detach().double()) < 0.1
 

@@ -13,6 +13,7 @@ from benchmarks.experts import quantized_intermediate
 from fp8moe import config
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.quantize import dequantize, quantize_1x128
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -256,12 +257,9 @@ def test_nothing_waits_for_the_gpu():
     x, routing = torch.randn(9, 272, device=DEVICE), route(9, 8, 2)
     for layer in layers:
         layer(x, *routing)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for layer in layers:
             layer(x, *routing)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_back_to_back_layers_do_not_share_memory():

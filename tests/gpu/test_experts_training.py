@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8moe import config
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
-from tests.experts_training_reference import backward, equal, error, recipe, straight_through
+from tests.experts_training_reference import Block, backward, equal, error, gradients, recipe, straight_through
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -215,12 +216,9 @@ def test_nothing_waits_for_the_gpu():
     arguments = inputs(9)
     for layer in layers:
         backward(layer, *arguments)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for layer in layers:
             backward(layer, *arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # Training loops.
@@ -265,28 +263,9 @@ def test_graph_replays_with_other_routing_and_weights(tokens, master_dtype):
             assert torch.equal(actual, expected)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate = nn.Linear(272, 8, device=DEVICE)
-        self.experts = make()
-
-    def forward(self, x):
-        weights, index = self.gate(x).softmax(-1).topk(2)
-        return x + self.experts(x, index, weights)
-
-
-def gradients(block, call, x):
-    block.zero_grad()
-    x = x.detach().requires_grad_()
-    call(x).square().sum().backward()
-    return {"x": x.grad} | {name: value.grad for name, value in block.named_parameters()}
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(use_reentrant):
-    block, x = Block(), torch.randn(300, 272, device=DEVICE)
+    block, x = Block(make()), torch.randn(300, 272, device=DEVICE)
     expected = gradients(block, block, x)
     equal(gradients(block, lambda x: checkpoint(block, x, use_reentrant=use_reentrant), x), expected)
 
@@ -294,7 +273,7 @@ def test_checkpointing(use_reentrant):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(backend):
     torch._dynamo.reset()
-    block = Block()
+    block = Block(make())
     compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
     for tokens in (3, 40, 41):
         x = torch.randn(tokens, 272, device=DEVICE)
@@ -307,7 +286,7 @@ def test_compile(backend):
 def test_optimizers(form, monkeypatch):
     count, quantize = [], masters.quantize_128x128
     monkeypatch.setattr(masters, "quantize_128x128", lambda weight: count.append(0) or quantize(weight))
-    block = Block()
+    block = Block(make())
     optimizer = torch.optim.AdamW(block.parameters(), lr=3e-3, **{form: True})
     x, target = torch.randn(2, 300, 272, device=DEVICE)
     losses = []

@@ -11,6 +11,7 @@ from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked, grouped_ge
 from fp8moe.kernels.swiglu import Activation
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -390,11 +391,8 @@ def test_nothing_waits_for_the_gpu():
         grouped_gemm_swiglu(a, gate_up, group_offsets, activation=Activation())
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_runs_on_the_current_stream():

@@ -14,7 +14,8 @@ from fp8moe import config
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import quantize_128x128
-from tests.linear_training_reference import error, exact, gradients, same
+from tests.linear_training_reference import assert_follows, error, exact, gradients, same, train
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -122,11 +123,8 @@ def test_nothing_waits_for_the_gpu():
     x, grad = random(300, 576), random(300, 1536)
     gradients(layer, x, grad, layer.parameters())
     master.outdate()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         gradients(layer, x, grad, layer.parameters())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_memory_that_is_kept():
@@ -148,21 +146,8 @@ def test_training(options, master_dtype):
     model = copy.deepcopy(plain)
     replace_linears(model, master_dtype=master_dtype)
     x, target = random(2, 3, 200, 256, dtype=master_dtype)
-    losses = {}
-    for each in (plain, model):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3, **options)
-        losses[each] = []
-        for _ in range(30):
-            optimizer.zero_grad()
-            for batch, wanted in zip(x, target, strict=True):
-                loss = (each(batch) - wanted).float().square().mean() / len(x)
-                loss.backward()
-            nn.utils.clip_grad_norm_(each.parameters(), 0.02)
-            losses[each].append(loss.item())
-            optimizer.step()
-    assert losses[plain][-1] < 0.9 * losses[plain][0]
-    for ours, theirs in zip(losses[model], losses[plain], strict=True):
-        assert abs(ours - theirs) < 0.01 * theirs
+    losses, expected = (train(each, x, target, 0.02, lr=1e-3, **options)[0] for each in (model, plain))
+    assert_follows(losses, expected)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
