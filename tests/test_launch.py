@@ -181,6 +181,26 @@ def test_a_launch_takes_the_values_that_its_arguments_hold(monkeypatch):
         launcher.launch(0)
 
 
+def test_a_launch_with_pointers(monkeypatch):
+    launches = []
+
+    def enqueue(config, function, parameters, extra):
+        pointers = (ctypes.c_void_p * 3).from_address(parameters)
+        words = (ctypes.c_int64.from_address(pointer).value for pointer in pointers[:2])
+        launches.append((int(config.hStream), *words, ctypes.c_int32.from_address(pointers[2]).value))
+        return (SUCCESS,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", enqueue)
+    monkeypatch.setattr(launch, "_prepare", lambda *args, **options: None)
+    launcher = launch.PointerLauncher(SimpleNamespace(handle=99), grid=4, block=32, pointers=2, args=(ctypes.c_int(7),))
+    launcher.launch(0, 1 << 46, 16)
+    for addresses in ((16,), (16, 32, 48)):
+        with pytest.raises(ValueError):
+            launcher.launch(0, *addresses)
+    launcher.launch(4096, 32, 1 << 46)
+    assert launches == [(0, 1 << 46, 16, 7), (4096, 32, 1 << 46, 7)]
+
+
 def test_sizes_of_one_to_three_dimensions():
     assert launch._dim3(5) == (5, 1, 1)
     assert launch._dim3((5,)) == (5, 1, 1)

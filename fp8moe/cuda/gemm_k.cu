@@ -8,6 +8,7 @@
 // loads, two warpgroups multiply and add each 128-deep product to a float32 sum (DeepSeek-V3, arXiv:2412.19437, section
 // 3.3.2). Here both operands have a scale for each row, so that every product takes its own.
 
+#include "ring.cuh"
 #include "tiles.cuh"
 
 template <bool Float32>

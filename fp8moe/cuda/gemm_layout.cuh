@@ -4,6 +4,7 @@
 // rows belong to it), the tile, and SWIGLU (0: none, 1: plain, 2: clamped, 3: clamped with alpha).
 #pragma once
 
+#include "ring.cuh"
 #include "tiles.cuh"
 
 constexpr int TILE_K = 128;

@@ -93,12 +93,49 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 
 // ---- asynchronous copies ----
 
+// Copies 16 bytes to shared memory, or zeros if `there` is false: then the source is not read. Past L1.
+__device__ __forceinline__ void async_copy_16(u32 target, const void* source, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+// Closes the group of such copies that this thread has issued; waits until all but its last `Pending` groups are done.
+__device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Pending>
+__device__ __forceinline__ void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
 // Tensor map coordinates count elements, innermost first.
 __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
           "r"(target),
       "l"(&map), "r"(barrier), "r"(x), "r"(y)
+      : "memory");
+}
+
+// The same for what is read once: it does not push anything else out of L2.
+__device__ __forceinline__ void tma_load_once(u32 target, const TensorMap& map, u32 barrier, int x, int y) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
+      : "memory");
+}
+
+// Brings a tensor map to where asynchronous copies will look for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Contiguous copy; counts its bytes on the mbarrier. Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
@@ -142,10 +179,13 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// Shared-memory matrix descriptor of a K-major tile with a 128-byte swizzle: rows of 128 bytes, 1024 bytes between
-// groups of 8 rows. Stepping 32 bytes along K adds 2.
+// Shared-memory matrix descriptor of a K-major tile whose rows are as wide as the swizzle, 128, 64 or 32 bytes: groups
+// of 8 rows follow each other. Stepping 32 bytes along K adds 2.
+template <int RowBytes = 128>
 __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
-  return (u64{1} << 62) | (u64{1024 >> 4} << 32) | ((address & 0x3FFFF) >> 4);
+  static_assert(RowBytes == 128 || RowBytes == 64 || RowBytes == 32);
+  constexpr u64 swizzle = RowBytes == 128 ? 1 : RowBytes == 64 ? 2 : 3;
+  return (swizzle << 62) | (u64{8 * RowBytes >> 4} << 32) | ((address & 0x3FFFF) >> 4);
 }
 
 template <int Registers>

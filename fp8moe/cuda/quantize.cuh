@@ -124,9 +124,9 @@ struct Scale {
   float divisor;
   float reciprocal;
 
-  // From the bits of the block's largest magnitude.
-  explicit __device__ Scale(u32 amax_bits) {
-    const float amax = Input::value(amax_bits);
+  // From the block's largest magnitude, or from the bits of that in the input's type.
+  explicit __device__ Scale(u32 amax_bits) : Scale(Input::value(amax_bits)) {}
+  explicit __device__ Scale(float amax) {
     value = divide(fmaxf(amax, SCALE_FLOOR), FP8_MAX, 1.0f / FP8_MAX);
     // Adding the full mantissa carries into the exponent unless the mantissa was zero.
     if constexpr (UE8M0) value = __uint_as_float((__float_as_uint(value) + 0x7FFFFFu) & ~0x7FFFFFu);

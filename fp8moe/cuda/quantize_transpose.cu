@@ -171,16 +171,6 @@ __device__ u32 largest_of_rows(u32 (&amax)[SIDE], u32 lane) {
   return max(amax[0], __shfl_xor_sync(FULL, amax[0], 1));
 }
 
-// As Scale, which takes the bits of an input type: weighted magnitudes are float32.
-__device__ Scale scale_of(float amax) {
-  Scale scale(0u);
-  scale.value = divide(fmaxf(amax, SCALE_FLOOR), FP8_MAX, 1.0f / FP8_MAX);
-  if (!is_finite(amax)) scale.value = amax == amax ? amax : __int_as_float(0x7FC00000);
-  scale.reciprocal = reciprocal_of(scale.value);
-  scale.divisor = is_finite(amax) ? scale.value : 0.0f;
-  return scale;
-}
-
 // Where the divisor of a column lies: column c of all threads of a row next to each other, in different banks.
 __device__ int column_slot(int column) {
   const int c = column / STEP * PER_VECTOR + column % PER_VECTOR;
@@ -243,7 +233,7 @@ __device__ void make_scales(const Arguments& a, Shared& s, i64 first_column) {
   } else {
     amax = Input::value(s.row_amax[t]);
   }
-  const Scale scale = scale_of(amax);
+  const Scale scale(amax);
   (is_column ? s.columns[column_slot(t)] : s.rows[t]) = {scale.divisor, scale.reciprocal};
   if (is_column) {
     if (first_column + t < a.width)
@@ -414,9 +404,7 @@ __device__ Vector vector_in(Operand operand, int r) {
 
 // Zeros if `there` is false.
 __device__ void copy_to_slot(Operand operand, int r, const Element* source, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&slot(operand, r))), "l"(source),
-               "r"(there ? 16 : 0)
-               : "memory");
+  async_copy_16(shared_address(&slot(operand, r)), source, there);
 }
 
 // Starts to load all rows, a group of copies for each half of them.
@@ -431,13 +419,13 @@ __device__ void copy_operands(const Arguments& a, const Shared& s, const Place& 
     copy_to_slot(GATE, r, source, there);
     copy_to_slot(UP, r, source + a.width / PARTS, there);
     if constexpr (SOURCE == SWIGLU_BACKWARD) copy_to_slot(GRAD, r, a.grad + row * a.grad_stride + offset, there);
-    if (r % HALF == HALF - 1) asm volatile("cp.async.commit_group;" ::: "memory");
+    if (r % HALF == HALF - 1) async_commit();
   }
 }
 
 __device__ void wait_for_operands(int r) {
-  if (r == 0) asm volatile("cp.async.wait_group 1;" ::: "memory");
-  if (r == HALF) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if (r == 0) async_wait<1>();
+  if (r == HALF) async_wait<0>();
 }
 
 __device__ void make_swiglu(const Arguments& a) {

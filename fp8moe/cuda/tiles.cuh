@@ -1,4 +1,4 @@
-// Walking over the tiles of a GEMM and over a ring of STAGES stages in shared memory, a constant of the kernel.
+// Walking over the tiles of a GEMM.
 #pragma once
 
 #include "ptx.cuh"
@@ -16,16 +16,5 @@ struct Place {
     const int within = index - first * TILE_COLUMNS;
     column = height == 1 ? within : within / height;
     row = first + within - column * height;
-  }
-};
-
-struct Ring {
-  u32 stage = 0, phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
   }
 };

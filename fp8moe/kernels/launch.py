@@ -10,9 +10,9 @@ only puts its pointers in place::
         source.replace_address(x.data_ptr())
         launcher.launch(current_stream(index))
 
-The arguments are shared by all calls, hence the lock. A launch copies them, so they are free again when it returns, and
-nothing here keeps a caller's tensor alive. Tensor maps and launches use the driver's own Python binding, whose calls
-cost a fraction of cuda.core's.
+The arguments are shared by all calls, hence the lock; `PointerLauncher` takes it itself. A launch copies them, so they
+are free again when it returns, and nothing here keeps a caller's tensor alive. Tensor maps and launches use the
+driver's own Python binding, whose calls cost a fraction of cuda.core's.
 """
 
 import ctypes
@@ -265,6 +265,36 @@ class Launcher:
         (status,) = self._launch(self._config, self._function, self._parameters, 0)
         if status:
             raise DriverError("cuLaunchKernelEx", status.name)
+
+
+class PointerLauncher:
+    """A `Launcher` of a kernel whose first parameters are pointers, the only arguments that differ between launches.
+
+    Build it and launch it with its device current.
+
+    Args:
+        kernel, options: as for `Launcher`.
+        pointers: how many.
+        args: for the parameters after them.
+    """
+
+    def __init__(self, kernel: "Kernel", *, pointers: int, args: Sequence[Any], **options: Any):
+        # As one array they are set at once, in less time than one by one.
+        self._addresses = (ctypes.c_int64 * pointers)()
+        first = (ctypes.c_int64.from_buffer(self._addresses, 8 * i) for i in range(pointers))
+        self._launcher = Launcher(kernel, args=(*first, *args), **options)
+
+    def launch(self, stream: int, *addresses: int) -> None:
+        """Enqueue the kernel on a stream for operands and results at these addresses, in the order of its parameters.
+
+        Raises:
+            ValueError: that is not the number of pointers.
+            RuntimeError: the driver refuses the launch.
+        """
+        launcher = self._launcher
+        with launcher.lock:
+            self._addresses[:] = addresses
+            launcher.launch(stream)
 
 
 def _address(argument: Any) -> int:

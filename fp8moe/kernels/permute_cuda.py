@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.jit import KernelSpec, load
-from fp8moe.kernels.launch import Launcher, current_stream, device_guard
+from fp8moe.kernels.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
 from fp8moe.quant.quantize_cuda import INPUT_TYPES, unit_stride
 
@@ -22,37 +22,6 @@ def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
     return KernelSpec("permute_quantize.cu", "permute_quantize", defines)
 
 
-class Plan:
-    """The kernel with every argument but the four pointers. Build it with its device current; see `plan`."""
-
-    def __init__(
-        self, tokens: int, hidden: int, top_k: int, num_rows: int, row_stride: int, dtype: torch.dtype, pdl: bool
-    ):
-        self._x, self._rows, self._data, self._scale = pointers = [ctypes.c_int64() for _ in range(4)]
-        read_ahead = tokens <= _READ_AHEAD_TOKENS or top_k > _ROWS_AT_ONCE
-        self._launcher = Launcher(
-            load(kernel_spec(hidden, dtype)),
-            grid=ceil_div(tokens * ceil_div(hidden, _CHUNK), _WARPS),
-            block=_WARPS * 32,
-            pdl=pdl,
-            args=(
-                *pointers,
-                *map(ctypes.c_uint32, (tokens, top_k, num_rows, read_ahead)),
-                *map(ctypes.c_int64, (row_stride, align(num_rows, 4))),
-            ),
-        )
-
-    def launch(self, stream: int, x: int, rows: int, data: int, scale: int) -> None:
-        """Enqueue the kernel for operands and results at these addresses; `x` and `data` are multiples of 16."""
-        launcher = self._launcher
-        with launcher.lock:
-            self._x.value = x
-            self._rows.value = rows
-            self._data.value = data
-            self._scale.value = scale
-            launcher.launch(stream)
-
-
 @functools.lru_cache(maxsize=4096)
 def plan(
     tokens: int,
@@ -64,15 +33,26 @@ def plan(
     device_index: int,
     *,
     pdl: bool = False,
-) -> Plan:
-    """The plan for x (tokens, hidden) of `dtype`, none of them 0, on the current device, `device_index`.
+) -> PointerLauncher:
+    """The launcher for x, rows, data and scale, in this order; x (tokens, hidden) of `dtype`, none of them 0.
 
-    row_stride: from one token to the next, in elements, a multiple of 16 bytes; within a token the stride is 1. rows
-    (tokens, top_k) is contiguous. It writes data (num_rows, hidden), contiguous, and the scale of row i and block j of
-    128 columns to element i + j * align(num_rows, 4) of scale. pdl: start before the kernel ahead has ended; nothing is
-    read or written before it has.
+    device_index: of the current device. row_stride: from one token to the next, in elements, a multiple of 16 bytes;
+    within a token the stride is 1. rows (tokens, top_k) is contiguous. It writes data (num_rows, hidden), contiguous,
+    and the scale of row i and block j of 128 columns to element i + j * align(num_rows, 4) of scale. x and data are at
+    multiples of 16 bytes. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
     """
-    return Plan(tokens, hidden, top_k, num_rows, row_stride, dtype, pdl)
+    read_ahead = tokens <= _READ_AHEAD_TOKENS or top_k > _ROWS_AT_ONCE
+    return PointerLauncher(
+        load(kernel_spec(hidden, dtype)),
+        grid=ceil_div(tokens * ceil_div(hidden, _CHUNK), _WARPS),
+        block=_WARPS * 32,
+        pdl=pdl,
+        pointers=4,
+        args=(
+            *map(ctypes.c_uint32, (tokens, top_k, num_rows, read_ahead)),
+            *map(ctypes.c_int64, (row_stride, align(num_rows, 4))),
+        ),
+    )
 
 
 def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

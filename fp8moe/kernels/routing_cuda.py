@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.jit import KernelSpec, load
-from fp8moe.kernels.launch import Launcher, current_stream, device_guard
+from fp8moe.kernels.launch import PointerLauncher, current_stream, device_guard
 
 _WARP = 32
 _STEPS = 4  # of the kernel: assignments that a lane keeps in registers
@@ -37,32 +37,6 @@ def shared_bytes(counters: int, warps: int) -> int:
     return warps * (counters + 4) * 4
 
 
-class Plan:
-    """The kernel with every argument but the three pointers. Build it with its device current; see `plan`."""
-
-    def __init__(self, assignments: int, num_experts: int, capacity: int | None, dtype: torch.dtype, pdl: bool):
-        counters, warps, cluster = variant(assignments, num_experts)
-        self._index, self._groups, self._rows = pointers = [ctypes.c_int64() for _ in range(3)]
-        self._launcher = Launcher(
-            load(kernel_spec(counters, warps, cluster, dtype, capacity is not None)),
-            grid=cluster,
-            block=warps * _WARP,
-            cluster=cluster,
-            smem=shared_bytes(counters, warps),
-            pdl=pdl,
-            args=(*pointers, *map(ctypes.c_uint32, (assignments, num_experts, capacity or 0))),
-        )
-
-    def launch(self, stream: int, index: int, groups: int, rows: int) -> None:
-        """Enqueue the kernel for indices and results at these addresses, aligned as their elements."""
-        launcher = self._launcher
-        with launcher.lock:
-            self._index.value = index
-            self._groups.value = groups
-            self._rows.value = rows
-            launcher.launch(stream)
-
-
 @functools.lru_cache(maxsize=4096)
 def plan(
     assignments: int,
@@ -72,13 +46,23 @@ def plan(
     device_index: int,
     *,
     pdl: bool = False,
-) -> Plan:
-    """The plan to sort `assignments` = T * K >= 0 contiguous indices of `dtype` on the current device, `device_index`.
+) -> PointerLauncher:
+    """The launcher for indices of `dtype`, `assignments` = T * K >= 0 of them, groups and rows, in this order.
 
-    It writes groups (E + 1,) or, with a capacity, (E,), and rows (T, K), contiguous. pdl: start before the kernel ahead
-    has ended; nothing is read or written before it has.
+    All are contiguous. It writes groups (E + 1,) or, with a capacity, (E,), and rows (T, K). device_index: of the
+    current device. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
     """
-    return Plan(assignments, num_experts, capacity, dtype, pdl)
+    counters, warps, cluster = variant(assignments, num_experts)
+    return PointerLauncher(
+        load(kernel_spec(counters, warps, cluster, dtype, capacity is not None)),
+        grid=cluster,
+        block=warps * _WARP,
+        cluster=cluster,
+        smem=shared_bytes(counters, warps),
+        pdl=pdl,
+        pointers=3,
+        args=tuple(map(ctypes.c_uint32, (assignments, num_experts, capacity or 0))),
+    )
 
 
 def sort_by_expert(top_k_index: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor]:

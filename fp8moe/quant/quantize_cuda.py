@@ -6,7 +6,7 @@ import functools
 import torch
 
 from fp8moe.kernels.jit import KernelSpec, load
-from fp8moe.kernels.launch import Launcher, current_stream, device_guard
+from fp8moe.kernels.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
 
 INPUT_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
@@ -26,8 +26,17 @@ def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> Ker
     return KernelSpec(f"{name}.cu", name, defines)
 
 
-class Plan:
-    """One kernel on one device, with its grid and every argument but the three pointers.
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    name: str,
+    dtype: torch.dtype,
+    ue8m0: bool,
+    vector: bool,
+    blocks: int,
+    sizes: tuple[int, ...],
+    device_index: int,
+) -> PointerLauncher:
+    """The launcher for an input, data and scale, in this order; data at a multiple of 16 bytes.
 
     Args:
         name, dtype, ue8m0, vector: see `kernel_spec`.
@@ -35,40 +44,17 @@ class Plan:
         sizes: the arguments after the pointers.
         device_index: of the current device.
     """
-
-    def __init__(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        ue8m0: bool,
-        vector: bool,
-        blocks: int,
-        sizes: tuple[int, ...],
-        device_index: int,
-    ):
-        self._device_index = device_index
-        self._x, self._data, self._scale = pointers = [ctypes.c_int64() for _ in range(3)]
-        self._launcher = Launcher(
-            load(kernel_spec(name, dtype, ue8m0, vector)),
-            grid=blocks,
-            block=_THREADS[name],
-            args=(*pointers, *map(ctypes.c_int64, sizes)),
-        )
-
-    def launch(self, stream: int, x: int, data: int, scale: int) -> None:
-        """Enqueue the kernel for an input and results at these addresses; `data` is a multiple of 16."""
-        launcher = self._launcher
-        with launcher.lock:
-            self._x.value = x
-            self._data.value = data
-            self._scale.value = scale
-            launcher.launch(stream)
-
-    def run(self, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
-        self.launch(current_stream(self._device_index), x.data_ptr(), data.data_ptr(), scale.data_ptr())
+    return PointerLauncher(
+        load(kernel_spec(name, dtype, ue8m0, vector)),
+        grid=blocks,
+        block=_THREADS[name],
+        pointers=3,
+        args=tuple(map(ctypes.c_int64, sizes)),
+    )
 
 
-_plan = functools.lru_cache(maxsize=4096)(Plan)
+def _launch(plan: PointerLauncher, x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
+    plan.launch(current_stream(x.get_device()), x.data_ptr(), data.data_ptr(), scale.data_ptr())
 
 
 def quantize_1x128(x: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,15 +65,16 @@ def quantize_1x128(x: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Te
     if data.numel():
         x = unit_stride(x)
         with device_guard(x.get_device()):
-            plan_1x128(x, ue8m0).run(x, data, scale)
+            _launch(plan_1x128(x, ue8m0), x, data, scale)
     return data, scale
 
 
-def plan_1x128(x: torch.Tensor, ue8m0: bool) -> Plan:
-    """The plan for x (M, K), not empty and with stride 1 along K, on the current device, and for others of its layout
-    that start at a multiple of 16 bytes where it does.
+def plan_1x128(x: torch.Tensor, ue8m0: bool) -> PointerLauncher:
+    """The launcher for x (M, K), data and scale, in this order, on the current device.
 
-    It writes data (M, K), contiguous, and the scale of row i and K block j to element i + j * align(M, 4) of scale.
+    x is not empty and has stride 1 along K. The launcher takes others of its layout too, if they start at a multiple of
+    16 bytes where it does. It writes data (M, K), contiguous and at a multiple of 16 bytes, and the scale of row i and
+    K block j to element i + j * align(M, 4) of scale.
     """
     m, k = x.shape
     stride = x.stride(0)
@@ -111,7 +98,7 @@ def quantize_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.
         vector = _vector(w.data_ptr(), w.element_size(), k | stride | expert_stride)
         sizes = (n, k, expert_stride, stride, n_blocks, k_blocks)
         with device_guard(index):
-            _plan("quantize_128x128", w.dtype, ue8m0, vector, scale.numel(), sizes, index).run(w, data, scale)
+            _launch(_plan("quantize_128x128", w.dtype, ue8m0, vector, scale.numel(), sizes, index), w, data, scale)
     return data, scale
 
 
@@ -131,7 +118,7 @@ def quantize_128x1(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         vector = _vector(x.data_ptr(), x.element_size(), m | stride)
         sizes = (k, m, stride, align(m, 4), m_tiles)
         with device_guard(index):
-            _plan("quantize_128x1", x.dtype, False, vector, k_blocks * m_tiles, sizes, index).run(x, data, scale)
+            _launch(_plan("quantize_128x1", x.dtype, False, vector, k_blocks * m_tiles, sizes, index), x, data, scale)
     return data, scale
 
 

@@ -6,7 +6,7 @@ import functools
 from torch import Tensor
 
 from fp8moe.kernels.jit import KernelSpec, load
-from fp8moe.kernels.launch import Launcher, current_stream, device_guard
+from fp8moe.kernels.launch import PointerLauncher, current_stream, device_guard
 
 _THREADS = 256
 
@@ -17,34 +17,22 @@ def kernel_spec(load_vector: bool, store_vector: bool) -> KernelSpec:
     return KernelSpec("transpose_fp8.cu", "transpose_fp8", defines)
 
 
-class Plan:
-    """The kernel with every argument but the four pointers. Build it with its device current; see `plan`."""
-
-    def __init__(self, n: int, k: int, n_blocks: int, k_blocks: int, tiles: int, load_vector: bool):
-        self._pointers = tuple(ctypes.c_int64() for _ in range(4))
-        self._launcher = Launcher(
-            load(kernel_spec(load_vector, n % 16 == 0)),
-            grid=tiles,
-            block=_THREADS,
-            args=(*self._pointers, *map(ctypes.c_int64, (n, k, n_blocks, k_blocks))),
-        )
-
-    def launch(self, stream: int, data: int, scale: int, data_out: int, scale_out: int) -> None:
-        """Enqueue the kernel for operands and results at these addresses; `data_out` is a multiple of 16."""
-        launcher = self._launcher
-        with launcher.lock:
-            for pointer, address in zip(self._pointers, (data, scale, data_out, scale_out), strict=True):
-                pointer.value = address
-            launcher.launch(stream)
-
-
 @functools.lru_cache(maxsize=4096)
-def plan(n: int, k: int, n_blocks: int, k_blocks: int, tiles: int, load_vector: bool, device_index: int) -> Plan:
-    """The plan for data (E, n, k), contiguous, none of them 0, on the current device, `device_index`.
+def plan(
+    n: int, k: int, n_blocks: int, k_blocks: int, tiles: int, load_vector: bool, device_index: int
+) -> PointerLauncher:
+    """The launcher for data (E, n, k), contiguous, none of them 0, then scale, data_out and scale_out, in this order.
 
-    tiles: E * n_blocks * k_blocks. load_vector: k is a multiple of 16, and so is the address of the data.
+    tiles: E * n_blocks * k_blocks. load_vector: k is a multiple of 16, and so is the address of the data; that of
+    data_out always is. device_index: of the current device.
     """
-    return Plan(n, k, n_blocks, k_blocks, tiles, load_vector)
+    return PointerLauncher(
+        load(kernel_spec(load_vector, n % 16 == 0)),
+        grid=tiles,
+        block=_THREADS,
+        pointers=4,
+        args=tuple(map(ctypes.c_int64, (n, k, n_blocks, k_blocks))),
+    )
 
 
 def transpose_fp8(data: Tensor, scale: Tensor, data_out: Tensor, scale_out: Tensor) -> None:
