@@ -29,6 +29,7 @@ bench: .venv/.installed
 	$(BIN)/python -m benchmarks.experts
 	$(BIN)/python -m benchmarks.transpose
 	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.mqa
 	$(BIN)/python -m benchmarks.host
 
 validate: .venv/.installed

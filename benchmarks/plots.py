@@ -1,7 +1,7 @@
 """Pictures of the results: `python -m benchmarks.plots [--results DIR | FILE] [--out DIR]`.
 
-Reads `gemm.json`, `quantize.json`, `grouped_gemm.json`, `experts.json` and `training.json` from a directory that the
-benchmarks wrote, or all from a validation file. The picture of a benchmark that has no rows there is left alone.
+Reads `gemm.json`, `quantize.json`, `grouped_gemm.json`, `experts.json`, `training.json` and `mqa.json` from a directory
+that the benchmarks wrote, or all from a validation file. The picture of a benchmark without rows there is left alone.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from benchmarks import experts, grouped_gemm, peers, training  # noqa: E402
+from benchmarks import experts, grouped_gemm, mqa, peers, training  # noqa: E402
 from benchmarks.report import geomean  # noqa: E402
 
 # Colours of Okabe and Ito, told apart by every kind of colour vision.
@@ -253,18 +253,24 @@ def draw_experts(rows: Sequence[dict], path: Path) -> None:
         plt.close(figure)
 
 
-def _products_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Speed of each weight gradient over DeepGEMM's."""
-    for position, row in enumerate(rows):
-        axes.barh(position, row["vs_deep_gemm"], 0.62, color=OURS)
-        text = f"{row['vs_deep_gemm']:.2f}×   {row['tflops']:.0f} TFLOPS"
+def _ratios_panel(axes: plt.Axes, ratios: Sequence[float], labels: Sequence[str], rates: Sequence[str]) -> None:
+    """Speed of each case over DeepGEMM's, with the rate that it reaches."""
+    for position, (ratio, rate) in enumerate(zip(ratios, rates, strict=True)):
+        axes.barh(position, ratio, 0.62, color=OURS)
+        text = f"{ratio:.2f}×   {rate}"
         axes.annotate(text, (0, position), (5, 0), textcoords="offset points", va="center", color="white")
     axes.axvline(1, color=DEEP_GEMM, linewidth=1.6)
     axes.annotate("DeepGEMM", (1, -0.5), (-4, 2), textcoords="offset points", ha="right", va="bottom", color=DEEP_GEMM)
-    axes.set_yticks(range(len(rows)), [f"{row['groups']} × {row['m']} × {row['n']}" for row in rows])
+    axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(rows) - 0.5, -0.9)
+    axes.set_ylim(len(labels) - 0.5, -0.9)
     axes.set_xlabel("DeepGEMM's time / ours (more is better)")
+
+
+def _products_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """Speed of each weight gradient over DeepGEMM's."""
+    labels = [f"{row['groups']} × {row['m']} × {row['n']}" for row in rows]
+    _ratios_panel(axes, [row["vs_deep_gemm"] for row in rows], labels, [f"{row['tflops']:.0f} TFLOPS" for row in rows])
     axes.set_title("grouped_gemm_k")
 
 
@@ -311,12 +317,51 @@ def draw_training(rows: Sequence[dict], path: Path) -> None:
         plt.close(figure)
 
 
+def _prefill_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """Speed of index scores of a prefill over DeepGEMM's."""
+    labels = [f"{row['q_tokens']} × {row['kv_tokens']}" for row in rows]
+    _ratios_panel(axes, [row["vs_deep_gemm"] for row in rows], labels, [f"{row['tflops']:.0f} TFLOPS" for row in rows])
+    axes.set_ylabel("queries × keys")
+    axes.set_title("mqa_logits, causal")
+
+
+def _paged_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """The same of decoding steps."""
+    labels = [f"{row['batch']} × {row['context']}, {row['next_n']}" for row in rows]
+    rates = [f"{row['gbps'] / 1e3:.1f} TB/s" for row in rows]
+    _ratios_panel(axes, [row["vs_deep_gemm"] for row in rows], labels, rates)
+    axes.set_ylabel("batch × context, next_n")
+    axes.set_title("paged_mqa_logits")
+
+
+def draw_mqa(rows: Sequence[dict], path: Path) -> None:
+    """Index scores against DeepGEMM's, of prefill and decoding, those that there are; -inf filled in."""
+    panels = []
+    for what, panel in (("mqa_logits", _prefill_panel), ("paged_mqa_logits", _paged_panel)):
+        found = [row for row in mqa.select(rows, what) if row["fill_masked"] and row["vs_deep_gemm"] is not None]
+        if found:
+            panels.append((panel, found))
+    if not panels:
+        return
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(1, len(panels), figsize=(5.6 * len(panels), 3.2), squeeze=False)
+        for axes, (panel, found) in zip(grid.flat, panels, strict=True):
+            panel(axes, found)
+        title = "Index scores of sparse attention on an H200, cold L2"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.tight_layout(rect=(0, 0, 1, 0.99))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
 PICTURES = {
     "gemm": draw_gemm,
     "quantize": draw_quantize,
     "grouped_gemm": draw_grouped,
     "experts": draw_experts,
     "training": draw_training,
+    "mqa": draw_mqa,
 }
 
 

@@ -6,13 +6,16 @@ Importing this needs nothing but PyTorch; CUDA libraries are loaded by the first
 from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked
 from fp8moe.kernels.grouped_k import grouped_gemm_k
+from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear, replace_linears
+from fp8moe.layers.mqa_indexer import FP8MQAIndexer
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
 
 __all__ = [
     "FP8Linear",
+    "FP8MQAIndexer",
     "FP8Tensor",
     "GroupedExperts",
     "dequantize",
@@ -20,6 +23,8 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_k",
     "grouped_gemm_masked",
+    "mqa_logits",
+    "paged_mqa_logits",
     "quantize_1x128",
     "quantize_128x1",
     "quantize_128x128",

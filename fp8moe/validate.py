@@ -29,7 +29,7 @@ from fp8moe import config
 from fp8moe.digest import digest
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-BENCHMARKS = ("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training")
+BENCHMARKS = ("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa")
 TIMEOUT_S = 570
 TEST_PROCESSES = 6
 TAIL_LINES = 30

@@ -1,4 +1,4 @@
-"""transformers models on fp8moe's kernels: an experts implementation, FP8 linears, and a loader that needs no GPU."""
+"""transformers models on fp8moe's kernels: experts, FP8 linears, indexers, and a loader that needs no GPU."""
 
 import functools
 import os
@@ -16,6 +16,7 @@ from fp8moe.integrations.checkpoint_files import FP8, CheckpointError, open_chec
 from fp8moe.integrations.checkpoint_names import BLOCK_IN_MODEL, W_BLOCK
 from fp8moe.integrations.checkpoints import load_fp8_checkpoint
 from fp8moe.integrations.fingerprint import Fingerprint
+from fp8moe.integrations.transformers_indexer import route_indexers
 from fp8moe.kernels import autograd
 from fp8moe.kernels.linear import linear
 from fp8moe.layers.experts import GroupedExperts
@@ -26,7 +27,7 @@ NAME = "fp8moe"
 
 
 def register() -> None:
-    """Make ``experts_implementation="fp8moe"`` known to transformers, and run its FP8 linears on fp8moe's.
+    """Make ``experts_implementation="fp8moe"`` known to transformers, and run its FP8 linears and indexers on fp8moe's.
 
     After it, ``AutoModelForCausalLM.from_pretrained(directory, experts_implementation="fp8moe")`` or
     ``model.set_experts_implementation("fp8moe")`` is all it takes. Calling it again changes nothing.
@@ -36,6 +37,9 @@ def register() -> None:
     - FP8 experts (block size 128x128, dynamic activation scales) run on the module's own weights, with no copy.
     - FP8 linears of every FP8 model in the process, with the same block size and activation scales, run on fp8moe's
       kernels; other formats go on running on transformers' own.
+    - The indexers of every DeepSeek-V3.2 and GLM-MoE-DSA model in the process, with 32 or 64 heads of 32, 64 or 128
+      values, score in FP8, and the model's cache holds their keys in FP8; those of other sizes run as before. A cache
+      made before this call cannot be continued after it.
 
     An experts module that GroupedExperts cannot express raises TypeError or ValueError with its class and the reason
     when it runs first. Frozen experts pass gradients on; a backward through experts whose weights require gradients
@@ -51,6 +55,7 @@ def register() -> None:
     # 5.23 by position and, where the input needs gradients, inside an autograd function that has a backward.
     if not hasattr(finegrained_fp8.fp8_linear, "_fp8moe"):
         finegrained_fp8.fp8_linear = _routed(finegrained_fp8.fp8_linear)
+    route_indexers()
 
 
 def load_model(

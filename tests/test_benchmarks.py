@@ -8,8 +8,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import experts, gemm, grouped_gemm, host, operands, peers, plots, quantize, report, timing, training
+from benchmarks import (
+    experts,
+    gemm,
+    grouped_gemm,
+    host,
+    mqa,
+    mqa_cases,
+    operands,
+    peers,
+    plots,
+    quantize,
+    report,
+    timing,
+    training,
+)
 from benchmarks.grouped_gemm import Case
+from benchmarks.mqa_cases import Batch, Prefill
 from benchmarks.peers import Model
 from benchmarks.timing import KernelEvent
 from fp8moe import FP8Tensor
@@ -624,6 +639,192 @@ def test_training_passes_are_compared_with_bfloat16(monkeypatch):
         training.run_linear(33, 136, 272, device="cpu")
 
 
+def test_stored_index_scores_are_whole_and_their_work_is_the_peers():
+    prefills, batches = mqa.stored_prefills(), mqa.stored_batches()
+    assert (len(prefills), len(batches)) == (3, 6)
+    assert peers.mqa()[prefills[0]] == 222.58
+    for row in peers.load()["rows"]:
+        if row["op"] == "mqa_logits":
+            case = Prefill(*(row[field] for field in Prefill._fields))
+            assert case in prefills
+            flops, _ = mqa_cases.prefill_work(case, True)
+            assert flops / row["us"] / 1e6 == pytest.approx(row["tflops"], rel=1e-4)
+        elif row["op"] == "paged_mqa_logits":
+            batch = Batch(
+                (row["context"],) * row["batch"], row["next_n"], row["heads"], row["head_dim"], row["context"]
+            )
+            assert batch in batches
+            moved = mqa_cases.paged_work(batch)[1] - row["batch"] * row["next_n"] * row["heads"] * row["head_dim"]
+            assert moved / row["us"] / 1e3 == pytest.approx(row["gbps"], rel=1e-3)  # the peer does not count queries
+
+
+def test_work_of_index_scores_counts_what_each_query_sees():
+    assert mqa_cases.prefill_work(Prefill(3, 5, 32, 64), False) == (2 * 32 * 64 * 12, 5 * 68 + 4 * 12 + 3 * 32 * 64)
+    assert mqa_cases.prefill_work(Prefill(3, 5, 32, 64), True)[1] == 5 * 68 + 4 * 15 + 3 * 32 * 64
+    batch = Batch((7, 100), next_n=2, heads=32, head_dim=64, max_context_len=200)
+    assert batch.visible == [6, 7, 99, 100]
+    assert mqa_cases.paged_work(batch) == (2 * 32 * 64 * 212, 107 * 68 + 4 * 800 + 4 * 32 * 64)
+    assert mqa_cases.paged_work(batch._replace(fill_masked=False))[1] == 107 * 68 + 4 * 212 + 4 * 32 * 64
+
+
+def test_uneven_batches_have_as_many_tokens_as_even_ones():
+    uneven, _, even, _ = mqa.uneven_batches()
+    assert sorted(set(uneven.contexts)) == [512, 131072] and uneven.contexts.count(131072) == 1
+    assert set(even.contexts) == {2552}
+    assert mqa_cases.paged_work(uneven) == mqa_cases.paged_work(even)
+    assert mqa.EVEN in mqa.stored_batches()
+
+
+def timed(us):
+    return timing.Timing((us,), ("kernel",))
+
+
+def mqa_rows(speedup=1.2, over_bytes=1.1, error=3e-4, overlap=0.97):
+    """Rows in which every stored case takes DeepGEMM's time divided by `speedup`."""
+    rows = []
+    for case, us in peers.mqa().items():
+        rows += [mqa.make_prefill_row(Prefill(*case), fill, timed(us / speedup), error) for fill in (True, False)]
+    us = {batch: us / speedup for batch, us in zip(mqa.stored_batches(), peers.paged_mqa().values(), strict=True)}
+    even_us, even_bytes = us[mqa.EVEN], mqa_cases.paged_work(mqa.EVEN)[1]
+    for batch in mqa.uneven_batches():
+        us[batch] = over_bytes * mqa_cases.paged_work(batch)[1] / even_bytes * even_us
+    rows += [mqa.make_paged_row(batch, timed(time), error) for batch, time in us.items()]
+    rows += mqa.make_uneven_rows(us)
+    return [*rows, {"what": "overlap", "tokens": 16384, "top_k": 2048, "overlap": overlap, "least": overlap}]
+
+
+def test_mqa_rows_hold_rates_and_ratios():
+    case = Prefill(2048, 8192, 64, 128)
+    row = mqa.make_prefill_row(case, True, timed(200.0), 1e-4)
+    flops = 2 * 64 * 128 * (2048 * 6145 + 2048 * 2047 // 2)
+    assert row["vs_deep_gemm"] == pytest.approx(222.58 / 200)
+    assert row["tflops"] == pytest.approx(flops / 200e-6 / 1e12)
+    assert row["floor_us"] == pytest.approx(flops / 1490e12 * 1e6)  # the tensor cores
+    assert mqa.make_prefill_row(Prefill(1, 2, 64, 128), True, timed(1.0), 0.0)["vs_deep_gemm"] is None
+    row = mqa.make_paged_row(mqa.EVEN, timed(20.0), 1e-4)
+    moved = 64 * 8192 * (132 + 4) + 64 * 64 * 128
+    assert row["vs_deep_gemm"] == pytest.approx(26.0 / 20)
+    assert row["gbps"] == pytest.approx(moved / 20e-6 / 1e9)
+    assert row["floor_us"] == pytest.approx(moved / 4.21e12 * 1e6)  # the memory
+    assert (row["batch"], row["context"], row["tokens"], row["next_n"]) == (64, 8192, 64 * 8192, 1)
+    assert mqa.make_paged_row(mqa.EVEN._replace(fill_masked=False), timed(1.0), 0.0)["vs_deep_gemm"] is None
+
+
+def test_uneven_rows_compare_with_the_bandwidth_of_even_contexts_and_with_the_same_bytes():
+    uneven, unfilled, even, even_unfilled = mqa.uneven_batches()
+    us = {mqa.EVEN: 20.0, uneven: 30.0, unfilled: 12.0, even: 25.0, even_unfilled: 10.0}
+    filled, bare = mqa.make_uneven_rows(us)
+    tokens, moved = 131072 + 63 * 512, 64 * 8192 * 136 + 64 * 64 * 128
+    assert filled["bytes_us"] == pytest.approx(20 / moved * (132 * tokens + 4 * 64 * 131072 + 64 * 64 * 128))
+    assert bare["bytes_us"] == pytest.approx(20 / moved * (136 * tokens + 64 * 64 * 128))
+    assert (filled["over_bytes"], filled["over_even"]) == pytest.approx((30 / filled["bytes_us"], 1.2))
+    assert (bare["over_bytes"], bare["over_even"]) == pytest.approx((12 / bare["bytes_us"], 1.2))
+
+
+def test_mqa_bars():
+    bars = mqa.bars(mqa_rows())
+    assert [bar.value for bar in bars] == pytest.approx([1.2, 1.2, 1.1, 1.1, 3e-4, 0.97])
+    assert all(bar.passed for bar in bars)
+    missed = mqa.bars(mqa_rows(speedup=0.99, over_bytes=1.4, error=2e-3, overlap=0.92))
+    assert len(missed) == 6 and not any(bar.passed for bar in missed)
+
+
+def test_mqa_bars_need_every_case():
+    rows = [row for row in mqa_rows() if row.get("kv_tokens") != 65536 and row.get("next_n") != 2]
+    names = [bar.name for bar in mqa.bars(rows)]
+    assert not any("shapes" in name for name in names)
+    assert len(names) == 4
+    assert mqa.bars([]) == []
+
+
+@pytest.fixture
+def timed_once(monkeypatch):
+    monkeypatch.setattr(timing, "measure", fake_timings)
+
+
+BATCHES = [
+    Batch((70, 3, 128), next_n=2, heads=32, head_dim=64, max_context_len=150),
+    Batch((1, 200), next_n=1, heads=64, head_dim=32, max_context_len=200, fill_masked=False),
+]
+
+
+def test_index_scores_are_checked_and_timed(timed_once):
+    torch.manual_seed(0)
+    rows = mqa.run_prefill([Prefill(20, 50, 32, 64)], device="cpu")
+    assert [(row["us"], row["fill_masked"]) for row in rows] == [(3.0, True), (3.0, False)]
+    rows += mqa.run_paged(BATCHES, device="cpu")
+    assert [row["tokens"] for row in rows[2:]] == [201, 201]
+    assert all(0 < row["error"] <= 1e-5 for row in rows)
+
+
+@pytest.mark.parametrize("op", ["mqa_logits", "paged_mqa_logits"])
+def test_wrong_index_scores_are_not_timed(monkeypatch, op):
+    def prepare(wrong):
+        def call(*args, **options):
+            out = real(*args, **options)
+            wrong(out)
+            return out
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mqa_cases, op, call)
+            if op == "mqa_logits":
+                mqa_cases.prepare_prefill(Prefill(20, 50, 32, 64), device="cpu")
+            else:
+                mqa_cases.prepare_paged(BATCHES[0], cache)
+
+    torch.manual_seed(0)
+    real, cache = getattr(mqa_cases, op), mqa_cases.filled_cache(5, 64, device="cpu")
+    prepare(lambda out: None)
+    with pytest.raises(RuntimeError, match="relative error"):
+        prepare(lambda out: out[0].mul_(1.5))
+    with pytest.raises(RuntimeError, match="not finite"):
+        prepare(lambda out: out[1, 7].fill_(-math.inf))
+    with pytest.raises(RuntimeError, match="not -inf"):
+        prepare(lambda out: out[0, -1].fill_(0))
+
+
+def test_block_tables_hold_different_blocks():
+    torch.manual_seed(0)
+    table = mqa_cases.block_table(BATCHES[0], 7, device="cpu")
+    assert table.shape == (3, 3)
+    used = [*table[0, :2].tolist(), *table[1, :1].tolist(), *table[2, :2].tolist()]
+    assert len(set(used)) == 5 and max(used) < 7
+    assert not table[:2, 2].any() and not table[1, 1]
+
+
+def test_appended_keys_are_checked_and_timed(timed_once, monkeypatch):
+    torch.manual_seed(0)
+    rows = mqa.run_append({3: 1, 130: 64}, 64, device="cpu")
+    assert [row["tokens"] for row in rows] == [3, 130]
+    assert rows[1]["gbps"] == pytest.approx(130 * (3 * 64 + 8) / 3e-6 / 1e9)
+
+    real = mqa_cases.append_kv
+
+    def wrong(cache, keys, slots):
+        real(cache, keys, slots.flip(0))
+
+    monkeypatch.setattr(mqa_cases, "append_kv", wrong)
+    with pytest.raises(RuntimeError, match="other bits"):
+        mqa.run_append({3: 1}, 64, device="cpu")
+
+
+def test_topk_is_timed_with_sorted_values_and_without(timed_once):
+    rows = mqa.run_topk([(3, 50, 8)], device="cpu")
+    assert [(row["rows"], row["k"], row["sorted"]) for row in rows] == [(3, 8, True), (3, 8, False)]
+    assert rows[0]["gbps"] == pytest.approx(3 * (4 * 50 + 12 * 8) / 3e-6 / 1e9)
+
+
+def test_overlap_of_known_rows():
+    expected = torch.tensor([[4.0, 3, 2, 1], [1, 2, 3, 4]])
+    assert mqa.overlap(torch.tensor([[9.0, 1, 8, 0], [0, 0, 5, 6]]), expected, 2).tolist() == [0.5, 1.0]
+
+
+def test_fp8_scores_pick_nearly_the_keys_of_float32():
+    torch.manual_seed(0)
+    (row,) = mqa.run_overlap(tokens=1024, queries=4, heads=64, head_dim=128, top_k=128, device="cpu")
+    assert 0.93 <= row["least"] <= row["overlap"] < 1
+
+
 def quantize_rows():
     sizes = [("quantize_1x128", m) for m in (1, 64, 4096)] + [("quantize_128x128", 4096)]
     return [quantize.make_row(op, m, 7168, 2.0 + m / 100, 0.0) for op, m in sizes]
@@ -636,6 +837,7 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path):
         "grouped_gemm": {"rows": grouped_rows(lambda case: 1 + case.n / 40960)},
         "experts": {"rows": experts_rows(lambda name, tokens: 1.1)},
         "training": {"rows": training_rows()},
+        "mqa": {"rows": mqa_rows()},
     }
     report.write_json(tmp_path / "new.json", {"benchmarks": benchmarks})
     plots.main(["--results", str(tmp_path / "new.json"), "--out", str(tmp_path / "new")])

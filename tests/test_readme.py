@@ -1,4 +1,7 @@
-"""The README: its examples run, its commands exist, and its table lists every environment variable."""
+"""The README: its examples run, its commands exist, and its table lists every environment variable.
+
+The examples of docs/mqa.md run, too.
+"""
 
 import re
 import shlex
@@ -12,7 +15,8 @@ from fp8moe.cli import main
 from fp8moe.config import Settings
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -32,8 +36,8 @@ def models(tmp_path, monkeypatch):
     write_tiny_tokenizer("Qwen3-30B-A3B")
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language, text=README):
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def test_examples_run(models):
@@ -56,6 +60,15 @@ def test_examples_run(models):
     assert torch.linalg.norm(grouped - exact) / torch.linalg.norm(exact) < 2e-3
 
 
+def test_examples_of_index_scores_run():
+    names = {}
+    exec("\n".join(blocks("python", (ROOT / "docs/mqa.md").read_text(encoding="utf-8"))), names)
+    seen = [(names[result] != -torch.inf).sum(-1).tolist() for result in ("logits", "step")]
+    assert seen == [[*range(1, 101), *range(1, 201)], [59, 60, 63, 64]]
+    assert names["kept"].data.shape == (124, 128)
+    assert (names["chosen"] >= 0).sum(-1).tolist() == [min(count, 32) for count in seen[0]]
+
+
 def test_every_environment_variable_is_listed():
     assert set(re.findall(r"FP8MOE_[A-Z_]+", README)) == {f"FP8MOE_{field.name.upper()}" for field in fields(Settings)}
 
@@ -64,4 +77,4 @@ def test_links_lead_somewhere():
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
     assert len(links) > 5
     for link in links:
-        assert (Path(__file__).parent.parent / link).is_file(), link
+        assert (ROOT / link).is_file(), link

@@ -86,6 +86,21 @@ def grouped_k() -> dict[tuple[int, int, int, int], Grouped]:
     }
 
 
+def mqa() -> dict[tuple[int, int, int, int], float]:
+    """Microseconds of DeepGEMM's index scores of a causal prefill by (q_tokens, kv_tokens, heads, head_dim)."""
+    return _mqa("mqa_logits", "q_tokens", "kv_tokens", "heads", "head_dim")
+
+
+def paged_mqa() -> dict[tuple[int, int, int, int, int], float]:
+    """The same over a paged cache with blocks of 64 tokens by (batch, context, next_n, heads, head_dim)."""
+    return _mqa("paged_mqa_logits", "batch", "context", "next_n", "heads", "head_dim")
+
+
+def _mqa(op: str, *fields: str) -> dict[tuple[int, ...], float]:
+    rows = (row for row in load()["rows"] if row["op"] == op)
+    return {tuple(row[field] for field in fields): row["us"] for row in rows}
+
+
 def models() -> dict[str, Model]:
     """The models whose experts were measured, by name."""
     rows = (row for row in load()["rows"] if row["op"] == "experts_layer")

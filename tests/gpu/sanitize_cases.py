@@ -2,9 +2,8 @@
 
 Few and small, because a sanitizer slows a kernel down by orders of magnitude, yet together they reach every kind of
 kernel: few rows with K split over a cluster, ragged sizes, persistent tiles over several waves, both output types,
-bias, every quantizer, and what `sanitize_moe_cases.py` and `sanitize_training_cases.py` list. Operands are drawn and
-results are checked on the CPU, so that the only kernels that run are those of this package. Exits with 1 if a result is
-wrong.
+bias, every quantizer, and what the other `sanitize_*_cases.py` list. Operands are drawn and results are checked on the
+CPU, so that the only kernels that run are those of this package. Exits with 1 if a result is wrong.
 """
 
 import copy
@@ -15,6 +14,7 @@ import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
 from tests.gpu.sanitize_moe_cases import CASES as MOE_CASES
 from tests.gpu.sanitize_moe_cases import on_cpu
+from tests.gpu.sanitize_mqa_cases import CASES as MQA_CASES
 from tests.gpu.sanitize_training_cases import CASES as TRAINING_CASES
 
 # m, n, k, output type, bias
@@ -79,7 +79,7 @@ def main() -> None:
     cases += [(columnwise_error, case, E4M3_ERROR) for case in COLUMNWISE]
     # Two rounded operands: their errors add in squares.
     cases += [(linear_error, case, 1.5 * E4M3_ERROR) for case in LINEARS]
-    cases += MOE_CASES + TRAINING_CASES
+    cases += MOE_CASES + TRAINING_CASES + MQA_CASES
     wrong = 0
     with torch.no_grad():
         for function, case, limit in cases:

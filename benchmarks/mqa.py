@@ -1,0 +1,281 @@
+"""Index scores against the stored peer: `python -m benchmarks.mqa [--only PART ...] [--out DIR]`.
+
+- `mqa_logits`: prefill of the last `q_tokens` of `kv_tokens`, causal. `vs_deep_gemm` is DeepGEMM's time over ours; more
+  is better. The bars take rows that fill with -inf what a query does not see; those that leave it alone show its cost.
+- `paged_mqa_logits`: decoding over a paged cache with shuffled blocks. `gbps` counts keys with their scales, logits and
+  queries. Beside the peer's contexts of one length: a long one among short ones, and as many tokens in equal contexts.
+- `uneven`: for the former the time over that of its bytes at the bandwidth of the peer's even contexts (`over_bytes`),
+  and over the time of the equal contexts, which move the same bytes (`over_even`).
+- `append_kv`: quantizing keys into the cache, against the bandwidth of a copy.
+- `topk`: torch.topk of such logits, with sorted values and without.
+- `overlap`: share of the top-k keys by float32 scores of unquantized queries and keys that FP8 picks too: normal data.
+
+`floor_us` is the larger of bytes at the bandwidth of a copy and operations at TFLOPS. Everything is checked before it
+is timed: all entries for being finite or -inf where they must be, a sample of rows against float64 over the quantized
+operands, appended keys against quantize_1x128.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import peers, timing
+from benchmarks.device import require_hopper
+from benchmarks.mqa_cases import (
+    MAX_ERROR,
+    Batch,
+    Prefill,
+    blocks_of,
+    filled_cache,
+    paged_work,
+    prefill_work,
+    prepare_append,
+    prepare_paged,
+    prepare_prefill,
+    quantized_keys,
+    scores,
+)
+from benchmarks.report import Bar, format_bars, format_table, geomean, write_json
+from fp8moe import mqa_logits, quantize_1x128
+from fp8moe.kernels.mqa_cache import BLOCK_TOKENS
+
+TFLOPS = 1490.0  # what FP8 tensor cores reach: cuBLAS, 8192 cubed
+MIN_OVERLAP = 0.93
+SHORT_REST_S = 0.05  # before calls that power does not limit
+APPENDS = {1: 1, 128: 1, 8192: BLOCK_TOKENS, 65536: BLOCK_TOKENS}  # tokens, and how many of them come to one block
+TOPK = ((128, 65536, 2048), (2048, 16384, 2048))  # rows, columns, k
+OVERLAP = {"tokens": 16384, "queries": 64, "heads": 64, "head_dim": 128, "top_k": 2048}
+COLUMNS = {
+    "mqa_logits": ("q_tokens", "kv_tokens", "fill_masked", "us", "tflops", "floor_us", "vs_deep_gemm", "error"),
+    "paged_mqa_logits": (
+        *("batch", "context", "tokens", "next_n", "fill_masked"),
+        *("us", "gbps", "floor_us", "vs_deep_gemm", "error"),
+    ),
+    "uneven": ("batch", "context", "fill_masked", "us", "bytes_us", "over_bytes", "even_us", "over_even"),
+    "append_kv": ("tokens", "head_dim", "us", "gbps", "of_copy"),
+    "topk": ("rows", "columns", "k", "sorted", "us", "gbps", "of_copy"),
+    "overlap": ("tokens", "queries", "top_k", "overlap", "least"),
+}
+
+# The batch of one length whose bandwidth the uneven batches are held to.
+EVEN = Batch((8192,) * 64, next_n=1, heads=64, head_dim=128, max_context_len=8192)
+# The same number of tokens, (131072 + 63 * 512) / 64 = 2552 for each context of the second.
+UNEVEN = tuple(
+    EVEN._replace(contexts=contexts, max_context_len=131072) for contexts in ((131072, *[512] * 63), (2552,) * 64)
+)
+
+
+def stored_prefills() -> list[Prefill]:
+    """The peer's cases of mqa_logits."""
+    return [Prefill(*key) for key in peers.mqa()]
+
+
+def stored_batches() -> list[Batch]:
+    """The peer's cases of paged_mqa_logits."""
+    return [Batch((context,) * batch, *rest, context) for batch, context, *rest in peers.paged_mqa()]
+
+
+def uneven_batches() -> list[Batch]:
+    """The uneven and the even batch of as many tokens, with -inf filled in and without."""
+    return [batch._replace(fill_masked=fill_masked) for batch in UNEVEN for fill_masked in (True, False)]
+
+
+def rates(flops: int, moved: int, us: float) -> dict:
+    """Operations and bytes over time, and the least time for both in microseconds."""
+    floor = max(flops / TFLOPS, moved / peers.copy_tbps()) / 1e6
+    return {"tflops": flops / us / 1e6, "gbps": moved / us / 1e3, "floor_us": floor}
+
+
+def make_prefill_row(case: Prefill, fill_masked: bool, timed: timing.Timing, error: float) -> dict:
+    us, peer = timed.median_us, peers.mqa().get(case)
+    return {
+        "what": "mqa_logits",
+        **case._asdict(),
+        "fill_masked": fill_masked,
+        "us": us,
+        "mean_us": timed.mean_us,
+        **rates(*prefill_work(case, fill_masked), us),
+        "vs_deep_gemm": peer and peer / us,
+        "error": error,
+        "kernels": len(timed.kernels),
+    }
+
+
+def make_paged_row(batch: Batch, timed: timing.Timing, error: float) -> dict:
+    us, peer = timed.median_us, None
+    if batch in stored_batches():
+        context = batch.max_context_len
+        peer = peers.paged_mqa()[len(batch.contexts), context, batch.next_n, batch.heads, batch.head_dim]
+    return {
+        "what": "paged_mqa_logits",
+        "batch": len(batch.contexts),
+        "context": max(batch.contexts),
+        "tokens": sum(batch.contexts),
+        **{name: getattr(batch, name) for name in Batch._fields[1:]},
+        "us": us,
+        "mean_us": timed.mean_us,
+        **rates(*paged_work(batch), us),
+        "vs_deep_gemm": peer and peer / us,
+        "error": error,
+        "kernels": len(timed.kernels),
+    }
+
+
+def make_uneven_rows(us: Mapping[Batch, float]) -> list[dict]:
+    """Times of the uneven batch, filled or not, beside those of even ones, from the times of all three."""
+    even_tbps = paged_work(EVEN)[1] / us[EVEN] / 1e6
+    found = []
+    for fill_masked in (True, False):
+        uneven, even = (batch._replace(fill_masked=fill_masked) for batch in UNEVEN)
+        bytes_us = paged_work(uneven)[1] / even_tbps / 1e6
+        found.append(
+            {
+                **{"what": "uneven", "batch": len(uneven.contexts), "context": uneven.max_context_len},
+                **{"fill_masked": fill_masked, "us": us[uneven], "bytes_us": bytes_us, "even_us": us[even]},
+                **{"over_bytes": us[uneven] / bytes_us, "over_even": us[uneven] / us[even]},
+            }
+        )
+    return found
+
+
+def make_copy_row(what: str, sizes: Mapping[str, object], moved: int, timed: timing.Timing) -> dict:
+    """One measurement of something that moves bytes, with its bandwidth over that of a copy."""
+    gbps = moved / timed.median_us / 1e3
+    times = {"us": timed.median_us, "mean_us": timed.mean_us, "gbps": gbps}
+    return {"what": what, **sizes, **times, "of_copy": gbps / 1e3 / peers.copy_tbps()}
+
+
+def select(rows: Sequence[dict], what: str) -> list[dict]:
+    """The rows of one kind."""
+    return [row for row in rows if row["what"] == what]
+
+
+def bars(rows: Sequence[dict]) -> list[Bar]:
+    """The bars whose cases are all among the rows, and those on the errors and the overlap of what there is."""
+    found = []
+    stored = {"mqa_logits": (peers.mqa(), 1.0, 1.15), "paged_mqa_logits": (peers.paged_mqa(), 1.03, 1.1)}
+    for op, (cases, limit, aim) in stored.items():
+        ratios = [row["vs_deep_gemm"] for row in select(rows, op) if row["vs_deep_gemm"] and row["fill_masked"]]
+        if len(ratios) == len(cases):
+            name = f"{op}, {len(ratios)} shapes, geomean of DeepGEMM / ours"
+            found.append(Bar(name, geomean(ratios), limit, aim, at_least=True))
+    for row in select(rows, "uneven"):
+        logits = "-inf filled in" if row["fill_masked"] else "no -inf"
+        name = f"paged_mqa_logits, one long context among short ones, {logits}, time over that of its bytes"
+        found.append(Bar(name, row["over_bytes"], 1.3, 1.1))
+    if errors := [row["error"] for row in rows if "error" in row]:
+        found.append(Bar("mqa, largest relative error on finite entries", max(errors), MAX_ERROR))
+    for row in select(rows, "overlap"):
+        name = f"mqa, overlap of the top {row['top_k']} of {row['tokens']} tokens with float32 scores"
+        found.append(Bar(name, row["overlap"], MIN_OVERLAP, at_least=True))
+    return found
+
+
+def run_prefill(cases: Sequence[Prefill], *, device: str = "cuda") -> list[dict]:
+    prepared = [one for case in cases for one in prepare_prefill(case, device=device)]
+    timings = timing.measure([one.call for one in prepared], rests=[timing.REST_S] * len(prepared))
+    keys = [(case, fill_masked) for case in cases for fill_masked in (True, False)]
+    return [make_prefill_row(*key, timed, one.error) for key, timed, one in zip(keys, timings, prepared, strict=True)]
+
+
+def run_paged(batches: Sequence[Batch], *, device: str = "cuda") -> list[dict]:
+    """Rows of the batches, and those that compare uneven with even ones if all of these are there."""
+    blocks = max(sum(map(blocks_of, batch.contexts)) for batch in batches)
+    caches = {head_dim: filled_cache(blocks, head_dim, device=device) for head_dim in {b.head_dim for b in batches}}
+    prepared = [prepare_paged(batch, caches[batch.head_dim]) for batch in batches]
+    timings = timing.measure([one.call for one in prepared], rests=[SHORT_REST_S] * len(prepared))
+    us = {batch: timed.median_us for batch, timed in zip(batches, timings, strict=True)}
+    rows = [
+        make_paged_row(batch, timed, one.error) for batch, timed, one in zip(batches, timings, prepared, strict=True)
+    ]
+    return rows + (make_uneven_rows(us) if us.keys() >= {EVEN, *uneven_batches()} else [])
+
+
+def run_append(appends: Mapping[int, int], head_dim: int, *, device: str = "cuda") -> list[dict]:
+    calls = [prepare_append(*append, head_dim, device=device) for append in appends.items()]
+    timings = timing.measure(calls, rests=[SHORT_REST_S] * len(calls))
+    moved = 2 * head_dim + head_dim + 4 + 4  # of a token: bfloat16, e4m3, its scale and its slot
+    return [
+        make_copy_row("append_kv", {"tokens": tokens, "head_dim": head_dim}, tokens * moved, timed)
+        for tokens, timed in zip(appends, timings, strict=True)
+    ]
+
+
+def run_topk(cases: Sequence[tuple[int, int, int]], *, device: str = "cuda") -> list[dict]:
+    logits = {case: torch.randn(case[:2], device=device) for case in cases}
+    keys = [(case, ordered) for case in cases for ordered in (True, False)]
+    calls = [partial(torch.topk, logits[case], case[2], sorted=ordered) for case, ordered in keys]
+    timings = timing.measure(calls, rests=[SHORT_REST_S] * len(calls))
+    return [
+        make_copy_row(
+            "topk",
+            {"rows": rows, "columns": columns, "k": k, "sorted": ordered},
+            rows * (4 * columns + 12 * k),  # float32 read; float32 values and int64 indices written
+            timed,
+        )
+        for ((rows, columns, k), ordered), timed in zip(keys, timings, strict=True)
+    ]
+
+
+def overlap(actual: Tensor, expected: Tensor, k: int) -> Tensor:
+    """Share of each row's k largest values of `expected` that are among those of `actual`; both (rows, columns)."""
+    chosen = [
+        torch.zeros_like(values, dtype=torch.bool).scatter_(-1, values.topk(k).indices, True)
+        for values in (actual, expected)
+    ]
+    return (chosen[0] & chosen[1]).sum(-1) / k
+
+
+def run_overlap(
+    tokens: int, queries: int, heads: int, head_dim: int, top_k: int, *, device: str = "cuda"
+) -> list[dict]:
+    q, keys = torch.randn(queries, heads, head_dim, device=device), torch.randn(tokens, head_dim, device=device)
+    weights = torch.randn(queries, heads, device=device)
+    expected = torch.stack([scores(one, keys, weight) for one, weight in zip(q, weights, strict=True)])
+    fp8 = quantize_1x128(q)
+    starts = torch.zeros(queries, dtype=torch.int32, device=device)
+    ends = torch.full_like(starts, tokens)
+    actual = mqa_logits(fp8.data, quantized_keys(keys), weights * fp8.scale[..., 0], starts, ends)
+    shares = overlap(actual, expected, top_k)
+    sizes = {"tokens": tokens, "queries": queries, "heads": heads, "head_dim": head_dim, "top_k": top_k}
+    return [{"what": "overlap", **sizes, "overlap": shares.mean().item(), "least": shares.min().item()}]
+
+
+PARTS = {
+    "mqa_logits": lambda: run_prefill(stored_prefills()),
+    "paged_mqa_logits": lambda: run_paged([*stored_batches(), *uneven_batches()]),
+    "append_kv": lambda: run_append(APPENDS, 128),
+    "topk": lambda: run_topk(TOPK),
+    "overlap": lambda: run_overlap(**OVERLAP),
+}
+
+
+def run(parts: Sequence[str] = tuple(PARTS)) -> dict:
+    """Checks and times the parts, by default all; {"gpu", "rows", "bars"}."""
+    gpu = require_hopper()
+    torch.manual_seed(0)
+    rows = [row for part in parts for row in PARTS[part]()]
+    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mqa", description="index scores against a peer")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
+    args = parser.parse_args(argv)
+    result = run(args.only)
+    write_json(args.out / "mqa.json", result)
+    tables = [
+        f"{what}\n{format_table(found, columns)}"
+        for what, columns in COLUMNS.items()
+        if (found := select(result["rows"], what))
+    ]
+    print(*tables, format_bars(result["bars"]), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""FP8MQAIndexer, the lightning indexer that chooses which cached tokens a query attends to, scored in FP8."""
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8moe.kernels import mqa_checks
+from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
+from fp8moe.kernels.mqa_cache import BLOCK_TOKENS, HEAD_DIMS, append_kv, read_kv
+from fp8moe.kernels.mqa_reference import tokens_seen
+from fp8moe.layers.linear import FP8Linear
+from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
+from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
+
+LOGITS_AT_A_TIME = 1 << 28
+"""How many logits a long prefill holds at a time: 1 GiB of float32."""
+
+TRANSFORMERS_CLASSES = ("DeepseekV32Indexer", "GlmMoeDsaIndexer")
+"""Indexers of transformers that compute what FP8MQAIndexer does."""
+
+
+class FP8MQAIndexer(nn.Module):
+    """The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1), in FP8.
+
+    Query token s scores key t with ``sum over h of w[s, h] * relu(q[s, h] . k[t])``, and attends to the top_k tokens of
+    the highest scores. q is projected from q_resid, the normed low-rank query of the attention, and k, one for all
+    heads, and w from hidden_states; the first rope_head_dim values of q and k carry rotary positions. Keys and queries
+    are quantized with one scale for each head_dim values, and scored by `fp8moe.mqa_logits` or, over the paged cache of
+    `fp8moe.kernels.mqa_cache`, by `fp8moe.paged_mqa_logits`. The Hadamard rotation of DeepSeek's own code, which leaves
+    dot products as they are, is left out, as in transformers. The state dict is that of the checkpoint:
+
+        wq_b.weight, wq_b.weight_scale_inv  FP8Linear (num_heads * head_dim, q_lora_rank), no bias
+        wk.weight, wk.weight_scale_inv      FP8Linear (head_dim, hidden_size), no bias
+        k_norm.weight, k_norm.bias          LayerNorm (head_dim,) of ``dtype``
+        weights_proj.weight                 (num_heads, hidden_size) float32
+
+    wq_b and wk may be replaced by any linear layer of their sizes, such as an nn.Linear.
+
+    Shapes below: S query tokens, B sequences of the decode batch with next_n query tokens each. Indices do not carry
+    gradients: nothing here is recorded for a backward.
+
+    Args:
+        hidden_size, q_lora_rank: widths of hidden_states and q_resid.
+        num_heads: 32 or 64. head_dim: 32, 64 or 128. rope_head_dim: even, at most head_dim.
+        top_k: tokens that a query selects.
+        device, dtype: of the parameters and of the norm, as in `FP8Linear`.
+        interleaved: whether the rotary pairs are the values (2i, 2i + 1), as in GLM, or i and i + rope_head_dim / 2.
+        scale_format: of queries and keys, "float32" or "ue8m0" (powers of two).
+
+    Raises ValueError for another size or scale_format, TypeError for another dtype.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        q_lora_rank: int,
+        num_heads: int,
+        head_dim: int,
+        rope_head_dim: int,
+        top_k: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        interleaved: bool = False,
+        scale_format: str = "float32",
+    ):
+        super().__init__()
+        if dtype not in INPUT_DTYPES:
+            raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+        for name, size in (("hidden_size", hidden_size), ("q_lora_rank", q_lora_rank), ("top_k", top_k)):
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+        for name, size, sizes in (("num_heads", num_heads, mqa_checks.NUM_HEADS), ("head_dim", head_dim, HEAD_DIMS)):
+            if size not in sizes:
+                raise ValueError(f"{name}: expected one of {sizes}, got {size}")
+        if rope_head_dim % 2 or not 0 <= rope_head_dim <= head_dim:
+            raise ValueError(
+                f"rope_head_dim: expected an even number, at most the head_dim {head_dim}, got {rope_head_dim}"
+            )
+        if scale_format not in SCALE_FORMATS:
+            raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.rope_head_dim = rope_head_dim
+        self.top_k = top_k
+        self.interleaved = interleaved
+        self.scale_format = scale_format
+        self.wq_b = FP8Linear(q_lora_rank, num_heads * head_dim, bias=False, device=device, dtype=dtype)
+        self.wk = FP8Linear(hidden_size, head_dim, bias=False, device=device, dtype=dtype)
+        self.k_norm = nn.LayerNorm(head_dim, eps=1e-6, device=device, dtype=dtype)
+        self.weights_proj = nn.Linear(hidden_size, num_heads, bias=False, device=device, dtype=torch.float32)
+
+    @classmethod
+    def from_transformers(cls, indexer: nn.Module, *, scale_format: str = "float32") -> "FP8MQAIndexer":
+        """The indexer that selects what one of transformers' does: DeepseekV32Indexer or GlmMoeDsaIndexer.
+
+        The four layers are those of ``indexer``, shared as they are and not quantized; `fp8moe.replace_linears` with
+        ``skip=("weights_proj",)`` quantizes the weights of wq_b and wk.
+
+        Raises TypeError for a module of another class, ValueError for sizes that `FP8MQAIndexer` does not take.
+        """
+        if type(indexer).__name__ not in TRANSFORMERS_CLASSES:
+            raise TypeError(f"indexer: expected a {' or '.join(TRANSFORMERS_CLASSES)}, got {type(indexer).__name__}")
+        new = cls(
+            hidden_size=indexer.hidden_size,
+            q_lora_rank=indexer.q_lora_rank,
+            num_heads=indexer.n_heads,
+            head_dim=indexer.head_dim,
+            rope_head_dim=indexer.qk_rope_head_dim,
+            top_k=indexer.index_topk,
+            device="meta",
+            interleaved=interleaves(type(indexer).forward),
+            scale_format=scale_format,
+        )
+        for name in ("wq_b", "wk", "k_norm", "weights_proj"):
+            setattr(new, name, getattr(indexer, name))
+        return new.train(indexer.training)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        starts: Tensor,
+        ends: Tensor,
+        *,
+        kv_cache: Tensor | None = None,
+        slots: Tensor | None = None,
+        kv_slots: Tensor | None = None,
+    ) -> Tensor:
+        """Prefill: what the tokens of one or more sequences, one sequence after the other, select.
+
+        hidden_states: (S, hidden_size), q_resid: (S, q_lora_rank), bfloat16, float16 or float32.
+        position_embeddings: cos and sin, (S, rope_head_dim) each, of the tokens' positions, the rope_head_dim / 2
+            angles twice in a row, as transformers makes them.
+        starts, ends: (S,) int32: query s selects from the keys ``starts[s]`` up to ``ends[s]``, clamped as by
+            `mqa_logits`. For causal attention the first key of its sequence, and the one after its own.
+        kv_cache, slots: a paged cache and (S,) int32 slots in it. The new keys are written there first.
+        kv_slots: (T,) int32, with a cache: the keys to choose from are those in these slots, such as a sequence's
+            earlier ones and the new ones, and ``starts`` and ``ends`` count them. Otherwise they are the S new ones.
+        Returns (S, top_k) int32, the best first: positions counted from ``starts``; -1 where a query sees fewer keys.
+
+        The scores take S * T * 4 bytes, of which at most about 1 GiB exist at a time.
+        Raises TypeError for a wrong dtype, ValueError for a wrong shape, a cache without slots, or slots without one.
+        """
+        if (kv_cache is None) != (slots is None) or (kv_cache is None and kv_slots is not None):
+            raise ValueError("kv_cache, slots, kv_slots: expected a cache with slots, and perhaps kv_slots, or none")
+        self._check(hidden_states, q_resid, position_embeddings)
+        for name, value in (("starts", starts), ("ends", ends)):
+            if value.shape != hidden_states.shape[:1]:
+                raise ValueError(f"{name}: expected shape ({hidden_states.shape[0]},), got {tuple(value.shape)}")
+        q, weights, k = self._project(hidden_states, q_resid, position_embeddings)
+        if kv_cache is not None:
+            append_kv(kv_cache, k, slots, scale_format=self.scale_format)
+        if kv_slots is None:
+            data, scale = quantize_1x128(k, scale_format=self.scale_format)
+            kv = FP8Tensor(data, scale[:, 0])
+        else:
+            kv = read_kv(kv_cache, kv_slots)
+        chunk = max(1, LOGITS_AT_A_TIME // max(1, kv.data.shape[0]))
+        selected = []
+        for first in range(0, max(1, q.shape[0]), chunk):
+            rows = slice(first, first + chunk)
+            logits = mqa_logits(q[rows], kv, weights[rows], starts[rows], ends[rows])
+            selected.append(_select(logits, self.top_k, starts[rows].clamp(min=0)[:, None]))
+        return torch.cat(selected)
+
+    @torch.no_grad()
+    def decode(
+        self,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        *,
+        kv_cache: Tensor,
+        context_lens: Tensor,
+        block_table: Tensor,
+        max_context_len: int,
+    ) -> Tensor:
+        """A decode step: writes the new keys to the paged cache, then selects from it. Can be captured in a CUDA graph.
+
+        hidden_states: (B * next_n, hidden_size), q_resid: (B * next_n, q_lora_rank), position_embeddings: cos and sin,
+            (B * next_n, rope_head_dim) each, as in `forward`; next_n is 1 to 4.
+        kv_cache, context_lens, block_table, max_context_len: as in `paged_mqa_logits`; the lengths count the new
+            tokens. The token of a query is the last that it sees, and its key goes there. A query that sees none (an
+            unused row has a context of 0), or whose block the table or the cache does not have, writes nothing.
+        Returns (B * next_n, top_k) int32 positions, the best first; -1 where a query sees fewer tokens.
+
+        Raises TypeError for a wrong dtype, ValueError for a wrong shape.
+        """
+        self._check(hidden_states, q_resid, position_embeddings)
+        rows, batch = hidden_states.shape[0], block_table.shape[0]
+        if (batch and rows % batch) or (rows and not batch):
+            raise ValueError(
+                f"hidden_states: expected the same number of rows for each of the {batch} sequences of block_table, "
+                f"got {rows}"
+            )
+        next_n = rows // batch if batch else 1
+        q, weights, k = self._project(hidden_states, q_resid, position_embeddings)
+        q = q.unflatten(0, (batch, next_n))
+        mqa_checks.paged(q, kv_cache, weights, context_lens, block_table)  # before anything is written
+        slots = _slots(tokens_seen(context_lens, next_n), block_table, kv_cache.shape[0])
+        append_kv(kv_cache, k, slots, scale_format=self.scale_format)
+        logits = paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, max_context_len=max_context_len)
+        return _select(logits, self.top_k)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, rope_head_dim={self.rope_head_dim}, "
+            f"top_k={self.top_k}, interleaved={self.interleaved}, scale_format={self.scale_format!r}"
+        )
+
+    def _project(
+        self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return score_operands(
+            *(self, hidden_states, q_resid, position_embeddings),
+            interleaved=self.interleaved,
+            scale_format=self.scale_format,
+        )
+
+    def _check(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> None:
+        if hidden_states.dim() != 2:
+            raise ValueError(f"hidden_states: expected shape (S, hidden_size), got {tuple(hidden_states.shape)}")
+        rows = hidden_states.shape[0]
+        if q_resid.dim() != 2 or q_resid.shape[0] != rows:
+            raise ValueError(f"q_resid: expected shape ({rows}, q_lora_rank), got {tuple(q_resid.shape)}")
+        for name, value in zip(("cos", "sin"), position_embeddings, strict=True):
+            if value.shape != (rows, self.rope_head_dim):
+                raise ValueError(
+                    f"position_embeddings: expected {name} of shape {(rows, self.rope_head_dim)}, "
+                    f"got {tuple(value.shape)}"
+                )
+
+
+def score_operands(
+    indexer: nn.Module,
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *,
+    interleaved: bool,
+    scale_format: str = "float32",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is scored: queries in FP8, weights of their heads, and keys.
+
+    indexer: has the layers wq_b, wk, k_norm and weights_proj of `FP8MQAIndexer`.
+    hidden_states: (..., hidden_size), q_resid: (..., q_lora_rank), cos and sin: (..., rope_head_dim).
+    Returns q (..., H, D) float8_e4m3fn; weights (..., H) float32, in which are the scales of q, 1/sqrt(D) for the dot
+    products, and 1/sqrt(H); k (..., D), not quantized.
+    """
+    cos, sin = position_embeddings
+    k = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype))
+    k = _rotate(k, cos, sin, interleaved)
+    q = indexer.wq_b(q_resid).unflatten(-1, (-1, k.shape[-1]))
+    q = _rotate(q, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
+    data, scale = quantize_1x128(q, scale_format=scale_format)
+    proj = indexer.weights_proj
+    if proj.weight.dtype in INPUT_DTYPES:  # not in FP8
+        hidden_states = hidden_states.to(proj.weight.dtype)
+    weights = proj(hidden_states).float() * scale.squeeze(-1) * (q.shape[-2] * q.shape[-1]) ** -0.5
+    return data, weights, k
+
+
+def interleaves(forward) -> bool:
+    """Whether a forward of transformers' indexers rotates neighbouring values: GLM's has changed between versions."""
+    return "apply_rotary_pos_emb_interleave" in inspect.unwrap(forward).__code__.co_names
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotary positions on the first values of x (..., D); cos and sin (..., R) hold their R/2 angles twice in a row.
+
+    As in transformers, pairs that were interleaved are not afterwards: queries and keys are permuted alike.
+    """
+    width = cos.shape[-1]
+    turned, rest = x.split((width, x.shape[-1] - width), dim=-1)
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def _select(logits: Tensor, top_k: int, starts: Tensor | int = 0) -> Tensor:
+    """Columns of the top_k logits of each row less `starts`, int32, and -1 for those that are masked or missing."""
+    values, columns = logits.topk(min(top_k, logits.shape[1]), dim=-1)
+    columns = torch.where(values == -torch.inf, -1, columns - starts).int()
+    return F.pad(columns, (0, top_k - columns.shape[1]), value=-1)
+
+
+def _slots(seen: Tensor, block_table: Tensor, num_blocks: int) -> Tensor:
+    """The slots of the last token that each query sees, (B * next_n,) int32; -1 where it has none.
+
+    seen: (B, next_n) int64. block_table: (B, max_blocks) int32.
+    """
+    max_blocks = block_table.shape[1]
+    if max_blocks == 0:
+        return torch.full((seen.numel(),), -1, dtype=torch.int32, device=seen.device)
+    position = seen - 1
+    index = position.div(BLOCK_TOKENS, rounding_mode="floor")
+    block = block_table.gather(1, index.clamp(0, max_blocks - 1)).long()
+    exists = (index >= 0) & (index < max_blocks) & (block >= 0) & (block < num_blocks)
+    return torch.where(exists, block * BLOCK_TOKENS + position % BLOCK_TOKENS, -1).flatten().int()

@@ -1,0 +1,136 @@
+"""transformers' indexers of sparse attention on fp8moe's kernels: the same selection, scored in FP8."""
+
+import functools
+import importlib.util
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.kernels.mqa import mqa_logits
+from fp8moe.kernels.mqa_cache import HEAD_DIMS
+from fp8moe.kernels.mqa_checks import NUM_HEADS
+from fp8moe.layers.mqa_indexer import LOGITS_AT_A_TIME, TRANSFORMERS_CLASSES, interleaves, score_operands
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import quantize_1x128
+
+_MODULES = ("deepseek_v32", "glm_moe_dsa")
+_PARAMETERS = (
+    *("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids"),
+    "past_key_values",
+)
+_PACKED_QUERIES = 16
+"""Sequences with so few queries in all share a launch, which scores every query against the keys of all of them."""
+
+_ROW_ALIGNMENT = 16
+"""Bytes. `mqa_logits` reads keys in rows at multiples of it where they are."""
+
+
+def route_indexers() -> None:
+    """Run the indexers of transformers' DeepSeek-V3.2 and GLM-MoE-DSA on fp8moe; again, it changes nothing.
+
+    A model that this version of transformers does not have, or calls with other arguments, is left as it is.
+    """
+    for module, name in zip(_MODULES, TRANSFORMERS_CLASSES, strict=True):
+        path = f"transformers.models.{module}"
+        if importlib.util.find_spec(path) is None:
+            continue
+        cls = getattr(importlib.import_module(f"{path}.modeling_{module}"), name, None)
+        if cls is None or hasattr(cls.forward, "_fp8moe"):
+            continue
+        if tuple(inspect.signature(cls.forward).parameters) == _PARAMETERS:
+            cls.forward = _routed(cls.forward)
+
+
+def _routed(theirs):
+    """transformers' forward of an indexer, with fp8moe's in its place where the sizes are ours."""
+    interleaved = interleaves(theirs)
+
+    @functools.wraps(theirs)
+    @torch.no_grad()
+    def forward(
+        self: nn.Module,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        position_ids: Tensor | None,
+        past_key_values: Any = None,
+    ) -> Tensor:
+        if self.n_heads not in NUM_HEADS or self.head_dim not in HEAD_DIMS:
+            return theirs(
+                *(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids), past_key_values
+            )
+        operands = score_operands(self, hidden_states, q_resid, position_embeddings, interleaved=interleaved)
+        q, weights, k = operands
+        rows = _key_rows(k)
+        if past_key_values is not None:
+            rows = _cached(past_key_values, self.layer_idx, rows)
+        return _selected(q, weights, rows, attention_mask, self.index_topk)
+
+    forward._fp8moe = True
+    return forward
+
+
+def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, top_k: int) -> Tensor:
+    """What the queries of each sequence select among its keys where the mask lets them, best first.
+
+    q: (B, S, H, D) float8_e4m3fn. weights: (B, S, H) float32. rows: keys as `_key_rows` makes them, (B, T, bytes).
+    attention_mask: broadcast to (B, S, T), bool, or added to the scores.
+    Returns (B, S, min(top_k, T)) int32. As in transformers, a query that sees fewer keys selects masked ones too.
+    """
+    batch, length = q.shape[:2]
+    keys = rows.shape[1]
+    mask = attention_mask.expand(batch, length, keys)
+    selected = torch.empty((batch, length, min(top_k, keys)), dtype=torch.int32, device=q.device)
+    sequences = max(1, _PACKED_QUERIES // max(1, length))
+    queries = max(1, LOGITS_AT_A_TIME // max(1, keys))
+    for first in range(0, batch, sequences):
+        b = slice(first, first + sequences)
+        for first_query in range(0, length, queries):
+            part = b, slice(first_query, first_query + queries)
+            logits = _logits(q[part], weights[part], rows[b])
+            seen = mask[part]
+            logits = torch.where(seen, logits, -torch.inf) if seen.dtype is torch.bool else logits + seen
+            selected[part] = logits.topk(selected.shape[-1], dim=-1).indices.int()
+    return selected
+
+
+def _logits(q: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """The scores of each sequence's queries for its own keys, (B, S, T) float32, in one launch."""
+    batch, length, _, head_dim = q.shape
+    keys = rows.shape[1]
+    starts = (torch.arange(batch, dtype=torch.int32, device=q.device) * keys)[:, None].expand(batch, length).flatten()
+    logits = mqa_logits(
+        *(q.flatten(0, 1), _keys(rows.flatten(0, 1), head_dim), weights.flatten(0, 1), starts, starts + keys),
+        fill_masked=False,
+    )
+    return logits.view(batch, length, batch, keys).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+# Keys in transformers' own cache, which appends, crops, selects and reorders rows: the values of a key and its scale.
+
+
+def _key_rows(k: Tensor) -> Tensor:
+    """Keys (B, S, D) quantized into rows of bytes (B, S, D + 16): E4M3 values, then the float32 scale four times."""
+    data, scale = quantize_1x128(k.flatten(0, 1))
+    scales = scale.expand(-1, _ROW_ALIGNMENT // scale.itemsize).contiguous()
+    return torch.cat((data.view(torch.uint8), scales.view(torch.uint8)), dim=1).unflatten(0, k.shape[:2])
+
+
+def _keys(rows: Tensor, head_dim: int) -> FP8Tensor:
+    """Views of rows (T, D + 16): data (T, D), scale (T,)."""
+    data, scales = rows.split((head_dim, _ROW_ALIGNMENT), dim=1)
+    return FP8Tensor(data.view(torch.float8_e4m3fn), scales.view(torch.float32)[:, 0])
+
+
+def _cached(cache: Any, layer: int, rows: Tensor) -> Tensor:
+    """All rows of the cache after the new ones were added to it."""
+    before = getattr(cache.layers[layer], "indexer_keys", None)
+    if before is not None and before.dtype != rows.dtype:
+        raise ValueError(
+            f"past_key_values: layer {layer} has indexer keys in {before.dtype}, cached before "
+            "fp8moe.integrations.transformers.register(); start again with a new cache"
+        )
+    return cache.update_indexer(rows, layer)

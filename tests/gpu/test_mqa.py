@@ -1,0 +1,397 @@
+"""The MQA logits kernels against float64 over the same quantized operands, and what they leave masked or unwritten."""
+
+import pytest
+import torch
+
+from fp8moe.kernels import mqa_cuda
+from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
+from fp8moe.kernels.mqa_cache import append_kv
+from fp8moe.quant.formats import FP8Tensor
+from tests import mqa_cases as cases
+from tests.mqa_cases import INT32, POISON
+from tests.waiting import no_waiting
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+INF = float("inf")
+SHAPES = [(heads, head_dim) for heads in cases.NUM_HEADS for head_dim in cases.HEAD_DIMS]
+SIZES = ((1, 1), (1, 64), (2, 63), (7, 130), (65, 257), (33, 1000), (130, 129), (256, 2048), (3, 5000))
+LENGTHS = [0, 1, 63, 64, 65, 100, 127, 128, 129, 500, 1000, 2049, 3, 0, 257]
+
+
+def int32(values):
+    return cases.int32(values, DEVICE)
+
+
+def prefill(tokens, keys, **options):
+    return cases.prefill(tokens, keys, device=DEVICE, **options)
+
+
+def paged(context_lens, **options):
+    return cases.paged(context_lens, device=DEVICE, **options)
+
+
+def check_prefill(operands):
+    """Both ways to treat what is masked."""
+    exact = cases.exact_prefill(operands)
+    cases.assert_matches(cases.write_prefill(mqa_cuda, operands, fill_masked=True), exact)
+    cases.assert_matches(cases.write_prefill(mqa_cuda, operands, fill_masked=False), exact, masked=POISON)
+
+
+def check_paged(operands, max_context_len):
+    exact = cases.exact_paged(operands, max_context_len)
+    cases.assert_matches(cases.write_paged(mqa_cuda, operands, max_context_len, fill_masked=True), exact)
+    out = cases.write_paged(mqa_cuda, operands, max_context_len, fill_masked=False)
+    cases.assert_matches(out, exact, masked=POISON)
+
+
+# Keys in a row.
+
+
+@pytest.mark.parametrize("kind", cases.RANGES)
+@pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
+def test_sizes(heads, head_dim, kind):
+    for tokens, keys in SIZES:
+        check_prefill(prefill(tokens, keys, heads=heads, head_dim=head_dim, kind=kind))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 64, 129])
+@pytest.mark.parametrize("keys", [1, 8, 65, 255, 256, 257])
+def test_small_sizes(tokens, keys):
+    check_prefill(prefill(tokens, keys, kind="ragged", seed=tokens + keys))
+
+
+def test_neighbours_with_ranges_far_apart():
+    operands = prefill(40, 9000)
+    starts = [0, 8990, 4500, 1, 8999] * 8
+    check_prefill(
+        operands._replace(starts=int32(starts), ends=int32([start + 1 + s for s, start in enumerate(starts)]))
+    )
+
+
+@pytest.mark.parametrize("kind", ["causal", "packed"])
+def test_long_keys(kind):
+    check_prefill(prefill(130, 100_001, kind=kind))
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_empty(tokens, keys):
+    assert mqa_logits(*prefill(tokens, keys, kind="full")).shape == (tokens, keys)
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(9, 30), (70, 700)])
+@pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
+def test_a_nan_shows_where_it_matters(heads, head_dim, tokens, keys):
+    operands = prefill(tokens, keys, heads=heads, head_dim=head_dim)
+    without = mqa_logits(*operands)
+    for bad, where in cases.prefill_nans(operands):
+        cases.assert_nans(mqa_logits(*bad), without, where)
+
+
+@pytest.mark.parametrize("value", [INF, -INF])
+def test_infinities(value):
+    operands = prefill(50, 300)
+    without = mqa_logits(*operands)
+    operands.kv.scale[290] = operands.weights[7, 3] = value
+    out = mqa_logits(*operands)
+    of_row, of_column = torch.zeros(2, 50, 300, dtype=torch.bool, device=DEVICE)
+    of_row[7], of_column[:, 290] = True, True
+    touched = (of_row | of_column) & (without > -INF)
+    assert cases.same_bits(out[~touched], without[~touched])
+    assert not out[touched].isfinite().any()
+
+
+def test_other_layouts():
+    q, kv, weights, starts, ends = operands = prefill(70, 300, kind="packed")
+    expected = mqa_logits(*operands)
+    rows = torch.full((301, 160), 0x7F, dtype=torch.uint8, device=DEVICE)  # NaN around the keys
+    for pitch, first in ((144, 0), (160, 16), (132, 0), (136, 8), (144, 4)):
+        memory = rows.view(-1)[: 300 * pitch].view(300, pitch).fill_(0x7F)
+        memory[:, first : first + 128] = kv.data.view(torch.uint8)
+        data = memory.view(torch.float8_e4m3fn)[:, first : first + 128]
+        assert cases.same_bits(mqa_logits(q, (data, kv.scale), weights, starts, ends), expected)
+    shifted = torch.empty(q.numel() + 4, dtype=torch.uint8, device=DEVICE)[4:].view(q.shape)
+    others = (
+        shifted.copy_(q.view(torch.uint8)).view(torch.float8_e4m3fn),
+        [kv.data.t().contiguous().t(), kv.scale.repeat_interleave(2)[::2]],
+        weights.t().contiguous().t(),
+        starts.repeat_interleave(3)[::3],
+        torch.stack([starts, ends], dim=1)[:, 1],
+    )
+    assert cases.same_bits(mqa_logits(*others), expected)
+    vectors = [torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in (kv.scale, weights, starts, ends)]
+    assert cases.same_bits(mqa_logits(q, (kv.data, vectors[0]), *vectors[1:]), expected)
+
+
+def test_overlap_with_unquantized_scores():
+    assert cases.overlap(32, 16384, 2048, mqa_logits, device=DEVICE) >= 0.93
+
+
+# The paged cache.
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
+def test_paged(heads, head_dim, next_n):
+    operands = paged(LENGTHS, next_n=next_n, heads=heads, head_dim=head_dim)
+    for max_context_len in (1, 100, 2049, 2112, 3001):
+        check_paged(operands, max_context_len)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_lengths_of_each_query(next_n):
+    draw = torch.Generator().manual_seed(next_n)
+    lens = torch.randint(-3, 600, (20, next_n), generator=draw).tolist()
+    check_paged(paged(lens, next_n=next_n), 600)
+    one = paged([70, 2, 0, 300], next_n=next_n)
+    spelled = int32([[length - next_n + 1 + j for j in range(next_n)] for length in (70, 2, 0, 300)])
+    out = paged_mqa_logits(*one, max_context_len=300)
+    assert cases.same_bits(paged_mqa_logits(*one._replace(context_lens=spelled), max_context_len=300), out)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 31, 33, 132, 133, 500, 1025, 3000])
+def test_number_of_sequences(batch):
+    draw = torch.Generator().manual_seed(batch)
+    check_paged(paged(torch.randint(0, 200, (batch,), generator=draw).tolist(), heads=32, head_dim=32), 199)
+
+
+@pytest.mark.parametrize("lens", [[100, 100_000], [100_000] + [100] * 40 + [0, 65_536], [0] * 63 + [70_000]])
+@pytest.mark.parametrize("next_n", [1, 3])
+def test_uneven_contexts(lens, next_n):
+    check_paged(paged(lens, next_n=next_n), 100_032)
+
+
+@pytest.mark.parametrize("next_n", [1, 4])
+@pytest.mark.parametrize("max_context_len", [100, 128, 200])
+def test_lengths_are_clamped(max_context_len, next_n):
+    lens = [INT32.min, INT32.max, -1, 128, 129, 130, 131, 132, 101, INT32.min + 2, INT32.max - 2]
+    check_paged(paged(lens, next_n=next_n, max_blocks=2), max_context_len)
+    check_paged(paged([[length] * next_n for length in lens], next_n=next_n, max_blocks=2), max_context_len)
+
+
+def test_blocks_are_clamped():
+    operands = paged([300, 200, 64], next_n=2)
+    num_blocks = operands.kv_cache.shape[0]
+    operands.block_table[0] = int32([-1, num_blocks, INT32.min, INT32.max, 1])
+    operands.block_table[1, 2] = -7
+    check_paged(operands, 320)
+
+
+@pytest.mark.parametrize("part", ["batch", "num_blocks", "max_blocks", "max_context_len"])
+def test_empty_cache(part):
+    operands = paged([] if part == "batch" else [70, 100], next_n=2, max_blocks=0 if part == "max_blocks" else 2)
+    if part == "num_blocks":
+        operands = operands._replace(kv_cache=operands.kv_cache[:0])
+    max_context_len = 0 if part == "max_context_len" else 90
+    torch.full((4 * 90,), POISON, device=DEVICE)  # what the result would hold, were it not written
+    out = paged_mqa_logits(*operands, max_context_len=max_context_len)
+    assert out.shape == (2 * len(operands.q), max_context_len) and (out == -INF).all()
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 4])
+def test_a_nan_in_the_cache(next_n):
+    lens = [1000, 90, 130]
+    operands = paged(lens, next_n=next_n)
+    table = operands.block_table
+    without = paged_mqa_logits(*operands, max_context_len=1000)
+    sequence, column = torch.arange(3 * next_n, device=DEVICE)[:, None] // next_n, torch.arange(1000, device=DEVICE)
+    for b, token in ((0, 70), (0, 999), (1, 89), (1, 91), (2, 131), (2, 0)):
+        for scale in (False, True):
+            block = int(table[b, token // 64])
+            kv_cache = cases.with_nan_key(operands.kv_cache, block, token % 64, scale=scale)
+            out = paged_mqa_logits(*operands._replace(kv_cache=kv_cache), max_context_len=1000)
+            where = (sequence == b) & (column == token) & (without > -INF)
+            assert torch.equal(out.isnan(), where) and where.any() == (token < lens[b])
+            assert cases.same_bits(out[~where], without[~where])
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 4])
+def test_a_nan_in_a_query(next_n):
+    operands = paged([1000, 90, 130], next_n=next_n)
+    without = paged_mqa_logits(*operands, max_context_len=1000)
+    row = next_n + next_n // 2  # of sequence 1
+    where = torch.zeros_like(without, dtype=torch.bool)
+    where[row] = without[row] > -INF
+    for bad in (
+        operands._replace(q=cases.with_nan(operands.q, 1, next_n // 2, 9, 100)),
+        operands._replace(weights=cases.with_nan(operands.weights, row, 63)),
+    ):
+        cases.assert_nans(paged_mqa_logits(*bad, max_context_len=1000), without, where)
+
+
+def test_other_layouts_of_the_paged_form():
+    q, kv_cache, weights, context_lens, block_table = operands = paged([300, 0, 129], next_n=2)
+    expected = paged_mqa_logits(*operands, max_context_len=300)
+    others = (
+        q.transpose(0, 2).contiguous().transpose(0, 2),
+        torch.cat([kv_cache[:1], kv_cache])[1:],
+        weights.t().contiguous().t(),
+        context_lens.repeat_interleave(2)[::2],
+        block_table.t().contiguous().t(),
+    )
+    assert cases.same_bits(paged_mqa_logits(*others, max_context_len=300), expected)
+
+
+# Streams, graphs, memory.
+
+
+def test_same_bits_every_time():
+    operands, cached = prefill(300, 3000, kind="ragged"), paged([5000, 30, 64, 7000, 0, 900], next_n=2)
+    first = mqa_logits(*operands), paged_mqa_logits(*cached, max_context_len=7000)
+    for _ in range(20):
+        assert cases.same_bits(mqa_logits(*operands), first[0])
+        assert cases.same_bits(paged_mqa_logits(*cached, max_context_len=7000), first[1])
+
+
+def captured(run):
+    """A graph of ``run`` and its result."""
+    run()  # compiles, which a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+def test_graph_replays_with_other_ranges():
+    operands = prefill(150, 1100, kind="extremes")
+    graph, out = captured(lambda: mqa_logits(*operands))
+    for seed, kind in enumerate(cases.RANGES):
+        other = prefill(150, 1100, kind=kind, seed=10 * seed)
+        for mine, value in zip(
+            (operands.q, *operands.kv, *operands[2:]), (other.q, *other.kv, *other[2:]), strict=True
+        ):
+            mine.copy_(value)
+        out.fill_(POISON)
+        graph.replay()
+        cases.assert_matches(out, cases.exact_prefill(other))
+
+
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_graph_replays_with_growing_contexts(next_n):
+    batch, max_context_len = 5, 5000
+    operands = paged([max_context_len] * batch, next_n=next_n)
+    operands.context_lens.zero_()
+    k, slots = torch.zeros(batch * next_n, 128, device=DEVICE), int32([-1] * (batch * next_n))
+
+    def run():
+        append_kv(operands.kv_cache, k, slots)
+        return paged_mqa_logits(*operands, max_context_len=max_context_len)
+
+    graph, out = captured(run)
+    new = torch.arange(next_n, device=DEVICE)
+    for step, growth in enumerate((1, 63, 64, 65, 1000, 3000)):
+        operands.context_lens.add_(growth + torch.arange(batch, device=DEVICE) * step)
+        token = operands.context_lens[:, None].long() - next_n + new  # the last ones, where there are as many
+        slot = operands.block_table.gather(1, token.clamp(min=0) // 64) * 64 + token % 64
+        slots.copy_(slot.where(token >= 0, -1).flatten())
+        k.normal_(generator=cases.generator(DEVICE, step))
+        out.fill_(POISON)
+        before = operands.kv_cache.clone()
+        graph.replay()
+        assert not torch.equal(operands.kv_cache, before)
+        cases.assert_matches(out, cases.exact_paged(operands, max_context_len))
+
+
+def test_nothing_waits_for_the_gpu():
+    operands, cached = prefill(70, 300), paged([300, 0, 129], next_n=2)
+
+    def run():
+        mqa_logits(*operands)
+        paged_mqa_logits(*cached, max_context_len=300)
+
+    run()
+    with no_waiting():
+        run()
+
+
+def test_another_stream():
+    operands = prefill(130, 3000)
+    expected, stream = mqa_logits(*operands), torch.cuda.Stream()
+    late = operands._replace(ends=torch.zeros_like(operands.ends))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.ends.copy_(operands.ends)
+        out = mqa_logits(*late)
+    stream.synchronize()
+    assert cases.same_bits(out, expected)
+
+
+# Past 2**31 elements.
+
+
+def assert_rows_match(operands, out, rows):
+    cases.assert_matches(out[rows], cases.exact_prefill(operands, rows))
+
+
+def test_more_logits():
+    tokens, keys = 32_800, 65_536
+    assert tokens * keys > 1 << 31
+    operands = prefill(tokens, keys, heads=32, head_dim=32)
+    out = mqa_logits(*operands)
+    for first in (0, tokens // 2, tokens - 3):
+        assert_rows_match(operands, out, slice(first, first + 3))
+    assert torch.equal((out > -INF).sum(1), operands.ends.long())
+
+
+def test_more_paged_logits():
+    batch, length = 2060, 1 << 20
+    assert batch * length > 1 << 31
+    lens = [100] * batch
+    lens[batch // 2] = lens[-1] = length
+    operands = paged(lens, heads=32, head_dim=32)
+    out = paged_mqa_logits(*operands, max_context_len=length)
+    for sequences in (range(2), range(batch // 2 - 1, batch // 2 + 1), range(batch - 2, batch)):
+        cases.assert_matches(out[sequences.start : sequences.stop], cases.exact_paged(operands, length, sequences))
+    assert torch.equal((out > -INF).sum(1), operands.context_lens.long())
+
+
+def test_more_bytes_of_cache():
+    num_blocks = 260_000
+    operands = paged([60_000, 100, 5000], next_n=2)
+    table = torch.randint(254_300, num_blocks, operands.block_table.shape, device=DEVICE, dtype=torch.int32)
+    operands = operands._replace(kv_cache=cases.random_cache(num_blocks, 128, device=DEVICE), block_table=table)
+    assert 254_300 * operands.kv_cache[0].numel() > 1 << 31
+    check_paged(operands, 60_000)
+
+
+def test_more_keys():
+    tokens, keys, last = 3, 16_800_000, 20_000
+    assert keys * 128 > 1 << 31
+    operands = prefill(tokens, keys)
+    out = mqa_logits(*operands)
+    (data, scale), ends = operands.kv, operands.ends - (keys - last)
+    window = operands._replace(kv=FP8Tensor(data[-last:], scale[-last:]), ends=ends)
+    cases.assert_matches(out[:, -last:], cases.exact_prefill(window))
+    window = operands._replace(kv=FP8Tensor(data[:last], scale[:last]))
+    cases.assert_matches(out[:, :last], cases.exact_prefill(window))
+
+
+def test_more_queries():
+    tokens, keys = 265_000, 65
+    operands = prefill(tokens, keys, kind="ragged")
+    assert operands.q.numel() > 1 << 31
+    out = mqa_logits(*operands)
+    for first in (0, tokens // 2, tokens - 50):
+        assert_rows_match(operands, out, slice(first, first + 50))
+
+
+# Operators.
+
+
+def test_compile_fullgraph():
+    operands = prefill(40, 300)
+    compiled = torch.compile(lambda *call: mqa_logits(*call) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*operands), mqa_logits(*operands) * 2)
+
+
+def test_operands_on_the_wrong_device():
+    operands, cached = prefill(5, 9), paged([70, 3])
+    for name in ("weights", "starts", "ends"):
+        with pytest.raises(ValueError, match=f"^{name}: expected on cuda:0 like q, got cpu"):
+            mqa_logits(**operands._asdict() | {name: getattr(operands, name).cpu()})
+    for name in ("kv_cache", "weights", "context_lens", "block_table"):
+        with pytest.raises(ValueError, match=f"^{name}: expected on cuda:0 like q, got cpu"):
+            paged_mqa_logits(**cached._asdict() | {name: getattr(cached, name).cpu()}, max_context_len=80)

@@ -1,0 +1,166 @@
+"""The kernel that appends to the paged cache writes the bytes of the reference, and no others."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fp8moe.kernels import mqa_cache_reference
+from fp8moe.kernels.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
+from fp8moe.quant.formats import SCALE_FORMATS
+from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
+
+pytestmark = pytest.mark.gpu
+
+SIZES = ((1, 1), (2, 1), (3, 9), (7, 2), (63, 1), (65, 3), (130, 5), (515, 9), (5000, 90))
+MARK = 0xAB
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    exponent = torch.randn(shape, generator=generator, device="cuda") * spread
+    return (torch.randn(shape, generator=generator, device="cuda") * exponent.exp2()).to(dtype)
+
+
+def some_slots(tokens: int, num_slots: int, seed: int = 0) -> torch.Tensor:
+    """Different slots, of which some are outside of [0, num_slots)."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randperm(max(tokens, num_slots + 9), generator=generator, device="cuda")[:tokens] - 5).int()
+
+
+def append(num_blocks: int, k: torch.Tensor, slots: torch.Tensor, scale_format: str = "float32") -> torch.Tensor:
+    """A cache marked before, after the kernel, with nothing written on either side of it."""
+    size, guard = num_blocks * 64 * (k.shape[1] + 4), 256
+    memory = torch.full((guard + size + guard,), MARK, dtype=torch.uint8, device="cuda")
+    cache = memory[guard : guard + size].view(num_blocks, 64, 1, k.shape[1] + 4)
+    append_kv(cache, k, slots, scale_format=scale_format)
+    assert (memory[:guard] == MARK).all() and (memory[guard + size :] == MARK).all()
+    return cache
+
+
+def expected(num_blocks: int, k: torch.Tensor, slots: torch.Tensor, scale_format: str = "float32") -> torch.Tensor:
+    cache = new_kv_cache(num_blocks, k.shape[1], device=k.device).fill_(MARK)
+    mqa_cache_reference.append_kv(cache, k, slots, scale_format == "ue8m0")
+    return cache
+
+
+def assert_matches(num_blocks, k, slots, scale_format="float32"):
+    assert torch.equal(append(num_blocks, k, slots, scale_format), expected(num_blocks, k, slots, scale_format))
+
+
+@pytest.mark.parametrize("tokens,num_blocks", SIZES)
+@pytest.mark.parametrize("head_dim,dtype,scale_format", list(itertools.product(HEAD_DIMS, INPUT_DTYPES, SCALE_FORMATS)))
+def test_sizes(tokens, num_blocks, head_dim, dtype, scale_format):
+    k, slots = random(tokens, head_dim, dtype=dtype), some_slots(tokens, 64 * num_blocks)
+    assert_matches(num_blocks, k, slots, scale_format)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+def test_bits_of_the_quantizer(head_dim, dtype):
+    k = random(640, head_dim, dtype=dtype, spread=40.0)
+    k[0], k[1, 3], k[2, 5], k[3, head_dim - 1] = 0.0, math.nan, math.inf, -math.inf
+    slots = torch.randperm(640, device="cuda").int()
+    for scale_format in SCALE_FORMATS:
+        cache = append(10, k, slots, scale_format)
+        data, scale = read_kv(cache, slots)
+        wanted = quantize_1x128(k, scale_format=scale_format)
+        assert torch.equal(data.view(torch.uint8), wanted.data.view(torch.uint8))
+        assert torch.equal(scale.view(torch.int32), wanted.scale[:, 0].contiguous().view(torch.int32))
+        assert torch.equal(cache.cpu(), expected(10, k.cpu(), slots.cpu(), scale_format))
+
+
+def test_slots_out_of_range():
+    limits = torch.iinfo(torch.int32)
+    slots = torch.tensor([limits.min, limits.max, -1, 128, 127, -64, 192], dtype=torch.int32, device="cuda")
+    for head_dim in HEAD_DIMS:
+        assert_matches(2, random(7, head_dim), slots)
+        assert (append(2, random(4, head_dim), slots[:4]) == MARK).all()
+        read = read_kv(append(2, random(7, head_dim), slots), slots)
+        assert (read.scale != 0).tolist() == [False, False, False, False, True, False, False]
+
+
+def test_shared_slots_touch_no_other():
+    k, slots = random(3000, 128, dtype=torch.bfloat16), torch.full((3000,), 70, dtype=torch.int32, device="cuda")
+    slots[1::2], slots[2999] = 5, 7
+    cache = append(2, k, slots)
+    for shared in (5, 70):
+        for start, size in ((shared % 64 * 128, 128), (64 * 128 + shared % 64 * 4, 4)):
+            cache[shared // 64].view(-1)[start : start + size] = MARK
+    assert torch.equal(cache, expected(2, k[2999:], slots[2999:]))
+
+
+@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+def test_strided_operands(dtype):
+    x, slots = random(64, 336, 2, dtype=dtype), torch.randperm(192, device="cuda").int().view(64, 3)
+    wide = random(64, 1024, dtype=dtype)
+    for k in (
+        wide[:, 512:576],  # rows of 16-byte vectors, far apart
+        wide[:, 8:72],
+        wide[:, 1:65],  # base address not aligned
+        x[..., 0].contiguous()[:, 3:67],
+        x[..., 0][:, :64],
+        x[..., 1].t()[:64],
+        wide[:1, :64].expand(64, -1),
+        wide[:1, 3:67].expand(64, -1),
+    ):
+        for column in (slots[:, 1], slots.t().contiguous()[0]):
+            assert_matches(3, k, column)
+
+
+@pytest.mark.parametrize("tokens,num_blocks", [(0, 2), (3, 0), (0, 0)])
+def test_empty(tokens, num_blocks):
+    slots = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    assert (append(num_blocks, random(tokens, 64), slots) == MARK).all()
+    assert read_kv(new_kv_cache(num_blocks, 64, device="cuda"), slots).data.shape == (tokens, 64)
+
+
+def test_same_bits_every_time():
+    k, slots = random(7000, 128, dtype=torch.bfloat16), some_slots(7000, 64 * 110)
+    first = append(110, k, slots)
+    for _ in range(20):
+        assert torch.equal(append(110, k, slots), first)
+
+
+def test_cuda_graph_with_changed_input():
+    k, slots = random(77, 128, dtype=torch.bfloat16), some_slots(77, 128)
+    cache, wanted = (new_kv_cache(2, 128, device="cuda").fill_(MARK) for _ in range(2))
+    append_kv(expected(2, k, slots), k, slots)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append_kv(cache, k, slots)
+        read = read_kv(cache, slots)
+    assert (cache == MARK).all()
+    for seed in range(3):
+        k.copy_(random(77, 128, dtype=torch.bfloat16, seed=seed, spread=5.0))
+        slots.copy_(some_slots(77, 128, seed=seed))
+        graph.replay()
+        mqa_cache_reference.append_kv(wanted, k, slots, False)
+        assert torch.equal(cache, wanted)
+        data, scale = read_kv(wanted, slots)
+        assert torch.equal(read.data.view(torch.uint8), data.view(torch.uint8)) and torch.equal(read.scale, scale)
+
+
+def test_compile_fullgraph():
+    k, slots = random(100, 64, dtype=torch.bfloat16), some_slots(100, 128)
+    cache = new_kv_cache(2, 64, device="cuda").fill_(MARK)
+    torch.compile(append_kv, backend="aot_eager", fullgraph=True)(cache, k, slots)
+    assert torch.equal(cache, expected(2, k, slots))
+
+
+def test_past_two_to_the_31_elements():
+    num_blocks = (1 << 18) + 1
+    tokens = num_blocks * 64
+    k = torch.empty(tokens, 128, dtype=torch.bfloat16, device="cuda").normal_()
+    assert k.numel() > 1 << 31
+    slots = torch.arange(tokens, dtype=torch.int32, device="cuda").flip(0)
+    cache = new_kv_cache(num_blocks, 128, device="cuda")
+    assert cache.numel() > 1 << 31
+    append_kv(cache, k, slots)
+    middle = tokens // 2 - tokens // 2 % 64
+    for start in (0, middle, tokens - 640):
+        # Their slots are the last blocks of the cache, some in the middle, the first ones.
+        blocks = slice((tokens - start - 640) // 64, (tokens - start) // 64)
+        some = slice(start, start + 640)
+        assert torch.equal(cache[blocks], expected(10, k[some], slots[some] - blocks.start * 64))

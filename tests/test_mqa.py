@@ -1,0 +1,397 @@
+"""The MQA logits on the reference backend: semantics, ranges, the paged cache, operators, errors."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8moe.kernels import mqa_reference
+from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
+from fp8moe.kernels.mqa_cache import append_kv, new_kv_cache, read_kv
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import quantize_1x128
+from tests import mqa_cases as cases
+from tests.mqa_cases import INT32, POISON, int32
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INF = float("inf")
+# Schema checks compare inputs with kernels that PyTorch lacks for float8; test_inputs_are_left_alone stands in.
+OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+SHAPES = [(heads, head_dim) for heads in cases.NUM_HEADS for head_dim in cases.HEAD_DIMS]
+
+
+# Keys in a row.
+
+
+def test_one_entry():
+    q = torch.zeros(1, 32, 32)
+    q[0, 0, :2], q[0, 1, 1], q[0, 2, 0] = torch.tensor([1.0, 2.0]), 3.0, -4.0
+    k = torch.zeros(2, 32)
+    k[0, :2], k[1, :2] = torch.tensor([5.0, -2.0]), torch.tensor([0.5, 1.0])
+    weights = torch.zeros(1, 32)
+    weights[0, :3] = torch.tensor([1.0, -2.0, 8.0])
+    kv = FP8Tensor(k.to(torch.float8_e4m3fn), torch.tensor([10.0, 2.0]))
+    out = mqa_logits(q.to(torch.float8_e4m3fn), kv, weights, int32([0]), int32([2]))
+    # Key 0: the heads give 1, -6 and -20, of which the first is left. Key 1: 2.5, 3 and -2.
+    assert out.tolist() == [[10.0, 2 * (2.5 - 6.0)]]
+
+
+@pytest.mark.parametrize("kind", cases.RANGES)
+@pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
+def test_ranges(heads, head_dim, kind):
+    operands = cases.prefill(37, 90, heads=heads, head_dim=head_dim, kind=kind)
+    exact = cases.exact_prefill(operands)
+    out = mqa_logits(*operands)
+    assert out.is_contiguous()
+    cases.assert_matches(out, exact)
+    cases.assert_matches(cases.write_prefill(mqa_reference, operands, fill_masked=True), exact)
+    cases.assert_matches(cases.write_prefill(mqa_reference, operands, fill_masked=False), exact, masked=POISON)
+
+
+bounds = st.one_of(st.integers(-5, 45), st.sampled_from([INT32.min, INT32.max]))
+
+
+@given(keys=st.integers(1, 40), each=st.lists(st.tuples(bounds, bounds), min_size=1, max_size=9))
+def test_any_ranges(keys, each):
+    operands = cases.prefill(len(each), keys, heads=32, head_dim=32)
+    starts, ends = zip(*each, strict=True)
+    operands = operands._replace(starts=int32(starts), ends=int32(ends))
+    cases.assert_matches(mqa_logits(*operands), cases.exact_prefill(operands))
+
+
+def test_chunks_of_queries(monkeypatch):
+    operands = cases.prefill(21, 50, kind="ragged")
+    exact = cases.exact_prefill(operands)
+    for chunk in (1, 64 * 50 * 4):
+        monkeypatch.setattr(mqa_reference, "_CHUNK", chunk)
+        cases.assert_matches(mqa_logits(*operands), exact)
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_empty(tokens, keys):
+    operands = cases.prefill(tokens, keys, heads=32, head_dim=64, kind="full")
+    for fill_masked in (True, False):
+        out = mqa_logits(*operands, fill_masked=fill_masked)
+        assert out.shape == (tokens, keys) and out.dtype == torch.float32
+
+
+def test_unmasked_result():
+    operands = cases.prefill(9, 20, kind="ragged")
+    out, seen = mqa_logits(*operands, fill_masked=False), mqa_logits(*operands) != -INF
+    assert out.shape == (9, 20) and torch.equal(out[seen], mqa_logits(*operands)[seen])
+
+
+def test_a_nan_shows_where_it_matters():
+    operands = cases.prefill(9, 30)
+    without = mqa_logits(*operands)
+    for bad, where in cases.prefill_nans(operands):
+        cases.assert_nans(mqa_logits(*bad), without, where)
+
+
+def test_other_layouts():
+    q, kv, weights, starts, ends = operands = cases.prefill(9, 30, kind="packed")
+    expected = mqa_logits(*operands)
+    rows = torch.zeros(30, 144, dtype=torch.uint8)
+    rows[:, :128] = kv.data.view(torch.uint8)
+    others = (
+        q.transpose(0, 2).contiguous().transpose(0, 2),
+        [rows.view(torch.float8_e4m3fn)[:, :128], kv.scale.repeat_interleave(2)[::2]],
+        weights.t().contiguous().t(),
+        starts.repeat_interleave(3)[::3],
+        torch.stack([starts, ends], dim=1)[:, 1],
+    )
+    assert torch.equal(mqa_logits(*others), expected)
+
+
+def test_inputs_are_left_alone():
+    operands, cached = cases.prefill(9, 30, kind="ragged"), cases.paged([70, -5], next_n=2)
+    values = (operands.q, *operands.kv, *operands[2:], *cached)
+    before = [value.clone() for value in values]
+    mqa_logits(*operands)
+    paged_mqa_logits(*cached, max_context_len=100)
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(values, before, strict=True))
+
+
+def test_overlap_with_unquantized_scores():
+    assert cases.overlap(8, 2048, 256, mqa_logits) >= 0.93
+
+
+# The paged cache.
+
+LENGTHS = [0, 1, 64, 63, 65, 130, 3, 200]
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
+def test_paged(heads, head_dim, next_n):
+    operands = cases.paged(LENGTHS, next_n=next_n, heads=heads, head_dim=head_dim)
+    for max_context_len in (1, 150, 256, 300):
+        exact = cases.exact_paged(operands, max_context_len)
+        out = paged_mqa_logits(*operands, max_context_len=max_context_len)
+        assert out.is_contiguous()
+        cases.assert_matches(out, exact)
+        out = cases.write_paged(mqa_reference, operands, max_context_len, fill_masked=False)
+        cases.assert_matches(out, exact, masked=POISON)
+
+
+def test_lengths_of_each_query():
+    lens = [[0, 70, 3], [128, 0, 129], [-1, INT32.min, 64], [1, 2, 3]]
+    operands = cases.paged(lens, next_n=3)
+    cases.assert_matches(paged_mqa_logits(*operands, max_context_len=140), cases.exact_paged(operands, 140))
+    # The rule for one length a sequence, spelled out.
+    one = cases.paged([70, 2, 0], next_n=3)
+    spelled = one._replace(context_lens=int32([[68, 69, 70], [0, 1, 2], [-2, -1, 0]]))
+    assert torch.equal(paged_mqa_logits(*one, max_context_len=80), paged_mqa_logits(*spelled, max_context_len=80))
+
+
+@pytest.mark.parametrize("next_n", [1, 4])
+@pytest.mark.parametrize("max_context_len", [100, 128, 200])
+def test_lengths_are_clamped(max_context_len, next_n):
+    lens = [INT32.min, INT32.max, -1, 128, 129, 130, 131, 132, 101]
+    operands = cases.paged(lens, next_n=next_n, max_blocks=2)
+    out = paged_mqa_logits(*operands, max_context_len=max_context_len)
+    cases.assert_matches(out, cases.exact_paged(operands, max_context_len))
+    assert (out[next_n : 2 * next_n, : min(max_context_len, 128)] > -INF).all()  # of INT32.max
+
+
+def test_blocks_are_clamped():
+    operands = cases.paged([300, 200, 64])
+    num_blocks = operands.kv_cache.shape[0]
+    operands.block_table[0] = int32([-1, num_blocks, INT32.min, INT32.max, 1])
+    operands.block_table[1, 2] = -7
+    assert int(operands.block_table.max()) > num_blocks
+    cases.assert_matches(paged_mqa_logits(*operands, max_context_len=320), cases.exact_paged(operands, 320))
+
+
+@pytest.mark.parametrize("part", ["batch", "num_blocks", "max_blocks", "max_context_len"])
+def test_empty_cache(part):
+    operands = cases.paged([] if part == "batch" else [70, 100], next_n=2, max_blocks=0 if part == "max_blocks" else 2)
+    if part == "num_blocks":
+        operands = operands._replace(kv_cache=operands.kv_cache[:0])
+    max_context_len = 0 if part == "max_context_len" else 90
+    out = paged_mqa_logits(*operands, max_context_len=max_context_len)
+    assert out.shape == (2 * len(operands.q), max_context_len) and (out == -INF).all()
+
+
+def test_a_nan_in_the_cache():
+    operands = cases.paged([100, 90, 130], next_n=2)
+    without = paged_mqa_logits(*operands, max_context_len=130)
+    table, rows = operands.block_table, torch.arange(6)[:, None]
+    columns = torch.arange(130)
+    for scale in (False, True):
+        # In use, behind what the first of two queries sees, behind the context, in a block of nobody.
+        for b, token in ((0, 70), (0, 99), (0, 101), (None, 0)):
+            unused = sorted(set(range(len(operands.kv_cache))) - set(table.flatten().tolist()))[0]
+            block = unused if b is None else int(table[b, token // 64])
+            bad = operands._replace(
+                kv_cache=cases.with_nan_key(operands.kv_cache, block, token % 64, scale=scale),
+            )
+            out = paged_mqa_logits(*bad, max_context_len=130)
+            if b is None or token > 99:
+                assert torch.equal(out, without)
+            else:
+                where = (rows // 2 == b) & (columns == token) & (without > -INF)
+                cases.assert_nans(out, without, where)
+
+
+def test_the_same_as_keys_in_a_row():
+    operands = cases.paged([150, 64], next_n=2)
+    out = paged_mqa_logits(*operands, max_context_len=150)
+    for b, context in enumerate((150, 64)):
+        token = torch.arange(context)
+        slots = operands.block_table[b].long()[token // 64] * 64 + token % 64
+        rows = slice(2 * b, 2 * b + 2)
+        expected = mqa_logits(
+            *(operands.q[b], read_kv(operands.kv_cache, slots.int()), operands.weights[rows]),
+            *(int32([0, 0]), int32([context - 1, context])),
+        )
+        assert torch.allclose(out[rows, :context], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_append_then_score():
+    k, cache = torch.randn(100, 128), new_kv_cache(5, 128, device="cpu")
+    table = int32([[3, 1], [4, 0]])
+    for first, last in ((0, 33), (33, 34), (34, 100)):  # of two sequences, whose keys differ by their sign
+        token = torch.arange(first, last)
+        for b, sign in ((0, 1), (1, -1)):
+            append_kv(cache, sign * k[first:last], table[b][token // 64] * 64 + token.int() % 64)
+    q, weights = cases.random_fp8(2, 1, 64, 128), cases.random_weights(2, 64)
+    out = paged_mqa_logits(q, cache, weights, int32([100, 100]), table, max_context_len=100)
+    for row, sign in ((0, 1), (1, -1)):
+        data, scale = quantize_1x128(sign * k)
+        exact = cases.scores(q[row], FP8Tensor(data, scale[:, 0]), weights[row : row + 1])
+        cases.assert_matches(out[row : row + 1], exact)
+
+
+# Errors.
+
+PREFILL, PAGED = cases.prefill(6, 10, heads=32, head_dim=64), cases.paged([70, 3], next_n=2, heads=32, head_dim=64)
+
+
+def fp8(*shape):
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+
+
+def uint8(*shape):
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+BAD_PREFILL = {
+    "q type": (dict(q=1), TypeError, r"^q: expected a torch.Tensor, got int 1"),
+    "q dtype": (dict(q=PREFILL.q.float()), TypeError, r"^q: expected float8_e4m3fn, got torch.float32"),
+    "q rank": (dict(q=fp8(6, 64)), ValueError, r"^q: expected shape \(S, H, D\) .*, got \(6, 64\)"),
+    "heads": (dict(q=fp8(6, 16, 64)), ValueError, r"^q: expected .* H 32 or 64 .*, got \(6, 16, 64\)"),
+    "head width": (dict(q=fp8(6, 32, 96)), ValueError, r"^q: expected .* D 32, 64 or 128, got \(6, 32, 96\)"),
+    "kv type": (dict(kv=PREFILL.kv.data), TypeError, r"^kv: expected an FP8Tensor or a \(data, scale\) pair"),
+    "kv without scale": (dict(kv=(PREFILL.kv.data, None)), TypeError, r"^kv: expected a pair of tensors, .*NoneType"),
+    "kv dtype": (dict(kv=(torch.zeros(10, 64), PREFILL.kv.scale)), TypeError, r"^kv\.data: expected float8_e4m3fn"),
+    "kv rank": (dict(kv=(fp8(10, 1, 64), PREFILL.kv.scale)), ValueError, r"^kv\.data: expected shape \(T, 64\)"),
+    "kv width": (
+        dict(kv=(fp8(10, 32), PREFILL.kv.scale)),
+        ValueError,
+        r"^kv\.data: expected shape \(T, 64\) to match q .*, got \(10, 32\)",
+    ),
+    "too many keys": (
+        dict(kv=(fp8(1, 64).expand(1 << 31, 64), torch.zeros(1).expand(1 << 31))),
+        ValueError,
+        r"^kv\.data: expected .* T < 2\*\*31",
+    ),
+    "kv device": (dict(kv=[t.to("meta") for t in PREFILL.kv]), ValueError, r"^kv\.data: expected on cpu like q, got m"),
+    "scale dtype": (
+        dict(kv=(PREFILL.kv.data, PREFILL.kv.scale.double())),
+        TypeError,
+        r"^kv\.scale: expected float32, got torch.float64",
+    ),
+    "scale shape": (
+        dict(kv=(PREFILL.kv.data, PREFILL.kv.scale[:, None])),
+        ValueError,
+        r"^kv\.scale: expected shape \(T,\) = \(10,\), got \(10, 1\)",
+    ),
+    "weights type": (dict(weights=None), TypeError, r"^weights: expected a torch.Tensor, got NoneType"),
+    "weights dtype": (
+        dict(weights=PREFILL.weights.half()),
+        TypeError,
+        r"^weights: expected float32, got torch.float16",
+    ),
+    "weights shape": (
+        dict(weights=PREFILL.weights[:5]),
+        ValueError,
+        r"^weights: expected shape \(S, H\) = \(6, 32\), got \(5, 32\)",
+    ),
+    "weights device": (dict(weights=PREFILL.weights.to("meta")), ValueError, r"^weights: expected on cpu like q, got"),
+    "starts type": (dict(starts=[0] * 6), TypeError, r"^starts: expected a torch.Tensor, got list"),
+    "starts dtype": (dict(starts=PREFILL.starts.long()), TypeError, r"^starts: expected int32, got torch.int64"),
+    "ends shape": (dict(ends=PREFILL.ends[1:]), ValueError, r"^ends: expected shape \(S,\) = \(6,\), got \(5,\)"),
+    "ends device": (dict(ends=PREFILL.ends.to("meta")), ValueError, r"^ends: expected on cpu like q, got meta"),
+}
+BAD_PAGED = {
+    "q rank": (dict(q=PREFILL.q), ValueError, r"^q: expected shape \(B, next_n, H, D\) .*, got \(6, 32, 64\)"),
+    "next_n": (dict(q=fp8(2, 5, 32, 64)), ValueError, r"^q: expected 1 to 4 queries a sequence, got next_n = 5"),
+    "no next_n": (dict(q=fp8(2, 0, 32, 64)), ValueError, r"^q: expected 1 to 4 queries .* next_n = 0"),
+    "cache type": (dict(kv_cache=PREFILL.kv), TypeError, r"^kv_cache: expected a torch.Tensor, got FP8Tensor"),
+    "cache dtype": (dict(kv_cache=uint8(5, 64, 1, 68).float()), TypeError, r"^kv_cache: expected uint8, got torch.flo"),
+    "cache shape": (
+        dict(kv_cache=uint8(5, 32, 1, 68)),
+        ValueError,
+        r"^kv_cache: expected shape .* got \(5, 32, 1, 68\)",
+    ),
+    "cache width": (dict(kv_cache=uint8(5, 64, 1, 132)), ValueError, r"^kv_cache: .* 64 bytes to match q .*, 132\)"),
+    "cache strides": (dict(kv_cache=uint8(10, 64, 1, 68)[::2]), ValueError, r"^kv_cache: expected .*contiguous"),
+    "cache address": (
+        dict(kv_cache=uint8(64 * 68 + 4)[4:].view(1, 64, 1, 68)),
+        ValueError,
+        r"^kv_cache: expected to start at a multiple of 16 bytes",
+    ),
+    "cache device": (
+        dict(kv_cache=PAGED.kv_cache.to("meta")),
+        ValueError,
+        r"^kv_cache: expected on cpu like q, got me",
+    ),
+    "weights shape": (
+        dict(weights=PAGED.weights.view(2, 2, 32)),
+        ValueError,
+        r"^weights: expected shape \(B \* next_n, H\) = \(4, 32\), got \(2, 2, 32\)",
+    ),
+    "lens dtype": (dict(context_lens=torch.zeros(2)), TypeError, r"^context_lens: expected int32, got torch.float32"),
+    "lens shape": (dict(context_lens=int32([1])), ValueError, r"^context_lens: expected shape \(B,\) = \(2,\), got"),
+    "lens of queries": (
+        dict(context_lens=int32([[1], [2]])),
+        ValueError,
+        r"^context_lens: expected shape \(B, next_n\) = \(2, 2\), got \(2, 1\)",
+    ),
+    "table dtype": (
+        dict(block_table=PAGED.block_table.long()),
+        TypeError,
+        r"^block_table: expected int32, got torch.i",
+    ),
+    "table rank": (dict(block_table=int32([0, 1])), ValueError, r"^block_table: expected shape \(B, max_blocks\), got"),
+    "table shape": (
+        dict(block_table=PAGED.block_table[:1]),
+        ValueError,
+        r"^block_table: expected shape \(B, max_blocks\) = \(2, 2\), got \(1, 2\)",
+    ),
+    "length type": (dict(max_context_len=9.0), TypeError, r"^max_context_len: expected an int, got float"),
+    "length bool": (dict(max_context_len=True), TypeError, r"^max_context_len: expected an int, got bool"),
+    "length": (dict(max_context_len=-1), ValueError, r"^max_context_len: expected 0 to 2\*\*31 - 1 tokens, got -1"),
+    "long": (dict(max_context_len=1 << 31), ValueError, r"^max_context_len: expected 0 to .* got 2147483648"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PREFILL)
+def test_errors(case):
+    changed, error, message = BAD_PREFILL[case]
+    with pytest.raises(error, match=message):
+        mqa_logits(**PREFILL._asdict() | changed)
+
+
+@pytest.mark.parametrize("case", BAD_PAGED)
+def test_paged_errors(case):
+    changed, error, message = BAD_PAGED[case]
+    with pytest.raises(error, match=message):
+        paged_mqa_logits(**PAGED._asdict() | dict(max_context_len=100) | changed)
+
+
+def test_backward_raises():
+    for name, run, operands in (
+        ("mqa_logits", mqa_logits, PREFILL),
+        ("paged_mqa_logits", lambda *call: paged_mqa_logits(*call, max_context_len=80), PAGED),
+    ):
+        out = run(*operands._replace(weights=operands.weights.clone().requires_grad_()))
+        assert torch.equal(out, run(*operands))
+        with pytest.raises(RuntimeError, match=f"fp8moe.{name} has no backward"):
+            out.clamp(min=0).sum().backward()
+
+
+# Operators.
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(6, 10), (0, 10), (6, 0)])
+def test_opcheck(tokens, keys):
+    q, kv, *rest = cases.prefill(tokens, keys, heads=32, head_dim=64, kind="full")
+    torch.library.opcheck(torch.ops.fp8moe.mqa_logits.default, (q, *kv, *rest, True), test_utils=OPCHECKS)
+
+
+@pytest.mark.parametrize("lens", [[70, 3], [[70, 3], [4, 5]], []])
+def test_paged_opcheck(lens):
+    operands = cases.paged(lens, next_n=2, heads=32, head_dim=64)
+    torch.library.opcheck(torch.ops.fp8moe.paged_mqa_logits.default, (*operands, 100, True), test_utils=OPCHECKS)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(dynamic):
+    def chosen(q, data, scale, *rest):
+        return mqa_logits(q, (data, scale), *rest).topk(3).values
+
+    def chosen_from_cache(*operands):
+        return paged_mqa_logits(*operands[:-1], max_context_len=operands[-1]).topk(3).values
+
+    compiled = [
+        torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for function in (chosen, chosen_from_cache)
+    ]
+    for tokens in (4, 7):
+        q, kv, *rest = cases.prefill(tokens, 5 * tokens, heads=32, head_dim=64)
+        assert torch.equal(compiled[0](q, *kv, *rest), chosen(q, *kv, *rest))
+        operands = (*cases.paged([70 + i for i in range(tokens)], heads=32, head_dim=64), 60 + tokens)
+        assert torch.equal(compiled[1](*operands), chosen_from_cache(*operands))
