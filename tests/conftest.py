@@ -1,4 +1,4 @@
-"""Shared by all tests: reproducible hypothesis runs, GPU tests skipped where they cannot run, and a fixture."""
+"""Shared by all tests: reproducible hypothesis runs, seeds, GPU tests skipped where they cannot run, and a fixture."""
 
 import pytest
 import torch
@@ -24,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Equal operands in every run, so that what passes once passes again."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")

@@ -16,25 +16,11 @@ from fp8moe.kernels import linear as linear_module
 from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.linear import linear
 from fp8moe.layers.linear import FP8Linear, replace_linears
-from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 from tests.compilers import INDUCTOR
+from tests.linear_reference import close, exact
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def exact(layer, x):
-    """The layer in float64 over the quantized operands, rounded to the dtype of x."""
-    rows = dequantize(quantize_1x128(x.reshape(-1, x.shape[-1])), dtype=torch.float64)
-    out = rows @ dequantize((layer.weight, layer.weight_scale_inv), dtype=torch.float64).T
-    if layer.bias is not None:
-        out += layer.bias.double()
-    return out.view(*x.shape[:-1], layer.out_features).to(x.dtype)
-
-
-def close(actual, expected):
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype
-    difference = (actual.double() - expected.double()).norm()
-    assert difference <= (3e-4 if actual.dtype == torch.float32 else 1.5e-3) * expected.double().norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

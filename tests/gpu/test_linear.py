@@ -1,38 +1,18 @@
 """FP8Linear on the CUDA backend."""
 
 import copy
-import importlib.util
-import shutil
 
 import pytest
 import torch
 from torch import nn
 
 from fp8moe.layers.linear import FP8Linear, replace_linears
-from fp8moe.quant.quantize import dequantize, quantize_1x128
+from tests.compilers import CUDA_INDUCTOR
+from tests.linear_reference import close, exact
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-_CAN_INDUCT = shutil.which("gcc") and importlib.util.find_spec("triton")
-INDUCTOR = pytest.param(
-    "inductor", marks=pytest.mark.skipif(not _CAN_INDUCT, reason="inductor needs Triton and a C compiler")
-)
-
-
-def exact(layer, x):
-    """The layer in float64 over the quantized operands, rounded to the dtype of x."""
-    rows = dequantize(quantize_1x128(x.reshape(-1, x.shape[-1])), dtype=torch.float64)
-    out = rows @ dequantize((layer.weight, layer.weight_scale_inv), dtype=torch.float64).T
-    if layer.bias is not None:
-        out += layer.bias.double()
-    return out.view(*x.shape[:-1], layer.out_features).to(x.dtype)
-
-
-def close(actual, expected):
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype
-    difference = (actual.double() - expected.double()).norm()
-    assert difference <= (3e-4 if actual.dtype == torch.float32 else 1.5e-3) * expected.double().norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -126,7 +106,7 @@ def test_memory_of_a_call():
     assert torch.cuda.memory_allocated() - before <= out.nbytes + 512
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", ["aot_eager", CUDA_INDUCTOR])
 def test_compile(backend):
     torch._dynamo.reset()
     model = nn.Sequential(FP8Linear(131, 48), nn.SiLU(), FP8Linear(48, 20, bias=False)).to(DEVICE)

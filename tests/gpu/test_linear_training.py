@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import importlib.util
-import shutil
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from fp8moe import config
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import quantize_128x128
+from tests.compilers import CUDA_INDUCTOR
 from tests.linear_training_reference import assert_follows, error, exact, gradients, same, train
 from tests.waiting import no_waiting
 
@@ -22,8 +21,6 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 4e-3, torch.float16: 6e-4}
-_CAN_INDUCT = shutil.which("gcc") and importlib.util.find_spec("triton")
-NEEDS_COMPILER = pytest.mark.skipif(not _CAN_INDUCT, reason="inductor needs Triton and a C compiler")
 
 
 def make(in_features, out_features, bias=True, *, dtype=torch.bfloat16, master_dtype=torch.bfloat16):
@@ -150,7 +147,7 @@ def test_training(options, master_dtype):
     assert_follows(losses, expected)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("backend", ["aot_eager", CUDA_INDUCTOR])
 def test_compile(backend):
     torch._dynamo.reset()
     model = nn.Sequential(make(131, 48), nn.SiLU(), make(48, 64, False))
