@@ -58,7 +58,7 @@ PRESETS = {
             intermediate=512,
             sequence=512,
         ),
-        batch=64,
+        batch=28,
         learning_rate=3e-4,
     ),
     "tiny": Preset(
@@ -116,10 +116,15 @@ def schedule(step: int, steps: int) -> float:
 
 
 def draw_starts(text: Tensor, steps: int, preset: Preset, seed: int) -> Tensor:
-    """Where the sequences of every step begin, (steps, B): the same for both runs, and whether resumed or not."""
+    """Where the sequences of every step begin, (steps, B): the same for both runs, and whether resumed or not.
+
+    No sequence comes again before all of them have come.
+    """
     generator = torch.Generator().manual_seed(seed)
-    last = len(text) - preset.model.sequence - 1
-    return torch.randint(last + 1, (steps, preset.batch), generator=generator).to(text.device)
+    length, count = preset.model.sequence, steps * preset.batch
+    sequences = (len(text) - 1) // length
+    passes = [torch.randperm(sequences, generator=generator) for _ in range(-(-count // sequences))]
+    return (length * torch.cat(passes)[:count]).view(steps, preset.batch).to(text.device)
 
 
 class Stopwatch:

@@ -173,7 +173,10 @@ def test_batches_are_the_same_for_every_run():
     text = torch.arange(200, dtype=torch.uint8)
     starts = train_moe.draw_starts(text, 500, TINY, seed=3)
     assert torch.equal(starts, train_moe.draw_starts(text, 500, TINY, seed=3))
-    assert (starts.shape, starts.min().item(), starts.max().item()) == ((500, 4), 0, 200 - 65)
+    assert starts.shape == (500, 4)
+    # Of 200 bytes there are three sequences of 64 with a byte behind; none comes again before the others have come.
+    for three in starts.flatten()[:-2].view(-1, 3):
+        assert sorted(three.tolist()) == [0, 64, 128]
     batch = python_text.windows(text, starts[0], 65)
     assert torch.equal(batch, starts[0][:, None] + torch.arange(65))
 
