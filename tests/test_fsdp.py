@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear
 from tests.fsdp_processes import WORLD, close, in_processes, train
 
@@ -45,9 +46,82 @@ def compare(reshard):
         close(sharded(x), plain(x))
 
 
+def linears():
+    return nn.Sequential(*(FP8Linear(256, 256, False, master_dtype=torch.float32) for _ in range(3)))
+
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+
+
+def changes_without_an_optimizer():
+    """Neither shows in the version of what is gathered: a step by hand, and weights copied from elsewhere."""
+    torch.manual_seed(0)
+    plain = linears()
+    sharded = copy.deepcopy(plain)
+    shard(sharded)
+    x = torch.randn(32, 256)
+    losses = []
+    for _ in range(3):
+        both = [model(x).square().mean() for model in (sharded, plain)]
+        losses.append(both[1].item())
+        assert abs(both[0].item() - losses[-1]) <= 1e-5 * losses[-1]
+        for model, loss in zip((sharded, plain), both, strict=True):
+            loss.backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.sub_(weight.grad)
+                    weight.grad = None
+    assert losses[2] < losses[1] < losses[0]
+    with torch.no_grad():
+        before = sharded(x)
+        for weight in sharded.parameters():
+            weight.copy_(2 * weight)
+        close(sharded(x), 8 * before)
+
+
+def no_copy_outlives_what_was_gathered():
+    model = linears()
+    shard(model)
+    gathered, quantize = [], master.quantize_128x128
+
+    def remembering(weight):
+        gathered.append(weight.untyped_storage())
+        return quantize(weight)
+
+    master.quantize_128x128 = remembering
+    try:
+        model(torch.randn(8, 256)).sum().backward()
+    finally:
+        master.quantize_128x128 = quantize
+    assert len(gathered) == 3
+    for storage in gathered:
+        assert storage.nbytes() == 0 and not hasattr(storage, master._ATTRIBUTE)
+
+
+def weights_made_where_they_are_sharded():
+    with torch.device("meta"):
+        model = nn.Sequential(FP8Linear(256, 256, dtype=torch.float32, master_dtype=torch.float32))
+    shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    model[0].reset_parameters()
+    for parameter in model.parameters():
+        values = parameter.full_tensor()
+        assert values.abs().max() <= 1 / 16 and values.std() > 0.02
+    assert model(torch.ones(2, 256)).isfinite().all()
+
+
 def work():
     for reshard in (True, False):
         compare(reshard)
+    changes_without_an_optimizer()
+    no_copy_outlives_what_was_gathered()
+    weights_made_where_they_are_sharded()
 
 
 def test_sharded_training_is_unsharded_training():

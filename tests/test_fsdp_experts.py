@@ -73,10 +73,23 @@ def mixed_precision():
         close(ours.grad, theirs.grad.float())
 
 
+def weights_made_where_they_are_sharded():
+    with torch.device("meta"):
+        model = nn.Sequential(Block())
+    shard(model)
+    model.to_empty(device="cpu")
+    model[0].experts.reset_parameters()
+    for name in ("gate_up_proj", "down_proj"):
+        values = getattr(model[0].experts, name).full_tensor()
+        bound = values.shape[-1] ** -0.5
+        assert 0.9 * bound < values.abs().max() <= bound
+
+
 def work():
     for reshard in (True, False):
         compare(reshard)
     mixed_precision()
+    weights_made_where_they_are_sharded()
 
 
 def test_sharded_training_is_unsharded_training():

@@ -489,3 +489,12 @@ def test_replace_without_data():
         model = Model()
     assert replace_linears(model) == BLOCK_NAMES
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_linears_that_a_fast_path_reads_stay():
+    model = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True).bfloat16().eval()
+    x = torch.randn(2, 7, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(x)
+        assert replace_linears(model) == []
+        assert torch.equal(model(x), expected)

@@ -10,13 +10,13 @@ from fp8moe.kernels.experts_training import experts_training
 from fp8moe.kernels.routing import MAX_EXPERTS
 from fp8moe.kernels.swiglu import Activation
 from fp8moe.layers import experts_source
-from fp8moe.layers.master import check_master_dtype, not_for_masters, outdate, quantized
+from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate, quantized
 from fp8moe.layers.parameters import frozen, keep_dtypes, not_fp8
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 
 
-class GroupedExperts(nn.Module):
+class GroupedExperts(MasterModule):
     """The experts of a mixture-of-experts layer: each token's weighted sum over the experts it was routed to.
 
     Expert e computes ``down_e @ (silu(gate_e @ x) * (up_e @ x))``, with FP8 weights in 128x128 blocks and both GEMMs'
@@ -196,17 +196,18 @@ class GroupedExperts(nn.Module):
         projections = 2 if self.activation.gated else 1
         if self.down_proj.is_meta:
             return
-        for expert in range(self.num_experts):
-            for name, shape in ((self.up_name, (projections, size, hidden)), ("down_proj", (1, hidden, size))):
-                bound = 1 / math.sqrt(shape[-1])
-                data = getattr(self, name)
+        for name, shape in ((self.up_name, (projections, size, hidden)), ("down_proj", (1, hidden, size))):
+            bound = 1 / math.sqrt(shape[-1])
+            data = getattr(self, name)
+            if self.trainable:
+                data.uniform_(-bound, bound)
+                continue
+            scale = getattr(self, f"{name}_scale_inv")
+            for expert in range(self.num_experts):
                 weight = torch.empty(shape, dtype=self.dtype, device=data.device).uniform_(-bound, bound)
-                if self.trainable:
-                    data[expert].copy_(weight.flatten(0, 1))
-                    continue
                 quantized = quantize_128x128(weight)
                 data[expert].copy_(quantized.data.flatten(0, 1))
-                getattr(self, f"{name}_scale_inv")[expert].copy_(quantized.scale.flatten(0, 1))
+                scale[expert].copy_(quantized.scale.flatten(0, 1))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The experts' weighted outputs, in the dtype of ``hidden_states``.
@@ -258,12 +259,6 @@ class GroupedExperts(nn.Module):
         up = getattr(self, self.up_name).detach().unflatten(1, (-1, self.intermediate_size))
         data, scale = quantized(up)
         return FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2)), quantized(self.down_proj)
-
-    def train(self, mode: bool = True) -> "GroupedExperts":
-        # Around an evaluation weights may be exchanged through .data, or while FSDP2 has them sharded.
-        if self.trainable and mode != self.training:
-            outdate()
-        return super().train(mode)
 
     def extra_repr(self) -> str:
         text = (

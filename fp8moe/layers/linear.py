@@ -1,5 +1,6 @@
 """FP8Linear, a linear layer for FP8 inference and training, and replace_linears, which replaces nn.Linear by it."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -9,13 +10,13 @@ from torch import Tensor, nn
 
 from fp8moe.kernels.linear import linear
 from fp8moe.kernels.linear_training import linear_training
-from fp8moe.layers.master import check_master_dtype, not_for_masters, outdate, quantized
+from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate, quantized
 from fp8moe.layers.parameters import frozen, keep_dtypes, not_fp8
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 
 
-class FP8Linear(nn.Module):
+class FP8Linear(MasterModule):
     """``y = x @ W.T + bias`` with FP8 weights in 128x128 blocks and the input quantized 1x128 in each call.
 
     Takes the place of ``nn.Linear``: any leading dimensions, any number of features (not multiples of 128 too), output
@@ -121,21 +122,17 @@ class FP8Linear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize as ``nn.Linear`` does; then quantize the weight, unless it is a master."""
-        weight = self.weight
-        dtype = weight.dtype if self.trainable else torch.bfloat16
-        if self.bias is not None:
-            dtype = self.bias.dtype
-        initial = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=dtype
-        )
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         if self.trainable:
-            weight.copy_(initial.weight)
+            self.weight.uniform_(-bound, bound)
         else:
-            data, scale = quantize_128x128(initial.weight)
-            weight.copy_(data)
+            dtype = torch.bfloat16 if self.bias is None else self.bias.dtype
+            initial = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device).uniform_(-bound, bound)
+            data, scale = quantize_128x128(initial)
+            self.weight.copy_(data)
             self.weight_scale_inv.copy_(scale)
         if self.bias is not None:
-            self.bias.copy_(initial.bias)
+            self.bias.uniform_(-bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) bfloat16, float16 or float32 -> (..., out_features) in the same dtype."""
@@ -146,12 +143,6 @@ class FP8Linear(nn.Module):
         if torch.is_grad_enabled() and weight.requires_grad:
             return linear_training(x, *quantized(weight), self.bias, weight)
         return linear(x, *quantized(weight), self.bias)
-
-    def train(self, mode: bool = True) -> "FP8Linear":
-        # Around an evaluation weights may be exchanged through .data, or while FSDP2 has them sharded.
-        if self.trainable and mode != self.training:
-            outdate()
-        return super().train(mode)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -189,22 +180,32 @@ def replace_linears(
 
     Only modules of exactly the class nn.Linear are replaced: a subclass may compute something else. An nn.Linear whose
     weight another module owns too (an output layer tied to the embedding) stays: quantizing it would untie the two and
-    cost memory. One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped.
+    cost memory. So do the linears of an nn.TransformerEncoderLayer, which reads their weights itself when it evaluates.
+    One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped.
     Hooks of a replaced module are dropped. Beside the model, memory holds one layer's FP8 copy at a time.
 
-    Raises TypeError, with the model untouched, for a model that is itself an nn.Linear (use `FP8Linear.from_linear`),
+    Raises TypeError, with the model untouched, for a model that is itself a linear (use `FP8Linear.from_linear`),
     a ``skip`` that is a single string, an nn.Linear of another dtype than bfloat16, float16 and float32, or another
     master_dtype than bfloat16 and float32.
     """
     check_master_dtype(master_dtype)
-    if isinstance(model, nn.Linear):
-        raise TypeError("model: an nn.Linear cannot be replaced in place; use FP8Linear.from_linear(model)")
+    if isinstance(model, nn.Linear | FP8Linear):
+        kind = type(model).__name__
+        raise TypeError(f"model: the {kind} itself cannot be replaced in place; use FP8Linear.from_linear(model)")
     if isinstance(skip, str):
         raise TypeError(f"skip: expected a sequence of patterns, got the string {skip!r}; did you mean ({skip!r},)?")
     skip = tuple(skip)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     names: dict[int, list[str]] = {}
+    read_elsewhere = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, nn.TransformerEncoderLayer)
+        for child in module.children()
+    }
     for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in read_elsewhere:
+            continue
         trained = master_dtype is None and type(module) is FP8Linear and module.trainable
         if (trained or type(module) is nn.Linear) and owners[id(module.weight)] == 1:
             names.setdefault(id(module), []).append(name)

@@ -1,15 +1,16 @@
 """Master weights: trainable parameters in bfloat16 or float32, and their FP8 copies, made once per optimizer step.
 
 A copy hangs on the storage of its master. So it lives as long as that memory does, is found through every alias of the
-weight (detached, seen by a compiled graph, gathered again by FSDP2), and is neither saved, moved nor copied with the
-weight. It serves while the weight's version stays the same and nothing calls `outdate`, which every optimizer step
-does: FSDP2 gathers weights that an optimizer has changed without a change of their version.
+weight (detached, seen by a compiled graph), and is neither saved, moved nor copied with the weight. It serves while the
+weight's version stays the same, no optimizer makes a step (some write through ``.data``), and nothing calls `outdate`.
+It goes when its module gets another Parameter in place of the master. So FSDP2 keeps no copies of gathered weights, nor
+meets an old one when it gathers anew, into the same memory and without a change of the version.
 """
 
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe.quant.formats import FP8Tensor
@@ -18,18 +19,19 @@ from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 MASTER_DTYPES = (torch.bfloat16, torch.float32)
 
 _ATTRIBUTE = "_fp8moe_copies"
-_generation = 0
+_outdated = 0
+_steps = 0
 
 
 class _Copies:
     """The FP8 copies of the weights in one storage.
 
-    by_layout: by offset, shape, strides and dtype: the copy, and the version and generation that it is of.
+    by_layout: by offset, shape, strides and dtype: the copy, and the state of the weight that it is of.
     captured: a CUDA graph quantizes one of the weights. Its replays may change the weight unseen.
     """
 
     def __init__(self):
-        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple[int, int]]] = {}
+        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple[int, int, int]]] = {}
         self.captured = False
 
 
@@ -51,11 +53,39 @@ def quantized(weight: Tensor) -> FP8Tensor:
 
 def outdate() -> None:
     """Let every master be quantized again at its next use: after changes that versions of tensors do not show."""
-    global _generation
-    _generation += 1
+    global _outdated
+    _outdated += 1
 
 
-register_optimizer_step_post_hook(lambda optimizer, args, kwargs: outdate())
+def outdated() -> int:
+    """How often `outdate` has been called. Steps of optimizers do not count."""
+    return _outdated
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+class MasterModule(nn.Module):
+    """Base of the modules that can have masters; `trainable` says whether one has."""
+
+    trainable: bool
+
+    def train(self, mode: bool = True) -> "MasterModule":
+        # Around an evaluation weights may be exchanged through .data.
+        if self.trainable and mode != self.training:
+            outdate()
+        return super().train(mode)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        old = self.__dict__.get("_parameters", {}).get(name)
+        super().__setattr__(name, value)
+        if type(old) is nn.Parameter and old is not value:  # FSDP2's shards are of another class
+            _forget(old)
 
 
 def check_master_dtype(dtype: torch.dtype | None) -> None:
@@ -85,7 +115,7 @@ def _quantized(weight: Tensor) -> FP8Tensor:
         copies.by_layout.clear()
         return _quantize(weight)
     layout = (weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
-    state = (weight._version, _generation)
+    state = (weight._version, _steps, _outdated)
     copy, copied_state = copies.by_layout.get(layout, (None, None))
     if copied_state != state:
         copy = None
@@ -93,6 +123,12 @@ def _quantized(weight: Tensor) -> FP8Tensor:
         copy = _quantize(weight)
         copies.by_layout[layout] = copy, state
     return copy
+
+
+def _forget(weight: Tensor) -> None:
+    storage = weight.untyped_storage()
+    if hasattr(storage, _ATTRIBUTE):
+        delattr(storage, _ATTRIBUTE)
 
 
 def _quantize(weight: Tensor) -> FP8Tensor:
