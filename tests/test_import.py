@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -28,10 +30,11 @@ def test_public_names_exist():
     assert fp8moe.__version__.count(".") == 2
 
 
-def test_integrations_is_a_subpackage():
-    import fp8moe.integrations
-
-    assert fp8moe.integrations.__doc__
+def test_all_subpackages_are_installed():
+    root = Path(__file__).parent.parent
+    directories = {path.parent.relative_to(root) for path in (root / "fp8moe").rglob("__init__.py")}
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(".".join(directory.parts) for directory in directories)
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "decode", "transformers"])

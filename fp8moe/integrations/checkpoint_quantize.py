@@ -48,7 +48,7 @@ from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
 from fp8moe.quant.quantize import quantize_128x128
 
 DEFAULT_SKIP = (
-    *("lm_head", "*embed*", "*norm", "gate", "router", "*.router.*", "shared_expert_gate"),
+    *("lm_head", "*embed*", "wte", "wpe", "*norm", "gate", "router", "*.router.*", "shared_expert_gate"),
     *("weights_proj", "eh_proj", "*shared_head.head"),  # DeepSeek's indexer and multi-token prediction
 )
 """Modules that stay as they are by default: what DeepSeek's and transformers' FP8 checkpoints leave unquantized."""

@@ -108,6 +108,8 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     Raises CheckpointError if there is no checkpoint at all; a missing or damaged file becomes an entry of ``problems``.
     """
     directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a checkpoint", ["there is no such directory"])
     problems: list[str] = []
     config = _read_json(directory / CONFIG, problems) if (directory / CONFIG).is_file() else {}
     listed: dict[str, str] | None = None

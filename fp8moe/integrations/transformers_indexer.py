@@ -1,8 +1,10 @@
 """transformers' indexers of sparse attention on fp8moe's kernels: the same selection, scored in FP8."""
 
 import functools
+import gc
 import importlib.util
 import inspect
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,7 +42,17 @@ def route_indexers() -> None:
         if cls is None or hasattr(cls.forward, "_fp8moe"):
             continue
         if tuple(inspect.signature(cls.forward).parameters) == _PARAMETERS:
-            cls.forward = _routed(cls.forward)
+            theirs, cls.forward = cls.forward, _routed(cls.forward)
+            _rebind(theirs, cls.forward)
+
+
+def _rebind(theirs, ours) -> None:
+    """Give `ours` to modules that keep `theirs` bound to themselves: accelerate's hooks call the forward they found."""
+    for bound in gc.get_referrers(theirs):
+        if isinstance(bound, MethodType):
+            module = bound.__self__
+            for name in [name for name, value in vars(module).items() if value is bound]:
+                setattr(module, name, MethodType(ours, module))
 
 
 def _routed(theirs):
@@ -131,6 +143,7 @@ def _cached(cache: Any, layer: int, rows: Tensor) -> Tensor:
     if before is not None and before.dtype != rows.dtype:
         raise ValueError(
             f"past_key_values: layer {layer} has indexer keys in {before.dtype}, cached before "
-            "fp8moe.integrations.transformers.register(); start again with a new cache"
+            "fp8moe.integrations.transformers.register(). This cache cannot be used further: the indexer's keys of the "
+            "new tokens are missing. Start again with a new cache or GraphDecoder (a reset one keeps its buffers)"
         )
     return cache.update_indexer(rows, layer)

@@ -19,6 +19,7 @@ from fp8moe.integrations.checkpoint_files import (
     INDEX,
     SINGLE,
 )
+from fp8moe.integrations.checkpoint_match import is_sharded
 from fp8moe.integrations.checkpoint_names import (
     BLOCK_IN_MODEL,
     DOWN,
@@ -85,7 +86,7 @@ def save_fp8_checkpoint(
     or model.safetensors, comes last. Memory holds one tensor beside the model.
 
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
-    model with parameters on the meta device, or "ue8m0" with other scales.
+    model with parameters on the meta device or sharded (DTensor), or "ue8m0" with other scales.
     """
     directory = Path(directory)
     if experts not in ("separate", "fused"):
@@ -99,6 +100,12 @@ def save_fp8_checkpoint(
     meta = [name for name, value in state.items() if value.is_meta]
     if meta:
         raise ValueError(f"model: has no data, on the meta device: {', '.join(meta[:10])}")
+    sharded = [name for name, value in state.items() if is_sharded(value)]
+    if sharded:
+        raise ValueError(
+            f"model: is sharded (DTensor): {', '.join(sharded[:10])}; load its full state dict into an unsharded model "
+            "and save that one (torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True)"
+        )
     owners = {id(value): name for name, value in reversed(state.items())}
     stored = {name: value.detach() for name, value in state.items() if owners[id(value)] == name}
     tied = [name for name, value in state.items() if name not in stored and value.dtype != torch.float8_e4m3fn]

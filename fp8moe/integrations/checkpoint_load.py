@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fp8moe.integrations.checkpoint_files import Checkpoint, CheckpointError, open_checkpoint, read_pieces
-from fp8moe.integrations.checkpoint_match import Place, make_plan
+from fp8moe.integrations.checkpoint_match import Place, is_sharded, make_plan
 
 
 def load_fp8_checkpoint(
@@ -22,7 +22,8 @@ def load_fp8_checkpoint(
 ) -> None:
     """Load a DeepSeek-style FP8 checkpoint into a model with FP8Linear and GroupedExperts in it.
 
-    model: its state dict must have what the checkpoint has, with the names and shapes that it has there. Besides:
+    model: not sharded yet (fully_shard comes after loading). Its state dict must have what the checkpoint has, with the
+        names and shapes that it has there. Besides:
         - experts one by one (experts.7.gate_proj.weight or w1, w3, w2) go into the fused parameters;
         - a weight's scale is called weight_scale_inv or scale, and is float32, bfloat16 or float8_e8m0fnu;
         - Mixtral's block_sparse_moe is transformers' mlp;
@@ -46,7 +47,7 @@ def load_fp8_checkpoint(
     checkpoint = open_checkpoint(directory)
     state = _state(model)
     plan = make_plan(checkpoint, state, _ignored(model, tuple(ignore)))
-    plan.problems += _bufferless(model, state)
+    plan.problems += _bufferless(model, state) + _sharded(state)
     if plan.problems:
         raise CheckpointError(f"cannot load {checkpoint.directory}, the model is unchanged", plan.problems)
     _materialize(model, torch.device(device))
@@ -72,6 +73,14 @@ def _bufferless(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
         f"{name}: a buffer on the meta device that no checkpoint has; create the model with its buffers on a real one"
         for name, buffer in model.named_buffers()
         if buffer.is_meta and name not in state
+    ]
+
+
+def _sharded(state: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"{name}: sharded (a DTensor); load the checkpoint before fully_shard"
+        for name, value in state.items()
+        if is_sharded(value)
     ]
 
 

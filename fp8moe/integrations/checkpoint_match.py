@@ -62,6 +62,15 @@ class Plan:
     wrong: set[str] = field(default_factory=set)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, as FSDP2 makes them: its data are shared out among processes."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def make_plan(checkpoint: Checkpoint, state: Mapping[str, Tensor], ignored: Callable[[str], bool]) -> Plan:
     """Match the checkpoint with a model's state dict, which has the parameters themselves under all of their names.
 
@@ -128,7 +137,7 @@ def _mismatch(info: TensorInfo, place: Place, state: Mapping[str, Tensor]) -> st
     target = state[place.key].dtype
     if target == torch.float8_e4m3fn:
         if info.dtype in FLOATS:
-            return f"{info.dtype}, but the model's module is FP8; quantize the checkpoint first (fp8moe quantize)"
+            return f"{info.dtype}, but the model's module is FP8; {_way_out(place)}"
         if info.dtype != FP8:
             return f"dtype {info.dtype}, expected {FP8}"
     elif _is_scale(place.key, state):
@@ -146,6 +155,15 @@ def _mismatch(info: TensorInfo, place: Place, state: Mapping[str, Tensor]) -> st
     if info.shape != place.shape:
         return f"shape {info.shape}, expected {place.shape}"
     return None
+
+
+def _way_out(place: Place) -> str:
+    """How to make a model's FP8 module and an unquantized tensor go together."""
+    way_out = "quantize the checkpoint first (fp8moe quantize)"
+    module, _, parameter = place.key.rpartition(".")
+    if module and parameter == "weight":
+        way_out += f", or leave the module out with replace_linears(skip=[..., {module.rpartition('.')[2]!r}])"
+    return way_out
 
 
 def _is_scale(key: str, state: Mapping[str, Tensor]) -> bool:

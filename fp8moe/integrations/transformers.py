@@ -33,7 +33,8 @@ def register() -> None:
     ``model.set_experts_implementation("fp8moe")`` is all it takes. Calling it again changes nothing.
 
     - Experts in bfloat16, float16 or float32 are quantized the first time that they run. The copy is kept beside the
-      module, half the size of bfloat16 weights, until the weights move or change; then it is made anew.
+      module, half the size of bfloat16 weights, until the weights move or change; then it is made anew. Writes through
+      ``weight.data`` are not noticed: call ``fp8moe.layers.master.outdate()`` after them.
     - FP8 experts (block size 128x128, dynamic activation scales) run on the module's own weights, with no copy.
     - FP8 linears of every FP8 model in the process, with the same block size and activation scales, run on fp8moe's
       kernels; other formats go on running on transformers' own.
@@ -87,7 +88,7 @@ def load_model(
         del config.quantization_config  # or transformers would quantize by itself
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _keep_in_float32(model)
+    _keep_in_float32(model, dtype)
     _replace_modules(model, [name for name, info in checkpoint.tensors.items() if info.dtype == FP8])
     load_fp8_checkpoint(model, directory, device=device)
     if quantization is not None:
@@ -218,9 +219,11 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _keep_in_float32(model: Any) -> None:
-    """What transformers' from_pretrained leaves in float32 whatever the dtype, such as the router's correction bias."""
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """What transformers' from_pretrained has in float32 with this dtype, such as the router's correction bias."""
+    patterns = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        patterns += getattr(model, "_keep_in_fp32_modules", None) or ()
     for path, module in model.named_modules():
         for values in (module._parameters, module._buffers):
             for name, value in values.items():
