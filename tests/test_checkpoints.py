@@ -17,6 +17,7 @@ from fp8moe.cli import main
 from fp8moe.integrations import checkpoint_files, checkpoint_load, checkpoint_quantize, checkpoint_write
 from fp8moe.integrations.checkpoint_files import INDEX, SINGLE, read_header
 from fp8moe.integrations.checkpoints import (
+    DEFAULT_SKIP,
     CheckpointError,
     inspect_checkpoint,
     load_fp8_checkpoint,
@@ -274,6 +275,46 @@ def test_model_on_meta(tmp_path, saved):
         save_fp8_checkpoint(model, tmp_path / "new")
 
 
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    if not torch.distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_model(tmp_path, saved, one_process):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    write(tmp_path / "saved", saved[1])
+    model = Model()
+    load_fp8_checkpoint(model, tmp_path / "saved")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        ValueError, match=r"^model: is sharded \(DTensor\): embed_tokens\.weight, .*get_model_state_dict"
+    ):
+        save_fp8_checkpoint(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+    unsharded = Model()
+    unsharded.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    save_fp8_checkpoint(unsharded, tmp_path / "new")
+    same(read(tmp_path / "new"), saved[1])
+
+    before = {name: value.full_tensor().clone() for name, value in model.named_parameters()}
+    write(tmp_path / "other", {name: torch.zeros_like(value) for name, value in saved[1].items()})
+    with pytest.raises(CheckpointError) as error:
+        load_fp8_checkpoint(model, tmp_path / "other")
+    assert error.value.problems == [
+        f"{name}: sharded (a DTensor); load the checkpoint before fully_shard" for name in before
+    ]
+    same({name: value.full_tensor() for name, value in model.named_parameters()}, before)
+
+
 def refused_on_meta(directory, model):
     with pytest.raises(CheckpointError) as error:
         load_fp8_checkpoint(model, directory)
@@ -325,7 +366,8 @@ def drop(tensor):
         ({"q": lambda t: t.view(torch.int8)}, [f"{Q}: dtype I8, expected F8_E4M3"]),
         (
             {"q": lambda t: t.bfloat16(), "q_scale": drop},
-            [f"{Q}: BF16, but the model's module is FP8; quantize the checkpoint first (fp8moe quantize)"],
+            [f"{Q}: BF16, but the model's module is FP8; quantize the checkpoint first (fp8moe quantize), or leave the "
+             "module out with replace_linears(skip=[..., 'q_proj'])"],
         ),
         (
             {"q_scale": lambda t: t.half()},
@@ -356,7 +398,7 @@ def test_everything_wrong_is_in_one_error(tmp_path, saved):
         "weight_block_size is [64, 64], expected [128, 128]",
         "activation_scheme is 'static'",
         f"{Q}: missing",
-        f"{E}: F32",
+        f"{E}: F32, but the model's module is FP8; quantize the checkpoint first (fp8moe quantize)",
         "layers.0.norm.weight: shape (5,)",
         "layers.1.experts.9.up_proj.weight: extra",
         "layers.7.norm.weight: extra",
@@ -462,8 +504,11 @@ def test_index_and_shards_disagree(tmp_path, saved):
 
 
 def test_no_checkpoint(tmp_path):
-    for directory in (tmp_path, tmp_path / "none"):
-        with pytest.raises(CheckpointError, match="neither model.safetensors nor model.safetensors.index.json"):
+    for directory, message in (
+        (tmp_path, "neither model.safetensors nor model.safetensors.index.json"),
+        (tmp_path / "none", "there is no such directory"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
             load_fp8_checkpoint(Model(layers=0), directory)
     (tmp_path / INDEX).write_text("[]")
     with pytest.raises(CheckpointError, match="is not a JSON object"):
@@ -684,6 +729,14 @@ def test_skip(tmp_path, skip, left):
                             if "experts" in name else name.removesuffix(".weight") for name in left}  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["transformer.wte", "transformer.wpe", "wte"])
+def test_embeddings_are_not_quantized(tmp_path, name):
+    write(tmp_path / "src", {f"{name}.weight": torch.ones(8, 16), "h.0.attn.wto.weight": torch.ones(8, 16)})
+    quantize_checkpoint(tmp_path / "src", tmp_path / "dst")
+    dtypes = {key: value.dtype for key, value in read(tmp_path / "dst").items()}
+    assert dtypes[f"{name}.weight"] == torch.float32 and dtypes["h.0.attn.wto.weight"] == torch.float8_e4m3fn
+
+
 def test_resume(tmp_path, monkeypatch):
     src, dst = write(tmp_path / "src", unquantized(), shards=4, config={}), tmp_path / "dst"
     with monkeypatch.context() as patch:
@@ -823,6 +876,14 @@ def test_inspect_compares_with_the_configuration(tmp_path, saved):
     assert (report.block_size, report.scale_format) == ("128x64", "ue8m0 in F32")
 
 
+def test_quantize_needs_the_gpu_that_it_is_told_to_use(tmp_path, monkeypatch):
+    src, dst = write(tmp_path / "src", unquantized(fused=True), config={}), tmp_path / "dst"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU"):
+        main(["quantize", str(src), str(dst), "--device", "cuda"])
+    assert not dst.exists()
+
+
 def test_command_line(tmp_path, capsys):
     src = str(write(tmp_path / "src", unquantized(fused=True), shards=2, config={}))
     assert main(["inspect", src]) == 0
@@ -881,12 +942,12 @@ def tiny(model_type):
     return model
 
 
-def with_fp8_modules(model):
+def with_fp8_modules(model, skip=("lm_head", "weights_proj")):
     """Put GroupedExperts and FP8Linear where a quantized transformers model has FP8 modules."""
     for name, module in list(model.named_modules()):
         if name.endswith("mlp.experts"):
             model.set_submodule(name, GroupedExperts.from_experts(module))
-    replace_linears(model, skip=("lm_head", "weights_proj"))
+    replace_linears(model, skip=skip)
     return model
 
 
@@ -908,6 +969,20 @@ def quantizer_on_cpu(monkeypatch):
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+
+
+def test_replaced_linears_that_are_never_quantized(tmp_path):
+    """DeepSeek-V3.2's indexer: quantizing its checkpoint again would not help, skipping does."""
+    tiny("deepseek_v32").save_pretrained(tmp_path / "bf16")
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / "fp8")
+    problems = refused(with_fp8_modules(tiny("deepseek_v32"), skip=("lm_head",)), tmp_path / "fp8")
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        f"model.layers.{i}.self_attn.indexer.weights_proj.weight" for i in range(2)
+    ]
+    assert all(
+        "leave the module out with replace_linears(skip=[..., 'weights_proj'])" in problem for problem in problems
+    )
+    load_fp8_checkpoint(with_fp8_modules(tiny("deepseek_v32"), skip=DEFAULT_SKIP), tmp_path / "fp8")
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

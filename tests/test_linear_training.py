@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import shutil
 import weakref
 
 import pytest
@@ -18,11 +17,11 @@ from fp8moe.kernels import linear_training
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import dequantize, quantize_128x128
+from tests.compilers import INDUCTOR
 from tests.linear_training_reference import assert_follows, error, exact, gradients, same, train
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
-NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 
 
 def make(in_features=272, out_features=136, bias=True, *, dtype=torch.float32, master_dtype=torch.float32):
@@ -490,7 +489,7 @@ def test_gradients_accumulate():
         assert torch.equal(parameter.grad, parts[0] + parts[1] + parts[2])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(backend, dynamic, calls, fresh_compiler):
     model = nn.Sequential(make(131, 48), nn.SiLU(), make(48, 48, False))
@@ -528,7 +527,7 @@ def test_compiled_frozen_layers_pass_gradients(fresh_compiler):
 
 @pytest.mark.parametrize(
     ("reentrant", "compiled"),
-    [(False, None), (True, None), (False, "aot_eager"), pytest.param(False, "inductor", marks=NEEDS_COMPILER)],
+    [(False, None), (True, None), (False, "aot_eager"), pytest.param(False, "inductor", marks=INDUCTOR.marks)],
 )
 def test_checkpointing(reentrant, compiled, calls, fresh_compiler):
     first, second = make(272, 48, False), make(48, 272)

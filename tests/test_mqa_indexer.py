@@ -1,8 +1,5 @@
 """FP8MQAIndexer on the reference backend: what it selects against float64, prefill and decode against each other."""
 
-import copy
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -279,17 +276,18 @@ def test_nothing_is_recorded():
     assert not indexer(hidden.requires_grad_(), *rest).requires_grad
 
 
-def test_compile():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compile(dynamic):
     torch._dynamo.reset()
     indexer = make()
     arguments = packed(indexer)
-    compiled = torch.compile(indexer, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(indexer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     assert torch.equal(compiled(*arguments), indexer(*arguments))
     cache, table = paged((1, 1))
     other = cache.clone()
     hidden, q_resid, embeddings, *_ = packed(indexer, (2,))
     paging = dict(context_lens=torch.ones(2, dtype=torch.int32), block_table=table, max_context_len=64)
-    decode = torch.compile(indexer.decode, backend="aot_eager", fullgraph=True)
+    decode = torch.compile(indexer.decode, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     out = decode(hidden, q_resid, embeddings, kv_cache=cache, **paging)
     assert torch.equal(out, indexer.decode(hidden, q_resid, embeddings, kv_cache=other, **paging))
     assert torch.equal(cache, other) and cache.any()
@@ -317,6 +315,9 @@ def test_a_nan_reaches_what_depends_on_it():
         ({"hidden_size": 0}, ValueError, "hidden_size: expected at least 1, got 0"),
         ({"dtype": torch.float64}, TypeError, "dtype: expected torch.bfloat16, torch.float16 or torch.float32"),
         ({"scale_format": "e8"}, ValueError, "scale_format: expected one of"),
+        ({"top_k": 2.5}, TypeError, "top_k: expected an int, got float 2.5"),
+        ({"num_heads": 32.0}, TypeError, "num_heads: expected an int, got float 32.0"),
+        ({"rope_head_dim": 16.0}, TypeError, "rope_head_dim: expected an int, got float 16.0"),
     ],
 )
 def test_refused_sizes(changes, error, message):
@@ -327,48 +328,72 @@ def test_refused_sizes(changes, error, message):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"hidden": torch.zeros(1, 6, 96)}, ValueError, r"hidden_states: expected shape \(S, hidden_size\)"),
-        ({"hidden": torch.zeros(6, 96, dtype=torch.float64)}, TypeError, "x: expected bfloat16, float16 or float32"),
-        ({"q_resid": torch.zeros(5, 48)}, ValueError, r"q_resid: expected shape \(6, q_lora_rank\), got \(5, 48\)"),
-        ({"cos": torch.zeros(6, 8)}, ValueError, r"position_embeddings: expected cos of shape \(6, 16\), got \(6, 8\)"),
+        ({"hidden_states": [0.0]}, TypeError, "hidden_states: expected a torch.Tensor, got list"),
+        ({"hidden_states": torch.zeros(1, 6, 96)}, ValueError, r"hidden_states: expected shape \(any, 96\), got \(1"),
+        ({"hidden_states": torch.zeros(6, 90)}, ValueError, r"hidden_states: expected shape \(any, 96\), got \(6, "),
+        ({"hidden_states": torch.zeros(6, 96).double()}, TypeError, "hidden_states: expected bfloat16 or float16 or"),
+        ({"q_resid": torch.zeros(5, 48)}, ValueError, r"q_resid: expected shape \(6, 48\), got \(5, 48\)"),
+        ({"q_resid": torch.zeros(6, 40)}, ValueError, r"q_resid: expected shape \(6, 48\), got \(6, 40\)"),
+        ({"q_resid": torch.zeros(6, 48, device="meta")}, ValueError, "q_resid: expected on cpu like hidden_states"),
+        ({"position_embeddings": (torch.zeros(6, 16),)}, TypeError, "position_embeddings: expected a .cos, sin. pair"),
+        ({"position_embeddings": (None, None)}, TypeError, "position_embeddings, cos: expected a torch.Tensor, got"),
+        ({"position_embeddings": [torch.zeros(6, 8)] * 2}, ValueError, r"position_embeddings, cos: .* \(6, 16\), got"),
+        ({"starts": [0] * 6}, TypeError, "starts: expected a torch.Tensor, got list"),
         ({"starts": torch.zeros(7, dtype=torch.int32)}, ValueError, r"starts: expected shape \(6,\), got \(7,\)"),
+        ({"starts": torch.zeros(6, dtype=torch.int64)}, TypeError, "starts: expected int32, got torch.int64"),
         ({"ends": torch.zeros(6)}, TypeError, "ends: expected int32, got torch.float32"),
-        ({"slots": torch.zeros(6, dtype=torch.int32)}, ValueError, "kv_cache, slots, kv_slots: expected a cache with"),
-        ({"kv_slots": torch.zeros(6, dtype=torch.int32)}, ValueError, "kv_cache, slots, kv_slots: expected a cache"),
+        ({"ends": torch.zeros(6, dtype=torch.int32, device="meta")}, ValueError, "ends: expected on cpu like"),
+        ({"slots": torch.zeros(5, dtype=torch.int32)}, ValueError, r"slots: expected shape \(6,\), got \(5,\)"),
+        ({"slots": None}, ValueError, "kv_cache, slots, kv_slots: expected a cache with slots"),
+        ({"kv_cache": None}, ValueError, "kv_cache, slots, kv_slots: expected a cache with slots"),
+        ({"kv_cache": None, "slots": None}, ValueError, "kv_cache, slots, kv_slots: expected a cache with slots"),
+        ({"kv_cache": new_kv_cache(2, 64, device="cpu")}, ValueError, r"kv_cache: expected shape \(any, 64, 1, 36\)"),
+        ({"kv_slots": torch.zeros(6, dtype=torch.int64)}, TypeError, "kv_slots: expected int32, got torch.int64"),
+        ({"kv_slots": torch.zeros((), dtype=torch.int32)}, ValueError, r"kv_slots: expected shape \(any,\), got \(\)"),
+        ({"kv_slots": torch.zeros(6, dtype=torch.int32, device="meta")}, ValueError, "kv_slots: expected on cpu like"),
     ],
 )
-def test_refused_arguments(changes, error, message):
+def test_prefill_refuses_before_it_writes(changes, error, message):
     indexer = make()
-    hidden, q_resid, (cos, sin), starts, ends = packed(indexer, (6,))
-    given = SimpleNamespace(
-        hidden=hidden, q_resid=q_resid, cos=cos, starts=starts, ends=ends, slots=None, kv_slots=None
-    )
-    given.__dict__.update(changes)
+    slots = torch.arange(6, dtype=torch.int32)
+    names = ("hidden_states", "q_resid", "position_embeddings", "starts", "ends")
+    given = dict(zip(names, packed(indexer, (6,)), strict=True))
+    given |= dict(kv_cache=new_kv_cache(2, 32, device="cpu"), slots=slots, kv_slots=slots) | changes
     with pytest.raises(error, match=message):
-        indexer(
-            *(given.hidden, given.q_resid, (given.cos, sin), given.starts, given.ends),
-            slots=given.slots,
-            kv_slots=given.kv_slots,
-        )
+        indexer(**given)
+    assert given["kv_cache"] is None or not given["kv_cache"].any()
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"hidden_states": torch.zeros(6, 90)}, ValueError, r"hidden_states: expected shape \(any, 96\), got \(6, "),
         ({"block_table": torch.zeros(4, 2, dtype=torch.int32)}, ValueError, "hidden_states: expected the same number"),
         ({"block_table": torch.zeros(0, 2, dtype=torch.int32)}, ValueError, "hidden_states: expected the same number"),
+        (
+            {"block_table": torch.zeros(1, 2, dtype=torch.int32)},
+            ValueError,
+            "hidden_states: .* rows, 1 to 4, for each of",
+        ),
+        ({"block_table": torch.zeros(7, 2, dtype=torch.int32)}, ValueError, "hidden_states: expected the same number"),
+        ({"block_table": None}, TypeError, "block_table: expected a torch.Tensor, got NoneType"),
+        ({"block_table": torch.zeros((), dtype=torch.int32)}, ValueError, r"block_table: expected shape \(B, max_b"),
+        ({"block_table": torch.zeros(3, 2)}, TypeError, "block_table: expected int32, got torch.float32"),
+        ({"context_lens": [2, 2, 2]}, TypeError, "context_lens: expected a torch.Tensor, got list"),
         ({"context_lens": torch.ones(3, dtype=torch.int64)}, TypeError, "context_lens: expected int32"),
         ({"context_lens": torch.ones(4, dtype=torch.int32)}, ValueError, "context_lens: expected shape"),
+        ({"max_context_len": 64.0}, TypeError, "max_context_len: expected an int, got float"),
+        ({"max_context_len": -1}, ValueError, "max_context_len: expected 0 to"),
+        ({"kv_cache": None}, TypeError, "kv_cache: expected a torch.Tensor, got NoneType"),
         ({"kv_cache": new_kv_cache(7, 64, device="cpu")}, ValueError, "kv_cache: expected"),
     ],
 )
 def test_decode_refuses_before_it_writes(changes, error, message):
     indexer = make()
     cache, table = paged((1, 1, 1))
-    hidden, q_resid, embeddings, *_ = packed(indexer, (6,))
-    paging = dict(kv_cache=cache, context_lens=torch.full((3,), 2, dtype=torch.int32), block_table=table)
-    paging |= changes
-    before = copy.deepcopy(paging["kv_cache"])
+    given = dict(zip(("hidden_states", "q_resid", "position_embeddings"), packed(indexer, (6,)), strict=False))
+    given |= dict(kv_cache=cache, context_lens=torch.full((3,), 2, dtype=torch.int32), block_table=table)
+    given |= dict(max_context_len=64) | changes
     with pytest.raises(error, match=message):
-        indexer.decode(hidden, q_resid, embeddings, max_context_len=64, **paging)
-    assert torch.equal(paging["kv_cache"], before)
+        indexer.decode(**given)
+    assert given["kv_cache"] is None or not given["kv_cache"].any()

@@ -13,6 +13,7 @@ from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quant
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.transformers import load_model, register
 from fp8moe.kernels.linear import linear
+from fp8moe.layers import master
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.quantize import dequantize, quantize_128x128
@@ -130,6 +131,23 @@ def test_weights_are_quantized_once_until_they_change(built):
     model.load_state_dict(make_model("mixtral").state_dict())
     assert torch.equal(logits(model), before)
     assert built[4:] == [first, second]
+
+
+def test_outdate_after_writes_that_no_version_shows(built):
+    model = make_model("mixtral")
+    model.set_experts_implementation("fp8moe")
+    modules = experts_of(model)
+    before = logits(model)
+    for module in modules:
+        module.down_proj.data.zero_()
+    other = nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+    torch.optim.SGD([other]).step()
+    assert torch.equal(logits(model), before) and built == modules  # also after an optimizer step
+    master.outdate()
+    after = logits(model)
+    assert built == modules * 2 and not torch.equal(after, before)
+    assert torch.equal(after, logits(with_grouped_experts(model)))
 
 
 def test_new_weights_at_an_old_address_are_noticed(built):
@@ -353,6 +371,9 @@ def test_e8m0_scales_are_converted_once():
     assert integration._float_scale(scale) is converted
     scale.copy_(torch.tensor([[4.0, 2.0]]))
     assert torch.equal(integration._float_scale(scale), torch.tensor([[4.0, 2.0]]))
+    scale.data.copy_(torch.tensor([[8.0, 2.0]]))
+    master.outdate()
+    assert torch.equal(integration._float_scale(scale), torch.tensor([[8.0, 2.0]]))
     count = len(integration._float_scales)
     del scale
     assert len(integration._float_scales) == count - 1
@@ -386,6 +407,19 @@ def test_what_must_stay_in_float32_does(checkpoints):
     biases = {key: value for key, value in load_model(directory).state_dict().items() if "correction_bias" in key}
     assert bool(biases) == name.startswith("deepseek")
     assert all(value.dtype == torch.float32 for value in biases.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes_are_those_of_from_pretrained(checkpoints, dtype):
+    name, directory, _ = checkpoints
+    model = load_model(directory, dtype=dtype)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).state_dict()
+    state = model.state_dict()
+    assert {key: value.dtype for key, value in state.items()} == {key: value.dtype for key, value in expected.items()}
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
+    weights = [value for key, value in state.items() if "weights_proj" in key]
+    assert bool(weights) == (name == "deepseek_v32")
+    assert all(value.dtype == (torch.float32 if dtype == torch.float16 else dtype) for value in weights)
 
 
 def test_what_is_loaded_can_be_saved(checkpoints, tmp_path):

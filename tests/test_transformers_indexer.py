@@ -1,7 +1,5 @@
 """The indexers of transformers' models on fp8moe's reference backend: tokens, masks and caches as without."""
 
-import copy
-
 import pytest
 import torch
 
@@ -53,6 +51,22 @@ def test_register_again_changes_nothing():
     before = cls.forward
     register()
     assert cls.forward is before and not hasattr(before.__wrapped__, "_fp8moe")
+
+
+def test_models_with_hooks_from_before(launches):
+    """As accelerate puts them on the modules of a model on several devices: they call the forward that was there."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = make_model(FEW, num_hidden_layers=2)
+    hooked, unhooked = indexers_of(model)
+    with without(model):
+        for indexer in (hooked, unhooked):
+            hooks.add_hook_to_module(indexer, hooks.ModelHook())
+        hooks.remove_hook_from_module(unhooked)
+        expected = generate(model, prompts())
+        assert not launches
+        register()
+        assert torch.equal(generate(model, prompts()), expected)
+        assert len(launches) == 2 * (3 + NEW_TOKENS - 1)
 
 
 # Tokens.
@@ -124,6 +138,27 @@ def test_graph_decoder():
     decoder = GraphDecoder(model, batch_sizes=(4,), max_length=40)
     for _ in range(2):
         assert torch.equal(decoder.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS), expected)
+
+
+def test_a_prompt_in_chunks(launches):
+    model = make_model(FEW, num_hidden_layers=2)
+    expected = generate(model, prompts(1))
+    launches.clear()
+    assert torch.equal(generate(model, prompts(1), prefill_chunk_size=5), expected)
+    assert [(q[0], keys[0]) for q, keys in launches[:6:2]] == [(5, 5), (5, 10), (2, 12)]
+
+
+def test_a_conversation_that_goes_on():
+    model = make_model(FEW)
+    new = prompts(seed=1)[:, :5]
+    answer = model.generate(prompts(), do_sample=False, max_new_tokens=6, return_dict_in_generate=True)
+    cache = answer.past_key_values
+    cache.crop(-3)
+    whole = torch.cat((answer.sequences[:, : cache.get_seq_length()], new), dim=1)
+    with without(model):
+        expected = generate(model, whole)
+    assert torch.equal(generate(model, whole, past_key_values=cache), expected)
+    assert cache.layers[2].indexer_keys.shape[1] == cache.get_seq_length() == whole.shape[1] + NEW_TOKENS - 1
 
 
 def test_glm():
@@ -252,12 +287,27 @@ def test_a_cache_from_before():
     with torch.no_grad():
         with without(model):
             cache = model(prompts(), use_cache=True).past_key_values
-        before = copy.deepcopy(cache.layers[0].indexer_keys)
-        with pytest.raises(
-            ValueError, match="past_key_values: layer 0 has indexer keys in torch.float32, cached before"
-        ):
+        message = "past_key_values: layer 0 has indexer keys in torch.float32, .* This cache cannot be used further"
+        with pytest.raises(ValueError, match=message):
             model(prompts()[:, :1], past_key_values=cache)
-    assert torch.equal(cache.layers[0].indexer_keys, before)
+    lengths = [(layer.keys.shape[2], layer.indexer_keys.shape[1]) for layer in cache.layers]
+    assert lengths == [(LENGTH + 1, LENGTH), (LENGTH, LENGTH), (LENGTH, LENGTH)]
+
+
+def test_buffers_from_before():
+    """Of a static cache and of a decoder: neither makes new ones."""
+    model = make_model(FEW)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+    decoder = GraphDecoder(model, batch_sizes=(3,), max_length=40)
+    with without(model), torch.no_grad():
+        model(prompts(), past_key_values=cache)
+        decoder.generate(prompts(), max_new_tokens=2)
+    cache.reset()
+    message = "Start again with a new cache or GraphDecoder"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        model(prompts(), past_key_values=cache)
+    with pytest.raises(ValueError, match=message):
+        decoder.generate(prompts(), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("sizes", [{"index_n_heads": 16}, {"index_head_dim": 48}])

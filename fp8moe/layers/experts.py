@@ -10,7 +10,7 @@ from fp8moe.kernels.experts_training import experts_training
 from fp8moe.kernels.routing import MAX_EXPERTS
 from fp8moe.kernels.swiglu import Activation
 from fp8moe.layers import experts_source
-from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate, quantized
+from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate_masters, quantized
 from fp8moe.layers.parameters import frozen, keep_dtypes, not_fp8
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
@@ -286,7 +286,7 @@ class GroupedExperts(MasterModule):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         names = (prefix + self.up_name, prefix + "down_proj")
         if self.trainable:
-            outdate()
+            outdate_masters()
             way_out = "load it into a GroupedExperts without master_dtype, then use GroupedExperts.from_experts"
             wrong = not_for_masters(state_dict, names, way_out)
         else:

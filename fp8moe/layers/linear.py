@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8moe.kernels.linear import linear
 from fp8moe.kernels.linear_training import linear_training
-from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate, quantized
+from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate_masters, quantized
 from fp8moe.layers.parameters import frozen, keep_dtypes, not_fp8
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
@@ -156,7 +156,7 @@ class FP8Linear(MasterModule):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         names = (prefix + "weight",)
         if self.trainable:
-            outdate()
+            outdate_masters()
             way_out = "load it into an FP8Linear without a master_dtype"
             wrong = not_for_masters(state_dict, names, way_out)
         else:

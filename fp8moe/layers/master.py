@@ -19,8 +19,8 @@ from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 MASTER_DTYPES = (torch.bfloat16, torch.float32)
 
 _ATTRIBUTE = "_fp8moe_copies"
-_outdated = 0
-_steps = 0
+_outdated = 0  # calls of outdate
+_suspected = 0  # calls of outdate_masters
 
 
 class _Copies:
@@ -52,22 +52,26 @@ def quantized(weight: Tensor) -> FP8Tensor:
 
 
 def outdate() -> None:
-    """Let every master be quantized again at its next use: after changes that versions of tensors do not show."""
+    """Let every FP8 copy be made again at its next use: after changes that versions of tensors do not show.
+
+    That is the copies of masters, and those of transformers' experts (`fp8moe.integrations.transformers.register`).
+    """
     global _outdated
     _outdated += 1
 
 
 def outdated() -> int:
-    """How often `outdate` has been called. Steps of optimizers do not count."""
+    """How often `outdate` has been called."""
     return _outdated
 
 
-def _count_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    global _steps
-    _steps += 1
+def outdate_masters() -> None:
+    """As `outdate`, of masters only: where only these may have changed."""
+    global _suspected
+    _suspected += 1
 
 
-register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_post_hook(lambda optimizer, args, kwargs: outdate_masters())
 
 
 class MasterModule(nn.Module):
@@ -78,7 +82,7 @@ class MasterModule(nn.Module):
     def train(self, mode: bool = True) -> "MasterModule":
         # Around an evaluation weights may be exchanged through .data.
         if self.trainable and mode != self.training:
-            outdate()
+            outdate_masters()
         return super().train(mode)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -115,7 +119,7 @@ def _quantized(weight: Tensor) -> FP8Tensor:
         copies.by_layout.clear()
         return _quantize(weight)
     layout = (weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
-    state = (weight._version, _steps, _outdated)
+    state = (weight._version, _suspected, _outdated)
     copy, copied_state = copies.by_layout.get(layout, (None, None))
     if copied_state != state:
         copy = None

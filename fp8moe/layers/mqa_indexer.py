@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8moe.kernels import mqa_checks
+from fp8moe.kernels import checks, mqa_checks
 from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
 from fp8moe.kernels.mqa_cache import BLOCK_TOKENS, HEAD_DIMS, append_kv, read_kv
 from fp8moe.kernels.mqa_reference import tokens_seen
@@ -36,7 +36,8 @@ class FP8MQAIndexer(nn.Module):
         k_norm.weight, k_norm.bias          LayerNorm (head_dim,) of ``dtype``
         weights_proj.weight                 (num_heads, hidden_size) float32
 
-    wq_b and wk may be replaced by any linear layer of their sizes, such as an nn.Linear.
+    wq_b and wk may be replaced by any linear layer of their sizes, such as an nn.Linear. Casting the module, as with
+    ``model.to(torch.bfloat16)``, casts k_norm and weights_proj too: weights_proj is then no longer float32.
 
     Shapes below: S query tokens, B sequences of the decode batch with next_n query tokens each. Indices do not carry
     gradients: nothing here is recorded for a backward.
@@ -49,7 +50,7 @@ class FP8MQAIndexer(nn.Module):
         interleaved: whether the rotary pairs are the values (2i, 2i + 1), as in GLM, or i and i + rope_head_dim / 2.
         scale_format: of queries and keys, "float32" or "ue8m0" (powers of two).
 
-    Raises ValueError for another size or scale_format, TypeError for another dtype.
+    Raises ValueError for another size or scale_format, TypeError for a size that is no int, or another dtype.
     """
 
     def __init__(
@@ -69,7 +70,12 @@ class FP8MQAIndexer(nn.Module):
         super().__init__()
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
-        for name, size in (("hidden_size", hidden_size), ("q_lora_rank", q_lora_rank), ("top_k", top_k)):
+        positive = {"hidden_size": hidden_size, "q_lora_rank": q_lora_rank, "top_k": top_k}
+        heads = {"num_heads": num_heads, "head_dim": head_dim, "rope_head_dim": rope_head_dim}
+        for name, size in (positive | heads).items():
+            if not isinstance(size, int):
+                raise TypeError(f"{name}: expected an int, got {checks.describe(size)}")
+        for name, size in positive.items():
             if size < 1:
                 raise ValueError(f"{name}: expected at least 1, got {size}")
         for name, size, sizes in (("num_heads", num_heads, mqa_checks.NUM_HEADS), ("head_dim", head_dim, HEAD_DIMS)):
@@ -81,6 +87,8 @@ class FP8MQAIndexer(nn.Module):
             )
         if scale_format not in SCALE_FORMATS:
             raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
+        self.hidden_size = hidden_size
+        self.q_lora_rank = q_lora_rank
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.rope_head_dim = rope_head_dim
@@ -141,17 +149,26 @@ class FP8MQAIndexer(nn.Module):
         kv_cache, slots: a paged cache and (S,) int32 slots in it. The new keys are written there first.
         kv_slots: (T,) int32, with a cache: the keys to choose from are those in these slots, such as a sequence's
             earlier ones and the new ones, and ``starts`` and ``ends`` count them. Otherwise they are the S new ones.
+            A slot that the cache does not have, such as -1, reads as a key of zeros, whose score of 0 may be among the
+            best: ``ends`` must leave it out.
         Returns (S, top_k) int32, the best first: positions counted from ``starts``; -1 where a query sees fewer keys.
 
         The scores take S * T * 4 bytes, of which at most about 1 GiB exist at a time.
-        Raises TypeError for a wrong dtype, ValueError for a wrong shape, a cache without slots, or slots without one.
+        Raises, before it writes, TypeError for a wrong type or dtype, ValueError for a wrong shape or device, a cache
+        without slots, or slots without one.
         """
         if (kv_cache is None) != (slots is None) or (kv_cache is None and kv_slots is not None):
             raise ValueError("kv_cache, slots, kv_slots: expected a cache with slots, and perhaps kv_slots, or none")
-        self._check(hidden_states, q_resid, position_embeddings)
-        for name, value in (("starts", starts), ("ends", ends)):
-            if value.shape != hidden_states.shape[:1]:
-                raise ValueError(f"{name}: expected shape ({hidden_states.shape[0]},), got {tuple(value.shape)}")
+        tokens = self._check_tokens(hidden_states, q_resid, position_embeddings)
+        vectors = [("starts", starts, tokens), ("ends", ends, tokens)]
+        if kv_cache is not None:
+            shape = (None, BLOCK_TOKENS, 1, self.head_dim + 4)
+            _check("kv_cache", kv_cache, (torch.uint8,), shape, hidden_states)
+            vectors.append(("slots", slots, tokens))
+        if kv_slots is not None:
+            vectors.append(("kv_slots", kv_slots, None))
+        for name, value, length in vectors:
+            _check(name, value, (torch.int32,), (length,), hidden_states)
         q, weights, k = self._project(hidden_states, q_resid, position_embeddings)
         if kv_cache is not None:
             append_kv(kv_cache, k, slots, scale_format=self.scale_format)
@@ -186,22 +203,28 @@ class FP8MQAIndexer(nn.Module):
             (B * next_n, rope_head_dim) each, as in `forward`; next_n is 1 to 4.
         kv_cache, context_lens, block_table, max_context_len: as in `paged_mqa_logits`; the lengths count the new
             tokens. The token of a query is the last that it sees, and its key goes there. A query that sees none (an
-            unused row has a context of 0), or whose block the table or the cache does not have, writes nothing.
+            unused row has a context of 0), or whose block the table or the cache does not have, writes nothing. A key
+            past max_context_len is written all the same, though nothing is selected there.
         Returns (B * next_n, top_k) int32 positions, the best first; -1 where a query sees fewer tokens.
 
-        Raises TypeError for a wrong dtype, ValueError for a wrong shape.
+        Raises, before it writes, TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
         """
-        self._check(hidden_states, q_resid, position_embeddings)
-        rows, batch = hidden_states.shape[0], block_table.shape[0]
-        if (batch and rows % batch) or (rows and not batch):
-            raise ValueError(
-                f"hidden_states: expected the same number of rows for each of the {batch} sequences of block_table, "
-                f"got {rows}"
-            )
+        rows = self._check_tokens(hidden_states, q_resid, position_embeddings)
+        for name, value in (("kv_cache", kv_cache), ("context_lens", context_lens), ("block_table", block_table)):
+            checks.tensor(name, value)
+        mqa_checks.context_limit(max_context_len)
+        if block_table.dim() != 2:
+            raise ValueError(f"block_table: expected shape (B, max_blocks), got {tuple(block_table.shape)}")
+        batch = block_table.shape[0]
         next_n = rows // batch if batch else 1
+        if next_n * batch != rows or not 1 <= next_n <= mqa_checks.MAX_NEXT_N:
+            raise ValueError(
+                f"hidden_states: expected the same number of rows, 1 to {mqa_checks.MAX_NEXT_N}, for each of the "
+                f"{batch} sequences of block_table, got {rows}"
+            )
         q, weights, k = self._project(hidden_states, q_resid, position_embeddings)
         q = q.unflatten(0, (batch, next_n))
-        mqa_checks.paged(q, kv_cache, weights, context_lens, block_table)  # before anything is written
+        mqa_checks.paged(q, kv_cache, weights, context_lens, block_table)
         slots = _slots(tokens_seen(context_lens, next_n), block_table, kv_cache.shape[0])
         append_kv(kv_cache, k, slots, scale_format=self.scale_format)
         logits = paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, max_context_len=max_context_len)
@@ -222,18 +245,19 @@ class FP8MQAIndexer(nn.Module):
             scale_format=self.scale_format,
         )
 
-    def _check(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> None:
-        if hidden_states.dim() != 2:
-            raise ValueError(f"hidden_states: expected shape (S, hidden_size), got {tuple(hidden_states.shape)}")
-        rows = hidden_states.shape[0]
-        if q_resid.dim() != 2 or q_resid.shape[0] != rows:
-            raise ValueError(f"q_resid: expected shape ({rows}, q_lora_rank), got {tuple(q_resid.shape)}")
+    def _check_tokens(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> int:
+        """Types, dtypes, shapes and devices of what `_project` takes. Returns the number of tokens."""
+        _check("hidden_states", hidden_states, INPUT_DTYPES, (None, self.hidden_size), hidden_states)
+        tokens = hidden_states.shape[0]
+        _check("q_resid", q_resid, INPUT_DTYPES, (tokens, self.q_lora_rank), hidden_states)
+        if not isinstance(position_embeddings, tuple | list) or len(position_embeddings) != 2:
+            raise TypeError(
+                f"position_embeddings: expected a (cos, sin) pair, got {checks.describe(position_embeddings)}"
+            )
         for name, value in zip(("cos", "sin"), position_embeddings, strict=True):
-            if value.shape != (rows, self.rope_head_dim):
-                raise ValueError(
-                    f"position_embeddings: expected {name} of shape {(rows, self.rope_head_dim)}, "
-                    f"got {tuple(value.shape)}"
-                )
+            shape = (tokens, self.rope_head_dim)
+            _check(f"position_embeddings, {name}", value, INPUT_DTYPES, shape, hidden_states)
+        return tokens
 
 
 def score_operands(
@@ -302,3 +326,19 @@ def _slots(seen: Tensor, block_table: Tensor, num_blocks: int) -> Tensor:
     block = block_table.gather(1, index.clamp(0, max_blocks - 1)).long()
     exists = (index >= 0) & (index < max_blocks) & (block >= 0) & (block < num_blocks)
     return torch.where(exists, block * BLOCK_TOKENS + position % BLOCK_TOKENS, -1).flatten().int()
+
+
+def _check(
+    name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], like: Tensor
+) -> None:
+    """A tensor of one of the dtypes on the device of `like`, of a shape whose first size may be None for any."""
+    checks.tensor(name, value)
+    if value.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected {expected}, got {value.dtype}")
+    first = 1 if shape[0] is None else 0
+    if value.dim() != len(shape) or value.shape[first:] != shape[first:]:
+        expected = str(shape).replace("None", "any")
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(value.shape)}")
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected on {like.device} like hidden_states, got {value.device}")
