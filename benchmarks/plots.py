@@ -1,7 +1,8 @@
-"""Pictures of the results: `python -m benchmarks.plots [--results DIR | FILE] [--out DIR]`.
+"""Pictures of the results: `python -m benchmarks.plots [--results FILE | DIR] [--out DIR]`.
 
-Reads `gemm.json`, `quantize.json`, `grouped_gemm.json`, `experts.json`, `training.json` and `mqa.json` from a directory
-that the benchmarks wrote, or all from a validation file. The picture of a benchmark without rows there is left alone.
+Reads all from a validation file (default: validation/h200.json), or `gemm.json`, `quantize.json`, `grouped_gemm.json`,
+`experts.json`, `training.json` and `mqa.json` from a directory that the benchmarks wrote. The picture of a benchmark
+without rows there is left alone.
 """
 
 import argparse
@@ -367,7 +368,7 @@ PICTURES = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="draw the benchmark results")
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), metavar="DIR|FILE")
+    parser.add_argument("--results", type=Path, default=Path("validation/h200.json"), metavar="FILE|DIR")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="DIR")
     args = parser.parse_args(argv)
     for name, draw in PICTURES.items():

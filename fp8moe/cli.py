@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
 PROMPT = "Explain in a few sentences why the sky is blue."
 
 
@@ -31,6 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and options.command != "validate":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
+    from fp8moe import config
+
+    try:
+        config.reload()
+    except ValueError as error:
+        sys.exit(f"fp8moe: {error}")
     if options.command == "validate":
         from fp8moe import validate
 
@@ -56,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _checkpoint_command(options: argparse.Namespace) -> int:
     from fp8moe.integrations import checkpoints
 
+    if options.command == "quantize" and options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("fp8moe quantize: --device cuda, but PyTorch finds no GPU that it can use; --device cpu works too")
     try:
         if options.command == "quantize":
             checkpoints.quantize_checkpoint(

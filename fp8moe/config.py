@@ -4,7 +4,7 @@
 | --------------------- | --------------------- | -------------------------------------------------------------- |
 | FP8MOE_BACKEND        | auto, cuda, reference | where ops run; auto takes the kernels on an sm_90 GPU          |
 | FP8MOE_CACHE_DIR      | a directory           | compiled kernels and converted models; default ~/.cache/fp8moe |
-| FP8MOE_NUM_SMS        | an integer >= 1       | upper limit on the SMs that a kernel occupies                  |
+| FP8MOE_NUM_SMS        | an integer >= 1       | upper limit on the SMs of a GEMM or of index scores            |
 | FP8MOE_PRINT_CONFIGS  | 0, 1                  | print the configuration chosen for each new shape              |
 | FP8MOE_PRINT_COMPILER | 0, 1                  | print the compiler's log (compiles even if a cubin is cached)  |
 | FP8MOE_DUMP_DIR       | a directory           | write source, PTX, cubin and SASS of each kernel there         |
@@ -90,7 +90,14 @@ def _read() -> Settings:
     )
 
 
-settings = _read()
+settings: Settings
+
+
+def __getattr__(name: str) -> Settings:
+    # The environment is read at the first use of `settings`, so that the command line can report what is wrong with it.
+    if name == "settings":
+        return reload()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def reload() -> Settings:

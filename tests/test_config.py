@@ -106,8 +106,14 @@ def test_only_config_reads_the_variables():
     assert offending == []
 
 
-def test_a_bad_value_is_reported_on_import():
-    code = "import fp8moe.config"
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import fp8moe.config; fp8moe.config.settings", "ValueError: FP8MOE_BACKEND is 'tpu'"),
+        ("from fp8moe.cli import main; main(['info'])", "fp8moe: FP8MOE_BACKEND is 'tpu'; it must be one of"),
+    ],
+)
+def test_a_bad_value_is_reported_at_the_first_use(code, message):
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(Path(fp8moe.__file__).parent.parent), "FP8MOE_BACKEND": "tpu", "PATH": ""},
@@ -115,4 +121,5 @@ def test_a_bad_value_is_reported_on_import():
         text=True,
     )
     assert done.returncode != 0
-    assert "ValueError: FP8MOE_BACKEND is 'tpu'" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(message)
+    assert ("Traceback" in done.stderr) == message.startswith("ValueError")

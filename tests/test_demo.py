@@ -288,3 +288,9 @@ def test_real_model_keeps_its_perplexity_in_fp8_and_as_a_mixture():
     # The same weights: one window shows it.
     ratio = demo.perplexity(moe, windows[:1]) / demo.perplexity(model, windows[:1])
     assert ratio == pytest.approx(1, abs=0.01)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"PK\3\4")
+    with pytest.raises(SetupError, match="not a GGUF file"):
+        smollm2.find_gguf(tmp_path / "model.gguf")

@@ -134,6 +134,13 @@ def test_without_a_gpu_it_says_what_it_needs(monkeypatch):
         validate.main([])
 
 
+def test_the_file_of_the_h200_is_not_overwritten_elsewhere(monkeypatch):
+    monkeypatch.setattr(validate, "require_gpu", lambda: None)
+    monkeypatch.setattr(validate.torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    with pytest.raises(SystemExit, match="NVIDIA H100: give --out"):
+        validate.main(["--only", "tests"])
+
+
 def test_without_a_checkout_it_says_what_it_needs(monkeypatch, tmp_path):
     monkeypatch.setattr(validate.fp8moe, "__file__", str(tmp_path / "fp8moe/__init__.py"))
     with pytest.raises(SystemExit, match="source checkout"):
