@@ -15,16 +15,13 @@ is timed: all entries for being finite or -inf where they must be, a sample of r
 operands, appended keys against quantize_1x128.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks import peers, timing
-from benchmarks.device import require_hopper
 from benchmarks.mqa_cases import (
     MAX_ERROR,
     Batch,
@@ -39,7 +36,8 @@ from benchmarks.mqa_cases import (
     quantized_keys,
     scores,
 )
-from benchmarks.report import Bar, format_bars, format_table, geomean, write_json
+from benchmarks.parts import command, run_parts
+from benchmarks.report import Bar, geomean, select
 from fp8moe import mqa_logits, quantize_1x128
 from fp8moe.kernels.mqa_cache import BLOCK_TOKENS
 
@@ -149,11 +147,6 @@ def make_copy_row(what: str, sizes: Mapping[str, object], moved: int, timed: tim
     return {"what": what, **sizes, **times, "of_copy": gbps / 1e3 / peers.copy_tbps()}
 
 
-def select(rows: Sequence[dict], what: str) -> list[dict]:
-    """The rows of one kind."""
-    return [row for row in rows if row["what"] == what]
-
-
 def bars(rows: Sequence[dict]) -> list[Bar]:
     """The bars whose cases are all among the rows, and those on the errors and the overlap of what there is."""
     found = []
@@ -256,25 +249,11 @@ PARTS = {
 
 def run(parts: Sequence[str] = tuple(PARTS)) -> dict:
     """Checks and times the parts, by default all; {"gpu", "rows", "bars"}."""
-    gpu = require_hopper()
-    torch.manual_seed(0)
-    rows = [row for part in parts for row in PARTS[part]()]
-    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+    return run_parts((PARTS[part] for part in parts), bars)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mqa", description="index scores against a peer")
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
-    args = parser.parse_args(argv)
-    result = run(args.only)
-    write_json(args.out / "mqa.json", result)
-    tables = [
-        f"{what}\n{format_table(found, columns)}"
-        for what, columns in COLUMNS.items()
-        if (found := select(result["rows"], what))
-    ]
-    print(*tables, format_bars(result["bars"]), sep="\n\n")
+    command("mqa", "index scores against a peer", run, PARTS, COLUMNS, argv)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from benchmarks import experts, grouped_gemm, mqa, peers, training  # noqa: E402
-from benchmarks.report import geomean  # noqa: E402
+from benchmarks import experts, grouped_gemm, peers  # noqa: E402
+from benchmarks.report import geomean, select  # noqa: E402
 
 # Colours of Okabe and Ito, told apart by every kind of colour vision.
 OURS, DEEP_GEMM, CUBLAS, FLOOR = "#0072B2", "#A6A6A6", "#E69F00", "#000000"
@@ -297,12 +297,12 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
 
 def draw_training(rows: Sequence[dict], path: Path) -> None:
     """Weight gradients against DeepGEMM and passes of the layers against bfloat16, those that there are."""
-    products = [row for row in training.select(rows, "grouped_gemm_k") if row["vs_deep_gemm"] is not None]
+    products = [row for row in select(rows, "grouped_gemm_k") if row["vs_deep_gemm"] is not None]
     panels = [lambda axes: _products_panel(axes, products)] if products else []
-    if layer := training.select(rows, "experts"):
+    if layer := select(rows, "experts"):
         title = f"experts of {layer[0]['model']}, {layer[0]['tokens']} tokens"
         panels.append(lambda axes: _pass_panel(axes, layer, title))
-    if linear := training.select(rows, "linear"):
+    if linear := select(rows, "linear"):
         name = "linear ({rows}, {in_features}) × ({out_features}, {in_features})".format(**linear[0])
         panels.append(lambda axes: _pass_panel(axes, linear, name))
     if not panels:
@@ -339,7 +339,7 @@ def draw_mqa(rows: Sequence[dict], path: Path) -> None:
     """Index scores against DeepGEMM's, of prefill and decoding, those that there are; -inf filled in."""
     panels = []
     for what, panel in (("mqa_logits", _prefill_panel), ("paged_mqa_logits", _paged_panel)):
-        found = [row for row in mqa.select(rows, what) if row["fill_masked"] and row["vs_deep_gemm"] is not None]
+        found = [row for row in select(rows, what) if row["fill_masked"] and row["vs_deep_gemm"] is not None]
         if found:
             panels.append((panel, found))
     if not panels:

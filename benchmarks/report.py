@@ -28,6 +28,11 @@ class Bar:
         return {**asdict(self), "passed": self.passed}
 
 
+def select(rows: Iterable[dict], what: str) -> list[dict]:
+    """The rows of one kind."""
+    return [row for row in rows if row["what"] == what]
+
+
 def geomean(values: Iterable[float]) -> float:
     """Geometric mean of positive numbers; ValueError if there are none or one is not positive."""
     values = list(values)

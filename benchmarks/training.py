@@ -16,22 +16,20 @@
   relative Frobenius difference of output and gradients from bfloat16's: what FP8 costs, and a check of the pass.
 """
 
-import argparse
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import experts, operands, peers, timing
-from benchmarks.device import require_hopper
 from benchmarks.gemm import MAX_ERROR
+from benchmarks.parts import command, run_parts
 from benchmarks.peers import Model
-from benchmarks.report import Bar, format_bars, format_table, geomean, write_json
+from benchmarks.report import Bar, geomean, select
 from fp8moe import FP8Linear, FP8Tensor, GroupedExperts, grouped_gemm_k
 
 MODEL, TOKENS = "dsv3_ep8", 8192
@@ -170,10 +168,6 @@ def bars(rows: Sequence[dict]) -> list[Bar]:
             name = "FP8Linear ({0}, {2}) x ({1}, {2}), forward and backward, bfloat16 / ours".format(*LINEAR)
             found.append(Bar(name, row["speedup"], 1.35, 1.5, at_least=True))
     return found
-
-
-def select(rows: Iterable[dict], what: str) -> list[dict]:
-    return [row for row in rows if row["what"] == what]
 
 
 def check_product(a: FP8Tensor, b: FP8Tensor, offsets: Sequence[int], out: Tensor) -> float:
@@ -330,21 +324,11 @@ PARTS = {
 
 def run(parts: Sequence[str] = tuple(PARTS)) -> dict:
     """Checks and times the parts, by default all; {"gpu", "rows", "bars"}."""
-    gpu = require_hopper()
-    torch.manual_seed(0)
-    rows = [row for part in parts for row in PARTS[part]()]
-    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+    return run_parts((PARTS[part] for part in parts), bars)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description="training against bfloat16")
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
-    args = parser.parse_args(argv)
-    result = run(args.only)
-    write_json(args.out / "training.json", result)
-    tables = [f"{part}\n{format_table(select(result['rows'], part), COLUMNS[part])}" for part in args.only]
-    print(*tables, format_bars(result["bars"]), sep="\n\n")
+    command("training", "training against bfloat16", run, PARTS, COLUMNS, argv)
 
 
 if __name__ == "__main__":

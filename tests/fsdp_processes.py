@@ -1,10 +1,13 @@
 """Two processes on the CPU for the FSDP2 tests, and what they compare with unsharded layers."""
 
 import socket
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8moe.layers import master
@@ -21,16 +24,28 @@ def close(sharded, plain):
     assert sharded.shape == plain.shape and (sharded - plain).norm() <= 1e-5 * plain.norm()
 
 
-def count_quantizations():
-    """A list that every quantization of a master adds its shape to."""
-    shapes, quantize = [], master.quantize_128x128
+def shard(model, layers, **options):
+    """fully_shard of some layers of a model, and of the model."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, **options)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
-    def counted(weight):
-        shapes.append(tuple(weight.shape))
+
+@contextmanager
+def quantizations():
+    """A list that every master that is quantized is added to."""
+    weights, quantize = [], master.quantize_128x128
+
+    def watched(weight):
+        weights.append(weight)
         return quantize(weight)
 
-    master.quantize_128x128 = counted
-    return shapes
+    master.quantize_128x128 = watched
+    try:
+        yield weights
+    finally:
+        master.quantize_128x128 = quantize
 
 
 def train(sharded, plain, optimizers, data, targets, *, steps, limit, quantized):
@@ -41,7 +56,6 @@ def train(sharded, plain, optimizers, data, targets, *, steps, limit, quantized)
     Returns the losses of this process.
     """
     rank = dist.get_rank()
-    quantizations = count_quantizations()
     losses = []
 
     def loss_of(model, batch, part):
@@ -50,12 +64,12 @@ def train(sharded, plain, optimizers, data, targets, *, steps, limit, quantized)
     for _ in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        quantizations.clear()
-        for batch in range(len(data)):
-            loss = loss_of(sharded, batch, rank)
-            loss.backward()
-            losses.append(loss.item())
-        assert sorted(quantizations) == sorted(quantized * len(data))
+        with quantizations() as weights:
+            for batch in range(len(data)):
+                loss = loss_of(sharded, batch, rank)
+                loss.backward()
+                losses.append(loss.item())
+        assert sorted(tuple(weight.shape) for weight in weights) == sorted(quantized * len(data))
         for batch in range(len(data)):
             for part in range(WORLD):
                 expected = loss_of(plain, batch, part)

@@ -16,6 +16,7 @@ from benchmarks import (
     mqa,
     mqa_cases,
     operands,
+    parts,
     peers,
     plots,
     quantize,
@@ -858,3 +859,16 @@ def test_pictures_of_cases_without_a_peer(tmp_path):
     rows = [experts.make_row("tiny", TINY, tokens, "random", measurement(5.0)) for tokens in (1, 3)]
     plots.draw_experts(rows, tmp_path / "experts.png")
     assert (tmp_path / "experts.png").stat().st_size > 0
+
+
+def test_parts_are_run_written_and_shown(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(parts, "require_hopper", lambda: "a GPU")
+    made = {"a": lambda: [{"what": "a", "us": 1.5}], "b": lambda: [{"what": "b", "us": 2.5}, {"what": "c", "us": 3.5}]}
+
+    def run(chosen):
+        return parts.run_parts([made[part] for part in chosen], lambda rows: [report.Bar("rows", len(rows), 1)])
+
+    parts.command("x", "", run, made, dict.fromkeys("abc", ("us",)), ["--only", "b", "--out", str(tmp_path)])
+    assert [row["what"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == ["b", "c"]
+    blocks = capsys.readouterr().out.split("\n\n")
+    assert [block.splitlines()[0] for block in blocks[:2]] == ["b", "c"] and "MISS" in blocks[2]

@@ -6,13 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear
-from tests.fsdp_processes import WORLD, close, in_processes, train
+from tests.fsdp_processes import WORLD, close, in_processes, quantizations, shard, train
 
 MICRO_BATCHES = 2
 
@@ -27,10 +24,7 @@ def compare(reshard):
         FP8Linear(272, 48, dtype=torch.float32, master_dtype=torch.float32),
     )
     sharded = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for layer in (sharded[0], sharded[2], sharded):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    shard(sharded, (sharded[0], sharded[2]), reshard_after_forward=reshard)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True) for model in (plain, sharded)]
     data = torch.randn(MICRO_BATCHES, WORLD, 32, 144)
     targets = torch.randn(MICRO_BATCHES, WORLD, 32, 48)
@@ -50,18 +44,12 @@ def linears():
     return nn.Sequential(*(FP8Linear(256, 256, False, master_dtype=torch.float32) for _ in range(3)))
 
 
-def shard(model):
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for layer in (*model, model):
-        fully_shard(layer, mesh=mesh)
-
-
 def changes_without_an_optimizer():
     """Neither shows in the version of what is gathered: a step by hand, and weights copied from elsewhere."""
     torch.manual_seed(0)
     plain = linears()
     sharded = copy.deepcopy(plain)
-    shard(sharded)
+    shard(sharded, sharded)
     x = torch.randn(32, 256)
     losses = []
     for _ in range(3):
@@ -84,27 +72,18 @@ def changes_without_an_optimizer():
 
 def no_copy_outlives_what_was_gathered():
     model = linears()
-    shard(model)
-    gathered, quantize = [], master.quantize_128x128
-
-    def remembering(weight):
-        gathered.append(weight.untyped_storage())
-        return quantize(weight)
-
-    master.quantize_128x128 = remembering
-    try:
+    shard(model, model)
+    with quantizations() as gathered:
         model(torch.randn(8, 256)).sum().backward()
-    finally:
-        master.quantize_128x128 = quantize
     assert len(gathered) == 3
-    for storage in gathered:
+    for storage in (weight.untyped_storage() for weight in gathered):
         assert storage.nbytes() == 0 and not hasattr(storage, master._ATTRIBUTE)
 
 
 def weights_made_where_they_are_sharded():
     with torch.device("meta"):
         model = nn.Sequential(FP8Linear(256, 256, dtype=torch.float32, master_dtype=torch.float32))
-    shard(model)
+    shard(model, model)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fp8moe.layers.experts import GroupedExperts
-from tests.fsdp_processes import WORLD, close, in_processes, train
+from tests.fsdp_processes import WORLD, close, in_processes, shard, train
 
 MICRO_BATCHES = 2
 
@@ -32,19 +30,11 @@ class Block(nn.Module):
         return self.experts(x, index, weights).add_(x)
 
 
-def shard(model, **options):
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for block in model:
-        fully_shard(block.experts, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
 def compare(reshard):
     torch.manual_seed(0)
     plain = nn.Sequential(Block(), Block())
     sharded = copy.deepcopy(plain)
-    shard(sharded, reshard_after_forward=reshard)
+    shard(sharded, [block.experts for block in sharded], reshard_after_forward=reshard)
     # Not Adam, whose first steps enlarge what differs in the last bits.
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9) for model in (plain, sharded)]
     data = torch.randn(MICRO_BATCHES, WORLD, 48, 144)
@@ -63,7 +53,11 @@ def mixed_precision():
     torch.manual_seed(0)
     plain = nn.Sequential(Block())
     sharded = copy.deepcopy(plain)
-    shard(sharded, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    shard(
+        sharded,
+        [block.experts for block in sharded],
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
     x = torch.randn(48, 144)
     sharded(x).square().sum().backward()
     gathered = copy.deepcopy(plain).to(torch.bfloat16)
@@ -76,7 +70,7 @@ def mixed_precision():
 def weights_made_where_they_are_sharded():
     with torch.device("meta"):
         model = nn.Sequential(Block())
-    shard(model)
+    shard(model, [block.experts for block in model])
     model.to_empty(device="cpu")
     model[0].experts.reset_parameters()
     for name in ("gate_up_proj", "down_proj"):

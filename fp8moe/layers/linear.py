@@ -197,17 +197,12 @@ def replace_linears(
     skip = tuple(skip)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     names: dict[int, list[str]] = {}
-    read_elsewhere = {
-        id(child)
-        for module in model.modules()
-        if isinstance(module, nn.TransformerEncoderLayer)
-        for child in module.children()
-    }
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    read_elsewhere = {child for encoder in encoders for child in encoder.children()}
     for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) in read_elsewhere:
-            continue
         trained = master_dtype is None and type(module) is FP8Linear and module.trainable
-        if (trained or type(module) is nn.Linear) and owners[id(module.weight)] == 1:
+        replaceable = (trained or type(module) is nn.Linear) and module not in read_elsewhere
+        if replaceable and owners[id(module.weight)] == 1:
             names.setdefault(id(module), []).append(name)
     groups = [group for group in names.values() if not any(_matches(name, skip) for name in group)]
     for name, *_ in groups:
