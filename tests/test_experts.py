@@ -16,6 +16,7 @@ from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from tests.compilers import INDUCTOR
+from tests.experts_training_reference import Block
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The largest error allowed against float64 over the same quantized operands.
@@ -601,20 +602,9 @@ def test_opcheck(capacity):
     )
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(144, 4)
-        self.experts = make(decode_capacity=4)
-
-    def forward(self, x):
-        weights, index = self.gate(x).softmax(-1).topk(2)
-        return x + self.experts(x, index, weights)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_compile(backend):
-    block = Block()
+    block = Block(make(decode_capacity=4))
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
     with torch.no_grad():

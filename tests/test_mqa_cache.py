@@ -12,25 +12,13 @@ from fp8moe.kernels import jit, mqa_cache_cuda
 from fp8moe.kernels.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
+from tests.random_values import random, some_slots
 
 MARK = 0xAB
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Values over several orders of magnitude, of both signs."""
-    generator = torch.Generator().manual_seed(seed)
-    exponent = torch.randn(shape, generator=generator) * 3
-    return (torch.randn(shape, generator=generator) * exponent.exp2()).to(dtype)
-
-
 def marked_cache(num_blocks: int, head_dim: int) -> torch.Tensor:
     return new_kv_cache(num_blocks, head_dim, device="cpu").fill_(MARK)
-
-
-def some_slots(tokens: int, num_slots: int, seed: int = 0) -> torch.Tensor:
-    """Different slots, of which some are outside of [0, num_slots)."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randperm(max(tokens, num_slots + 9), generator=generator)[:tokens] - 5).int()
 
 
 def expected(kv_cache: torch.Tensor, k: torch.Tensor, slots: torch.Tensor, scale_format: str) -> torch.Tensor:

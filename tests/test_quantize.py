@@ -12,16 +12,10 @@ from fp8moe.kernels import jit
 from fp8moe.quant import formats, quantize, quantize_cuda
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+from tests.random_values import random
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = formats.SCALE_FORMATS
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
-    """Values over several orders of magnitude, of both signs."""
-    generator = torch.Generator().manual_seed(seed)
-    exponent = torch.randn(shape, generator=generator) * spread
-    return (torch.randn(shape, generator=generator) * exponent.exp2()).to(dtype)
 
 
 def blocks_of(x: torch.Tensor, rows: int) -> list[tuple[slice, slice]]:

@@ -13,14 +13,9 @@ from fp8moe.quant import transpose_cuda
 from fp8moe.quant.formats import is_mn_major
 from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
 from fp8moe.quant.transpose import padded_rows, quantize_with_transpose
+from tests.random_values import random
 
 NOTHING = torch.iinfo(torch.int32).min
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    exponent = torch.randn(shape, generator=generator) * 3
-    return (torch.randn(shape, generator=generator) * exponent.exp2()).to(dtype)
 
 
 def offsets_of(sizes: list[int], first: int = 0) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,23 +11,14 @@ from fp8moe.kernels import mqa_cache_reference
 from fp8moe.kernels.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
+from tests import random_values
 
 pytestmark = pytest.mark.gpu
 
 SIZES = ((1, 1), (2, 1), (3, 9), (7, 2), (63, 1), (65, 3), (130, 5), (515, 9), (5000, 90))
 MARK = 0xAB
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    exponent = torch.randn(shape, generator=generator, device="cuda") * spread
-    return (torch.randn(shape, generator=generator, device="cuda") * exponent.exp2()).to(dtype)
-
-
-def some_slots(tokens: int, num_slots: int, seed: int = 0) -> torch.Tensor:
-    """Different slots, of which some are outside of [0, num_slots)."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return (torch.randperm(max(tokens, num_slots + 9), generator=generator, device="cuda")[:tokens] - 5).int()
+random = partial(random_values.random, device="cuda")
+some_slots = partial(random_values.some_slots, device="cuda")
 
 
 def append(num_blocks: int, k: torch.Tensor, slots: torch.Tensor, scale_format: str = "float32") -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The permuting quantizer writes the bits of the reference to every row that is mapped to, and nothing else."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fp8moe.kernels.permute import permute_quantize
 from fp8moe.kernels.routing import sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES
+from tests import random_values
 
 pytestmark = pytest.mark.gpu
 
@@ -25,12 +27,7 @@ SIZES = (
     (515, 2064, 8),
 )
 MARK = 0xAB
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    exponent = torch.randn(shape, generator=generator, device="cuda") * 3
-    return (torch.randn(shape, generator=generator, device="cuda") * exponent.exp2()).to(dtype)
+random = partial(random_values.random, dtype=torch.bfloat16, device="cuda")
 
 
 def random_rows(tokens: int, top_k: int, num_rows: int, seed: int = 0) -> torch.Tensor:

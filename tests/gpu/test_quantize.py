@@ -1,6 +1,7 @@
 """The quantization kernels return the bits of the reference, whatever the dtype, shape, strides and values."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,18 +10,14 @@ from fp8moe.kernels.launch import current_stream, device_guard
 from fp8moe.quant import quantize_cuda, reference
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
+from tests import random_values
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = ("float32", "ue8m0")
 SIZES = ((1, 128), (1, 7168), (7, 300), (8, 16), (64, 576), (65, 1), (130, 257), (131, 1032), (513, 2052), (1000, 4095))
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    exponent = torch.randn(shape, generator=generator, device="cuda") * spread
-    return (torch.randn(shape, generator=generator, device="cuda") * exponent.exp2()).to(dtype)
+random = partial(random_values.random, device="cuda")
 
 
 def assert_same_bits(got, expected):

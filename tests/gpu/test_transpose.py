@@ -1,6 +1,7 @@
 """The transposing quantizer writes the bits of the reference both ways, and nothing else."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from fp8moe.kernels.routing import sort_by_expert
 from fp8moe.quant import transpose_cuda, transpose_reference
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
 from fp8moe.quant.transpose import empty_results, padded_rows, quantize_with_transpose
+from tests import random_values
 
 pytestmark = pytest.mark.gpu
 
@@ -33,12 +35,7 @@ NONSENSE = (
     (2**31 - 1, -(2**31), 2**31 - 1),
     (0, 300, 0, 300, 0, 300),  # more tiles than there are columns for
 )
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    exponent = torch.randn(shape, generator=generator, device="cuda") * 3
-    return (torch.randn(shape, generator=generator, device="cuda") * exponent.exp2()).to(dtype)
+random = partial(random_values.random, dtype=torch.bfloat16, device="cuda")
 
 
 def offsets_of(offsets: tuple[int, ...] | None) -> torch.Tensor | None:
