@@ -554,6 +554,27 @@ def test_compile(frozen, backend):
         optimizer.step()
 
 
+def test_compile_of_sizes_that_depend_on_data():
+    block, x, mask = Block(make()), torch.randn(30, 144), torch.rand(30) > 0.3
+    expected = gradients(block, lambda x: block(x[mask]), x)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(lambda x: block(x[mask]), fullgraph=True, backend="aot_eager")
+        equal(gradients(block, compiled, x), expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autocast_changes_nothing(frozen):
+    layer = GroupedExperts.from_experts(make()) if frozen else make()
+    x, weights, grad = torch.randn(30, 144), torch.rand(30, 2), torch.randn(30, 144)
+    index = torch.rand(30, layer.num_experts).topk(2).indices
+    out, grads = backward(layer, x, index, weights, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast_out, autocast_grads = backward(layer, x, index, weights, grad)
+    assert torch.equal(autocast_out, out)
+    equal(autocast_grads, grads)
+
+
 def test_compile_with_checkpointing():
     block, x = Block(make()), torch.randn(30, 144)
     expected = gradients(block, block, x)

@@ -516,6 +516,45 @@ def test_compile(backend, dynamic, calls, fresh_compiler):
         assert calls.count("quantize_128x128") == 2
 
 
+def test_compile_of_sizes_that_depend_on_data(fresh_compiler):
+    layer, x, mask = make(144, 48), torch.randn(30, 144), torch.rand(30) > 0.3
+    parameters = list(layer.parameters())
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(lambda x: layer(x[mask]), fullgraph=True, backend="aot_eager")
+        grad = torch.randn(int(mask.sum()), 48)
+        out, grads = gradients(compiled, x, grad, parameters)
+    expected, expected_grads = gradients(lambda x: layer(x[mask]), x, grad, parameters)
+    assert torch.equal(out, expected) and same(grads, expected_grads)
+
+
+def test_compiled_autograd(fresh_compiler):
+    layer, x = make(144, 48), torch.randn(30, 144)
+
+    @torch.compile(backend="aot_eager")
+    def backward(loss):
+        loss.backward()
+
+    layer(x).square().sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        backward(layer(x).square().sum())
+        assert torch.equal(layer.weight.grad, expected)
+        loss = layer(x).square().sum()
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            backward(loss)
+
+
+def test_autocast_changes_nothing():
+    layer, x, grad = make(), torch.randn(40, 272), torch.randn(40, 136)
+    parameters = list(layer.parameters())
+    out, grads = gradients(layer, x, grad, parameters)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast_out, autocast_grads = gradients(layer, x, grad, parameters)
+    assert torch.equal(autocast_out, out) and same(autocast_grads, grads)
+
+
 def test_compiled_frozen_layers_pass_gradients(fresh_compiler):
     layer = FP8Linear(131, 48)
     x, grad = torch.randn(7, 131), torch.randn(7, 48)

@@ -378,6 +378,14 @@ def test_paged_opcheck(lens):
     torch.library.opcheck(torch.ops.fp8moe.paged_mqa_logits.default, (*operands, 100, True), test_utils=OPCHECKS)
 
 
+def test_autocast_changes_nothing():
+    operands = cases.prefill(30, 40, heads=32, head_dim=64)
+    q, kv, *rest = operands
+    expected = mqa_logits(q, kv, *rest)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(mqa_logits(q, kv, *rest), expected)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(dynamic):
     def chosen(q, data, scale, *rest):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.reference import products
 from fp8moe.quant.formats import FP8Tensor
 
 _BLOCK = 128
@@ -21,7 +22,7 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
             raise ValueError(f"group_offsets: expected multiples of {_BLOCK}, got group {group} at {start}:{end}")
         total = out[group] if accumulate else torch.zeros(out.shape[1:], device=out.device)
         for block in range(start // _BLOCK, end // _BLOCK):
-            total += _block(a, block) @ _block(b, block).T
+            total += products(_block(a, block), _block(b, block).T)
         out[group] = total
 
 

@@ -5,6 +5,8 @@ rows and by columns in one pass, the weight before. The input gradient uses the 
 Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -73,7 +75,7 @@ def _forward_fake(
     out = x.new_empty((*lead, n))
     if master is None:
         return out, x.new_empty(0), x.new_empty(0)
-    features, blocks = align(k, _MULTIPLE), align(lead.numel(), BLOCK) // BLOCK
+    features, blocks = align(k, _MULTIPLE), align(math.prod(lead), BLOCK) // BLOCK
     columns = x.new_empty((features, blocks * BLOCK), dtype=torch.float8_e4m3fn)
     return out, columns, x.new_empty_strided((features, blocks), (1, align(features, 4)), dtype=torch.float32)
 
@@ -130,7 +132,7 @@ def _backward_fake(
 def _matrix(x: Tensor) -> Tensor:
     """x (..., F) as (rows, F), F padded with zeros."""
     features = x.shape[-1]
-    return _padded_columns(x.reshape(x.shape[:-1].numel(), features), features)
+    return _padded_columns(x.reshape(math.prod(x.shape[:-1]), features), features)
 
 
 def _padded_columns(x: Tensor, features: int) -> Tensor:
@@ -165,27 +167,28 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(weight, scale, *columns)
     # Not among the saved tensors, whose check for changes would not tell which parameter it is.
-    ctx.master = master
-    ctx.version = None if master is None else master._version
+    # In containers: compiled autograd takes tensors and numbers that lie in ctx itself for inputs of its graph.
+    ctx.masters = (master,)
+    ctx.versions = [None if master is None else master._version]
 
 
 def _run_backward(ctx, grad, *_):
     if grad is None:
         return (None,) * 5
-    master = ctx.master
-    if master is not None and master._version != ctx.version:
-        raise RuntimeError(
-            f"fp8moe.FP8Linear: weight, shape {tuple(master.shape)}, has been changed in place between forward and "
-            f"backward (version {master._version}, expected {ctx.version}), so its gradient would be one of other "
-            "weights"
-        )
+    for master, version in zip(ctx.masters, ctx.versions, strict=True):
+        if master is not None and master._version != version:
+            raise RuntimeError(
+                f"fp8moe.FP8Linear: weight, shape {tuple(master.shape)}, has been changed in place between forward and "
+                f"backward (version {master._version}, expected {version}), so its gradient would be one of other "
+                "weights"
+            )
     input_grad, _, _, bias_grad, _ = ctx.needs_input_grad
-    d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, master, input_grad, bias_grad)
+    d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.masters, input_grad, bias_grad)
     return (
         d_x if input_grad else None,
         *(None, None),
         d_bias if bias_grad else None,
-        None if master is None else d_weight,
+        None if ctx.masters[0] is None else d_weight,
     )
 
 

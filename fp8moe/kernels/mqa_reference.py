@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels import mqa_cache_reference
-from fp8moe.kernels.reference import to_float32
+from fp8moe.kernels.reference import products, to_float32
 from fp8moe.quant.formats import ceil_div
 
 _CHUNK = 1 << 23  # products of one head of a query with a key, at a time
@@ -34,7 +34,7 @@ def mqa_logits(
     chunk = max(1, _CHUNK // max(1, heads * kv.shape[0]))
     for first in range(0, q.shape[0], chunk):
         rows = slice(first, first + chunk)
-        scores = (to_float32(q[rows]).flatten(0, 1) @ keys).relu_().unflatten(0, (-1, heads))
+        scores = products(to_float32(q[rows]).flatten(0, 1), keys).relu_().unflatten(0, (-1, heads))
         logits = scores.mul_(weights[rows, :, None]).sum(1).mul_(kv_scale)
         seen = (columns >= starts[rows, None]) & (columns < ends[rows, None])
         out[rows] = torch.where(seen, logits, -_INF if fill_masked else out[rows])

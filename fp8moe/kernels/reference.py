@@ -35,12 +35,18 @@ def gemm_reference(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: t
         b_values = to_float32(b_data[rows])
         accumulator = torch.zeros(m, b_values.shape[0], dtype=torch.float32, device=a_data.device)
         for block, start in enumerate(range(0, k, BLOCK)):
-            partial = a_values[:, start : start + BLOCK] @ b_values[:, start : start + BLOCK].T
+            partial = products(a_values[:, start : start + BLOCK], b_values[:, start : start + BLOCK].T)
             accumulator.addcmul_(partial.mul_(a_scale[:, block, None]), column_scale[rows, block])
         if bias is not None:
             accumulator += bias[rows]
         out[:, rows] = accumulator
     return out
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in float32, also under autocast, which operators leave to the functions that they call."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 def to_float32(data: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ of two (the E8M0 scales of the OCP Microscaling specification v1.0, section 5.4,
 Quantization has no derivative: the results are detached from the input's autograd graph.
 """
 
+import math
+
 import torch
 
 from fp8moe.kernels.backend import use_cuda
@@ -120,14 +122,14 @@ def _backend(x: torch.Tensor):
 
 def _quantize_1x128_op(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     lead, k = x.shape[:-1], x.shape[-1]
-    rows = x if len(lead) == 1 else x.reshape(lead.numel(), k)
+    rows = x if len(lead) == 1 else x.reshape(math.prod(lead), k)
     data, scale = _backend(x).quantize_1x128(rows, scale_format == "ue8m0")
     return (data, scale) if len(lead) == 1 else (data.view(x.shape), scale.view(*lead, scale.shape[-1]))
 
 
 def _quantize_128x128_op(w: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     lead = w.shape[:-2]
-    experts = w.reshape(lead.numel(), *w.shape[-2:])
+    experts = w.reshape(math.prod(lead), *w.shape[-2:])
     data, scale = _backend(w).quantize_128x128(experts, scale_format == "ue8m0")
     return data.view(w.shape), scale.view(*lead, *scale.shape[-2:])
 
@@ -141,7 +143,7 @@ def _quantize_128x1_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _quantize_1x128_fake(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     lead, k_blocks = x.shape[:-1], ceil_div(x.shape[-1], BLOCK)
-    rows = lead.numel()
+    rows = math.prod(lead)
     scale = x.new_empty_strided((rows, k_blocks), (1, align(rows, 4)), dtype=torch.float32)
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     return data, scale if len(lead) == 1 else scale.view(*lead, k_blocks)
