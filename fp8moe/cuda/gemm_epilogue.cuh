@@ -3,6 +3,7 @@
 
 #include "gemm_layout.cuh"
 #include "gemm_schedule.cuh"
+#include "swiglu.cuh"
 
 // Where results go, and what is done to them on the way.
 struct Output {
@@ -95,18 +96,8 @@ __device__ __forceinline__ void store_slab(const float (&sum)[ACCUMULATORS], u32
   }
 }
 
-// gate * sigmoid(gate) * up (arXiv:2002.05202), clamped if SWIGLU > 1, in the form of GPT-OSS if SWIGLU > 2.
 __device__ __forceinline__ float swiglu(float gate, float up, const Output& out) {
-  if constexpr (SWIGLU > 1) {
-    // Comparisons, not fminf and fmaxf: a NaN stays.
-    gate = gate > out.limit ? out.limit : gate;
-    up = up > out.limit ? out.limit : up < -out.limit ? -out.limit : up;
-  }
-  if constexpr (SWIGLU > 2) {
-    return gate * sigmoid(out.alpha * gate) * (up + 1.f);
-  } else {
-    return gate * sigmoid(gate) * up;
-  }
+  return Swiglu<SWIGLU>(gate, up, out.limit, out.alpha).value();
 }
 
 // Scale of a block of 128 from the largest magnitude in it, as the quantizers have it, and its inverse.

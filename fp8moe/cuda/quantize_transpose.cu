@@ -17,6 +17,7 @@
 #define SWIGLU_BACKWARD 2
 
 #include "quantize.cuh"
+#include "swiglu.cuh"
 
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * WARP;
@@ -366,31 +367,6 @@ __device__ void load_rows(const Arguments& a, Shared& s, const Place& p, i64 fir
   }
 }
 
-// gate * sigmoid(gate) * up (arXiv:2002.05202), clamped if FORM > 1, as GPT-OSS has it if FORM > 2; its factors.
-struct Swiglu {
-  float gate, linear, slope, gate_sigmoid;
-  bool gate_clamped = false, up_clamped = false;
-
-  __device__ Swiglu(float gate_value, float up_value, const Arguments& a)
-      : gate(gate_value), linear(up_value), slope(FORM > 2 ? a.alpha : 1.f) {
-    if constexpr (FORM > 1) {
-      // Comparisons, not fminf and fmaxf: a NaN stays.
-      gate_clamped = gate > a.limit;
-      up_clamped = fabsf(linear) > a.limit;
-      if (gate_clamped) gate = a.limit;
-      if (up_clamped) linear = copysignf(a.limit, linear);
-    }
-    if constexpr (FORM > 2) linear += 1.f;
-    gate_sigmoid = sigmoid(slope * gate);
-  }
-
-  __device__ float value() const { return gate * gate_sigmoid * linear; }
-  __device__ float d_gate(float grad) const {
-    return gate_clamped ? 0.f : grad * linear * gate_sigmoid * (1.f + slope * gate * (1.f - gate_sigmoid));
-  }
-  __device__ float d_up(float grad) const { return up_clamped ? 0.f : grad * (gate * gate_sigmoid); }
-};
-
 // ---- operands of SwiGLU on their way through shared memory, each thread's own ----
 
 enum Operand { GATE, UP, GRAD };  // the transposed tile takes the place of GATE
@@ -428,6 +404,8 @@ __device__ void wait_for_operands(int r) {
   if (r == HALF) async_wait<0>();
 }
 
+__device__ Swiglu<FORM> swiglu(float gate, float up, const Arguments& a) { return {gate, up, a.limit, a.alpha}; }
+
 __device__ void make_swiglu(const Arguments& a) {
 #pragma unroll 1
   for (int r = 0; r < SIDE; ++r) {
@@ -436,7 +414,7 @@ __device__ void make_swiglu(const Arguments& a) {
     u32 h[SIDE / 2];
 #pragma unroll
     for (int c = 0; c < SIDE; c += 2) {
-      h[c / 2] = pack_bfloat16(Swiglu(gate[c], up[c], a).value(), Swiglu(gate[c + 1], up[c + 1], a).value());
+      h[c / 2] = pack_bfloat16(swiglu(gate[c], up[c], a).value(), swiglu(gate[c + 1], up[c + 1], a).value());
     }
     slot(GATE, r) = make_uint4(h[0], h[1], h[2], h[3]);
   }
@@ -455,7 +433,7 @@ __device__ void make_gradients(const Arguments& a, const Shared& s, const Place&
     float dot = 0.f;
 #pragma unroll
     for (int c = 0; c < SIDE; c += 2) {
-      const Swiglu left(gate[c], up[c], a), right(gate[c + 1], up[c + 1], a);
+      const Swiglu<FORM> left = swiglu(gate[c], up[c], a), right = swiglu(gate[c + 1], up[c + 1], a);
       const float left_grad = weight * grad[c], right_grad = weight * grad[c + 1];
       dot += left.value() * grad[c] + right.value() * grad[c + 1];
       d_gate[c / 2] = pack_bfloat16(left.d_gate(left_grad), right.d_gate(right_grad));
