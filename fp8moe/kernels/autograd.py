@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from fp8moe.operators import define
+
 
 def run(op, name: str, *args) -> Tensor:
     """``op(*args)``; where gradients are being recorded, with a result whose backward raises RuntimeError."""
@@ -38,7 +40,4 @@ def _no_backward_fake(grad: Tensor, inputs: list[Tensor], name: str) -> list[Ten
     return [torch.empty_like(value) for value in inputs]
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define("no_backward(Tensor grad, Tensor[] inputs, str name) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
-_library.impl("no_backward", _no_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8moe::no_backward", _no_backward_fake, lib=_library)
+define("no_backward(Tensor grad, Tensor[] inputs, str name) -> Tensor[]", _no_backward, _no_backward_fake)

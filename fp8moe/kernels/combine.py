@@ -6,6 +6,7 @@ from torch import Tensor
 from fp8moe.kernels import autograd, checks, combine_cuda, routing_reference
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.permute import check_rows
+from fp8moe.operators import define
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -55,11 +56,9 @@ def _combine_fake(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dty
     return y.new_empty((rows.shape[0], y.shape[1]), dtype=out_dtype)
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define(
-    "combine(Tensor y, Tensor rows, Tensor weights, ScalarType out_dtype) -> Tensor", tags=torch.Tag.pt2_compliant_tag
+_combine_op = define(
+    "combine(Tensor y, Tensor rows, Tensor weights, ScalarType out_dtype) -> Tensor",
+    _combine,
+    _combine_fake,
+    forward_only=True,
 )
-_library.impl("combine", _combine, "CompositeExplicitAutograd")
-_library.impl("combine", torch.library.fallthrough_kernel, "Autograd")  # autograd.run has been there
-torch.library.register_fake("fp8moe::combine", _combine_fake, lib=_library)
-_combine_op = torch.ops.fp8moe.combine.default

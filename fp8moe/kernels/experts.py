@@ -15,6 +15,7 @@ from fp8moe.kernels.grouped import compute, grouped_gemm_swiglu
 from fp8moe.kernels.permute import permute_quantize
 from fp8moe.kernels.routing import sort_by_expert
 from fp8moe.kernels.swiglu import Activation
+from fp8moe.operators import define
 from fp8moe.quant.formats import FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 
@@ -156,14 +157,11 @@ def _experts_fake(
     return hidden_states.new_empty(hidden_states.shape)
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define(
+_experts_op = define(
     "experts(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor up_proj, Tensor up_proj_scale_inv, "
     "Tensor down_proj, Tensor down_proj_scale_inv, str activation, bool gated, float? limit, float? alpha, "
     "SymInt? capacity) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    _experts,
+    _experts_fake,
+    forward_only=True,
 )
-_library.impl("experts", _experts, "CompositeExplicitAutograd")
-_library.impl("experts", torch.library.fallthrough_kernel, "Autograd")  # autograd.run has been there
-torch.library.register_fake("fp8moe::experts", _experts_fake, lib=_library)
-_experts_op = torch.ops.fp8moe.experts.default

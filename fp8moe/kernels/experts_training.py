@@ -18,6 +18,7 @@ from fp8moe.kernels.permute import permute_quantize
 from fp8moe.kernels.routing import sort_by_expert
 from fp8moe.kernels.swiglu import Activation
 from fp8moe.kernels.swiglu_training import swiglu_backward_quantize, swiglu_quantize
+from fp8moe.operators import define
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose
@@ -335,25 +336,19 @@ _KEPT = (
     "Tensor groups, Tensor rows, Tensor assignments, Tensor projected, "
     "Tensor x_columns, Tensor x_columns_scale, Tensor h_columns, Tensor h_columns_scale"
 )
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-for _schema, _impl in (
-    (
-        f"experts_training(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, {_WEIGHTS}, {_MASTERS}, "
-        f"{_FORM}) -> ({', '.join(['Tensor'] * 9)})",
-        _forward,
-    ),
-    (
-        f"experts_training_backward(Tensor grad, Tensor top_k_weights, {_KEPT}, {_WEIGHTS}, {_MASTERS}, {_FORM}, "
-        "bool input_grad, bool routing_grad) -> (Tensor, Tensor, Tensor, Tensor)",
-        _backward,
-    ),
-):
-    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-    _name = _schema.split("(")[0]
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    # Made of operators that have fakes of their own.
-    torch.library.register_fake(f"fp8moe::{_name}", _impl, lib=_library)
-torch.library.register_autograd("fp8moe::experts_training", _run_backward, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd("fp8moe::experts_training_backward", _no_double_backward, lib=_library)
-_op = torch.ops.fp8moe.experts_training.default
-_backward_op = torch.ops.fp8moe.experts_training_backward.default
+# Made of operators that have fakes of their own.
+_op = define(
+    f"experts_training(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, {_WEIGHTS}, {_MASTERS}, "
+    f"{_FORM}) -> ({', '.join(['Tensor'] * 9)})",
+    _forward,
+    _forward,
+    backward=_run_backward,
+    setup_context=_setup_context,
+)
+_backward_op = define(
+    f"experts_training_backward(Tensor grad, Tensor top_k_weights, {_KEPT}, {_WEIGHTS}, {_MASTERS}, {_FORM}, "
+    "bool input_grad, bool routing_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward,
+    backward=_no_double_backward,
+)

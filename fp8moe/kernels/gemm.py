@@ -6,6 +6,7 @@ from torch import Tensor
 from fp8moe.kernels import autograd, checks, gemm_cuda
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.reference import gemm_reference
+from fp8moe.operators import define
 from fp8moe.quant.formats import FP8Tensor
 
 
@@ -105,13 +106,6 @@ def _gemm_out_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias:
 
 
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias"
-_library = torch.library.Library("fp8moe", "FRAGMENT")
 # The result's dtype is a bool because PyTorch takes a microsecond to convert a ScalarType.
-_library.define(f"gemm({_OPERANDS}, bool float32) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_library.define(f"gemm_out({_OPERANDS}, Tensor(a!) out) -> ()", tags=torch.Tag.pt2_compliant_tag)
-for _name, _impl, _fake in (("gemm", _gemm, _gemm_fake), ("gemm_out", _gemm_out, _gemm_out_fake)):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # autograd.run has been there
-    torch.library.register_fake(f"fp8moe::{_name}", _fake, lib=_library)
-_gemm_op = torch.ops.fp8moe.gemm.default
-_gemm_out_op = torch.ops.fp8moe.gemm_out.default
+_gemm_op = define(f"gemm({_OPERANDS}, bool float32) -> Tensor", _gemm, _gemm_fake, forward_only=True)
+_gemm_out_op = define(f"gemm_out({_OPERANDS}, Tensor(a!) out) -> ()", _gemm_out, _gemm_out_fake, forward_only=True)

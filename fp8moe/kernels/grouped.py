@@ -10,6 +10,7 @@ from fp8moe.kernels import autograd, checks, grouped_checks
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.grouped_reference import grouped_gemm_reference, grouped_gemm_swiglu_reference
 from fp8moe.kernels.swiglu import Activation
+from fp8moe.operators import define
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div, empty_mn_major
 
 
@@ -236,31 +237,31 @@ def _swiglu_fake(a, a_scale, b, b_scale, groups, limit, alpha, max_m, expected_m
 
 
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-for _schema, _impl, _fake in (
-    (f"grouped_gemm({_OPERANDS}, Tensor group_offsets) -> Tensor", _grouped_gemm, _grouped_gemm_fake),
-    (
-        f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out) -> ()",
-        *(_grouped_gemm_out, _grouped_gemm_out_fake),
-    ),
-    (f"grouped_gemm_masked({_OPERANDS}, Tensor masked_m, SymInt? expected_m) -> Tensor", _masked, _masked_fake),
-    (
-        f"grouped_gemm_masked_out({_OPERANDS}, Tensor masked_m, SymInt? expected_m, Tensor(a!) out) -> ()",
-        *(_masked_out, _masked_out_fake),
-    ),
-    (
-        f"grouped_gemm_swiglu({_OPERANDS}, Tensor groups, float? limit, float? alpha, SymInt? max_m, "
-        "SymInt? expected_m) -> (Tensor, Tensor)",
-        *(_swiglu, _swiglu_fake),
-    ),
-):
-    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-    _name = _schema.split("(")[0]
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # autograd.run has been there
-    torch.library.register_fake(f"fp8moe::{_name}", _fake, lib=_library)
-_grouped_gemm_op = torch.ops.fp8moe.grouped_gemm.default
-_grouped_gemm_out_op = torch.ops.fp8moe.grouped_gemm_out.default
-_masked_op = torch.ops.fp8moe.grouped_gemm_masked.default
-_masked_out_op = torch.ops.fp8moe.grouped_gemm_masked_out.default
-_swiglu_op = torch.ops.fp8moe.grouped_gemm_swiglu.default
+_grouped_gemm_op = define(
+    f"grouped_gemm({_OPERANDS}, Tensor group_offsets) -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True
+)
+_grouped_gemm_out_op = define(
+    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out) -> ()",
+    _grouped_gemm_out,
+    _grouped_gemm_out_fake,
+    forward_only=True,
+)
+_masked_op = define(
+    f"grouped_gemm_masked({_OPERANDS}, Tensor masked_m, SymInt? expected_m) -> Tensor",
+    _masked,
+    _masked_fake,
+    forward_only=True,
+)
+_masked_out_op = define(
+    f"grouped_gemm_masked_out({_OPERANDS}, Tensor masked_m, SymInt? expected_m, Tensor(a!) out) -> ()",
+    _masked_out,
+    _masked_out_fake,
+    forward_only=True,
+)
+_swiglu_op = define(
+    f"grouped_gemm_swiglu({_OPERANDS}, Tensor groups, float? limit, float? alpha, SymInt? max_m, SymInt? expected_m) "
+    "-> (Tensor, Tensor)",
+    _swiglu,
+    _swiglu_fake,
+    forward_only=True,
+)

@@ -6,6 +6,7 @@ from torch import Tensor
 from fp8moe.kernels import autograd, checks, grouped_checks
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.grouped_k_reference import grouped_gemm_k_reference
+from fp8moe.operators import define
 from fp8moe.quant.formats import FP8Tensor
 
 
@@ -110,17 +111,10 @@ def _out_fake(
 
 
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_offsets"
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define(f"grouped_gemm_k({_OPERANDS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_library.define(
-    f"grouped_gemm_k_out({_OPERANDS}, Tensor(a!) out, bool accumulate) -> ()", tags=torch.Tag.pt2_compliant_tag
+_op = define(f"grouped_gemm_k({_OPERANDS}) -> Tensor", _grouped_gemm_k, _fake, forward_only=True)
+_out_op = define(
+    f"grouped_gemm_k_out({_OPERANDS}, Tensor(a!) out, bool accumulate) -> ()",
+    _grouped_gemm_k_out,
+    _out_fake,
+    forward_only=True,
 )
-for _name, _impl, _abstract in (
-    ("grouped_gemm_k", _grouped_gemm_k, _fake),
-    ("grouped_gemm_k_out", _grouped_gemm_k_out, _out_fake),
-):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # autograd.run has been there
-    torch.library.register_fake(f"fp8moe::{_name}", _abstract, lib=_library)
-_op = torch.ops.fp8moe.grouped_gemm_k.default
-_out_op = torch.ops.fp8moe.grouped_gemm_k_out.default

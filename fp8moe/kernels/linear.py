@@ -8,6 +8,7 @@ from fp8moe.kernels import autograd, checks, linear_cuda
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.gemm import compute
 from fp8moe.kernels.linear_training import linear_training
+from fp8moe.operators import define
 from fp8moe.quant import reference
 
 
@@ -68,12 +69,9 @@ def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tens
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define(
+_linear_op = define(
     "linear(Tensor x, Tensor weight, Tensor weight_scale_inv, Tensor? bias) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    _linear,
+    _linear_fake,
+    forward_only=True,  # linear_training has a backward
 )
-_library.impl("linear", _linear, "CompositeExplicitAutograd")
-_library.impl("linear", torch.library.fallthrough_kernel, "Autograd")  # linear_training has a backward
-torch.library.register_fake("fp8moe::linear", _linear_fake, lib=_library)
-_linear_op = torch.ops.fp8moe.linear.default

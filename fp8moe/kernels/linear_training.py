@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8moe.kernels import checks
 from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.grouped_k import weight_gradients
+from fp8moe.operators import define
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose
@@ -197,22 +198,17 @@ def _no_double_backward(ctx, *grads):
 
 
 _WEIGHT = "Tensor weight, Tensor weight_scale_inv"
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-for _schema, _impl, _fake, _autograd, _setup in (
-    (
-        f"linear_training(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? master) -> (Tensor, Tensor, Tensor)",
-        *(_forward, _forward_fake, _run_backward, _setup_context),
-    ),
-    (
-        f"linear_training_backward(Tensor grad, {_WEIGHT}, Tensor columns, Tensor columns_scale, Tensor? master, "
-        "bool input_grad, bool bias_grad) -> (Tensor, Tensor, Tensor)",
-        *(_backward, _backward_fake, _no_double_backward, None),
-    ),
-):
-    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-    _name = _schema.split("(")[0]
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8moe::{_name}", _fake, lib=_library)
-    torch.library.register_autograd(f"fp8moe::{_name}", _autograd, setup_context=_setup, lib=_library)
-_op = torch.ops.fp8moe.linear_training.default
-_backward_op = torch.ops.fp8moe.linear_training_backward.default
+_op = define(
+    f"linear_training(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? master) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    backward=_run_backward,
+    setup_context=_setup_context,
+)
+_backward_op = define(
+    f"linear_training_backward(Tensor grad, {_WEIGHT}, Tensor columns, Tensor columns_scale, Tensor? master, "
+    "bool input_grad, bool bias_grad) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    backward=_no_double_backward,
+)

@@ -9,6 +9,7 @@ from torch import Tensor
 from fp8moe.kernels import autograd, checks, mqa_checks, mqa_reference
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.mqa_cache import check_kv_cache_address
+from fp8moe.operators import define
 from fp8moe.quant.formats import FP8Tensor
 
 
@@ -132,23 +133,17 @@ def _backend(q: Tensor):
     return mqa_cuda
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-for _schema, _impl, _fake in (
-    (
-        "mqa_logits(Tensor q, Tensor kv, Tensor kv_scale, Tensor weights, Tensor starts, Tensor ends, "
-        "bool fill_masked) -> Tensor",
-        *(_mqa_logits, _mqa_logits_fake),
-    ),
-    (
-        "paged_mqa_logits(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, Tensor block_table, "
-        "SymInt max_context_len, bool fill_masked) -> Tensor",
-        *(_paged, _paged_fake),
-    ),
-):
-    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-    _name = _schema.split("(")[0]
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # autograd.run has been there
-    torch.library.register_fake(f"fp8moe::{_name}", _fake, lib=_library)
-_mqa_logits_op = torch.ops.fp8moe.mqa_logits.default
-_paged_op = torch.ops.fp8moe.paged_mqa_logits.default
+_mqa_logits_op = define(
+    "mqa_logits(Tensor q, Tensor kv, Tensor kv_scale, Tensor weights, Tensor starts, Tensor ends, bool fill_masked) "
+    "-> Tensor",
+    _mqa_logits,
+    _mqa_logits_fake,
+    forward_only=True,
+)
+_paged_op = define(
+    "paged_mqa_logits(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, Tensor block_table, "
+    "SymInt max_context_len, bool fill_masked) -> Tensor",
+    _paged,
+    _paged_fake,
+    forward_only=True,
+)

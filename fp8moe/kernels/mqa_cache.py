@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8moe.kernels import checks, mqa_cache_cuda, mqa_cache_reference
 from fp8moe.kernels.backend import use_cuda
+from fp8moe.operators import define
 from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
 from fp8moe.quant.quantize import INPUT_DTYPES
 
@@ -121,10 +122,6 @@ def _append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) ->
     backend.append_kv(kv_cache, k, slots, scale_format == "ue8m0")
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define(
-    "append_kv(Tensor(a!) kv_cache, Tensor k, Tensor slots, str scale_format) -> ()", tags=torch.Tag.pt2_compliant_tag
+_append_kv_op = define(
+    "append_kv(Tensor(a!) kv_cache, Tensor k, Tensor slots, str scale_format) -> ()", _append_kv, _check
 )
-_library.impl("append_kv", _append_kv, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8moe::append_kv", _check, lib=_library)
-_append_kv_op = torch.ops.fp8moe.append_kv.default

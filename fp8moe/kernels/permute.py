@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fp8moe.kernels import checks, permute_cuda, routing_reference
 from fp8moe.kernels.backend import use_cuda
+from fp8moe.operators import define
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES
 
@@ -61,9 +62,8 @@ def _permute_quantize_fake(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tens
     return x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn), scale
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define(
-    "permute_quantize(Tensor x, Tensor rows, SymInt num_rows) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
+define(
+    "permute_quantize(Tensor x, Tensor rows, SymInt num_rows) -> (Tensor, Tensor)",
+    _permute_quantize,
+    _permute_quantize_fake,
 )
-_library.impl("permute_quantize", _permute_quantize, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8moe::permute_quantize", _permute_quantize_fake, lib=_library)

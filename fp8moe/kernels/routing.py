@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8moe.kernels import checks, routing_cuda, routing_reference
 from fp8moe.kernels.backend import use_cuda
+from fp8moe.operators import define
 
 MAX_EXPERTS = 1024
 
@@ -69,10 +70,8 @@ def _sort_by_expert_fake(top_k_index: Tensor, num_experts: int, capacity: int | 
     return groups, top_k_index.new_empty(top_k_index.shape, dtype=torch.int32)
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define(
+define(
     "sort_by_expert(Tensor top_k_index, int num_experts, SymInt? capacity) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    _sort_by_expert,
+    _sort_by_expert_fake,
 )
-_library.impl("sort_by_expert", _sort_by_expert, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8moe::sort_by_expert", _sort_by_expert_fake, lib=_library)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8moe.kernels import checks, swiglu_training_reference
 from fp8moe.kernels.backend import use_cuda
 from fp8moe.kernels.swiglu import Activation
+from fp8moe.operators import define
 from fp8moe.quant.formats import BLOCK
 from fp8moe.quant.transpose import Transposed, check_groups, check_vector, empty_results, transposed
 from fp8moe.quant.transpose_reference import Results
@@ -139,16 +140,10 @@ def _backward_fake(
 
 _FORM = "float? limit, float? alpha"
 _RESULTS = "Tensor, Tensor, Tensor, Tensor, Tensor"
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-for _schema, _impl, _fake in (
-    (f"swiglu_quantize(Tensor gate_up, Tensor group_offsets, {_FORM}) -> ({_RESULTS})", _forward, _forward_fake),
-    (
-        f"swiglu_backward_quantize(Tensor gate_up, Tensor grad, Tensor row_weights, Tensor group_offsets, {_FORM}) "
-        f"-> ({_RESULTS}, Tensor)",
-        *(_backward, _backward_fake),
-    ),
-):
-    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-    _name = _schema.split("(")[0]
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8moe::{_name}", _fake, lib=_library)
+define(f"swiglu_quantize(Tensor gate_up, Tensor group_offsets, {_FORM}) -> ({_RESULTS})", _forward, _forward_fake)
+define(
+    f"swiglu_backward_quantize(Tensor gate_up, Tensor grad, Tensor row_weights, Tensor group_offsets, {_FORM}) "
+    f"-> ({_RESULTS}, Tensor)",
+    _backward,
+    _backward_fake,
+)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8moe.operators import define
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 
@@ -145,7 +146,6 @@ def _quantized_op(weight: Tensor) -> tuple[Tensor, Tensor]:
     return data.clone(), scale.clone()
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define("quantized_master(Tensor weight) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
-_library.impl("quantized_master", _quantized_op, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8moe::quantized_master", lambda weight: tuple(quantize_128x128(weight)), lib=_library)
+define(
+    "quantized_master(Tensor weight) -> (Tensor, Tensor)", _quantized_op, lambda weight: tuple(quantize_128x128(weight))
+)

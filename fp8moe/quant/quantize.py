@@ -10,6 +10,7 @@ import math
 import torch
 
 from fp8moe.kernels.backend import use_cuda
+from fp8moe.operators import define
 from fp8moe.quant import reference
 from fp8moe.quant.formats import BLOCK, SCALE_FORMATS, FP8Tensor, align, ceil_div
 
@@ -159,13 +160,6 @@ def _quantize_128x1_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _quantize_1x128_fake(x.t(), "float32")
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-for _schema, _impl, _fake in (
-    ("quantize_1x128(Tensor x, str scale_format) -> (Tensor, Tensor)", _quantize_1x128_op, _quantize_1x128_fake),
-    ("quantize_128x128(Tensor w, str scale_format) -> (Tensor, Tensor)", _quantize_128x128_op, _quantize_128x128_fake),
-    ("quantize_128x1(Tensor x) -> (Tensor, Tensor)", _quantize_128x1_op, _quantize_128x1_fake),
-):
-    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-    _name = _schema.split("(")[0]
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8moe::{_name}", _fake, lib=_library)
+define("quantize_1x128(Tensor x, str scale_format) -> (Tensor, Tensor)", _quantize_1x128_op, _quantize_1x128_fake)
+define("quantize_128x128(Tensor w, str scale_format) -> (Tensor, Tensor)", _quantize_128x128_op, _quantize_128x128_fake)
+define("quantize_128x1(Tensor x) -> (Tensor, Tensor)", _quantize_128x1_op, _quantize_128x1_fake)

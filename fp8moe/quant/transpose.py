@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8moe.kernels import checks
 from fp8moe.kernels.backend import use_cuda
+from fp8moe.operators import define
 from fp8moe.quant import transpose_reference
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES
@@ -149,11 +150,9 @@ def _quantize_with_transpose_fake(
     return empty_results(x, rows, x.shape[1], groups)
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define(
+define(
     "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens, Tensor? row_weights) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    _quantize_with_transpose,
+    _quantize_with_transpose_fake,
 )
-_library.impl("quantize_with_transpose", _quantize_with_transpose, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8moe::quantize_with_transpose", _quantize_with_transpose_fake, lib=_library)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8moe.kernels import checks
 from fp8moe.kernels.backend import use_cuda
+from fp8moe.operators import define
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 
 
@@ -53,7 +54,4 @@ def _transpose_fp8_fake(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(torch.empty(value.mT.shape, dtype=value.dtype, device=value.device) for value in (data, scale))
 
 
-_library = torch.library.Library("fp8moe", "FRAGMENT")
-_library.define("transpose_fp8(Tensor data, Tensor scale) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
-_library.impl("transpose_fp8", _transpose_fp8, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8moe::transpose_fp8", _transpose_fp8_fake, lib=_library)
+define("transpose_fp8(Tensor data, Tensor scale) -> (Tensor, Tensor)", _transpose_fp8, _transpose_fp8_fake)
