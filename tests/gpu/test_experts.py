@@ -21,6 +21,8 @@ DEVICE = "cuda"
 NAN = float("nan")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = 1e-2
+# Fewer results round to bfloat16 up to a fifth better or worse by chance, so backends cannot be compared on them.
+ENOUGH_VALUES = 1000
 VARIANTS = {
     "plain": {},
     "limit": dict(swiglu_limit=0.4),
@@ -107,7 +109,8 @@ def check(layer, x, index, weights):
     if x.numel() and index.numel():
         expected = exact(layer, x, index, weights)
         assert error(out, expected) <= TOLERANCE
-        if layer.activation.is_swiglu and x.shape[1] % 16 == 0 and layer.intermediate_size % 16 == 0:
+        whole_sizes = x.shape[1] % 16 == 0 and layer.intermediate_size % 16 == 0
+        if layer.activation.is_swiglu and whole_sizes and x.numel() >= ENOUGH_VALUES:
             # Near the edge of two E4M3 values, the tensor cores' 14 bits put some on the other side. So either backend
             # is held to its own quantized activations; tests/gpu/test_grouped.py compares these.
             ours, reference = (own_error(run, layer, x, index, weights) for run in (on_cuda, on_reference))

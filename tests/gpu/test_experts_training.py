@@ -149,7 +149,7 @@ def test_frozen_weights_pass_gradients(variant):
 
 def test_agrees_with_the_layer_on_the_cpu():
     layer = make(hidden_size=131, swiglu_limit=0.4)
-    arguments = inputs(40, hidden=131)
+    arguments = inputs(hidden=131)
     _, expected = backward(copy.deepcopy(layer).cpu(), *(value.cpu() for value in arguments))
     for name, grad in backward(layer, *arguments)[1].items():
         assert error(grad.cpu(), expected[name]) <= TOLERANCE, name
