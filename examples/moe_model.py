@@ -34,18 +34,20 @@ class Config:
 
 
 class RMSNorm(nn.Module):
-    """x (..., H) float32 -> bfloat16."""
+    """In float32, over the last dimension: x (..., H) -> bfloat16."""
 
     def __init__(self, size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight).to(DTYPE)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight).to(DTYPE)
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions (arXiv:2104.09864): x (B, S, H) -> (B, S, H)."""
+    """Causal attention with rotary positions (arXiv:2104.09864), queries and keys normalized as in Qwen3
+    (arXiv:2505.09388, section 2): x (B, S, H) -> (B, S, H).
+    """
 
     def __init__(self, config: Config):
         super().__init__()
@@ -53,14 +55,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
         size = config.hidden // config.heads
+        self.q_norm, self.k_norm = RMSNorm(size), RMSNorm(size)
         angles = torch.arange(config.sequence)[:, None] * ROTARY_BASE ** (-torch.arange(0, size, 2) / size)
         self.register_buffer("cos", angles.cos(), persistent=False)  # (S, D / 2)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, B, heads, S, D)
-        q, k = self.rotate(qkv[:2])
-        y = F.scaled_dot_product_attention(q, k, qkv[2], is_causal=True)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, heads, S, D) each
+        q, k = self.rotate(self.q_norm(q)), self.rotate(self.k_norm(k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def rotate(self, x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ PRESETS = {
             sequence=512,
         ),
         batch=28,
-        learning_rate=3e-4,
+        learning_rate=6e-4,
     ),
     "tiny": Preset(
         Config(

@@ -123,7 +123,8 @@ def test_attention_sees_no_later_token_and_depends_on_distance():
     x = torch.randn(1, 16, TINY.model.hidden)
     changed = x.clone()
     changed[:, 10] += 1
-    before, after = attention(x), attention(changed)
+    with torch.autocast("cpu", moe_model.DTYPE):
+        before, after = attention(x), attention(changed)
     assert torch.equal(before[:, :10], after[:, :10])
     assert not torch.equal(before[:, 10:], after[:, 10:])
     q, k = (attention.rotate(torch.randn(1, TINY.model.hidden // 2).expand(16, -1)) for _ in range(2))
