@@ -1,8 +1,8 @@
-"""The README: its examples run, its commands exist, and its table lists every environment variable.
-
-The examples of docs/mqa.md run, too.
+"""The README: its examples run, its commands exist, its figures are those of the validation, and its table lists every
+environment variable. Examples and figures of docs/mqa.md, too.
 """
 
+import json
 import re
 import shlex
 from dataclasses import fields
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import tables
 from fp8moe.cli import main
 from fp8moe.config import Settings
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -78,3 +79,18 @@ def test_links_lead_somewhere():
     assert len(links) > 5
     for link in links:
         assert (ROOT / link).is_file(), link
+
+
+@pytest.mark.parametrize("name", tables.FILES)
+def test_figures_are_those_of_the_validation(name):
+    benchmarks = json.loads(tables.VALIDATION.read_text())["benchmarks"]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert tables.with_tables(text, tables.FILES[name](benchmarks)) == text, "run python -m benchmarks.tables"
+
+
+def test_tables_need_their_place():
+    text = f"a\n{tables.BEGIN}old\n{tables.END}b\n"
+    assert tables.with_tables(text, "new\n") == text.replace("old", "new")
+    for wrong in ("a\n", tables.BEGIN, tables.END + tables.BEGIN, text + text):
+        with pytest.raises(ValueError, match="once each"):
+            tables.with_tables(wrong, "new\n")
