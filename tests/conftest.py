@@ -1,7 +1,8 @@
-"""Shared by all tests: reproducible hypothesis runs, seeds, GPU tests skipped where they cannot run, and a fixture."""
+"""Shared by all tests: reproducible hypothesis runs, seeds, GPU tests skipped where they cannot run, and fixtures."""
 
 import pytest
 import torch
+import torch.compiler.config
 from hypothesis import settings
 
 settings.register_profile("fp8moe", deadline=None, derandomize=True, max_examples=30)
@@ -39,3 +40,20 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """PyTorch keeps compiled backwards on disk under keys that know nothing of how an operator's backward is made."""
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.fixture
+def registered():
+    """transformers knows fp8moe."""
+    pytest.importorskip("transformers")
+    from fp8moe.integrations.transformers import register
+
+    register()

@@ -109,11 +109,6 @@ def recipe(layer, x, index, weights, grad):
     return expected | {"up": expected["up"].flatten(1, 2)}
 
 
-def error(actual, expected):
-    assert actual.shape == expected.shape
-    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
-
-
 def equal(actual, expected):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():

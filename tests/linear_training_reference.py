@@ -50,9 +50,5 @@ def assert_follows(losses, expected):
         assert abs(ours - theirs) < 0.01 * theirs
 
 
-def error(actual, expected):
-    return float((actual.double() - expected).norm() / expected.norm())
-
-
 def same(actual, expected):
     return all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
+from tests.gemm_cases import int32
 
 NUM_HEADS = (32, 64)
 HEAD_DIMS = (32, 64, 128)
@@ -33,10 +34,6 @@ def random_scale(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:
 
 def random_weights(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator(device, seed), device=device)
-
-
-def int32(values, device: str = "cpu") -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 class Prefill(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 
 from fp8moe.integrations import decode
 from fp8moe.integrations.decode import GraphDecoder
-from tests.transformers_models import BASE, MLA, random_model
+from tests.transformers_models import BASE, MLA, prompts, random_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -45,10 +45,6 @@ def model():
 @pytest.fixture(scope="module")
 def decoder(model):
     return GraphDecoder(model, batch_sizes=(1, 4), max_length=40)
-
-
-def prompts(batch, length, seed=0):
-    return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def expected(model, ids, mask=None, **options):

@@ -15,39 +15,19 @@ from fp8moe.kernels.swiglu import Activation
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from tests import experts_cases
 from tests.compilers import INDUCTOR
+from tests.errors import relative_error
+from tests.experts_cases import make, route
 from tests.experts_training_reference import Block
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The largest error allowed against float64 over the same quantized operands.
 TOLERANCE = 1e-2
-VARIANTS = {
-    "plain": {},
-    "limit": dict(swiglu_limit=0.4),
-    "alpha": dict(swiglu_limit=0.4, swiglu_alpha=1.702),
-    "gelu": dict(activation="gelu"),
+VARIANTS = experts_cases.VARIANTS | {
     "gelu, limit": dict(activation="gelu_pytorch_tanh", swiglu_limit=0.4),
-    "relu2, no gate": dict(activation="relu2", gated=False),
     "silu, no gate": dict(gated=False),
 }
-
-
-def make(num_experts=4, hidden_size=144, intermediate_size=96, seed=0, **options):
-    torch.manual_seed(seed)
-    sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
-    layer = GroupedExperts(**sizes, **options)
-    for name in layer.weight_names[1::2]:
-        # So that a scale applied to the wrong block shows.
-        scale = getattr(layer, name)
-        scale.mul_(torch.rand_like(scale) + 0.5)
-    return layer
-
-
-def route(tokens, num_experts, top_k, seed=0):
-    """Distinct experts for each token, and weights."""
-    generator = torch.Generator().manual_seed(seed)
-    weights, index = torch.rand(tokens, num_experts, generator=generator).topk(top_k, dim=-1)
-    return index, weights / weights.sum(-1, keepdim=True)
 
 
 def float64(layer):
@@ -89,8 +69,7 @@ def exact(layer, x, index, weights):
 
 
 def close(actual, expected, tolerance=TOLERANCE):
-    assert actual.shape == expected.shape
-    assert (actual.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+    assert relative_error(actual, expected) <= tolerance
 
 
 # Numbers.
@@ -603,9 +582,8 @@ def test_opcheck(capacity):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_compile(backend):
+def test_compile(backend, fresh_compiler):
     block = Block(make(decode_capacity=4))
-    torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
     with torch.no_grad():
         for tokens in (3, 7, 9):

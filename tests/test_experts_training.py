@@ -15,12 +15,15 @@ from fp8moe.kernels.activation_backward import activation_backward
 from fp8moe.kernels.swiglu import FUNCTIONS, Activation
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
+from tests import experts_cases
 from tests.compilers import INDUCTOR
+from tests.errors import relative_error
+from tests.experts_cases import inputs
+from tests.experts_cases import make_trained as make
 from tests.experts_training_reference import (
     Block,
     backward,
     equal,
-    error,
     gradients,
     quantized,
     recipe,
@@ -29,13 +32,8 @@ from tests.experts_training_reference import (
 
 NAN = float("nan")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-VARIANTS = {
-    "plain": {},
-    "limit": dict(swiglu_limit=0.4),
-    "alpha": dict(swiglu_limit=0.4, swiglu_alpha=1.702),
-    "gelu": dict(activation="gelu"),
+VARIANTS = experts_cases.VARIANTS | {
     "gelu, limit": dict(activation="gelu_pytorch_tanh", swiglu_limit=0.4),
-    "relu2, no gate": dict(activation="relu2", gated=False),
     "sigmoid, no gate": dict(activation="sigmoid", gated=False),
 }
 # Against float64 with every quantization taken for the identity.
@@ -44,32 +42,11 @@ STRAIGHT_THROUGH = 6e-2
 TOLERANCE = 1e-2
 
 
-def make(num_experts=4, hidden_size=144, intermediate_size=96, seed=0, master_dtype=torch.float32, **options):
-    torch.manual_seed(seed)
-    sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
-    return GroupedExperts(**sizes, dtype=torch.float32, master_dtype=master_dtype, **options)
-
-
-def route(tokens, num_experts, top_k, seed=0):
-    """Distinct experts for each token, and weights."""
-    generator = torch.Generator().manual_seed(seed)
-    weights, index = torch.rand(tokens, num_experts, generator=generator).topk(top_k, dim=-1)
-    return index, weights / weights.sum(-1, keepdim=True)
-
-
-def inputs(tokens=40, num_experts=4, top_k=2, hidden=144, dtype=torch.bfloat16, seed=0):
-    """hidden_states, top_k_index, top_k_weights and a gradient of the result."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
-    grad = torch.randn(tokens, hidden, generator=generator).to(dtype)
-    return x, *route(tokens, num_experts, top_k, seed), grad
-
-
 def check(layer, *arguments, straight=STRAIGHT_THROUGH):
     out, grads = backward(layer, *arguments)
     for expected, tolerance in ((recipe, TOLERANCE), (straight_through, straight)):
         values = expected(layer, *arguments)
-        errors = {name: error(grad, values[name]) for name, grad in grads.items()}
+        errors = {name: relative_error(grad, values[name]) for name, grad in grads.items()}
         assert max(errors.values()) <= tolerance, (expected.__name__, errors)
     return out, grads
 
@@ -85,7 +62,7 @@ def test_gradients(variant, dtype):
     out, grads = check(layer, *arguments)
     assert out.dtype == grads["x"].dtype == dtype
     with torch.no_grad():
-        assert error(out, layer.eval()(*arguments[:3])) <= 2e-2
+        assert relative_error(out, layer.eval()(*arguments[:3])) <= 2e-2
 
 
 @pytest.mark.parametrize("sizes", [(128, 128), (272, 200), (131, 77), (256, 384)])
@@ -113,7 +90,7 @@ def test_any_size_and_routing(tokens, num_experts, top_k, hidden_size, intermedi
     _, grads = backward(layer, *arguments)
     expected = recipe(layer, *arguments)
     for name, grad in grads.items():
-        assert error(grad, expected[name]) <= 3e-2, name  # few values, so that one on the other side shows
+        assert relative_error(grad, expected[name]) <= 3e-2, name  # few values, so that one on the other side shows
         assert grad.isfinite().all()
 
 
@@ -178,7 +155,7 @@ def test_padding_does_not_change_scales():
     with torch.no_grad():
         layer.up_proj.fill_(-14 / 144)
         out = layer(x.fill_(1), index, weights)
-        assert error(out, layer.eval()(x, index, weights)) <= TOLERANCE
+        assert relative_error(out, layer.eval()(x, index, weights)) <= TOLERANCE
 
 
 def test_inputs_that_are_not_contiguous():
@@ -298,8 +275,7 @@ def test_master_changed_between_forward_and_backward(name):
     backward(layer, x, index, weights, grad)
 
 
-def test_master_changed_is_seen_when_compiled():
-    torch._dynamo.reset()
+def test_master_changed_is_seen_when_compiled(fresh_compiler):
     layer = make()
     x, index, weights, grad = inputs()
     out = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, index, weights)
@@ -505,8 +481,7 @@ def test_one_gradient(wanted):
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_fp8_weights_have_no_gradient(backend):
-    torch._dynamo.reset()
+def test_fp8_weights_have_no_gradient(backend, fresh_compiler):
     layer = GroupedExperts.from_experts(make()).requires_grad_()
     x, index, weights, grad = inputs()
     call = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
@@ -537,11 +512,10 @@ def test_checkpointing(use_reentrant):
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_compile(frozen, backend):
+def test_compile(frozen, backend, fresh_compiler):
     block = Block(make())
     if frozen:
         block.experts = GroupedExperts.from_experts(block.experts)
-    torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
     optimizer = torch.optim.SGD(block.parameters(), lr=1e-3)
     for tokens in (3, 40, 41):
@@ -550,14 +524,13 @@ def test_compile(frozen, backend):
         actual = gradients(block, compiled, x)
         assert actual.keys() == expected.keys()
         for name, value in expected.items():
-            assert error(actual[name], value) <= (0 if backend == "aot_eager" else 2e-2), name
+            assert relative_error(actual[name], value) <= (0 if backend == "aot_eager" else 2e-2), name
         optimizer.step()
 
 
-def test_compile_of_sizes_that_depend_on_data():
+def test_compile_of_sizes_that_depend_on_data(fresh_compiler):
     block, x, mask = Block(make()), torch.randn(30, 144), torch.rand(30) > 0.3
     expected = gradients(block, lambda x: block(x[mask]), x)
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(lambda x: block(x[mask]), fullgraph=True, backend="aot_eager")
         equal(gradients(block, compiled, x), expected)
@@ -575,10 +548,9 @@ def test_autocast_changes_nothing(frozen):
     equal(autocast_grads, grads)
 
 
-def test_compile_with_checkpointing():
+def test_compile_with_checkpointing(fresh_compiler):
     block, x = Block(make()), torch.randn(30, 144)
     expected = gradients(block, block, x)
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
     equal(gradients(block, compiled, x), expected)
 
@@ -743,7 +715,7 @@ def test_from_experts_of_our_own(size, variant):
         assert torch.equal(getattr(again, again.up_name), up.flatten(1, 2).float())
         assert torch.equal(again.down_proj, down.float())
         assert all(value.requires_grad for value in again.parameters())
-        assert error(again(x, index, weights), expected) <= 1e-6
+        assert relative_error(again(x, index, weights), expected) <= 1e-6
 
 
 def test_decode_capacity_is_for_calls_without_gradients(monkeypatch):

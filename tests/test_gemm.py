@@ -1,44 +1,25 @@
 """The dense GEMM on the reference backend: semantics, layouts, errors, operators."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8moe import config
 from fp8moe.kernels import checks, gemm_cuda, reference
 from fp8moe.kernels import gemm as gemm_module
 from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.reference import to_float32
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
-from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
+from tests.backends import on_reference
 from tests.compilers import INDUCTOR
+from tests.errors import error_in_its_dtype
+from tests.gemm_cases import exact, operands
 
 DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
 # Schema checks compare inputs with kernels that PyTorch lacks for float8; test_inputs_are_left_alone stands in.
 OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def operands(m, n, k, seed=0, scale_format="float32"):
-    generator = torch.Generator().manual_seed(seed)
-    # A different magnitude in every block, so that a scale applied to the wrong one shows.
-    a = torch.randn(m, k, generator=generator) * torch.rand(m, 1, generator=generator).mul(6).exp()
-    b = torch.randn(n, k, generator=generator) * torch.rand(1, k, generator=generator).mul(3).exp()
-    return quantize_1x128(a, scale_format=scale_format), quantize_128x128(b, scale_format=scale_format)
-
-
-def exact(a, b, bias=None):
-    product = dequantize(a, dtype=torch.float64) @ dequantize(b, dtype=torch.float64).T
-    return product if bias is None else product + bias.double()
-
-
-def error(actual, expected):
-    """Relative Frobenius error against ``expected`` in the result's dtype: rounding to bfloat16 alone costs 1.7e-3."""
-    expected = expected.to(actual.dtype).double()
-    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
@@ -49,7 +30,7 @@ def test_matches_float64(m, n, k, out_dtype):
     a, b = operands(m, n, k)
     out = gemm(a, b, out_dtype=out_dtype)
     assert out.shape == (m, n) and out.dtype == out_dtype and out.is_contiguous()
-    assert error(out, exact(a, b)) < TOLERANCE[out_dtype]
+    assert error_in_its_dtype(out, exact(a, b)) < TOLERANCE[out_dtype]
 
 
 @settings(max_examples=40, deadline=None)
@@ -72,7 +53,7 @@ def test_any_size(m, n, k, bias_dtype, out_dtype, scale_format, seed):
     out = gemm(a, b, bias=bias, out_dtype=out_dtype)
     expected = exact(a, b, bias) if k else torch.zeros(m, n).double() + (0 if bias is None else bias.double())
     assert out.shape == (m, n) and out.dtype == out_dtype
-    assert error(out, expected) < TOLERANCE[out_dtype]
+    assert error_in_its_dtype(out, expected) < TOLERANCE[out_dtype]
 
 
 def test_chunks_of_columns_do_not_show(monkeypatch):
@@ -111,7 +92,7 @@ def test_float32_matmul_precision_changes_nothing(precision):
         out = gemm(a, b, out_dtype=torch.float32)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert error(out, exact(a, b)) < 1e-6
+    assert error_in_its_dtype(out, exact(a, b)) < 1e-6
 
 
 def test_conversion_is_exact_for_every_value():
@@ -249,8 +230,7 @@ def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
     for name, values in different.items():
         for value in values:
             assert gemm_cuda.find_plan(**call | {name: value}) is None, (name, value)
-    monkeypatch.setattr(config, "settings", replace(config.settings, backend="reference"))
-    assert gemm_cuda.find_plan(**call) is None
+    assert on_reference(gemm_cuda.find_plan, **call) is None
 
 
 def test_the_oldest_plan_goes(monkeypatch):
@@ -357,7 +337,7 @@ def test_opcheck():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_compile(backend):
+def test_compile(backend, fresh_compiler):
     a, b = operands(5, 24, 144)
     bias = torch.randn(24)
 
@@ -365,7 +345,6 @@ def test_compile(backend):
         gemm((a_data, a_scale), b, bias=bias, out=out)
         return gemm(FP8Tensor(a_data, a_scale), b) * 2, out + 1
 
-    torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
     for m in (5, 9):
         a, _ = operands(m, 24, 144, seed=m)

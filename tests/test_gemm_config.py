@@ -1,7 +1,6 @@
 """The tile configurations of the GEMM: what the cost model may choose, and that all of it compiles well."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from fp8moe.kernels.gemm_config import (
     with_stages,
 )
 from fp8moe.kernels.gemm_source import kernel_spec
+from tests.gemm_variants import COMPLAINTS, faults, one_of_each
 
 SMS = 132
 BENCHMARK_WEIGHTS = ((576, 7168), (2112, 7168), (4096, 7168), (7168, 2048), (7168, 16384), (24576, 1536), (32768, 512))
@@ -149,43 +149,21 @@ def test_choices_on_an_h200(weight, m, expected):
     assert (chosen.block_m, chosen.block_n, chosen.swap, chosen.split_k > 1) == expected
 
 
-def structure(config: GemmConfig) -> tuple:
-    """What decides the registers of a variant: not how deep its ring is or how many blocks share K."""
-    tile = (config.block_m, config.block_n, config.swap, config.warpgroups, config.staged)
-    return (*tile, config.blocks_per_sm, config.split_k > 1)
-
-
 def variants() -> list[tuple[GemmConfig, int, int]]:
-    """One (config, n, k) of every structure among the candidates, the one that splits K most."""
-    found = {}
-    for n, k in (*BENCHMARK_WEIGHTS, (8, 16), (136, 144)):
-        for m in (8, 16, 32, 64, 128, 256, 512, 4096):
-            for num_sms in (16, 78, 132):
-                for config in candidates(m, n, k, num_sms):
-                    key = structure(config)
-                    if key not in found or config.split_k > found[key][0].split_k:
-                        found[key] = (config, n, k)
-    return list(found.values())
-
-
-# C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept.
-COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
+    return one_of_each(
+        (config, n, k)
+        for n, k in (*BENCHMARK_WEIGHTS, (8, 16), (136, 144))
+        for m in (8, 16, 32, 64, 128, 256, 512, 4096)
+        for num_sms in (16, 78, 132)
+        for config in candidates(m, n, k, num_sms)
+    )
 
 
 @pytest.mark.parametrize(("out_dtype", "bias_dtype"), EPILOGUES)
 def test_every_variant_keeps_to_its_registers(out_dtype, bias_dtype):
     compiled = variants()
     assert {config.block_m for config, _, _ in compiled} == {8, 16, 32, 64, 128, 256}
-    faults = {}
-    for config, n, k in compiled:
-        report = jit.compile_spec(kernel_spec(config, n, k, out_dtype=out_dtype, bias_dtype=bias_dtype))
-        memory = (report.spill_stores, report.spill_loads, report.stack)
-        complaints = COMPLAINTS.findall(report.log)
-        # Threads start with even shares, so that all blocks fit; setmaxnreg gives the math threads more afterwards.
-        share = REGISTERS_PER_SM // (config.threads * config.blocks_per_sm)
-        if any(memory) or complaints or report.static_smem or report.registers > share:
-            faults[config] = (memory, complaints, report.static_smem, report.registers)
-    assert not faults
+    assert not faults(compiled, out_dtype=out_dtype, bias_dtype=bias_dtype)
 
 
 def compile_with(spec: jit.KernelSpec, old: str, new: str) -> str:

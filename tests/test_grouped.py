@@ -16,44 +16,12 @@ from fp8moe.kernels.swiglu import FUNCTIONS, Activation
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from tests.compilers import INDUCTOR
+from tests.errors import error_in_its_dtype
+from tests.gemm_cases import activations, gate_up_weights, int32, offsets, weights
 
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
 # Schema checks compare inputs with kernels that PyTorch lacks for float8; test_inputs_are_left_alone stands in.
 OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def activations(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    # A different magnitude in every row, so that a scale applied to the wrong one shows.
-    x = torch.randn(shape, generator=generator) * torch.rand(*shape[:-1], 1, generator=generator).mul(6).exp()
-    return quantize_1x128(x)
-
-
-def weights(experts, n, k, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    w = torch.randn(experts, n, k, generator=generator) * torch.rand(experts, 1, k, generator=generator).mul(3).exp()
-    return quantize_128x128(w)
-
-
-def gate_up_weights(experts, size, k, seed=2):
-    """Gate and up with blocks of their own, and both dequantized, (E, 2, I, K) float64."""
-    halves = weights(2 * experts, size, k, seed)
-    fused = FP8Tensor(halves.data.view(experts, 2 * size, k), halves.scale.view(experts, -1, halves.scale.shape[-1]))
-    return fused, dequantize(halves, dtype=torch.float64).view(experts, 2, size, k)
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def offsets(sizes, start=0):
-    return F.pad(int32(*sizes).cumsum(0, dtype=torch.int32), (1, 0)) + start
-
-
-def error(actual, expected):
-    """Relative Frobenius error against ``expected`` in the result's dtype: rounding to bfloat16 alone costs 1.7e-3."""
-    expected = expected.to(actual.dtype).double()
-    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 def check(out, a, b, groups):
@@ -61,7 +29,7 @@ def check(out, a, b, groups):
     a, b = dequantize(a, dtype=torch.float64), dequantize(b, dtype=torch.float64)
     outside = torch.ones(len(out), dtype=torch.bool)
     for expert, rows in enumerate(groups):
-        assert error(out[rows], a[rows] @ b[expert].T) < TOLERANCE[out.dtype]
+        assert error_in_its_dtype(out[rows], a[rows] @ b[expert].T) < TOLERANCE[out.dtype]
         outside[rows] = False
     assert out[outside].isnan().all()
 
@@ -88,14 +56,14 @@ def test_any_groups(sizes, start, rest, n, k, dtype):
 
 def test_result_without_out():
     a, b = activations(9, 144), weights(3, 24, 144)
-    out = grouped_gemm(a, b, int32(0, 4, 4, 9))
+    out = grouped_gemm(a, b, int32([0, 4, 4, 9]))
     assert out.shape == (9, 24) and out.dtype == torch.bfloat16 and out.is_contiguous()
     check(out, a, b, [slice(0, 4), slice(4, 4), slice(4, 9)])
 
 
 def test_one_group_is_the_dense_gemm():
     a, b = activations(33, 272), weights(1, 136, 272)
-    assert torch.equal(grouped_gemm(a, b, int32(0, 33)), gemm(a, FP8Tensor(b.data[0], b.scale[0])))
+    assert torch.equal(grouped_gemm(a, b, int32([0, 33])), gemm(a, FP8Tensor(b.data[0], b.scale[0])))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +81,7 @@ def test_one_group_is_the_dense_gemm():
 def test_offsets_are_clamped(group_offsets, groups):
     a, b = activations(10, 144), weights(2, 24, 144)
     out = torch.full((10, 24), float("nan"))
-    grouped_gemm(a, b, int32(*group_offsets), out=out)
+    grouped_gemm(a, b, int32(group_offsets), out=out)
     check(out, a, b, [slice(*group) for group in groups])
 
 
@@ -130,9 +98,9 @@ def test_empty(experts, m, n, k):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_value_touches_its_row_only(bad):
     x, b = torch.randn(9, 272), weights(2, 136, 272)
-    clean = grouped_gemm(quantize_1x128(x), b, int32(0, 6, 9))
+    clean = grouped_gemm(quantize_1x128(x), b, int32([0, 6, 9]))
     x[4, 200] = bad
-    out = grouped_gemm(quantize_1x128(x), b, int32(0, 6, 9))
+    out = grouped_gemm(quantize_1x128(x), b, int32([0, 6, 9]))
     assert not out[4].isfinite().any()
     rest = torch.arange(9) != 4
     assert torch.equal(out[rest], clean[rest])
@@ -141,9 +109,9 @@ def test_bad_value_touches_its_row_only(bad):
 def test_bad_weight_touches_its_expert_only():
     a = activations(9, 272)
     w = torch.randn(3, 136, 272)
-    clean = grouped_gemm(a, quantize_128x128(w), int32(0, 3, 6, 9))
+    clean = grouped_gemm(a, quantize_128x128(w), int32([0, 3, 6, 9]))
     w[1, 130, 5] = float("nan")
-    out = grouped_gemm(a, quantize_128x128(w), int32(0, 3, 6, 9))
+    out = grouped_gemm(a, quantize_128x128(w), int32([0, 3, 6, 9]))
     assert out[3:6, 128:].isnan().all()
     out[3:6, 128:] = clean[3:6, 128:]
     assert torch.equal(out, clean)
@@ -151,7 +119,7 @@ def test_bad_weight_touches_its_expert_only():
 
 def test_layouts_of_the_operands_do_not_matter():
     a, b = activations(33, 272), weights(2, 24, 272)
-    group_offsets = int32(0, 20, 33)
+    group_offsets = int32([0, 20, 33])
     expected = grouped_gemm(a, b, group_offsets)
     strided = torch.empty(33, 2 * 272, dtype=torch.float8_e4m3fn)[:, ::2].copy_(a.data)
     transposed = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in b]
@@ -162,7 +130,7 @@ def test_layouts_of_the_operands_do_not_matter():
 def test_out_in_a_larger_tensor():
     a, b = activations(5, 144), weights(2, 24, 144)
     parent = torch.full((8, 64), 7.0)
-    out = grouped_gemm(a, b, int32(0, 2, 5), out=parent[1:6, 16:40])
+    out = grouped_gemm(a, b, int32([0, 2, 5]), out=parent[1:6, 16:40])
     check(out, a, b, [slice(0, 2), slice(2, 5)])
     out.fill_(7)
     assert (parent == 7).all()
@@ -170,7 +138,7 @@ def test_out_in_a_larger_tensor():
 
 def test_inputs_are_left_alone():
     a, b = activations(9, 144), weights(2, 24, 144)
-    values = (*a, *b, int32(0, 4, 99))
+    values = (*a, *b, int32([0, 4, 99]))
     before = [value.clone() for value in values]
     grouped_gemm(a, b, values[-1])
     assert all(torch.equal(x.float(), y.float()) for x, y in zip(values, before, strict=True))
@@ -188,7 +156,7 @@ def test_any_masks(max_m, masked_m, dtype):
     experts = len(masked_m)
     a, b = activations(experts, max_m, 144), weights(experts, 24, 144)
     out = torch.full((experts, max_m, 24), float("nan"), dtype=dtype)
-    assert grouped_gemm_masked(a, b, int32(*masked_m), expected_m=max_m, out=out) is out
+    assert grouped_gemm_masked(a, b, int32(masked_m), expected_m=max_m, out=out) is out
     rows = [slice(e * max_m, e * max_m + min(max(size, 0), max_m)) for e, size in enumerate(masked_m)]
     flat = FP8Tensor(a.data.view(-1, 144), a.scale.reshape(-1, 2))
     check(out.view(-1, 24), flat, b, rows)
@@ -196,10 +164,10 @@ def test_any_masks(max_m, masked_m, dtype):
 
 def test_masked_result_without_out():
     a, b = activations(2, 5, 144), weights(2, 24, 144)
-    out = grouped_gemm_masked(a, b, int32(5, 2))
+    out = grouped_gemm_masked(a, b, int32([5, 2]))
     assert out.shape == (2, 5, 24) and out.dtype == torch.bfloat16
     contiguous = FP8Tensor(a.data.view(10, 144), a.scale.reshape(10, 2))
-    expected = grouped_gemm(contiguous, b, int32(0, 5, 7)).view(2, 5, 24)
+    expected = grouped_gemm(contiguous, b, int32([0, 5, 7])).view(2, 5, 24)
     assert torch.equal(out[0], expected[0]) and torch.equal(out[1, :2], expected[1, :2])
 
 
@@ -207,8 +175,8 @@ def test_masked_out_in_a_larger_tensor():
     a, b = activations(2, 4, 144), weights(2, 24, 144)
     parent = torch.full((8, 64), 7.0)
     out = parent.view(2, 4, 64)[..., 16:40]
-    grouped_gemm_masked(a, b, int32(4, 3), out=out)
-    expected = grouped_gemm_masked(a, b, int32(4, 3))
+    grouped_gemm_masked(a, b, int32([4, 3]), out=out)
+    expected = grouped_gemm_masked(a, b, int32([4, 3]))
     assert torch.equal(out[0].bfloat16(), expected[0]) and torch.equal(out[1, :3].bfloat16(), expected[1, :3])
     out[0], out[1, :3] = 7, 7
     assert (parent == 7).all()
@@ -217,7 +185,7 @@ def test_masked_out_in_a_larger_tensor():
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_masked_empty(shape):
     a = (torch.empty(*shape, 144, dtype=torch.float8_e4m3fn), torch.empty(*shape, 2))
-    assert grouped_gemm_masked(a, weights(shape[0], 24, 144), int32(*[3] * shape[0])).shape == (*shape, 24)
+    assert grouped_gemm_masked(a, weights(shape[0], 24, 144), int32([3] * shape[0])).shape == (*shape, 24)
 
 
 # GEMM 1 of an experts layer.
@@ -231,9 +199,11 @@ def test_masked_empty(shape):
 @pytest.mark.parametrize("size", [16, 96, 128, 208])
 def test_swiglu(size, activation):
     a = activations(12, 144)
-    gate_up, exact_weights = gate_up_weights(3, size, 144)
+    gate_up = gate_up_weights(3, size, 144)
+    halves = FP8Tensor(gate_up.data.unflatten(1, (2, size)), gate_up.scale.unflatten(1, (2, -1)))
+    exact_weights = dequantize(halves, dtype=torch.float64)
     a.scale.mul_(0.02)
-    out = grouped_gemm_swiglu(a, gate_up, int32(1, 5, 5, 11), activation=activation)
+    out = grouped_gemm_swiglu(a, gate_up, int32([1, 5, 5, 11]), activation=activation)
     assert out.data.shape == (12, size) and out.scale.shape == (12, -(-size // 128)) and out.scale.stride() == (1, 12)
     x = dequantize(a, dtype=torch.float64)
     for expert, rows in ((0, slice(1, 5)), (2, slice(5, 11))):
@@ -250,9 +220,9 @@ def test_swiglu(size, activation):
 
 def test_swiglu_of_the_masked_layout():
     a = activations(8, 144)
-    gate_up, _ = gate_up_weights(2, 48, 144)
-    masked = grouped_gemm_swiglu(a, gate_up, int32(3, 9), activation=Activation(), max_m=4, expected_m=2)
-    contiguous = grouped_gemm_swiglu(a, gate_up, int32(0, 4, 8), activation=Activation())
+    gate_up = gate_up_weights(2, 48, 144)
+    masked = grouped_gemm_swiglu(a, gate_up, int32([3, 9]), activation=Activation(), max_m=4, expected_m=2)
+    contiguous = grouped_gemm_swiglu(a, gate_up, int32([0, 4, 8]), activation=Activation())
     for rows in (slice(0, 3), slice(4, 8)):
         assert torch.equal(masked.data[rows].view(torch.uint8), contiguous.data[rows].view(torch.uint8))
         assert torch.equal(masked.scale[rows], contiguous.scale[rows])
@@ -262,7 +232,7 @@ def test_swiglu_of_the_masked_layout():
 def test_bad_value_passes_the_activation(activation):
     x = torch.randn(4, 144)
     x[2, 0] = float("nan")
-    out = grouped_gemm_swiglu(quantize_1x128(x), gate_up_weights(1, 48, 144)[0], int32(0, 4), activation=activation)
+    out = grouped_gemm_swiglu(quantize_1x128(x), gate_up_weights(1, 48, 144), int32([0, 4]), activation=activation)
     finite = dequantize(out).isfinite()
     assert not finite[2].any() and finite[[0, 1, 3]].all()
 
@@ -322,7 +292,7 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
     monkeypatch.setattr("fp8moe.kernels.grouped_cuda", stand_in, raising=False)
     monkeypatch.setattr(grouped, "use_cuda", lambda *tensors: True)
     a, b = activations(22, 272), weights(2, 32, 272)
-    groups = int32(0, 20, 22) if max_m is None else int32(11, 3)
+    groups = int32([0, 20, 22]) if max_m is None else int32([11, 3])
     odd_groups = groups.repeat_interleave(2)[::2]
     odd_b = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in b]
     odd_a = (a.data.T.contiguous().T, a.scale.contiguous())
@@ -333,7 +303,7 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
         grouped_gemm_masked([t.unflatten(0, (2, 11)) for t in a], b, groups, expected_m=5)
         grouped_gemm_masked([t.unflatten(0, (2, 11)) for t in odd_a], odd_b, odd_groups, expected_m=5)
     activation = Activation(limit=7.0)
-    gate_up, _ = gate_up_weights(2, 16, 272)
+    gate_up = gate_up_weights(2, 16, 272)
     grouped_gemm_swiglu(a, gate_up, groups, activation=activation, max_m=max_m, expected_m=5)
     *plain, (swiglu, swiglu_options) = given
     for arguments, options in plain:
@@ -365,20 +335,20 @@ def test_opcheck():
     ops = torch.ops.fp8moe
     a, b = activations(8, 144), weights(2, 32, 144)
     a3 = [t.unflatten(0, (2, 4)) for t in a]
-    gate_up, _ = gate_up_weights(2, 16, 144)
+    gate_up = gate_up_weights(2, 16, 144)
     for op, arguments in (
-        (ops.grouped_gemm.default, (*a, *b, int32(0, 3, 8))),
-        (ops.grouped_gemm_out.default, (*a, *b, int32(0, 3, 8), torch.zeros(8, 32))),
-        (ops.grouped_gemm_masked.default, (*a3, *b, int32(4, 4), None)),
-        (ops.grouped_gemm_masked_out.default, (*a3, *b, int32(4, 3), 3, torch.zeros(2, 4, 32))),
-        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32(0, 3, 8), None, None, None, None)),
-        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32(4, 4), 7.0, 1.702, 4, 2)),
+        (ops.grouped_gemm.default, (*a, *b, int32([0, 3, 8]))),
+        (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.zeros(8, 32))),
+        (ops.grouped_gemm_masked.default, (*a3, *b, int32([4, 4]), None)),
+        (ops.grouped_gemm_masked_out.default, (*a3, *b, int32([4, 3]), 3, torch.zeros(2, 4, 32))),
+        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([0, 3, 8]), None, None, None, None)),
+        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([4, 4]), 7.0, 1.702, 4, 2)),
     ):
         torch.library.opcheck(op, arguments, test_utils=OPCHECKS)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_compile(backend):
+def test_compile(backend, fresh_compiler):
     b = weights(2, 24, 144)
 
     def function(a_data, a_scale, group_offsets, out):
@@ -387,10 +357,9 @@ def test_compile(backend):
         masked = grouped_gemm_masked([t.unflatten(0, (2, -1)) for t in a], b, group_offsets[1:], expected_m=4)
         return grouped_gemm(a, b, group_offsets) * 2, out + 1, masked[:, :3]
 
-    torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
     for m in (6, 10):
-        arguments = (*activations(m, 144, seed=m), int32(0, 3, m))
+        arguments = (*activations(m, 144, seed=m), int32([0, 3, m]))
         out, compiled_out = torch.empty(m, 24), torch.empty(m, 24)
         for actual, expected in zip(compiled(*arguments, compiled_out), function(*arguments, out), strict=True):
             assert torch.equal(actual, expected)
@@ -399,22 +368,22 @@ def test_compile(backend):
 
 def test_shapes_without_data():
     a, b = ([t.to("meta") for t in pair] for pair in (activations(6, 144), weights(3, 24, 144)))
-    out = grouped_gemm(a, b, int32(0, 0, 0, 0).to("meta"))
+    out = grouped_gemm(a, b, int32([0, 0, 0, 0]).to("meta"))
     assert out.is_meta and out.shape == (6, 24) and out.dtype == torch.bfloat16
-    masked = grouped_gemm_masked([t.unflatten(0, (3, 2)) for t in a], b, int32(0, 0, 0).to("meta"))
+    masked = grouped_gemm_masked([t.unflatten(0, (3, 2)) for t in a], b, int32([0, 0, 0]).to("meta"))
     assert masked.is_meta and masked.shape == (3, 2, 24)
 
 
 def test_backward_says_that_there_is_none():
     a, b = activations(4, 144), weights(2, 24, 144)
     scale = a.scale.clone().requires_grad_()
-    out = grouped_gemm((a.data, scale), b, int32(0, 2, 4))
+    out = grouped_gemm((a.data, scale), b, int32([0, 2, 4]))
     with pytest.raises(RuntimeError, match=r"fp8moe\.grouped_gemm has no backward"):
         out.sum().backward()
     masked = [t.unflatten(0, (2, 2)) for t in (a.data, scale)]
     with pytest.raises(RuntimeError, match=r"fp8moe\.grouped_gemm_masked has no backward"):
-        grouped_gemm_masked(masked, b, int32(2, 2)).sum().backward()
+        grouped_gemm_masked(masked, b, int32([2, 2])).sum().backward()
     with pytest.raises(RuntimeError, match="out= has no automatic differentiation"):
-        grouped_gemm((a.data, scale), b, int32(0, 2, 4), out=torch.empty(4, 24))
+        grouped_gemm((a.data, scale), b, int32([0, 2, 4]), out=torch.empty(4, 24))
     with torch.no_grad():
-        assert not grouped_gemm((a.data, scale), b, int32(0, 2, 4)).requires_grad
+        assert not grouped_gemm((a.data, scale), b, int32([0, 2, 4])).requires_grad

@@ -1,7 +1,6 @@
 """The tile configurations of the grouped GEMMs: what the cost model may choose, and that all of it compiles well."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from fp8moe.kernels.gemm_config import (
 )
 from fp8moe.kernels.gemm_source import kernel_spec
 from fp8moe.kernels.grouped_config import candidates, choose, describe, group_sizes, predict, row_tiles_bound
+from tests.gemm_variants import faults, one_of_each
 
 SMS = 132
 BENCHMARK_WEIGHTS = ((4096, 7168), (7168, 2048), (1536, 2048), (2048, 768))
@@ -102,28 +102,16 @@ def test_describe_prints_the_candidates_in_order(swiglu):
     assert lines[0].endswith(str(choose(256, 32, 8.0, 4096, 7168, SMS, max_m=None, swiglu=swiglu)))
 
 
-def structure(config: GemmConfig) -> tuple:
-    """What decides the registers of a variant: not how deep its ring is or how many blocks share K."""
-    tile = (config.block_m, config.block_n, config.swap, config.warpgroups, config.staged)
-    return (*tile, config.blocks_per_sm, config.split_k > 1)
-
-
 def variants(swiglu: bool) -> list[tuple[GemmConfig, int, int]]:
-    """One (config, n, k) of every structure among the candidates, the one that splits K most."""
-    found = {}
-    for groups in (1, 8, 256, 1024):
-        for n, k in BENCHMARK_WEIGHTS:
-            for expected_m in (1 / groups, 1, 8, 16, 24, 64, 1000):
-                rows = math.ceil(groups * expected_m)
-                for config in candidates(rows, groups, expected_m, n, k, SMS, max_m=None, swiglu=swiglu):
-                    key = structure(config)
-                    if key not in found or config.split_k > found[key][0].split_k:
-                        found[key] = (config, n, k)
-    return list(found.values())
-
-
-# C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept.
-COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
+    return one_of_each(
+        (config, n, k)
+        for groups in (1, 8, 256, 1024)
+        for n, k in BENCHMARK_WEIGHTS
+        for expected_m in (1 / groups, 1, 8, 16, 24, 64, 1000)
+        for config in candidates(
+            math.ceil(groups * expected_m), groups, expected_m, n, k, SMS, max_m=None, swiglu=swiglu
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,15 +119,7 @@ COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
     [(torch.bfloat16, 0), (torch.float32, 0), (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.bfloat16, 3)],
 )
 def test_every_variant_keeps_to_its_registers(out_dtype, swiglu):
-    faults = {}
-    for config, n, k in variants(swiglu > 0):
-        report = jit.compile_spec(kernel_spec(config, n, k, out_dtype=out_dtype, swiglu=swiglu))
-        memory = (report.spill_stores, report.spill_loads, report.stack)
-        complaints = COMPLAINTS.findall(report.log)
-        share = REGISTERS_PER_SM // (config.threads * config.blocks_per_sm)
-        if any(memory) or complaints or report.static_smem or report.registers > share:
-            faults[config] = (memory, complaints, report.static_smem, report.registers)
-    assert not faults
+    assert not faults(variants(swiglu > 0), out_dtype=out_dtype, swiglu=swiglu)
 
 
 @pytest.mark.parametrize("swiglu", [0, 1])

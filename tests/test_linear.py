@@ -296,9 +296,8 @@ def test_opcheck():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_compile(backend):
+def test_compile(backend, fresh_compiler):
     model = nn.Sequential(FP8Linear(131, 48), nn.SiLU(), FP8Linear(48, 20, bias=False))
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     for shape in ((2, 3, 131), (4, 5, 131)):
         x = torch.randn(shape)
@@ -307,8 +306,7 @@ def test_compile(backend):
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_fp8_weights_have_no_gradient(backend):
-    torch._dynamo.reset()
+def test_fp8_weights_have_no_gradient(backend, fresh_compiler):
     layer = FP8Linear(144, 24).requires_grad_()
     x = torch.randn(3, 144)
     call = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)

@@ -11,7 +11,8 @@ from fp8moe.kernels.mqa_cache import append_kv, new_kv_cache, read_kv
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from tests import mqa_cases as cases
-from tests.mqa_cases import INT32, POISON, int32
+from tests.gemm_cases import int32
+from tests.mqa_cases import INT32, POISON
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,8 +8,8 @@ from fp8moe import FP8MQAIndexer, mqa_logits, quantize_1x128, replace_linears
 from fp8moe.kernels.mqa_cache import new_kv_cache
 from fp8moe.layers import mqa_indexer
 from fp8moe.layers.linear import FP8Linear
+from tests.errors import relative_error
 from tests.indexer_reference import angles, operands, scores
-from tests.transformers_models import relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,7 +81,7 @@ def test_scores(interleaved):
     starts, ends = torch.zeros(30, dtype=torch.int32), torch.full((30,), 30, dtype=torch.int32)
     logits = mqa_logits(q, (data, scale[:, 0]), weights, starts, ends)
     expected = scores(*operands(indexer, hidden, q_resid, *embeddings, interleaved=interleaved))
-    assert relative(logits, expected) < 1e-3
+    assert relative_error(logits, expected) < 1e-3
 
 
 def test_ranges_that_are_reversed_negative_or_past_the_end():
@@ -277,8 +277,7 @@ def test_nothing_is_recorded():
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_compile(dynamic):
-    torch._dynamo.reset()
+def test_compile(dynamic, fresh_compiler):
     indexer = make()
     arguments = packed(indexer)
     compiled = torch.compile(indexer, backend="aot_eager", fullgraph=True, dynamic=dynamic)

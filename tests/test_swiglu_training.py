@@ -13,21 +13,11 @@ from fp8moe.kernels.swiglu_training import swiglu_backward_quantize, swiglu_quan
 from fp8moe.quant import transpose_cuda
 from fp8moe.quant.quantize import dequantize
 from fp8moe.quant.transpose import quantize_with_transpose
+from tests.errors import relative_error
+from tests.experts_cases import swiglu_operands as operands
 
 ACTIVATIONS = (Activation(), Activation(limit=1.0), Activation(limit=1.0, alpha=1.702), Activation(name="swish"))
 E4M3_ERROR = 4e-2
-
-
-def operands(rows: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate_up, grad and row_weights; some of gate and up are on a limit of 1."""
-    generator = torch.Generator().manual_seed(seed)
-    gate_up = torch.randn(rows, 2 * size, generator=generator).bfloat16()
-    gate_up[:, ::7] = gate_up[:, ::7].sign()
-    return (
-        gate_up,
-        torch.randn(rows, size, generator=generator).bfloat16(),
-        torch.rand(rows, generator=generator) + 0.1,
-    )
 
 
 def exact_gradients(gate_up, grad, row_weights, activation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,10 +25,6 @@ def exact_gradients(gate_up, grad, row_weights, activation) -> tuple[torch.Tenso
     gate_up, row_weights = gate_up.double().requires_grad_(), row_weights.double().requires_grad_()
     (row_weights[:, None] * activation(gate_up)).backward(grad.double())
     return gate_up.grad, row_weights.grad
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 def offsets_of(*offsets: int) -> torch.Tensor:
@@ -69,7 +55,7 @@ def test_gradients_are_those_of_autograd(rows, blocks, activation, seed):
         128 * blocks
     )
     rounded = quantize_with_transpose(d_gate_up.bfloat16(), offsets)
-    assert relative_error(dequantize(t.columns), dequantize(rounded.columns).double()) < 1e-2
+    assert relative_error(dequantize(t.columns), dequantize(rounded.columns)) < 1e-2
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

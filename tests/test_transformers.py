@@ -17,13 +17,14 @@ from fp8moe.layers import master
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from tests.transformers_models import BASE, MLA, TOKENS, experts_of, random_model, relative, write_checkpoints
+from tests.errors import relative_error
+from tests.transformers_models import BASE, MLA, TOKENS, modules_named, random_model, write_checkpoints
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 from transformers.quantizers import quantizer_finegrained_fp8  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "registered")
 
 # Small weights: routing must not hang on the last bit of a score.
 SHAPE = BASE | {"hidden_size": 128, "max_position_embeddings": 64, "initializer_range": 0.03}
@@ -33,11 +34,6 @@ MODELS = {
     "deepseek_v3": MLA,
     "deepseek_v32": MLA | {"index_topk": 8, "index_head_dim": 32, "index_n_heads": 16},
 }
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
 
 
 def make_model(name, dtype=torch.bfloat16, **changes):
@@ -93,7 +89,7 @@ def test_close_to_eager_and_equal_to_grouped_experts(name):
     ours = logits(model)
     # E4M3 keeps 3 bits of mantissa, a relative error of 2.6% in the mean square. Five roundings (input, gate, up,
     # intermediate, down) make that about 6% of what the experts contribute, and they are only a part of the logits.
-    assert 0 < relative(ours, eager) < 0.06
+    assert 0 < relative_error(ours, eager) < 0.06
     assert torch.equal(ours, logits(with_grouped_experts(model)))
 
 
@@ -116,7 +112,7 @@ def built(monkeypatch):
 def test_weights_are_quantized_once_until_they_change(built):
     model = make_model("mixtral")
     model.set_experts_implementation("fp8moe")
-    first, second = experts_of(model)
+    first, second = modules_named(model, "experts")
     before = logits(model)
     assert torch.equal(logits(model), before)
     assert built == [first, second]
@@ -136,7 +132,7 @@ def test_weights_are_quantized_once_until_they_change(built):
 def test_outdate_after_writes_that_no_version_shows(built):
     model = make_model("mixtral")
     model.set_experts_implementation("fp8moe")
-    modules = experts_of(model)
+    modules = modules_named(model, "experts")
     before = logits(model)
     for module in modules:
         module.down_proj.data.zero_()
@@ -151,7 +147,7 @@ def test_outdate_after_writes_that_no_version_shows(built):
 
 
 def test_new_weights_at_an_old_address_are_noticed(built):
-    module = experts_of(make_model("mixtral"))[0]
+    module = modules_named(make_model("mixtral"), "experts")[0]
     module.config._experts_implementation = "fp8moe"
     arguments = torch.randn(3, 128), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
     with torch.no_grad():
@@ -173,7 +169,7 @@ def test_the_copy_is_no_part_of_the_model():
     model.set_experts_implementation("fp8moe")
     expected = logits(model)
     assert list(model.state_dict()) == names and sum(1 for _ in model.modules()) == count
-    module = experts_of(model)[0]
+    module = modules_named(model, "experts")[0]
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert other._fp8moe.layer is None
     assert torch.equal(logits(copy.deepcopy(model)), expected)
@@ -181,7 +177,7 @@ def test_the_copy_is_no_part_of_the_model():
 
 def test_experts_of_other_ranks_add_nothing():
     """Expert parallelism: a rank's module has its share of the weights; num_experts stands for every other expert."""
-    module = experts_of(make_model("qwen3_moe"))[0]
+    module = modules_named(make_model("qwen3_moe"), "experts")[0]
     module.config._experts_implementation = "fp8moe"
     x = torch.randn(9, 128, dtype=torch.bfloat16)
     index = torch.stack([torch.randperm(8)[:2] for _ in range(9)])
@@ -202,11 +198,10 @@ def test_experts_of_other_ranks_add_nothing():
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_compile(fullgraph):
-    torch._dynamo.reset()
+def test_compile(fullgraph, fresh_compiler):
     model = make_model("mixtral", torch.float32, num_hidden_layers=1)
     model.set_experts_implementation("fp8moe")
-    module = experts_of(model)[0]
+    module = modules_named(model, "experts")[0]
     arguments = torch.randn(5, 128), torch.randint(4, (5, 2)), torch.rand(5, 2)
     with torch.no_grad():
         compiled = torch.compile(module, backend="aot_eager", fullgraph=fullgraph)
@@ -267,7 +262,7 @@ def test_transposed_experts_with_bias():
 
 
 def test_experts_with_a_gate_of_their_own():
-    module = copy.deepcopy(experts_of(make_model("mixtral"))[0])
+    module = copy.deepcopy(modules_named(make_model("mixtral"), "experts")[0])
 
     class TanhExperts(type(module)):
         def _apply_gate(self, gate_up):
@@ -297,7 +292,7 @@ def test_fp8_model_of_transformers(checkpoints, fp8_without_gpu, built, tmp_path
         directory = tmp_path / "fp8"
         quantize_checkpoint(bf16, directory, scale_format="ue8m0")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, experts_implementation="fp8moe")
-    modules = experts_of(model)
+    modules = modules_named(model, "experts")
     assert all(type(module) is finegrained_fp8.FP8Experts for module in modules)
     assert any(type(module) is finegrained_fp8.FP8Linear for module in model.modules())
     out = logits(model)
@@ -317,7 +312,7 @@ def test_fp8_linear_is_routed():
     assert torch.equal(theirs(x), linear(x, *quantized, theirs.bias))
 
     exact = x.double() @ dequantize(quantized, dtype=torch.float64).T + theirs.bias.double()
-    assert relative(theirs(x), exact) < 0.04  # the activations' rounding
+    assert relative_error(theirs(x), exact) < 0.04  # the activations' rounding
 
 
 def test_gradients_are_not_recorded_for_the_weights_of_fp8_linears():
@@ -387,7 +382,7 @@ def test_load_model(checkpoints, dtype):
     name, _, directory = checkpoints
     model = load_model(directory, dtype=dtype)
     assert not model.training and model.dtype == dtype
-    assert all(type(module) is GroupedExperts for module in experts_of(model))
+    assert all(type(module) is GroupedExperts for module in modules_named(model, "experts"))
     assert not any(value.is_meta for value in model.state_dict().values())
     expected = with_grouped_experts(make_model(name), linears=True)
     replaced = {path for path, module in expected.named_modules() if type(module) is FP8Linear}
@@ -399,7 +394,7 @@ def test_load_model(checkpoints, dtype):
     if dtype == torch.bfloat16:
         assert torch.equal(logits(model), logits(expected))
     else:
-        assert relative(logits(model), logits(expected)) < 0.3  # bfloat16 moves the routing of single tokens
+        assert relative_error(logits(model), logits(expected)) < 0.3  # bfloat16 moves the routing of single tokens
 
 
 def test_what_must_stay_in_float32_does(checkpoints):

@@ -11,26 +11,19 @@ from tests.indexer_reference import operands
 from tests.transformers_indexers import (
     ALL,
     FEW,
-    LENGTH,
     NEW_TOKENS,
     arguments,
     generate,
-    indexers_of,
     left_padded,
     make_model,
-    prompts,
     random_indexer,
     without,
 )
+from tests.transformers_models import LENGTH, modules_named, prompts
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
+pytestmark = pytest.mark.usefixtures("one_thread", "registered")
 
 
 @pytest.fixture
@@ -47,7 +40,7 @@ def launches(monkeypatch):
 
 
 def test_register_again_changes_nothing():
-    cls = type(indexers_of(make_model(FEW))[0])
+    cls = type(modules_named(make_model(FEW), "indexer")[0])
     before = cls.forward
     register()
     assert cls.forward is before and not hasattr(before.__wrapped__, "_fp8moe")
@@ -57,7 +50,7 @@ def test_models_with_hooks_from_before(launches):
     """As accelerate puts them on the modules of a model on several devices: they call the forward that was there."""
     hooks = pytest.importorskip("accelerate.hooks")
     model = make_model(FEW, num_hidden_layers=2)
-    hooked, unhooked = indexers_of(model)
+    hooked, unhooked = modules_named(model, "indexer")
     with without(model):
         for indexer in (hooked, unhooked):
             hooks.add_hook_to_module(indexer, hooks.ModelHook())
@@ -164,7 +157,7 @@ def test_a_conversation_that_goes_on():
 def test_glm():
     sizes = {"head_dim": 16, "pad_token_id": 0, "mlp_layer_types": ["dense", "sparse", "sparse"]}
     model = make_model(FEW, "glm_moe_dsa", **sizes)
-    if not hasattr(type(indexers_of(model)[0]).forward, "_fp8moe"):
+    if not hasattr(type(modules_named(model, "indexer")[0]).forward, "_fp8moe"):
         pytest.skip("this version of transformers calls the indexer of GLM-MoE-DSA with other arguments")
     with without(model):
         expected = generate(model, prompts())
@@ -240,9 +233,8 @@ def test_selections_of_transformers():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_compile(backend):
+def test_compile(backend, fresh_compiler):
     """Two steps on a static cache, as generate compiles them."""
-    torch._dynamo.reset()
     indexer = random_indexer(FEW)
     hidden, q_resid, (cos, sin) = arguments(indexer, 3, 20)
     mask = torch.ones(20, 24, dtype=torch.bool).tril()[None]

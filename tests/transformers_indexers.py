@@ -5,11 +5,10 @@ from contextlib import contextmanager
 import torch
 
 from tests.indexer_reference import angles
-from tests.transformers_models import BASE, MLA, random_model
+from tests.transformers_models import BASE, MLA, modules_named, random_model
 
 SHAPE = BASE | {"hidden_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2, "num_hidden_layers": 3}
 INDEXER = {"index_head_dim": 32, "index_n_heads": 32}
-LENGTH = 12
 NEW_TOKENS = 20
 FEW, ALL = 8, 64
 """Tokens to select: fewer than there are, and all."""
@@ -24,7 +23,7 @@ def make_model(top_k, model_type="deepseek_v32", device="cpu", **changes):
     """
     options = SHAPE | MLA | INDEXER | {"index_topk": top_k} | changes
     model = random_model(model_type, options, dtype=torch.float32)
-    first, *_ = indexers = indexers_of(model)
+    first, *_ = indexers = modules_named(model, "indexer")
     first.index_topk = ALL
     with torch.no_grad():
         for indexer in indexers:
@@ -39,7 +38,7 @@ def make_model(top_k, model_type="deepseek_v32", device="cpu", **changes):
 def random_indexer(top_k, **changes):
     """One without such care."""
     sizes = INDEXER | {"hidden_size": 64, "index_topk": top_k, "initializer_range": 0.2}
-    return indexers_of(random_model("deepseek_v32", BASE | MLA | sizes | changes))[0]
+    return modules_named(random_model("deepseek_v32", BASE | MLA | sizes | changes), "indexer")[0]
 
 
 def arguments(indexer, batch, tokens, dtype=torch.float32):
@@ -51,14 +50,6 @@ def arguments(indexer, batch, tokens, dtype=torch.float32):
     )
     cos, sin = angles(torch.arange(tokens), indexer.qk_rope_head_dim, dtype)
     return hidden, q_resid, (cos.expand(batch, -1, -1), sin.expand(batch, -1, -1))
-
-
-def indexers_of(model):
-    return [module for name, module in model.named_modules() if name.endswith(".indexer")]
-
-
-def prompts(batch=3, seed=0, device="cpu"):
-    return torch.randint(3, 128, (batch, LENGTH), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def left_padded(ids, *padding):
@@ -77,7 +68,7 @@ def generate(model, ids, mask=None, **options):
 @contextmanager
 def without(model, forward=None):
     """Its indexers run transformers' own forward, or another, as if `register` had not been called."""
-    cls = type(indexers_of(model)[0])
+    cls = type(modules_named(model, "indexer")[0])
     ours = cls.forward
     assert ours._fp8moe
     cls.forward = ours.__wrapped__ if forward is None else forward

@@ -28,7 +28,14 @@ MLA = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
-TOKENS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(1))
+LENGTH = 12
+
+
+def prompts(batch=3, length=LENGTH, seed=0, device="cpu"):
+    return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+TOKENS = prompts(seed=1)
 
 
 def random_model(model_type, options, **how):
@@ -47,9 +54,6 @@ def write_checkpoints(model, directory):
     return directory / "bf16", directory / "fp8"
 
 
-def experts_of(model):
-    return [module for name, module in model.named_modules() if name.endswith(".experts")]
-
-
-def relative(actual, expected):
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+def modules_named(model, name):
+    """The modules whose path ends in this name."""
+    return [module for path, module in model.named_modules() if path.endswith(f".{name}")]

@@ -1,12 +1,14 @@
 """GraphDecoder with CUDA graphs: tokens equal to those of the uncaptured model, whatever the prompts."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.transformers import register
+from tests import transformers_models
 from tests.transformers_models import BASE, MLA, random_model
 
 transformers = pytest.importorskip("transformers")
@@ -23,6 +25,7 @@ MODELS = {
     "deepseek_v3": WIDE_MLA,
     "deepseek_v32": WIDE_MLA | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 16},
 }
+prompts = partial(transformers_models.prompts, device=DEVICE)
 
 
 def make_model(name, experts="fp8moe"):
@@ -39,10 +42,6 @@ def model():
 @pytest.fixture(scope="module")
 def decoder(model):
     return GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH)
-
-
-def prompts(batch, length, seed):
-    return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 @torch.no_grad()

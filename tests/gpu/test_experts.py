@@ -1,7 +1,7 @@
 """GroupedExperts on the CUDA backend."""
 
 import copy
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +10,12 @@ from torch import nn
 
 from benchmarks.experts import exact as from_intermediate
 from benchmarks.experts import quantized_intermediate
-from fp8moe import config
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.quantize import dequantize, quantize_1x128
+from tests import experts_cases
+from tests.backends import on_reference
+from tests.errors import relative_error
+from tests.experts_cases import VARIANTS
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -23,32 +26,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = 1e-2
 # Fewer results round to bfloat16 up to a fifth better or worse by chance, so backends cannot be compared on them.
 ENOUGH_VALUES = 1000
-VARIANTS = {
-    "plain": {},
-    "limit": dict(swiglu_limit=0.4),
-    "alpha": dict(swiglu_limit=0.4, swiglu_alpha=1.702),
-    "gelu": dict(activation="gelu"),
-    "relu2, no gate": dict(activation="relu2", gated=False),
-}
 FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda v: F.relu(v) ** 2}
+route = partial(experts_cases.route, device=DEVICE)
 
 
 def make(num_experts=8, hidden_size=272, intermediate_size=208, seed=0, **options):
-    torch.manual_seed(seed)
-    sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
-    layer = GroupedExperts(**sizes, device=DEVICE, **options)
-    for name in layer.weight_names[1::2]:
-        # So that a scale applied to the wrong block shows.
-        scale = getattr(layer, name)
-        scale.mul_(torch.rand_like(scale) + 0.5)
-    return layer
-
-
-def route(tokens, num_experts, top_k, seed=0):
-    """Distinct experts for each token, and weights."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    weights, index = torch.rand(tokens, num_experts, device=DEVICE, generator=generator).topk(top_k, dim=-1)
-    return index, weights / weights.sum(-1, keepdim=True)
+    return experts_cases.make(num_experts, hidden_size, intermediate_size, seed, device=DEVICE, **options)
 
 
 def exact(layer, x, index, weights):
@@ -80,10 +63,6 @@ def exact(layer, x, index, weights):
     return out
 
 
-def error(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-
-
 def on_cuda(call, *arguments):
     return call(*arguments)
 
@@ -91,16 +70,7 @@ def on_cuda(call, *arguments):
 def own_error(run, layer, x, index, weights):
     """Error of the layer on one backend, over what that quantizes between the GEMMs."""
     intermediate = run(quantized_intermediate, layer, x, index)
-    return error(run(layer, x, index, weights), from_intermediate(layer, x, index, weights, intermediate))
-
-
-def on_reference(call, *arguments):
-    settings = config.settings
-    config.settings = replace(settings, backend="reference")
-    try:
-        return call(*arguments)
-    finally:
-        config.settings = settings
+    return relative_error(run(layer, x, index, weights), from_intermediate(layer, x, index, weights, intermediate))
 
 
 def check(layer, x, index, weights):
@@ -108,7 +78,7 @@ def check(layer, x, index, weights):
     assert out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous()
     if x.numel() and index.numel():
         expected = exact(layer, x, index, weights)
-        assert error(out, expected) <= TOLERANCE
+        assert relative_error(out, expected) <= TOLERANCE
         whole_sizes = x.shape[1] % 16 == 0 and layer.intermediate_size % 16 == 0
         if layer.activation.is_swiglu and whole_sizes and x.numel() >= ENOUGH_VALUES:
             # Near the edge of two E4M3 values, the tensor cores' 14 bits put some on the other side. So either backend
@@ -182,14 +152,14 @@ def test_decode_capacity_changes_little(tokens, variant):
     masked = make(**VARIANTS[variant], decode_capacity=64)
     x = torch.randn(tokens, 272, dtype=torch.bfloat16, device=DEVICE)
     routing = route(tokens, 8, 2)
-    assert error(masked(x, *routing), layer(x, *routing).double()) <= 3e-3
+    assert relative_error(masked(x, *routing), layer(x, *routing)) <= 3e-3
 
 
 def test_agrees_with_the_layer_on_the_cpu():
     layer = make(hidden_size=131, swiglu_limit=0.4)
     x, routing = torch.randn(5, 131, device=DEVICE), route(5, 8, 2)
     expected = copy.deepcopy(layer).cpu()(x.cpu(), *(t.cpu() for t in routing))
-    assert error(layer(x, *routing).cpu(), expected.double()) <= 5e-3
+    assert relative_error(layer(x, *routing).cpu(), expected) <= 5e-3
 
 
 @pytest.mark.parametrize("capacity", [None, 64])
@@ -252,7 +222,7 @@ def test_graph_replays_with_other_routing(tokens, capacity):
         out.fill_(NAN)
         graph.replay()
         assert torch.equal(out, layer(x, index, weights))
-        assert error(out, exact(layer, x, index, weights)) <= TOLERANCE
+        assert relative_error(out, exact(layer, x, index, weights)) <= TOLERANCE
 
 
 def test_nothing_waits_for_the_gpu():
@@ -316,11 +286,10 @@ def test_from_experts_needs_memory_for_one_expert():
         gate, up = (x @ module.gate_up_proj[expert].T).chunk(2, dim=-1)
         weight = torch.where(index == expert, weights, 0).sum(-1, keepdim=True)
         expected += weight * ((F.silu(gate) * up) @ module.down_proj[expert].T)
-    assert error(layer(x, index, weights), expected.double()) <= 0.08
+    assert relative_error(layer(x, index, weights), expected) <= 0.08
 
 
-def test_compile():
-    torch._dynamo.reset()
+def test_compile(fresh_compiler):
     layer = make(hidden_size=131, decode_capacity=8)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (3, 9, 20):

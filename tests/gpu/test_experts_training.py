@@ -1,7 +1,7 @@
 """GroupedExperts with a backward on the CUDA backend."""
 
 import copy
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe import config
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
-from tests.experts_training_reference import Block, backward, equal, error, gradients, recipe, straight_through
+from tests import experts_cases
+from tests.backends import on_reference
+from tests.errors import relative_error
+from tests.experts_cases import VARIANTS
+from tests.experts_training_reference import Block, backward, equal, gradients, recipe, straight_through
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -20,13 +23,6 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 NAN = float("nan")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-VARIANTS = {
-    "plain": {},
-    "limit": dict(swiglu_limit=0.4),
-    "alpha": dict(swiglu_limit=0.4, swiglu_alpha=1.702),
-    "gelu": dict(activation="gelu"),
-    "relu2, no gate": dict(activation="relu2", gated=False),
-}
 # Against float64 with every quantization taken for the identity.
 STRAIGHT_THROUGH = 6e-2
 # Against float64 over the same quantized operands: values near the edge of two FP8 values may fall to the other side,
@@ -34,35 +30,15 @@ STRAIGHT_THROUGH = 6e-2
 TOLERANCE = 2e-2
 # Of an error over that of the reference backend, and the part of it that the tensor cores' 14 bits cost.
 RATIO, SLACK = 1.05, 1e-3
+route = partial(experts_cases.route, device=DEVICE)
 
 
-def make(num_experts=8, hidden_size=272, intermediate_size=208, seed=0, master_dtype=torch.float32, **options):
-    torch.manual_seed(seed)
-    sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
-    return GroupedExperts(**sizes, dtype=torch.float32, device=DEVICE, master_dtype=master_dtype, **options)
+def make(num_experts=8, hidden_size=272, intermediate_size=208, **options):
+    return experts_cases.make_trained(num_experts, hidden_size, intermediate_size, device=DEVICE, **options)
 
 
-def route(tokens, num_experts, top_k, seed=0):
-    """Distinct experts for each token, and weights."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    weights, index = torch.rand(tokens, num_experts, device=DEVICE, generator=generator).topk(top_k, dim=-1)
-    return index, weights / weights.sum(-1, keepdim=True)
-
-
-def inputs(tokens=300, num_experts=8, top_k=2, hidden=272, dtype=torch.bfloat16, seed=0):
-    """hidden_states, top_k_index, top_k_weights and a gradient of the result."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    x, grad = (torch.randn(tokens, hidden, device=DEVICE, generator=generator).to(dtype) for _ in range(2))
-    return x, *route(tokens, num_experts, top_k, seed), grad
-
-
-def on_reference(call, *arguments):
-    settings = config.settings
-    config.settings = replace(settings, backend="reference")
-    try:
-        return call(*arguments)
-    finally:
-        config.settings = settings
+def inputs(tokens=300, num_experts=8, top_k=2, hidden=272, **options):
+    return experts_cases.inputs(tokens, num_experts, top_k, hidden, device=DEVICE, **options)
 
 
 def check(layer, *arguments):
@@ -71,9 +47,9 @@ def check(layer, *arguments):
     reference = on_reference(backward, layer, *arguments)[1]
     same_operands, straight = recipe(layer, *arguments), straight_through(layer, *arguments)
     for name, grad in grads.items():
-        ours, theirs = error(grad, straight[name]), error(reference[name], straight[name])
+        ours, theirs = relative_error(grad, straight[name]), relative_error(reference[name], straight[name])
         assert ours <= STRAIGHT_THROUGH and ours <= RATIO * theirs + SLACK, (name, ours, theirs)
-        assert error(grad, same_operands[name]) <= TOLERANCE, name
+        assert relative_error(grad, same_operands[name]) <= TOLERANCE, name
     return out, grads
 
 
@@ -152,7 +128,7 @@ def test_agrees_with_the_layer_on_the_cpu():
     arguments = inputs(hidden=131)
     _, expected = backward(copy.deepcopy(layer).cpu(), *(value.cpu() for value in arguments))
     for name, grad in backward(layer, *arguments)[1].items():
-        assert error(grad.cpu(), expected[name]) <= TOLERANCE, name
+        assert relative_error(grad.cpu(), expected[name]) <= TOLERANCE, name
 
 
 # What must not happen.
@@ -271,15 +247,14 @@ def test_checkpointing(use_reentrant):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(backend):
-    torch._dynamo.reset()
+def test_compile(backend, fresh_compiler):
     block = Block(make())
     compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
     for tokens in (3, 40, 41):
         x = torch.randn(tokens, 272, device=DEVICE)
         expected = gradients(block, block, x)
         for name, grad in gradients(block, compiled, x).items():
-            assert error(grad, expected[name]) <= (0 if backend == "aot_eager" else 3e-2), name
+            assert relative_error(grad, expected[name]) <= (0 if backend == "aot_eager" else 3e-2), name
 
 
 @pytest.mark.parametrize("form", ["foreach", "fused"])
@@ -357,7 +332,7 @@ def test_memory_beside_bfloat16():
     x.requires_grad_(), weights.requires_grad_()
     theirs = torch.autograd.grad(plain(x, index, weights), (x, weights, *plain.parameters()), grad)
     for actual, expected in zip(ours.values(), theirs, strict=True):
-        assert error(actual, expected) <= 0.15
+        assert relative_error(actual, expected) <= 0.15
 
 
 @pytest.mark.parametrize("trained", ["all", "none"])

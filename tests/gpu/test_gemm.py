@@ -1,13 +1,18 @@
 """The dense GEMM kernels against float64 over the same quantized operands."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from benchmarks.operands import rounded_error
 from benchmarks.peers import DENSE_M, DENSE_SHAPES
 from fp8moe.kernels import gemm_config, gemm_cuda
 from fp8moe.kernels.gemm import gemm
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
-from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
+from tests import gemm_cases
+from tests.gemm_cases import exact
 
 pytestmark = pytest.mark.gpu
 
@@ -15,33 +20,8 @@ DEVICE = "cuda"
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 3e-4}
 ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 257, 511, 1000)
 WEIGHTS = ((8, 16), (24, 48), (2112, 128), (136, 144), (576, 576), (576, 1536), (136, 7168), (24, 32768))
-
-
-def operands(m, n, k, seed=0):
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    # A different magnitude in every block, so that a scale applied to the wrong one shows.
-    a = torch.randn(m, k, device=DEVICE, generator=generator)
-    a *= torch.rand(m, 1, device=DEVICE, generator=generator).mul(4).exp()
-    b = torch.randn(n, k, device=DEVICE, generator=generator)
-    b *= torch.rand(1, k, device=DEVICE, generator=generator).mul(3).exp()
-    return quantize_1x128(a), quantize_128x128(b)
-
-
-def random_bytes(*shape):
-    """Finite E4M3 values of every magnitude."""
-    data = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
-    return data.masked_fill_((data & 0x7F) == 0x7F, 0).view(torch.float8_e4m3fn)
-
-
-def exact(a, b, bias=None):
-    product = dequantize(a, dtype=torch.float64) @ dequantize(b, dtype=torch.float64).T
-    return product if bias is None else product + bias.double()
-
-
-def error(actual, expected):
-    """Frobenius error against float64, relative, beyond what rounding the exact result costs (1.7e-3 in bfloat16)."""
-    rounding = (expected.to(actual.dtype).double() - expected).norm()
-    return (((actual.double() - expected).norm() - rounding).clamp(min=0) / expected.norm()).item()
+operands = partial(gemm_cases.operands, spread=4, device=DEVICE)
+random_bytes = partial(gemm_cases.random_bytes, device=DEVICE)
 
 
 def poisoned(m, n, dtype):
@@ -52,7 +32,7 @@ def check(a, b, dtype, bias=None, expected=None):
     out = poisoned(a[0].shape[0], b[0].shape[0], dtype)
     gemm(a, b, bias=bias, out=out)
     expected = exact(a, b, bias) if expected is None else expected
-    assert error(out, expected) <= TOLERANCE[dtype], (out.shape, a[0].shape[1])
+    assert rounded_error(out, expected) <= TOLERANCE[dtype], (out.shape, a[0].shape[1])
     return out
 
 
@@ -86,7 +66,7 @@ def test_every_configuration(shape):
     for config in configs:
         out = poisoned(*shape[:2], torch.bfloat16)
         gemm_cuda.gemm(*a, *b, None, out, config=config)
-        errors[config] = error(out, expected)
+        errors[config] = rounded_error(out, expected)
     # NaN, what an element left unwritten leads to, compares as false.
     assert not {config: value for config, value in errors.items() if not value <= TOLERANCE[torch.bfloat16]}
 
@@ -111,7 +91,7 @@ def test_empty(m, n, k):
     out = gemm(a, b, bias=bias, out=poisoned(m, n, torch.float32))
     assert out.shape == (m, n)
     if m and n:
-        assert error(out, a[0].double() @ b[0].double().T + bias) <= (3e-4 if k else 0)
+        assert rounded_error(out, a[0].double() @ b[0].double().T + bias) <= (3e-4 if k else 0)
     if k == 0:
         assert not gemm(a, b).any()
 
@@ -263,7 +243,7 @@ def test_more_than_2_31_elements(m, n, k):
     for start in range(0, n, 32768):
         columns = slice(start, start + 32768)
         block = FP8Tensor(b.data[columns], b.scale[start // 128 : start // 128 + 256])
-        assert error(out[rows, columns], exact(sample, block)) <= TOLERANCE[torch.bfloat16]
+        assert rounded_error(out[rows, columns], exact(sample, block)) <= TOLERANCE[torch.bfloat16]
     assert sum(part.isnan().sum() for part in out.split(4096)) == 0
 
 

@@ -1,16 +1,20 @@
 """The grouped GEMM kernels against float64 over the same quantized operands."""
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from fp8moe import config
+from benchmarks.operands import rounded_error
 from fp8moe.kernels.gemm import gemm
 from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
 from fp8moe.kernels.swiglu import Activation
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from tests import gemm_cases
+from tests.backends import on_reference
+from tests.errors import relative_error
+from tests.gemm_cases import exact
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -35,39 +39,12 @@ ACTIVATIONS = {
     "limit": Activation(limit=2.0),
     "alpha": Activation(limit=2.0, alpha=1.702),
 }
-
-
-def activations(*shape, seed=0):
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    # A different magnitude in every row, so that a scale applied to the wrong one shows.
-    x = torch.randn(shape, device=DEVICE, generator=generator)
-    return quantize_1x128(x * torch.rand(*shape[:-1], 1, device=DEVICE, generator=generator).mul(4).exp())
-
-
-def weights(experts, n, k, seed=1):
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    w = torch.randn(experts, n, k, device=DEVICE, generator=generator)
-    return quantize_128x128(w * torch.rand(experts, 1, k, device=DEVICE, generator=generator).mul(3).exp())
-
-
-def random_bytes(*shape):
-    """Finite E4M3 values of every magnitude."""
-    data = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
-    return data.masked_fill_((data & 0x7F) == 0x7F, 0).view(torch.float8_e4m3fn)
-
-
-def gate_up_weights(experts, size, k):
-    """Gate and up with blocks of their own."""
-    data, scale = weights(2 * experts, size, k)
-    return FP8Tensor(data.view(experts, 2 * size, k), scale.view(experts, -1, scale.shape[-1]))
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def offsets(sizes, start=0):
-    return int32([start + sum(sizes[:e]) for e in range(len(sizes) + 1)])
+activations = partial(gemm_cases.activations, spread=4, device=DEVICE)
+weights = partial(gemm_cases.weights, device=DEVICE)
+gate_up_weights = partial(gemm_cases.gate_up_weights, seed=1, device=DEVICE)
+random_bytes = partial(gemm_cases.random_bytes, device=DEVICE)
+int32 = partial(gemm_cases.int32, device=DEVICE)
+offsets = partial(gemm_cases.offsets, device=DEVICE)
 
 
 def slices(group_offsets):
@@ -92,9 +69,7 @@ def check(out, a, b, groups):
             continue
         outside[rows] = False
         x, w = FP8Tensor(a[0][rows], a[1][rows]), FP8Tensor(b[0][expert], b[1][expert])
-        expected = dequantize(x, dtype=torch.float64) @ dequantize(w, dtype=torch.float64).T
-        rounding = (expected.to(out.dtype).double() - expected).norm()
-        error = (((out[rows].double() - expected).norm() - rounding).clamp(min=0) / expected.norm()).item()
+        error = rounded_error(out[rows], exact(x, w))
         assert error <= TOLERANCE, (expert, rows, error)
     assert out[outside].isnan().all()
 
@@ -193,7 +168,7 @@ def test_one_group_has_the_error_of_the_dense_gemm():
     a, b = activations(200, 576), weights(1, 136, 576)
     dense = gemm(a, FP8Tensor(b.data[0], b.scale[0]))
     grouped = grouped_gemm(a, b, int32([0, 200]))
-    assert (grouped.double() - dense.double()).norm() <= 1e-3 * dense.double().norm()
+    assert relative_error(grouped, dense) <= 1e-3
 
 
 @pytest.mark.parametrize(("experts", "m", "n", "k"), [(2, 0, 24, 144), (0, 5, 24, 144), (2, 5, 0, 144), (2, 5, 24, 0)])
@@ -273,15 +248,6 @@ def test_bad_values_stay_in_their_rows_and_columns(sizes, bad):
 # GEMM 1 of an experts layer: the same codes as the reference's, but for values at the edge of two.
 
 
-def reference(*arguments, **options):
-    settings = config.settings
-    config.settings = replace(settings, backend="reference")
-    try:
-        return grouped_gemm_swiglu(*arguments, **options)
-    finally:
-        config.settings = settings
-
-
 def same_codes(actual, expected):
     """The sums of tensor cores have 14 bits: few values next to a tie round to the other side, and any may be off by
     a little of the largest in its block, which for one near zero is many steps of E4M3."""
@@ -315,7 +281,7 @@ def test_swiglu(groups, size, activation):
     out = grouped_gemm_swiglu(a, gate_up, group_offsets, **options)
     assert out.data.shape == (m, size) and out.scale.stride() == (1, -(-m // 4) * 4)
     rows = slice(3, 3 + sum(sizes))
-    expected = reference(a, gate_up, group_offsets, **options)
+    expected = on_reference(grouped_gemm_swiglu, a, gate_up, group_offsets, **options)
     same_codes(FP8Tensor(out.data[rows], out.scale[rows]), FP8Tensor(expected.data[rows], expected.scale[rows]))
 
 
@@ -325,7 +291,7 @@ def test_swiglu_of_the_masked_layout(max_m):
     a, gate_up = swiglu_operands(6 * max_m, 6, 208)
     options = dict(activation=Activation(limit=2.0), max_m=max_m)
     out = grouped_gemm_swiglu(a, gate_up, int32(masked_m), **options)
-    expected = reference(a, gate_up, int32(masked_m), **options)
+    expected = on_reference(grouped_gemm_swiglu, a, gate_up, int32(masked_m), **options)
     for e, size in enumerate(masked_m):
         rows = slice(e * max_m, e * max_m + min(max(size, 0), max_m))
         if rows.start < rows.stop:

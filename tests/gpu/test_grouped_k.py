@@ -1,5 +1,7 @@
 """The k-grouped GEMM kernel against float64 over the same quantized operands."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,7 +9,10 @@ from fp8moe.kernels import grouped_k_cuda
 from fp8moe.kernels.grouped_k import grouped_gemm_k
 from fp8moe.kernels.grouped_k_cuda import TILES
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
-from fp8moe.quant.quantize import dequantize, quantize_128x1
+from fp8moe.quant.quantize import quantize_128x1
+from tests import gemm_cases
+from tests.errors import relative_error
+from tests.gemm_cases import exact_along_k
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +29,8 @@ GROUPS = {
     "many": [i % 3 for i in range(200)],
 }
 SIZES = ((1, 8), (8, 16), (63, 72), (136, 104), (257, 96), (1000, 520), (128, 2056))  # M, N
+int32 = partial(gemm_cases.int32, device=DEVICE)
+offsets = partial(gemm_cases.offsets, unit=128, device=DEVICE)
 
 
 def operand(rows, blocks, seed):
@@ -32,43 +39,25 @@ def operand(rows, blocks, seed):
     return quantize_128x1(x * torch.rand(1, rows, device=DEVICE, generator=generator).mul(4).exp())
 
 
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def offsets(blocks, start=0):
-    return int32([128 * (start + sum(blocks[:e])) for e in range(len(blocks) + 1)])
-
-
-def expected(a, b, group_offsets):
-    a, b = dequantize(a, dtype=torch.float64), dequantize(b, dtype=torch.float64)
-    ends = group_offsets.tolist()
-    return torch.stack([a[:, i:j] @ b[:, i:j].T for i, j in zip(ends, ends[1:], strict=False)])
-
-
-def error(actual, exact):
-    return ((actual.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
-
-
 @pytest.mark.parametrize("blocks", GROUPS)
 @pytest.mark.parametrize("size", SIZES)
 def test_against_float64(blocks, size):
     blocks = GROUPS[blocks]
     k, group_offsets = 2 + sum(blocks) + 1, offsets(blocks, start=2)
     a, b = operand(size[0], k, 0), operand(size[1], k, 1)
-    exact = expected(a, b, group_offsets)
+    exact = exact_along_k(a, b, group_offsets)
     for tile in TILES:
         call = (*a, *b, group_offsets)
         out = torch.full((len(blocks), *size), NAN, device=DEVICE)
         grouped_k_cuda.grouped_gemm_k(*call, out, False, tile=tile)
-        assert error(out, exact) <= TOLERANCE
+        assert relative_error(out, exact) <= TOLERANCE
         rounded = torch.full_like(out, NAN, dtype=torch.bfloat16)
         grouped_k_cuda.grouped_gemm_k(*call, rounded, False, tile=tile)
         assert torch.equal(rounded, out.bfloat16())
         total = torch.randn(out.shape, device=DEVICE)
         sums = total.double() + exact
         grouped_k_cuda.grouped_gemm_k(*call, total, True, tile=tile)
-        assert error(total, sums) <= TOLERANCE
+        assert relative_error(total, sums) <= TOLERANCE
 
 
 def test_large_result():
@@ -78,8 +67,8 @@ def test_large_result():
     a, b = operand(8192, sum(blocks), 0), operand(8192 + 104, sum(blocks), 1)
     out = grouped_gemm_k(a, b, group_offsets)
     rows = torch.arange(0, 8192, 97, device=DEVICE)
-    exact = expected(FP8Tensor(a.data[rows], a.scale[rows]), b, group_offsets)
-    assert error(out[:, rows], exact) <= TOLERANCE
+    exact = exact_along_k(FP8Tensor(a.data[rows], a.scale[rows]), b, group_offsets)
+    assert relative_error(out[:, rows], exact) <= TOLERANCE
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -109,10 +98,10 @@ def test_misaligned_group_is_nan_and_offsets_stay_in_bounds():
     assert out[:2].isnan().all() and out[2].isfinite().all()
     for values in ([-(2**31), 2**31 - 1], [512, 0, 512], [-128, 128, 9999 * 128], [2**31 - 128, -128, 256]):
         out = grouped_gemm_k(a, b, int32(values))
-        exact = expected(a, b, int32([min(max(value, 0), 512) for value in values]))
+        exact = exact_along_k(a, b, int32([min(max(value, 0), 512) for value in values]))
         for e, aligned in enumerate(values[i] % 128 == 0 and values[i + 1] % 128 == 0 for i in range(len(exact))):
             if aligned and values[e] <= values[e + 1]:
-                assert error(out[e], exact[e]) <= TOLERANCE
+                assert relative_error(out[e], exact[e]) <= TOLERANCE
 
 
 def test_other_layouts_are_copied():
@@ -135,7 +124,7 @@ def test_graph_replays_with_other_groups():
         a.data.copy_(a.data.flip(0))
         out.fill_(NAN)
         graph.replay()
-        assert error(out, expected(a, b, group_offsets)) <= TOLERANCE
+        assert relative_error(out, exact_along_k(a, b, group_offsets)) <= TOLERANCE
 
 
 def test_memory_of_a_call_is_its_result():

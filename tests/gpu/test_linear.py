@@ -107,8 +107,7 @@ def test_memory_of_a_call():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", CUDA_INDUCTOR])
-def test_compile(backend):
-    torch._dynamo.reset()
+def test_compile(backend, fresh_compiler):
     model = nn.Sequential(FP8Linear(131, 48), nn.SiLU(), FP8Linear(48, 20, bias=False)).to(DEVICE)
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     for shape in ((2, 3, 131), (4, 5, 131)):

@@ -1,19 +1,19 @@
 """Training FP8Linear on the CUDA backend."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe import config
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import quantize_128x128
+from tests.backends import on_reference
 from tests.compilers import CUDA_INDUCTOR
-from tests.linear_training_reference import assert_follows, error, exact, gradients, same, train
+from tests.errors import relative_error
+from tests.linear_training_reference import assert_follows, exact, gradients, same, train
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -34,14 +34,14 @@ def random(*shape, dtype=torch.bfloat16):
 @pytest.mark.parametrize("master_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", [(576, 1536), (1536, 576), (131, 261), (16, 8), (24, 40), (1, 1)])
-def test_gradients(features, dtype, master_dtype, monkeypatch):
+def test_gradients(features, dtype, master_dtype):
     torch.manual_seed(0)
     layer = make(*features, dtype=dtype, master_dtype=master_dtype)
     for lead in ((1,), (5,), (2, 64), (1000,)):
         x, grad = random(*lead, features[0], dtype=dtype), random(*lead, features[1], dtype=dtype)
         out, grads = gradients(layer, x, grad, layer.parameters())
         with torch.no_grad():
-            assert error(out, layer(x).double()) < TOLERANCE[dtype]
+            assert relative_error(out, layer(x)) < TOLERANCE[dtype]
         expected = (*exact(x, grad, quantize_128x128(layer.weight)), grad.double().flatten(0, -2).sum(0))
         for actual, other in zip(grads, expected, strict=True):
             # A single sum may cancel: its error is held to the size of what is summed.
@@ -49,14 +49,12 @@ def test_gradients(features, dtype, master_dtype, monkeypatch):
             difference = (actual.flatten(0, -2) if actual is grads[0] else actual).double() - other
             assert difference.norm() < TOLERANCE[actual.dtype] * size
         if min(features) > 100 and lead == (1000,):
-            with monkeypatch.context() as patch:
-                patch.setattr(config, "settings", dataclasses.replace(config.settings, backend="reference"))
-                _, reference = gradients(layer, x, grad, layer.parameters())
+            _, reference = on_reference(gradients, layer, x, grad, layer.parameters())
             weight = layer.weight.double()
             plain = (grad.double() @ weight, grad.double().t() @ x.double(), grad.double().sum(0))
             for actual, other, wanted in zip(grads, reference, plain, strict=True):
-                assert error(actual, wanted) <= 6e-2
-                assert error(actual, wanted) <= 1.05 * error(other, wanted) + 1e-6
+                assert relative_error(actual, wanted) <= 6e-2
+                assert relative_error(actual, wanted) <= 1.05 * relative_error(other, wanted) + 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,8 +66,8 @@ def test_frozen_weights_pass_gradients(features, dtype):
     with torch.no_grad():
         assert torch.equal(out, layer(x))
     expected, _ = exact(x, grad, (layer.weight, layer.weight_scale_inv))
-    assert error(d_x.flatten(0, -2), expected) < TOLERANCE[dtype]
-    assert error(d_bias, grad.double().sum((0, 1))) < TOLERANCE[dtype]
+    assert relative_error(d_x.flatten(0, -2), expected) < TOLERANCE[dtype]
+    assert relative_error(d_bias, grad.double().sum((0, 1))) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("features", [(576, 1536), (131, 261)])
@@ -112,7 +110,7 @@ def test_agrees_with_the_layer_on_the_cpu():
     _, expected = gradients(layer, x, grad, layer.parameters())
     _, grads = gradients(on_gpu, x.to(DEVICE), grad.to(DEVICE), on_gpu.parameters())
     for actual, other in zip(grads, expected, strict=True):
-        assert error(actual.cpu(), other.double()) < 3e-4
+        assert relative_error(actual.cpu(), other) < 3e-4
 
 
 def test_nothing_waits_for_the_gpu():
@@ -148,8 +146,7 @@ def test_training(options, master_dtype):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", CUDA_INDUCTOR])
-def test_compile(backend):
-    torch._dynamo.reset()
+def test_compile(backend, fresh_compiler):
     model = nn.Sequential(make(131, 48), nn.SiLU(), make(48, 64, False))
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     parameters = list(model.parameters())
@@ -160,7 +157,7 @@ def test_compile(backend):
         compiled_out, compiled_grads = gradients(compiled, x, grad, parameters)
         torch.testing.assert_close(compiled_out, out, rtol=0.05, atol=0.05)  # SiLU may round otherwise
         for actual, expected in zip(compiled_grads, grads, strict=True):
-            assert error(actual, expected.double()) < 0.03
+            assert relative_error(actual, expected) < 0.03
         for parameter, value in zip(parameters, grads[1:], strict=True):
             parameter.grad = value
         optimizer.step()

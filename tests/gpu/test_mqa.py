@@ -1,5 +1,7 @@
 """The MQA logits kernels against float64 over the same quantized operands, and what they leave masked or unwritten."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from fp8moe.kernels import mqa_cuda
 from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
 from fp8moe.kernels.mqa_cache import append_kv
 from fp8moe.quant.formats import FP8Tensor
+from tests import gemm_cases
 from tests import mqa_cases as cases
 from tests.mqa_cases import INT32, POISON
 from tests.waiting import no_waiting
@@ -18,18 +21,9 @@ INF = float("inf")
 SHAPES = [(heads, head_dim) for heads in cases.NUM_HEADS for head_dim in cases.HEAD_DIMS]
 SIZES = ((1, 1), (1, 64), (2, 63), (7, 130), (65, 257), (33, 1000), (130, 129), (256, 2048), (3, 5000))
 LENGTHS = [0, 1, 63, 64, 65, 100, 127, 128, 129, 500, 1000, 2049, 3, 0, 257]
-
-
-def int32(values):
-    return cases.int32(values, DEVICE)
-
-
-def prefill(tokens, keys, **options):
-    return cases.prefill(tokens, keys, device=DEVICE, **options)
-
-
-def paged(context_lens, **options):
-    return cases.paged(context_lens, device=DEVICE, **options)
+int32 = partial(gemm_cases.int32, device=DEVICE)
+prefill = partial(cases.prefill, device=DEVICE)
+paged = partial(cases.paged, device=DEVICE)
 
 
 def check_prefill(operands):

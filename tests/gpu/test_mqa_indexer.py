@@ -7,7 +7,6 @@ import torch
 
 from fp8moe import FP8MQAIndexer
 from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.transformers import register
 from fp8moe.kernels.mqa_cache import new_kv_cache
 from tests.indexer_reference import angles
 from tests.transformers_indexers import (
@@ -18,10 +17,10 @@ from tests.transformers_indexers import (
     generate,
     left_padded,
     make_model,
-    prompts,
     random_indexer,
     without,
 )
+from tests.transformers_models import prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -128,15 +127,9 @@ def test_decode_under_a_graph(variant, next_n):
 # transformers.
 
 
-@pytest.fixture
-def transformers():
-    module = pytest.importorskip("transformers")
-    register()
-    return module
-
-
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("top_k", [FEW, ALL])
-def test_tokens_are_equal(transformers, top_k):
+def test_tokens_are_equal(top_k):
     model = make_model(top_k, device=DEVICE)
     model.set_experts_implementation("batched_mm")  # transformers' default cannot be captured
     ids, mask = left_padded(prompts(device=DEVICE), 0, 5, 3)
@@ -148,7 +141,8 @@ def test_tokens_are_equal(transformers, top_k):
         assert torch.equal(decoder.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS), expected)
 
 
-def test_selections_in_bfloat16(transformers):
+@pytest.mark.usefixtures("registered")
+def test_selections_in_bfloat16():
     """With DeepSeek's sizes, against transformers' unquantized scores."""
     sizes = {"index_n_heads": 64, "index_head_dim": 128, "qk_rope_head_dim": 64, "num_hidden_layers": 1}
     indexer = random_indexer(64, **sizes).to(DEVICE, torch.bfloat16)

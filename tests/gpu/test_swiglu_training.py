@@ -1,17 +1,20 @@
 """SwiGLU and its backward with quantization: against the reference, against float64, and nothing else is written."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from benchmarks.operands import exact, relative_error
+from benchmarks.operands import exact
 from fp8moe.kernels import swiglu_training_reference
 from fp8moe.kernels.swiglu import Activation
 from fp8moe.kernels.swiglu_training import swiglu_backward_quantize, swiglu_quantize
 from fp8moe.quant import transpose_cuda
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
+from tests.errors import relative_error
+from tests.experts_cases import swiglu_operands
 from tests.gpu.test_transpose import (
     GROUPS,
     NONSENSE,
@@ -29,15 +32,7 @@ SIZES = (128, 384)
 CODES_ERROR = 1e-2  # a value next to a tie may round to the other side
 E4M3_ERROR = 4e-2
 DOT_ERROR = 1e-5
-
-
-def operands(rows: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate_up, grad and row_weights; some of gate and up are on a limit of 1."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    gate_up = torch.randn(rows, 2 * size, generator=generator, device="cuda").bfloat16()
-    gate_up[:, ::7] = gate_up[:, ::7].sign()
-    grad = torch.randn(rows, size, generator=generator, device="cuda").bfloat16()
-    return gate_up, grad, torch.rand(rows, generator=generator, device="cuda") + 0.1
+operands = partial(swiglu_operands, device="cuda")
 
 
 def run(gate_up, grad, row_weights, groups, activation) -> tuple[list, list, torch.Tensor]:

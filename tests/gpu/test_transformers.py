@@ -7,14 +7,15 @@ import torch
 
 from fp8moe.integrations.checkpoints import quantize_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.transformers import load_model, register
+from fp8moe.integrations.transformers import load_model
 from fp8moe.layers.experts import GroupedExperts
-from tests.transformers_models import BASE, MLA, TOKENS, experts_of, random_model, relative, write_checkpoints
+from tests.errors import relative_error
+from tests.transformers_models import BASE, MLA, TOKENS, modules_named, prompts, random_model, write_checkpoints
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations import finegrained_fp8  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("registered")]
 
 DEVICE = "cuda"
 SHAPE = BASE | {"hidden_size": 256, "max_position_embeddings": 64, "initializer_range": 0.03}
@@ -36,11 +37,6 @@ MODELS = {
 
 def make_model(name):
     return random_model(name, SHAPE | MODELS[name], dtype=torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -68,7 +64,7 @@ def agrees_with_the_cpu(module):
         ours = module(*(value.to(DEVICE) for value in arguments))
         reference = GroupedExperts.from_experts(copy.deepcopy(module).cpu())(*arguments)
     # Few values, of which some fall on the other side of an E4M3 rounding edge.
-    assert relative(ours.cpu(), reference) < 2e-2
+    assert relative_error(ours.cpu(), reference) < 2e-2
 
 
 def test_experts_in_bfloat16(checkpoints):
@@ -76,13 +72,13 @@ def test_experts_in_bfloat16(checkpoints):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, experts_implementation="fp8moe", device_map=DEVICE
     )
-    for module in experts_of(model):
+    for module in modules_named(model, "experts"):
         agrees_with_the_cpu(module)
     ours = logits(model)
     model.set_experts_implementation("eager")
     # E4M3 keeps 3 bits of mantissa, a relative error of 2.6% in the mean square. Five roundings (input, gate, up,
     # intermediate, down) make that about 6% of what the experts contribute, and they are only a part of the logits.
-    assert 0 < relative(ours, logits(model)) < 0.06
+    assert 0 < relative_error(ours, logits(model)) < 0.06
 
 
 @pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
@@ -97,7 +93,7 @@ def test_fp8_checkpoint(checkpoints, tmp_path, scale_format):
     )
     assert any(type(module) is finegrained_fp8.FP8Linear for module in model.modules())
     out = logits(model)
-    for module in experts_of(model):
+    for module in modules_named(model, "experts"):
         assert type(module) is finegrained_fp8.FP8Experts
         assert module._fp8moe.layer.down_proj.data_ptr() == module.down_proj.data_ptr()
         agrees_with_the_cpu(module)
@@ -111,7 +107,7 @@ def test_load_model_and_decode(checkpoints):
     captured = GraphDecoder(model, batch_sizes=(3,), max_length=32)
     plain = GraphDecoder(model, batch_sizes=(3,), max_length=32, capture=False)
     for seed in range(3):
-        ids = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        ids = prompts(3, 9, seed, DEVICE)
         assert torch.equal(captured.generate(ids, max_new_tokens=16), plain.generate(ids, max_new_tokens=16))
 
 
@@ -121,7 +117,7 @@ def test_moving_the_model_quantizes_again():
     with torch.no_grad():
         model(TOKENS)
         first = logits(model.to(DEVICE))
-        assert experts_of(model)[0]._fp8moe.layer.down_proj.is_cuda
+        assert modules_named(model, "experts")[0]._fp8moe.layer.down_proj.is_cuda
         assert torch.equal(logits(model.cpu().to(DEVICE)), first)
 
 

@@ -1,0 +1,53 @@
+"""Experts layers and their inputs, for tests on the CPU and on a GPU."""
+
+import torch
+
+from fp8moe.layers.experts import GroupedExperts
+
+VARIANTS = {
+    "plain": {},
+    "limit": dict(swiglu_limit=0.4),
+    "alpha": dict(swiglu_limit=0.4, swiglu_alpha=1.702),
+    "gelu": dict(activation="gelu"),
+    "relu2, no gate": dict(activation="relu2", gated=False),
+}
+
+
+def make(num_experts=4, hidden_size=144, intermediate_size=96, seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+    layer = GroupedExperts(**sizes, **options)
+    for name in layer.weight_names[1::2]:
+        # So that a scale applied to the wrong block shows.
+        scale = getattr(layer, name)
+        scale.mul_(torch.rand_like(scale) + 0.5)
+    return layer
+
+
+def make_trained(num_experts=4, hidden_size=144, intermediate_size=96, seed=0, master_dtype=torch.float32, **options):
+    torch.manual_seed(seed)
+    sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+    return GroupedExperts(**sizes, dtype=torch.float32, master_dtype=master_dtype, **options)
+
+
+def route(tokens, num_experts, top_k, seed=0, *, device="cpu"):
+    """Distinct experts for each token, and weights."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights, index = torch.rand(tokens, num_experts, device=device, generator=generator).topk(top_k, dim=-1)
+    return index, weights / weights.sum(-1, keepdim=True)
+
+
+def inputs(tokens=40, num_experts=4, top_k=2, hidden=144, dtype=torch.bfloat16, seed=0, *, device="cpu"):
+    """hidden_states, top_k_index, top_k_weights and a gradient of the result."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x, grad = (torch.randn(tokens, hidden, device=device, generator=generator).to(dtype) for _ in range(2))
+    return x, *route(tokens, num_experts, top_k, seed, device=device), grad
+
+
+def swiglu_operands(rows, size, seed=0, *, device="cpu"):
+    """gate_up, grad and row_weights; some of gate and up are on a limit of 1."""
+    generator = torch.Generator(device).manual_seed(seed)
+    gate_up = torch.randn(rows, 2 * size, generator=generator, device=device).bfloat16()
+    gate_up[:, ::7] = gate_up[:, ::7].sign()
+    grad = torch.randn(rows, size, generator=generator, device=device).bfloat16()
+    return gate_up, grad, torch.rand(rows, generator=generator, device=device) + 0.1

@@ -1,0 +1,41 @@
+"""The compiled variants of the GEMM kernels: one of each structure, and what is wrong with them."""
+
+import re
+from collections.abc import Iterable
+
+from fp8moe.kernels import jit
+from fp8moe.kernels.gemm_config import REGISTERS_PER_SM, GemmConfig
+from fp8moe.kernels.gemm_source import kernel_spec
+
+COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
+"""C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept."""
+
+
+def structure(config: GemmConfig) -> tuple:
+    """What decides the registers of a variant: not how deep its ring is or how many blocks share K."""
+    tile = (config.block_m, config.block_n, config.swap, config.warpgroups, config.staged)
+    return (*tile, config.blocks_per_sm, config.split_k > 1)
+
+
+def one_of_each(candidates: Iterable[tuple[GemmConfig, int, int]]) -> list[tuple[GemmConfig, int, int]]:
+    """One (config, n, k) of every structure among the candidates, the one that splits K most."""
+    found = {}
+    for config, n, k in candidates:
+        key = structure(config)
+        if key not in found or config.split_k > found[key][0].split_k:
+            found[key] = (config, n, k)
+    return list(found.values())
+
+
+def faults(variants: Iterable[tuple[GemmConfig, int, int]], **options) -> dict[GemmConfig, tuple]:
+    """Of the variants compiled with these options of `kernel_spec`: spills, complaints, too many registers."""
+    found = {}
+    for config, n, k in variants:
+        report = jit.compile_spec(kernel_spec(config, n, k, **options))
+        memory = (report.spill_stores, report.spill_loads, report.stack)
+        complaints = COMPLAINTS.findall(report.log)
+        # Threads start with even shares, so that all blocks fit; setmaxnreg gives the math threads more afterwards.
+        share = REGISTERS_PER_SM // (config.threads * config.blocks_per_sm)
+        if any(memory) or complaints or report.static_smem or report.registers > share:
+            found[config] = (memory, complaints, report.static_smem, report.registers)
+    return found
