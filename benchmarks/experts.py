@@ -14,19 +14,16 @@ have the same number of rows for every expert, and 60% of all rows for one.
 Two tokens of every case are checked against float64 over the quantized operands before it is timed.
 """
 
-import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks import host, operands, peers, timing
-from benchmarks.device import require_hopper
+from benchmarks import command, host, operands, peers, timing
 from benchmarks.peers import Model
-from benchmarks.report import Bar, format_bars, format_table, geomean, write_json
+from benchmarks.report import Bar, format_table, geomean, summarize
 from fp8moe import FP8Tensor, GroupedExperts, quantize_1x128
 from fp8moe.kernels.grouped import grouped_gemm_swiglu
 from fp8moe.kernels.permute import permute_quantize
@@ -42,7 +39,6 @@ BALANCE = ("dsv3_ep8", 2048)  # model and tokens of the even and the skewed rout
 SKEW = 0.6  # of the rows
 ONE_TOKEN = ("dsv3", 1)
 MEMORY_TOKENS = 8192  # enough that what the allocator rounds up does not show
-SHORT_REST_S = 0.05  # before cases that power does not limit, those of up to HOST_TOKENS
 MAX_ERROR = 1e-2  # of the layer against float64
 ERROR_CASE = Model(hidden=1024, intermediate=512, experts=16, top_k=4)  # small enough for the reference
 ERROR_TOKENS = 64
@@ -91,18 +87,6 @@ def make_row(name: str, model: Model, tokens: int, routing: str, measured: Measu
         "documented_bytes": documented_bytes(model, tokens),
         "error": measured.error,
     }
-
-
-def summarize(rows: Sequence[dict]) -> list[dict]:
-    """Geometric means of the ratios, one line for each model."""
-    lines = []
-    for name in dict.fromkeys(row["model"] for row in rows):
-        line = {"model": name}
-        for ratio in RATIOS:
-            values = [row[ratio] for row in rows if row["model"] == name and row[ratio] is not None]
-            line[ratio] = geomean(values) if values else None
-        lines.append(line)
-    return lines
 
 
 def bars(rows: Sequence[dict], errors: Mapping[str, float]) -> list[Bar]:
@@ -246,16 +230,6 @@ def check(layer: GroupedExperts, inputs: Sequence[torch.Tensor]) -> float:
     return error
 
 
-def extra_bytes(call: Callable[[], torch.Tensor]) -> int:
-    """Memory that a call takes at its peak beside its result."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before - out.nbytes
-
-
 def capture(call: Callable[[], object]) -> Callable[[], None]:
     """The replay of a CUDA graph of the call, which has run before."""
     graph = torch.cuda.CUDAGraph()
@@ -281,17 +255,17 @@ def run_model(name: str, model: Model, tokens: Sequence[int], *, device: str = "
             inputs = random_inputs(model, index, device=device)
             calls.append(partial(layer, *inputs))
             cases.append((count, routing, len(index.unique())))
-            checked.append((check(layer, inputs), extra_bytes(calls[-1])))
+            checked.append((check(layer, inputs), host.memory(calls[-1])["extra_bytes"]))
     replays = [capture(call) for call in calls]
-    rests = [SHORT_REST_S if count <= HOST_TOKENS else timing.REST_S for count, _, _ in cases]
+    rests = [timing.SHORT_REST_S if count <= HOST_TOKENS else timing.REST_S for count, _, _ in cases]
     profiled = timing.measure(replays, rests=rests)
     elapsed = timing.elapsed(replays, rests=rests)
     rows = []
     for i, (count, routing, active) in enumerate(cases):
         few = count <= HOST_TOKENS
         host_us = host.host_us(calls[i], calls=HOST_CALLS, batches=HOST_BATCHES) if few else None
-        error, memory = checked[i]
-        measured = Measurement(elapsed[i], stages_us(profiled[i]), host_us, memory, active, error)
+        error, extra_bytes = checked[i]
+        measured = Measurement(elapsed[i], stages_us(profiled[i]), host_us, extra_bytes, active, error)
         rows.append(make_row(name, model, count, routing, measured))
     return rows
 
@@ -307,25 +281,22 @@ def run(
 
     Returns {"gpu", "rows", "errors", "bars"}. Only the weights of one model are in memory at a time.
     """
-    gpu = require_hopper()
-    torch.manual_seed(0)
+    gpu = command.start()
     errors = layer_errors(device=device)
     models = peers.models() if models is None else models
     rows = [row for name, model in models.items() for row in run_model(name, model, tokens, device=device)]
-    return {"gpu": gpu, "rows": rows, "errors": errors, "bars": [bar.as_dict() for bar in bars(rows, errors)]}
+    return command.result(gpu, rows, bars(rows, errors), errors=errors)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     models = peers.models()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description="the experts layer against peers")
+    parser = command.parser("experts", "the experts layer against peers")
     parser.add_argument("--models", choices=models, nargs="+", default=list(models))
     parser.add_argument("--tokens", type=int, nargs="+", default=peers.EXPERTS_TOKENS)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
     args = parser.parse_args(argv)
     result = run({name: models[name] for name in args.models}, args.tokens)
-    write_json(args.out / "experts.json", result)
-    by_model = format_table(summarize(result["rows"]), ("model", *RATIOS))
-    print(format_table(result["rows"], COLUMNS), by_model, format_bars(result["bars"]), sep="\n\n")
+    by_model = format_table(summarize(result["rows"], ("model",), RATIOS), ("model", *RATIOS))
+    command.finish(args.out / "experts.json", result, format_table(result["rows"], COLUMNS), by_model)
 
 
 if __name__ == "__main__":

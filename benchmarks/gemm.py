@@ -3,15 +3,13 @@
 Every shape is checked against float64 over its quantized operands before it is timed.
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from benchmarks import device, operands, peers, timing
-from benchmarks.report import Bar, format_bars, format_table, geomean, write_json
+from benchmarks import command, operands, peers, timing
+from benchmarks.report import Bar, format_table, geomean, summarize
 from fp8moe import gemm
 
 # Rows of a decode step: the time is that of reading the weight, so the stored floor applies.
@@ -54,18 +52,6 @@ def make_row(m: int, n: int, k: int, us: float, mean_us: float, error: float, ke
     }
 
 
-def summarize(rows: Sequence[dict]) -> list[dict]:
-    """Geometric means of the ratios, one line for each m."""
-    lines = []
-    for m in dict.fromkeys(row["m"] for row in rows):
-        line = {"m": m}
-        for column in RATIOS:
-            values = [row[column] for row in rows if row["m"] == m and row[column] is not None]
-            line[column] = geomean(values) if values else None
-        lines.append(line)
-    return lines
-
-
 def bars(rows: Sequence[dict]) -> list[Bar]:
     """The bars whose shapes are all among the rows, and the bar on the error of those there are."""
     measured = {(row["m"], row["n"], row["k"]): row for row in rows}
@@ -101,8 +87,7 @@ def bars(rows: Sequence[dict]) -> list[Bar]:
 
 def run(sizes: Sequence[int] = peers.DENSE_M, shapes: Sequence[tuple[int, int]] = peers.DENSE_SHAPES) -> dict:
     """Checks and times every (m, n, k); {"gpu", "rows", "bars"}. RuntimeError if a result is wrong."""
-    gpu = device.require_hopper()
-    torch.manual_seed(0)
+    gpu = command.start()
     keys, calls, errors = [], [], []
     weights = {(n, k): operands.weight(n, k) for n, k in shapes}
     for m in sizes:
@@ -119,7 +104,7 @@ def run(sizes: Sequence[int] = peers.DENSE_M, shapes: Sequence[tuple[int, int]] 
         make_row(*key, timed.median_us, timed.mean_us, error, len(timed.kernels))
         for key, timed, error in zip(keys, timing.measure(calls), errors, strict=True)
     ]
-    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+    return command.result(gpu, rows, bars(rows))
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -129,15 +114,13 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gemm", description="dense FP8 GEMM against peers")
+    parser = command.parser("gemm", "dense FP8 GEMM against peers")
     parser.add_argument("--m", type=int, nargs="+", default=peers.DENSE_M)
     parser.add_argument("--shapes", type=parse_shape, nargs="+", default=peers.DENSE_SHAPES, metavar="NxK")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
     args = parser.parse_args(argv)
     result = run(args.m, args.shapes)
-    write_json(args.out / "gemm.json", result)
-    by_m = format_table(summarize(result["rows"]), ("m", *RATIOS))
-    print(format_table(result["rows"], COLUMNS), by_m, format_bars(result["bars"]), sep="\n\n")
+    by_m = format_table(summarize(result["rows"], ("m",), RATIOS), ("m", *RATIOS))
+    command.finish(args.out / "gemm.json", result, format_table(result["rows"], COLUMNS), by_m)
 
 
 if __name__ == "__main__":

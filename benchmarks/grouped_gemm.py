@@ -11,26 +11,22 @@ Every case is checked before it is timed: some rows of several groups against fl
 that exactly the rows of groups are written.
 """
 
-import argparse
 import random
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks import operands, peers, timing
-from benchmarks.device import require_hopper
+from benchmarks import command, operands, peers, timing
 from benchmarks.gemm import MAX_ERROR
-from benchmarks.report import Bar, format_bars, format_table, geomean, write_json
+from benchmarks.report import Bar, format_table, geomean, summarize
 from fp8moe import FP8Tensor, grouped_gemm, grouped_gemm_masked
 
 PEER_OPS = {"grouped_gemm": "grouped_contiguous", "grouped_gemm_masked": "grouped_masked"}
 # Groups of so many rows read weights most of the time, and masked ones are compared by time.
 FEW_ROWS = 20
-SHORT_REST_S = 0.05  # before cases that power does not limit
 SAMPLED_ROWS = 16  # of a group
 COLUMNS = ("op", "groups", "mean_m", "n", "k", "us", "tflops", "gbps", "vs_deep_gemm", "error")
 
@@ -85,22 +81,6 @@ def make_row(case: Case, rows: int, us: float, mean_us: float, error: float, ker
         "error": error,
         "kernels": kernels,
     }
-
-
-def summarize(rows: Sequence[dict]) -> list[dict]:
-    """Geometric means of the ratios, one line for each operation and kind of groups."""
-    kinds = dict.fromkeys((row["op"], row["groups"], row["mean_m"]) for row in rows)
-    lines = []
-    for op, groups, mean_m in kinds:
-        ratios = _ratios(rows, op, groups, mean_m)
-        line = {"op": op, "groups": groups, "mean_m": mean_m}
-        lines.append(line | {"vs_deep_gemm": geomean(ratios) if ratios else None})
-    return lines
-
-
-def _ratios(rows: Sequence[dict], op: str, groups: int, mean_m: int) -> list[float]:
-    kind = [row for row in rows if (row["op"], row["groups"], row["mean_m"]) == (op, groups, mean_m)]
-    return [row["vs_deep_gemm"] for row in kind if row["vs_deep_gemm"] is not None]
 
 
 def bars(rows: Sequence[dict]) -> list[Bar]:
@@ -183,34 +163,30 @@ def prepare(case: Case, b: FP8Tensor, *, device: str = "cuda") -> tuple[partial,
 
 def run(cases: Sequence[Case] | None = None, *, device: str = "cuda") -> dict:
     """Checks and times every case, by default the stored ones; {"gpu", "rows", "bars"}."""
-    gpu = require_hopper()
-    torch.manual_seed(0)
+    gpu = command.start()
     cases = stored_cases() if cases is None else cases
     shapes = dict.fromkeys((case.groups, case.n, case.k) for case in cases)
     weights = {shape: operands.random_experts(*shape, device=device) for shape in shapes}
     prepared = [prepare(case, weights[case.groups, case.n, case.k], device=device) for case in cases]
-    rests = [timing.REST_S if case.mean_m > FEW_ROWS else SHORT_REST_S for case in cases]
+    rests = [timing.REST_S if case.mean_m > FEW_ROWS else timing.SHORT_REST_S for case in cases]
     timings = timing.measure([call for call, _, _ in prepared], rests=rests)
     rows = [
         make_row(case, count, timed.median_us, timed.mean_us, error, len(timed.kernels))
         for case, (_, count, error), timed in zip(cases, prepared, timings, strict=True)
     ]
-    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+    return command.result(gpu, rows, bars(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.grouped_gemm", description="grouped GEMMs against a peer"
-    )
+    parser = command.parser("grouped_gemm", "grouped GEMMs against a peer")
     parser.add_argument("--op", choices=PEER_OPS, nargs="+", default=list(PEER_OPS))
     parser.add_argument("--groups", type=int, nargs="+", help="only cases with so many groups")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
     args = parser.parse_args(argv)
     cases = [case for case in stored_cases() if case.op in args.op]
     result = run([case for case in cases if args.groups is None or case.groups in args.groups])
-    write_json(args.out / "grouped_gemm.json", result)
-    summary = format_table(summarize(result["rows"]), ("op", "groups", "mean_m", "vs_deep_gemm"))
-    print(format_table(result["rows"], COLUMNS), summary, format_bars(result["bars"]), sep="\n\n")
+    kinds, ratios = ("op", "groups", "mean_m"), ("vs_deep_gemm",)
+    by_kind = format_table(summarize(result["rows"], kinds, ratios), (*kinds, *ratios))
+    command.finish(args.out / "grouped_gemm.json", result, format_table(result["rows"], COLUMNS), by_kind)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 - Memory: the peak over one call less its output, and what is still held when the output is gone.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -20,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import device, operands, peers
-from benchmarks.report import Bar, format_bars, format_table, write_json
+from benchmarks import command, operands, peers
+from benchmarks.report import Bar, format_table
 from fp8moe import FP8Linear, gemm
 
 CALLS_PER_BATCH = 200
@@ -68,12 +67,12 @@ def first_call_rows() -> list[dict]:
     """First `gemm` call of fresh processes with an empty and with a filled kernel cache; the slowest of the repeats."""
 
     def first_call(cache: str, shape: tuple[int, int, int]) -> dict:
-        command = [sys.executable, "-m", "benchmarks.first_call", *map(str, shape)]
+        arguments = [sys.executable, "-m", "benchmarks.first_call", *map(str, shape)]
         root = Path(__file__).resolve().parent.parent
         environment = os.environ | {"FP8MOE_CACHE_DIR": cache}
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+        done = subprocess.run(arguments, cwd=root, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+            raise RuntimeError(f"{' '.join(arguments)} failed:\n{done.stderr}")
         return json.loads(done.stdout.splitlines()[-1])
 
     rows = []
@@ -90,20 +89,24 @@ def first_call_rows() -> list[dict]:
     return rows
 
 
+def memory(call: Callable[[], torch.Tensor]) -> dict[str, int]:
+    """Bytes that a call takes at its peak beside its result, and that stay allocated when the result is gone."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = call()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - out.nbytes
+    del out
+    return {"extra_bytes": extra, "kept_bytes": torch.cuda.memory_allocated() - before}
+
+
 def memory_rows() -> list[dict]:
-    """Bytes that a `gemm` call takes beyond its output, and bytes that stay allocated after it."""
+    """Memory of `gemm` calls."""
     rows = []
     for m, n, k in MEMORY_CALLS:
         a, b = operands.activation(m, k), operands.weight(n, k)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        out = gemm(a, b)
-        torch.cuda.synchronize()
-        peak, output = torch.cuda.max_memory_allocated() - before, out.numel() * out.element_size()
-        del out
-        kept = torch.cuda.memory_allocated() - before
-        rows.append({"what": "memory", "m": m, "n": n, "k": k, "extra_bytes": peak - output, "kept_bytes": kept})
+        rows.append({"what": "memory", "m": m, "n": n, "k": k, **memory(partial(gemm, a, b))})
     return rows
 
 
@@ -125,19 +128,15 @@ def bars(rows: Sequence[dict]) -> list[Bar]:
 
 def run() -> dict:
     """Measures everything; {"gpu", "rows", "bars"}."""
-    gpu = device.require_hopper()
-    torch.manual_seed(0)
+    gpu = command.start()
     rows = memory_rows() + cpu_rows() + first_call_rows()
-    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+    return command.result(gpu, rows, bars(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description="CPU time, first calls and memory")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
-    args = parser.parse_args(argv)
+    args = command.parser("host", "CPU time, first calls and memory").parse_args(argv)
     result = run()
-    write_json(args.out / "host.json", result)
-    print(format_table(result["rows"], COLUMNS), format_bars(result["bars"]), sep="\n\n")
+    command.finish(args.out / "host.json", result, format_table(result["rows"], COLUMNS))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import peers, timing
+from benchmarks import command, peers, timing
 from benchmarks.mqa_cases import (
     MAX_ERROR,
     Batch,
@@ -36,14 +36,12 @@ from benchmarks.mqa_cases import (
     quantized_keys,
     scores,
 )
-from benchmarks.parts import command, run_parts
-from benchmarks.report import Bar, geomean, select
+from benchmarks.report import Bar, format_kinds, geomean, select
 from fp8moe import mqa_logits, quantize_1x128
 from fp8moe.kernels.mqa_cache import BLOCK_TOKENS
 
 TFLOPS = 1490.0  # what FP8 tensor cores reach: cuBLAS, 8192 cubed
 MIN_OVERLAP = 0.93
-SHORT_REST_S = 0.05  # before calls that power does not limit
 APPENDS = {1: 1, 128: 1, 8192: BLOCK_TOKENS, 65536: BLOCK_TOKENS}  # tokens, and how many of them come to one block
 TOPK = ((128, 65536, 2048), (2048, 16384, 2048))  # rows, columns, k
 OVERLAP = {"tokens": 16384, "queries": 64, "heads": 64, "head_dim": 128, "top_k": 2048}
@@ -170,7 +168,7 @@ def bars(rows: Sequence[dict]) -> list[Bar]:
 
 def run_prefill(cases: Sequence[Prefill], *, device: str = "cuda") -> list[dict]:
     prepared = [one for case in cases for one in prepare_prefill(case, device=device)]
-    timings = timing.measure([one.call for one in prepared], rests=[timing.REST_S] * len(prepared))
+    timings = timing.measure([one.call for one in prepared])
     keys = [(case, fill_masked) for case in cases for fill_masked in (True, False)]
     return [make_prefill_row(*key, timed, one.error) for key, timed, one in zip(keys, timings, prepared, strict=True)]
 
@@ -180,7 +178,7 @@ def run_paged(batches: Sequence[Batch], *, device: str = "cuda") -> list[dict]:
     blocks = max(sum(map(blocks_of, batch.contexts)) for batch in batches)
     caches = {head_dim: filled_cache(blocks, head_dim, device=device) for head_dim in {b.head_dim for b in batches}}
     prepared = [prepare_paged(batch, caches[batch.head_dim]) for batch in batches]
-    timings = timing.measure([one.call for one in prepared], rests=[SHORT_REST_S] * len(prepared))
+    timings = timing.measure([one.call for one in prepared], rests=[timing.SHORT_REST_S] * len(prepared))
     us = {batch: timed.median_us for batch, timed in zip(batches, timings, strict=True)}
     rows = [
         make_paged_row(batch, timed, one.error) for batch, timed, one in zip(batches, timings, prepared, strict=True)
@@ -190,7 +188,7 @@ def run_paged(batches: Sequence[Batch], *, device: str = "cuda") -> list[dict]:
 
 def run_append(appends: Mapping[int, int], head_dim: int, *, device: str = "cuda") -> list[dict]:
     calls = [prepare_append(*append, head_dim, device=device) for append in appends.items()]
-    timings = timing.measure(calls, rests=[SHORT_REST_S] * len(calls))
+    timings = timing.measure(calls, rests=[timing.SHORT_REST_S] * len(calls))
     moved = 2 * head_dim + head_dim + 4 + 4  # of a token: bfloat16, e4m3, its scale and its slot
     return [
         make_copy_row("append_kv", {"tokens": tokens, "head_dim": head_dim}, tokens * moved, timed)
@@ -202,7 +200,7 @@ def run_topk(cases: Sequence[tuple[int, int, int]], *, device: str = "cuda") -> 
     logits = {case: torch.randn(case[:2], device=device) for case in cases}
     keys = [(case, ordered) for case in cases for ordered in (True, False)]
     calls = [partial(torch.topk, logits[case], case[2], sorted=ordered) for case, ordered in keys]
-    timings = timing.measure(calls, rests=[SHORT_REST_S] * len(calls))
+    timings = timing.measure(calls, rests=[timing.SHORT_REST_S] * len(calls))
     return [
         make_copy_row(
             "topk",
@@ -249,11 +247,17 @@ PARTS = {
 
 def run(parts: Sequence[str] = tuple(PARTS)) -> dict:
     """Checks and times the parts, by default all; {"gpu", "rows", "bars"}."""
-    return run_parts((PARTS[part] for part in parts), bars)
+    gpu = command.start()
+    rows = [row for part in parts for row in PARTS[part]()]
+    return command.result(gpu, rows, bars(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    command("mqa", "index scores against a peer", run, PARTS, COLUMNS, argv)
+    parser = command.parser("mqa", "index scores against a peer")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
+    args = parser.parse_args(argv)
+    result = run(args.only)
+    command.finish(args.out / "mqa.json", result, *format_kinds(result["rows"], COLUMNS))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ def _normal_e4m3(*shape: int, device: str) -> torch.Tensor:
 
 
 def exact(tensor: FP8Tensor) -> torch.Tensor:
-    """The float64 values that a quantized (rows, k) tensor stands for; rows of a block share its scale."""
+    """The float64 values that a quantized (rows, k) tensor stands for; rows of a block share its scale.
+
+    Results are held to this: it takes no code of the package, and is exact where `fp8moe.dequantize` rounds to float32.
+    """
     data, scale = tensor
     rows_per_block = 1 if scale.shape[0] == data.shape[0] else BLOCK
     scale = scale.double().repeat_interleave(rows_per_block, 0)[: data.shape[0]]

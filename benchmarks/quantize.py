@@ -4,16 +4,14 @@ Times quantize_1x128 and quantize_128x128 of bfloat16, counts the bytes read and
 bandwidth stored with the peers.
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
 import fp8moe
-from benchmarks import device, operands, peers, timing
-from benchmarks.report import Bar, format_bars, format_table, write_json
+from benchmarks import command, operands, peers, timing
+from benchmarks.report import Bar, format_table
 
 K = 7168
 SMALL_M = (1, 2, 4, 8, 16, 32, 64)
@@ -59,8 +57,7 @@ def bars(rows: Sequence[dict]) -> list[Bar]:
 
 def run() -> dict:
     """Checks and times every case; {"gpu", "rows", "bars"}. RuntimeError if a result is wrong."""
-    gpu = device.require_hopper()
-    torch.manual_seed(0)
+    gpu = command.start()
     cases = [("quantize_1x128", m) for m in SMALL_M + LARGE_M] + [("quantize_128x128", m) for m in LARGE_M]
     inputs = {m: torch.randn(m, K, device="cuda", dtype=torch.bfloat16) for m in SMALL_M + LARGE_M}
     calls = [partial(getattr(fp8moe, op), inputs[m]) for op, m in cases]
@@ -72,16 +69,13 @@ def run() -> dict:
         make_row(op, m, K, timed.median_us, timed.mean_us)
         for (op, m), timed in zip(cases, timing.measure(calls), strict=True)
     ]
-    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+    return command.result(gpu, rows, bars(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantize", description="quantization against a copy")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
-    args = parser.parse_args(argv)
+    args = command.parser("quantize", "quantization against a copy").parse_args(argv)
     result = run()
-    write_json(args.out / "quantize.json", result)
-    print(format_table(result["rows"], COLUMNS), format_bars(result["bars"]), sep="\n\n")
+    command.finish(args.out / "quantize.json", result, format_table(result["rows"], COLUMNS))
 
 
 if __name__ == "__main__":

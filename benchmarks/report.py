@@ -1,10 +1,8 @@
-"""What every benchmark reports: means, bars, tables and JSON files."""
+"""What every benchmark reports: means, bars and tables."""
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,19 @@ def geomean(values: Iterable[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
+def summarize(rows: Sequence[dict], keys: Sequence[str], ratios: Sequence[str]) -> list[dict]:
+    """A line for each combination of the keys: geometric means of the ratios, None for one that no row has."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    lines = []
+    for values, group in groups.items():
+        known = {ratio: [row[ratio] for row in group if row[ratio] is not None] for ratio in ratios}
+        means = {ratio: geomean(found) if found else None for ratio, found in known.items()}
+        lines.append(dict(zip(keys, values, strict=True)) | means)
+    return lines
+
+
 def format_value(value: object) -> str:
     """A table cell: three to four significant digits, "-" for None."""
     if value is None:
@@ -66,6 +77,12 @@ def format_table(rows: Sequence[dict], columns: Sequence[str]) -> str:
     )
 
 
+def format_kinds(rows: Sequence[dict], columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """A table of each kind of row that there is, under its name; columns: by kind."""
+    kinds = {what: select(rows, what) for what in columns}
+    return [f"{what}\n{format_table(found, columns[what])}" for what, found in kinds.items() if found]
+
+
 def format_bars(bars: Sequence[dict]) -> str:
     """A table of bars as `Bar.as_dict` gives them."""
     rows = [
@@ -79,9 +96,3 @@ def format_bars(bars: Sequence[dict]) -> str:
         for bar in bars
     ]
     return format_table(rows, ("bar", "value", "need", "aim", "")) if rows else "no bar applies to these rows"
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Writes `content` pretty-printed, making the directory if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -3,6 +3,7 @@
 Each stands between BEGIN and END in its file; a test keeps them as the validation file has them.
 """
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -202,13 +203,14 @@ def with_tables(text: str, tables: str) -> str:
     return before + begin + tables + end + after
 
 
-def main() -> int:
+def main() -> None:
+    description = f"write the figures of {' and '.join(FILES)}"
+    argparse.ArgumentParser(prog="python -m benchmarks.tables", description=description).parse_args()
     benchmarks = json.loads(VALIDATION.read_text())["benchmarks"]
     for name, tables in FILES.items():
         path = ROOT / name
         path.write_text(with_tables(path.read_text(encoding="utf-8"), tables(benchmarks)), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+WARMUP = 3
 REPEATS = 20
 # Before each case, as if it were measured alone: at its power limit the GPU clocks down, more the longer it was busy.
 REST_S = 0.3
+SHORT_REST_S = 0.05  # before cases that power does not limit
 FLUSH_BYTES = 256 << 20
 # No op of this package fills int16, so the kernel that does is recognised by its name.
 FLUSH_DTYPE = torch.int16
@@ -95,19 +97,13 @@ def _profile(work: Callable[[], None]) -> list[KernelEvent]:
     ]
 
 
-def measure(
-    calls: Sequence[Callable[[], object]],
-    *,
-    repeats: int = REPEATS,
-    warmup: int = 3,
-    rests: Sequence[float] | None = None,
-) -> list[Timing]:
+def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[Timing]:
     """GPU time of each call, in order, with a cold L2.
 
-    Every call runs `warmup` times first, so that compilation and module loading stay out of the numbers. rests: seconds
-    of idling before each call's repeats; by default REST_S, of which calls that are not limited by power need less.
+    Every call runs WARMUP times first, so that compilation and module loading stay out of the numbers. rests: seconds
+    of idling before each call's repeats, by default REST_S.
     """
-    flush = _warm_up(calls, warmup)
+    flush = _warm_up(calls)
     # A first short session initialises the profiler and says what the fill's kernel is called in this version of torch.
     names = {event.name for event in _profile(lambda: flush.fill_(0))}
     if len(names) != 1:
@@ -117,29 +113,23 @@ def measure(
         for call, rest in _rested(calls, rests):
             torch.cuda.synchronize()
             time.sleep(rest)
-            for repeat in range(repeats):
+            for repeat in range(REPEATS):
                 flush.fill_(repeat)
                 call()
 
-    return attribute(_profile(session), names.pop(), len(calls), repeats)
+    return attribute(_profile(session), names.pop(), len(calls), REPEATS)
 
 
-def elapsed(
-    calls: Sequence[Callable[[], object]],
-    *,
-    repeats: int = REPEATS,
-    warmup: int = 3,
-    rests: Sequence[float] | None = None,
-) -> list[float]:
+def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[float]:
     """Median time in microseconds from before each call to after it on the GPU, by CUDA events, with a cold L2.
 
     Unlike the sum of the kernels it holds the gaps between them and counts what overlaps once. For calls that the host
     makes in less time than the GPU takes for the fill, such as the replay of a graph: it is never waited for.
     """
-    flush = _warm_up(calls, warmup)
+    flush = _warm_up(calls)
     medians = []
     for call, rest in _rested(calls, rests):
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
         torch.cuda.synchronize()
         time.sleep(rest)
         for repeat, (start, end) in enumerate(events):
@@ -152,10 +142,10 @@ def elapsed(
     return medians
 
 
-def _warm_up(calls: Sequence[Callable[[], object]], warmup: int) -> torch.Tensor:
+def _warm_up(calls: Sequence[Callable[[], object]]) -> torch.Tensor:
     """Runs every call and returns the tensor to fill."""
     for call in calls:
-        for _ in range(warmup):
+        for _ in range(WARMUP):
             call()
     flush = torch.empty(FLUSH_BYTES // FLUSH_DTYPE.itemsize, dtype=FLUSH_DTYPE, device="cuda")
     torch.cuda.synchronize()

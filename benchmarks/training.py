@@ -25,11 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import experts, operands, peers, timing
+from benchmarks import command, experts, operands, peers, timing
 from benchmarks.gemm import MAX_ERROR
-from benchmarks.parts import command, run_parts
 from benchmarks.peers import Model
-from benchmarks.report import Bar, geomean, select
+from benchmarks.report import Bar, format_kinds, geomean, select
 from fp8moe import FP8Linear, FP8Tensor, GroupedExperts, grouped_gemm_k
 
 MODEL, TOKENS = "dsv3_ep8", 8192
@@ -324,11 +323,17 @@ PARTS = {
 
 def run(parts: Sequence[str] = tuple(PARTS)) -> dict:
     """Checks and times the parts, by default all; {"gpu", "rows", "bars"}."""
-    return run_parts((PARTS[part] for part in parts), bars)
+    gpu = command.start()
+    rows = [row for part in parts for row in PARTS[part]()]
+    return command.result(gpu, rows, bars(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    command("training", "training against bfloat16", run, PARTS, COLUMNS, argv)
+    parser = command.parser("training", "training against bfloat16")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
+    args = parser.parse_args(argv)
+    result = run(args.only)
+    command.finish(args.out / "training.json", result, *format_kinds(result["rows"], COLUMNS))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@ weights, as the backward of an experts layer has them; and SwiGLU and its backwa
 `of_copy` counts every row read as often as it is, `of_copy_once` every token once, as if L2 held all repetitions.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import device, operands, peers, timing
-from benchmarks.report import Bar, format_bars, format_table, write_json
+from benchmarks import command, operands, peers, timing
+from benchmarks.report import Bar, format_table
 from fp8moe import FP8Tensor
 from fp8moe.kernels.routing import sort_by_expert
 from fp8moe.kernels.swiglu import Activation
@@ -129,8 +127,7 @@ def check(case: Case) -> int:
 
 def run() -> dict:
     """Checks and times every case; {"gpu", "rows", "bars"}. RuntimeError if a result is wrong."""
-    gpu = device.require_hopper()
-    torch.manual_seed(0)
+    gpu = command.start()
     measured = cases()
     columns = [check(case) for case in measured]
     timings = timing.measure([case.call for case in measured])
@@ -142,17 +139,13 @@ def run() -> dict:
         )
         for case, used, timed in zip(measured, columns, timings, strict=True)
     ]
-    return {"gpu": gpu, "rows": rows, "bars": [bar.as_dict() for bar in bars(rows)]}
+    return command.result(gpu, rows, bars(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    description = "the transposing quantizer against a copy"
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transpose", description=description)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
-    args = parser.parse_args(argv)
+    args = command.parser("transpose", "the transposing quantizer against a copy").parse_args(argv)
     result = run()
-    write_json(args.out / "transpose.json", result)
-    print(format_table(result["rows"], COLUMNS), format_bars(result["bars"]), sep="\n\n")
+    command.finish(args.out / "transpose.json", result, format_table(result["rows"], COLUMNS))
 
 
 if __name__ == "__main__":

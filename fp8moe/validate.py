@@ -224,8 +224,8 @@ def summary(content: dict, sources: str) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, content: dict) -> None:
-    """Replaces the file in one step."""
+def write_json(path: Path, content: dict) -> None:
+    """Replaces the file in one step, making its directory if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -256,6 +256,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         date = datetime.now(UTC).isoformat(timespec="seconds")
         result = {"date": date, "versions": measured_with, **PARTS[part](root)}
         content = merge(content, sources, part, result)
-        write(path, content)
+        write_json(path, content)
     print(summary(content, sources))
     return int(bool(problems(content, sources, needed=chosen)))

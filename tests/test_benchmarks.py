@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import (
+    command,
     experts,
     gemm,
     grouped_gemm,
@@ -16,7 +17,6 @@ from benchmarks import (
     mqa,
     mqa_cases,
     operands,
-    parts,
     peers,
     plots,
     quantize,
@@ -29,6 +29,7 @@ from benchmarks.mqa_cases import Batch, Prefill
 from benchmarks.peers import Model
 from benchmarks.timing import KernelEvent
 from fp8moe import FP8Tensor
+from fp8moe.validate import write_json
 
 FILL = "fill"
 
@@ -121,9 +122,10 @@ def test_a_table_of_bars_says_pass_or_miss():
     assert second.split() == ["time", "30.00", "<=", "25", "us", "-", "MISS"]
 
 
-def test_results_are_written_as_json(tmp_path):
-    report.write_json(tmp_path / "new/gemm.json", {"rows": [1]})
-    assert json.loads((tmp_path / "new/gemm.json").read_text()) == {"rows": [1]}
+def test_without_a_gpu_benchmarks_say_what_they_need(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a Hopper GPU"):
+        command.start()
 
 
 def test_stored_peers_cover_every_shape_that_a_bar_needs():
@@ -135,7 +137,7 @@ def test_stored_peers_cover_every_shape_that_a_bar_needs():
         assert peers.dense("deep_gemm", "host_us")[1, n, k] > 0
     assert len(deep_gemm) == len(peers.DENSE_M) * len(peers.DENSE_SHAPES)
     assert deep_gemm[1, 2112, 7168] == 14.05
-    assert (peers.copy_tbps(), peers.first_call_seconds()) == (4.21, 2.99)
+    assert peers.copy_tbps() == 4.21
 
 
 def gemm_rows(speedup):
@@ -190,7 +192,7 @@ def test_gemm_bars_need_every_shape():
 
 
 def test_gemm_summary_has_a_line_for_each_m():
-    lines = gemm.summarize(gemm_rows(lambda m, n, k: 1.5))
+    lines = report.summarize(gemm_rows(lambda m, n, k: 1.5), ("m",), gemm.RATIOS)
     assert [line["m"] for line in lines] == list(peers.DENSE_M)
     assert all(line["vs_deep_gemm"] == pytest.approx(1.5) for line in lines)
     assert lines[-1]["over_floor"] is None
@@ -331,13 +333,14 @@ def test_grouped_bars_need_every_case():
 
 
 def test_grouped_summary_has_a_line_for_each_kind_of_groups():
-    lines = grouped_gemm.summarize(grouped_rows(lambda case: 1.25))
+    lines = report.summarize(grouped_rows(lambda case: 1.25), ("op", "groups", "mean_m"), ("vs_deep_gemm",))
     assert len(lines) == 4 + 7
+    assert lines[0] == {"op": "grouped_gemm", "groups": 4, "mean_m": 8192, "vs_deep_gemm": pytest.approx(1.25)}
     assert all(line["vs_deep_gemm"] == pytest.approx(1.25) for line in lines)
 
 
-def fake_timings(calls, *, rests):
-    assert len(calls) == len(rests)
+def fake_timings(calls, *, rests=None):
+    assert rests is None or len(calls) == len(rests)
     for call in calls:
         call()
     return [timing.Timing((2.0, 4.0), ("gemm",)) for _ in calls]
@@ -345,7 +348,7 @@ def fake_timings(calls, *, rests):
 
 @pytest.fixture
 def small_rooms(monkeypatch):
-    monkeypatch.setattr(grouped_gemm, "require_hopper", lambda: "no GPU")
+    monkeypatch.setattr(command, "start", lambda: "no GPU")
     monkeypatch.setattr(grouped_gemm, "places", lambda mean_m: 12)
     monkeypatch.setattr(timing, "measure", fake_timings)
 
@@ -459,12 +462,6 @@ def test_experts_bars_need_every_case():
     assert [bar.passed for bar in experts.bars([], dict.fromkeys(ERRORS, math.nan))] == [False, False]
 
 
-def test_experts_summary_has_a_line_for_each_model():
-    lines = experts.summarize(experts_rows(lambda *_: 1.5))
-    assert [line["model"] for line in lines] == list(peers.models())
-    assert all(line["vs_two_gemms"] == pytest.approx(1.5) for line in lines)
-
-
 def test_routing_has_distinct_experts_and_as_many_in_use_as_the_peers():
     for name, tokens in (("qwen3_30b", 8), ("dsv3", 8), ("dsv3_ep8", 1)):
         model = peers.models()[name]
@@ -517,11 +514,11 @@ def test_experts_benchmark_measures_every_case(monkeypatch):
     def measure(calls, *, rests):
         return [timing.Timing((5.0,), experts.KERNELS, (1.0,) * 5) for _ in fake_timings(calls, rests=rests)]
 
-    monkeypatch.setattr(experts, "require_hopper", lambda: "no GPU")
+    monkeypatch.setattr(command, "start", lambda: "no GPU")
     monkeypatch.setattr(experts, "ERROR_CASE", TINY)
     monkeypatch.setattr(experts, "BALANCE", ("tiny", 8))
     monkeypatch.setattr(experts, "capture", lambda call: call)
-    monkeypatch.setattr(experts, "extra_bytes", lambda call: 7)
+    monkeypatch.setattr(host, "memory", lambda call: {"extra_bytes": 7, "kept_bytes": 0})
     monkeypatch.setattr(host, "host_us", lambda call, **_: 90.0)
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "elapsed", lambda calls, *, rests: [6.0] * len(calls))
@@ -599,10 +596,7 @@ def test_training_bars_need_their_cases():
 
 
 def test_weight_gradients_are_checked_and_timed(monkeypatch):
-    def measure(calls):
-        return fake_timings(calls, rests=[0.0] * len(calls))
-
-    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "measure", fake_timings)
     case = training.Case(groups=3, m=200, n=136, total_k=1280)
     (row,) = training.run_products([case], device="cpu")
     assert (row["us"], row["accumulate_us"]) == (3.0, 3.0)
@@ -840,17 +834,17 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path):
         "training": {"rows": training_rows()},
         "mqa": {"rows": mqa_rows()},
     }
-    report.write_json(tmp_path / "new.json", {"benchmarks": benchmarks})
+    write_json(tmp_path / "new.json", {"benchmarks": benchmarks})
     plots.main(["--results", str(tmp_path / "new.json"), "--out", str(tmp_path / "new")])
     assert {path.stem for path in (tmp_path / "new").glob("*.png")} == set(benchmarks)
     older = {"gemm": {"error": "wrong result"}, "quantize": benchmarks["quantize"]}
-    report.write_json(tmp_path / "old.json", {"benchmarks": older})
+    write_json(tmp_path / "old.json", {"benchmarks": older})
     plots.main(["--results", str(tmp_path / "old.json"), "--out", str(tmp_path / "old")])
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["quantize.png"]
 
 
 def test_results_are_read_from_a_directory(tmp_path):
-    report.write_json(tmp_path / "experts.json", {"rows": [1]})
+    write_json(tmp_path / "experts.json", {"rows": [1]})
     assert plots.load(tmp_path, "experts") == [1]
     assert plots.load(tmp_path, "gemm") == []
 
@@ -861,14 +855,27 @@ def test_pictures_of_cases_without_a_peer(tmp_path):
     assert (tmp_path / "experts.png").stat().st_size > 0
 
 
-def test_parts_are_run_written_and_shown(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(parts, "require_hopper", lambda: "a GPU")
-    made = {"a": lambda: [{"what": "a", "us": 1.5}], "b": lambda: [{"what": "b", "us": 2.5}, {"what": "c", "us": 3.5}]}
-
-    def run(chosen):
-        return parts.run_parts([made[part] for part in chosen], lambda rows: [report.Bar("rows", len(rows), 1)])
-
-    parts.command("x", "", run, made, dict.fromkeys("abc", ("us",)), ["--only", "b", "--out", str(tmp_path)])
-    assert [row["what"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == ["b", "c"]
+def test_chosen_parts_are_run_written_and_shown(monkeypatch, tmp_path, capsys):
+    made = {row["what"]: row for row in mqa_rows(overlap=0.5)}
+    parts = {"paged_mqa_logits": lambda: [made["uneven"], made["overlap"]], "topk": lambda: [{"what": "topk"}]}
+    monkeypatch.setattr(mqa, "PARTS", parts)
+    monkeypatch.setattr(command, "start", lambda: "a GPU")
+    mqa.main(["--only", "paged_mqa_logits", "--out", str(tmp_path / "new")])
+    result = json.loads((tmp_path / "new/mqa.json").read_text())
+    assert list(result) == ["gpu", "rows", "bars"]
+    assert (result["gpu"], result["rows"]) == ("a GPU", [made["uneven"], made["overlap"]])
+    assert [bar["passed"] for bar in result["bars"]] == [True, False]
     blocks = capsys.readouterr().out.split("\n\n")
-    assert [block.splitlines()[0] for block in blocks[:2]] == ["b", "c"] and "MISS" in blocks[2]
+    assert [block.splitlines()[0] for block in blocks[:2]] == ["uneven", "overlap"] and "MISS" in blocks[2]
+
+
+@pytest.mark.parametrize("benchmark", [gemm, grouped_gemm, experts])
+def test_rows_means_and_bars_are_shown(monkeypatch, tmp_path, capsys, benchmark):
+    name = benchmark.__name__.removeprefix("benchmarks.")
+    rows = {"gemm": gemm_rows, "grouped_gemm": grouped_rows, "experts": experts_rows}[name](lambda *_: 1.5)
+    monkeypatch.setattr(benchmark, "run", lambda *_: command.result("a GPU", rows, [], more=1))
+    benchmark.main(["--out", str(tmp_path)])
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == {"gpu": "a GPU", "rows": rows, "more": 1, "bars": []}
+    table, means, bars = capsys.readouterr().out.split("\n\n")
+    assert len(table.splitlines()) == 1 + len(rows) and len(means.splitlines()) < len(rows)
+    assert bars == "no bar applies to these rows\n"

@@ -51,8 +51,8 @@ def copy_tbps() -> float:
 def dense(impl: str, field: str = "us") -> dict[tuple[int, int, int], float]:
     """`field` (microseconds by default) of one library's dense GEMM by (m, n, k), where it was measured.
 
-    `impl` is "deep_gemm", "cublas_block" (one scale per 128x128 or 1x128 block) or "torch_bf16"; `field` may also be
-    "host_us", the CPU time of one call.
+    `impl` is "deep_gemm" or "cublas_block" (one scale per 128x128 or 1x128 block); `field` may also be "host_us", the
+    CPU time of one call.
     """
     rows = (row for row in load()["rows"] if row["op"] == "dense" and row["impl"] == impl)
     return {(row["m"], row["n"], row["k"]): row[field] for row in rows if field in row}
@@ -116,9 +116,3 @@ def experts(impl: str) -> dict[tuple[str, int], dict]:
     """
     rows = (row for row in load()["rows"] if row["op"] == "experts_layer" and row["impl"] == impl)
     return {(row["model"], row["tokens"]): row for row in rows}
-
-
-def first_call_seconds() -> float:
-    """Seconds of DeepGEMM's first call of a new kernel, compilation through nvcc included."""
-    (seconds,) = (row["seconds"] for row in load()["rows"] if row["op"] == "first call, JIT included")
-    return seconds

@@ -1,0 +1,40 @@
+"""What the benchmarks have in common before and after they measure: GPU, result, command line."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import Bar, format_bars
+from fp8moe.validate import write_json
+
+
+def start() -> str:
+    """Seeds PyTorch. The name of the current GPU; SystemExit with one sentence if there is none or it is not sm_90."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a Hopper GPU and PyTorch sees no GPU; run it on a machine that has one")
+    name = torch.cuda.get_device_name()
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        raise SystemExit(f"this benchmark needs a Hopper (sm_90) GPU; {name} is sm_{capability[0]}{capability[1]}")
+    torch.manual_seed(0)
+    return name
+
+
+def result(gpu: str, rows: Sequence[dict], bars: Iterable[Bar], **more: object) -> dict:
+    """What a benchmark's `run` returns: {"gpu", "rows", what there is more, "bars"}."""
+    return {"gpu": gpu, "rows": rows, **more, "bars": [bar.as_dict() for bar in bars]}
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Of `python -m benchmarks.NAME`, with the directory that results go to."""
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    made.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
+    return made
+
+
+def finish(path: Path, result: dict, *tables: str) -> None:
+    """Writes a result, and prints the tables and its bars."""
+    write_json(path, result)
+    print(*tables, format_bars(result["bars"]), sep="\n\n")
