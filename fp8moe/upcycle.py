@@ -5,13 +5,14 @@ Upcycling", arXiv:2212.05055, section 3). Identical experts, whose routing weigh
 """
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import replace_linears
+from fp8moe.patterns import as_patterns, matches
 
 # LlamaConfig's fields that mean the same in MixtralConfig.
 _SHARED = (
@@ -68,11 +69,8 @@ def quantize(moe: Any, keep: Iterable[str] = ()) -> None:
 
     keep: patterns of modules that stay as they are, as `replace_linears` takes them.
     """
-    from tqdm import tqdm
-
-    keep = tuple(keep)
+    keep = as_patterns("keep", keep)
     replace_linears(moe, skip=("lm_head", *keep))
     for index, layer in enumerate(tqdm(moe.model.layers, desc="quantizing", leave=False, disable=None)):
-        name = f"model.layers.{index}.mlp.experts"
-        if not any(fnmatchcase(name, pattern) for pattern in keep):
+        if not matches(f"model.layers.{index}.mlp.experts", keep):
             layer.mlp.experts = GroupedExperts.from_experts(layer.mlp.experts)

@@ -102,6 +102,14 @@ def test_other_models_are_refused():
         upcycle(upcycle(make_llama()))
 
 
+def test_modules_are_kept_by_the_last_part_of_their_name():
+    moe = upcycle(make_llama())
+    quantize(moe, ["experts"])
+    kinds = {type(module) for name, module in moe.named_modules() if name.endswith("experts")}
+    assert GroupedExperts not in kinds and len(kinds) == 1
+    assert type(moe.model.layers[0].self_attn.q_proj) is FP8Linear
+
+
 @torch.inference_mode()
 def test_fp8_checkpoint_computes_what_the_dense_fp8_model_does(tmp_path):
     keep = ["model.layers.0.*", "v_proj"]

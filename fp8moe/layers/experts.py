@@ -11,7 +11,7 @@ from fp8moe.kernels.routing import MAX_EXPERTS
 from fp8moe.kernels.swiglu import Activation
 from fp8moe.layers import experts_source
 from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate_masters, quantized
-from fp8moe.layers.parameters import frozen, keep_dtypes, not_fp8
+from fp8moe.layers.parameters import check_no_tangent, frozen, keep_dtypes, not_fp8
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 
@@ -39,8 +39,7 @@ class GroupedExperts(MasterModule):
     Their FP8 copies are made once for each step of an optimizer, at the first call after it, and last until the next
     one: a byte for each weight. Forward, input gradients and weight gradients run in FP8, with sums in float32
     (DeepSeek-V3, arXiv:2412.19437, section 3.3). ``from_experts(trained)`` makes the layer for inference. A change of a
-    weight that neither its version nor an optimizer's step shows, such as one through ``weight.data``, takes effect as
-    `FP8Linear` says.
+    weight that neither its version nor an optimizer's step shows takes effect as `FP8Linear` says.
 
     Where gradients are recorded, and in training mode with a master_dtype, the result of GEMM 1 is rounded to bfloat16
     and the decode_capacity plays no part. `fp8moe.kernels.experts_training` says what is kept for the backward. It
@@ -232,6 +231,7 @@ class GroupedExperts(MasterModule):
                 value.flatten(0, -2) for value in (hidden_states, top_k_index, top_k_weights)
             )
         parameters = [getattr(self, name) for name in self.weight_names]
+        check_no_tangent(hidden_states, top_k_weights, *parameters)
         up, up_scale, down, down_scale = parameters
         masters = {}
         if down_scale is None:

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 from fp8moe.kernels.linear import linear
 from fp8moe.kernels.linear_training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate_masters, quantized
-from fp8moe.layers.parameters import frozen, keep_dtypes, not_fp8
+from fp8moe.layers.parameters import check_no_tangent, frozen, keep_dtypes, not_fp8
+from fp8moe.patterns import as_patterns, matches
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 
@@ -37,7 +37,7 @@ class FP8Linear(MasterModule):
     for the backward. It raises RuntimeError if the weight has changed in place since the forward, and if it is to be
     differentiated itself. ``from_linear(trained)`` makes the layer for inference.
 
-    A change of the weight that neither its version nor an optimizer's step shows, such as one through ``weight.data``,
+    A change of the weight that neither its version nor an optimizer's step shows (docs/training.md lists such changes)
     takes effect at the next step, switch between train and eval mode, ``load_state_dict``, or call of
     `fp8moe.layers.master.outdate`.
 
@@ -101,7 +101,6 @@ class FP8Linear(MasterModule):
             linear.out_features,
             bias=False,
             device="meta",
-            dtype=weight.dtype,
             master_dtype=master_dtype,
         )
         if master_dtype is None:
@@ -137,6 +136,7 @@ class FP8Linear(MasterModule):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) bfloat16, float16 or float32 -> (..., out_features) in the same dtype."""
         scale = self.weight_scale_inv
+        check_no_tangent(x, self.weight, self.bias)
         if scale is not None:
             return linear(x, self.weight, scale, self.bias)
         weight = self.weight
@@ -192,9 +192,7 @@ def replace_linears(
     if isinstance(model, nn.Linear | FP8Linear):
         kind = type(model).__name__
         raise TypeError(f"model: the {kind} itself cannot be replaced in place; use FP8Linear.from_linear(model)")
-    if isinstance(skip, str):
-        raise TypeError(f"skip: expected a sequence of patterns, got the string {skip!r}; did you mean ({skip!r},)?")
-    skip = tuple(skip)
+    skip = as_patterns("skip", skip)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     names: dict[int, list[str]] = {}
     encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
@@ -204,7 +202,7 @@ def replace_linears(
         replaceable = (trained or type(module) is nn.Linear) and module not in read_elsewhere
         if replaceable and owners[id(module.weight)] == 1:
             names.setdefault(id(module), []).append(name)
-    groups = [group for group in names.values() if not any(_matches(name, skip) for name in group)]
+    groups = [group for group in names.values() if not any(matches(name, skip) for name in group)]
     for name, *_ in groups:
         dtype = model.get_submodule(name).weight.dtype
         if dtype not in INPUT_DTYPES:
@@ -214,8 +212,3 @@ def replace_linears(
         for name in group:
             model.set_submodule(name, replacement)
     return [name for group in groups for name in group]
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    last = name.rpartition(".")[2]
-    return any(fnmatchcase(name, pattern) or fnmatchcase(last, pattern) for pattern in patterns)

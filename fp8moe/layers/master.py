@@ -5,11 +5,16 @@ weight (detached, seen by a compiled graph), and is neither saved, moved nor cop
 weight's version stays the same, no optimizer makes a step (some write through ``.data``), and nothing calls `outdate`.
 It goes when its module gets another Parameter in place of the master. So FSDP2 keeps no copies of gathered weights, nor
 meets an old one when it gathers anew, into the same memory and without a change of the version.
+
+In a compiled graph only Parameters of modules have copies: the graph may put several computed weights, one after the
+other, into the same storage.
 """
 
+import weakref
 from collections.abc import Iterable
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -28,7 +33,7 @@ class _Copies:
     """The FP8 copies of the weights in one storage.
 
     by_layout: by offset, shape, strides and dtype: the copy, and the state of the weight that it is of.
-    captured: a CUDA graph quantizes one of the weights. Its replays may change the weight unseen.
+    captured: a CUDA graph quantizes or changes one of the weights. Its replays may change it unseen.
     """
 
     def __init__(self):
@@ -42,8 +47,8 @@ def quantized(weight: Tensor) -> FP8Tensor:
     weight: a master, or a view of one, (..., N, K) bfloat16, float16 or float32.
     Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. They are not to be changed.
 
-    The weight counts as unchanged while its version does, until the next step of any optimizer or `outdate`. A change
-    through ``weight.data`` shows in neither: call `outdate` after it. A call under CUDA graph capture always
+    The weight counts as unchanged while its version does, until the next step of any optimizer or `outdate`. Some
+    changes show in neither (see docs/training.md): call `outdate` after them. A call under CUDA graph capture always
     quantizes, so that replays do too. A compiled graph gets a clone, since it may reuse the memory of all that its
     operators return.
     """
@@ -72,13 +77,27 @@ def outdate_masters() -> None:
     _suspected += 1
 
 
-register_optimizer_step_post_hook(lambda optimizer, args, kwargs: outdate_masters())
+@register_optimizer_step_post_hook
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    outdate_masters()
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                _copies(weight.untyped_storage()).captured = True
+
+
+_modules: weakref.WeakSet["MasterModule"] = weakref.WeakSet()
 
 
 class MasterModule(nn.Module):
     """Base of the modules that can have masters; `trainable` says whether one has."""
 
     trainable: bool
+
+    def __new__(cls, *args, **kwargs) -> "MasterModule":
+        module = super().__new__(cls)
+        _modules.add(module)
+        return module
 
     def train(self, mode: bool = True) -> "MasterModule":
         # Around an evaluation weights may be exchanged through .data.
@@ -108,12 +127,19 @@ def not_for_masters(state_dict: dict[str, Tensor], names: Iterable[str], way_out
     ]
 
 
-def _quantized(weight: Tensor) -> FP8Tensor:
-    storage = weight.untyped_storage()
+def _copies(storage: torch.UntypedStorage) -> _Copies:
     copies = getattr(storage, _ATTRIBUTE, None)
     if copies is None:
         copies = _Copies()
         setattr(storage, _ATTRIBUTE, copies)
+    return copies
+
+
+def _quantized(weight: Tensor) -> FP8Tensor:
+    try:
+        copies = _copies(weight.untyped_storage())
+    except NotImplementedError:  # under torch.func.vmap
+        return _quantize(weight)
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         copies.captured = True
     if copies.captured or weight.is_inference():  # inference tensors have no version
@@ -141,7 +167,17 @@ def _quantize(weight: Tensor) -> FP8Tensor:
         return quantize_128x128(weight)
 
 
+def _is_master(storage: torch.UntypedStorage) -> bool:
+    """Whether it holds a Parameter of a module, and no value that a compiled graph has computed."""
+    if hasattr(storage, _ATTRIBUTE):
+        return True
+    parameters = (value for module in _modules for value in module._parameters.values() if type(value) is nn.Parameter)
+    return any(value.untyped_storage().data_ptr() == storage.data_ptr() for value in parameters)
+
+
 def _quantized_op(weight: Tensor) -> tuple[Tensor, Tensor]:
+    if not _is_master(weight.untyped_storage()):
+        return tuple(_quantize(weight))
     data, scale = _quantized(weight)
     return data.clone(), scale.clone()
 
@@ -149,3 +185,6 @@ def _quantized_op(weight: Tensor) -> tuple[Tensor, Tensor]:
 define(
     "quantized_master(Tensor weight) -> (Tensor, Tensor)", _quantized_op, lambda weight: tuple(quantize_128x128(weight))
 )
+
+# Selective checkpointing is not to look for quantizations: in the recomputation there may be more, or fewer.
+getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set()).add(torch.ops.fp8moe.quantize_128x128.default)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 
 def frozen(value: Tensor) -> nn.Parameter:
@@ -22,6 +23,14 @@ def keep_dtypes(fn: Callable[[Tensor], Tensor], kept: Iterable[Tensor]) -> Calla
         return fn(value) if probe.dtype == value.dtype else value.to(probe.device)
 
     return apply
+
+
+def check_no_tangent(*values: Tensor | None) -> None:
+    """RuntimeError for a value with a tangent: operators would drop it without a word."""
+    if forward_ad._current_level < 0:  # outside of forward-mode differentiation
+        return
+    if any(value is not None and forward_ad.unpack_dual(value).tangent is not None for value in values):
+        raise RuntimeError("FP8 layers have no forward-mode derivative (torch.func.jvp); use backward, or vjp")
 
 
 def not_fp8(state_dict: dict[str, Tensor], names: Iterable[str], way_out: str) -> list[str]:

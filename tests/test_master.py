@@ -1,0 +1,151 @@
+"""Masters and their FP8 copies where PyTorch computes, reuses or differentiates weights in its own ways."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fp8moe import FP8Linear, GroupedExperts, replace_linears
+from fp8moe.layers import master
+from tests.compilers import INDUCTOR
+from tests.errors import relative_error
+
+ROUNDING = 0.1  # what FP8 costs in two layers; another layer's weight would cost 1
+
+
+def plain_and_fp8(layers=2, size=256):
+    plain, fp8 = (nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(layers))) for _ in range(2))
+    fp8.load_state_dict(plain.state_dict())
+    replace_linears(fp8, master_dtype=torch.float32)
+    return plain, fp8
+
+
+@pytest.fixture
+def quantizations(monkeypatch):
+    """A list that every master that is quantized is added to."""
+    weights, quantize = [], master.quantize_128x128
+
+    def watched(weight):
+        if not isinstance(weight, torch._subclasses.FakeTensor):
+            weights.append(weight)
+        return quantize(weight)
+
+    monkeypatch.setattr(master, "quantize_128x128", watched)
+    return weights
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_weights_that_a_compiled_graph_computes(backend, fresh_compiler):
+    plain, fp8 = plain_and_fp8()
+    x = torch.randn(8, 256)
+
+    @torch.no_grad()
+    def doubled(model, x):
+        for layer in model:
+            x = torch.func.functional_call(layer, {"weight": layer.weight * 2}, (x,))
+        return x
+
+    out = torch.compile(doubled, backend=backend)(fp8, x)  # inductor has one buffer for both weights
+    assert relative_error(out, doubled(plain, x)) < ROUNDING
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_weights_that_a_compiled_graph_changes(backend, fresh_compiler):
+    plain, fp8 = plain_and_fp8()
+    x = torch.randn(8, 256)
+
+    @torch.no_grad()
+    def double(model, x):
+        for layer in model:
+            layer.weight.mul_(2)
+        return model(x)
+
+    out = torch.compile(double, backend=backend)(fp8, x)
+    assert relative_error(out, double(plain, x)) < ROUNDING
+    assert relative_error(fp8(x), plain(x)) < ROUNDING
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_a_compiled_graph_quantizes_masters_once(backend, quantizations, fresh_compiler):
+    _, fp8 = plain_and_fp8()
+    experts = GroupedExperts(num_experts=2, hidden_size=256, intermediate_size=128, master_dtype=torch.float32)
+    routing = torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
+    run = torch.compile(lambda x: experts(fp8(x), *routing), backend=backend)
+    for _ in range(3):
+        run(torch.randn(8, 256)).sum().backward()
+    assert len(quantizations) == 4  # of two linears, and the experts' up and down
+
+
+def test_copies_of_modules_are_masters_too(quantizations, fresh_compiler):
+    run = torch.compile(copy.deepcopy(plain_and_fp8()[1]), backend="aot_eager")
+    for _ in range(2):
+        run(torch.randn(8, 256)).sum().backward()
+    assert len(quantizations) == 2
+
+
+def layers():
+    sizes = {"num_experts": 2, "hidden_size": 128, "intermediate_size": 128}
+    routing = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    for options in ({}, {"master_dtype": torch.float32}):
+        yield FP8Linear(128, 128, **options)
+        experts = GroupedExperts(**sizes, **options)
+        yield lambda x, experts=experts: experts(x, *routing)
+
+
+def test_forward_mode_differentiation_is_refused():
+    x = torch.randn(4, 128)
+    for layer in layers():
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            torch.func.jvp(layer, (x,), (x,))
+        with torch.autograd.forward_ad.dual_level():
+            layer(x)  # without a tangent nothing is lost
+            with pytest.raises(RuntimeError, match="forward-mode"):
+                layer(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@torch.no_grad()
+def test_vmap_over_weights():
+    _, fp8 = plain_and_fp8()
+    weights, x = torch.stack([layer.weight for layer in fp8]), torch.randn(8, 256)
+    out = torch.vmap(lambda weight: torch.func.functional_call(fp8[0], {"weight": weight}, (x,)))(weights)
+    assert torch.equal(out, torch.stack([layer(x) for layer in fp8]))
+
+
+def test_selective_checkpointing_after_another_optimizers_step():
+    _, fp8 = plain_and_fp8()
+    other = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    saved = torch.ops.fp8moe.linear_training.default
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = torch.randn(8, 256)
+    with torch.no_grad():
+        fp8(x)  # now there are copies, and the forward need not quantize
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    out = checkpoint(fp8, x, use_reentrant=False, context_fn=contexts)
+    other(torch.ones(4)).backward()
+    optimizer.step()  # makes them old
+    out.sum().backward()
+    expected = [layer.weight.grad.clone() for layer in fp8]
+    fp8.zero_grad()
+    fp8(x).sum().backward()
+    assert all(torch.equal(layer.weight.grad, grad) for layer, grad in zip(fp8, expected, strict=True))
+
+
+def test_weights_that_a_captured_step_changes(monkeypatch):
+    layer = FP8Linear(128, 128, bias=False, master_dtype=torch.float32)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.0)
+    x = torch.randn(4, 128)
+    layer(x).sum().backward()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        optimizer.step()
+    before = layer(x)
+    layer.weight.data.mul_(2)  # as a replay does, without a change of the version
+    torch.testing.assert_close(layer(x), 2 * before)
