@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from fp8moe import config, demo_report, smollm2
 from fp8moe.demo_report import Measurement
@@ -128,8 +129,6 @@ def passage() -> str:
 
 
 def progress(steps: Iterable, total: int, label: str) -> Iterable:
-    from tqdm import tqdm
-
     return tqdm(steps, total=total, desc=label, leave=False, disable=None)
 
 

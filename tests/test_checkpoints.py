@@ -24,6 +24,7 @@ from fp8moe.integrations.checkpoints import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
+from fp8moe.integrations.transformers import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -507,6 +508,7 @@ def test_no_checkpoint(tmp_path):
     for directory, message in (
         (tmp_path, "neither model.safetensors nor model.safetensors.index.json"),
         (tmp_path / "none", "there is no such directory"),
+        (Path(__file__), "it is not a directory"),
     ):
         with pytest.raises(CheckpointError, match=message):
             load_fp8_checkpoint(Model(layers=0), directory)
@@ -729,12 +731,41 @@ def test_skip(tmp_path, skip, left):
                             if "experts" in name else name.removesuffix(".weight") for name in left}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["transformer.wte", "transformer.wpe", "wte"])
-def test_embeddings_are_not_quantized(tmp_path, name):
-    write(tmp_path / "src", {f"{name}.weight": torch.ones(8, 16), "h.0.attn.wto.weight": torch.ones(8, 16)})
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("transformer.wte", "transformer.wpe", "wte", "model.embed_tokens", "shared"),  # embeddings
+        *("lm_head", "head", "transformer.output_layer", "score", "classifier"),  # outputs
+        *("layers.0.mlp.gate", "layers.0.mlp.gate.wg", "layers.0.mlp.router_gate"),  # routers
+        "layers.0.mamba.dt_proj",
+    ],
+)
+def test_modules_that_stay_by_default(tmp_path, name):
+    others = ["h.0.attn.wto", "layers.0.mlp.gate_proj", "layers.0.mlp.shared_expert.up_proj", "layers.0.attn.out_proj"]
+    write(tmp_path / "src", {f"{module}.weight": torch.ones(8, 16) for module in (name, *others)})
     quantize_checkpoint(tmp_path / "src", tmp_path / "dst")
-    dtypes = {key: value.dtype for key, value in read(tmp_path / "dst").items()}
-    assert dtypes[f"{name}.weight"] == torch.float32 and dtypes["h.0.attn.wto.weight"] == torch.float8_e4m3fn
+    dtypes = {key.removesuffix(".weight"): value.dtype for key, value in read(tmp_path / "dst").items()}
+    assert dtypes[name] == torch.float32 and all(dtypes[other] == torch.float8_e4m3fn for other in others)
+
+
+def test_experts_are_skipped_all_or_none(tmp_path):
+    src = write(tmp_path / "src", unquantized(), config={})
+    quantize_checkpoint(src, tmp_path / "dst", skip=("layers.0.experts",))
+    dtypes = {name: value.dtype for name, value in read(tmp_path / "dst").items()}
+    assert dtypes["layers.0.experts.1.up_proj.weight"] == torch.bfloat16
+    assert dtypes["layers.1.experts.1.up_proj.weight"] == torch.float8_e4m3fn
+    for skip in ("down_proj", "layers.0.experts.2.*"):
+        with pytest.raises(CheckpointError, match=r"layers\.0\.experts: skip= leaves some of these experts"):
+            quantize_checkpoint(src, tmp_path / "other", skip=(skip,))
+    assert not (tmp_path / "other").exists()
+
+
+def test_patterns_that_match_nothing_are_refused(tmp_path):
+    src = write(tmp_path / "src", unquantized(), config={})
+    for skip in ("layers.0.mlp", "layers.0", "q_prj"):
+        with pytest.raises(ValueError, match=f"skip: '{skip}' matches no module"):
+            quantize_checkpoint(src, tmp_path / "dst", skip=(*DEFAULT_SKIP, skip))
+    assert not (tmp_path / "dst").exists()
 
 
 def test_resume(tmp_path, monkeypatch):
@@ -784,6 +815,24 @@ def test_foreign_files_at_the_destination_are_refused(tmp_path, change, options)
     assert {path.name: path.read_bytes() for path in dst.iterdir()} == before
 
 
+def test_the_index_of_another_checkpoint_is_refused(tmp_path):
+    write(tmp_path / "dst", unquantized(), shards=2)
+    for shard in (tmp_path / "dst").glob("*.safetensors"):
+        shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{INDEX}: is there already"):
+        quantize_checkpoint(write(tmp_path / "src", unquantized()), tmp_path / "dst")
+
+
+def test_files_that_are_copied(tmp_path):
+    src = write(tmp_path / "src", unquantized(), config={})
+    copied = {"tokenizer.json", "vocab.bpe", "chat_template.jinja", "LICENSE", "NOTICE.md", "modeling.py"}
+    for name in (*copied, "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        (src / name).write_text(name)
+    quantize_checkpoint(src, tmp_path / "dst")
+    assert {path.name for path in (tmp_path / "dst").iterdir()} == copied | {"config.json", SINGLE}
+    assert all((tmp_path / "dst" / name).read_text() == name for name in copied)
+
+
 def test_sources_that_cannot_be_quantized(tmp_path, saved):
     def refused_source(directory):
         with pytest.raises(CheckpointError) as error:
@@ -809,6 +858,8 @@ def test_sources_that_cannot_be_quantized(tmp_path, saved):
     assert "is cut short" in refused_source(tmp_path / "short")[0]
     with pytest.raises(ValueError, match=r"^dst_dir: expected another directory"):
         quantize_checkpoint(tmp_path / "bias", tmp_path / "x" / ".." / "bias")
+    with pytest.raises(ValueError, match=r"^dst_dir: expected a directory, but .* is a file"):
+        quantize_checkpoint(tmp_path / "bias", tmp_path / "bias" / SINGLE)
     with pytest.raises(ValueError, match=r"^scale_format"):
         quantize_checkpoint(tmp_path / "bias", tmp_path / "dst", scale_format="float8")
     with pytest.raises(TypeError, match=r"^skip"):
@@ -828,7 +879,13 @@ def test_inspect(tmp_path, saved):
     assert (report.scale_format, report.block_size) == ("float32", "128x128")
     assert report.experts == [(2, EXPERTS, "separate")]
     assert report.problems == []
+    assert report.unquantized == {
+        "embed_tokens.weight": 50 * HIDDEN,
+        "lm_head.weight": 50 * HIDDEN,
+        "layers.*.gate.weight": 2 * EXPERTS * HIDDEN,
+    }
     assert "3 in each of 2 layers, separate" in str(report)
+    assert f"unquantized   embed_tokens.weight {50 * HIDDEN / parameters:.1%}, lm_head.weight" in str(report)
 
 
 def test_inspect_reads_headers_only(tmp_path, saved, monkeypatch):
@@ -945,7 +1002,7 @@ def tiny(model_type):
 def with_fp8_modules(model, skip=("lm_head", "weights_proj")):
     """Put GroupedExperts and FP8Linear where a quantized transformers model has FP8 modules."""
     for name, module in list(model.named_modules()):
-        if name.endswith("mlp.experts"):
+        if name.endswith(".experts"):
             model.set_submodule(name, GroupedExperts.from_experts(module))
     replace_linears(model, skip=skip)
     return model
@@ -1047,7 +1104,7 @@ def test_transformers_loads_what_is_quantized(tmp_path, model_type):
 
     source = tiny(model_type)
     source.save_pretrained(tmp_path / "bf16", max_shard_size="300KB")
-    quantize_checkpoint(tmp_path / "bf16", tmp_path / "fp8", progress=False)
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / "fp8")
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "fp8", quantization_config=FineGrainedFP8Config(dequantize=True)
     )
@@ -1074,6 +1131,47 @@ def test_sizes_that_are_not_multiples_of_the_block(tmp_path, quantizer_on_cpu, m
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     same({name: theirs.state_dict()[name] for name in model.state_dict()}, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("phimoe", "model.layers.0.block_sparse_moe.experts.1.w2.weight"),
+        ("jamba", "model.layers.1.feed_forward.experts.1.down_proj.weight"),
+        ("granitemoe", "model.layers.0.block_sparse_moe.experts.gate_up_proj"),  # fused in its checkpoints, too
+    ],
+)
+def test_experts_are_called_what_transformers_calls_them(tmp_path, model_type, name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    counts = {"num_experts": 4} if model_type == "jamba" else {"num_local_experts": 4}
+    config = AutoConfig.for_model(model_type, **SIZES, **counts, pad_token_id=0, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    save_fp8_checkpoint(model, tmp_path)
+    assert name in read(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    del written["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    same(theirs.state_dict(), model.state_dict())
+
+
+def test_models_whose_checkpoints_transformers_renames(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("granitemoe", **SIZES, num_local_experts=4, pad_token_id=0, dtype=torch.bfloat16)
+    model = with_fp8_modules(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    save_fp8_checkpoint(model, tmp_path / "ours")
+    loaded = load_model(tmp_path / "ours")
+    same(loaded.state_dict(), model.state_dict())
+    tensors = read(tmp_path / "ours")
+    theirs = {name.replace("experts.down_proj", "output_linear.weight"): value for name, value in tensors.items()}
+    write(tmp_path / "theirs", theirs, config=json.loads((tmp_path / "ours" / "config.json").read_text()))
+    with pytest.raises(
+        CheckpointError, match=r"transformers converts block_sparse_moe\.input_linear\.weight, .* does not"
+    ):
+        load_model(tmp_path / "theirs")
 
 
 def test_configuration_that_is_written(tmp_path):

@@ -109,7 +109,10 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a checkpoint", ["there is no such directory"])
+        raise CheckpointError(
+            f"{directory} is not a checkpoint",
+            ["it is not a directory" if directory.exists() else "there is no such directory"],
+        )
     problems: list[str] = []
     config = _read_json(directory / CONFIG, problems) if (directory / CONFIG).is_file() else {}
     listed: dict[str, str] | None = None

@@ -2,12 +2,13 @@
 
 import math
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8moe.integrations.checkpoint_files import FP8, Checkpoint, open_checkpoint
+from fp8moe.integrations.checkpoint_files import FLOATS, FP8, Checkpoint, open_checkpoint
 from fp8moe.integrations.checkpoint_names import (
     DOWN,
     SCALE,
@@ -21,6 +22,9 @@ from fp8moe.integrations.checkpoint_names import (
     weight_of,
 )
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_SHOWN_MATRICES = 5
+
 
 @dataclass(frozen=True)
 class Report:
@@ -29,7 +33,8 @@ class Report:
     directory; files: how many; tensors: how many; nbytes: of all tensors; fp8_nbytes: of FP8 weights without scales;
     parameters: elements of all tensors but scales; scale_format: "float32", "ue8m0", "none" or several;
     block_size: of the configuration, else "128x128" if all scales fit that; experts: (layers, experts a layer, layout)
-    for each kind; dtypes: bytes by safetensors dtype; problems: everything that is wrong, by name.
+    for each kind; dtypes: bytes by safetensors dtype; unquantized: parameters of matrices that are not FP8, largest
+    first, by name with * for numbers; problems: everything that is wrong, by name.
     """
 
     directory: Path
@@ -42,6 +47,7 @@ class Report:
     block_size: str
     experts: list[tuple[int, int, str]]
     dtypes: dict[str, int]
+    unquantized: dict[str, int]
     problems: list[str]
 
     def __str__(self) -> str:
@@ -57,11 +63,17 @@ class Report:
             ("scale format", self.scale_format),
             ("block size", self.block_size),
             ("experts", experts or "none"),
+            ("unquantized", self._unquantized()),
             ("problems", str(len(self.problems)) if self.problems else "none"),
         ]
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
         return "\n".join(lines + [f"  {problem}" for problem in self.problems])
+
+    def _unquantized(self) -> str:
+        shares = [f"{name} {size / self.parameters:.1%}" for name, size in self.unquantized.items()]
+        shown = ", ".join(shares[:_SHOWN_MATRICES])
+        return f"{shown}, and {len(shares) - _SHOWN_MATRICES} more" if shares[_SHOWN_MATRICES:] else shown or "nothing"
 
 
 def inspect_checkpoint(directory: str | os.PathLike) -> Report:
@@ -79,9 +91,11 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
             scales[scale].append(name)
     scale_problems = _scale_problems(checkpoint, scales)
     experts, expert_problems = _experts(checkpoint)
-    dtypes = Counter()
-    for info in tensors.values():
+    dtypes, unquantized = Counter(), Counter()
+    for name, info in tensors.items():
         dtypes[info.dtype] += info.nbytes
+        if info.dtype in FLOATS and len(info.shape) > 1 and name not in scales:
+            unquantized[_NUMBER.sub("*", name)] += math.prod(info.shape)
     problems = checkpoint.problems + _config_problems(checkpoint) + scale_problems + expert_problems
     block_size = checkpoint.quantization.get("weight_block_size")
     if block_size is None:
@@ -97,6 +111,7 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
         block_size="x".join(map(str, block_size)) or "none",
         experts=experts,
         dtypes=dict(dtypes.most_common()),
+        unquantized=dict(unquantized.most_common()),
         problems=problems,
     )
 

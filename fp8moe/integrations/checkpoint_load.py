@@ -10,7 +10,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fp8moe.integrations.checkpoint_files import Checkpoint, CheckpointError, open_checkpoint, read_pieces
-from fp8moe.integrations.checkpoint_match import Place, is_sharded, make_plan
+from fp8moe.integrations.checkpoint_match import Place, is_sharded, make_plan, state_of
+from fp8moe.patterns import as_patterns
 
 
 def load_fp8_checkpoint(
@@ -40,23 +41,15 @@ def load_fp8_checkpoint(
 
     Raises CheckpointError, which lists all that is wrong by name, with the model untouched.
     """
-    if isinstance(ignore, str):
-        raise TypeError(
-            f"ignore: expected a sequence of patterns, got the string {ignore!r}; did you mean ({ignore!r},)?"
-        )
+    ignore = as_patterns("ignore", ignore)
     checkpoint = open_checkpoint(directory)
-    state = _state(model)
-    plan = make_plan(checkpoint, state, _ignored(model, tuple(ignore)))
+    state = state_of(model)
+    plan = make_plan(checkpoint, state, _ignored(model, ignore))
     plan.problems += _bufferless(model, state) + _sharded(state)
     if plan.problems:
         raise CheckpointError(f"cannot load {checkpoint.directory}, the model is unchanged", plan.problems)
     _materialize(model, torch.device(device))
-    _copy(checkpoint, plan.places, _state(model))
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers themselves, under all of their names."""
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    _copy(checkpoint, plan.places, state_of(model))
 
 
 def _ignored(model: nn.Module, patterns: tuple[str, ...]) -> Callable[[str], bool]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8moe.integrations.checkpoint_files import DTYPES, FLOATS, FP8, Checkpoint, TensorInfo
 from fp8moe.integrations.checkpoint_names import (
@@ -60,6 +60,11 @@ class Plan:
     places: dict[str, Place] = field(default_factory=dict)
     sources: dict[str, dict[tuple, str]] = field(default_factory=lambda: defaultdict(dict))
     wrong: set[str] = field(default_factory=set)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers themselves, under all of their names."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -7,7 +7,6 @@ X.weight has its scale in X.weight_scale_inv, or X.scale in newer checkpoints; a
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from fp8moe.integrations.checkpoint_files import FP8
 from fp8moe.quant.formats import BLOCK, ceil_div
@@ -20,12 +19,10 @@ GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 GATE_UP = "gate_up_proj"
 
 W_NAMES = {GATE: "w1", UP: "w3", DOWN: "w2"}
-"""How Mixtral's checkpoints, and those of the models in `W_MODELS`, call the projections of an expert."""
-
-W_MODELS = ("mixtral", "minimax", "minimax_m2")
-"""transformers' model types whose checkpoints have `W_NAMES`, in modules called `W_BLOCK` there."""
+"""How the checkpoints of Mixtral and some others call the projections of an expert."""
 
 W_BLOCK, BLOCK_IN_MODEL = ".block_sparse_moe.", ".mlp."
+"""What such checkpoints may call the module around the experts, and what transformers' models do."""
 
 _PROJECTIONS = {name: name for name in W_NAMES} | {short: name for name, short in W_NAMES.items()}
 _ONE_EXPERT = re.compile(rf"(.*\bexperts)\.(\d+)\.({'|'.join(_PROJECTIONS)})\.(weight|weight{SCALE}|scale)")
@@ -106,12 +103,6 @@ def module_of(name: str) -> str | None:
     if fused is not None:
         return fused.group(1)
     return name.removesuffix(".weight") if name.endswith(".weight") else None
-
-
-def matches(module: str, patterns: Iterable[str]) -> bool:
-    """Whether an fnmatch pattern matches the qualified name of a module, or the last part of it."""
-    last = module.rpartition(".")[2]
-    return any(fnmatchcase(module, pattern) or fnmatchcase(last, pattern) for pattern in patterns)
 
 
 def quantization_config(tensors: Mapping[str, tuple[str, tuple[int, ...]]], ue8m0: bool, tied: Iterable[str]) -> dict:

@@ -3,14 +3,14 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from tqdm import tqdm
 
 from fp8moe.integrations.checkpoint_files import (
     CONFIG,
@@ -28,8 +28,8 @@ from fp8moe.integrations.checkpoint_files import (
 from fp8moe.integrations.checkpoint_names import (
     DOWN,
     GATE_UP,
-    matches,
     module_of,
+    parse_expert,
     parse_fused,
     quantization_config,
     scale_name,
@@ -44,17 +44,24 @@ from fp8moe.integrations.checkpoint_write import (
     write_index,
     write_json,
 )
+from fp8moe.patterns import as_patterns, matches
 from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
 from fp8moe.quant.quantize import quantize_128x128
 
 DEFAULT_SKIP = (
-    *("lm_head", "*embed*", "wte", "wpe", "*norm", "gate", "router", "*.router.*", "shared_expert_gate"),
-    *("weights_proj", "eh_proj", "*shared_head.head"),  # DeepSeek's indexer and multi-token prediction
+    *("lm_head", "head", "output_layer", "score", "classifier"),
+    *("*embed*", "wte", "wpe", "shared", "*norm"),
+    *("gate", "*.gate.*", "router", "*.router.*", "router_gate", "shared_expert_gate"),
+    *("weights_proj", "eh_proj"),  # DeepSeek's indexer and multi-token prediction
+    "dt_proj",  # of Mamba, which reads the weight itself
 )
-"""Modules that stay as they are by default: what DeepSeek's and transformers' FP8 checkpoints leave unquantized."""
+"""Modules that stay as they are by default: output layers, embeddings, norms, routers, and what DeepSeek's and
+transformers' FP8 checkpoints leave unquantized.
+"""
 
 _QUANTIZED_DTYPES = ("BF16", "F16", "F32")
-_SUFFIXES = (".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")  # of files that are copied
+_SUFFIXES = (".bpe", ".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")  # of files that are copied
+_LICENSES = ("LICENSE", "NOTICE", "USE_POLICY")
 _SOURCE = "fp8moe_source"  # metadata: the fingerprint of the shard that this one was made from
 
 
@@ -65,7 +72,6 @@ def quantize_checkpoint(
     skip: Iterable[str] = DEFAULT_SKIP,
     scale_format: str = "float32",
     device: torch.device | str | None = None,
-    progress: bool = True,
 ) -> None:
     """Quantize a bfloat16, float16 or float32 checkpoint to FP8 with 128x128 blocks, shard by shard.
 
@@ -82,20 +88,22 @@ def quantize_checkpoint(
         ("model.layers.3.mlp.gate") and the last part of it ("gate").
     scale_format: "float32", or "ue8m0" for powers of two in one byte (float8_e8m0fnu).
     device: where to quantize; by default a GPU if there is one. The result is the same everywhere.
-    progress: whether to show a progress bar, on a terminal and if tqdm is installed.
 
     Memory holds one tensor at a time, of fused experts one expert.
 
-    Raises CheckpointError for a source that is damaged, quantized already, or has fused experts in another layout, and
-    for a destination with shards that this run would not write; ValueError for unknown options.
+    Raises CheckpointError for a source that is damaged, quantized already, or has fused experts in another layout, for
+    patterns that leave some weights of a layer's experts as they are and not the others, and for a destination with
+    files that this run would not write; ValueError for unknown options and patterns of yours that match nothing.
     """
     if scale_format not in SCALE_FORMATS:
         raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
-    if isinstance(skip, str):
-        raise TypeError(f"skip: expected a sequence of patterns, got the string {skip!r}; did you mean ({skip!r},)?")
-    source, target, skip = open_checkpoint(src_dir), Path(dst_dir), tuple(skip)
+    skip = as_patterns("skip", skip)
+    source, target = open_checkpoint(src_dir), Path(dst_dir)
     if target.resolve() == source.directory.resolve():
         raise ValueError(f"dst_dir: expected another directory than src_dir, got {target}")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"dst_dir: expected a directory, but {target} is a file")
+    _check_patterns(skip, source)
     quantized = {name for name, info in source.tensors.items() if _to_quantize(name, info, skip)}
     problems = source.problems + _source_problems(source, quantized)
     if problems:
@@ -115,10 +123,11 @@ def quantize_checkpoint(
         target / CONFIG,
         source.config | {"quantization_config": quantization_config(tensors, scale_format == "ue8m0", ())},
     )
-    with _progress(sum(info.nbytes for info in source.tensors.values()), progress) as advance:
+    total = sum(info.nbytes for info in source.tensors.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
         for file, tensors in source.by_file.items():
             if file in finished:
-                advance(sum(info.nbytes for info in tensors.values()))
+                bar.update(sum(info.nbytes for info in tensors.values()))
                 continue
             with (
                 ShardWriter(target / file, layouts[file], METADATA | {_SOURCE: fingerprints[file]}) as writer,
@@ -132,7 +141,7 @@ def quantize_checkpoint(
                             writer.put(scale_name(name), scale.cpu().to(DTYPES[scale_dtype]), index)
                         else:
                             writer.put(name, value, index)
-                        advance(value.nbytes)
+                        bar.update(value.nbytes)
     if source.files != [SINGLE]:
         write_index(target, layouts)
 
@@ -142,6 +151,8 @@ def _source_problems(source: Checkpoint, quantized: set[str]) -> list[str]:
         method = source.quantization.get("quant_method")
         return [f"{CONFIG}: the checkpoint is quantized already ({method}); start from the unquantized one"]
     problems = []
+    for module in sorted(_partly_quantized(source, quantized)):
+        problems.append(f"{module}: skip= leaves some of these experts' weights as they are; skip {module!r} or none")
     for name, info in source.tensors.items():
         if info.dtype == FP8:
             problems.append(f"{name}: is {FP8} already; start from the unquantized checkpoint")
@@ -162,10 +173,32 @@ def _source_problems(source: Checkpoint, quantized: set[str]) -> list[str]:
     return problems
 
 
+def _check_patterns(skip: tuple[str, ...], source: Checkpoint) -> None:
+    modules = {module for name in source.tensors for module in _modules(name)}
+    for pattern in skip:
+        if pattern not in DEFAULT_SKIP and not any(matches(module, (pattern,)) for module in modules):
+            raise ValueError(f"skip: {pattern!r} matches no module of {source.directory}")
+
+
+def _partly_quantized(source: Checkpoint, quantized: set[str]) -> set[str]:
+    """Modules of experts that some of the weights of are to be quantized, and some are not."""
+    found: dict[str, set[bool]] = defaultdict(set)
+    for name, info in source.tensors.items():
+        expert, fused = parse_expert(name), parse_fused(name, info.shape)
+        if expert or fused:
+            found[expert.experts if expert else fused[0]].add(name in quantized)
+    return {module for module, states in found.items() if len(states) > 1}
+
+
+def _modules(name: str) -> set[str]:
+    """The module that a weight belongs to, and for one of single experts that of all experts."""
+    return {name.removesuffix(".weight"), module_of(name) or ""}
+
+
 def _to_quantize(name: str, info: TensorInfo, skip: tuple[str, ...]) -> bool:
     is_weight = parse_fused(name, info.shape) or (name.endswith(".weight") and len(info.shape) == 2)
-    module = module_of(name) if parse_fused(name, info.shape) else name.removesuffix(".weight")
-    return bool(is_weight) and info.dtype in _QUANTIZED_DTYPES and not matches(module, skip)
+    skipped = any(matches(module, skip) for module in _modules(name))
+    return bool(is_weight) and info.dtype in _QUANTIZED_DTYPES and not skipped
 
 
 def _layout(tensors: Mapping[str, TensorInfo], quantized: set[str], scale_dtype: str) -> Layout:
@@ -207,6 +240,8 @@ def _finished(target: Path, layouts: Mapping[str, Layout], fingerprints: Mapping
             finished.add(file)
         else:
             problems.append(f"{file}: is there already, made from another source or with other options")
+    if list(layouts) == [SINGLE] and (target / INDEX).exists():
+        problems.append(f"{INDEX}: is there already, and not one of the files to be written")
     if problems:
         raise CheckpointError(f"cannot write to {target}; delete these files or give another directory", problems)
     return finished
@@ -214,8 +249,8 @@ def _finished(target: Path, layouts: Mapping[str, Layout], fingerprints: Mapping
 
 def _copy_files(source: Checkpoint, target: Path) -> None:
     for path in sorted(source.directory.iterdir()):
-        wanted = path.suffix in _SUFFIXES or path.name.startswith("LICENSE")
-        if path.is_file() and wanted and path.name not in (CONFIG, INDEX):
+        wanted = path.suffix in _SUFFIXES or path.name.startswith(_LICENSES)
+        if path.is_file() and wanted and path.name not in (CONFIG, INDEX) and not path.name.endswith(".bin.index.json"):
             temporary = temporary_path(target / path.name)
             shutil.copyfile(path, temporary)
             replace(temporary, target / path.name)
@@ -227,14 +262,3 @@ def _quantize(name: str, info: TensorInfo, value: Tensor, scale_format: str) -> 
     matrices = 2 if fused and fused[1] == GATE_UP else 1
     data, scale = quantize_128x128(value.unflatten(0, (matrices, -1)), scale_format=scale_format)
     return FP8Tensor(data.flatten(0, 1), scale.flatten(0, 1))
-
-
-@contextmanager
-def _progress(total: int, show: bool) -> Iterator[Callable[[int], object]]:
-    if not show or find_spec("tqdm") is None:
-        yield lambda nbytes: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
-        yield bar.update

@@ -19,22 +19,18 @@ from fp8moe.integrations.checkpoint_files import (
     INDEX,
     SINGLE,
 )
-from fp8moe.integrations.checkpoint_match import is_sharded
+from fp8moe.integrations.checkpoint_match import is_sharded, state_of
 from fp8moe.integrations.checkpoint_names import (
-    BLOCK_IN_MODEL,
     DOWN,
     GATE,
     GATE_UP,
     SCALE,
     UP,
-    W_BLOCK,
-    W_MODELS,
-    W_NAMES,
-    parse_expert,
     parse_fused,
     quantization_config,
     scale_name,
 )
+from fp8moe.integrations.checkpoint_spelling import Spelling, spelling_of
 from fp8moe.integrations.checkpoint_write import METADATA, ShardWriter, write_index, write_json
 from fp8moe.quant.formats import SCALE_FORMATS
 
@@ -55,14 +51,6 @@ class Entry:
     def nbytes(self) -> int:
         return math.prod(self.tensor.shape) * DTYPES[self.dtype].itemsize
 
-    def with_w_name(self) -> "Entry":
-        """Under the name that Mixtral's checkpoints use."""
-        name = self.name.replace(BLOCK_IN_MODEL, W_BLOCK)
-        expert = parse_expert(name)
-        if expert is not None:
-            name = name.replace(f".{expert.projection}.", f".{W_NAMES[expert.projection]}.")
-        return Entry(name, self.tensor, self.dtype)
-
 
 def save_fp8_checkpoint(
     model: nn.Module,
@@ -77,8 +65,9 @@ def save_fp8_checkpoint(
     Writes the state dict, tied tensors once, into model.safetensors or, above ``max_shard_size``, into shards with
     their index. For a transformers model also config.json, with a quantization_config, and generation_config.json.
 
-    experts: "separate" stores them one by one, as DeepSeek and transformers do: experts.7.gate_proj.weight (w1, w3, w2
-        in block_sparse_moe for Mixtral); "fused" stores the parameters as they are.
+    experts: "separate" stores them one by one under the names of DeepSeek's checkpoints, experts.7.gate_proj.weight, or
+        of a transformers model's (w1, w3, w2 in block_sparse_moe for Mixtral); if those have them fused, so does this.
+        "fused" stores the parameters as they are.
     scale_format: "float32", or "ue8m0" for one byte a scale (float8_e8m0fnu): all scales must be powers of two.
     max_shard_size: bytes of a shard, unless a single tensor and its scale are larger.
 
@@ -96,7 +85,7 @@ def save_fp8_checkpoint(
     for name in (SINGLE, INDEX):
         if (directory / name).exists():
             raise ValueError(f"directory: {directory} already holds a checkpoint ({name}); give another one")
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    state = state_of(model)
     meta = [name for name, value in state.items() if value.is_meta]
     if meta:
         raise ValueError(f"model: has no data, on the meta device: {', '.join(meta[:10])}")
@@ -113,10 +102,8 @@ def save_fp8_checkpoint(
     if scale_format == "ue8m0":
         _check_powers_of_two({name: stored[name] for name in scales})
 
-    groups = _groups(stored, scales, experts == "separate", "F8_E8M0" if scale_format == "ue8m0" else "F32")
-    if experts == "separate" and getattr(getattr(model, "config", None), "model_type", None) in W_MODELS:
-        groups = ([entry.with_w_name() for entry in group] for group in groups)
-    shards = _shards(groups, max_shard_size)
+    spelling = spelling_of(model) if experts == "separate" else None
+    shards = _shards(_groups(stored, scales, spelling, "F8_E8M0" if scale_format == "ue8m0" else "F32"), max_shard_size)
     layouts = {file: {entry.name: entry.layout for entry in entries} for file, entries in shards.items()}
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "config"):
@@ -130,14 +117,18 @@ def save_fp8_checkpoint(
         write_index(directory, layouts)
 
 
-def _groups(stored: Mapping[str, Tensor], scales: set[str], separate: bool, scale_dtype: str) -> Iterator[list[Entry]]:
+def _groups(
+    stored: Mapping[str, Tensor], scales: set[str], spelling: Spelling | None, scale_dtype: str
+) -> Iterator[list[Entry]]:
     """Each weight with its scale, under their names in the checkpoint; other tensors by themselves."""
     for name, value in stored.items():
         if name in scales:
             continue
         scale = stored[scale_name(name)] if scale_name(name) in scales else None
-        parts = _one_by_one(name, value, scale) if separate and _splits(name, stored) else [(name, value, scale)]
-        for part_name, part, part_scale in parts:
+        splits = spelling is not None and _splits(name, stored)
+        parts = _one_by_one(name, value, scale) if splits else [(name, value, scale)]
+        for own_name, part, part_scale in parts:
+            part_name = own_name if spelling is None else spelling.name(own_name)
             group = [Entry(part_name, part, DTYPE_NAMES[part.dtype])]
             if part_scale is not None:
                 group.append(Entry(scale_name(part_name), part_scale, scale_dtype))

@@ -49,8 +49,10 @@ class GraphDecoder:
 
     @torch.inference_mode(False)  # whatever the caller's mode: what is kept here must stay writable outside it
     def __init__(self, model: Any, *, batch_sizes: Sequence[int] = (1,), max_length: int, capture: bool = True):
+        if not isinstance(batch_sizes, Iterable):
+            raise TypeError(f"batch_sizes: expected a sequence of integers, got {batch_sizes!r}")
         sizes = sorted(set(batch_sizes))
-        if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
             raise ValueError(f"batch_sizes: expected one or more positive integers, got {tuple(batch_sizes)}")
         if max_length < 2:
             raise ValueError(f"max_length: expected at least 2, got {max_length}")

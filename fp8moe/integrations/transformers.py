@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8moe.integrations.checkpoint_files import FP8, CheckpointError, open_checkpoint
 from fp8moe.integrations.checkpoint_names import BLOCK_IN_MODEL, W_BLOCK
+from fp8moe.integrations.checkpoint_spelling import renamed
 from fp8moe.integrations.checkpoints import load_fp8_checkpoint
 from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.transformers_indexer import route_indexers
@@ -90,7 +91,13 @@ def load_model(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     _keep_in_float32(model, dtype)
     _replace_modules(model, [name for name, info in checkpoint.tensors.items() if info.dtype == FP8])
-    load_fp8_checkpoint(model, directory, device=device)
+    try:
+        load_fp8_checkpoint(model, directory, device=device)
+    except CheckpointError as error:
+        if not (patterns := renamed(model)):
+            raise
+        what = f"cannot load {directory}: transformers converts {', '.join(patterns)}, load_model does not"
+        raise CheckpointError(f"{what}; use from_pretrained on a GPU", error.problems) from None
     if quantization is not None:
         config.quantization_config = quantization
     if (directory / "generation_config.json").is_file():
@@ -235,7 +242,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 def _replace_modules(model: nn.Module, names: list[str]) -> None:
     """Put FP8 modules where the checkpoint has FP8 weights; `names` are the weights'."""
     modules = dict(model.named_modules())
-    owners = {_owner(name.replace(W_BLOCK, BLOCK_IN_MODEL), modules) for name in names}
+    owners = {_owner(_name_in(modules, name), modules) for name in names}
     for owner in sorted(owners):
         module = modules[owner]
         if type(module) is nn.Linear:
@@ -243,6 +250,14 @@ def _replace_modules(model: nn.Module, names: list[str]) -> None:
         elif isinstance(getattr(module, "down_proj", None), nn.Parameter):
             model.set_submodule(owner, _grouped_experts(module))
         # FP8 weights of anything else are for load_fp8_checkpoint to list, with all that does not fit.
+
+
+def _name_in(modules: dict[str, nn.Module], name: str) -> str:
+    """The model's name of a tensor whose checkpoint may call its block otherwise."""
+    block, found, _ = name.partition(W_BLOCK)
+    if not found or block + W_BLOCK.removesuffix(".") in modules:
+        return name
+    return name.replace(W_BLOCK, BLOCK_IN_MODEL)
 
 
 def _owner(name: str, modules: dict[str, nn.Module]) -> str:
