@@ -12,7 +12,7 @@ PROMPT = "Explain in a few sentences why the sky is blue."
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fp8moe", description="FP8 layers for mixture-of-experts models on PyTorch")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="a small language model in bfloat16 and in FP8, side by side")
+    demo = commands.add_parser("demo", help="a small model in bfloat16, in FP8, and as an FP8 mixture of experts")
     demo.add_argument("--prompt", default=PROMPT, help="what to ask the model (default: %(default)r)")
     demo.add_argument("--new-tokens", type=int, default=48, metavar="N", help="tokens to write (default: %(default)s)")
     demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")

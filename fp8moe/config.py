@@ -18,9 +18,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -48,10 +45,7 @@ def _choice(name: str, allowed: tuple[str, ...]) -> str:
 
 
 def _flag(name: str) -> bool:
-    value = _get(name).lower() or "0"
-    if value not in _TRUE + _FALSE:
-        raise ValueError(f"{name} is {_get(name)!r}; it must be one of {', '.join(_TRUE + _FALSE)}")
-    return value in _TRUE
+    return _choice(name, ("0", "1")) == "1"
 
 
 def _count(name: str) -> int | None:

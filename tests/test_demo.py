@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,11 +61,14 @@ def test_generate_is_greedy_and_stops_at_the_end_token(tiny_model):
 
 
 @torch.inference_mode()
-def test_decoder_gives_the_same_tokens(tiny_model):
+def test_decoder_gives_the_same_tokens(tiny_model, monkeypatch):
+    forwards = []
+    tiny_model.register_forward_hook(lambda *_: forwards.append(0.25))
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: sum(forwards)))  # 0.25 s for each forward
     tokens = torch.tensor([[5, 6, 7]])
     speed, answer = demo.decode_with_graphs(tiny_model, tokens, 6)
     assert answer == list(demo.generate(tiny_model, tokens, 6, None))
-    assert speed > 0
+    assert speed == 4
     speed, answer = demo.decode_with_graphs(tiny_model, tokens, 1)
     assert math.isnan(speed)
     assert len(answer) == 1

