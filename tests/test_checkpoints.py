@@ -755,7 +755,7 @@ def test_experts_are_skipped_all_or_none(tmp_path):
     assert dtypes["layers.0.experts.1.up_proj.weight"] == torch.bfloat16
     assert dtypes["layers.1.experts.1.up_proj.weight"] == torch.float8_e4m3fn
     for skip in ("down_proj", "layers.0.experts.2.*"):
-        with pytest.raises(CheckpointError, match=r"layers\.0\.experts: skip= leaves some of these experts"):
+        with pytest.raises(CheckpointError, match=r"layers\.0\.experts: some of these experts' weights would be FP8"):
             quantize_checkpoint(src, tmp_path / "other", skip=(skip,))
     assert not (tmp_path / "other").exists()
 
@@ -826,7 +826,7 @@ def test_the_index_of_another_checkpoint_is_refused(tmp_path):
 def test_files_that_are_copied(tmp_path):
     src = write(tmp_path / "src", unquantized(), config={})
     copied = {"tokenizer.json", "vocab.bpe", "chat_template.jinja", "LICENSE", "NOTICE.md", "modeling.py"}
-    for name in (*copied, "pytorch_model.bin", "pytorch_model.bin.index.json"):
+    for name in (*copied, "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5.index.json"):
         (src / name).write_text(name)
     quantize_checkpoint(src, tmp_path / "dst")
     assert {path.name for path in (tmp_path / "dst").iterdir()} == copied | {"config.json", SINGLE}
@@ -886,6 +886,10 @@ def test_inspect(tmp_path, saved):
     }
     assert "3 in each of 2 layers, separate" in str(report)
     assert f"unquantized   embed_tokens.weight {50 * HIDDEN / parameters:.1%}, lm_head.weight" in str(report)
+
+
+def test_inspect_of_empty_tensors(tmp_path):
+    assert "unquantized   x 0.0%" in str(inspect_checkpoint(write(tmp_path, {"x": torch.empty(0, 4)})))
 
 
 def test_inspect_reads_headers_only(tmp_path, saved, monkeypatch):
@@ -1157,6 +1161,21 @@ def test_experts_are_called_what_transformers_calls_them(tmp_path, model_type, n
     same(theirs.state_dict(), model.state_dict())
 
 
+def test_experts_of_a_class_of_ones_own_are_stored_one_by_one(tmp_path):
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Own(PreTrainedModel):
+        config_class = PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.mlp = nn.Module()
+            self.mlp.experts = GroupedExperts(num_experts=2, hidden_size=128, intermediate_size=128)
+
+    save_fp8_checkpoint(Own(PretrainedConfig()), tmp_path)
+    assert "mlp.experts.1.gate_proj.weight" in read(tmp_path)
+
+
 def test_models_whose_checkpoints_transformers_renames(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -1169,8 +1188,11 @@ def test_models_whose_checkpoints_transformers_renames(tmp_path):
     theirs = {name.replace("experts.down_proj", "output_linear.weight"): value for name, value in tensors.items()}
     write(tmp_path / "theirs", theirs, config=json.loads((tmp_path / "ours" / "config.json").read_text()))
     with pytest.raises(
-        CheckpointError, match=r"transformers converts block_sparse_moe\.input_linear\.weight, .* does not"
+        CheckpointError, match=r"unchanged:\n  transformers converts block_sparse_moe\.input_linear\.weight, .*does not"
     ):
+        load_model(tmp_path / "theirs")
+    truncate(tmp_path / "theirs" / SINGLE)
+    with pytest.raises(CheckpointError, match=r"unchanged:\n  .* is cut short"):
         load_model(tmp_path / "theirs")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -79,8 +80,9 @@ def test_a_compiled_graph_quantizes_masters_once(backend, quantizations, fresh_c
     assert len(quantizations) == 4  # of two linears, and the experts' up and down
 
 
-def test_copies_of_modules_are_masters_too(quantizations, fresh_compiler):
-    run = torch.compile(copy.deepcopy(plain_and_fp8()[1]), backend="aot_eager")
+@pytest.mark.parametrize("change", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), nn.Module.bfloat16])
+def test_copied_and_moved_masters_are_quantized_once(change, quantizations, fresh_compiler):
+    run = torch.compile(change(plain_and_fp8()[1]), backend="aot_eager")
     for _ in range(2):
         run(torch.randn(8, 256)).sum().backward()
     assert len(quantizations) == 2
@@ -104,6 +106,17 @@ def test_forward_mode_differentiation_is_refused():
             layer(x)  # without a tangent nothing is lost
             with pytest.raises(RuntimeError, match="forward-mode"):
                 layer(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nested_and_compiled_forward_mode_is_refused(compiled, fresh_compiler):
+    x = torch.randn(4, 128)
+    for layer in layers():
+        run = torch.compile(layer, backend="aot_eager") if compiled else layer
+        with pytest.raises(Exception, match="forward-mode"):  # the compiler raises an error of its own
+            torch.func.jvp(lambda a, run=run: torch.func.jvp(lambda b: run(a) + b, (x,), (x,))[0], (x,), (x,))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(Exception, match="forward-mode"):
+            run(torch.autograd.forward_ad.make_dual(x, x))
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ class Report:
         return "\n".join(lines + [f"  {problem}" for problem in self.problems])
 
     def _unquantized(self) -> str:
-        shares = [f"{name} {size / self.parameters:.1%}" for name, size in self.unquantized.items()]
+        shares = [f"{name} {size / max(self.parameters, 1):.1%}" for name, size in self.unquantized.items()]
         shown = ", ".join(shares[:_SHOWN_MATRICES])
         return f"{shown}, and {len(shares) - _SHOWN_MATRICES} more" if shares[_SHOWN_MATRICES:] else shown or "nothing"
 

@@ -24,6 +24,8 @@ from fp8moe.integrations.checkpoint_names import (
     weight_of,
 )
 
+EXTRA = "extra, the model has no such tensor"  # what a problem ends with
+
 WHOLE = (None, None)
 
 
@@ -98,7 +100,7 @@ def make_plan(checkpoint: Checkpoint, state: Mapping[str, Tensor], ignored: Call
     for name in extra:
         # The scale of a weight that is wrong itself is not worth another line.
         if not ignored(name) and weight_of(name) not in wrong:
-            plan.problems.append(f"{name}: extra, the model has no such tensor")
+            plan.problems.append(f"{name}: {EXTRA}")
     if not plan.problems:
         _check_tied(checkpoint, plan, state)
     if not checkpoint.incomplete:

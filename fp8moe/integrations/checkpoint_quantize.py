@@ -152,7 +152,7 @@ def _source_problems(source: Checkpoint, quantized: set[str]) -> list[str]:
         return [f"{CONFIG}: the checkpoint is quantized already ({method}); start from the unquantized one"]
     problems = []
     for module in sorted(_partly_quantized(source, quantized)):
-        problems.append(f"{module}: skip= leaves some of these experts' weights as they are; skip {module!r} or none")
+        problems.append(f"{module}: some of these experts' weights would be FP8, some not; skip {module!r} or none")
     for name, info in source.tensors.items():
         if info.dtype == FP8:
             problems.append(f"{name}: is {FP8} already; start from the unquantized checkpoint")
@@ -177,7 +177,7 @@ def _check_patterns(skip: tuple[str, ...], source: Checkpoint) -> None:
     modules = {module for name in source.tensors for module in _modules(name)}
     for pattern in skip:
         if pattern not in DEFAULT_SKIP and not any(matches(module, (pattern,)) for module in modules):
-            raise ValueError(f"skip: {pattern!r} matches no module of {source.directory}")
+            raise ValueError(f"skip: {pattern!r} matches no module with a weight in {source.directory}")
 
 
 def _partly_quantized(source: Checkpoint, quantized: set[str]) -> set[str]:
@@ -250,7 +250,7 @@ def _finished(target: Path, layouts: Mapping[str, Layout], fingerprints: Mapping
 def _copy_files(source: Checkpoint, target: Path) -> None:
     for path in sorted(source.directory.iterdir()):
         wanted = path.suffix in _SUFFIXES or path.name.startswith(_LICENSES)
-        if path.is_file() and wanted and path.name not in (CONFIG, INDEX) and not path.name.endswith(".bin.index.json"):
+        if path.is_file() and wanted and path.name not in (CONFIG, INDEX) and not path.name.endswith(".index.json"):
             temporary = temporary_path(target / path.name)
             shutil.copyfile(path, temporary)
             replace(temporary, target / path.name)

@@ -30,9 +30,10 @@ class Spelling:
 
 
 def spelling_of(model: nn.Module) -> Spelling | None:
-    """DeepSeek's unless transformers says otherwise of its model; None where its checkpoints have fused ones."""
+    """DeepSeek's unless transformers says otherwise of a model of its own; None where these have fused experts."""
     transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    own = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    if not own or not type(model).__module__.startswith("transformers."):
         return Spelling()
     patterns = _converted(model)
     projections = {
@@ -54,4 +55,4 @@ def _converted(model: nn.Module) -> list[str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    return [pattern.replace("\\", "") for conversion in conversions for pattern in conversion.source_patterns]
+    return [pattern.replace("\\.", ".") for conversion in conversions for pattern in conversion.source_patterns]

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8moe.integrations.checkpoint_files import FP8, CheckpointError, open_checkpoint
+from fp8moe.integrations.checkpoint_match import EXTRA
 from fp8moe.integrations.checkpoint_names import BLOCK_IN_MODEL, W_BLOCK
 from fp8moe.integrations.checkpoint_spelling import renamed
 from fp8moe.integrations.checkpoints import load_fp8_checkpoint
@@ -94,10 +95,11 @@ def load_model(
     try:
         load_fp8_checkpoint(model, directory, device=device)
     except CheckpointError as error:
-        if not (patterns := renamed(model)):
+        patterns = ", ".join(renamed(model)[:3])
+        if not patterns or not any(problem.endswith(EXTRA) for problem in error.problems):
             raise
-        what = f"cannot load {directory}: transformers converts {', '.join(patterns)}, load_model does not"
-        raise CheckpointError(f"{what}; use from_pretrained on a GPU", error.problems) from None
+        hint = f"transformers converts {patterns}..., load_model does not: use from_pretrained on a GPU"
+        raise CheckpointError(f"cannot load {directory}, the model is unchanged", [hint, *error.problems]) from None
     if quantization is not None:
         config.quantization_config = quantization
     if (directory / "generation_config.json").is_file():

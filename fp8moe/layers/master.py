@@ -6,11 +6,10 @@ weight's version stays the same, no optimizer makes a step (some write through `
 It goes when its module gets another Parameter in place of the master. So FSDP2 keeps no copies of gathered weights, nor
 meets an old one when it gathers anew, into the same memory and without a change of the version.
 
-In a compiled graph only Parameters of modules have copies: the graph may put several computed weights, one after the
-other, into the same storage.
+In a compiled graph only storages of modules' Parameters have copies: the graph may put several computed weights, one
+after the other, into the same storage.
 """
 
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -83,21 +82,14 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> 
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                _copies(weight.untyped_storage()).captured = True
-
-
-_modules: weakref.WeakSet["MasterModule"] = weakref.WeakSet()
+                if weight.layout is torch.strided:
+                    _copies(weight.untyped_storage()).captured = True
 
 
 class MasterModule(nn.Module):
     """Base of the modules that can have masters; `trainable` says whether one has."""
 
     trainable: bool
-
-    def __new__(cls, *args, **kwargs) -> "MasterModule":
-        module = super().__new__(cls)
-        _modules.add(module)
-        return module
 
     def train(self, mode: bool = True) -> "MasterModule":
         # Around an evaluation weights may be exchanged through .data.
@@ -110,6 +102,26 @@ class MasterModule(nn.Module):
         super().__setattr__(name, value)
         if type(old) is nn.Parameter and old is not value:  # FSDP2's shards are of another class
             _forget(old)
+
+    # Wherever a master gets its memory, `_copies` marks it for compiled graphs.
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark_masters()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._mark_masters()
+        return self
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._mark_masters()
+
+    def _mark_masters(self) -> None:
+        for value in self._parameters.values():
+            if type(value) is nn.Parameter and value.dtype in MASTER_DTYPES and not value.is_meta:
+                _copies(value.untyped_storage())
 
 
 def check_master_dtype(dtype: torch.dtype | None) -> None:
@@ -167,16 +179,8 @@ def _quantize(weight: Tensor) -> FP8Tensor:
         return quantize_128x128(weight)
 
 
-def _is_master(storage: torch.UntypedStorage) -> bool:
-    """Whether it holds a Parameter of a module, and no value that a compiled graph has computed."""
-    if hasattr(storage, _ATTRIBUTE):
-        return True
-    parameters = (value for module in _modules for value in module._parameters.values() if type(value) is nn.Parameter)
-    return any(value.untyped_storage().data_ptr() == storage.data_ptr() for value in parameters)
-
-
 def _quantized_op(weight: Tensor) -> tuple[Tensor, Tensor]:
-    if not _is_master(weight.untyped_storage()):
+    if not hasattr(weight.untyped_storage(), _ATTRIBUTE):  # a value that the compiled graph has computed
         return tuple(_quantize(weight))
     data, scale = _quantized(weight)
     return data.clone(), scale.clone()

@@ -26,11 +26,16 @@ def keep_dtypes(fn: Callable[[Tensor], Tensor], kept: Iterable[Tensor]) -> Calla
 
 
 def check_no_tangent(*values: Tensor | None) -> None:
-    """RuntimeError for a value with a tangent: operators would drop it without a word."""
+    """RuntimeError for a value with a tangent, or that may have one: operators would drop it without a word."""
     if forward_ad._current_level < 0:  # outside of forward-mode differentiation
         return
-    if any(value is not None and forward_ad.unpack_dual(value).tangent is not None for value in values):
+    if torch.compiler.is_compiling() or any(value is not None and _may_have_tangent(value) for value in values):
         raise RuntimeError("FP8 layers have no forward-mode derivative (torch.func.jvp); use backward, or vjp")
+
+
+def _may_have_tangent(value: Tensor) -> bool:
+    # Of nested jvp only the innermost can be asked; values of the others are wrapped.
+    return torch._C._functorch.is_functorch_wrapped_tensor(value) or forward_ad.unpack_dual(value).tangent is not None
 
 
 def not_fp8(state_dict: dict[str, Tensor], names: Iterable[str], way_out: str) -> list[str]:
