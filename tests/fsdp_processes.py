@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,11 +35,12 @@ def shard(model, layers, **options):
 
 @contextmanager
 def quantizations():
-    """A list that every master that is quantized is added to."""
+    """A list that every master that is quantized is added to, but for those that a compiler traces."""
     weights, quantize = [], master.quantize_128x128
 
     def watched(weight):
-        weights.append(weight)
+        if not isinstance(weight, FakeTensor):
+            weights.append(weight)
         return quantize(weight)
 
     master.quantize_128x128 = watched

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
-from fp8moe.layers import master
 from tests.compilers import INDUCTOR
 from tests.errors import relative_error
+from tests.fsdp_processes import quantizations
 
 ROUNDING = 0.1  # what FP8 costs in two layers; another layer's weight would cost 1
 
@@ -24,68 +24,49 @@ def plain_and_fp8(layers=2, size=256):
     return plain, fp8
 
 
-@pytest.fixture
-def quantizations(monkeypatch):
-    """A list that every master that is quantized is added to."""
-    weights, quantize = [], master.quantize_128x128
-
-    def watched(weight):
-        if not isinstance(weight, torch._subclasses.FakeTensor):
-            weights.append(weight)
-        return quantize(weight)
-
-    monkeypatch.setattr(master, "quantize_128x128", watched)
-    return weights
+def doubled(model, x):
+    """With computed weights: inductor has one buffer for all of them."""
+    for layer in model:
+        x = torch.func.functional_call(layer, {"weight": layer.weight * 2}, (x,))
+    return x
 
 
+def double(model, x):
+    """With weights that the graph itself has changed."""
+    for layer in model:
+        layer.weight.mul_(2)
+    return model(x)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_weights_that_a_compiled_graph_computes(backend, fresh_compiler):
+@pytest.mark.parametrize("run", [doubled, double])
+def test_weights_that_a_compiled_graph_makes(run, backend, fresh_compiler):
     plain, fp8 = plain_and_fp8()
     x = torch.randn(8, 256)
-
-    @torch.no_grad()
-    def doubled(model, x):
-        for layer in model:
-            x = torch.func.functional_call(layer, {"weight": layer.weight * 2}, (x,))
-        return x
-
-    out = torch.compile(doubled, backend=backend)(fp8, x)  # inductor has one buffer for both weights
-    assert relative_error(out, doubled(plain, x)) < ROUNDING
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_weights_that_a_compiled_graph_changes(backend, fresh_compiler):
-    plain, fp8 = plain_and_fp8()
-    x = torch.randn(8, 256)
-
-    @torch.no_grad()
-    def double(model, x):
-        for layer in model:
-            layer.weight.mul_(2)
-        return model(x)
-
-    out = torch.compile(double, backend=backend)(fp8, x)
-    assert relative_error(out, double(plain, x)) < ROUNDING
+    assert relative_error(torch.compile(run, backend=backend)(fp8, x), run(plain, x)) < ROUNDING
     assert relative_error(fp8(x), plain(x)) < ROUNDING
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_a_compiled_graph_quantizes_masters_once(backend, quantizations, fresh_compiler):
+def test_a_compiled_graph_quantizes_masters_once(backend, fresh_compiler):
     _, fp8 = plain_and_fp8()
     experts = GroupedExperts(num_experts=2, hidden_size=256, intermediate_size=128, master_dtype=torch.float32)
     routing = torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
     run = torch.compile(lambda x: experts(fp8(x), *routing), backend=backend)
-    for _ in range(3):
-        run(torch.randn(8, 256)).sum().backward()
-    assert len(quantizations) == 4  # of two linears, and the experts' up and down
+    with quantizations() as weights:
+        for _ in range(3):
+            run(torch.randn(8, 256)).sum().backward()
+    assert len(weights) == 4  # of two linears, and the experts' up and down
 
 
 @pytest.mark.parametrize("change", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), nn.Module.bfloat16])
-def test_copied_and_moved_masters_are_quantized_once(change, quantizations, fresh_compiler):
+def test_copied_and_moved_masters_are_quantized_once(change, fresh_compiler):
     run = torch.compile(change(plain_and_fp8()[1]), backend="aot_eager")
-    for _ in range(2):
-        run(torch.randn(8, 256)).sum().backward()
-    assert len(quantizations) == 2
+    with quantizations() as weights:
+        for _ in range(2):
+            run(torch.randn(8, 256)).sum().backward()
+    assert len(weights) == 2
 
 
 def layers():
@@ -156,7 +137,7 @@ def test_weights_that_a_captured_step_changes(monkeypatch):
     x = torch.randn(4, 128)
     layer(x).sum().backward()
     with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_initialized", lambda: True)
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         optimizer.step()
     before = layer(x)

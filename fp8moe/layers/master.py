@@ -79,7 +79,7 @@ def outdate_masters() -> None:
 @register_optimizer_step_post_hook
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
     outdate_masters()
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 if weight.layout is torch.strided:
