@@ -60,7 +60,16 @@ def test_a_compiled_graph_quantizes_masters_once(backend, fresh_compiler):
     assert len(weights) == 4  # of two linears, and the experts' up and down
 
 
-@pytest.mark.parametrize("change", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), nn.Module.bfloat16])
+def exchanged(model):
+    """With other Parameters in the same memory."""
+    for layer in model:
+        layer.weight = nn.Parameter(layer.weight.data)
+    return model
+
+
+@pytest.mark.parametrize(
+    "change", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), nn.Module.bfloat16, exchanged]
+)
 def test_copied_and_moved_masters_are_quantized_once(change, fresh_compiler):
     run = torch.compile(change(plain_and_fp8()[1]), backend="aot_eager")
     with quantizations() as weights:

@@ -99,9 +99,9 @@ class MasterModule(nn.Module):
 
     def __setattr__(self, name: str, value: object) -> None:
         old = self.__dict__.get("_parameters", {}).get(name)
-        super().__setattr__(name, value)
         if type(old) is nn.Parameter and old is not value:  # FSDP2's shards are of another class
             _forget(old)
+        super().__setattr__(name, value)  # marks the new one, which may have the same memory
 
     # Wherever a master gets its memory, `_copies` marks it for compiled graphs.
 
