@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import Bar, format_bars
-from fp8moe.validate import write_json
+from tools.validate import write_json
 
 
 def start() -> str:

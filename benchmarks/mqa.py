@@ -38,7 +38,7 @@ from benchmarks.mqa_cases import (
 )
 from benchmarks.report import Bar, format_kinds, geomean, select
 from fp8moe import mqa_logits, quantize_1x128
-from fp8moe.kernels.mqa_cache import BLOCK_TOKENS
+from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS
 
 TFLOPS = 1490.0  # what FP8 tensor cores reach: cuBLAS, 8192 cubed
 MIN_OVERLAP = 0.93

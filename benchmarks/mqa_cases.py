@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks import operands
 from fp8moe import FP8Tensor, mqa_logits, paged_mqa_logits, quantize_1x128
-from fp8moe.kernels.mqa_cache import BLOCK_TOKENS, append_kv, new_kv_cache, read_kv
+from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS, append_kv, new_kv_cache, read_kv
 
 MAX_ERROR = 1e-3
 SAMPLED_QUERIES = 16

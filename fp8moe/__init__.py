@@ -3,10 +3,10 @@
 Importing this needs nothing but PyTorch; CUDA libraries are loaded by the first kernel that runs.
 """
 
-from fp8moe.kernels.gemm import gemm
-from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked
-from fp8moe.kernels.grouped_k import grouped_gemm_k
-from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
+from fp8moe.kernels.gemm.dense import gemm
+from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked
+from fp8moe.kernels.gemm.grouped_k import grouped_gemm_k
+from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.layers.mqa_indexer import FP8MQAIndexer

@@ -33,27 +33,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and options.command != "validate":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
-    from fp8moe import config
+    from fp8moe.runtime import config
 
     try:
         config.reload()
     except ValueError as error:
         sys.exit(f"fp8moe: {error}")
     if options.command == "validate":
-        from fp8moe import validate
+        from tools import validate
 
         return validate.main(rest)
     if options.command == "info":
-        from fp8moe import info
+        from fp8moe.commands import info
 
         info.run()
         return 0
     if options.command in ("quantize", "inspect"):
         return _checkpoint_command(options)
-    from fp8moe.smollm2 import SetupError
+    from examples.demo.smollm2 import SetupError
 
     try:
-        from fp8moe import demo as demo_command
+        from examples.demo import demo as demo_command
 
         demo_command.run(options.prompt, new_tokens=options.new_tokens, device=options.device, gguf=options.gguf)
     except SetupError as error:

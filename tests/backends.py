@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fp8moe import config
+from fp8moe.runtime import config
 
 
 def on_reference(call, *arguments, **options):

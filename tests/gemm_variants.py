@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterable
 
-from fp8moe.kernels import jit
-from fp8moe.kernels.gemm_config import REGISTERS_PER_SM, GemmConfig
-from fp8moe.kernels.gemm_source import kernel_spec
+from fp8moe.kernels.gemm.config import GemmConfig
+from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.runtime import jit
+from fp8moe.runtime.hopper import REGISTERS_PER_SM
 
 COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
 """C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept."""

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8moe import config
-from fp8moe.kernels import backend, driver
+from fp8moe.runtime import backend, config, driver
 
 
 @pytest.fixture(autouse=True)

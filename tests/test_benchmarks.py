@@ -29,7 +29,7 @@ from benchmarks.mqa_cases import Batch, Prefill
 from benchmarks.peers import Model
 from benchmarks.timing import KernelEvent
 from fp8moe import FP8Tensor
-from fp8moe.validate import write_json
+from tools.validate import write_json
 
 FILL = "fill"
 

@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp8moe import FP8Linear, GroupedExperts, dequantize, quantize_128x128, replace_linears
+from fp8moe.checkpoints import files as checkpoint_files
+from fp8moe.checkpoints import load as checkpoint_load
+from fp8moe.checkpoints import quantize as checkpoint_quantize
+from fp8moe.checkpoints import write as checkpoint_write
+from fp8moe.checkpoints.files import INDEX, SINGLE, read_header
 from fp8moe.cli import main
-from fp8moe.integrations import checkpoint_files, checkpoint_load, checkpoint_quantize, checkpoint_write
-from fp8moe.integrations.checkpoint_files import INDEX, SINGLE, read_header
 from fp8moe.integrations.checkpoints import (
     DEFAULT_SKIP,
     CheckpointError,

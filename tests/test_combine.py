@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import combine_cuda, jit
-from fp8moe.kernels.combine import DTYPES, combine
-from fp8moe.kernels.routing import sort_by_expert
+from fp8moe.kernels.experts import combine_plan as combine_cuda
+from fp8moe.kernels.experts.combine import DTYPES, combine
+from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.runtime import jit
 
 Y_DTYPES = (torch.bfloat16, torch.float32)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fp8moe
-from fp8moe import config
+from fp8moe.runtime import config
 
 NAMES = ("BACKEND", "CACHE_DIR", "NUM_SMS", "PRINT_CONFIGS", "PRINT_COMPILER", "DUMP_DIR", "COMPILER")
 
@@ -109,7 +109,7 @@ def test_only_config_reads_the_variables():
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("import fp8moe.config; fp8moe.config.settings", "ValueError: FP8MOE_BACKEND is 'tpu'"),
+        ("import fp8moe.runtime.config; fp8moe.runtime.config.settings", "ValueError: FP8MOE_BACKEND is 'tpu'"),
         ("from fp8moe.cli import main; main(['info'])", "fp8moe: FP8MOE_BACKEND is 'tpu'; it must be one of"),
     ],
 )

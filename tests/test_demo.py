@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from fp8moe import GroupedExperts, config, demo, demo_report, replace_linears, smollm2
+from examples.demo import demo, smollm2
+from examples.demo import report as demo_report
+from examples.demo.smollm2 import SetupError, cached_directory
+from examples.demo.upcycle import quantize, upcycle
+from fp8moe import GroupedExperts, replace_linears
 from fp8moe.cli import main
 from fp8moe.integrations.transformers import load_model
-from fp8moe.smollm2 import SetupError, cached_directory
-from fp8moe.upcycle import quantize, upcycle
+from fp8moe.runtime import config
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.digest import DIRECTORIES, digest, normalize_cuda, normalize_python
-from fp8moe.validate import problems
+from tools.digest import DIRECTORIES, digest, normalize_cuda, normalize_python
+from tools.validate import problems
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8moe.kernels.experts import experts
-from fp8moe.kernels.swiglu import Activation
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.forward import experts
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe.kernels import experts_training as kernels
-from fp8moe.kernels.activation_backward import activation_backward
-from fp8moe.kernels.swiglu import FUNCTIONS, Activation
+from fp8moe.kernels.activation import FUNCTIONS, Activation
+from fp8moe.kernels.experts import training as kernels
+from fp8moe.kernels.experts.activation_backward import activation_backward
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
 from tests import experts_cases

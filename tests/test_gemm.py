@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8moe.kernels import checks, gemm_cuda, reference
-from fp8moe.kernels import gemm as gemm_module
-from fp8moe.kernels.gemm import gemm
-from fp8moe.kernels.reference import to_float32
+from fp8moe.kernels.gemm import checks, reference
+from fp8moe.kernels.gemm import dense as gemm_module
+from fp8moe.kernels.gemm import plan as gemm_cuda
+from fp8moe.kernels.gemm.dense import gemm
+from fp8moe.kernels.gemm.reference import to_float32
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 from tests.backends import on_reference

@@ -7,8 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fp8moe.kernels import compilers, jit
-from fp8moe.kernels.gemm_config import (
+from fp8moe.kernels.gemm.config import (
     PRODUCER_REGISTERS,
     REGISTERS_PER_SM,
     SHARED_LIMIT,
@@ -22,7 +21,8 @@ from fp8moe.kernels.gemm_config import (
     resident_clusters,
     with_stages,
 )
-from fp8moe.kernels.gemm_source import kernel_spec
+from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.runtime import compilers, jit
 from tests.gemm_variants import COMPLAINTS, faults, one_of_each
 
 SMS = 132

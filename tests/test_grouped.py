@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import grouped, grouped_checks
-from fp8moe.kernels.gemm import gemm
-from fp8moe.kernels.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
-from fp8moe.kernels.swiglu import FUNCTIONS, Activation
+from fp8moe.kernels.activation import FUNCTIONS, Activation
+from fp8moe.kernels.gemm import checks as grouped_checks
+from fp8moe.kernels.gemm import grouped
+from fp8moe.kernels.gemm.dense import gemm
+from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from tests.compilers import INDUCTOR
@@ -288,8 +289,8 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
         given.append((arguments, options))
 
     stand_in = SimpleNamespace(grouped_gemm=record, grouped_gemm_swiglu=record)
-    monkeypatch.setitem(sys.modules, "fp8moe.kernels.grouped_cuda", stand_in)
-    monkeypatch.setattr("fp8moe.kernels.grouped_cuda", stand_in, raising=False)
+    monkeypatch.setitem(sys.modules, "fp8moe.kernels.gemm.grouped_plan", stand_in)
+    monkeypatch.setattr("fp8moe.kernels.gemm.grouped_plan", stand_in, raising=False)
     monkeypatch.setattr(grouped, "use_cuda", lambda *tensors: True)
     a, b = activations(22, 272), weights(2, 32, 272)
     groups = int32([0, 20, 22]) if max_m is None else int32([11, 3])

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8moe.kernels import compilers, jit
-from fp8moe.kernels.gemm_config import (
+from fp8moe.kernels.gemm.config import (
     PRODUCER_REGISTERS,
     REGISTERS_PER_SM,
     SHARED_LIMIT,
@@ -17,8 +16,9 @@ from fp8moe.kernels.gemm_config import (
     resident_clusters,
     with_stages,
 )
-from fp8moe.kernels.gemm_source import kernel_spec
-from fp8moe.kernels.grouped_config import candidates, choose, describe, group_sizes, predict, row_tiles_bound
+from fp8moe.kernels.gemm.grouped_config import candidates, choose, describe, group_sizes, predict, row_tiles_bound
+from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.runtime import compilers, jit
 from tests.gemm_variants import faults, one_of_each
 
 SMS = 132

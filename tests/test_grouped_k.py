@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import jit
-from fp8moe.kernels.gemm_config import REGISTERS_PER_SM, SHARED_LIMIT
-from fp8moe.kernels.grouped_k import grouped_gemm_k
-from fp8moe.kernels.grouped_k_cuda import TILES, choose, kernel_spec
+from fp8moe.kernels.gemm.grouped_k import grouped_gemm_k
+from fp8moe.kernels.gemm.grouped_k_plan import TILES, choose, kernel_spec
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x1
+from fp8moe.runtime import jit
+from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT
 from tests import gemm_cases
 from tests.errors import relative_error
 from tests.gemm_cases import exact_along_k, int32

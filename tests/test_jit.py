@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 import fp8moe
-from fp8moe import config
-from fp8moe.kernels import compilers, cubin_cache, jit
+from fp8moe.runtime import compilers, config, cubin_cache, jit
 
 COMMON = """\
 #pragma once
@@ -471,7 +470,7 @@ def run_python(code, cache_dir, **popen):
 def test_two_processes_may_compile_the_same_kernel_at_once(sources, compiles):
     code = f"""
         import hashlib, pathlib
-        from fp8moe.kernels import jit
+        from fp8moe.runtime import jit
         jit.SOURCE_DIR = pathlib.Path({str(sources)!r})
         spec = jit.KernelSpec("main.cu", "scale", (("FACTOR", 3),))
         print(hashlib.sha256(jit.cubin(spec)).hexdigest())
@@ -500,7 +499,7 @@ def test_from_the_disk_cache_takes_milliseconds_and_does_not_load_the_compiler(s
     code = f"""
         import pathlib, time
         import cuda.core
-        from fp8moe.kernels import jit
+        from fp8moe.runtime import jit
         jit.SOURCE_DIR = pathlib.Path({str(sources)!r})
         spec = jit.KernelSpec("main.cu", "scale", (("FACTOR", 3),))
         start = time.perf_counter()

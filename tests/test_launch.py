@@ -8,8 +8,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 
-from fp8moe import config
-from fp8moe.kernels import launch
+from fp8moe.runtime import config, launch
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8moe.kernels import checks, linear_cuda
-from fp8moe.kernels import linear as linear_module
-from fp8moe.kernels.gemm import gemm
-from fp8moe.kernels.linear import linear
+from fp8moe.kernels.gemm import checks
+from fp8moe.kernels.gemm.dense import gemm
+from fp8moe.kernels.linear import forward as linear_module
+from fp8moe.kernels.linear import plan as linear_cuda
+from fp8moe.kernels.linear.forward import linear
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 from tests.compilers import INDUCTOR

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe.kernels import linear_training
+from fp8moe.kernels.linear import training as linear_training
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import dequantize, quantize_128x128

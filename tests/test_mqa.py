@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import mqa_reference
-from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
-from fp8moe.kernels.mqa_cache import append_kv, new_kv_cache, read_kv
+from fp8moe.kernels.indexer import reference as mqa_reference
+from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache, read_kv
+from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from tests import mqa_cases as cases

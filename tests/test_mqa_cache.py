@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import jit, mqa_cache_cuda
-from fp8moe.kernels.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
+from fp8moe.kernels.indexer import mqa_cache_plan as mqa_cache_cuda
+from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
+from fp8moe.runtime import jit
 from tests.random_values import random, some_slots
 
 MARK = 0xAB

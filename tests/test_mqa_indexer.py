@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fp8moe import FP8MQAIndexer, mqa_logits, quantize_1x128, replace_linears
-from fp8moe.kernels.mqa_cache import new_kv_cache
+from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
 from fp8moe.layers import mqa_indexer
 from fp8moe.layers.linear import FP8Linear
 from tests.errors import relative_error

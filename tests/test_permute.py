@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import jit, permute_cuda
-from fp8moe.kernels.permute import permute_quantize
-from fp8moe.kernels.routing import sort_by_expert
+from fp8moe.kernels.experts import permute_plan as permute_cuda
+from fp8moe.kernels.experts.permute import permute_quantize
+from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import is_mn_major
 from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
+from fp8moe.runtime import jit
 
 
 def assert_rows_hold_their_tokens(t, x, rows):

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import jit
-from fp8moe.quant import formats, quantize, quantize_cuda
+from fp8moe.quant import formats, quantize
+from fp8moe.quant import quantize_plan as quantize_cuda
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+from fp8moe.runtime import jit
 from tests.random_values import random
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

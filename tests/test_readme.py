@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import tables
 from fp8moe.cli import main
-from fp8moe.config import Settings
+from fp8moe.runtime.config import Settings
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import jit, routing_cuda
-from fp8moe.kernels.routing import MAX_EXPERTS, sort_by_expert
+from fp8moe.kernels.experts import routing_plan as routing_cuda
+from fp8moe.kernels.experts.routing import MAX_EXPERTS, sort_by_expert
+from fp8moe.runtime import jit
 
 DTYPES = (torch.int32, torch.int64)
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import jit
-from fp8moe.kernels.swiglu import Activation
-from fp8moe.kernels.swiglu_training import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.quant import transpose_cuda
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
+from fp8moe.quant import transpose_plan as transpose_cuda
 from fp8moe.quant.quantize import dequantize
 from fp8moe.quant.transpose import quantize_with_transpose
+from fp8moe.runtime import jit
 from tests.errors import relative_error
 from tests.experts_cases import swiglu_operands as operands
 

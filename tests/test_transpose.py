@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import transpose as benchmark
-from fp8moe.kernels import jit
-from fp8moe.quant import transpose_cuda
+from fp8moe.quant import transpose_plan as transpose_cuda
 from fp8moe.quant.formats import is_mn_major
 from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
 from fp8moe.quant.transpose import padded_rows, quantize_with_transpose
+from fp8moe.runtime import jit
 from tests.random_values import random
 
 NOTHING = torch.iinfo(torch.int32).min

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels import jit
-from fp8moe.quant import transpose_fp8_cuda
+from fp8moe.quant import transpose_fp8_plan as transpose_fp8_cuda
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.runtime import jit
 
 
 def random(*shape, seed=0):

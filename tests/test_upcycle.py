@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from examples.demo.upcycle import quantize, upcycle
 from fp8moe import FP8Linear, GroupedExperts
 from fp8moe.integrations.checkpoints import inspect_checkpoint, save_fp8_checkpoint
 from fp8moe.integrations.transformers import load_model
 from fp8moe.layers.linear import replace_linears
-from fp8moe.upcycle import quantize, upcycle
 
 TOKENS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(3))
 

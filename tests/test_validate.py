@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from fp8moe import validate
+from tools import validate
 
 CLEAN = {
     "digest": "d",

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8moe.integrations.checkpoint_files import FP8, CheckpointError, open_checkpoint
-from fp8moe.integrations.checkpoint_match import EXTRA
-from fp8moe.integrations.checkpoint_names import BLOCK_IN_MODEL, W_BLOCK
-from fp8moe.integrations.checkpoint_spelling import renamed
+from fp8moe.checkpoints.files import FP8, CheckpointError, open_checkpoint
+from fp8moe.checkpoints.match import EXTRA
+from fp8moe.checkpoints.names import BLOCK_IN_MODEL, W_BLOCK
+from fp8moe.checkpoints.spelling import renamed
 from fp8moe.integrations.checkpoints import load_fp8_checkpoint
 from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.transformers_indexer import route_indexers
-from fp8moe.kernels import autograd
-from fp8moe.kernels.linear import linear
+from fp8moe.kernels.linear.forward import linear
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.formats import BLOCK
+from fp8moe.runtime import autograd
 
 NAME = "fp8moe"
 

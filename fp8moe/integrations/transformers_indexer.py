@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe.kernels.mqa import mqa_logits
-from fp8moe.kernels.mqa_cache import HEAD_DIMS
-from fp8moe.kernels.mqa_checks import NUM_HEADS
+from fp8moe.kernels.indexer.checks import NUM_HEADS
+from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS
+from fp8moe.kernels.indexer.mqa_logits import mqa_logits
 from fp8moe.layers.mqa_indexer import LOGITS_AT_A_TIME, TRANSFORMERS_CLASSES, interleaves, score_operands
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128

@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fp8moe.kernels.experts import experts
-from fp8moe.kernels.experts_training import experts_training
-from fp8moe.kernels.routing import MAX_EXPERTS
-from fp8moe.kernels.swiglu import Activation
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.forward import experts
+from fp8moe.kernels.experts.routing import MAX_EXPERTS
+from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers import experts_source
 from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate_masters, quantized
 from fp8moe.layers.parameters import check_no_tangent, frozen, keep_dtypes, not_fp8
@@ -42,7 +42,7 @@ class GroupedExperts(MasterModule):
     weight that neither its version nor an optimizer's step shows takes effect as `FP8Linear` says.
 
     Where gradients are recorded, and in training mode with a master_dtype, the result of GEMM 1 is rounded to bfloat16
-    and the decode_capacity plays no part. `fp8moe.kernels.experts_training` says what is kept for the backward. It
+    and the decode_capacity plays no part. `fp8moe.kernels.experts.training` says what is kept for the backward. It
     raises RuntimeError if a master has changed in place since the forward, and if it is to be differentiated itself.
 
     Memory of a call without gradients beside its result: at most ``R * (3H + I)`` bytes for bfloat16 inputs,

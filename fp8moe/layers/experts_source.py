@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fp8moe.kernels.swiglu import FUNCTIONS, Activation
+from fp8moe.kernels.activation import FUNCTIONS, Activation
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_128x128
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fp8moe.kernels.linear import linear
-from fp8moe.kernels.linear_training import linear_training
+from fp8moe.kernels.linear.forward import linear
+from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate_masters, quantized
 from fp8moe.layers.parameters import check_no_tangent, frozen, keep_dtypes, not_fp8
-from fp8moe.patterns import as_patterns, matches
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
+from fp8moe.runtime.patterns import as_patterns, matches
 
 
 class FP8Linear(MasterModule):
@@ -33,7 +33,7 @@ class FP8Linear(MasterModule):
     With a ``master_dtype`` the layer is trained. Its weight is then an ordinary parameter of that dtype, and the state
     dict that of ``nn.Linear``. The FP8 copy of it is made once for each step of an optimizer, at the first call after
     it, and lasts until the next one: a byte for each weight. Forward, input gradient and weight gradient run in FP8
-    with float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3); `fp8moe.kernels.linear_training` says what is kept
+    with float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3); `fp8moe.kernels.linear.training` says what is kept
     for the backward. It raises RuntimeError if the weight has changed in place since the forward, and if it is to be
     differentiated itself. ``from_linear(trained)`` makes the layer for inference.
 

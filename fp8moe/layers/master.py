@@ -17,9 +17,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8moe.operators import define
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
+from fp8moe.runtime.operators import define
 
 MASTER_DTYPES = (torch.bfloat16, torch.float32)
 

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8moe.kernels import checks, mqa_checks
-from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
-from fp8moe.kernels.mqa_cache import BLOCK_TOKENS, HEAD_DIMS, append_kv, read_kv
-from fp8moe.kernels.mqa_reference import tokens_seen
+from fp8moe.kernels.indexer import checks as mqa_checks
+from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS, HEAD_DIMS, append_kv, read_kv
+from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
+from fp8moe.kernels.indexer.reference import tokens_seen
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
+from fp8moe.runtime.checks import check_tensor, describe
 
 LOGITS_AT_A_TIME = 1 << 28
 """How many logits a long prefill holds at a time: 1 GiB of float32."""
@@ -27,9 +28,9 @@ class FP8MQAIndexer(nn.Module):
     Query token s scores key t with ``sum over h of w[s, h] * relu(q[s, h] . k[t])``, and attends to the top_k tokens of
     the highest scores. q is projected from q_resid, the normed low-rank query of the attention, and k, one for all
     heads, and w from hidden_states; the first rope_head_dim values of q and k carry rotary positions. Keys and queries
-    are quantized with one scale for each head_dim values, and scored by `fp8moe.mqa_logits` or, over the paged cache of
-    `fp8moe.kernels.mqa_cache`, by `fp8moe.paged_mqa_logits`. The Hadamard rotation of DeepSeek's own code, which leaves
-    dot products as they are, is left out, as in transformers. The state dict is that of the checkpoint:
+    are quantized with one scale for each head_dim values, and scored by `fp8moe.mqa_logits` or, over the paged cache
+    of `fp8moe.kernels.indexer.mqa_cache`, by `fp8moe.paged_mqa_logits`. The Hadamard rotation of DeepSeek's own code,
+    which leaves dot products as they are, is left out, as in transformers. The state dict is that of the checkpoint:
 
         wq_b.weight, wq_b.weight_scale_inv  FP8Linear (num_heads * head_dim, q_lora_rank), no bias
         wk.weight, wk.weight_scale_inv      FP8Linear (head_dim, hidden_size), no bias
@@ -74,7 +75,7 @@ class FP8MQAIndexer(nn.Module):
         heads = {"num_heads": num_heads, "head_dim": head_dim, "rope_head_dim": rope_head_dim}
         for name, size in (positive | heads).items():
             if not isinstance(size, int):
-                raise TypeError(f"{name}: expected an int, got {checks.describe(size)}")
+                raise TypeError(f"{name}: expected an int, got {describe(size)}")
         for name, size in positive.items():
             if size < 1:
                 raise ValueError(f"{name}: expected at least 1, got {size}")
@@ -211,7 +212,7 @@ class FP8MQAIndexer(nn.Module):
         """
         rows = self._check_tokens(hidden_states, q_resid, position_embeddings)
         for name, value in (("kv_cache", kv_cache), ("context_lens", context_lens), ("block_table", block_table)):
-            checks.tensor(name, value)
+            check_tensor(name, value)
         mqa_checks.context_limit(max_context_len)
         if block_table.dim() != 2:
             raise ValueError(f"block_table: expected shape (B, max_blocks), got {tuple(block_table.shape)}")
@@ -251,9 +252,7 @@ class FP8MQAIndexer(nn.Module):
         tokens = hidden_states.shape[0]
         _check("q_resid", q_resid, INPUT_DTYPES, (tokens, self.q_lora_rank), hidden_states)
         if not isinstance(position_embeddings, tuple | list) or len(position_embeddings) != 2:
-            raise TypeError(
-                f"position_embeddings: expected a (cos, sin) pair, got {checks.describe(position_embeddings)}"
-            )
+            raise TypeError(f"position_embeddings: expected a (cos, sin) pair, got {describe(position_embeddings)}")
         for name, value in zip(("cos", "sin"), position_embeddings, strict=True):
             shape = (tokens, self.rope_head_dim)
             _check(f"position_embeddings, {name}", value, INPUT_DTYPES, shape, hidden_states)
@@ -332,7 +331,7 @@ def _check(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], like: Tensor
 ) -> None:
     """A tensor of one of the dtypes on the device of `like`, of a shape whose first size may be None for any."""
-    checks.tensor(name, value)
+    check_tensor(name, value)
     if value.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {value.dtype}")

@@ -9,10 +9,10 @@ import math
 
 import torch
 
-from fp8moe.kernels.backend import use_cuda
-from fp8moe.operators import define
 from fp8moe.quant import reference
 from fp8moe.quant.formats import BLOCK, SCALE_FORMATS, FP8Tensor, align, ceil_div
+from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.operators import define
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -116,7 +116,7 @@ def _backend(x: torch.Tensor):
     """The module whose quantizers take x."""
     if not use_cuda(x):
         return reference
-    from fp8moe.quant import quantize_cuda
+    from fp8moe.quant import quantize_plan as quantize_cuda
 
     return quantize_cuda
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.kernels import checks
-from fp8moe.kernels.backend import use_cuda
-from fp8moe.operators import define
 from fp8moe.quant import transpose_reference
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES
 from fp8moe.quant.transpose_reference import Results, padded_rows
+from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import check_tensor
+from fp8moe.runtime.operators import define
 
 
 class Transposed(NamedTuple):
@@ -56,10 +56,10 @@ def quantize_with_transpose(
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
     """
-    checks.tensor("x", x)
+    check_tensor("x", x)
     for name, value in (("group_offsets", group_offsets), ("tokens", tokens), ("row_weights", row_weights)):
         if value is not None:
-            checks.tensor(name, value)
+            check_tensor(name, value)
     x, row_weights = (
         value.detach() if value is not None and value.requires_grad else value for value in (x, row_weights)
     )
@@ -136,7 +136,7 @@ def _quantize_with_transpose(
     rows, groups = check(x, group_offsets, tokens, row_weights)
     if not use_cuda(x):
         return transpose_reference.quantize_with_transpose(x, group_offsets, tokens, row_weights)
-    from fp8moe.quant import transpose_cuda
+    from fp8moe.quant import transpose_plan as transpose_cuda
 
     results = empty_results(x, rows, x.shape[1], groups)
     transpose_cuda.quantize_with_transpose(x, group_offsets, tokens, row_weights, results)

@@ -7,10 +7,10 @@ gradient uses the very values that the forward used (DeepSeek-V3, arXiv:2412.194
 import torch
 from torch import Tensor
 
-from fp8moe.kernels import checks
-from fp8moe.kernels.backend import use_cuda
-from fp8moe.operators import define
+from fp8moe.quant.checks import check_scale, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.operators import define
 
 
 def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
@@ -23,7 +23,7 @@ def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, device or scale shape.
     """
-    data, scale = checks.operand("w", w)
+    data, scale = fp8_operand("w", w)
     data, scale = (value.detach() if value.requires_grad else value for value in (data, scale))
     return FP8Tensor(*torch.ops.fp8moe.transpose_fp8(data, scale))
 
@@ -34,13 +34,13 @@ def _check(data: Tensor, scale: Tensor) -> None:
     if data.dim() < 2:
         raise ValueError(f"w.data: expected at least two dimensions, got shape {tuple(data.shape)}")
     *lead, n, k = data.shape
-    checks.scale("w.scale", scale, (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK)), data.device)
+    check_scale("w.scale", scale, (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK)), data.device)
 
 
 def _transpose_fp8(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     results = _transpose_fp8_fake(data, scale)
     if use_cuda(data):
-        from fp8moe.quant import transpose_fp8_cuda
+        from fp8moe.quant import transpose_fp8_plan as transpose_fp8_cuda
 
         transpose_fp8_cuda.transpose_fp8(data.contiguous(), scale.contiguous(), *results)
     else:

@@ -12,13 +12,13 @@ import torch
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe.kernels import routing_reference
-from fp8moe.kernels.combine import combine
-from fp8moe.kernels.grouped import grouped_gemm_swiglu
-from fp8moe.kernels.grouped_reference import group_rows, grouped_gemm_swiglu_reference
-from fp8moe.kernels.permute import permute_quantize
-from fp8moe.kernels.routing import sort_by_expert
-from fp8moe.kernels.swiglu import Activation
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts import reference as routing_reference
+from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts.permute import permute_quantize
+from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
+from fp8moe.kernels.gemm.grouped_reference import group_rows, grouped_gemm_swiglu_reference
 
 # tokens, top_k, experts, capacity, index type
 SORTS = (

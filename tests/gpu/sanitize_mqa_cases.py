@@ -6,9 +6,9 @@ block ids out of range, more sequences than threads, more tiles than stages; and
 
 import torch
 
-from fp8moe.kernels import mqa_cache_reference
-from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
-from fp8moe.kernels.mqa_cache import append_kv, new_kv_cache
+from fp8moe.kernels.indexer import mqa_cache_reference
+from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache
+from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.quant.formats import FP8Tensor
 from tests import mqa_cases
 

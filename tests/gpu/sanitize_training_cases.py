@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe import FP8Tensor, grouped_gemm_k, quantize_128x1, quantize_128x128
-from fp8moe.kernels.swiglu import Activation
-from fp8moe.kernels.swiglu_training import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.kernels.swiglu_training_reference import swiglu_backward
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
+from fp8moe.kernels.experts.swiglu_quantize_reference import swiglu_backward
 from fp8moe.quant import transpose_reference
 from fp8moe.quant.transpose import Transposed, quantize_with_transpose
 from fp8moe.quant.transpose_fp8 import transpose_fp8

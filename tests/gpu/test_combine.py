@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 
-from fp8moe.kernels import combine_cuda, routing_reference
-from fp8moe.kernels.combine import DTYPES, combine
-from fp8moe.kernels.launch import current_stream, device_guard
-from fp8moe.kernels.routing import sort_by_expert
+from fp8moe.kernels.experts import combine_plan as combine_cuda
+from fp8moe.kernels.experts import reference as routing_reference
+from fp8moe.kernels.experts.combine import DTYPES, combine
+from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.runtime.launch import current_stream, device_guard
 
 pytestmark = pytest.mark.gpu
 

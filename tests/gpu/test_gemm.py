@@ -7,8 +7,9 @@ import torch
 
 from benchmarks.operands import rounded_error
 from benchmarks.peers import DENSE_M, DENSE_SHAPES
-from fp8moe.kernels import gemm_config, gemm_cuda
-from fp8moe.kernels.gemm import gemm
+from fp8moe.kernels.gemm import config as gemm_config
+from fp8moe.kernels.gemm import plan as gemm_cuda
+from fp8moe.kernels.gemm.dense import gemm
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 from tests import gemm_cases

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels import grouped_k_cuda
-from fp8moe.kernels.grouped_k import grouped_gemm_k
-from fp8moe.kernels.grouped_k_cuda import TILES
+from fp8moe.kernels.gemm import grouped_k_plan as grouped_k_cuda
+from fp8moe.kernels.gemm.grouped_k import grouped_gemm_k
+from fp8moe.kernels.gemm.grouped_k_plan import TILES
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_128x1
 from tests import gemm_cases

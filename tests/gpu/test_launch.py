@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8moe import config
-from fp8moe.kernels import backend, compilers, jit, launch
+from fp8moe.runtime import backend, compilers, config, jit, launch
 
 pytestmark = pytest.mark.gpu
 

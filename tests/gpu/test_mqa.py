@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels import mqa_cuda
-from fp8moe.kernels.mqa import mqa_logits, paged_mqa_logits
-from fp8moe.kernels.mqa_cache import append_kv
+from fp8moe.kernels.indexer import mqa_logits_plan as mqa_cuda
+from fp8moe.kernels.indexer.mqa_cache import append_kv
+from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.quant.formats import FP8Tensor
 from tests import gemm_cases
 from tests import mqa_cases as cases

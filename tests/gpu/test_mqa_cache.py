@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels import mqa_cache_reference
-from fp8moe.kernels.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
+from fp8moe.kernels.indexer import mqa_cache_reference
+from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
 from tests import random_values

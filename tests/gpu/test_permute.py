@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels import permute_cuda, routing_reference
-from fp8moe.kernels.launch import current_stream, device_guard
-from fp8moe.kernels.permute import permute_quantize
-from fp8moe.kernels.routing import sort_by_expert
+from fp8moe.kernels.experts import permute_plan as permute_cuda
+from fp8moe.kernels.experts import reference as routing_reference
+from fp8moe.kernels.experts.permute import permute_quantize
+from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES
+from fp8moe.runtime.launch import current_stream, device_guard
 from tests import random_values
 
 pytestmark = pytest.mark.gpu

@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels.launch import current_stream, device_guard
-from fp8moe.quant import quantize_cuda, reference
+from fp8moe.quant import quantize_plan as quantize_cuda
+from fp8moe.quant import reference
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
+from fp8moe.runtime.launch import current_stream, device_guard
 from tests import random_values
 
 pytestmark = pytest.mark.gpu

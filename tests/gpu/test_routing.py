@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from fp8moe.kernels import combine_cuda, permute_cuda, routing_cuda, routing_reference
-from fp8moe.kernels.launch import current_stream, device_guard
-from fp8moe.kernels.routing import sort_by_expert
+from fp8moe.kernels.experts import combine_plan as combine_cuda
+from fp8moe.kernels.experts import permute_plan as permute_cuda
+from fp8moe.kernels.experts import reference as routing_reference
+from fp8moe.kernels.experts import routing_plan as routing_cuda
+from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
+from fp8moe.runtime.launch import current_stream, device_guard
 
 pytestmark = pytest.mark.gpu
 

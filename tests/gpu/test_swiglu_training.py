@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from benchmarks.operands import exact
-from fp8moe.kernels import swiglu_training_reference
-from fp8moe.kernels.swiglu import Activation
-from fp8moe.kernels.swiglu_training import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.quant import transpose_cuda
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts import swiglu_quantize_reference as swiglu_training_reference
+from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
+from fp8moe.quant import transpose_plan as transpose_cuda
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 from tests.errors import relative_error

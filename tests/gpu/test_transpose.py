@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels.routing import sort_by_expert
-from fp8moe.quant import transpose_cuda, transpose_reference
+from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.quant import transpose_plan as transpose_cuda
+from fp8moe.quant import transpose_reference
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
 from fp8moe.quant.transpose import empty_results, padded_rows, quantize_with_transpose
 from tests import random_values

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fp8moe.kernels.launch import current_stream, device_guard
-from fp8moe.quant import transpose_fp8_cuda
+from fp8moe.quant import transpose_fp8_plan as transpose_fp8_cuda
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.runtime.launch import current_stream, device_guard
 
 pytestmark = pytest.mark.gpu
 

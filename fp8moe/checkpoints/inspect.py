@@ -1,0 +1,207 @@
+"""inspect_checkpoint: what a checkpoint directory holds and what is wrong with it, from headers alone."""
+
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8moe.checkpoints.files import FLOATS, FP8, Checkpoint, open_checkpoint
+from fp8moe.checkpoints.names import (
+    DOWN,
+    SCALE,
+    SCALE_DTYPES,
+    config_problems,
+    fits_scale,
+    parse_expert,
+    parse_fused,
+    scale_of,
+    scale_shape,
+    weight_of,
+)
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_SHOWN_MATRICES = 5
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `inspect_checkpoint` found.
+
+    directory; files: how many; tensors: how many; nbytes: of all tensors; fp8_nbytes: of FP8 weights without scales;
+    parameters: elements of all tensors but scales; scale_format: "float32", "ue8m0", "none" or several;
+    block_size: of the configuration, else "128x128" if all scales fit that; experts: (layers, experts a layer, layout)
+    for each kind; dtypes: bytes by safetensors dtype; unquantized: parameters of matrices that are not FP8, largest
+    first, by name with * for numbers; problems: everything that is wrong, by name.
+    """
+
+    directory: Path
+    files: int
+    tensors: int
+    nbytes: int
+    fp8_nbytes: int
+    parameters: int
+    scale_format: str
+    block_size: str
+    experts: list[tuple[int, int, str]]
+    dtypes: dict[str, int]
+    unquantized: dict[str, int]
+    problems: list[str]
+
+    def __str__(self) -> str:
+        """A table of two columns, and the problems below."""
+        dtypes = ", ".join(f"{name} {_bytes(size)}" for name, size in self.dtypes.items())
+        experts = "; ".join(f"{count} in each of {layers} layers, {how}" for layers, count, how in self.experts)
+        rows = [
+            ("directory", str(self.directory)),
+            ("files", f"{self.files}"),
+            ("tensors", f"{self.tensors}, {self.parameters / 1e6:,.3f} million parameters"),
+            ("bytes", f"{_bytes(self.nbytes)} ({dtypes})"),
+            ("FP8 share", f"{self.fp8_nbytes / max(self.parameters, 1):.1%} of the parameters"),
+            ("scale format", self.scale_format),
+            ("block size", self.block_size),
+            ("experts", experts or "none"),
+            ("unquantized", self._unquantized()),
+            ("problems", str(len(self.problems)) if self.problems else "none"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        return "\n".join(lines + [f"  {problem}" for problem in self.problems])
+
+    def _unquantized(self) -> str:
+        shares = [f"{name} {size / max(self.parameters, 1):.1%}" for name, size in self.unquantized.items()]
+        shown = ", ".join(shares[:_SHOWN_MATRICES])
+        return f"{shown}, and {len(shares) - _SHOWN_MATRICES} more" if shares[_SHOWN_MATRICES:] else shown or "nothing"
+
+
+def inspect_checkpoint(directory: str | os.PathLike) -> Report:
+    """Describe a checkpoint and list its problems: damaged files, scales missing, left over or misshapen, experts
+    missing, another block size. Reads headers only.
+
+    Raises CheckpointError if there is no checkpoint in ``directory``.
+    """
+    checkpoint = open_checkpoint(directory)
+    tensors = checkpoint.tensors
+    scales = defaultdict(list)
+    for name, info in tensors.items():
+        scale = scale_of(name, tensors) if info.dtype == FP8 else None
+        if scale is not None:
+            scales[scale].append(name)
+    scale_problems = _scale_problems(checkpoint, scales)
+    experts, expert_problems = _experts(checkpoint)
+    dtypes, unquantized = Counter(), Counter()
+    for name, info in tensors.items():
+        dtypes[info.dtype] += info.nbytes
+        if info.dtype in FLOATS and len(info.shape) > 1 and name not in scales:
+            unquantized[_NUMBER.sub("*", name)] += math.prod(info.shape)
+    problems = checkpoint.problems + _config_problems(checkpoint) + scale_problems + expert_problems
+    block_size = checkpoint.quantization.get("weight_block_size")
+    if block_size is None:
+        block_size = [128, 128] if scales and not scale_problems else []
+    return Report(
+        directory=checkpoint.directory,
+        files=len(checkpoint.files),
+        tensors=len(tensors),
+        nbytes=sum(dtypes.values()),
+        fp8_nbytes=dtypes[FP8],
+        parameters=sum(math.prod(info.shape) for name, info in tensors.items() if name not in scales),
+        scale_format=_scale_format(checkpoint, scales),
+        block_size="x".join(map(str, block_size)) or "none",
+        experts=experts,
+        dtypes=dict(dtypes.most_common()),
+        unquantized=dict(unquantized.most_common()),
+        problems=problems,
+    )
+
+
+def _config_problems(checkpoint: Checkpoint) -> list[str]:
+    has_fp8 = any(info.dtype == FP8 for info in checkpoint.tensors.values())
+    if has_fp8 and checkpoint.config and not checkpoint.quantization:
+        return ["config.json: has no quantization_config, but there are FP8 tensors"]
+    return config_problems(checkpoint.quantization) if has_fp8 else []
+
+
+def _scale_problems(checkpoint: Checkpoint, scales: Mapping[str, list[str]]) -> list[str]:
+    """scales: the weights that each scale belongs to."""
+    problems = []
+    with_scale = {weight for weights in scales.values() for weight in weights}
+    for name, info in checkpoint.tensors.items():
+        if name in scales:
+            first = scales[name][0]
+            expected = _expected_shape(name, scales[name], checkpoint)
+            if info.dtype not in SCALE_DTYPES:
+                problems.append(f"{name}: dtype {info.dtype}, expected {', '.join(SCALE_DTYPES)}")
+            partial = checkpoint.incomplete and len(scales[name]) > 1
+            if not partial and (expected is None or not fits_scale(info.shape, expected)):
+                shape = checkpoint.tensors[first].shape
+                problems.append(f"{name}: shape {info.shape}, expected {expected} for {first} {shape}")
+        elif checkpoint.incomplete:
+            continue  # it may be in the file that is missing
+        elif info.dtype == FP8 and name not in with_scale:
+            problems.append(f"{name}: {FP8} without a scale")
+        elif name.endswith(SCALE) or (info.dtype == "F8_E8M0" and weight_of(name)):
+            weight = checkpoint.tensors.get(weight_of(name))
+            if weight is None:
+                problems.append(f"{name}: a scale without a weight")
+            elif weight.dtype != FP8:
+                problems.append(f"{name}: the scale of a weight in {weight.dtype}")
+    return problems
+
+
+def _expected_shape(scale: str, weights: list[str], checkpoint: Checkpoint) -> tuple[int, ...] | None:
+    """None where no scale fits."""
+    shape = checkpoint.tensors[weights[0]].shape
+    if len(shape) < 2:
+        return None
+    rows, *columns = expected = scale_shape(weights[0], shape)
+    experts = [parse_expert(weight) for weight in weights]
+    if None in experts or parse_expert(scale) is not None:
+        return expected
+    # The fused scale of experts that are stored one by one.
+    projections = len({expert.projection for expert in experts})
+    return max(expert.expert for expert in experts) + 1, projections * rows, *columns
+
+
+def _scale_format(checkpoint: Checkpoint, scales: Iterable[str]) -> str:
+    formats = set()
+    for name in scales:
+        dtype = checkpoint.tensors[name].dtype
+        if dtype == "F8_E8M0":
+            formats.add("ue8m0")
+        elif checkpoint.quantization.get("scale_fmt") == "ue8m0":
+            formats.add(f"ue8m0 in {dtype}")
+        else:
+            formats.add({"F32": "float32", "BF16": "bfloat16"}.get(dtype, dtype))
+    return ", ".join(sorted(formats)) or "none"
+
+
+def _experts(checkpoint: Checkpoint) -> tuple[list[tuple[int, int, str]], list[str]]:
+    """How many layers have how many experts in which layout, and experts that lack a projection."""
+    separate: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # module -> projection -> experts
+    kinds: Counter[tuple[int, str]] = Counter()
+    for name, info in checkpoint.tensors.items():
+        fused = parse_fused(name, info.shape)
+        if fused is not None and fused[1] == DOWN:
+            kinds[info.shape[0], "fused"] += 1
+        expert = parse_expert(name)
+        if expert is not None and not expert.is_scale:
+            separate[expert.experts][expert.projection].add(expert.expert)
+    problems = []
+    for module, projections in separate.items():
+        count = max(max(experts) for experts in projections.values()) + 1
+        kinds[count, "separate"] += 1
+        if not checkpoint.incomplete:
+            for projection, experts in projections.items():
+                missing = sorted(set(range(count)) - experts)
+                problems += [f"{module}.{expert}: has no {projection}" for expert in missing]
+    return [(layers, count, how) for (count, how), layers in sorted(kinds.items())], problems
+
+
+def _bytes(size: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -1,0 +1,101 @@
+"""load_fp8_checkpoint: everything is checked against the headers first, then tensors are copied one at a time."""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fp8moe.checkpoints.files import Checkpoint, CheckpointError, open_checkpoint, read_pieces
+from fp8moe.checkpoints.match import Place, is_sharded, make_plan, state_of
+from fp8moe.runtime.patterns import as_patterns
+
+
+def load_fp8_checkpoint(
+    model: nn.Module,
+    directory: str | os.PathLike,
+    *,
+    ignore: Iterable[str] = (),
+    device: torch.device | str = "cpu",
+) -> None:
+    """Load a DeepSeek-style FP8 checkpoint into a model with FP8Linear and GroupedExperts in it.
+
+    model: not sharded yet (fully_shard comes after loading). Its state dict must have what the checkpoint has, with the
+        names and shapes that it has there. Besides:
+        - experts one by one (experts.7.gate_proj.weight or w1, w3, w2) go into the fused parameters;
+        - a weight's scale is called weight_scale_inv or scale, and is float32, bfloat16 or float8_e8m0fnu;
+        - Mixtral's block_sparse_moe is transformers' mlp;
+        - a tensor that the model ties to another need be there only once;
+        - tensors that a transformers model ignores (its _keys_to_ignore_on_load_unexpected) are ignored;
+        - unquantized tensors are converted from one floating dtype to another.
+        Also transformers' own FP8 modules and unquantized experts are filled, having the same names.
+    directory: with model.safetensors, or model.safetensors.index.json and its shards.
+    ignore: fnmatch patterns of tensors in the checkpoint that are not wanted.
+    device: where parameters and buffers that are on the meta device are created; others stay where they are.
+
+    Everything is checked before anything is copied: names, shapes, dtypes, block size, that every shard is there and
+    whole. Beside the model, memory holds one tensor at a time, of fused experts one expert.
+
+    Raises CheckpointError, which lists all that is wrong by name, with the model untouched.
+    """
+    ignore = as_patterns("ignore", ignore)
+    checkpoint = open_checkpoint(directory)
+    state = state_of(model)
+    plan = make_plan(checkpoint, state, _ignored(model, ignore))
+    plan.problems += _bufferless(model, state) + _sharded(state)
+    if plan.problems:
+        raise CheckpointError(f"cannot load {checkpoint.directory}, the model is unchanged", plan.problems)
+    _materialize(model, torch.device(device))
+    _copy(checkpoint, plan.places, state_of(model))
+
+
+def _ignored(model: nn.Module, patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    regexes = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+
+    def ignored(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns) or any(regex.search(name) for regex in regexes)
+
+    return ignored
+
+
+def _bufferless(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"{name}: a buffer on the meta device that no checkpoint has; create the model with its buffers on a real one"
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta and name not in state
+    ]
+
+
+def _sharded(state: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"{name}: sharded (a DTensor); load the checkpoint before fully_shard"
+        for name, value in state.items()
+        if is_sharded(value)
+    ]
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Give parameters and buffers that are on the meta device memory on ``device``; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is None or not value.is_meta:
+                continue
+            if id(value) not in made:
+                empty = torch.empty_like(value, device=device)
+                is_parameter = isinstance(value, nn.Parameter)
+                made[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
+            setattr(module, name, made[id(value)])
+
+
+@torch.no_grad()
+def _copy(checkpoint: Checkpoint, places: Mapping[str, Place], state: Mapping[str, Tensor]) -> None:
+    for file_name, tensors in checkpoint.by_file.items():
+        with safe_open(checkpoint.directory / file_name, framework="pt") as file:
+            for name in [name for name in tensors if name in places]:
+                place = places[name]
+                for index, value in read_pieces(file, name, tensors[name]):
+                    place.copy(state[place.key], value, index)

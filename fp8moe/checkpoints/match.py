@@ -1,0 +1,236 @@
+"""Which tensor of a checkpoint goes where in a model, and all that does not fit, from names, shapes and dtypes."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fp8moe.checkpoints.files import DTYPES, FLOATS, FP8, Checkpoint, TensorInfo
+from fp8moe.checkpoints.names import (
+    BLOCK_IN_MODEL,
+    GATE,
+    GATE_UP,
+    SCALE,
+    SCALE_DTYPES,
+    UP,
+    W_BLOCK,
+    config_problems,
+    fits_scale,
+    parse_expert,
+    scale_name,
+    weight_of,
+)
+
+EXTRA = "extra, the model has no such tensor"  # what a problem ends with
+
+WHOLE = (None, None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the model a tensor of the checkpoint goes: all of ``state[key]``, or rows of one expert there."""
+
+    key: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    rows: slice | None = None
+
+    @property
+    def part(self) -> tuple:
+        return WHOLE if self.rows is None else (self.expert, self.rows.start)
+
+    def copy(self, target: Tensor, value: Tensor, index: int | None) -> None:
+        """Copy a piece of the tensor: all of it, or its slice at ``index`` of the first dimension."""
+        if self.expert is not None:
+            target = target[self.expert, self.rows]
+        target = target if index is None else target[index]
+        target.copy_(value.to(target.dtype).view(target.shape))
+
+
+@dataclass
+class Plan:
+    """What will be copied where, and what stands in the way.
+
+    places: of each tensor of the checkpoint. sources: of each entry of the state dict the tensors that it is made of,
+    by expert and first row, or under `WHOLE`. wrong: entries that a tensor does not fit.
+    """
+
+    problems: list[str]
+    places: dict[str, Place] = field(default_factory=dict)
+    sources: dict[str, dict[tuple, str]] = field(default_factory=lambda: defaultdict(dict))
+    wrong: set[str] = field(default_factory=set)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers themselves, under all of their names."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, as FSDP2 makes them: its data are shared out among processes."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def make_plan(checkpoint: Checkpoint, state: Mapping[str, Tensor], ignored: Callable[[str], bool]) -> Plan:
+    """Match the checkpoint with a model's state dict, which has the parameters themselves under all of their names.
+
+    ignored: tells the names of tensors that may be left over. Only tensors that the model ties together are read.
+    """
+    plan = Plan(config_problems(checkpoint.quantization) + checkpoint.problems)
+    extra, wrong = [], set()
+    for name, info in checkpoint.tensors.items():
+        place = _place(name, state)
+        if place is None:
+            extra.append(name)
+            continue
+        other = plan.sources[place.key].setdefault(place.part, name)
+        problem = _mismatch(info, place, state) if other == name else f"the checkpoint has it also as {other}"
+        if problem:
+            plan.problems.append(f"{name}: {problem}")
+            plan.wrong.add(place.key)
+            wrong.add(name)
+        plan.places[name] = place
+    for name in extra:
+        # The scale of a weight that is wrong itself is not worth another line.
+        if not ignored(name) and weight_of(name) not in wrong:
+            plan.problems.append(f"{name}: {EXTRA}")
+    if not plan.problems:
+        _check_tied(checkpoint, plan, state)
+    if not checkpoint.incomplete:
+        plan.problems += _missing(plan, state)
+    return plan
+
+
+def _place(name: str, state: Mapping[str, Tensor]) -> Place | None:
+    """Where a tensor goes, or None if the model has no place for it."""
+    for candidate in (name, name.replace(W_BLOCK, BLOCK_IN_MODEL)):
+        if candidate in state:
+            return Place(candidate, tuple(state[candidate].shape))
+        weight = weight_of(candidate)
+        if weight is not None and scale_name(weight) in state:
+            return Place(scale_name(weight), tuple(state[scale_name(weight)].shape))
+        place = _place_of_expert(candidate, state)
+        if place is not None:
+            return place
+    return None
+
+
+def _place_of_expert(name: str, state: Mapping[str, Tensor]) -> Place | None:
+    tensor = parse_expert(name)
+    if tensor is None:
+        return None
+    fused = tensor.projection in (GATE, UP) and f"{tensor.experts}.{GATE_UP}" in state
+    key = f"{tensor.experts}.{GATE_UP if fused else tensor.projection}" + (SCALE if tensor.is_scale else "")
+    target = state.get(key)
+    if target is None or target.dim() != 3 or tensor.expert >= target.shape[0]:
+        return None
+    rows = target.shape[1]
+    first, size = 0, rows
+    if fused:
+        size = rows // 2
+        first = size if tensor.projection == UP else 0
+    return Place(key, (size, target.shape[2]), tensor.expert, slice(first, first + size))
+
+
+def _mismatch(info: TensorInfo, place: Place, state: Mapping[str, Tensor]) -> str | None:
+    """What keeps this tensor from its place, or None."""
+    target = state[place.key].dtype
+    if target == torch.float8_e4m3fn:
+        if info.dtype in FLOATS:
+            return f"{info.dtype}, but the model's module is FP8; {_way_out(place)}"
+        if info.dtype != FP8:
+            return f"dtype {info.dtype}, expected {FP8}"
+    elif _is_scale(place.key, state):
+        allowed = SCALE_DTYPES if target == torch.float32 else ("F8_E8M0",)
+        if info.dtype not in allowed:
+            return f"dtype {info.dtype}, expected a scale in {' or '.join(allowed)}"
+        if fits_scale(info.shape, place.shape):
+            return None
+    elif info.dtype == FP8:
+        return (
+            f"{FP8}, but the model's module is not FP8; put FP8Linear (replace_linears) or GroupedExperts there first"
+        )
+    elif not (target.is_floating_point and info.dtype in FLOATS) and DTYPES.get(info.dtype) != target:
+        return f"dtype {info.dtype}, expected {target}"
+    if info.shape != place.shape:
+        return f"shape {info.shape}, expected {place.shape}"
+    return None
+
+
+def _way_out(place: Place) -> str:
+    """How to make a model's FP8 module and an unquantized tensor go together."""
+    way_out = "quantize the checkpoint first (fp8moe quantize)"
+    module, _, parameter = place.key.rpartition(".")
+    if module and parameter == "weight":
+        way_out += f", or leave the module out with replace_linears(skip=[..., {module.rpartition('.')[2]!r}])"
+    return way_out
+
+
+def _is_scale(key: str, state: Mapping[str, Tensor]) -> bool:
+    weight = state.get(key.removesuffix(SCALE)) if key.endswith(SCALE) else None
+    return weight is not None and weight.dtype == torch.float8_e4m3fn
+
+
+def _check_tied(checkpoint: Checkpoint, plan: Plan, state: Mapping[str, Tensor]) -> None:
+    """Of tensors that the model ties together, the checkpoint may have several, if they are equal."""
+    for keys in _ties(state):
+        names = [plan.sources[key][WHOLE] for key in keys if WHOLE in plan.sources.get(key, ())]
+        for name in names[1:]:
+            if not _equal(checkpoint, names[0], name):
+                plan.problems.append(f"{name}: differs from {names[0]}, but the model ties the two")
+
+
+def _ties(state: Mapping[str, Tensor]) -> list[list[str]]:
+    keys = defaultdict(list)
+    for key, value in state.items():
+        keys[id(value)].append(key)
+    return list(keys.values())
+
+
+def _equal(checkpoint: Checkpoint, *names: str) -> bool:
+    tensors = []
+    for name in names:
+        with safe_open(checkpoint.directory / checkpoint.tensors[name].file, framework="pt") as file:
+            tensors.append(file.get_tensor(name))
+    return torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in tensors))
+
+
+def _missing(plan: Plan, state: Mapping[str, Tensor]) -> list[str]:
+    problems = []
+    for keys in _ties(state):
+        found = next((key for key in keys if plan.sources.get(key)), None)
+        if found is not None:
+            problems += _missing_parts(found, plan.sources[found], state[found])
+        elif keys[0].removesuffix(SCALE) not in plan.wrong:
+            also = f" (also called {', '.join(keys[1:])})" if keys[1:] else ""
+            problems.append(f"{keys[0]}: missing{also}")
+    return problems
+
+
+def _missing_parts(key: str, parts: Mapping[tuple, str], target: Tensor) -> list[str]:
+    """What experts stored one by one lack of the fused parameter."""
+    if WHOLE in parts:
+        return [
+            f"{name}: the checkpoint has it also in {parts[WHOLE]}" for part, name in parts.items() if part != WHOLE
+        ]
+    experts, rows = target.shape[:2]
+    module, _, parameter = key.rpartition(".")
+    suffix = "weight" + (SCALE if parameter.endswith(SCALE) else "")
+    return [
+        f"{module}.{expert}.{projection}.{suffix}: missing"
+        for expert in range(experts)
+        for projection, start in _projections(parameter.removesuffix(SCALE), rows).items()
+        if (expert, start) not in parts
+    ]
+
+
+def _projections(parameter: str, rows: int) -> dict[str, int]:
+    """The projections that make up a fused parameter, with the row where each starts."""
+    return {GATE: 0, UP: rows // 2} if parameter == GATE_UP else {parameter: 0}

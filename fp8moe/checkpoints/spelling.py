@@ -1,0 +1,58 @@
+"""How the checkpoints of a model spell its experts: transformers' registry of conversions knows."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fp8moe.checkpoints.names import BLOCK_IN_MODEL, W_BLOCK, W_NAMES, parse_expert
+
+_ONE_EXPERT = "experts.*."
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """projections: what the checkpoint calls those of an expert, where it is not what we do. w_block: whether it has
+    `W_BLOCK` for `BLOCK_IN_MODEL`.
+    """
+
+    projections: Mapping[str, str] = field(default_factory=dict)
+    w_block: bool = False
+
+    def name(self, own_name: str) -> str:
+        """The checkpoint's name of a tensor."""
+        name = own_name.replace(BLOCK_IN_MODEL, W_BLOCK) if self.w_block else own_name
+        expert = parse_expert(name)
+        if expert is None or expert.projection not in self.projections:
+            return name
+        return name.replace(f".{expert.projection}.", f".{self.projections[expert.projection]}.")
+
+
+def spelling_of(model: nn.Module) -> Spelling | None:
+    """DeepSeek's unless transformers says otherwise of a model of its own; None where these have fused experts."""
+    transformers = sys.modules.get("transformers")
+    own = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    if not own or not type(model).__module__.startswith("transformers."):
+        return Spelling()
+    patterns = _converted(model)
+    projections = {
+        pattern.partition(_ONE_EXPERT)[2].removesuffix(".weight") for pattern in patterns if _ONE_EXPERT in pattern
+    }
+    if projections and projections <= W_NAMES.keys():
+        return Spelling()
+    if projections and projections <= set(W_NAMES.values()):
+        return Spelling(W_NAMES, w_block=W_BLOCK in patterns)
+    return None
+
+
+def renamed(model: nn.Module) -> list[str]:
+    """Patterns of tensors, other than experts, that transformers converts when it loads a checkpoint of its model."""
+    return [pattern for pattern in _converted(model) if _ONE_EXPERT not in pattern and pattern != W_BLOCK]
+
+
+def _converted(model: nn.Module) -> list[str]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [pattern.replace("\\.", ".") for conversion in conversions for pattern in conversion.source_patterns]

@@ -1,0 +1,114 @@
+"""Writing the files of a checkpoint so that no file is ever half there under its final name."""
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from fp8moe.checkpoints.files import DTYPES, INDEX
+
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""What a file holds: safetensors dtype name and shape of each tensor."""
+
+METADATA = {"format": "pt"}
+"""Of every file; transformers asks for it."""
+
+
+class ShardWriter:
+    """Writes a safetensors file tensor by tensor, in any order, under a temporary name in the same directory.
+
+    As a context manager: leaving it normally syncs the file and gives it its name; an exception deletes it.
+
+    path: the final name. layout: of the tensors. metadata: of the file.
+    """
+
+    def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str]):
+        self._path = path
+        self._temporary = temporary_path(path)
+        header, self._begin, self._left = {"__metadata__": dict(metadata)}, {}, {}
+        position = 0
+        # The widest first, so that each tensor is aligned to its elements.
+        for name, (dtype, shape) in sorted(layout.items(), key=lambda item: (-DTYPES[item[1][0]].itemsize, item[0])):
+            nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+            self._begin[name], self._left[name] = position, nbytes
+            position += nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._dtypes = {name: DTYPES[dtype] for name, (dtype, _) in layout.items()}
+        self._start = 8 + len(text)
+        self._file = self._temporary.open("xb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def put(self, name: str, tensor: Tensor, index: int | None = None) -> None:
+        """Write all of a tensor, or its slice at ``index`` of the first dimension. Each must be put once."""
+        if tensor.dtype != self._dtypes[name] or tensor.nbytes > self._left[name]:
+            raise RuntimeError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} does not fit its place in the file")
+        data = tensor.detach().cpu().contiguous()
+        self._left[name] -= data.nbytes
+        if data.nbytes:
+            self._file.seek(self._start + self._begin[name] + (index or 0) * data.nbytes)
+            self._file.write((ctypes.c_ubyte * data.nbytes).from_address(data.data_ptr()))
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind, value, traceback) -> None:
+        try:
+            if kind is None:
+                missing = [name for name, left in self._left.items() if left]
+                if missing:
+                    raise RuntimeError(f"{self._path.name}: not all was written of {', '.join(missing)}")
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            self._file.close()
+            if kind is None:
+                replace(self._temporary, self._path)
+        finally:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+
+def temporary_path(path: Path) -> Path:
+    """The name under which this process writes what will become ``path``."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Rename, and see to it that the new name is on the disk."""
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a small file so that ``path`` is always either the old file or the whole new one."""
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping) -> None:
+    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_index(directory: Path, shards: Mapping[str, Layout]) -> None:
+    """Write the index of ``shards``: file name -> layout, as `ShardWriter` takes it."""
+    total = sum(
+        math.prod(shape) * DTYPES[dtype].itemsize for layout in shards.values() for dtype, shape in layout.values()
+    )
+    weight_map = {name: file for file, layout in shards.items() for name in layout}
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})

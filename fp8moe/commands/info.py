@@ -1,0 +1,54 @@
+"""What `fp8moe info` prints: versions, settings, devices and whether kernels can be compiled here."""
+
+import platform
+from dataclasses import asdict
+from importlib import metadata
+
+import torch
+
+from fp8moe import __version__
+from fp8moe.runtime import config
+from fp8moe.runtime.backend import use_cuda
+
+PACKAGES = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "gguf")
+
+
+def run() -> None:
+    rows = [("fp8moe", __version__), ("python", platform.python_version())]
+    rows += [(package, _version(package)) for package in PACKAGES]
+    rows += [(f"FP8MOE_{name.upper()}", str(value)) for name, value in asdict(config.settings).items()]
+    rows += [(device, _backend(device)) for device in _devices()]
+    rows += [("compiling for sm_90a", _compiles())]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[str]:
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+
+
+def _backend(device: str) -> str:
+    name = torch.cuda.get_device_name(device) + ", " if device != "cpu" else ""
+    try:
+        return name + ("cuda kernels" if use_cuda(torch.empty(0, device=device)) else "reference")
+    except RuntimeError as error:
+        return f"{name}cannot run: {error}"
+
+
+def _compiles() -> str:
+    """Ask NVRTC for a kernel that does nothing. Any failure at all is the answer, so it is printed, not raised."""
+    try:
+        from cuda.core import Program, ProgramOptions
+
+        Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch="sm_90a")).compile("cubin")
+    except Exception as error:
+        return f"no: {error}"
+    return "yes"

@@ -1,0 +1,67 @@
+"""Weighted sum of each token's rows: ``combine`` and the operator ``fp8moe::combine`` behind it."""
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.experts import combine_plan as combine_cuda
+from fp8moe.kernels.experts import reference as routing_reference
+from fp8moe.kernels.experts.permute import check_rows
+from fp8moe.runtime import autograd
+from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import check_tensor
+from fp8moe.runtime.operators import define
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``out[t] = sum over k of weights[t, k] * y[rows[t, k]]`` in float32, k ascending, rounded once to the result.
+
+    y: (num_rows, H) bfloat16 or float32, any strides; H a multiple of 8, num_rows < 2**31.
+    rows: (T, K) int32, as `sort_by_expert` returns them. An assignment whose row is outside [0, num_rows) adds nothing
+        and is not read, nor is any row that none maps to: a NaN there stays there.
+    weights: (T, K) bfloat16, float16 or float32.
+    out_dtype: bfloat16, float16 or float32.
+    Returns (T, H). Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
+    """
+    for name, value in (("y", y), ("rows", rows), ("weights", weights)):
+        check_tensor(name, value)
+    return autograd.run(_combine_op, "fp8moe.kernels.experts.combine", y, rows, weights, out_dtype)
+
+
+def check(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> None:
+    """Dtypes, sizes and devices of the arguments of `combine`."""
+    if y.dtype is not torch.bfloat16 and y.dtype is not torch.float32:
+        raise TypeError(f"y: expected bfloat16 or float32, got {y.dtype}")
+    if y.dim() != 2 or y.shape[1] % 8 or y.shape[0] >= 1 << 31:
+        raise ValueError(f"y: expected shape (R, H) with R < 2**31 and H a multiple of 8, got {tuple(y.shape)}")
+    check_rows(rows, None, y.device, "y")
+    if weights.dtype not in DTYPES:
+        raise TypeError(f"weights: expected bfloat16, float16 or float32, got {weights.dtype}")
+    if weights.shape != rows.shape:
+        raise ValueError(f"weights: expected shape {tuple(rows.shape)} like rows, got {tuple(weights.shape)}")
+    if weights.device != y.device:
+        raise ValueError(f"weights: expected on {y.device} like y, got {weights.device}")
+    if out_dtype not in DTYPES:
+        raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
+
+
+def _combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+    check(y, rows, weights, out_dtype)
+    backend = combine_cuda if use_cuda(y) else routing_reference
+    return backend.combine(y, rows, weights, out_dtype)
+
+
+def _combine_fake(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+    check(y, rows, weights, out_dtype)
+    return y.new_empty((rows.shape[0], y.shape[1]), dtype=out_dtype)
+
+
+_combine_op = define(
+    "combine(Tensor y, Tensor rows, Tensor weights, ScalarType out_dtype) -> Tensor",
+    _combine,
+    _combine_fake,
+    forward_only=True,
+)

@@ -1,0 +1,70 @@
+"""Launches ``cuda/combine.cu``."""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from fp8moe.quant.formats import ceil_div
+from fp8moe.quant.quantize_plan import INPUT_TYPES
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
+
+# Of the kernel: warps of a block, bytes of a row of y that a warp takes.
+_WARPS, _CHUNK_BYTES = 4, 512
+
+
+def kernel_spec(hidden: int, y_dtype: torch.dtype, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
+    """The kernel for rows of `hidden` columns and these dtypes."""
+    types = zip(("INPUT", "WEIGHT", "OUTPUT"), (y_dtype, weight_dtype, out_dtype), strict=True)
+    defines = (*((name, INPUT_TYPES[dtype]) for name, dtype in types), ("UE8M0", 0), ("VECTOR", 1), ("HIDDEN", hidden))
+    return KernelSpec("combine.cu", "combine", defines)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    tokens: int,
+    hidden: int,
+    top_k: int,
+    num_rows: int,
+    y_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    device_index: int,
+    *,
+    pdl: bool = False,
+) -> PointerLauncher:
+    """The launcher for y (num_rows, hidden), rows and weights (tokens, top_k), out (tokens, hidden), in this order.
+
+    tokens and hidden are not 0, all tensors contiguous, y and out at multiples of 16 bytes, and `device_index` is that
+    of the current device. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
+    """
+    return PointerLauncher(
+        load(kernel_spec(hidden, y_dtype, weight_dtype, out_dtype)),
+        grid=ceil_div(tokens * ceil_div(hidden * y_dtype.itemsize, _CHUNK_BYTES), _WARPS),
+        block=_WARPS * 32,
+        pdl=pdl,
+        pointers=4,
+        args=tuple(map(ctypes.c_uint32, (tokens, top_k, num_rows))),
+    )
+
+
+def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """The result of operands in any layout, as ``kernels.combine`` describes it."""
+    (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
+    out = torch.empty((tokens, hidden), dtype=out_dtype, device=y.device)
+    if out.numel():
+        y, rows, weights = _vectors(y), rows.contiguous(), weights.contiguous()
+        device_index = y.get_device()
+        with device_guard(device_index):
+            plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, device_index).launch(
+                current_stream(device_index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), out.data_ptr()
+            )
+    return out
+
+
+def _vectors(y: Tensor) -> Tensor:
+    """y contiguous, at a multiple of 16 bytes: itself where it lies so, otherwise a copy."""
+    y = y.contiguous()
+    return y.clone() if y.data_ptr() & 15 else y

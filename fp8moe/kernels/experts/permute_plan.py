@@ -1,0 +1,78 @@
+"""Launches ``cuda/permute_quantize.cu``."""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
+from fp8moe.quant.quantize_plan import INPUT_TYPES, unit_stride
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
+
+# Of the kernel: warps of a block, columns that a warp takes, assignments whose rows it reads at a time.
+_WARPS, _CHUNK, _ROWS_AT_ONCE = 4, 512, 32
+_READ_AHEAD_TOKENS = 512  # more fill the GPU, and reading those without a row costs more than waiting does
+
+
+def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
+    """The kernel for tokens of `hidden` columns and `dtype`."""
+    defines = (("INPUT", INPUT_TYPES[dtype]), ("UE8M0", 0), ("VECTOR", 1), ("HIDDEN", hidden))
+    return KernelSpec("permute_quantize.cu", "permute_quantize", defines)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    tokens: int,
+    hidden: int,
+    top_k: int,
+    num_rows: int,
+    row_stride: int,
+    dtype: torch.dtype,
+    device_index: int,
+    *,
+    pdl: bool = False,
+) -> PointerLauncher:
+    """The launcher for x, rows, data and scale, in this order; x (tokens, hidden) of `dtype`, none of them 0.
+
+    device_index: of the current device. row_stride: from one token to the next, in elements, a multiple of 16 bytes;
+    within a token the stride is 1. rows (tokens, top_k) is contiguous. It writes data (num_rows, hidden), contiguous,
+    and the scale of row i and block j of 128 columns to element i + j * align(num_rows, 4) of scale. x and data are at
+    multiples of 16 bytes. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
+    """
+    read_ahead = tokens <= _READ_AHEAD_TOKENS or top_k > _ROWS_AT_ONCE
+    return PointerLauncher(
+        load(kernel_spec(hidden, dtype)),
+        grid=ceil_div(tokens * ceil_div(hidden, _CHUNK), _WARPS),
+        block=_WARPS * 32,
+        pdl=pdl,
+        pointers=4,
+        args=(
+            *map(ctypes.c_uint32, (tokens, top_k, num_rows, read_ahead)),
+            *map(ctypes.c_int64, (row_stride, align(num_rows, 4))),
+        ),
+    )
+
+
+def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Data and scale of x (T, H) and rows (T, K) in any layout, as ``kernels.permute`` describes them."""
+    tokens, hidden = x.shape
+    data = torch.empty((num_rows, hidden), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = empty_mn_major(num_rows, ceil_div(hidden, BLOCK), device=x.device)
+    if data.numel() and rows.numel():
+        x, rows = _vectors(x), rows.contiguous()
+        device_index = x.get_device()
+        with device_guard(device_index):
+            plan(tokens, hidden, rows.shape[1], num_rows, x.stride(0), x.dtype, device_index).launch(
+                current_stream(device_index), x.data_ptr(), rows.data_ptr(), data.data_ptr(), scale.data_ptr()
+            )
+    return data, scale
+
+
+def _vectors(x: Tensor) -> Tensor:
+    """x with every row at a multiple of 16 bytes: itself where it lies so, otherwise a copy."""
+    x = unit_stride(x)
+    if (x.data_ptr() | x.stride(0) * x.element_size()) & 15:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

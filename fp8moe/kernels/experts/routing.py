@@ -1,0 +1,79 @@
+"""Expert routing: ``sort_by_expert`` gives every assignment a row, those of one expert next to each other.
+
+The operator ``fp8moe::sort_by_expert`` behind it waits for nothing and needs no counts on the host.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.experts import reference as routing_reference
+from fp8moe.kernels.experts import routing_plan as routing_cuda
+from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import check_tensor
+from fp8moe.runtime.operators import define
+
+MAX_EXPERTS = 1024
+
+
+class Routing(NamedTuple):
+    """Where the assignments of tokens to experts lie once they are sorted.
+
+    groups: int32 on the device of the indices. Without a capacity (E + 1,): rows groups[e]:groups[e + 1] belong to
+        expert e, groups[0] is 0 and groups[E] the number of assignments to one of the E experts. With a capacity (E,):
+        how many of the expert's rows are in use.
+    rows: int32 (T, K), the row of each assignment, -1 for one that has none.
+    """
+
+    groups: Tensor
+    rows: Tensor
+
+
+def sort_by_expert(top_k_index: Tensor, num_experts: int, *, capacity: int | None = None) -> Routing:
+    """Sort assignments of T tokens to K experts each by expert; those of one expert stay in the order of (token, k).
+
+    top_k_index: (T, K) int32 or int64, any strides, T * K < 2**31. Values outside [0, num_experts) mean "not on this
+        rank": their rows are -1. An expert may occur several times in a row of it.
+    num_experts: E, 1 to 1024.
+    capacity: None for rows packed without gaps. Otherwise the number of rows that each expert has: expert e's
+        assignments get rows e * capacity, e * capacity + 1, ..., and -1 from the capacity-th on. E * capacity < 2**31.
+    Returns Routing(groups, rows). Equal inputs give equal results.
+
+    Method: counting sort, Knuth, The Art of Computer Programming 3, section 5.2.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or size.
+    """
+    check_tensor("top_k_index", top_k_index)
+    return Routing(*torch.ops.fp8moe.sort_by_expert(top_k_index, num_experts, capacity))
+
+
+def check(top_k_index: Tensor, num_experts: int, capacity: int | None) -> None:
+    """Dtype and sizes of the arguments of `sort_by_expert`."""
+    if top_k_index.dtype is not torch.int32 and top_k_index.dtype is not torch.int64:
+        raise TypeError(f"top_k_index: expected int32 or int64, got {top_k_index.dtype}")
+    if top_k_index.dim() != 2 or top_k_index.shape[0] * top_k_index.shape[1] >= 1 << 31:
+        raise ValueError(f"top_k_index: expected shape (T, K) with T * K < 2**31, got {tuple(top_k_index.shape)}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
+    if capacity is not None and not 0 <= num_experts * capacity < 1 << 31:
+        raise ValueError(f"capacity: expected 0 <= {num_experts} * capacity < 2**31, got {capacity}")
+
+
+def _sort_by_expert(top_k_index: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor]:
+    check(top_k_index, num_experts, capacity)
+    backend = routing_cuda if use_cuda(top_k_index) else routing_reference
+    return backend.sort_by_expert(top_k_index, num_experts, capacity)
+
+
+def _sort_by_expert_fake(top_k_index: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor]:
+    check(top_k_index, num_experts, capacity)
+    groups = top_k_index.new_empty((num_experts + (capacity is None),), dtype=torch.int32)
+    return groups, top_k_index.new_empty(top_k_index.shape, dtype=torch.int32)
+
+
+define(
+    "sort_by_expert(Tensor top_k_index, int num_experts, SymInt? capacity) -> (Tensor, Tensor)",
+    _sort_by_expert,
+    _sort_by_expert_fake,
+)

@@ -1,0 +1,78 @@
+"""Launches ``cuda/sort_by_expert.cu``."""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
+
+_WARP = 32
+_STEPS = 4  # of the kernel: assignments that a lane keeps in registers
+_MAX_WARPS = 32
+_CLUSTER = 8
+_INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
+
+
+def variant(assignments: int, num_experts: int) -> tuple[int, int, int]:
+    """Counters, warps of a block and blocks: how the kernel is to sort that many assignments to that many experts."""
+    counters = max(_WARP, 1 << (num_experts - 1).bit_length())
+    few_warps = max(8, counters // _WARP)
+    for warps in (few_warps, _MAX_WARPS):
+        if assignments <= warps * _WARP * _STEPS:
+            return counters, warps, 1
+    return counters, _MAX_WARPS, _CLUSTER
+
+
+def kernel_spec(counters: int, warps: int, cluster: int, dtype: torch.dtype, masked: bool) -> KernelSpec:
+    """The kernel for a `variant`. dtype: of the indices; masked: experts have a capacity."""
+    sizes = (("EXPERTS", counters), ("WARPS", warps), ("CLUSTER", cluster), ("MASKED", int(masked)))
+    return KernelSpec("sort_by_expert.cu", "sort_by_expert", (("INDEX", _INDEX_TYPES[dtype]), *sizes))
+
+
+def shared_bytes(counters: int, warps: int) -> int:
+    """Dynamic shared memory of a block: the counts of each warp."""
+    return warps * (counters + 4) * 4
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    assignments: int,
+    num_experts: int,
+    capacity: int | None,
+    dtype: torch.dtype,
+    device_index: int,
+    *,
+    pdl: bool = False,
+) -> PointerLauncher:
+    """The launcher for indices of `dtype`, `assignments` = T * K >= 0 of them, groups and rows, in this order.
+
+    All are contiguous. It writes groups (E + 1,) or, with a capacity, (E,), and rows (T, K). device_index: of the
+    current device. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
+    """
+    counters, warps, cluster = variant(assignments, num_experts)
+    return PointerLauncher(
+        load(kernel_spec(counters, warps, cluster, dtype, capacity is not None)),
+        grid=cluster,
+        block=warps * _WARP,
+        cluster=cluster,
+        smem=shared_bytes(counters, warps),
+        pdl=pdl,
+        pointers=3,
+        args=tuple(map(ctypes.c_uint32, (assignments, num_experts, capacity or 0))),
+    )
+
+
+def sort_by_expert(top_k_index: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor]:
+    """Groups and rows of indices (T, K) in any layout, as ``kernels.routing`` describes them."""
+    top_k_index = top_k_index.contiguous()
+    allocate = functools.partial(torch.empty, dtype=torch.int32, device=top_k_index.device)
+    groups, rows = allocate(num_experts + (capacity is None)), allocate(top_k_index.shape)
+    device_index = top_k_index.get_device()
+    with device_guard(device_index):
+        plan(top_k_index.numel(), num_experts, capacity, top_k_index.dtype, device_index).launch(
+            current_stream(device_index), top_k_index.data_ptr(), groups.data_ptr(), rows.data_ptr()
+        )
+    return groups, rows

@@ -1,0 +1,270 @@
+"""Grouped FP8 GEMMs, one weight matrix per expert: ``grouped_gemm``, ``grouped_gemm_masked`` and their operators.
+
+The operator ``fp8moe::grouped_gemm_swiglu`` is the first GEMM of an experts layer with its activation.
+"""
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.gemm import checks
+from fp8moe.kernels.gemm.grouped_reference import grouped_gemm_reference, grouped_gemm_swiglu_reference
+from fp8moe.quant.checks import fp8_operand
+from fp8moe.quant.formats import FP8Tensor, align, ceil_div, empty_mn_major
+from fp8moe.runtime import autograd
+from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import check_own_memory, check_tensor
+from fp8moe.runtime.operators import define
+
+
+def grouped_gemm(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``dequantize(a)[rows of e] @ dequantize(b)[e].T`` for every expert e, whose rows lie one group after the other.
+
+    a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
+        `quantize_1x128` writes it. M may be 0, K a multiple of 16.
+    b: weights, FP8Tensor or (data, scale): data (E, N, K) float8_e4m3fn, scale (E, ceil(N/128), ceil(K/128)) float32,
+        contiguous. N a multiple of 8.
+    group_offsets: (E+1,) int32, on the device of the operands: expert e has rows ``group_offsets[e]`` up to
+        ``group_offsets[e+1]``, any number of them, at any row. Both ends are clamped to [0, M], and a group whose end
+        comes before its start is empty.
+    out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand uses.
+    Returns ``out``, or a new (M, N) bfloat16 tensor. Rows of no group are never written: they keep what ``out`` held,
+    and are uninitialized in a new tensor. Equal inputs give equal bits.
+
+    On the CUDA backend the host neither knows nor waits for the group sizes, so that a call can be captured in a CUDA
+    graph. Operands in another layout (weights that are not contiguous, rows or base address not at multiples of 16
+    bytes, row-major activation scales) are copied first there. There is no backward: calling it raises RuntimeError.
+    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
+    that does not fit or overlaps an operand.
+    """
+    operands = (*fp8_operand("a", a), *fp8_operand("b", b))
+    check_tensor("group_offsets", group_offsets)
+    if out is None:
+        return autograd.run(_grouped_gemm_op, "fp8moe.grouped_gemm", *operands, group_offsets)
+    _check_out("fp8moe.grouped_gemm", out, operands)
+    _grouped_gemm_out_op(*operands, group_offsets, out)
+    return out
+
+
+def grouped_gemm_masked(
+    a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, *, expected_m: int | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``dequantize(a)[e, :masked_m[e]] @ dequantize(b)[e].T`` for every expert e: a fixed place for max_m rows each.
+
+    a: activations, FP8Tensor or (data, scale): data (E, max_m, K) float8_e4m3fn, scale (E, max_m, ceil(K/128)) float32
+        as `quantize_1x128` writes it, one MN-major buffer over all E * max_m rows. K a multiple of 16.
+    b: weights, as for `grouped_gemm`: data (E, N, K), N a multiple of 8.
+    masked_m: (E,) int32, on the device of the operands: the rows in use of each expert, clamped to [0, max_m].
+    expected_m: about how many rows an expert has in use; only the speed depends on it.
+    out: (E, max_m, N) bfloat16 or float32, with all its rows equally far apart, at multiples of 16 bytes, in memory
+        that no operand uses.
+    Returns ``out``, or a new (E, max_m, N) bfloat16 tensor. Rows not in use are never written, see `grouped_gemm`,
+    which also says how operands in other layouts and gradients are treated.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, a negative
+    ``expected_m``, or an ``out`` that does not fit or overlaps an operand.
+    """
+    operands = (*fp8_operand("a", a), *fp8_operand("b", b))
+    check_tensor("masked_m", masked_m)
+    checks.expected_rows(expected_m)
+    if out is None:
+        return autograd.run(_masked_op, "fp8moe.grouped_gemm_masked", *operands, masked_m, expected_m)
+    _check_out("fp8moe.grouped_gemm_masked", out, operands)
+    _masked_out_op(*operands, masked_m, expected_m, out)
+    return out
+
+
+def grouped_gemm_swiglu(
+    a: FP8Tensor,
+    gate_up: FP8Tensor,
+    groups: Tensor,
+    *,
+    activation: Activation,
+    max_m: int | None = None,
+    expected_m: int | None = None,
+) -> FP8Tensor:
+    """The gate and up projections of every expert's rows, `activation` in float32, and the result quantized 1x128.
+
+    a: data (M, H) float8_e4m3fn, H a multiple of 16, with scale (M, ceil(H/128)) float32, MN-major.
+    gate_up: data (E, 2I, H), gate rows then up rows, I a multiple of 16, with scale (E, 2 * ceil(I/128), ceil(H/128)):
+        the blocks of the gate rows, then those of the up rows.
+    groups: group_offsets (E+1,) int32, or with max_m, where M = E * max_m, masked_m (E,) int32.
+    activation: a SwiGLU; ValueError for another.
+    expected_m: about how many rows a group has; only the speed depends on it.
+    Returns data (M, I) and MN-major scale (M, ceil(I/128)); rows of no group are uninitialized.
+    """
+    if not activation.is_swiglu:
+        raise ValueError(f"activation: expected a gated silu, got {activation}")
+    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, activation.limit, activation.alpha, max_m, expected_m))
+
+
+def compute(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    groups: Tensor,
+    out: Tensor,
+    max_m: int | None,
+    expected_m: int | None,
+) -> None:
+    """Write the products of checked operands to ``out`` on the backend that takes them; all rows in two dimensions."""
+    if out.numel() == 0 or b.shape[0] == 0:
+        return
+    if not use_cuda(a):
+        grouped_gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups, out, max_m=max_m)
+        return
+    from fp8moe.kernels.gemm import grouped_plan as grouped_cuda
+
+    grouped_cuda.grouped_gemm(
+        *checks.activations(a, a_scale),
+        *(checks.weights(b), b_scale.contiguous()),
+        *(groups.contiguous(), out),
+        max_m=max_m,
+        expected_m=expected_m,
+    )
+
+
+def _check_out(name: str, out: Tensor, operands: tuple[Tensor, ...]) -> None:
+    check_tensor("out", out)
+    if torch.is_grad_enabled() and (out.requires_grad or any(value.requires_grad for value in operands)):
+        raise RuntimeError(f"{name}: out= has no automatic differentiation, but out or an operand requires a gradient")
+
+
+def _named(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> dict[str, Tensor]:
+    return {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale}
+
+
+def _grouped_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
+    out = _grouped_gemm_fake(a, a_scale, b, b_scale, group_offsets)
+    compute(a, a_scale, b, b_scale, group_offsets, out, None, None)
+    return out
+
+
+def _grouped_gemm_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
+    _, m, n, _ = checks.contiguous(a, a_scale, b, b_scale, group_offsets)
+    return torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
+
+
+def _grouped_gemm_out(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor
+) -> None:
+    _grouped_gemm_out_fake(a, a_scale, b, b_scale, group_offsets, out)
+    check_own_memory(out, _named(a, a_scale, b, b_scale) | {"group_offsets": group_offsets})
+    compute(a, a_scale, b, b_scale, group_offsets, out, None, None)
+
+
+def _grouped_gemm_out_fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor
+) -> None:
+    _, m, n, _ = checks.contiguous(a, a_scale, b, b_scale, group_offsets)
+    checks.out(out, (m, n), a.device)
+
+
+def _masked(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None) -> Tensor:
+    out = _masked_fake(a, a_scale, b, b_scale, masked_m, expected_m)
+    _compute_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+    return out
+
+
+def _masked_fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None
+) -> Tensor:
+    experts, max_m, n, _ = checks.masked(a, a_scale, b, b_scale, masked_m)
+    return torch.empty((experts, max_m, n), dtype=torch.bfloat16, device=a.device)
+
+
+def _masked_out(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
+) -> None:
+    _masked_out_fake(a, a_scale, b, b_scale, masked_m, expected_m, out)
+    check_own_memory(out, _named(a, a_scale, b, b_scale) | {"masked_m": masked_m})
+    _compute_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+
+
+def _masked_out_fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
+) -> None:
+    experts, max_m, n, _ = checks.masked(a, a_scale, b, b_scale, masked_m)
+    checks.out(out, (experts, max_m, n), a.device)
+
+
+def _compute_masked(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
+) -> None:
+    rows = out.view(-1, out.shape[-1]) if out.numel() else out
+    compute(*checks.activations(a, a_scale), b, b_scale, masked_m, rows, out.shape[1], expected_m)
+
+
+def _swiglu(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    groups: Tensor,
+    limit: float | None,
+    alpha: float | None,
+    max_m: int | None,
+    expected_m: int | None,
+) -> tuple[Tensor, Tensor]:
+    experts, m, size = checks.swiglu(a, a_scale, b, b_scale, groups, max_m)
+    data = torch.empty((m, size), dtype=torch.float8_e4m3fn, device=a.device)
+    scale = empty_mn_major(m, ceil_div(size, 128), device=a.device)
+    activation = Activation(limit, alpha)
+    if not data.numel() or not experts:
+        return data, scale
+    if use_cuda(a):
+        from fp8moe.kernels.gemm import grouped_plan as grouped_cuda
+
+        grouped_cuda.grouped_gemm_swiglu(
+            *checks.activations(a, a_scale),
+            *(checks.weights(b), b_scale.contiguous()),
+            *(groups.contiguous(), data, scale),
+            activation=activation,
+            max_m=max_m,
+            expected_m=expected_m,
+        )
+    else:
+        out = FP8Tensor(data, scale)
+        gate_up = FP8Tensor(b, b_scale)
+        grouped_gemm_swiglu_reference(FP8Tensor(a, a_scale), gate_up, groups, activation, out, max_m=max_m)
+    return data, scale
+
+
+def _swiglu_fake(a, a_scale, b, b_scale, groups, limit, alpha, max_m, expected_m) -> tuple[Tensor, Tensor]:
+    _, m, size = checks.swiglu(a, a_scale, b, b_scale, groups, max_m)
+    scale = a.new_empty_strided((m, ceil_div(size, 128)), (1, align(m, 4)), dtype=torch.float32)
+    return a.new_empty((m, size), dtype=torch.float8_e4m3fn), scale
+
+
+_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
+_grouped_gemm_op = define(
+    f"grouped_gemm({_OPERANDS}, Tensor group_offsets) -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True
+)
+_grouped_gemm_out_op = define(
+    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out) -> ()",
+    _grouped_gemm_out,
+    _grouped_gemm_out_fake,
+    forward_only=True,
+)
+_masked_op = define(
+    f"grouped_gemm_masked({_OPERANDS}, Tensor masked_m, SymInt? expected_m) -> Tensor",
+    _masked,
+    _masked_fake,
+    forward_only=True,
+)
+_masked_out_op = define(
+    f"grouped_gemm_masked_out({_OPERANDS}, Tensor masked_m, SymInt? expected_m, Tensor(a!) out) -> ()",
+    _masked_out,
+    _masked_out_fake,
+    forward_only=True,
+)
+_swiglu_op = define(
+    f"grouped_gemm_swiglu({_OPERANDS}, Tensor groups, float? limit, float? alpha, SymInt? max_m, SymInt? expected_m) "
+    "-> (Tensor, Tensor)",
+    _swiglu,
+    _swiglu_fake,
+    forward_only=True,
+)

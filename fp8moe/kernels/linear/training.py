@@ -1,0 +1,214 @@
+"""FP8 linear layer with a backward: the operator ``fp8moe::linear_training`` and its own.
+
+Forward, input gradient and weight gradient are FP8 GEMMs, and every tensor is quantized once: x and the gradient by
+rows and by columns in one pass, the weight before. The input gradient uses the transpose of the same FP8 weight.
+Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8moe.kernels.gemm.dense import gemm
+from fp8moe.kernels.gemm.grouped_k import weight_gradients
+from fp8moe.kernels.linear import checks
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align
+from fp8moe.quant.quantize import quantize_1x128
+from fp8moe.quant.transpose import quantize_with_transpose
+from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.runtime.operators import define
+
+_MULTIPLE = 16  # of N and K: in one of the three GEMMs each is the sum's length, in another the width of the result
+
+
+def linear_training(
+    x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None, master: Tensor | None = None
+) -> Tensor:
+    """``x @ dequantize(weight).T + bias`` with x quantized by blocks of 1x128, and gradients for x, bias and master.
+
+    x: (..., K) bfloat16, float16 or float32; any K.
+    weight: (N, K) float8_e4m3fn; any N. weight_scale_inv: (ceil(N/128), ceil(K/128)) float32. They get no gradient.
+    bias: (N,) bfloat16, float16 or float32, or None.
+    master: (N, K), what the weight was quantized from, of any floating dtype: it gets the gradient of the weight. None
+        for a frozen weight.
+    Returns (..., N) in the dtype of x, rounded once from float32.
+
+    Gradients take every quantization for the identity (straight through); they are summed in float32, those of x and
+    master over FP8 operands, and rounded once to the dtype of what they belong to. Equal inputs give equal bits. Beside
+    the FP8 weight, the forward keeps x for the gradient of a master, in FP8: ``K * P * 33/32`` bytes with P the number
+    of rows rounded up to a multiple of 128; otherwise nothing. Where N or K is not a multiple of 16, forward and
+    backward pad copies of their operands with zeros.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
+    master has been changed in place since the forward; so does a backward of the backward.
+    """
+    return _op(x, weight, weight_scale_inv, bias, master)[0]
+
+
+def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, master: Tensor | None) -> None:
+    checks.linear(x, weight, weight_scale_inv, bias)
+    if master is not None and master.shape != weight.shape:
+        raise ValueError(f"master: expected shape {tuple(weight.shape)} like the weight, got {tuple(master.shape)}")
+
+
+def _forward(
+    x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, master: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and data and scale of the transposed input, which are empty without a master."""
+    if master is None:
+        out = torch.ops.fp8moe.linear.default(x, weight, weight_scale_inv, bias)
+        return out, x.new_empty(0), x.new_empty(0)
+    _check(x, weight, weight_scale_inv, bias, master)
+    n, k = weight.shape
+    rows, columns, _ = quantize_with_transpose(_matrix(x))
+    bias = bias if bias is None else _padded_columns(bias, n)
+    return _product(rows, _padded(weight, weight_scale_inv), bias, (*x.shape[:-1], n), x.dtype), *columns
+
+
+def _forward_fake(
+    x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, master: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(x, weight, weight_scale_inv, bias, master)
+    lead = x.shape[:-1]
+    n, k = weight.shape
+    out = x.new_empty((*lead, n))
+    if master is None:
+        return out, x.new_empty(0), x.new_empty(0)
+    features, blocks = align(k, _MULTIPLE), align(math.prod(lead), BLOCK) // BLOCK
+    columns = x.new_empty((features, blocks * BLOCK), dtype=torch.float8_e4m3fn)
+    return out, columns, x.new_empty_strided((features, blocks), (1, align(features, 4)), dtype=torch.float32)
+
+
+def _backward(
+    grad: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    columns: Tensor,
+    columns_scale: Tensor,
+    master: Tensor | None,
+    input_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, master and bias, the last in float32, empty where there is no master or nothing asks for them.
+
+    grad: (..., N). columns, columns_scale: the transposed x.
+    """
+    d_x, d_weight, d_bias = (grad.new_empty(0) for _ in range(3))
+    n, k = weight.shape
+    if bias_grad:
+        d_bias = grad.reshape(-1, n).sum(0, dtype=torch.float32)
+    if master is not None:
+        rows, grad_columns, offsets = quantize_with_transpose(_matrix(grad))
+        x_columns = FP8Tensor(columns, columns_scale)
+        d_weight = weight_gradients(grad_columns, x_columns, offsets, master.dtype)[0, :n, :k].contiguous()
+        del grad_columns
+    elif input_grad:
+        rows = quantize_1x128(_matrix(grad))
+    if input_grad:
+        transposed = transpose_fp8(_padded(weight, weight_scale_inv))
+        d_x = _product(rows, transposed, None, (*grad.shape[:-1], k), grad.dtype)
+    return d_x, d_weight, d_bias
+
+
+def _backward_fake(
+    grad: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    columns: Tensor,
+    columns_scale: Tensor,
+    master: Tensor | None,
+    input_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = weight.shape
+    return (
+        grad.new_empty((*grad.shape[:-1], k) if input_grad else 0),
+        master.new_empty((n, k)) if master is not None else grad.new_empty(0),
+        grad.new_empty(n, dtype=torch.float32) if bias_grad else grad.new_empty(0),
+    )
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """x (..., F) as (rows, F), F padded with zeros."""
+    features = x.shape[-1]
+    return _padded_columns(x.reshape(math.prod(x.shape[:-1]), features), features)
+
+
+def _padded_columns(x: Tensor, features: int) -> Tensor:
+    pad = -features % _MULTIPLE
+    return F.pad(x, (0, pad)) if pad else x
+
+
+def _padded(weight: Tensor, scale: Tensor) -> FP8Tensor:
+    """The weight with both sizes padded. The zeros fall into blocks that are there already: the scales stay."""
+    pad_n, pad_k = (-size % _MULTIPLE for size in weight.shape)
+    if pad_n or pad_k:
+        weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
+    return FP8Tensor(weight, scale)
+
+
+def _product(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """``a @ b.T + bias`` without the columns that are padding, in ``shape`` and rounded once to ``dtype``."""
+    out = torch.empty(shape, dtype=dtype, device=a.data.device)
+    rows = out.view(a.data.shape[0], shape[-1])  # a result that is itself no view may be changed in place under FSDP2
+    if dtype is not torch.float16 and b.data.shape[0] == shape[-1]:
+        gemm(a, b, bias=bias, out=rows)
+    else:
+        out_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+        rows.copy_(gemm(a, b, bias=bias, out_dtype=out_dtype)[:, : shape[-1]])
+    return out
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, weight, scale, _, master = inputs
+    _, *columns = output
+    ctx.mark_non_differentiable(*columns)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(weight, scale, *columns)
+    # Not among the saved tensors, whose check for changes would not tell which parameter it is.
+    # In containers: compiled autograd takes tensors and numbers that lie in ctx itself for inputs of its graph.
+    ctx.masters = (master,)
+    ctx.versions = [None if master is None else master._version]
+
+
+def _run_backward(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 5
+    for master, version in zip(ctx.masters, ctx.versions, strict=True):
+        if master is not None and master._version != version:
+            raise RuntimeError(
+                f"fp8moe.FP8Linear: weight, shape {tuple(master.shape)}, has been changed in place between forward and "
+                f"backward (version {master._version}, expected {version}), so its gradient would be one of other "
+                "weights"
+            )
+    input_grad, _, _, bias_grad, _ = ctx.needs_input_grad
+    d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.masters, input_grad, bias_grad)
+    return (
+        d_x if input_grad else None,
+        *(None, None),
+        d_bias if bias_grad else None,
+        None if ctx.masters[0] is None else d_weight,
+    )
+
+
+def _no_double_backward(ctx, *grads):
+    raise RuntimeError("fp8moe.FP8Linear: there is no double backward; differentiate its gradients no further")
+
+
+_WEIGHT = "Tensor weight, Tensor weight_scale_inv"
+_op = define(
+    f"linear_training(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? master) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    backward=_run_backward,
+    setup_context=_setup_context,
+)
+_backward_op = define(
+    f"linear_training_backward(Tensor grad, {_WEIGHT}, Tensor columns, Tensor columns_scale, Tensor? master, "
+    "bool input_grad, bool bias_grad) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    backward=_no_double_backward,
+)

@@ -1,0 +1,52 @@
+"""Checks of what callers pass: one comparison each on the way through, a message only where one fails.
+
+Every error names the argument, what is needed and what came. A wrong type or dtype is a TypeError, a wrong rank, size,
+device or memory layout a ValueError. Checks that read addresses are apart from those that trace with fake tensors.
+"""
+
+import operator
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
+
+
+def check_own_memory(out: Tensor, operands: dict[str, Tensor | None]) -> None:
+    """The address of ``out``, and that it shares no memory with an operand."""
+    begin, end = _span(out)
+    if begin % 16:
+        raise ValueError(f"out: expected to start at a multiple of 16 bytes, got address {begin:#x}")
+    for name, value in operands.items():
+        if value is not None:
+            other_begin, other_end = _span(value)
+            if begin < other_end and other_begin < end:
+                raise ValueError(f"out: expected memory of its own, got a tensor that overlaps {name}")
+
+
+def row_major(data: Tensor) -> Tensor:
+    """``data`` (R, K) as TMA can load it, rows at multiples of 16 bytes: itself where it lies so, otherwise a copy."""
+    row, column = data.stride()
+    if column == 1 and row >= data.shape[1] and not row % 16 and not data.data_ptr() % 16:
+        return data
+    return torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
+
+
+def describe(value: object) -> str:
+    """What came, for a message."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    return f"{type(value).__name__} {value!r:.60}"
+
+
+def _span(value: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of the one past the last."""
+    begin = value.data_ptr()
+    if value.is_contiguous():
+        return begin, begin + value.nbytes
+    strides = value.stride()
+    last = sum(map(operator.mul, value.shape, strides)) - sum(strides)
+    return begin, begin + (last + 1) * value.itemsize

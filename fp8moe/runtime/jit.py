@@ -1,0 +1,222 @@
+"""From CUDA source to a loaded kernel: inline the includes, compile or take from the cache, load.
+
+Nothing here needs a GPU but `load`.
+"""
+
+import hashlib
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8moe.runtime import compilers, config
+from fp8moe.runtime.cubin_cache import open_cache
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel
+
+SOURCE_DIR = Path(__file__).resolve().parent.parent / "cuda"
+
+# Raise when the meaning of a key or of an entry changes.
+_KEY_VERSION = b"1"
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>).*$', re.MULTILINE)
+_PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once.*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel to build.
+
+    Attributes:
+        source: a file of fp8moe/cuda, such as "gemm.cu".
+        name: the extern "C" name of the kernel in it.
+        defines: macros set before the source, such as (("BLOCK_N", 128),).
+        prelude: CUDA text placed between the macros and the source.
+    """
+
+    source: str
+    name: str
+    defines: tuple[tuple[str, int | str], ...] = ()
+    prelude: str = ""
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """A compiled kernel and what ptxas says of it. Sizes in bytes; registers, spills and stack are per thread.
+
+    `spill_stores` and `spill_loads` include those of functions that were not inlined. `log` is the whole log of the
+    compiler.
+    """
+
+    cubin: bytes
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    static_smem: int
+    log: str
+
+
+def full_source(spec: KernelSpec) -> str:
+    """The whole translation unit: macros, prelude, and the source with its includes inlined, each file once.
+
+    Raises:
+        ValueError: a file is missing, or includes a header that is not in fp8moe/cuda.
+    """
+    defines = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
+    return f"{defines}{spec.prelude}\n{_inline(spec.source, set())}"
+
+
+def _inline(name: str, seen: set[str]) -> str:
+    seen.add(name)
+    try:
+        text = (SOURCE_DIR / name).read_text()
+    except OSError as error:
+        raise ValueError(f"no CUDA source {name!r} in {SOURCE_DIR.name}/: {error.strerror}") from error
+
+    def replace(match: re.Match[str]) -> str:
+        header, system_header = match.groups()
+        if system_header:
+            raise ValueError(f"{name} includes <{system_header}>, but the sources use no toolkit headers")
+        body = "" if header in seen else _inline(header, seen)
+        # #line keeps the names and line numbers of compiler messages those of the files.
+        return f'{body}\n#line {match.string.count(chr(10), 0, match.start()) + 2} "{name}"'
+
+    return f'#line 1 "{name}"\n' + _INCLUDE.sub(replace, _PRAGMA_ONCE.sub("", text))
+
+
+def compile_spec(spec: KernelSpec) -> CompileReport:
+    """Compile a kernel for sm_90a, past the cache. Needs no GPU.
+
+    Raises:
+        ValueError: see `full_source`.
+        RuntimeError: the source does not compile (the message holds the log), it has no kernel of that name, or the
+            compiler is not installed.
+    """
+    cubin, log = compilers.compile_source(full_source(spec), _unit_name(spec), config.settings.compiler)
+    return _report(spec.name, cubin, log)
+
+
+def _unit_name(spec: KernelSpec) -> str:
+    return f"{spec.name}.cu"
+
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_PROPERTIES = re.compile(
+    r"Function properties for (\S+)\s*(?:ptxas\s*\.)?\s*"
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+_USED = re.compile(r"Used (\d+) registers(?:.*?, (\d+) bytes smem)?")
+
+
+def _report(name: str, cubin: bytes, log: str) -> CompileReport:
+    """Read the `ptxas -v` text: a section per entry function, and one per function that was not inlined."""
+    entries = set(_ENTRY.findall(log))
+    if name not in entries:
+        found = ", ".join(sorted(entries)) or "none"
+        raise RuntimeError(f'the source has no extern "C" kernel {name!r}; its kernels: {found}')
+    section = log[log.index(f"Compiling entry function '{name}'") :]
+    used = _USED.search(section)
+    # Functions that were not inlined may be called from any kernel of the source, so they count for each.
+    mine = [found for found in _PROPERTIES.findall(log) if found[0] == name or found[0] not in entries]
+    stacks = [int(stack) for function, stack, _, _ in mine if function == name]
+    if used is None or not stacks:
+        raise RuntimeError(f"could not read the ptxas report of {name!r}:\n{log}")
+    return CompileReport(
+        cubin=cubin,
+        registers=int(used[1]),
+        spill_stores=sum(int(stores) for _, _, stores, _ in mine),
+        spill_loads=sum(int(loads) for _, _, _, loads in mine),
+        stack=stacks[0],
+        static_smem=int(used[2] or 0),
+        log=log,
+    )
+
+
+def cache_key(spec: KernelSpec) -> bytes:
+    """Digest of everything that decides the cubin: the whole source text, the options, the compiler, cuda.core."""
+    import cuda.core
+
+    compiler = config.settings.compiler
+    options = f"{compilers.ARCH} {compilers.STD} {compilers.PTXAS_OPTIONS}"
+    parts = (compilers.identity(compiler), cuda.core.__version__, options, spec.name, full_source(spec))
+    digest = hashlib.sha256(_KEY_VERSION)
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def cubin(spec: KernelSpec) -> bytes:
+    """The compiled kernel, from the disk cache if it holds a sound entry, else compiled and stored. Needs no GPU.
+
+    With FP8MOE_PRINT_COMPILER or FP8MOE_DUMP_DIR it is always compiled, so that there is a log to print.
+
+    Raises:
+        ValueError, RuntimeError: see `compile_spec`.
+    """
+    settings = config.settings
+    key = cache_key(spec)
+    cache = open_cache(settings.cache_dir)
+    inspect = settings.print_compiler or settings.dump_dir is not None
+    code = None if inspect else cache.get(key)
+    if code is None:
+        report = compile_spec(spec)
+        code = report.cubin
+        cache.put(key, code)
+        if settings.print_compiler:
+            print(f"fp8moe: compiled {spec.name} of {spec.source}, defines {dict(spec.defines)}", file=sys.stderr)
+            print(report.log, file=sys.stderr, flush=True)
+        if settings.dump_dir is not None:
+            _dump(spec, key, code, settings.dump_dir)
+    return code
+
+
+def _dump(spec: KernelSpec, key: bytes, code: bytes, directory: Path) -> None:
+    """Write NAME-HASH.cu, .ptx and .cubin, and .sass where the toolkit's disassembler is installed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = directory / f"{spec.name}-{key.hex()[:12]}"
+    text = full_source(spec)
+    ptx = compilers.ptx_of(text, _unit_name(spec), config.settings.compiler)
+    for suffix, data in ((".cu", text.encode()), (".ptx", ptx), (".cubin", code)):
+        stem.with_name(stem.name + suffix).write_bytes(data)
+    for tool, option in (("cuobjdump", "-sass"), ("nvdisasm", "-c")):
+        path = compilers.find_tool(tool)
+        if path:
+            sass = subprocess.run([path, option, f"{stem}.cubin"], capture_output=True, check=True).stdout
+            stem.with_name(stem.name + ".sass").write_bytes(sass)
+            break
+
+
+_lock = threading.Lock()
+_kernels: dict[KernelSpec, "Kernel"] = {}
+
+
+def load(spec: KernelSpec) -> "Kernel":
+    """The kernel, ready to launch on any Hopper GPU of this process: from this process, the disk cache, or compiled.
+
+    Safe to call from several threads, and while a CUDA graph is being captured.
+
+    Raises:
+        ValueError, RuntimeError: see `compile_spec`; or the driver is missing or too old for the compiled code.
+    """
+    kernel = _kernels.get(spec)
+    if kernel is None:
+        with _lock:
+            kernel = _kernels.get(spec)
+            if kernel is None:
+                kernel = _kernels[spec] = _load_cubin(cubin(spec), spec.name)
+    return kernel
+
+
+def _load_cubin(code: bytes, name: str) -> "Kernel":
+    from cuda.core import ObjectCode
+
+    from fp8moe.runtime.driver import loading_code
+
+    with loading_code():
+        return ObjectCode.from_cubin(code, name=name).get_kernel(name)

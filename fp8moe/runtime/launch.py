@@ -1,0 +1,362 @@
+"""Launching kernels from the host: tensor maps, streams, devices, and a launcher that is cheap to call.
+
+Everything that a launch needs is built once and kept by the kernel family, per kernel, shape and device; a call then
+only puts its pointers in place::
+
+    source, count = tensor_map(x, ...), ctypes.c_int(rows)
+    launcher = Launcher(kernel, grid=132, block=128, args=(source, count))
+
+    with device_guard(index), launcher.lock:
+        source.replace_address(x.data_ptr())
+        launcher.launch(current_stream(index))
+
+The arguments are shared by all calls, hence the lock; `PointerLauncher` takes it itself. A launch copies them, so they
+are free again when it returns, and nothing here keeps a caller's tensor alive. Tensor maps and launches use the
+driver's own Python binding, whose calls cost a fraction of cuda.core's.
+"""
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8moe.runtime import config
+from fp8moe.runtime.driver import DriverError, check, loading_code
+
+if TYPE_CHECKING:
+    from cuda.bindings.driver import CUlaunchAttribute, CUlaunchConfig, CUtensorMap
+    from cuda.core import Kernel
+
+Dim3 = int | tuple[int, ...]
+
+_DEFAULT_SMEM = 48 << 10
+_PORTABLE_CLUSTER = 8
+
+_TMA_TYPES = {
+    torch.uint8: "UINT8",
+    torch.float8_e4m3fn: "UINT8",
+    torch.bfloat16: "BFLOAT16",
+    torch.float16: "FLOAT16",
+    torch.float32: "FLOAT32",
+    torch.int32: "INT32",
+}
+_SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
+_PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
+
+
+class TensorMap:
+    """A TMA descriptor in host memory, from `tensor_map`. It holds an address, not a tensor."""
+
+    def __init__(self, descriptor: "CUtensorMap", pointer: int):
+        from cuda.bindings import driver
+
+        self._replace = driver.cuTensorMapReplaceAddress
+        self._descriptor = descriptor
+        self._pointer = pointer
+
+    @property
+    def address(self) -> int:
+        """Where the descriptor itself lies."""
+        return self._descriptor.getPtr()
+
+    def replace_address(self, pointer: int) -> None:
+        """Move the map to other device memory of the same layout.
+
+        Raises:
+            RuntimeError: the pointer is not a multiple of 16.
+        """
+        if pointer != self._pointer:
+            (status,) = self._replace(self._descriptor, pointer)
+            if status:
+                raise DriverError("cuTensorMapReplaceAddress", status.name)
+            self._pointer = pointer
+
+
+def tensor_map(
+    tensor: torch.Tensor,
+    *,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int = 0,
+    l2_promotion: int = 256,
+) -> TensorMap:
+    """A TMA descriptor over the memory of a CUDA tensor, from the tensor's first element on.
+
+    Elements outside `shape` read as zero and are not written. Call it with the tensor's device current
+    (`device_guard`).
+
+    Args:
+        tensor: uint8, float8_e4m3fn (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
+        shape, strides, box: in elements, outermost dimension first, 1 to 5 dimensions. The innermost stride is 1, the
+            others are multiples of 16 bytes (that of a dimension of size 1 is of no consequence and may be anything).
+            A box has 1 to 256 elements per dimension and a multiple of 16 bytes in the innermost one, not more than
+            the swizzle width if there is one. It may be larger than the shape.
+        swizzle: 0, 32, 64 or 128 bytes.
+        l2_promotion: 0, 64, 128 or 256 bytes fetched into L2 at a time.
+
+    Raises:
+        ValueError: the layout cannot be mapped or reaches past the tensor's storage, or the tensor is not on a GPU.
+        TypeError: a dtype that TMA does not know.
+    """
+    if tensor.dtype not in _TMA_TYPES:
+        raise TypeError(f"tensor is {tensor.dtype}; a tensor map takes {', '.join(map(str, _TMA_TYPES))}")
+    strides = _map_strides(tensor, shape, strides)
+    _check_box(box, len(shape), tensor.element_size(), swizzle)
+    if l2_promotion not in _PROMOTIONS:
+        raise ValueError(f"l2_promotion is {l2_promotion}; it must be one of {tuple(_PROMOTIONS)}")
+    pointer = tensor.data_ptr()
+    if not tensor.is_cuda or pointer % 16:
+        raise ValueError(
+            f"tensor is on {tensor.device} at {pointer:#x}; a map takes GPU memory at a multiple of 16 bytes"
+        )
+
+    from cuda.bindings import driver
+
+    # The driver wants the innermost dimension first, and strides in bytes, without the innermost.
+    size = tensor.element_size()
+    descriptor = check(
+        driver.cuTensorMapEncodeTiled,
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TMA_TYPES[tensor.dtype]}"),
+        len(shape),
+        pointer,
+        [driver.cuuint64_t(n) for n in reversed(shape)],
+        [driver.cuuint64_t(stride * size) for stride in reversed(strides[:-1])],
+        [driver.cuuint32_t(n) for n in reversed(box)],
+        [driver.cuuint32_t(1)] * len(shape),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[swizzle]}"),
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{_PROMOTIONS[l2_promotion]}"),
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return TensorMap(descriptor, pointer)
+
+
+def _map_strides(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides to map, valid for TMA in dimensions of size 1 too; raises ValueError for what cannot be mapped."""
+    if not 1 <= len(shape) <= 5 or len(strides) != len(shape):
+        raise ValueError(f"shape {shape} and strides {strides} must have the same 1 to 5 dimensions")
+    if min(shape) < 1 or max(shape) > 1 << 32:
+        raise ValueError(f"shape is {shape}; each dimension must be between 1 and 2**32")
+    if min(strides) < 0 or (strides[-1] != 1 and shape[-1] != 1):
+        raise ValueError(f"strides are {strides}; they must not be negative, and the innermost must be 1")
+    size = tensor.element_size()
+    granule = 16 // size
+    used = tuple(granule if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True))
+    for stride in used:
+        if stride % granule or stride * size >= 1 << 40:
+            raise ValueError(f"strides are {strides}; outer ones must be multiples of {granule} elements (16 bytes)")
+    used += (1,)
+    # TMA would read what lies behind it.
+    end = tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(shape, used, strict=True))
+    if end * size > tensor.untyped_storage().nbytes():
+        raise ValueError(f"shape {shape} with strides {strides} reaches past the storage of the tensor")
+    return used
+
+
+def _check_box(box: tuple[int, ...], rank: int, element_size: int, swizzle: int) -> None:
+    if swizzle not in _SWIZZLES:
+        raise ValueError(f"swizzle is {swizzle}; it must be one of {tuple(_SWIZZLES)}")
+    if len(box) != rank or min(box) < 1 or max(box) > 256:
+        raise ValueError(f"box is {box}; it must have {rank} dimensions of 1 to 256 elements")
+    width = box[-1] * element_size
+    if width % 16 or (swizzle and width > swizzle):
+        limit = f", at most the swizzle of {swizzle}" if swizzle else ""
+        raise ValueError(f"box is {box}: {width} bytes in its innermost dimension, not a multiple of 16{limit}")
+
+
+def current_stream(device_index: int) -> int:
+    """Handle of PyTorch's current stream on a device. Follows `torch.cuda.stream` and graph capture."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+class _BoundDevices(threading.local):
+    """The devices whose context this thread has made current before."""
+
+    def __init__(self) -> None:
+        self.indices: set[int] = set()
+
+
+_bound = _BoundDevices()
+_no_guard = nullcontext()
+
+
+def device_guard(device_index: int) -> AbstractContextManager[Any]:
+    """Make a device current within a `with` block. Next to free when it is already."""
+    if torch._C._cuda_getDevice() != device_index:
+        return torch.cuda.device(device_index)
+    if device_index not in _bound.indices:
+        # In a new thread PyTorch's device is set but no context is current yet, and the driver API needs one.
+        from cuda.core import Device
+
+        Device(device_index).set_current()
+        _bound.indices.add(device_index)
+    return _no_guard
+
+
+@functools.cache
+def _multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def num_sms(device_index: int) -> int:
+    """SMs that a kernel may occupy on a device: all of them, or FP8MOE_NUM_SMS if that is fewer."""
+    limit = config.settings.num_sms
+    count = _multiprocessors(device_index)
+    return count if limit is None else min(limit, count)
+
+
+class Launcher:
+    """A kernel with its launch configuration and arguments, built once and launched many times, on one device.
+
+    Build it and launch it with that device current (`device_guard`).
+
+    Args:
+        kernel: from `jit.load`.
+        grid: blocks (not clusters), an int or up to three ints (x, y, z).
+        block: threads per block, likewise.
+        cluster: blocks per cluster, likewise; it must divide the grid. More than 8 blocks is not portable, and allowed.
+        smem: dynamic shared memory per block in bytes.
+        pdl: let the launch start before the kernel ahead of it in the stream has finished (programmatic dependent
+            launch); the kernel must then execute griddepcontrol.wait before it touches that kernel's results.
+        args: one per kernel parameter, of the type that the kernel declares: a `TensorMap` for a `const
+            __grid_constant__ CUtensorMap`, or a ctypes object, such as a `ctypes.c_int64` for a pointer. A launch takes
+            the values that they hold then; change them and launch under `lock`.
+
+    Raises:
+        ValueError: the cluster does not divide the grid.
+        RuntimeError: the device does not have that much shared memory, or the driver cannot load the kernel.
+    """
+
+    def __init__(
+        self,
+        kernel: "Kernel",
+        *,
+        grid: Dim3,
+        block: Dim3,
+        cluster: Dim3 | None = None,
+        smem: int = 0,
+        pdl: bool = False,
+        args: Sequence[Any] = (),
+    ):
+        from cuda.bindings import driver
+
+        self.lock = threading.Lock()
+        self._config = _launch_config(_dim3(grid), _dim3(block), _dim3(cluster or 1), smem, pdl)
+        _prepare(kernel, smem, cluster_blocks=math.prod(_dim3(cluster or 1)))
+        self._launch = driver.cuLaunchKernelEx
+        self._function = driver.CUfunction(int(kernel.handle))  # the driver takes a kernel as a function
+        self._pointers = (ctypes.c_void_p * len(args))(*map(_address, args))
+        self._parameters = ctypes.addressof(self._pointers)
+        self._alive = kernel, args
+
+    def launch(self, stream: int) -> None:
+        """Enqueue the kernel on a stream (`current_stream`) with the present values of its arguments.
+
+        Raises:
+            RuntimeError: the driver refuses the launch.
+        """
+        self._config.hStream = stream
+        (status,) = self._launch(self._config, self._function, self._parameters, 0)
+        if status:
+            raise DriverError("cuLaunchKernelEx", status.name)
+
+
+class PointerLauncher:
+    """A `Launcher` of a kernel whose first parameters are pointers, the only arguments that differ between launches.
+
+    Build it and launch it with its device current.
+
+    Args:
+        kernel, options: as for `Launcher`.
+        pointers: how many.
+        args: for the parameters after them.
+    """
+
+    def __init__(self, kernel: "Kernel", *, pointers: int, args: Sequence[Any], **options: Any):
+        # As one array they are set at once, in less time than one by one.
+        self._addresses = (ctypes.c_int64 * pointers)()
+        first = (ctypes.c_int64.from_buffer(self._addresses, 8 * i) for i in range(pointers))
+        self._launcher = Launcher(kernel, args=(*first, *args), **options)
+
+    def launch(self, stream: int, *addresses: int) -> None:
+        """Enqueue the kernel on a stream for operands and results at these addresses, in the order of its parameters.
+
+        Raises:
+            ValueError: that is not the number of pointers.
+            RuntimeError: the driver refuses the launch.
+        """
+        launcher = self._launcher
+        with launcher.lock:
+            self._addresses[:] = addresses
+            launcher.launch(stream)
+
+
+def _address(argument: Any) -> int:
+    return argument.address if isinstance(argument, TensorMap) else ctypes.addressof(argument)
+
+
+def _dim3(size: Dim3) -> tuple[int, int, int]:
+    sizes = (size,) if isinstance(size, int) else tuple(size)
+    return (*sizes, 1, 1)[:3]
+
+
+def _launch_config(
+    grid: tuple[int, int, int], block: tuple[int, int, int], cluster: tuple[int, int, int], smem: int, pdl: bool
+) -> "CUlaunchConfig":
+    from cuda.bindings import driver
+
+    if any(blocks % size for blocks, size in zip(grid, cluster, strict=True)):
+        raise ValueError(f"grid is {grid} blocks, which clusters of {cluster} blocks do not divide")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = smem
+    attributes = []
+    if cluster != (1, 1, 1):
+        attributes.append(attribute := _attribute("CLUSTER_DIMENSION"))
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster
+    if pdl:
+        attributes.append(attribute := _attribute("PROGRAMMATIC_STREAM_SERIALIZATION"))
+        attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
+
+
+def _attribute(name: str) -> "CUlaunchAttribute":
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    return attribute
+
+
+_prepare_lock = threading.Lock()
+
+
+def _prepare(kernel: "Kernel", smem: int, cluster_blocks: int) -> None:
+    """Load the kernel on the current device, and allow it what it needs beyond the defaults."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute
+    needs = []
+    if smem > _DEFAULT_SMEM:
+        needs.append((attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem))
+    if cluster_blocks > _PORTABLE_CLUSTER:
+        needs.append((attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+    handle = kernel.handle
+    device = check(driver.cuCtxGetDevice)
+    with _prepare_lock, loading_code():
+        for name, value in needs:
+            # Only ever raised: another launcher of the same kernel may need more.
+            if check(driver.cuKernelGetAttribute, name, handle, device) < value:
+                check(driver.cuKernelSetAttribute, name, value, handle, device)
+        # The driver loads lazily; do it here rather than in the first launch, which may be under capture.
+        check(driver.cuFuncLoad, check(driver.cuKernelGetFunction, handle))

@@ -1,0 +1,261 @@
+"""`fp8moe validate`: run the GPU tests, the sanitizers and the benchmarks, and record them in one file.
+
+The file holds a digest of the kernels' sources, so that a test of the CPU suite can tell when it no longer speaks of
+them. Parts may be run one at a time: a part is added to the file as soon as it is done, and parts that were recorded
+for other sources are dropped.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib import import_module, metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+import fp8moe
+from fp8moe.runtime import config
+from tools.digest import digest
+
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+BENCHMARKS = ("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa")
+TIMEOUT_S = 570
+TEST_PROCESSES = 6
+TAIL_LINES = 30
+_SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
+
+
+def checkout() -> Path:
+    """Root of the source checkout that this package runs from; SystemExit if it is installed without one."""
+    root = Path(fp8moe.__file__).resolve().parent.parent
+    if not all((root / name).is_dir() for name in ("tests/gpu", "benchmarks")):
+        raise SystemExit("fp8moe validate needs a source checkout: clone the repository and run `make validate` there")
+    return root
+
+
+def require_gpu() -> None:
+    """SystemExit with one sentence unless there is a Hopper GPU and the settings are the defaults."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("fp8moe validate needs a Hopper (sm_90) GPU that PyTorch can use")
+    defaults = {"backend": "auto", "num_sms": None, "compiler": "nvrtc"}
+    changed = [f"FP8MOE_{name.upper()}" for name, value in defaults.items() if getattr(config.settings, name) != value]
+    if changed:
+        raise SystemExit(f"fp8moe validate records what the defaults do: unset {', '.join(changed)}")
+
+
+def versions() -> dict[str, str]:
+    """What the results were measured with."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    packages = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "python": platform.python_version(),
+        "fp8moe": fp8moe.__version__,
+        **{package: metadata.version(package) for package in packages},
+    }
+
+
+def parse_junit(paths: Iterable[Path]) -> dict:
+    """Counts of pytest runs and the names of what failed, from their JUnit files."""
+    outcomes: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
+    for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
+        tags = {child.tag for child in case}
+        outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        outcomes[outcome].append(f"{case.get('classname')}::{case.get('name')}")
+    counts = {outcome: len(names) for outcome, names in outcomes.items()}
+    return counts | {"failures": sorted(outcomes["failed"]), "skips": sorted(outcomes["skipped"])}
+
+
+def environment_of_one_in(processes: int) -> dict[str, str]:
+    """For one of some processes side by side: their threads share the cores."""
+    return os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+
+
+def run_tests(root: Path) -> dict:
+    """The GPU tests: each file in a process of its own, a few side by side, as most of their time is the CPU's."""
+    # Long files take long: they are the first.
+    files = sorted(root.glob("tests/gpu/test_*.py"), key=lambda file: file.stat().st_size, reverse=True)
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(TEST_PROCESSES) as pool:
+        reports = [Path(directory) / f"{file.stem}.xml" for file in files]
+
+        def run(file: Path, report: Path) -> int:
+            command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+            command += [f"--junitxml={report}", str(file)]
+            done = subprocess.run(
+                command,
+                cwd=root,
+                env=environment_of_one_in(TEST_PROCESSES),
+                timeout=TIMEOUT_S,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            print(done.stdout if done.returncode else f"{file.name}: {done.stdout.splitlines()[-1]}", flush=True)
+            if not report.exists():
+                raise RuntimeError(f"pytest ended with exit code {done.returncode} and wrote no report of {file.name}")
+            return done.returncode
+
+        exit_codes = list(pool.map(run, files, reports))
+        return parse_junit(reports) | {"exit_code": max(exit_codes)}
+
+
+def parse_sanitizer(output: str) -> int | None:
+    """Errors, or hazards of any severity, in the summary of compute-sanitizer; None without a summary."""
+    found = _SUMMARY.findall(output)
+    return sum(int(count) for match in found for count in match if count) if found else None
+
+
+def find_sanitizer() -> str:
+    """Path of compute-sanitizer; SystemExit if there is none."""
+    directories = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
+    path = shutil.which("compute-sanitizer", path=directories)
+    if path is None:
+        raise SystemExit("fp8moe validate needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH")
+    return path
+
+
+def run_sanitizer(root: Path) -> dict:
+    """The reduced set of operations under each tool, side by side; the script also checks its own results."""
+    sanitizer = find_sanitizer()
+    # Without PyTorch's caching allocator every tensor is an allocation of its own, whose bounds memcheck knows.
+    environment = environment_of_one_in(len(SANITIZERS))
+    environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FP8MOE_PRINT_CONFIGS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+
+    def run(tool: str) -> dict:
+        # API errors are left to the program, which raises on its own and handles those that PyTorch provokes.
+        command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
+        command += [sys.executable, "tests/gpu/sanitize_cases.py"]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=root,
+                env=environment,
+                timeout=TIMEOUT_S,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        except subprocess.TimeoutExpired as error:
+            output = (error.stdout or b"").decode(errors="replace")
+            return {"errors": None, "exit_code": None, "tail": output.splitlines()[-TAIL_LINES:]}
+        tail = done.stdout.splitlines()[-TAIL_LINES:]
+        return {"errors": parse_sanitizer(done.stdout), "exit_code": done.returncode, "tail": tail}
+
+    with ThreadPoolExecutor(len(SANITIZERS)) as pool:
+        return dict(zip(SANITIZERS, pool.map(run, SANITIZERS), strict=True))
+
+
+def run_benchmarks(root: Path) -> dict:
+    """Rows and bars of every benchmark; one that raises is recorded with its error and the others still run."""
+    sys.path.insert(0, str(root))
+    results = {}
+    for name in BENCHMARKS:
+        try:
+            results[name] = import_module(f"benchmarks.{name}").run()
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    return results
+
+
+PARTS = {"tests": run_tests, "sanitizer": run_sanitizer, "benchmarks": run_benchmarks}
+
+
+def merge(stored: dict, sources: str, part: str, result: dict) -> dict:
+    """The content of the file with one more part; `stored` counts only if it is of the same sources."""
+    kept = stored if stored.get("digest") == sources else {}
+    parts = {**kept, part: result}
+    return {"digest": sources, **{name: parts[name] for name in PARTS if name in parts}}
+
+
+def problems(content: dict, sources: str, needed: Iterable[str] = PARTS) -> list[str]:
+    """What keeps a validation file from vouching for `sources`, a digest: one sentence each, empty if nothing does."""
+    found = []
+    if content.get("digest") != sources:
+        found.append("the digest is not that of the sources: run `fp8moe validate` again")
+    found += [f"the part {part!r} is missing" for part in needed if part not in content]
+    if tests := content.get("tests"):
+        found += [f"failed: {name}" for name in tests["failures"]]
+        if not tests["passed"] or tests["exit_code"]:
+            found.append(f"{tests['passed']} GPU tests passed and pytest ended with exit code {tests['exit_code']}")
+    if sanitizer := content.get("sanitizer"):
+        for tool in SANITIZERS:
+            result = sanitizer[tool]
+            if result["errors"] != 0 or result["exit_code"] != 0:
+                found.append(f"{tool}: {result['errors']} errors, exit code {result['exit_code']}")
+    if benchmarks := content.get("benchmarks"):
+        results = {name: benchmarks.get(name, {"error": "missing"}) for name in BENCHMARKS}
+        found += [f"benchmark {name}: {result['error']}" for name, result in results.items() if "error" in result]
+    return found
+
+
+def missed_bars(content: dict) -> list[str]:
+    """The bars that the recorded benchmarks miss."""
+    results = [content.get("benchmarks", {}).get(name, {}) for name in BENCHMARKS]
+    bars = [bar for result in results for bar in result.get("bars", ()) if not bar["passed"]]
+    return [f"{bar['name']}: {bar['value']:.4g}, limit {bar['limit']:g} {bar['unit']}".rstrip() for bar in bars]
+
+
+def summary(content: dict, sources: str) -> str:
+    """What was recorded and what is wrong with it, for people."""
+    lines = [f"digest {content['digest'][:16]}"]
+    if tests := content.get("tests"):
+        lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
+    if sanitizer := content.get("sanitizer"):
+        lines.append("sanitizer: " + ", ".join(f"{tool} {sanitizer[tool]['errors']} errors" for tool in SANITIZERS))
+    if benchmarks := content.get("benchmarks"):
+        rows = {name: len(benchmarks.get(name, {}).get("rows", ())) for name in BENCHMARKS}
+        lines.append("benchmarks: " + ", ".join(f"{name} {count} rows" for name, count in rows.items()))
+    lines += [f"bar missed: {bar}" for bar in missed_bars(content)]
+    lines += [f"problem: {problem}" for problem in problems(content, sources)]
+    return "\n".join(lines)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Replaces the file in one step, making its directory if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the chosen parts and writes the file; 1 if anything failed in what it then holds. Missed bars are listed."""
+    parser = argparse.ArgumentParser(prog="fp8moe validate", description="check and time every kernel on this GPU")
+    parser.add_argument("--only", metavar="PART[,PART]", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: validation/h200.json of the checkout")
+    args = parser.parse_args(argv)
+    chosen = args.only.split(",") if args.only else list(PARTS)
+    if unknown := set(chosen) - PARTS.keys():
+        parser.error(f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    root = checkout()
+    require_gpu()
+    if "sanitizer" in chosen:
+        find_sanitizer()  # before anything has taken long
+    path = args.out or root / "validation/h200.json"
+    gpu = torch.cuda.get_device_name()
+    if args.out is None and "H200" not in gpu:
+        raise SystemExit(f"validation/h200.json is of an H200, and this GPU is an {gpu}: give --out FILE")
+    sources = digest(root)
+    content = json.loads(path.read_text()) if path.exists() else {}
+    measured_with = versions()
+    for part in chosen:
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        result = {"date": date, "versions": measured_with, **PARTS[part](root)}
+        content = merge(content, sources, part, result)
+        write_json(path, content)
+    print(summary(content, sources))
+    return int(bool(problems(content, sources, needed=chosen)))
