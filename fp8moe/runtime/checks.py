@@ -35,6 +35,12 @@ def row_major(data: Tensor) -> Tensor:
     return torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """``x`` contiguous and at a multiple of 16 bytes: itself where it lies so, otherwise a copy."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def describe(value: object) -> str:
     """What came, for a message."""
     if isinstance(value, Tensor):

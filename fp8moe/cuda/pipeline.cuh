@@ -1,0 +1,71 @@
+// The ring between a loader and the math warps of a block: stages in shared memory, two barriers for each.
+//
+//   loader      acquire()  waits until the stage is free, then expect(bytes) and copies that count on full()
+//   math warps  arrived()  waits for those bytes, then products read the stage
+//               release()  hands it back; the stage is free once every reader has
+//   both        advance()  to the next stage; the phase flips each time around (PTX ISA 9.0, "mbarrier")
+#pragma once
+
+#include "ptx.cuh"
+
+struct Barrier {
+  u64 state;
+
+  __device__ __forceinline__ u32 address() const { return shared_address(this); }
+  __device__ __forceinline__ void init(u32 arrivals) { mbarrier_init(address(), arrivals); }
+  __device__ __forceinline__ void expect(u32 bytes) { mbarrier_arrive_expect_tx(address(), bytes); }
+  __device__ __forceinline__ void arrive() { mbarrier_arrive(address()); }
+  __device__ __forceinline__ void wait(u32 phase) const { mbarrier_wait(address(), phase); }
+  __device__ __forceinline__ void wait_cluster(u32 phase) const { mbarrier_wait_cluster(address(), phase); }
+};
+
+// The barriers of a ring, a member of the kernel's Shared.
+template <int Stages>
+struct Ring {
+  Barrier full[Stages], empty[Stages];
+
+  // By one thread, before mbarrier_init_fence(). writers, readers: arrivals that fill and that free a stage.
+  __device__ __forceinline__ void init(u32 writers, u32 readers) {
+#pragma unroll 1
+    for (int s = 0; s < Stages; ++s) {
+      full[s].init(writers);
+      empty[s].init(readers);
+    }
+  }
+};
+
+// Where one role stands in a ring.
+template <int Stages>
+struct Pipeline {
+  Ring<Stages>& ring;
+  u32 stage = 0, phase = 0;
+
+  __device__ __forceinline__ explicit Pipeline(Ring<Stages>& ring, u32 stage = 0) : ring(ring), stage(stage) {}
+
+  __device__ __forceinline__ void acquire() const { ring.empty[stage].wait(phase ^ 1); }
+  __device__ __forceinline__ void arrived() const { ring.full[stage].wait(phase); }
+  // By a whole warp, which counts as one reader. All its reads of the stage have ended.
+  __device__ __forceinline__ void release() const {
+    __syncwarp();
+    if (lane_id() == 0) ring.empty[stage].arrive();
+  }
+  __device__ __forceinline__ Barrier& full() const { return ring.full[stage]; }
+  // Steps at most once around the ring.
+  __device__ __forceinline__ void advance(u32 steps = 1) {
+    stage += steps;
+    if (stage >= Stages) {
+      stage -= Stages;
+      phase ^= 1;
+    }
+  }
+};
+
+// The dynamic shared memory of the block as the kernel's Shared, at a multiple of 1024 bytes for swizzled tiles. The
+// host adds SWIZZLE_ALIGNMENT to sizeof(Shared).
+constexpr int SWIZZLE_ALIGNMENT = 1024;
+template <typename Shared>
+__device__ __forceinline__ Shared& aligned_shared() {
+  extern __shared__ char unaligned[];
+  const u32 past = shared_address(unaligned) % SWIZZLE_ALIGNMENT;
+  return *reinterpret_cast<Shared*>(unaligned + (SWIZZLE_ALIGNMENT - past) % SWIZZLE_ALIGNMENT);
+}
