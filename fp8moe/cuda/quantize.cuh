@@ -6,14 +6,11 @@
 // Sizes, strides and pitches count elements.
 #pragma once
 
-#include "ptx.cuh"
+#include "block_scale.cuh"
+#include "warp.cuh"
 
 using u8 = unsigned char;
 using i64 = long long;
-
-constexpr int BLOCK = 128;
-constexpr float FP8_MAX = 448.0f;
-constexpr float SCALE_FLOOR = 1e-12f;
 
 // How many of the next `size` indices from `begin` on lie before `end`.
 __device__ int inside(i64 begin, i64 end, int size) {
@@ -99,60 +96,12 @@ struct Vector {
   __device__ float operator[](int i) const { return Input::value(Input::bits(words[i / PER_WORD], i % PER_WORD)); }
 };
 
-// ---- arithmetic of a block ----
+// ---- results ----
 
-__device__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7F800000); }
-
-// 1 / x, correctly rounded for normal x whose reciprocal is normal: the instructions of rcp.rn without its way out for
-// other numbers. 0 for infinity.
-__device__ float reciprocal_of(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return is_finite(x) ? __fmaf_rn(__fmaf_rn(r, x, -1.0f), -r, r) : r;
-}
-
-// x / divisor, correctly rounded, given the correctly rounded reciprocal: one Newton step on the quotient (Markstein,
-// IBM J. Res. Dev. 34(1), 1990). Checked exhaustively against IEEE division for divisor 448 and, for every other
-// divisor, where a last bit could matter: around the midpoints of E4M3. The signs are such that -0 stays -0.
-__device__ float divide(float x, float divisor, float reciprocal) {
-  const float quotient = __fmul_rn(x, reciprocal);
-  return __fmaf_rn(__fmaf_rn(quotient, divisor, -x), -reciprocal, quotient);
-}
-
-struct Scale {
-  float value;
-  float divisor;
-  float reciprocal;
-
-  // From the block's largest magnitude, or from the bits of that in the input's type.
-  explicit __device__ Scale(u32 amax_bits) : Scale(Input::value(amax_bits)) {}
-  explicit __device__ Scale(float amax) {
-    value = divide(fmaxf(amax, SCALE_FLOOR), FP8_MAX, 1.0f / FP8_MAX);
-    // Adding the full mantissa carries into the exponent unless the mantissa was zero.
-    if constexpr (UE8M0) value = __uint_as_float((__float_as_uint(value) + 0x7FFFFFu) & ~0x7FFFFFu);
-    if (!is_finite(amax)) value = amax == amax ? amax : __int_as_float(0x7FC00000);
-    reciprocal = reciprocal_of(value);
-    // Against an infinite divisor the Newton step would be NaN; against zero it vanishes, and finite values give zero.
-    divisor = is_finite(amax) ? value : 0.0f;
-  }
-
-  __device__ float quotient(float x) const {
-    if constexpr (UE8M0) return __fmul_rn(x, reciprocal);
-    return divide(x, divisor, reciprocal);
-  }
+struct Scale : BlockScale<UE8M0> {
+  // From the bits, in the input's type, of the largest magnitude of a block.
+  explicit __device__ Scale(u32 amax) : BlockScale(Input::value(amax)) {}
 };
-
-// Four values to E4M3, the first in the lowest byte: nearest even, saturating, NaN to 0x7F.
-__device__ u32 to_e4m3(float a, float b, float c, float d) {
-  u32 result;
-  asm("{\n.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n}\n"
-      : "=r"(result)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return result;
-}
 
 // Quantizes one vector and stores its first `count` elements; any count.
 __device__ void store(u8* target, const Vector& v, const Scale& scale, int count) {

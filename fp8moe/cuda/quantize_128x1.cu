@@ -19,7 +19,7 @@ constexpr int CHUNKS = BLOCK / CHUNK;
 extern "C" __global__ void __launch_bounds__(COLUMN_WARPS* WARP)
     quantize_128x1(const Element* x, u8* data, float* scale, i64 k, i64 m, i64 row_stride, i64 scale_pitch, i64 m_tiles) {
   __shared__ u32 warp_amax[COLUMN_WARPS][COLUMN_WORDS];
-  __shared__ float2 divisors[COLUMNS];  // divisor and reciprocal of each column's scale
+  __shared__ Divisor<> divisors[COLUMNS];
   __shared__ alignas(16) u8 transposed[COLUMNS * BLOCK];
   allow_next_kernel();
   const u32 lane = threadIdx.x % WARP;
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(COLUMN_WARPS* WARP)
 #pragma unroll
     for (int w = 0; w < COLUMN_WARPS; ++w) amax = Input::larger(amax, warp_amax[w][threadIdx.x / PER_WORD]);
     const Scale column_scale(Input::bits(amax, threadIdx.x % PER_WORD));
-    divisors[threadIdx.x] = make_float2(column_scale.divisor, column_scale.reciprocal);
+    divisors[threadIdx.x] = column_scale.divisor;
     if (static_cast<int>(threadIdx.x) < columns) scale[k_block * scale_pitch + first_column + threadIdx.x] = column_scale.value;
   }
   __syncthreads();
@@ -71,10 +71,10 @@ extern "C" __global__ void __launch_bounds__(COLUMN_WARPS* WARP)
   // The 16-byte chunks of a row are permuted by its column group: a warp's 32 words then fall in 32 banks.
 #pragma unroll
   for (int c = 0; c < THREAD_COLUMNS; ++c) {
-    const float2 d = divisors[column + c];
+    const Divisor<> divisor = divisors[column + c];
     float quotient[THREAD_ROWS];
 #pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r) quotient[r] = divide(v[r][c / PER_VECTOR][c % PER_VECTOR], d.x, d.y);
+    for (int r = 0; r < THREAD_ROWS; ++r) quotient[r] = divisor.quotient(v[r][c / PER_VECTOR][c % PER_VECTOR]);
     *reinterpret_cast<u32*>(&transposed[(column + c) * BLOCK + (warp ^ column_group) * CHUNK + row_group * THREAD_ROWS]) =
         to_e4m3(quotient[0], quotient[1], quotient[2], quotient[3]);
   }

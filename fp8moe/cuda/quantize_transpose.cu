@@ -55,15 +55,6 @@ struct Arguments {
 // The transposed tile, and before it the operands of SwiGLU: a vector for each operand, row and thread.
 extern __shared__ uint4 dynamic_shared[];
 
-// Of the scale of a row or column.
-struct alignas(8) Divisor {
-  float value, reciprocal;
-
-  __device__ float quotient(float x) const { return divide(x, value, reciprocal); }
-  // Two values to E4M3, the first in the lower byte.
-  __device__ u32 quantize(float first, float second) const { return pack_e4m3(quotient(first), quotient(second)); }
-};
-
 // The rows that a tile covers: `count` of one group from `first` on.
 struct RowTile {
   u32 index;
@@ -73,8 +64,8 @@ struct RowTile {
 struct Shared {
   alignas(16) u32 column_amax[WARPS][PAIRS ? BLOCK / 2 : BLOCK];
   u32 row_amax[BLOCK];
-  Divisor columns[BLOCK];  // see column_slot
-  Divisor rows[BLOCK];
+  Divisor<> columns[BLOCK];  // see column_slot
+  Divisor<> rows[BLOCK];
   float weights[BLOCK];
   u32 warp_tiles[WARPS];
   RowTile tile;
@@ -234,8 +225,8 @@ __device__ void make_scales(const Arguments& a, Shared& s, i64 first_column) {
   } else {
     amax = Input::value(s.row_amax[t]);
   }
-  const Scale scale(amax);
-  (is_column ? s.columns[column_slot(t)] : s.rows[t]) = {scale.divisor, scale.reciprocal};
+  const BlockScale<> scale(amax);
+  (is_column ? s.columns[column_slot(t)] : s.rows[t]) = scale.divisor;
   if (is_column) {
     if (first_column + t < a.width)
       a.column_scale[s.tile.index * a.column_scale_pitch + first_column + t] = scale.value;
@@ -273,14 +264,14 @@ __device__ void quantize_values(const Arguments& a, const Shared& s, const Place
   u8* target = a.rows + i64{s.tile.first + p.row} * a.width + first_column + p.column(0);
 #pragma unroll
   for (int first = 0; first < SIDE; first += HALF) {
-    Divisor divisors[HALF];
+    Divisor<> divisors[HALF];
 #pragma unroll
     for (int i = 0; i < HALF; ++i) divisors[i] = s.rows[p.row + first + i];
     u32 row_words[HALF][2] = {};
 #pragma unroll
     for (int c = 0; c < SIDE; c += 2) {
-      const Divisor left = s.columns[c * ROW_LANES + p.column_group];
-      const Divisor right = s.columns[(c + 1) * ROW_LANES + p.column_group];
+      const Divisor<> left = s.columns[c * ROW_LANES + p.column_group];
+      const Divisor<> right = s.columns[(c + 1) * ROW_LANES + p.column_group];
       u32 left_word = 0, right_word = 0;
 #pragma unroll
       for (int i = 0; i < HALF; i += 2) {

@@ -5,7 +5,7 @@ import functools
 
 import torch
 
-from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
+from fp8moe.quant.formats import BLOCK, SCALE_DEFINES, align, ceil_div, empty_mn_major
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 
@@ -17,13 +17,20 @@ _COLUMNS = 64
 _THREADS = {"quantize_1x128": 128, "quantize_128x128": 256, "quantize_128x1": 256}
 
 
-def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> KernelSpec:
-    """The kernel "quantize_1x128", "quantize_128x128" or "quantize_128x1" for one input dtype and scale format.
+def quantizer_defines(
+    dtype: torch.dtype, *, ue8m0: bool = False, vector: bool = True
+) -> tuple[tuple[str, int | str], ...]:
+    """What cuda/quantize.cuh wants defined.
 
-    vector: rows of the input start at multiples of 16 bytes and are multiples of 16 bytes long.
+    dtype: of the input. ue8m0: scales are rounded up to powers of two. vector: rows of the input start at multiples of
+    16 bytes and are multiples of 16 bytes long.
     """
-    defines = (("INPUT", INPUT_TYPES[dtype]), ("UE8M0", int(ue8m0)), ("VECTOR", int(vector)))
-    return KernelSpec(f"{name}.cu", name, defines)
+    return (("INPUT", INPUT_TYPES[dtype]), ("UE8M0", int(ue8m0)), ("VECTOR", int(vector)), *SCALE_DEFINES)
+
+
+def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> KernelSpec:
+    """The kernel "quantize_1x128", "quantize_128x128" or "quantize_128x1"; see `quantizer_defines`."""
+    return KernelSpec(f"{name}.cu", name, quantizer_defines(dtype, ue8m0=ue8m0, vector=vector))
 
 
 @functools.lru_cache(maxsize=4096)

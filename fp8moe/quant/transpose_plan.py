@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.quant.formats import BLOCK, align, ceil_div
-from fp8moe.quant.quantize_plan import INPUT_TYPES, unit_stride
+from fp8moe.quant.quantize_plan import quantizer_defines, unit_stride
 from fp8moe.quant.transpose_reference import Results, pad_groups, padded_rows
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, current_stream, device_guard
@@ -42,19 +42,20 @@ def rows_spec(dtype: torch.dtype, vector: bool, weighted: bool) -> KernelSpec:
 
     vector: they start at multiples of 16 bytes and are multiples of 16 bytes long. weighted: `columns` has weights.
     """
-    return _spec(INPUT_TYPES[dtype], "ROWS", vector, weighted, 1)
+    return _spec(dtype, "ROWS", vector, weighted, 1)
 
 
 def swiglu_spec(activation: Activation, backward: bool) -> KernelSpec:
     """The kernel for a SwiGLU of bfloat16 rows or for its gradients."""
     form = 1 if activation.limit is None else 2 if activation.alpha is None else 3
-    return _spec("BFloat16", "SWIGLU_BACKWARD" if backward else "SWIGLU", True, False, form)
+    return _spec(torch.bfloat16, "SWIGLU_BACKWARD" if backward else "SWIGLU", True, False, form)
 
 
-def _spec(element: str, source: str, vector: bool, weighted: bool, form: int) -> KernelSpec:
-    flags = (("VECTOR", int(vector)), ("WEIGHTED", int(weighted)), ("FORM", form))
-    defines = (("INPUT", element), ("UE8M0", 0), ("SOURCE", source), *flags)
-    return KernelSpec("quantize_transpose.cu", "quantize_transpose", defines)
+def _spec(dtype: torch.dtype, source: str, vector: bool, weighted: bool, form: int) -> KernelSpec:
+    defines = (("SOURCE", source), ("WEIGHTED", int(weighted)), ("FORM", form))
+    return KernelSpec(
+        "quantize_transpose.cu", "quantize_transpose", (*quantizer_defines(dtype, vector=vector), *defines)
+    )
 
 
 def shared_bytes(source: str) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize_plan import INPUT_TYPES
+from fp8moe.quant.quantize_plan import INPUT_TYPES, quantizer_defines
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 
@@ -17,8 +17,8 @@ _WARPS, _CHUNK_BYTES = 4, 512
 
 def kernel_spec(hidden: int, y_dtype: torch.dtype, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
     """The kernel for rows of `hidden` columns and these dtypes."""
-    types = zip(("INPUT", "WEIGHT", "OUTPUT"), (y_dtype, weight_dtype, out_dtype), strict=True)
-    defines = (*((name, INPUT_TYPES[dtype]) for name, dtype in types), ("UE8M0", 0), ("VECTOR", 1), ("HIDDEN", hidden))
+    types = (("WEIGHT", INPUT_TYPES[weight_dtype]), ("OUTPUT", INPUT_TYPES[out_dtype]))
+    defines = (*quantizer_defines(y_dtype), *types, ("HIDDEN", hidden))
     return KernelSpec("combine.cu", "combine", defines)
 
 

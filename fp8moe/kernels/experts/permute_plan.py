@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
-from fp8moe.quant.quantize_plan import INPUT_TYPES, unit_stride
+from fp8moe.quant.quantize_plan import quantizer_defines, unit_stride
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 
@@ -18,7 +18,7 @@ _READ_AHEAD_TOKENS = 512  # more fill the GPU, and reading those without a row c
 
 def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
     """The kernel for tokens of `hidden` columns and `dtype`."""
-    defines = (("INPUT", INPUT_TYPES[dtype]), ("UE8M0", 0), ("VECTOR", 1), ("HIDDEN", hidden))
+    defines = (*quantizer_defines(dtype), ("HIDDEN", hidden))
     return KernelSpec("permute_quantize.cu", "permute_quantize", defines)
 
 

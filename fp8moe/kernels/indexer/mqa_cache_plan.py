@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize_plan import INPUT_TYPES, unit_stride
+from fp8moe.quant.quantize_plan import quantizer_defines, unit_stride
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 
@@ -17,7 +17,7 @@ _THREADS, _VECTOR_BYTES = 128, 16
 
 def kernel_spec(head_dim: int, dtype: torch.dtype, ue8m0: bool) -> KernelSpec:
     """The kernel for keys of `head_dim` columns and `dtype`."""
-    defines = (("INPUT", INPUT_TYPES[dtype]), ("UE8M0", int(ue8m0)), ("VECTOR", 1), ("HEAD_DIM", head_dim))
+    defines = (*quantizer_defines(dtype, ue8m0=ue8m0), ("HEAD_DIM", head_dim))
     return KernelSpec("append_kv.cu", "append_kv", defines)
 
 

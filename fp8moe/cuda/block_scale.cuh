@@ -1,0 +1,75 @@
+// From the largest magnitude of a quantization block to its scale, and from its values to E4M3: the arithmetic that all
+// kernels share, and that quant/reference.py defines bit for bit.
+//
+// FP8_MAX and SCALE_FLOOR are compile-time constants: formats.SCALE_DEFINES.
+#pragma once
+
+#include "ptx.cuh"
+
+// The larger of `amax` and the magnitude of x; NaN if one of them is NaN.
+__device__ __forceinline__ float larger_magnitude(float amax, float x) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(amax), "f"(fabsf(x)));
+  return larger;
+}
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7F800000); }
+
+// 1 / x, correctly rounded if x and 1 / x are normal: the instructions of rcp.rn without its branch for other numbers.
+// 0 for infinity.
+__device__ __forceinline__ float reciprocal_of(float x) {
+  const float r = reciprocal(x);
+  return is_finite(x) ? __fmaf_rn(__fmaf_rn(r, x, -1.0f), -r, r) : r;
+}
+
+// x / divisor, correctly rounded, given the correctly rounded reciprocal: one Newton step on the quotient (Markstein,
+// IBM J. Res. Dev. 34(1), 1990). Checked exhaustively against IEEE division for divisor 448 and, for every other
+// divisor, where a last bit could matter: around the midpoints of E4M3. The signs are such that -0 stays -0.
+__device__ __forceinline__ float divide(float x, float divisor, float reciprocal) {
+  const float quotient = __fmul_rn(x, reciprocal);
+  return __fmaf_rn(__fmaf_rn(quotient, divisor, -x), -reciprocal, quotient);
+}
+
+// What the values of a block are divided by. PowerOfTwo: it is one, so that the reciprocal is exact.
+template <bool PowerOfTwo = false>
+struct alignas(8) Divisor {
+  float value, reciprocal;
+
+  __device__ __forceinline__ float quotient(float x) const {
+    return PowerOfTwo ? __fmul_rn(x, reciprocal) : divide(x, value, reciprocal);
+  }
+  // Two values to E4M3, the first in the lower byte.
+  __device__ __forceinline__ u32 quantize(float a, float b) const { return pack_e4m3(quotient(a), quotient(b)); }
+};
+
+// The scale of a block. PowerOfTwo: rounded up to one.
+template <bool PowerOfTwo = false>
+struct BlockScale {
+  float value;
+  Divisor<PowerOfTwo> divisor;
+
+  // amax: the largest magnitude of the block, or NaN if one of its values is NaN. NaN and infinity become the scale.
+  explicit __device__ __forceinline__ BlockScale(float amax) {
+    value = divide(fmaxf(amax, SCALE_FLOOR), FP8_MAX, 1.0f / FP8_MAX);
+    // Adding the full mantissa carries into the exponent unless the mantissa was zero.
+    if constexpr (PowerOfTwo) value = __uint_as_float((__float_as_uint(value) + 0x7FFFFFu) & ~0x7FFFFFu);
+    if (!is_finite(amax)) value = amax == amax ? amax : __int_as_float(0x7FC00000);
+    divisor.reciprocal = reciprocal_of(value);
+    // With an infinite divisor the Newton step would be NaN; with zero it changes nothing, and finite values become 0.
+    divisor.value = is_finite(amax) ? value : 0.0f;
+  }
+
+  __device__ __forceinline__ float quotient(float x) const { return divisor.quotient(x); }
+};
+
+// Four values to E4M3, the first in the lowest byte: to nearest even, saturated; NaN to 0x7F.
+__device__ __forceinline__ u32 to_e4m3(float a, float b, float c, float d) {
+  u32 result;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}\n"
+      : "=r"(result)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return result;
+}
