@@ -280,7 +280,7 @@ def test_requantized_when_the_weight_changes(calls):
     layer.eval()
     check(1)
     layer.weight.data.mul_(2)
-    master.outdate()
+    master.invalidate()
     check(1)
     layer.bfloat16()
     check(1)

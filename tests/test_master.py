@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
+from fp8moe.layers import master
 from tests.compilers import INDUCTOR
 from tests.errors import relative_error
 from tests.fsdp_processes import quantizations
@@ -138,6 +139,18 @@ def test_selective_checkpointing_after_another_optimizers_step():
     fp8.zero_grad()
     fp8(x).sum().backward()
     assert all(torch.equal(layer.weight.grad, grad) for layer, grad in zip(fp8, expected, strict=True))
+
+
+def test_the_old_name_of_invalidate_warns():
+    layer = FP8Linear(128, 128, bias=False, master_dtype=torch.float32)
+    before, x = master.generation(), torch.eye(128)
+    old = layer(x)
+    layer.weight.data.mul_(2)
+    assert torch.equal(layer(x), old)
+    with pytest.warns(DeprecationWarning, match="is now called invalidate"):
+        master.outdate()
+    assert master.generation() == before + 1
+    torch.testing.assert_close(layer(x), 2 * old)
 
 
 def test_weights_that_a_captured_step_changes(monkeypatch):

@@ -129,7 +129,7 @@ def test_weights_are_quantized_once_until_they_change(built):
     assert built[4:] == [first, second]
 
 
-def test_outdate_after_writes_that_no_version_shows(built):
+def test_invalidate_after_writes_that_no_version_shows(built):
     model = make_model("mixtral")
     model.set_experts_implementation("fp8moe")
     modules = modules_named(model, "experts")
@@ -140,7 +140,7 @@ def test_outdate_after_writes_that_no_version_shows(built):
     other.grad = torch.ones(1)
     torch.optim.SGD([other]).step()
     assert torch.equal(logits(model), before) and built == modules  # also after an optimizer step
-    master.outdate()
+    master.invalidate()
     after = logits(model)
     assert built == modules * 2 and not torch.equal(after, before)
     assert torch.equal(after, logits(with_grouped_experts(model)))
@@ -367,7 +367,7 @@ def test_e8m0_scales_are_converted_once():
     scale.copy_(torch.tensor([[4.0, 2.0]]))
     assert torch.equal(integration._float_scale(scale), torch.tensor([[4.0, 2.0]]))
     scale.data.copy_(torch.tensor([[8.0, 2.0]]))
-    master.outdate()
+    master.invalidate()
     assert torch.equal(integration._float_scale(scale), torch.tensor([[8.0, 2.0]]))
     count = len(integration._float_scales)
     del scale

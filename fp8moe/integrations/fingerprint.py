@@ -9,20 +9,20 @@ from fp8moe.layers import master
 
 
 class Fingerprint:
-    """Of tensors at one time. Sees other memory and every write that PyTorch's version counters see.
+    """The state of some tensors at one time: where they lie, and what PyTorch's version counters say.
 
-    After `fp8moe.layers.master.outdate`, called for writes that they do not see, it matches no more.
+    After `fp8moe.layers.master.invalidate`, called for writes that change no version, it no longer matches.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
         tensors = list(tensors)
-        self._outdated = master.outdated()
+        self._generation = master.generation()
         self._stamps = [_stamp(tensor) for tensor in tensors]
-        # They keep no memory alive, but as long as they exist no new storage gets the id of an old one.
+        # Weak references keep no memory alive, but while they exist no new storage gets the address of an old one.
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
     def matches(self, tensors: Iterable[Tensor]) -> bool:
-        return self._outdated == master.outdated() and self._stamps == [_stamp(tensor) for tensor in tensors]
+        return self._generation == master.generation() and self._stamps == [_stamp(tensor) for tensor in tensors]
 
 
 def _stamp(tensor: Tensor) -> tuple[int, int, int | None]:

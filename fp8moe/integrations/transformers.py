@@ -36,7 +36,7 @@ def register() -> None:
 
     - Experts in bfloat16, float16 or float32 are quantized the first time that they run. The copy is kept beside the
       module, half the size of bfloat16 weights, until the weights move or change; then it is made anew. Writes through
-      ``weight.data`` are not noticed: call ``fp8moe.layers.master.outdate()`` after them.
+      ``weight.data`` are not noticed: call ``fp8moe.layers.master.invalidate()`` after them.
     - FP8 experts (block size 128x128, dynamic activation scales) run on the module's own weights, with no copy.
     - FP8 linears of every FP8 model in the process, with the same block size and activation scales, run on fp8moe's
       kernels; other formats go on running on transformers' own.

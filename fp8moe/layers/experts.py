@@ -10,8 +10,8 @@ from fp8moe.kernels.experts.forward import experts
 from fp8moe.kernels.experts.routing import MAX_EXPERTS
 from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers import experts_source
-from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate_masters, quantized
-from fp8moe.layers.parameters import check_no_tangent, frozen, keep_dtypes, not_fp8
+from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
+from fp8moe.layers.parameters import check_no_tangent, dtype_errors, frozen, keep_dtypes
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 
@@ -284,14 +284,12 @@ class GroupedExperts(MasterModule):
         return super()._apply(keep_dtypes(fn, self.parameters(recurse=False)), recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        names = (prefix + self.up_name, prefix + "down_proj")
+        way_out = "quantize it first, for instance with GroupedExperts.from_experts"
         if self.trainable:
-            outdate_masters()
+            invalidate_masters()
             way_out = "load it into a GroupedExperts without master_dtype, then use GroupedExperts.from_experts"
-            wrong = not_for_masters(state_dict, names, way_out)
-        else:
-            wrong = not_fp8(state_dict, names, "quantize it first, for instance with GroupedExperts.from_experts")
-        if wrong:
+        names = (prefix + self.up_name, prefix + "down_proj")
+        if wrong := dtype_errors(state_dict, names, self.trainable, way_out):
             errors.extend(wrong)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.kernels.linear.training import linear_training
-from fp8moe.layers.master import MasterModule, check_master_dtype, not_for_masters, outdate_masters, quantized
-from fp8moe.layers.parameters import check_no_tangent, frozen, keep_dtypes, not_fp8
+from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
+from fp8moe.layers.parameters import check_no_tangent, dtype_errors, frozen, keep_dtypes
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
 from fp8moe.runtime.patterns import as_patterns, matches
@@ -39,7 +39,7 @@ class FP8Linear(MasterModule):
 
     A change of the weight that neither its version nor an optimizer's step shows (docs/training.md lists such changes)
     takes effect at the next step, switch between train and eval mode, ``load_state_dict``, or call of
-    `fp8moe.layers.master.outdate`.
+    `fp8moe.layers.master.invalidate`.
 
     Args:
         in_features, out_features, bias, device: as in ``nn.Linear``, which the initialization follows too.
@@ -154,15 +154,11 @@ class FP8Linear(MasterModule):
         return super()._apply(keep_dtypes(fn, (self.weight, self.weight_scale_inv)), recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        names = (prefix + "weight",)
+        way_out = "load it into an nn.Linear and use FP8Linear.from_linear or replace_linears"
         if self.trainable:
-            outdate_masters()
+            invalidate_masters()
             way_out = "load it into an FP8Linear without a master_dtype"
-            wrong = not_for_masters(state_dict, names, way_out)
-        else:
-            way_out = "load it into an nn.Linear and use FP8Linear.from_linear or replace_linears"
-            wrong = not_fp8(state_dict, names, way_out)
-        if wrong:
+        if wrong := dtype_errors(state_dict, (prefix + "weight",), self.trainable, way_out):
             errors.extend(wrong)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

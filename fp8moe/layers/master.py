@@ -1,16 +1,16 @@
 """Master weights: trainable parameters in bfloat16 or float32, and their FP8 copies, made once per optimizer step.
 
-A copy hangs on the storage of its master. So it lives as long as that memory does, is found through every alias of the
-weight (detached, seen by a compiled graph), and is neither saved, moved nor copied with the weight. It serves while the
-weight's version stays the same, no optimizer makes a step (some write through ``.data``), and nothing calls `outdate`.
-It goes when its module gets another Parameter in place of the master. So FSDP2 keeps no copies of gathered weights, nor
-meets an old one when it gathers anew, into the same memory and without a change of the version.
+A copy is an attribute of its master's storage. So it lives as long as that memory does, is found through every alias of
+the weight (detached, or as a compiled graph sees it), and is not saved, moved or copied with the weight. It is valid
+until the weight's version changes, an optimizer makes a step (some write through ``.data``), or `invalidate` is called.
+It is dropped when its module gets another Parameter in place of the master. FSDP2 does so when it frees gathered
+weights, which it later gathers into the same memory without changing the version.
 
 In a compiled graph only storages of modules' Parameters have copies: the graph may put several computed weights, one
 after the other, into the same storage.
 """
 
-from collections.abc import Iterable
+import warnings
 
 import torch
 import torch.utils.checkpoint
@@ -18,25 +18,25 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
+from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.operators import define
 
 MASTER_DTYPES = (torch.bfloat16, torch.float32)
 
 _ATTRIBUTE = "_fp8moe_copies"
-_outdated = 0  # calls of outdate
-_suspected = 0  # calls of outdate_masters
+_generation = 0  # calls of invalidate
+_master_generation = 0  # calls of invalidate_masters, of which invalidate makes one
 
 
 class _Copies:
     """The FP8 copies of the weights in one storage.
 
-    by_layout: by offset, shape, strides and dtype: the copy, and the state of the weight that it is of.
-    captured: a CUDA graph quantizes or changes one of the weights. Its replays may change it unseen.
+    by_layout: (offset, shape, strides, dtype) of a weight -> its copy, and (version, generation) when that was made.
+    captured: a CUDA graph quantizes or changes one of the weights. Its replays change no version.
     """
 
     def __init__(self):
-        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple[int, int, int]]] = {}
+        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple[int, int]]] = {}
         self.captured = False
 
 
@@ -44,41 +44,47 @@ def quantized(weight: Tensor) -> FP8Tensor:
     """``quantize_128x128(weight)``, from the last call if the weight has not changed since.
 
     weight: a master, or a view of one, (..., N, K) bfloat16, float16 or float32.
-    Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. They are not to be changed.
+    Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. They must not be written to.
 
-    The weight counts as unchanged while its version does, until the next step of any optimizer or `outdate`. Some
-    changes show in neither (see docs/training.md): call `outdate` after them. A call under CUDA graph capture always
-    quantizes, so that replays do too. A compiled graph gets a clone, since it may reuse the memory of all that its
-    operators return.
+    A weight has changed if its version has, or if an optimizer, any optimizer, has made a step. Some changes show in
+    neither (see docs/training.md): call `invalidate` after them. A call under CUDA graph capture always quantizes, so
+    that replays do too. A compiled graph gets a clone, since it may reuse the memory of whatever its operators return.
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_master(weight.detach()))
     return _quantized(weight)
 
 
-def outdate() -> None:
-    """Let every FP8 copy be made again at its next use: after changes that versions of tensors do not show.
+def invalidate() -> None:
+    """Have every FP8 copy made anew at its next use. Call it after changes that no version shows.
 
-    That is the copies of masters, and those of transformers' experts (`fp8moe.integrations.transformers.register`).
+    Copies are those of masters and those of transformers' experts (`fp8moe.integrations.transformers.register`).
     """
-    global _outdated
-    _outdated += 1
+    global _generation
+    _generation += 1
+    invalidate_masters()
 
 
-def outdated() -> int:
-    """How often `outdate` has been called."""
-    return _outdated
+def invalidate_masters() -> None:
+    """`invalidate` for the copies of masters only: after events that may have changed these alone."""
+    global _master_generation
+    _master_generation += 1
 
 
-def outdate_masters() -> None:
-    """As `outdate`, of masters only: where only these may have changed."""
-    global _suspected
-    _suspected += 1
+def generation() -> int:
+    """A number that every call of `invalidate` raises: what was made at another generation is not valid."""
+    return _generation
+
+
+def outdate() -> None:
+    """The old name of `invalidate`, for one more release."""
+    warnings.warn("fp8moe.layers.master.outdate is now called invalidate", DeprecationWarning, stacklevel=2)
+    invalidate()
 
 
 @register_optimizer_step_post_hook
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    outdate_masters()
+    invalidate_masters()
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         for group in optimizer.param_groups:
             for weight in group["params"]:
@@ -92,18 +98,18 @@ class MasterModule(nn.Module):
     trainable: bool
 
     def train(self, mode: bool = True) -> "MasterModule":
-        # Around an evaluation weights may be exchanged through .data.
+        # Weights may be exchanged through .data for an evaluation, for averaged ones, say.
         if self.trainable and mode != self.training:
-            outdate_masters()
+            invalidate_masters()
         return super().train(mode)
 
     def __setattr__(self, name: str, value: object) -> None:
         old = self.__dict__.get("_parameters", {}).get(name)
         if type(old) is nn.Parameter and old is not value:  # FSDP2's shards are of another class
             _forget(old)
-        super().__setattr__(name, value)  # marks the new one, which may have the same memory
+        super().__setattr__(name, value)  # registers the new one, and so marks it; it may have the same memory
 
-    # Wherever a master gets its memory, `_copies` marks it for compiled graphs.
+    # Wherever a master gets its memory, its storage is marked by the attribute, which compiled graphs look for.
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -130,15 +136,6 @@ def check_master_dtype(dtype: torch.dtype | None) -> None:
         raise TypeError(f"master_dtype: expected torch.bfloat16, torch.float32 or None, got {dtype}")
 
 
-def not_for_masters(state_dict: dict[str, Tensor], names: Iterable[str], way_out: str) -> list[str]:
-    """An error for each entry that no master can be loaded from, such as FP8, whose scale copying would leave out."""
-    return [
-        f"{name}: expected bfloat16, float16 or float32 for a master weight, got {state_dict[name].dtype}; {way_out}"
-        for name in names
-        if name in state_dict and state_dict[name].dtype not in INPUT_DTYPES
-    ]
-
-
 def _copies(storage: torch.UntypedStorage) -> _Copies:
     copies = getattr(storage, _ATTRIBUTE, None)
     if copies is None:
@@ -158,11 +155,11 @@ def _quantized(weight: Tensor) -> FP8Tensor:
         copies.by_layout.clear()
         return _quantize(weight)
     layout = (weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
-    state = (weight._version, _suspected, _outdated)
+    state = (weight._version, _master_generation)
     copy, copied_state = copies.by_layout.get(layout, (None, None))
     if copied_state != state:
         copy = None
-        copies.by_layout.pop(layout, None)  # its memory may serve the new copy
+        copies.by_layout.pop(layout, None)  # frees its memory, for the new copy to take
         copy = _quantize(weight)
         copies.by_layout[layout] = copy, state
     return copy
@@ -190,5 +187,5 @@ define(
     "quantized_master(Tensor weight) -> (Tensor, Tensor)", _quantized_op, lambda weight: tuple(quantize_128x128(weight))
 )
 
-# Selective checkpointing is not to look for quantizations: in the recomputation there may be more, or fewer.
+# Selective checkpointing must not expect the same quantizations again: a recomputation may make more, or fewer.
 getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set()).add(torch.ops.fp8moe.quantize_128x128.default)

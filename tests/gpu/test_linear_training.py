@@ -117,7 +117,7 @@ def test_nothing_waits_for_the_gpu():
     layer = make(576, 1536)
     x, grad = random(300, 576), random(300, 1536)
     gradients(layer, x, grad, layer.parameters())
-    master.outdate()
+    master.invalidate()
     with no_waiting():
         gradients(layer, x, grad, layer.parameters())
 
