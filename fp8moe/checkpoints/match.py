@@ -24,7 +24,7 @@ from fp8moe.checkpoints.names import (
     weight_of,
 )
 
-EXTRA = "extra, the model has no such tensor"  # what a problem ends with
+EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
 
 WHOLE = (None, None)
 
@@ -81,7 +81,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def make_plan(checkpoint: Checkpoint, state: Mapping[str, Tensor], ignored: Callable[[str], bool]) -> Plan:
     """Match the checkpoint with a model's state dict, which has the parameters themselves under all of their names.
 
-    ignored: tells the names of tensors that may be left over. Only tensors that the model ties together are read.
+    ignored: whether a tensor of this name may be left over. Only tensors that the model ties together are read.
     """
     plan = Plan(config_problems(checkpoint.quantization) + checkpoint.problems)
     extra, wrong = [], set()

@@ -22,7 +22,7 @@ W_NAMES = {GATE: "w1", UP: "w3", DOWN: "w2"}
 """How the checkpoints of Mixtral and some others call the projections of an expert."""
 
 W_BLOCK, BLOCK_IN_MODEL = ".block_sparse_moe.", ".mlp."
-"""What such checkpoints may call the module around the experts, and what transformers' models do."""
+"""What such checkpoints may call the module around the experts, and what transformers' models call it."""
 
 _PROJECTIONS = {name: name for name in W_NAMES} | {short: name for name, short in W_NAMES.items()}
 _ONE_EXPERT = re.compile(rf"(.*\bexperts)\.(\d+)\.({'|'.join(_PROJECTIONS)})\.(weight|weight{SCALE}|scale)")

@@ -92,8 +92,8 @@ def quantize_checkpoint(
     Memory holds one tensor at a time, of fused experts one expert.
 
     Raises CheckpointError for a source that is damaged, quantized already, or has fused experts in another layout, for
-    patterns that leave some weights of a layer's experts as they are and not the others, and for a destination with
-    files that this run would not write; ValueError for unknown options and patterns of yours that match nothing.
+    patterns that leave only some of the weights of a layer's experts as they are, and for a destination with files that
+    this run would not write; ValueError for unknown options, and for patterns outside DEFAULT_SKIP that match nothing.
     """
     if scale_format not in SCALE_FORMATS:
         raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
@@ -181,7 +181,7 @@ def _check_patterns(skip: tuple[str, ...], source: Checkpoint) -> None:
 
 
 def _partly_quantized(source: Checkpoint, quantized: set[str]) -> set[str]:
-    """Modules of experts that some of the weights of are to be quantized, and some are not."""
+    """Modules of experts of which some weights are to be quantized and some are not."""
     found: dict[str, set[bool]] = defaultdict(set)
     for name, info in source.tensors.items():
         expert, fused = parse_expert(name), parse_fused(name, info.shape)

@@ -13,8 +13,10 @@ _ONE_EXPERT = "experts.*."
 
 @dataclass(frozen=True)
 class Spelling:
-    """projections: what the checkpoint calls those of an expert, where it is not what we do. w_block: whether it has
-    `W_BLOCK` for `BLOCK_IN_MODEL`.
+    """How a checkpoint names the tensors of experts.
+
+    projections: its names for those of ours that it calls otherwise. w_block: whether it has `W_BLOCK` where the model
+    has `BLOCK_IN_MODEL`.
     """
 
     projections: Mapping[str, str] = field(default_factory=dict)
@@ -30,7 +32,7 @@ class Spelling:
 
 
 def spelling_of(model: nn.Module) -> Spelling | None:
-    """DeepSeek's unless transformers says otherwise of a model of its own; None where these have fused experts."""
+    """DeepSeek's spelling, or for transformers' own models what its registry says; None if it says fused experts."""
     transformers = sys.modules.get("transformers")
     own = transformers is not None and isinstance(model, transformers.PreTrainedModel)
     if not own or not type(model).__module__.startswith("transformers."):

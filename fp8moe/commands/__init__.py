@@ -1,1 +1,1 @@
-"""The subcommands of `fp8moe`, one file each: HELP, add_arguments(parser) and run(options), which returns exit status."""
+"""The subcommands of `fp8moe`, one file each: HELP, add_arguments(parser), run(options) -> exit status."""

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from fp8moe.checkpoints.inspect import inspect_checkpoint
+from fp8moe.checkpoints import inspect_checkpoint
 
 HELP = "what an FP8 checkpoint holds; exit status 1 if something is wrong"
 

@@ -5,8 +5,7 @@ import sys
 
 import torch
 
-from fp8moe.checkpoints.inspect import inspect_checkpoint
-from fp8moe.checkpoints.quantize import DEFAULT_SKIP, quantize_checkpoint
+from fp8moe.checkpoints import DEFAULT_SKIP, inspect_checkpoint, quantize_checkpoint
 
 HELP = "turn a checkpoint into a DeepSeek-style FP8 checkpoint"
 

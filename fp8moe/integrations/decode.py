@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8moe.integrations.fingerprint import Fingerprint
 
-# Steps between two looks at whether every sequence has ended. The look itself waits for nothing: see `_Flag`.
+# Steps between two checks of whether every sequence has ended. A check does not stall the GPU: see `_Flag`.
 CHECK_EVERY = 8
 WARM_UP_RUNS = 3
 
@@ -35,8 +35,8 @@ class GraphDecoder:
 
     Args:
         model: a causal language model of transformers in eval mode, all of it on one device, with attention
-            implementation "sdpa" or "eager" (of the latter transformers 5.17 copies a constant from the host, which a
-            capture refuses). On a GPU its experts need an implementation that can be captured, such as "fp8moe"
+            implementation "sdpa" or "eager" (for "eager" transformers 5.17 copies a constant from the host, which
+            cannot be captured). On a GPU its experts need an implementation that can be captured, such as "fp8moe"
             (fp8moe.integrations.transformers.register); "eager" experts read the routing on the host.
         batch_sizes: of the captured steps; any smaller batch is served by the next larger one.
         max_length: most tokens of a sequence, prompt and answer together.
@@ -191,8 +191,9 @@ class GraphDecoder:
 class _Step:
     """The decode step of one batch size: its cache, the tensors that it reads and writes in place, and its graph.
 
-    tokens, positions (B, 1): what the model reads. mask (B, max_length): False where the prompt is padded; what lies
-    ahead is hidden by the causal mask. generated (B, max_length): the first `count` columns are known. finished (B,).
+    tokens, positions (B, 1): what the model reads. mask (B, max_length): False where the prompt is padded; the causal
+    mask hides the columns that are still to come. generated (B, max_length): the first `count` columns are known.
+    finished (B,).
     """
 
     def __init__(self, model: Any, size: int, max_length: int, device: torch.device):
@@ -213,7 +214,7 @@ class _Step:
 
     def start(self, batch: int, length: int, mask: Tensor | None, ends: list[int], pad: int) -> None:
         """Set everything for a batch of prompts; rows from `batch` on are copies of row 0."""
-        self.cache.reset()  # zeros too: what is masked is multiplied by 0, and NaN times 0 is NaN
+        self.cache.reset()  # writes zeros: masked values are multiplied by 0, which would leave a NaN
         self.count.zero_()
         self.mask.fill_(True)
         if mask is None:
@@ -299,7 +300,7 @@ class _Step:
 
 
 class _Flag:
-    """Whether every sequence had ended at the look before: waiting for that copy never leaves the GPU without work."""
+    """Tells at each check what the check before it saw: waiting for that copy never leaves the GPU without work."""
 
     def __init__(self):
         self.value = torch.zeros((), dtype=torch.bool, pin_memory=True)
@@ -307,7 +308,7 @@ class _Flag:
         self.watching = False
 
     def was_set_then_watch(self, finished: Tensor) -> bool:
-        """Whether the tensor given in the call before was all True; then look at this one."""
+        """Whether the tensor of the previous call was all True; if not, start copying whether this one is."""
         if self.watching:
             self.copied.synchronize()
             if self.value.item():
@@ -371,8 +372,8 @@ def _is_experts(module: nn.Module) -> bool:
 def _static_cache(config: Any, max_length: int) -> Any:
     """A StaticCache whose layers all hold `max_length` tokens.
 
-    transformers' sliding-window layers count tokens on the host, which a graph cannot follow; with a full-length layer
-    in their place the mask does the cutting.
+    transformers' sliding-window layers count tokens on the host, which a graph cannot follow. Full-length layers take
+    their place, and the mask limits attention to the window.
     """
     from transformers import StaticCache, cache_utils
 

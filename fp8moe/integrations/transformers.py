@@ -13,10 +13,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8moe.checkpoints.files import FP8, CheckpointError, open_checkpoint
+from fp8moe.checkpoints.load import load_fp8_checkpoint
 from fp8moe.checkpoints.match import EXTRA
 from fp8moe.checkpoints.names import BLOCK_IN_MODEL, W_BLOCK
 from fp8moe.checkpoints.spelling import renamed
-from fp8moe.integrations.checkpoints import load_fp8_checkpoint
 from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.transformers_indexer import route_indexers
 from fp8moe.kernels.linear.forward import linear
@@ -117,11 +117,11 @@ def _experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     outside the range, so they add nothing.
     """
     kept = self.__dict__.get("_fp8moe")
-    # A compiled forward cannot tell whether weights have changed: it takes what the eager call before it has left.
+    # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
     if kept is None or kept.layer is None or not (torch.compiler.is_compiling() or kept.is_of(self)):
         kept = self.__dict__["_fp8moe"] = None  # frees the old copy before there is a new one
         kept = self.__dict__["_fp8moe"] = _keep(self)
-    # The layer is frozen: weights that are to be trained must not go without a gradient unnoticed.
+    # The layer is frozen: a backward must say that weights which require gradients get none.
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
         return kept.layer(hidden_states, top_k_index, top_k_weights)
@@ -131,7 +131,7 @@ def _experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor
 
 
 class _Kept:
-    """A GroupedExperts beside the module that it was made from, no part of its state: left out of copies and files."""
+    """A GroupedExperts kept beside the module that it was made from. Copies and files of that module leave it out."""
 
     def __init__(self, layer: GroupedExperts | None = None, weights: Fingerprint | None = None):
         self.layer = layer
@@ -214,7 +214,7 @@ def _float_scale(scale: Tensor) -> Tensor:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have parameters without memory, but buffers with their values: no checkpoint has them all."""
+    """Modules made inside have parameters without memory. Buffers get their values: not all are in checkpoints."""
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -229,7 +229,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """What transformers' from_pretrained has in float32 with this dtype, such as the router's correction bias."""
+    """Put in float32 what transformers' from_pretrained keeps in it with this dtype, such as router biases."""
     patterns = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         patterns += getattr(model, "_keep_in_fp32_modules", None) or ()
@@ -255,7 +255,7 @@ def _replace_modules(model: nn.Module, names: list[str]) -> None:
 
 
 def _name_in(modules: dict[str, nn.Module], name: str) -> str:
-    """The model's name of a tensor whose checkpoint may call its block otherwise."""
+    """The model's name of a tensor, where the checkpoint may have another name for the block that it is in."""
     block, found, _ = name.partition(W_BLOCK)
     if not found or block + W_BLOCK.removesuffix(".") in modules:
         return name
@@ -263,7 +263,7 @@ def _name_in(modules: dict[str, nn.Module], name: str) -> str:
 
 
 def _owner(name: str, modules: dict[str, nn.Module]) -> str:
-    """The innermost module that a tensor of this name is inside of; for those of single experts, all experts."""
+    """The innermost module that holds a tensor of this name; for one expert's tensor, the module of all experts."""
     while name not in modules:
         name = name.rpartition(".")[0]
     return name

@@ -23,14 +23,14 @@ _PARAMETERS = (
     "past_key_values",
 )
 _PACKED_QUERIES = 16
-"""Sequences with so few queries in all share a launch, which scores every query against the keys of all of them."""
+"""Sequences that have at most so many queries together share a launch: each query is scored with the keys of all."""
 
 _ROW_ALIGNMENT = 16
-"""Bytes. `mqa_logits` reads keys in rows at multiples of it where they are."""
+"""Bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of it."""
 
 
 def route_indexers() -> None:
-    """Run the indexers of transformers' DeepSeek-V3.2 and GLM-MoE-DSA on fp8moe; again, it changes nothing.
+    """Run the indexers of transformers' DeepSeek-V3.2 and GLM-MoE-DSA on fp8moe. A second call changes nothing.
 
     A model that this version of transformers does not have, or calls with other arguments, is left as it is.
     """

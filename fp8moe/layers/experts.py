@@ -20,8 +20,8 @@ class GroupedExperts(MasterModule):
     """The experts of a mixture-of-experts layer: each token's weighted sum over the experts it was routed to.
 
     Expert e computes ``down_e @ (silu(gate_e @ x) * (up_e @ x))``, with FP8 weights in 128x128 blocks and both GEMMs'
-    inputs quantized 1x128 in each call. Any sizes, not multiples of 128 too. The parameters are those of the
-    checkpoint, and so the state dict is:
+    inputs quantized 1x128 in each call. Sizes need not be multiples of 128. Parameters and state dict are those of the
+    checkpoint:
 
         gate_up_proj            (E, 2I, H) float8_e4m3fn, gate rows, then up rows
         gate_up_proj_scale_inv  (E, 2 * ceil(I/128), ceil(H/128)) float32, the blocks of gate, then those of up
@@ -30,25 +30,25 @@ class GroupedExperts(MasterModule):
 
     and without a gate up_proj (E, I, H) and up_proj_scale_inv (E, ceil(I/128), ceil(H/128)) instead of the first two.
 
-    Moving or casting the module (``.to()``, ``.half()``...) moves them and casts none. They are frozen: gradients are
-    those of hidden_states and top_k_weights. Where H or I is not a multiple of 16, each call makes padded copies of the
-    weights.
+    Moving the module moves them; casting it (``.half()``...) does not change their dtypes. They are frozen: only
+    hidden_states and top_k_weights get gradients. Where H or I is not a multiple of 16, each call makes padded copies
+    of the weights.
 
     With a ``master_dtype`` the experts are trained. Then the parameters, and the state dict, are those of unquantized
     experts, gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj (E, H, I), ordinary parameters of that dtype.
-    Their FP8 copies are made once for each step of an optimizer, at the first call after it, and last until the next
-    one: a byte for each weight. Forward, input gradients and weight gradients run in FP8, with sums in float32
+    Their FP8 copies, a byte for each weight, are made in the first call after an optimizer's step and serve until the
+    next step. Forward, input gradients and weight gradients run in FP8, with sums in float32
     (DeepSeek-V3, arXiv:2412.19437, section 3.3). ``from_experts(trained)`` makes the layer for inference. A change of a
     weight that neither its version nor an optimizer's step shows takes effect as `FP8Linear` says.
 
     Where gradients are recorded, and in training mode with a master_dtype, the result of GEMM 1 is rounded to bfloat16
-    and the decode_capacity plays no part. `fp8moe.kernels.experts.training` says what is kept for the backward. It
-    raises RuntimeError if a master has changed in place since the forward, and if it is to be differentiated itself.
+    and the decode_capacity plays no part. `fp8moe.kernels.experts.training` says what is kept for the backward. The
+    backward raises RuntimeError if a master has changed in place since the forward, and for second derivatives.
 
     Memory of a call without gradients beside its result: at most ``R * (3H + I)`` bytes for bfloat16 inputs,
     ``R * (5H + I)`` for others, with R = T * top_k rows (E * decode_capacity in the masked layout), plus 4 bytes for
-    each 128 FP8 values among them and 8 for each row and expert. Activations that are no SwiGLU take another
-    ``R * 24I``.
+    each 128 FP8 values among them and 8 for each row and expert. Activations other than SwiGLU take ``R * 24I`` bytes
+    more.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I.
@@ -65,7 +65,7 @@ class GroupedExperts(MasterModule):
             many rows; others, and all by default, put the rows of one expert after those of another. The results are
             the same as long as the experts of each token are distinct.
 
-    Raises ValueError for a size below one, more than 1024 experts, or activation arguments that mean nothing together.
+    Raises ValueError for a size below one, more than 1024 experts, or activation arguments that do not go together.
     """
 
     def __init__(
@@ -237,10 +237,10 @@ class GroupedExperts(MasterModule):
         if down_scale is None:
             masters = {"up_master": up, "down_master": down}
             (up, up_scale), (down, down_scale) = self._quantized()
-            # Checkpointing runs a first forward without gradients, which is to have the same bits.
+            # Activation checkpointing runs the first forward without gradients: it must have the same bits.
             trains = self.training or _recorded(hidden_states, top_k_weights, *masters.values())
         else:
-            # Where an FP8 weight asks for a gradient, the backward of `experts` says that it has none.
+            # If an FP8 weight requires a gradient, the backward of `experts` raises an error: there is none.
             trains = _recorded(hidden_states, top_k_weights) and not _recorded(*parameters)
         inputs = (hidden_states, top_k_index, top_k_weights)
         if trains:

@@ -1,4 +1,4 @@
-"""Reads experts modules, those of transformers models and ours: their weights, whatever holds them, and activation.
+"""Reads experts modules, ours and those of transformers models: their weights, however stored, and their activation.
 
 Modules are recognised by their attributes, and activations by what they compute: nothing here needs transformers.
 """
@@ -128,7 +128,7 @@ def _read_fused(module: nn.Module) -> Source:
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
-    """Refuse what other experts modules of transformers have."""
+    """Refuse experts modules of transformers that compute something else, or store weights in another layout."""
     if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
         raise ValueError("module: transposed or interleaved weights, as in GPT-OSS; expected gate rows then up rows")
     if getattr(module, "has_post_expert_norm", False):
@@ -212,7 +212,7 @@ def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -
 
 
 def _activation(module: nn.Module, gated: bool) -> Activation:
-    """The activation that the module's attributes tell of; without an act_fn it is silu, for the caller to verify."""
+    """The activation that the module's attributes describe. Without an act_fn it is silu, for the caller to verify."""
     if _is_ours(module):
         return module.activation
     act_fn = getattr(module, "act_fn", None)
@@ -273,5 +273,5 @@ def _verify_mlp(expert: nn.Module, names: tuple[str, ...], activation: Activatio
 
 
 def _spread(activation: Activation) -> float:
-    """How far the values of a comparison must reach for the limit to show."""
+    """How large the compared values must be for the limit to make a difference."""
     return 4.0 if activation.limit is None else 2 * activation.limit

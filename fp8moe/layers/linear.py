@@ -19,8 +19,8 @@ from fp8moe.runtime.patterns import as_patterns, matches
 class FP8Linear(MasterModule):
     """``y = x @ W.T + bias`` with FP8 weights in 128x128 blocks and the input quantized 1x128 in each call.
 
-    Takes the place of ``nn.Linear``: any leading dimensions, any number of features (not multiples of 128 too), output
-    in the dtype of the input, which may be bfloat16, float16 or float32. The state dict is that of FP8 checkpoints:
+    Takes the place of ``nn.Linear``: any leading dimensions, any number of features (it need not be a multiple of 128),
+    output in the dtype of the input, bfloat16, float16 or float32. The state dict is that of FP8 checkpoints:
 
         weight            (out_features, in_features) float8_e4m3fn
         weight_scale_inv  (ceil(out_features/128), ceil(in_features/128)) float32; value = weight * its block's scale
@@ -31,11 +31,11 @@ class FP8Linear(MasterModule):
     out_features not of 8, each call makes padded copies of the weight.
 
     With a ``master_dtype`` the layer is trained. Its weight is then an ordinary parameter of that dtype, and the state
-    dict that of ``nn.Linear``. The FP8 copy of it is made once for each step of an optimizer, at the first call after
-    it, and lasts until the next one: a byte for each weight. Forward, input gradient and weight gradient run in FP8
-    with float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3); `fp8moe.kernels.linear.training` says what is kept
-    for the backward. It raises RuntimeError if the weight has changed in place since the forward, and if it is to be
-    differentiated itself. ``from_linear(trained)`` makes the layer for inference.
+    dict that of ``nn.Linear``. The weight's FP8 copy, a byte for each element, is made in the first call after an
+    optimizer's step and serves until the next step. Forward, input gradient and weight gradient run in FP8 with float32
+    sums (DeepSeek-V3, arXiv:2412.19437, section 3.3); `fp8moe.kernels.linear.training` says what is kept for the
+    backward. The backward raises RuntimeError if the weight has changed in place since the forward, and for second
+    derivatives. ``from_linear(trained)`` makes the layer for inference.
 
     A change of the weight that neither its version nor an optimizer's step shows (docs/training.md lists such changes)
     takes effect at the next step, switch between train and eval mode, ``load_state_dict``, or call of
