@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.report import Bar, format_bars
+from benchmarks.report import Threshold, format_thresholds
 from tools.validate import write_json
 
 
@@ -22,9 +22,9 @@ def start() -> str:
     return name
 
 
-def result(gpu: str, rows: Sequence[dict], bars: Iterable[Bar], **more: object) -> dict:
-    """What a benchmark's `run` returns: {"gpu", "rows", what there is more, "bars"}."""
-    return {"gpu": gpu, "rows": rows, **more, "bars": [bar.as_dict() for bar in bars]}
+def result(gpu: str, rows: Sequence[dict], thresholds: Iterable[Threshold], **more: object) -> dict:
+    """What a benchmark's `run` returns: {"gpu", "rows", what there is more, "thresholds"}."""
+    return {"gpu": gpu, "rows": rows, **more, "thresholds": [threshold.as_dict() for threshold in thresholds]}
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -35,6 +35,6 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def finish(path: Path, result: dict, *tables: str) -> None:
-    """Writes a result, and prints the tables and its bars."""
+    """Writes a result, and prints the tables and its thresholds."""
     write_json(path, result)
-    print(*tables, format_bars(result["bars"]), sep="\n\n")
+    print(*tables, format_thresholds(result["thresholds"]), sep="\n\n")

@@ -1,14 +1,15 @@
-"""The experts layer against the stored peers: `python -m benchmarks.experts [--models M ...] [--tokens T ...]`.
+"""The experts layer against the baselines: `python -m benchmarks.experts [--models M ...] [--tokens T ...]`.
 
 - `graph_us`: the replay of a CUDA graph of one call, from before it to after it, with a cold L2. This is compared:
   `vs_two_gemms` is DeepGEMM's two GEMMs alone over our whole layer, `vs_deep_gemm` and `vs_bf16` are transformers'
-  layer with DeepGEMM and with PyTorch's grouped matrix product in bfloat16 over ours. More is better.
+  layer with DeepGEMM and with PyTorch's grouped matrix product in bfloat16 over ours. More is better. Bfloat16's times
+  are means, at some numbers of tokens that the other baselines lack, and the other way round.
 - `sort_us`... `combine_us`: where that time goes. The kernels overlap, so each counts from the end of the one before.
 - `host_us`: CPU time of an eager call, for few tokens.
 - `extra_bytes`: memory of an eager call beside its result; `documented_bytes` is what GroupedExperts promises.
 
 Each token goes to `top_k` different experts, drawn uniformly, again and again until as many experts are in use as were
-for the peers: with few tokens the time is that of reading their weights. Two more cases for the balance between SMs
+in the baselines: with few tokens the time is that of reading their weights. Two more cases for the balance between SMs
 have the same number of rows for every expert, and 60% of all rows for one.
 
 Two tokens of every case are checked against float64 over the quantized operands before it is timed.
@@ -21,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import command, host, operands, peers, timing
-from benchmarks.peers import Model
-from benchmarks.report import Bar, format_table, geomean, summarize
+from benchmarks import baselines, command, host, operands, timing
+from benchmarks.baselines import MODELS, Model
+from benchmarks.report import Threshold, format_table, geomean, summarize
 from fp8moe import FP8Tensor, GroupedExperts, quantize_1x128
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
@@ -31,8 +32,9 @@ from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
 
 STAGES = ("sort", "permute", "gemm1", "gemm2", "combine")
 KERNELS = ("sort_by_expert", "permute_quantize", "gemm", "gemm", "combine")
-PEERS = {"vs_deep_gemm": "transformers+deepgemm", "vs_bf16": "transformers bf16 grouped_mm"}
-RATIOS = ("vs_two_gemms", *PEERS)
+BASELINES = {"vs_two_gemms": "deep_gemm_two_gemms", "vs_deep_gemm": "transformers_deep_gemm_graph"}
+RATIOS = (*BASELINES, "vs_bf16")
+ALL_TOKENS = (1, 8, 32, 64, 128, 512, 2048, 8192)
 HOST_TOKENS = 128  # CPU time matters up to so many
 HOST_CALLS, HOST_BATCHES = 40, 5
 BALANCE = ("dsv3_ep8", 2048)  # model and tokens of the even and the skewed routing
@@ -67,54 +69,58 @@ def documented_bytes(model: Model, tokens: int) -> int:
 
 
 def make_row(name: str, model: Model, tokens: int, routing: str, measured: Measurement) -> dict:
-    """One measurement with its ratios to the stored peers, None where none was measured or the routing is another."""
-    us = measured.graph_us
-    peer = {ratio: peers.experts(impl).get((name, tokens)) for ratio, impl in PEERS.items()}
-    known = routing == "random" and None not in peer.values()
+    """One measurement with its ratios to the baselines, None where there is none or the routing is another."""
+    us, active = measured.graph_us, measured.active_experts
+    baseline = baselines.get("experts", name, tokens) if routing == "random" else None
+    bf16_us = baselines.bf16_experts_us(name, tokens, active) if routing == "random" else None
     return {
         "model": name,
         **model._asdict(),
         "tokens": tokens,
         "routing": routing,
-        "active_experts": measured.active_experts,
+        "active_experts": active,
         "graph_us": us,
         **{f"{stage}_us": step for stage, step in zip(STAGES, measured.stages_us, strict=True)},
         "host_us": measured.host_us,
         "tflops": 6 * tokens * model.top_k * model.hidden * model.intermediate / us / 1e6,
-        "vs_two_gemms": peer["vs_deep_gemm"]["two_gemms_us"] / us if known else None,
-        **{ratio: row["graph_us"] / us if known else None for ratio, row in peer.items()},
+        **{ratio: baseline and baseline.over(us, impl) for ratio, impl in BASELINES.items()},
+        "vs_bf16": bf16_us and bf16_us / us,
         "extra_bytes": measured.extra_bytes,
         "documented_bytes": documented_bytes(model, tokens),
         "error": measured.error,
     }
 
 
-def bars(rows: Sequence[dict], errors: Mapping[str, float]) -> list[Bar]:
-    """The bars whose cases are all among the rows, and those on errors, `layer_errors`."""
+def thresholds(rows: Sequence[dict], errors: Mapping[str, float]) -> list[Threshold]:
+    """The thresholds whose cases are all among the rows, and those on errors, `layer_errors`."""
     measured = {(row["model"], row["tokens"]): row for row in rows if row["routing"] == "random"}
     balance = {row["routing"]: row["graph_us"] for row in rows if (row["model"], row["tokens"]) == BALANCE}
     found = []
-    if measured.keys() >= peers.experts(PEERS["vs_deep_gemm"]).keys():
+    if measured.keys() >= {tuple(case.sizes.values()) for case in baselines.cases("experts")}:
         for ratio, what, limit, aim in (
             ("vs_two_gemms", "DeepGEMM's two GEMMs alone / our whole layer", 1.0, 1.2),
             ("vs_deep_gemm", "transformers + DeepGEMM layer / ours", 2.6, 3.2),
         ):
             values = [row[ratio] for row in measured.values() if row[ratio] is not None]
-            found.append(Bar(f"experts, CUDA graph, geomean of {what}", geomean(values), limit, aim, at_least=True))
+            found.append(
+                Threshold(f"experts, CUDA graph, geomean of {what}", geomean(values), limit, aim, at_least=True)
+            )
     if host_times := [row["host_us"] for row in rows if row["host_us"] is not None]:
         name = f"experts, CPU time of an eager call, 1 to {HOST_TOKENS} tokens, slowest"
-        found.append(Bar(name, max(host_times), 180, 120, unit="us"))
+        found.append(Threshold(name, max(host_times), 180, 120, unit="us"))
     if ONE_TOKEN in measured:
         us = measured[ONE_TOKEN]["graph_us"]
-        found.append(Bar("experts, dsv3, 1 token, CUDA graph", us, 118, 104, unit="us"))
+        found.append(Threshold("experts, dsv3, 1 token, CUDA graph", us, 118, 104, unit="us"))
     if {"even", "skewed"} <= balance.keys():
         name = "experts, dsv3_ep8, 2048 tokens, 60% of the rows to one expert / even routing"
-        found.append(Bar(name, balance["skewed"] / balance["even"], 1.15, 1.05))
+        found.append(Threshold(name, balance["skewed"] / balance["even"], 1.15, 1.05))
     if large := [row["extra_bytes"] / row["documented_bytes"] for row in rows if row["tokens"] == MEMORY_TOKENS]:
-        found.append(Bar(f"experts, {MEMORY_TOKENS} tokens, memory of a call / documented", max(large), 1.01))
-    found.append(Bar("experts, layer error against float64", errors["cuda"], MAX_ERROR))
+        found.append(Threshold(f"experts, {MEMORY_TOKENS} tokens, memory of a call / documented", max(large), 1.01))
+    found.append(Threshold("experts, layer error against float64", errors["cuda"], MAX_ERROR))
     ratio = errors["cuda, own activations"] / errors["reference, own activations"]
-    found.append(Bar("experts, layer error over its own quantized activations / the reference backend's", ratio, 1.05))
+    found.append(
+        Threshold("experts, layer error over its own quantized activations / the reference backend's", ratio, 1.05)
+    )
     return found
 
 
@@ -157,8 +163,7 @@ def route_skewed(model: Model, tokens: int) -> torch.Tensor:
 
 def routings(name: str, model: Model, tokens: int) -> dict[str, torch.Tensor]:
     """Indices (tokens, top_k) of the cases to measure, by kind."""
-    peer = peers.experts(PEERS["vs_deep_gemm"]).get((name, tokens))
-    found = {"random": route(model, tokens, peer and peer["active_experts"])}
+    found = {"random": route(model, tokens, baselines.active_experts(name, tokens))}
     if (name, tokens) == BALANCE:
         found |= {"even": route_even(model, tokens), "skewed": route_skewed(model, tokens)}
     return found
@@ -271,30 +276,23 @@ def run_model(name: str, model: Model, tokens: Sequence[int], *, device: str = "
 
 
 @torch.no_grad()
-def run(
-    models: Mapping[str, Model] | None = None,
-    tokens: Sequence[int] = peers.EXPERTS_TOKENS,
-    *,
-    device: str = "cuda",
-) -> dict:
-    """Checks and times every model, by default the peers', with every number of tokens.
+def run(models: Mapping[str, Model] = MODELS, tokens: Sequence[int] = ALL_TOKENS, *, device: str = "cuda") -> dict:
+    """Checks and times every model with every number of tokens.
 
-    Returns {"gpu", "rows", "errors", "bars"}. Only the weights of one model are in memory at a time.
+    Returns {"gpu", "rows", "errors", "thresholds"}. Only the weights of one model are in memory at a time.
     """
     gpu = command.start()
     errors = layer_errors(device=device)
-    models = peers.models() if models is None else models
     rows = [row for name, model in models.items() for row in run_model(name, model, tokens, device=device)]
-    return command.result(gpu, rows, bars(rows, errors), errors=errors)
+    return command.result(gpu, rows, thresholds(rows, errors), errors=errors)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    models = peers.models()
-    parser = command.parser("experts", "the experts layer against peers")
-    parser.add_argument("--models", choices=models, nargs="+", default=list(models))
-    parser.add_argument("--tokens", type=int, nargs="+", default=peers.EXPERTS_TOKENS)
+    parser = command.parser("experts", "the experts layer against the baselines")
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=ALL_TOKENS)
     args = parser.parse_args(argv)
-    result = run({name: models[name] for name in args.models}, args.tokens)
+    result = run({name: MODELS[name] for name in args.models}, args.tokens)
     by_model = format_table(summarize(result["rows"], ("model",), RATIOS), ("model", *RATIOS))
     command.finish(args.out / "experts.json", result, format_table(result["rows"], COLUMNS), by_model)
 

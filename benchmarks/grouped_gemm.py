@@ -1,11 +1,12 @@
-"""Grouped FP8 GEMMs against the stored peer: `python -m benchmarks.grouped_gemm [--op OP ...] [--groups G ...]`.
+"""Grouped FP8 GEMMs against the baselines: `python -m benchmarks.grouped_gemm [--op OP ...] [--groups G ...]`.
 
-Groups are drawn like the peer's: 0.7 to 1.3 times the mean, evenly. What is compared, `vs_deep_gemm`, more is better:
+Groups are drawn like those of the baselines, 0.7 to 1.3 times the mean, but are not the same ones. `vs_deep_gemm` is
+DeepGEMM's time over ours; more is better:
 
-- `grouped_gemm`: operations per second, ours over DeepGEMM's. Only the rows of groups count, not those that DeepGEMM
-  adds to align groups to 128 rows; ours needs none.
-- `grouped_gemm_masked`: the same, but for groups of up to 20 rows time, DeepGEMM's over ours: it is that of reading the
-  weights, however many rows there are.
+- `grouped_gemm`: both relative to cuBLAS's time for all rows of the groups by one weight with one scale (`cublas_us`),
+  which knows how many rows there were. DeepGEMM adds rows to align groups to 128; ours needs none.
+- `grouped_gemm_masked`: times as they are. Groups of few rows take the time of reading the weights, however many rows
+  there are; the others are off by as much as the rows differ. `expected_m` is what the baselines' callers gave.
 
 Every case is checked before it is timed: some rows of several groups against float64 over the quantized operands, and
 that exactly the rows of groups are written.
@@ -19,16 +20,15 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import command, operands, peers, timing
+from benchmarks import baselines, command, operands, timing
 from benchmarks.gemm import MAX_ERROR
-from benchmarks.report import Bar, format_table, geomean, summarize
+from benchmarks.report import Threshold, format_table, geomean, summarize
 from fp8moe import FP8Tensor, grouped_gemm, grouped_gemm_masked
 
-PEER_OPS = {"grouped_gemm": "grouped_contiguous", "grouped_gemm_masked": "grouped_masked"}
-# Groups of so many rows read weights most of the time, and masked ones are compared by time.
-FEW_ROWS = 20
+OPS = ("grouped_gemm", "grouped_gemm_masked")
+FEW_ROWS = 20  # groups of so many rows read weights most of the time
 SAMPLED_ROWS = 16  # of a group
-COLUMNS = ("op", "groups", "mean_m", "n", "k", "us", "tflops", "gbps", "vs_deep_gemm", "error")
+COLUMNS = ("op", "groups", "mean_m", "n", "k", "us", "cublas_us", "tflops", "gbps", "vs_deep_gemm", "error")
 
 
 class Case(NamedTuple):
@@ -39,11 +39,16 @@ class Case(NamedTuple):
     mean_m: int
     n: int
     k: int
+    expected_m: int | None = None  # of grouped_gemm_masked
+
+    @property
+    def baseline(self) -> baselines.Case | None:
+        return baselines.get(*self[:5])
 
 
 def stored_cases() -> list[Case]:
-    """All cases of the peer."""
-    return [Case(op, *key) for op, peer_op in PEER_OPS.items() for key in peers.grouped(peer_op)]
+    """All cases of the baselines."""
+    return [Case(op, *case.sizes.values(), case.expected_m) for op in OPS for case in baselines.cases(op)]
 
 
 def group_sizes(groups: int, mean_m: int) -> list[int]:
@@ -59,32 +64,31 @@ def places(mean_m: int) -> int:
 
 def work(case: Case, rows: int) -> tuple[int, int]:
     """Operations and bytes of one call: operands and scales in use read once, the bfloat16 output written once."""
-    _, groups, _, n, k = case
+    _, groups, _, n, k, _ = case
     k_blocks, n_blocks = -(-k // 128), -(-n // 128)
     return 2 * rows * n * k, rows * k + groups * n * k + 4 * k_blocks * (rows + groups * n_blocks) + 2 * rows * n
 
 
-def make_row(case: Case, rows: int, us: float, mean_us: float, error: float, kernels: int) -> dict:
-    """One measurement over `rows` rows in all, with its rates and its ratio to the peer (None without such a case)."""
+def make_row(case: Case, rows: int, timed: timing.Timing, error: float, yardstick: timing.Timing | None = None) -> dict:
+    """One measurement over `rows` rows in all, with its rates and its ratio to DeepGEMM (None without a baseline)."""
     flops, moved = work(case, rows)
-    tflops = flops / us / 1e6
-    peer = peers.grouped(PEER_OPS[case.op]).get(case[1:])
-    by_time = case.op == "grouped_gemm_masked" and case.mean_m <= FEW_ROWS
+    us, cublas_us = timed.median_us, yardstick and yardstick.median_us
     return {
         **case._asdict(),
         "rows": rows,
         "us": us,
-        "mean_us": mean_us,
-        "tflops": tflops,
+        "mean_us": timed.mean_us,
+        "cublas_us": cublas_us,
+        "tflops": flops / us / 1e6,
         "gbps": moved / us / 1e3,
-        "vs_deep_gemm": None if peer is None else peer.us / us if by_time else tflops / peer.tflops,
+        "vs_deep_gemm": case.baseline.over(us, yardstick_us=cublas_us) if case.baseline else None,
         "error": error,
-        "kernels": kernels,
+        "kernels": len(timed.kernels),
     }
 
 
-def bars(rows: Sequence[dict]) -> list[Bar]:
-    """The bars whose cases are all among the rows, and the bar on the error of those there are."""
+def thresholds(rows: Sequence[dict]) -> list[Threshold]:
+    """The thresholds whose cases are all among the rows, and the threshold on the error of those there are."""
     measured = {Case(*(row[field] for field in Case._fields)): row["vs_deep_gemm"] for row in rows}
 
     def ratios(op: str, *groups: int) -> list[float]:
@@ -94,16 +98,15 @@ def bars(rows: Sequence[dict]) -> list[Bar]:
     found = []
     for groups, limit, aim in (((4, 8), 1.0, 1.08), ((32,), 1.15, 1.3), ((256,), 1.15, 1.22)):
         if values := ratios("grouped_gemm", *groups):
-            name = f"grouped_gemm, {' and '.join(map(str, groups))} groups, geomean of speed over DeepGEMM's"
-            found.append(Bar(name, geomean(values), limit, aim, at_least=True))
+            name = f"grouped_gemm, {' and '.join(map(str, groups))} groups, geomean of DeepGEMM / ours"
+            found.append(Threshold(name, geomean(values), limit, aim, at_least=True))
     if values := ratios("grouped_gemm_masked"):
-        found.append(
-            Bar("grouped_gemm_masked, geomean of speed over DeepGEMM's", geomean(values), 1.07, 1.15, at_least=True)
-        )
-        found.append(Bar("grouped_gemm_masked, least", min(values), 0.97, at_least=True))
+        name = "grouped_gemm_masked, geomean of DeepGEMM / ours"
+        found.append(Threshold(name, geomean(values), 1.07, 1.15, at_least=True))
+        found.append(Threshold("grouped_gemm_masked, least", min(values), 0.97, at_least=True))
     if rows:
         worst = max(row["error"] for row in rows)
-        found.append(Bar("grouped, largest relative error beyond rounding to bfloat16", worst, MAX_ERROR))
+        found.append(Threshold("grouped, largest relative error beyond rounding to bfloat16", worst, MAX_ERROR))
     return found
 
 
@@ -138,8 +141,16 @@ def check(a: FP8Tensor, b: FP8Tensor, out: torch.Tensor, starts: Sequence[int], 
     return operands.rounded_error(torch.cat(actual), torch.cat(expected))
 
 
-def prepare(case: Case, b: FP8Tensor, *, device: str = "cuda") -> tuple[partial, int, float]:
-    """The call to time, its rows in all, and its error. RuntimeError if the result is wrong."""
+class Prepared(NamedTuple):
+    """A call to time, with the yardstick's where the baseline has it; its rows in all; and its error."""
+
+    calls: tuple[partial, partial | None]
+    rows: int
+    error: float
+
+
+def prepare(case: Case, b: FP8Tensor, *, device: str = "cuda") -> Prepared:
+    """RuntimeError if the result is wrong."""
     sizes = group_sizes(case.groups, case.mean_m)
     masked = case.op == "grouped_gemm_masked"
     max_m = places(case.mean_m)
@@ -151,35 +162,37 @@ def prepare(case: Case, b: FP8Tensor, *, device: str = "cuda") -> tuple[partial,
     if masked:
         experts = FP8Tensor(*(part.unflatten(0, (case.groups, max_m)) for part in a))
         shape = (case.groups, max_m, case.n)
-        call = partial(grouped_gemm_masked, experts, b, groups, expected_m=case.mean_m, out=out.view(shape))
+        call = partial(grouped_gemm_masked, experts, b, groups, expected_m=case.expected_m, out=out.view(shape))
     else:
         call = partial(grouped_gemm, a, b, groups, out=out)
     call()
     error = check(a, b, out, starts, sizes)
     if not error <= MAX_ERROR:
         raise RuntimeError(f"{case}: relative error {error:.2e}, must be <= {MAX_ERROR}")
-    return call, sum(sizes), error
+    has_yardstick = case.baseline and case.baseline.has_yardstick
+    yardstick = operands.yardstick(a.data, b.data[0]) if has_yardstick else None
+    return Prepared((call, yardstick), sum(sizes), error)
 
 
 def run(cases: Sequence[Case] | None = None, *, device: str = "cuda") -> dict:
-    """Checks and times every case, by default the stored ones; {"gpu", "rows", "bars"}."""
+    """Checks and times every case, by default the stored ones; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
     cases = stored_cases() if cases is None else cases
     shapes = dict.fromkeys((case.groups, case.n, case.k) for case in cases)
     weights = {shape: operands.random_experts(*shape, device=device) for shape in shapes}
     prepared = [prepare(case, weights[case.groups, case.n, case.k], device=device) for case in cases]
     rests = [timing.REST_S if case.mean_m > FEW_ROWS else timing.SHORT_REST_S for case in cases]
-    timings = timing.measure([call for call, _, _ in prepared], rests=rests)
+    timings = timing.measure_pairs([one.calls for one in prepared], rests=rests)
     rows = [
-        make_row(case, count, timed.median_us, timed.mean_us, error, len(timed.kernels))
-        for case, (_, count, error), timed in zip(cases, prepared, timings, strict=True)
+        make_row(case, one.rows, timed, one.error, yardstick)
+        for case, one, (timed, yardstick) in zip(cases, prepared, timings, strict=True)
     ]
-    return command.result(gpu, rows, bars(rows))
+    return command.result(gpu, rows, thresholds(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command.parser("grouped_gemm", "grouped GEMMs against a peer")
-    parser.add_argument("--op", choices=PEER_OPS, nargs="+", default=list(PEER_OPS))
+    parser = command.parser("grouped_gemm", "grouped GEMMs against the baselines")
+    parser.add_argument("--op", choices=OPS, nargs="+", default=OPS)
     parser.add_argument("--groups", type=int, nargs="+", help="only cases with so many groups")
     args = parser.parse_args(argv)
     cases = [case for case in stored_cases() if case.op in args.op]

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import command, operands, peers
-from benchmarks.report import Bar, format_table
+from benchmarks import baselines, command, operands
+from benchmarks.report import Threshold, format_table
 from fp8moe import FP8Linear, gemm
 
 CALLS_PER_BATCH = 200
@@ -49,17 +49,16 @@ def host_us(call: Callable[[], object], *, calls: int = CALLS_PER_BATCH, batches
 
 def cpu_rows() -> list[dict]:
     """CPU time of `gemm` and `FP8Linear` calls on one row, for each stored shape."""
-    deep_gemm = peers.dense("deep_gemm", "host_us")
     rows = []
     with torch.no_grad():
-        for n, k in peers.DENSE_SHAPES:
+        for n, k in baselines.DENSE_SHAPES:
             x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
             linear = FP8Linear.from_linear(torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16))
             a, b = operands.activation(1, k), operands.weight(n, k)
             calls = {"gemm": partial(gemm, a, b), "FP8Linear": partial(linear, x)}
             for what, call in calls.items():
                 row = {"what": what, "m": 1, "n": n, "k": k, "us": host_us(call)}
-                rows.append(row | ({"deep_gemm_us": deep_gemm[1, n, k]} if what == "gemm" else {}))
+                rows.append(row | ({"deep_gemm_us": baselines.deep_gemm_host_us(n, k)} if what == "gemm" else {}))
     return rows
 
 
@@ -110,27 +109,29 @@ def memory_rows() -> list[dict]:
     return rows
 
 
-def bars(rows: Sequence[dict]) -> list[Bar]:
-    """The bars on the given rows: the slowest shape counts."""
+def thresholds(rows: Sequence[dict]) -> list[Threshold]:
+    """The thresholds on the given rows: the slowest shape counts."""
 
     def worst(what: str, column: str) -> float:
         return max(row[column] for row in rows if row["what"] == what)
 
     return [
-        Bar("CPU time of a gemm call", worst("gemm", "us"), 25, 18, unit="us"),
-        Bar("CPU time of an FP8Linear call", worst("FP8Linear", "us"), 45, 32, unit="us"),
-        Bar("first call of a new kernel", worst("first call, empty cache", "ms"), 1000, 400, unit="ms"),
-        Bar("first call from the disk cache", worst("first call, from the disk cache", "ms"), 50, unit="ms"),
-        Bar("memory of a gemm call beyond its output", worst("memory", "extra_bytes"), ALLOCATION_BYTES, unit="bytes"),
-        Bar("memory kept after a gemm call", worst("memory", "kept_bytes"), 0, unit="bytes"),
+        Threshold("CPU time of a gemm call", worst("gemm", "us"), 25, 18, unit="us"),
+        Threshold("CPU time of an FP8Linear call", worst("FP8Linear", "us"), 45, 32, unit="us"),
+        Threshold("first call of a new kernel", worst("first call, empty cache", "ms"), 1000, 400, unit="ms"),
+        Threshold("first call from the disk cache", worst("first call, from the disk cache", "ms"), 50, unit="ms"),
+        Threshold(
+            "memory of a gemm call beyond its output", worst("memory", "extra_bytes"), ALLOCATION_BYTES, unit="bytes"
+        ),
+        Threshold("memory kept after a gemm call", worst("memory", "kept_bytes"), 0, unit="bytes"),
     ]
 
 
 def run() -> dict:
-    """Measures everything; {"gpu", "rows", "bars"}."""
+    """Measures everything; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
     rows = memory_rows() + cpu_rows() + first_call_rows()
-    return command.result(gpu, rows, bars(rows))
+    return command.result(gpu, rows, thresholds(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,10 +1,11 @@
-"""Index scores against the stored peer: `python -m benchmarks.mqa [--only PART ...] [--out DIR]`.
+"""Index scores against the baselines: `python -m benchmarks.mqa [--only PART ...] [--out DIR]`.
 
 - `mqa_logits`: prefill of the last `q_tokens` of `kv_tokens`, causal. `vs_deep_gemm` is DeepGEMM's time over ours; more
-  is better. The bars take rows that fill with -inf what a query does not see; those that leave it alone show its cost.
+  is better. The thresholds take rows that fill with -inf what a query does not see; those that leave it alone, compared
+  with DeepGEMM doing the same, show its cost.
 - `paged_mqa_logits`: decoding over a paged cache with shuffled blocks. `gbps` counts keys with their scales, logits and
-  queries. Beside the peer's contexts of one length: a long one among short ones, and as many tokens in equal contexts.
-- `uneven`: for the former the time over that of its bytes at the bandwidth of the peer's even contexts (`over_bytes`),
+  queries. Beside the stored contexts of one length: a long one among short ones, and as many tokens in equal contexts.
+- `uneven`: for the former the time over that of its bytes at the bandwidth of stored even contexts (`over_bytes`),
   and over the time of the equal contexts, which move the same bytes (`over_even`).
 - `append_kv`: quantizing keys into the cache, against the bandwidth of a copy.
 - `topk`: torch.topk of such logits, with sorted values and without.
@@ -21,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import command, peers, timing
+from benchmarks import baselines, command, timing
 from benchmarks.mqa_cases import (
     MAX_ERROR,
     Batch,
@@ -36,10 +37,11 @@ from benchmarks.mqa_cases import (
     quantized_keys,
     scores,
 )
-from benchmarks.report import Bar, format_kinds, geomean, select
+from benchmarks.report import Threshold, format_kinds, geomean, select
 from fp8moe import mqa_logits, quantize_1x128
 from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS
 
+HEADS, HEAD_DIM = 64, 128  # of DeepSeek-V3.2, and of all baselines
 TFLOPS = 1490.0  # what FP8 tensor cores reach: cuBLAS, 8192 cubed
 MIN_OVERLAP = 0.93
 APPENDS = {1: 1, 128: 1, 8192: BLOCK_TOKENS, 65536: BLOCK_TOKENS}  # tokens, and how many of them come to one block
@@ -66,13 +68,14 @@ UNEVEN = tuple(
 
 
 def stored_prefills() -> list[Prefill]:
-    """The peer's cases of mqa_logits."""
-    return [Prefill(*key) for key in peers.mqa()]
+    """The baselines' cases of mqa_logits."""
+    return [Prefill(*case.sizes.values(), HEADS, HEAD_DIM) for case in baselines.cases("mqa_logits")]
 
 
 def stored_batches() -> list[Batch]:
-    """The peer's cases of paged_mqa_logits."""
-    return [Batch((context,) * batch, *rest, context) for batch, context, *rest in peers.paged_mqa()]
+    """The baselines' cases of paged_mqa_logits."""
+    sizes = [case.sizes.values() for case in baselines.cases("paged_mqa_logits")]
+    return [Batch((context,) * batch, next_n, HEADS, HEAD_DIM, context) for batch, context, next_n in sizes]
 
 
 def uneven_batches() -> list[Batch]:
@@ -82,12 +85,14 @@ def uneven_batches() -> list[Batch]:
 
 def rates(flops: int, moved: int, us: float) -> dict:
     """Operations and bytes over time, and the least time for both in microseconds."""
-    floor = max(flops / TFLOPS, moved / peers.copy_tbps()) / 1e6
+    floor = max(flops / TFLOPS, moved / baselines.copy_tbps()) / 1e6
     return {"tflops": flops / us / 1e6, "gbps": moved / us / 1e3, "floor_us": floor}
 
 
 def make_prefill_row(case: Prefill, fill_masked: bool, timed: timing.Timing, error: float) -> dict:
-    us, peer = timed.median_us, peers.mqa().get(case)
+    us = timed.median_us
+    baseline = baselines.get("mqa_logits", *case[:2]) if case[2:] == (HEADS, HEAD_DIM) else None
+    name = "deep_gemm" if fill_masked else "deep_gemm_no_fill"
     return {
         "what": "mqa_logits",
         **case._asdict(),
@@ -95,17 +100,16 @@ def make_prefill_row(case: Prefill, fill_masked: bool, timed: timing.Timing, err
         "us": us,
         "mean_us": timed.mean_us,
         **rates(*prefill_work(case, fill_masked), us),
-        "vs_deep_gemm": peer and peer / us,
+        "vs_deep_gemm": baseline and baseline.over(us, name),
         "error": error,
         "kernels": len(timed.kernels),
     }
 
 
 def make_paged_row(batch: Batch, timed: timing.Timing, error: float) -> dict:
-    us, peer = timed.median_us, None
+    us, baseline = timed.median_us, None
     if batch in stored_batches():
-        context = batch.max_context_len
-        peer = peers.paged_mqa()[len(batch.contexts), context, batch.next_n, batch.heads, batch.head_dim]
+        baseline = baselines.find("paged_mqa_logits", len(batch.contexts), batch.max_context_len, batch.next_n)
     return {
         "what": "paged_mqa_logits",
         "batch": len(batch.contexts),
@@ -115,7 +119,7 @@ def make_paged_row(batch: Batch, timed: timing.Timing, error: float) -> dict:
         "us": us,
         "mean_us": timed.mean_us,
         **rates(*paged_work(batch), us),
-        "vs_deep_gemm": peer and peer / us,
+        "vs_deep_gemm": baseline and baseline.over(us),
         "error": error,
         "kernels": len(timed.kernels),
     }
@@ -142,27 +146,26 @@ def make_copy_row(what: str, sizes: Mapping[str, object], moved: int, timed: tim
     """One measurement of something that moves bytes, with its bandwidth over that of a copy."""
     gbps = moved / timed.median_us / 1e3
     times = {"us": timed.median_us, "mean_us": timed.mean_us, "gbps": gbps}
-    return {"what": what, **sizes, **times, "of_copy": gbps / 1e3 / peers.copy_tbps()}
+    return {"what": what, **sizes, **times, "of_copy": gbps / 1e3 / baselines.copy_tbps()}
 
 
-def bars(rows: Sequence[dict]) -> list[Bar]:
-    """The bars whose cases are all among the rows, and those on the errors and the overlap of what there is."""
+def thresholds(rows: Sequence[dict]) -> list[Threshold]:
+    """The thresholds whose cases are all among the rows, and those on the errors and the overlap of what there is."""
     found = []
-    stored = {"mqa_logits": (peers.mqa(), 1.0, 1.15), "paged_mqa_logits": (peers.paged_mqa(), 1.03, 1.1)}
-    for op, (cases, limit, aim) in stored.items():
+    for op, limit, aim in (("mqa_logits", 1.0, 1.15), ("paged_mqa_logits", 1.03, 1.1)):
         ratios = [row["vs_deep_gemm"] for row in select(rows, op) if row["vs_deep_gemm"] and row["fill_masked"]]
-        if len(ratios) == len(cases):
+        if len(ratios) == len(baselines.cases(op)):
             name = f"{op}, {len(ratios)} shapes, geomean of DeepGEMM / ours"
-            found.append(Bar(name, geomean(ratios), limit, aim, at_least=True))
+            found.append(Threshold(name, geomean(ratios), limit, aim, at_least=True))
     for row in select(rows, "uneven"):
         logits = "-inf filled in" if row["fill_masked"] else "no -inf"
         name = f"paged_mqa_logits, one long context among short ones, {logits}, time over that of its bytes"
-        found.append(Bar(name, row["over_bytes"], 1.3, 1.1))
+        found.append(Threshold(name, row["over_bytes"], 1.3, 1.1))
     if errors := [row["error"] for row in rows if "error" in row]:
-        found.append(Bar("mqa, largest relative error on finite entries", max(errors), MAX_ERROR))
+        found.append(Threshold("mqa, largest relative error on finite entries", max(errors), MAX_ERROR))
     for row in select(rows, "overlap"):
         name = f"mqa, overlap of the top {row['top_k']} of {row['tokens']} tokens with float32 scores"
-        found.append(Bar(name, row["overlap"], MIN_OVERLAP, at_least=True))
+        found.append(Threshold(name, row["overlap"], MIN_OVERLAP, at_least=True))
     return found
 
 
@@ -246,14 +249,14 @@ PARTS = {
 
 
 def run(parts: Sequence[str] = tuple(PARTS)) -> dict:
-    """Checks and times the parts, by default all; {"gpu", "rows", "bars"}."""
+    """Checks and times the parts, by default all; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
     rows = [row for part in parts for row in PARTS[part]()]
-    return command.result(gpu, rows, bars(rows))
+    return command.result(gpu, rows, thresholds(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command.parser("mqa", "index scores against a peer")
+    parser = command.parser("mqa", "index scores against the baselines")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
     args = parser.parse_args(argv)
     result = run(args.only)

@@ -1,5 +1,7 @@
 """Operands of random normal data, and float64 arithmetic over the quantized values."""
 
+from functools import partial
+
 import torch
 
 from fp8moe import FP8Tensor, quantize_1x128, quantize_128x128
@@ -49,6 +51,15 @@ def exact(tensor: FP8Tensor) -> torch.Tensor:
     rows_per_block = 1 if scale.shape[0] == data.shape[0] else BLOCK
     scale = scale.double().repeat_interleave(rows_per_block, 0)[: data.shape[0]]
     return data.double() * scale.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
+
+
+def yardstick(a: torch.Tensor, b: torch.Tensor) -> partial:
+    """The call of cuBLAS that multiplies E4M3 a (M, K) by b (N, K) with one scale for all of each, into bfloat16.
+
+    Its time is stored beside those of the baselines: what a GPU makes of a product without block scales.
+    """
+    one = torch.ones((), device=a.device)
+    return partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

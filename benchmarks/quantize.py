@@ -1,7 +1,7 @@
 """Quantization against the bandwidth of a copy: `python -m benchmarks.quantize [--out DIR]`.
 
 Times quantize_1x128 and quantize_128x128 of bfloat16, counts the bytes read and written, and compares with the copy
-bandwidth stored with the peers.
+bandwidth stored with the baselines.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 import fp8moe
-from benchmarks import command, operands, peers, timing
-from benchmarks.report import Bar, format_table
+from benchmarks import baselines, command, operands, timing
+from benchmarks.report import Threshold, format_table
 
 K = 7168
 SMALL_M = (1, 2, 4, 8, 16, 32, 64)
@@ -37,26 +37,26 @@ def make_row(op: str, m: int, k: int, us: float, mean_us: float) -> dict:
         "us": us,
         "mean_us": mean_us,
         "gbps": gbps,
-        "of_copy": gbps / 1e3 / peers.copy_tbps(),
+        "of_copy": gbps / 1e3 / baselines.copy_tbps(),
     }
 
 
-def bars(rows: Sequence[dict]) -> list[Bar]:
-    """The bars on the given rows."""
+def thresholds(rows: Sequence[dict]) -> list[Threshold]:
+    """The thresholds on the given rows."""
     found = []
     limits = {65536: (0.85, 0.92), 4096: (0.60, 0.72)}
     for row in rows:
         if row["m"] in limits:
             limit, aim = limits[row["m"]]
             name = f"{row['op']} ({row['m']}, {row['k']}), share of the copy bandwidth"
-            found.append(Bar(name, row["of_copy"], limit, aim, at_least=True))
+            found.append(Threshold(name, row["of_copy"], limit, aim, at_least=True))
     if small := [row["us"] for row in rows if row["op"] == "quantize_1x128" and row["m"] in SMALL_M]:
-        found.append(Bar(f"quantize_1x128 (1..64, {K}), slowest", max(small), 3.0, 2.0, unit="us"))
+        found.append(Threshold(f"quantize_1x128 (1..64, {K}), slowest", max(small), 3.0, 2.0, unit="us"))
     return found
 
 
 def run() -> dict:
-    """Checks and times every case; {"gpu", "rows", "bars"}. RuntimeError if a result is wrong."""
+    """Checks and times every case; {"gpu", "rows", "thresholds"}. RuntimeError if a result is wrong."""
     gpu = command.start()
     cases = [("quantize_1x128", m) for m in SMALL_M + LARGE_M] + [("quantize_128x128", m) for m in LARGE_M]
     inputs = {m: torch.randn(m, K, device="cuda", dtype=torch.bfloat16) for m in SMALL_M + LARGE_M}
@@ -69,7 +69,7 @@ def run() -> dict:
         make_row(op, m, K, timed.median_us, timed.mean_us)
         for (op, m), timed in zip(cases, timing.measure(calls), strict=True)
     ]
-    return command.result(gpu, rows, bars(rows))
+    return command.result(gpu, rows, thresholds(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What every benchmark reports: means, bars and tables."""
+"""What every benchmark reports: means, thresholds and tables."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
-class Bar:
+class Threshold:
     """A number that must be at least (`at_least`) or at most `limit`; `aim` is what the project strives for."""
 
     name: str
@@ -83,16 +83,18 @@ def format_kinds(rows: Sequence[dict], columns: Mapping[str, Sequence[str]]) -> 
     return [f"{what}\n{format_table(found, columns[what])}" for what, found in kinds.items() if found]
 
 
-def format_bars(bars: Sequence[dict]) -> str:
-    """A table of bars as `Bar.as_dict` gives them."""
+def format_thresholds(thresholds: Sequence[dict]) -> str:
+    """A table of thresholds as `Threshold.as_dict` gives them."""
     rows = [
         {
-            "bar": bar["name"],
-            "value": bar["value"],
-            "need": f"{'>=' if bar['at_least'] else '<='} {bar['limit']:g} {bar['unit']}".rstrip(),
-            "aim": "-" if bar["aim"] is None else f"{bar['aim']:g}",
-            "": "pass" if bar["passed"] else "MISS",
+            "threshold": threshold["name"],
+            "value": threshold["value"],
+            "need": f"{'>=' if threshold['at_least'] else '<='} {threshold['limit']:g} {threshold['unit']}".rstrip(),
+            "aim": "-" if threshold["aim"] is None else f"{threshold['aim']:g}",
+            "": "pass" if threshold["passed"] else "MISS",
         }
-        for bar in bars
+        for threshold in thresholds
     ]
-    return format_table(rows, ("bar", "value", "need", "aim", "")) if rows else "no bar applies to these rows"
+    return (
+        format_table(rows, ("threshold", "value", "need", "aim", "")) if rows else "no threshold applies to these rows"
+    )

@@ -1,6 +1,8 @@
-"""The figures of README.md and docs/mqa.md: `python -m benchmarks.tables` writes them from validation/h200.json.
+"""The figures of README.md and docs/mqa.md: `python -m benchmarks.tables` writes them.
 
-Each stands between BEGIN and END in its file; a test keeps them as the validation file has them.
+Ratios to DeepGEMM and cuBLAS are of medians of one run, benchmarks/baselines/same_run.json, bold where we are slower.
+The rest is from validation/h200.json. The tables stand between BEGIN and END in their file; a test keeps them as these
+two have them.
 """
 
 import argparse
@@ -8,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from benchmarks import baselines
 from benchmarks.report import geomean, select
 
 ROOT = Path(__file__).parent.parent
@@ -21,62 +24,87 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("".join(f"| {cell} " if cell else "| " for cell in line) + "|\n" for line in lines)
 
 
-def mean_and_least(label: str, *groups: Iterable[float]) -> tuple[str, str, str]:
-    """A row: the geometric mean of each group, and its least value."""
+def format_ratio(ratio: float) -> str:
+    """Another's time over ours: bold where we are slower."""
+    text = f"{ratio:.2f}"
+    return f"**{text}**" if float(text) < 1 else text
+
+
+def mean_and_least(*groups: Iterable[float]) -> tuple[str, str]:
+    """Two cells: the geometric mean of each group of ratios, and its least value."""
     values = [list(group) for group in groups]
-    return label, ", ".join(f"{geomean(group):.2f}" for group in values), ", ".join(f"{min(g):.2f}" for g in values)
+    return tuple(", ".join(format_ratio(of(group)) for group in values) for of in (geomean, min))
 
 
-def gemm(rows: Sequence[dict]) -> str:
-    def ratios(ratio: str, *m: int) -> list[float]:
-        return [row[ratio] for row in rows if row["m"] in m]
+def gemm() -> str:
+    def cells(m: Iterable[int], *names: str) -> list[str]:
+        """Of the fastest of these, on both GPUs."""
+        gpus = [[case for case in baselines.cases("gemm", gpu) if case.sizes["m"] in m] for gpu in ("H200", "H100")]
+        return [cell for cases in gpus for cell in mean_and_least(min(map(case.ratio, names)) for case in cases)]
 
     return table(
-        ("dense GEMM", "DeepGEMM's time / ours", "least"),
+        ("dense GEMM", "DeepGEMM's time / ours", "least", "H100", "least"),
         [
-            mean_and_least("m = 1, 16, 64", ratios("vs_deep_gemm", 1, 16, 64)),
-            mean_and_least("m = 128 (the faster of DeepGEMM and cuBLAS)", ratios("vs_best", 128)),
-            mean_and_least("m = 512", ratios("vs_deep_gemm", 512)),
-            mean_and_least("m = 4096", ratios("vs_deep_gemm", 4096)),
+            ("m = 1, 16, 64", *cells((1, 16, 64), "deep_gemm")),
+            ("m = 128 (the faster of DeepGEMM and cuBLAS)", *cells((128,), "deep_gemm", "cublas_block")),
+            ("m = 512", *cells((512,), "deep_gemm")),
+            ("m = 4096", *cells((4096,), "deep_gemm")),
+            ("m = 4096: time of cuBLAS with one scale per tensor / ours", *cells((4096,), "cublas_per_tensor")),
         ],
     )
 
 
-def grouped_gemm(rows: Sequence[dict]) -> str:
-    def ratios(op: str, groups: int, mean_m: int) -> list[float]:
-        case = (op, groups, mean_m)
-        return [row["vs_deep_gemm"] for row in rows if (row["op"], row["groups"], row["mean_m"]) == case]
+def grouped_gemm() -> str:
+    def ratios(op: str, *kinds: tuple[int, int]) -> list[float]:
+        """Of these numbers of groups and rows; of all without any."""
+        cases = baselines.cases(op)
+        return [case.ratio() for case in cases if not kinds or (case.sizes["groups"], case.sizes["mean_rows"]) in kinds]
 
     plain, masked = "grouped_gemm", "grouped_gemm_masked"
-    few = [row["vs_deep_gemm"] for row in rows if row["op"] == masked and row["mean_m"] <= 20]
+    few = [case.ratio() for case in baselines.cases(masked) if case.sizes["mean_rows"] <= 20]
+    along_k = baselines.cases("grouped_gemm_k")
     return table(
-        ("grouped GEMMs", "our TFLOPS over valid rows / DeepGEMM's", "least"),
+        ("grouped GEMMs", "DeepGEMM's time / ours", "least"),
         [
-            mean_and_least(
-                "contiguous, 4 groups of 8192 rows, 8 of 4096", ratios(plain, 4, 8192), ratios(plain, 8, 4096)
+            ("4 groups of 8192 rows, 8 of 4096", *mean_and_least(ratios(plain, (4, 8192)), ratios(plain, (8, 4096)))),
+            ("32 groups of 256 rows", *mean_and_least(ratios(plain, (32, 256)))),
+            ("256 groups of 64 rows", *mean_and_least(ratios(plain, (256, 64)))),
+            ("masked, all", *mean_and_least(ratios(masked))),
+            (
+                "masked, 32 groups of 192 rows, 6 of 1024, `expected_m` 20% too high",
+                *mean_and_least(ratios(masked, (32, 192)), ratios(masked, (6, 1024))),
             ),
-            mean_and_least("contiguous, 32 groups of 256 rows", ratios(plain, 32, 256)),
-            mean_and_least("contiguous, 256 groups of 64 rows", ratios(plain, 256, 64)),
-            mean_and_least(
-                "masked, 32 groups of 192 rows, 6 of 1024", ratios(masked, 32, 192), ratios(masked, 6, 1024)
+            ("masked, 1 to 20 rows", *mean_and_least(few)),
+            (
+                "weight gradients, added to `out`, as DeepGEMM does",
+                *mean_and_least(case.ratio(ours="fp8moe_accumulating") for case in along_k),
             ),
-            mean_and_least("masked, 1 to 20 rows (DeepGEMM's time / ours)", few),
+            ("weight gradients, written", *mean_and_least(case.ratio() for case in along_k)),
         ],
     )
 
 
 def experts(rows: Sequence[dict]) -> str:
-    def ratios(name: str) -> list[float]:
-        return [row[name] for row in rows if row["routing"] == "random" and row[name] is not None]
+    def ratios(name: str, *tokens: int) -> list[float]:
+        cases = baselines.cases("experts")
+        return [case.ratio(name, "fp8moe_graph") for case in cases if not tokens or case.sizes["tokens"] in tokens]
 
+    two_gemms, whole = "deep_gemm_two_gemms", "transformers_deep_gemm_graph"
+    bf16 = [row["vs_bf16"] for row in rows if row["routing"] == "random" and row["vs_bf16"] is not None]
+    reading = geomean(1 / ratio for ratio in ratios("weight_read_floor", 8, 64))
     (one_token,) = (row["graph_us"] for row in rows if (row["model"], row["tokens"]) == ("dsv3", 1))
     slowest = max(row["host_us"] for row in rows if row["host_us"] is not None)
     return table(
         ("experts layer, CUDA graph, four models, 1 to 8192 tokens", "", "least"),
         [
-            mean_and_least("time of transformers with DeepGEMM / ours", ratios("vs_deep_gemm")),
-            mean_and_least("time of transformers in bfloat16 / ours", ratios("vs_bf16")),
-            mean_and_least("time of DeepGEMM's two GEMMs alone / our whole layer", ratios("vs_two_gemms")),
+            ("time of transformers with DeepGEMM / ours", *mean_and_least(ratios(whole))),
+            ("time of transformers in bfloat16 (a mean) / ours", *mean_and_least(bf16)),
+            (
+                "time of DeepGEMM's two GEMMs alone / our whole layer, 1 to 512 tokens",
+                *mean_and_least(ratios(two_gemms, 1, 8, 64, 512)),
+            ),
+            ("the same, 8192 tokens", *mean_and_least(ratios(two_gemms, 8192))),
+            ("8 and 64 tokens: our time / reading the weights in use at 4.2 TB/s", f"{reading:.2f}"),
             ("1 token of DeepSeek-V3 (8 of 256 experts)", f"{one_token:.0f} us"),
             ("CPU time of an eager call, 1 to 128 tokens", f"at most {slowest:.0f} us"),
         ],
@@ -88,7 +116,6 @@ def training(rows: Sequence[dict]) -> str:
         return {row["master"]: row[name] for row in select(rows, what) if row["impl"] == "fp8"}
 
     layer, linear = fp8("experts", "speedup"), fp8("linear", "speedup")
-    products = geomean(row["vs_deep_gemm"] for row in select(rows, "grouped_gemm_k"))
     return table(
         ("training, forward and backward, master weights in bfloat16 (float32)", ""),
         [
@@ -104,20 +131,20 @@ def training(rows: Sequence[dict]) -> str:
                 "`FP8Linear`, (8192, 7168) x (4096, 7168): time of bfloat16 / ours",
                 f"{linear['bfloat16']:.2f} ({linear['float32']:.2f})",
             ),
-            ("`grouped_gemm_k`, four shapes: DeepGEMM's time / ours", f"{products:.2f}"),
         ],
     )
 
 
-def index_scores(rows: Sequence[dict]) -> str:
-    def ratios(what: str) -> list[float]:
-        return [row["vs_deep_gemm"] for row in select(rows, what) if row["fill_masked"] and row["vs_deep_gemm"]]
+def index_scores() -> str:
+    def cells(op: str, suffix: str = "") -> tuple[str, str]:
+        return mean_and_least(case.ratio(f"deep_gemm{suffix}", f"fp8moe{suffix}") for case in baselines.cases(op))
 
     return table(
-        ("index scores of sparse attention, -inf filled in", "DeepGEMM's time / ours", "least"),
+        ("index scores of sparse attention", "DeepGEMM's time / ours", "least"),
         [
-            mean_and_least("`mqa_logits`, three shapes", ratios("mqa_logits")),
-            mean_and_least("`paged_mqa_logits`, six shapes", ratios("paged_mqa_logits")),
+            ("`mqa_logits`, three shapes, -inf filled in", *cells("mqa_logits")),
+            ("the same, `fill_masked=False`", *cells("mqa_logits", "_no_fill")),
+            ("`paged_mqa_logits`, six shapes", *cells("paged_mqa_logits")),
         ],
     )
 
@@ -127,7 +154,7 @@ def others(benchmarks: dict) -> str:
     gemms, quantizers, transposing, host = (
         benchmarks[name]["rows"] for name in ("gemm", "quantize", "transpose", "host")
     )
-    reading = geomean(row["over_floor"] for row in gemms if row["m"] <= 64)
+    reading = [row["gbps"] / 1e3 / baselines.copy_tbps() for row in gemms if row["m"] == 1]
     of_copy = {row["op"]: row["of_copy"] for row in quantizers if row["m"] == 65536}
     (both_ways,) = (row["of_copy"] for row in transposing if row["case"] == "one group")
     small = max(row["us"] for row in quantizers if row["op"] == "quantize_1x128" and row["m"] <= 64)
@@ -139,7 +166,10 @@ def others(benchmarks: dict) -> str:
     return table(
         ("", ""),
         [
-            ("m = 1, 16, 64: our time / reading the weight alone", f"{reading:.2f}"),
+            (
+                "dense GEMM, m = 1: weights of 4 MB to 117 MB",
+                f"{min(reading):.0%} to {max(reading):.0%} of the copy bandwidth",
+            ),
             (
                 "`quantize_1x128`, `quantize_128x128` of (65536, 7168) bfloat16",
                 f"{of_copy['quantize_1x128']:.0%}, {of_copy['quantize_128x128']:.0%} of the copy bandwidth",
@@ -153,9 +183,8 @@ def others(benchmarks: dict) -> str:
 
 
 def readme(benchmarks: dict) -> str:
-    parts = (gemm, grouped_gemm, experts, training)
-    tables = [part(benchmarks[part.__name__]["rows"]) for part in parts]
-    return "\n".join([*tables, index_scores(benchmarks["mqa"]["rows"]), others(benchmarks)])
+    layer, passes = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training))
+    return "\n".join([gemm(), grouped_gemm(), layer, index_scores(), passes, others(benchmarks)])
 
 
 def mqa(benchmarks: dict) -> str:

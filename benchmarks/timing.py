@@ -1,4 +1,4 @@
-"""GPU time of calls by the method of the stored peers.
+"""GPU time of calls by the method of the stored baselines.
 
 The time of a call is the sum of the durations of the kernels that it launches, read from the torch profiler. A fill of
 256 MB before every call empties the L2 cache. All cases are measured in one profiler session, so that many of them
@@ -118,6 +118,16 @@ def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | N
                 call()
 
     return attribute(_profile(session), names.pop(), len(calls), REPEATS)
+
+
+def measure_pairs(
+    pairs: Sequence[tuple[Callable[[], object], Callable[[], object] | None]], *, rests: Sequence[float] | None = None
+) -> list[tuple[Timing, Timing | None]]:
+    """The same for calls that may each have a second one, timed right after it; a pair's rest comes before both."""
+    calls = [call for pair in pairs for call in pair if call is not None]
+    each = None if rests is None else [r for r, pair in zip(rests, pairs, strict=True) for call in pair if call]
+    timings = iter(measure(calls, rests=each))
+    return [(next(timings), next(timings) if second else None) for _, second in pairs]
 
 
 def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[float]:

@@ -1,14 +1,15 @@
-"""Training against bfloat16 and the stored peer: `python -m benchmarks.training [--only PART ...] [--out DIR]`.
+"""Training against bfloat16 and the baselines: `python -m benchmarks.training [--only PART ...] [--out DIR]`.
 
-- `grouped_gemm_k`: weight gradients of experts, kernel time, DeepGEMM's over ours (`vs_deep_gemm`). Groups are drawn as
-  for `benchmarks.grouped_gemm`, in multiples of 128 and with the peer's sum. `accumulate_us` is the time when it adds
-  to `out` instead of writing it. A sample of every group is checked against float64 over the quantized operands.
+- `grouped_gemm_k`: weight gradients of experts, kernel time. Groups are drawn as for `benchmarks.grouped_gemm`, in
+  multiples of 128 and with the baselines' sum. `accumulate_us` is the time when it adds to `out` instead of writing it,
+  which is what DeepGEMM does: `vs_deep_gemm` is its time over `accumulate_us`. A sample of every group is checked
+  against float64 over the quantized operands.
 - `experts` and `linear`: forward and backward, all gradients, of GroupedExperts and FP8Linear, and in bfloat16 of
   transformers' experts on its "grouped_mm" and of nn.Linear, run here with the same weights, inputs and routing; the
-  routing weights are float32, as DeepSeek-V3's router gives them. The bars take our rows with bfloat16 master weights,
-  the peer's dtype; those with float32 ones show what these cost. As in `benchmarks.experts` times are of the replay of
-  a CUDA graph, by CUDA events and with a cold L2: `us`, and `forward_us` of the forward alone. Every pass quantizes the
-  weights anew, as the first after an optimizer step. Bfloat16's over ours is `speedup`; more is better.
+  routing weights are float32, as DeepSeek-V3's router gives them. The thresholds take our rows with bfloat16 master
+  weights, the dtype of the other; those with float32 ones show what these cost. As in `benchmarks.experts` times are of
+  the replay of a CUDA graph, by CUDA events and with a cold L2: `us`, and `forward_us` of the forward alone. Every pass
+  quantizes the weights anew, as the first after an optimizer step. Bfloat16's over ours is `speedup`; more is better.
 
   `kept_bytes` is what autograd holds between forward and backward: the activation memory of the layer. `peak_bytes` is
   the largest amount during both, gradients included. Both are beside weights, their FP8 copies (`copy_bytes`), inputs,
@@ -25,10 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import command, experts, operands, peers, timing
+from benchmarks import baselines, command, experts, operands, timing
+from benchmarks.baselines import MODELS, Model
 from benchmarks.gemm import MAX_ERROR
-from benchmarks.peers import Model
-from benchmarks.report import Bar, format_kinds, geomean, select
+from benchmarks.report import Threshold, format_kinds, geomean, select
 from fp8moe import FP8Linear, FP8Tensor, GroupedExperts, grouped_gemm_k
 
 MODEL, TOKENS = "dsv3_ep8", 8192
@@ -96,8 +97,8 @@ class Measurement(NamedTuple):
 
 
 def stored_cases() -> list[Case]:
-    """The peer's cases of grouped_gemm_k."""
-    return [Case(*key) for key in peers.grouped_k()]
+    """The baselines' cases of grouped_gemm_k."""
+    return [Case(**case.sizes) for case in baselines.cases("grouped_gemm_k")]
 
 
 def group_offsets(case: Case) -> list[int]:
@@ -108,7 +109,7 @@ def group_offsets(case: Case) -> list[int]:
 
 
 def make_gemm_row(case: Case, us: float, mean_us: float, accumulate_us: float, error: float) -> dict:
-    peer = peers.grouped_k().get(case)
+    baseline = baselines.get("grouped_gemm_k", *case)
     return {
         "what": "grouped_gemm_k",
         **case._asdict(),
@@ -116,7 +117,7 @@ def make_gemm_row(case: Case, us: float, mean_us: float, accumulate_us: float, e
         "mean_us": mean_us,
         "accumulate_us": accumulate_us,
         "tflops": 2 * case.m * case.n * case.total_k / us / 1e6,
-        "vs_deep_gemm": peer and peer.us / us,
+        "vs_deep_gemm": baseline and baseline.over(accumulate_us),
         "error": error,
     }
 
@@ -144,28 +145,28 @@ def make_pass_rows(what: str, size: Mapping[str, object], measured: Mapping[str,
     ]
 
 
-def bars(rows: Sequence[dict]) -> list[Bar]:
-    """The bars whose cases are all among the rows, and the bar on the error of those there are."""
+def thresholds(rows: Sequence[dict]) -> list[Threshold]:
+    """The thresholds whose cases are all among the rows, and the threshold on the error of those there are."""
     found = []
     products = {Case(*(row[field] for field in Case._fields)): row for row in select(rows, "grouped_gemm_k")}
     if products.keys() >= set(stored_cases()):
         values = [products[case]["vs_deep_gemm"] for case in stored_cases()]
-        name = "grouped_gemm_k, geomean of DeepGEMM / ours"
-        found.append(Bar(name, geomean(values), 1.0, 1.15, at_least=True))
+        name = "grouped_gemm_k, accumulating, geomean of DeepGEMM / ours"
+        found.append(Threshold(name, geomean(values), 1.0, 1.15, at_least=True))
     if products:
         worst = max(row["error"] for row in products.values())
-        found.append(Bar("grouped_gemm_k, largest relative error", worst, MAX_ERROR))
-    ours = [row for row in rows if row.get("master") == "bfloat16"]  # like the peer's
+        found.append(Threshold("grouped_gemm_k, largest relative error", worst, MAX_ERROR))
+    ours = [row for row in rows if row.get("master") == "bfloat16"]  # like the other's
     for row in select(ours, "experts"):
         if (row["model"], row["tokens"]) == (MODEL, TOKENS):
             name = f"experts, {MODEL}, {TOKENS} tokens, forward and backward, transformers' bfloat16 / ours"
-            found.append(Bar(name, row["speedup"], 2.0, 2.6, at_least=True))
+            found.append(Threshold(name, row["speedup"], 2.0, 2.6, at_least=True))
             name = f"experts, {MODEL}, {TOKENS} tokens, activation memory over that of bfloat16"
-            found.append(Bar(name, row["kept_ratio"], 0.6, 0.5))
+            found.append(Threshold(name, row["kept_ratio"], 0.6, 0.5))
     for row in select(ours, "linear"):
         if (row["rows"], row["out_features"], row["in_features"]) == LINEAR:
             name = "FP8Linear ({0}, {2}) x ({1}, {2}), forward and backward, bfloat16 / ours".format(*LINEAR)
-            found.append(Bar(name, row["speedup"], 1.35, 1.5, at_least=True))
+            found.append(Threshold(name, row["speedup"], 1.35, 1.5, at_least=True))
     return found
 
 
@@ -302,8 +303,7 @@ def measure_passes(what: str, passes: Mapping[str, Pass]) -> dict[str, Measureme
 
 
 def run_experts(name: str, model: Model, tokens: int, *, device: str = "cuda") -> list[dict]:
-    peer = peers.experts(experts.PEERS["vs_deep_gemm"]).get((name, tokens))
-    passes = expert_passes(model, tokens, peer and peer["active_experts"], device=device)
+    passes = expert_passes(model, tokens, baselines.active_experts(name, tokens), device=device)
     size = {"model": name, **model._asdict(), "tokens": tokens}
     return make_pass_rows("experts", size, measure_passes("experts", passes))
 
@@ -316,16 +316,16 @@ def run_linear(rows: int, out_features: int, in_features: int, *, device: str = 
 
 PARTS = {
     "grouped_gemm_k": lambda: run_products(stored_cases()),
-    "experts": lambda: run_experts(MODEL, peers.models()[MODEL], TOKENS),
+    "experts": lambda: run_experts(MODEL, MODELS[MODEL], TOKENS),
     "linear": lambda: run_linear(*LINEAR),
 }
 
 
 def run(parts: Sequence[str] = tuple(PARTS)) -> dict:
-    """Checks and times the parts, by default all; {"gpu", "rows", "bars"}."""
+    """Checks and times the parts, by default all; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
     rows = [row for part in parts for row in PARTS[part]()]
-    return command.result(gpu, rows, bars(rows))
+    return command.result(gpu, rows, thresholds(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

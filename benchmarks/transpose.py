@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import command, operands, peers, timing
-from benchmarks.report import Bar, format_table
+from benchmarks import baselines, command, operands, timing
+from benchmarks.report import Threshold, format_table
 from fp8moe import FP8Tensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.routing import sort_by_expert
@@ -22,7 +22,7 @@ from fp8moe.quant.transpose import Transposed, quantize_with_transpose
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 8192, 8, 32, 7168, 2048
 ROWS = TOKENS * TOP_K
-BARRED = ("one group", "gather")
+LIMITED = ("one group", "gather")
 LIMIT, AIM = 0.75, 0.85
 MAX_ERROR = 4e-2  # as for the other quantizers
 CHECKED_ROWS = 1024
@@ -56,17 +56,19 @@ def make_row(
     gbps, once = (bytes_moved(rows, k, columns, size) / us / 1e3 for size in (read, unique))
     return {
         **{"case": case, "rows": rows, "k": k, "columns": columns, "us": us, "mean_us": mean_us, "gbps": gbps},
-        "of_copy": gbps / 1e3 / peers.copy_tbps(),
-        "of_copy_once": once / 1e3 / peers.copy_tbps(),
+        "of_copy": gbps / 1e3 / baselines.copy_tbps(),
+        "of_copy_once": once / 1e3 / baselines.copy_tbps(),
     }
 
 
-def bars(rows: Sequence[dict]) -> list[Bar]:
-    """The bars on the given rows."""
+def thresholds(rows: Sequence[dict]) -> list[Threshold]:
+    """The thresholds on the given rows."""
     return [
-        Bar(f"transposing quantizer, {row['case']}, share of the copy bandwidth", row["of_copy"], LIMIT, AIM, True)
+        Threshold(
+            f"transposing quantizer, {row['case']}, share of the copy bandwidth", row["of_copy"], LIMIT, AIM, True
+        )
         for row in rows
-        if row["case"] in BARRED
+        if row["case"] in LIMITED
     ]
 
 
@@ -126,7 +128,7 @@ def check(case: Case) -> int:
 
 
 def run() -> dict:
-    """Checks and times every case; {"gpu", "rows", "bars"}. RuntimeError if a result is wrong."""
+    """Checks and times every case; {"gpu", "rows", "thresholds"}. RuntimeError if a result is wrong."""
     gpu = command.start()
     measured = cases()
     columns = [check(case) for case in measured]
@@ -139,7 +141,7 @@ def run() -> dict:
         )
         for case, used, timed in zip(measured, columns, timings, strict=True)
     ]
-    return command.result(gpu, rows, bars(rows))
+    return command.result(gpu, rows, thresholds(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks: attribution of kernels, ratios, bars, tables. Nothing here needs a GPU."""
+"""The arithmetic of the benchmarks: attribution of kernels, ratios, thresholds, tables. Nothing here needs a GPU."""
 
 import json
 import math
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import (
+    baselines,
     command,
     experts,
     gemm,
@@ -17,16 +18,15 @@ from benchmarks import (
     mqa,
     mqa_cases,
     operands,
-    peers,
     plots,
     quantize,
     report,
     timing,
     training,
 )
+from benchmarks.baselines import MODELS, Model
 from benchmarks.grouped_gemm import Case
 from benchmarks.mqa_cases import Batch, Prefill
-from benchmarks.peers import Model
 from benchmarks.timing import KernelEvent
 from fp8moe import FP8Tensor
 from tools.validate import write_json
@@ -100,13 +100,13 @@ def test_geomean_of_known_numbers():
             report.geomean(values)
 
 
-def test_bars_pass_on_their_side_of_the_limit():
-    assert report.Bar("time", 24.9, 25).passed
-    assert not report.Bar("time", 25.1, 25).passed
-    assert report.Bar("ratio", 1.0, 1.0, at_least=True).passed
-    assert not report.Bar("ratio", 0.99, 1.0, at_least=True).passed
-    assert not report.Bar("time", math.nan, 25).passed
-    assert not report.Bar("ratio", math.nan, 1.0, at_least=True).passed
+def test_thresholds_pass_on_their_side_of_the_limit():
+    assert report.Threshold("time", 24.9, 25).passed
+    assert not report.Threshold("time", 25.1, 25).passed
+    assert report.Threshold("ratio", 1.0, 1.0, at_least=True).passed
+    assert not report.Threshold("ratio", 0.99, 1.0, at_least=True).passed
+    assert not report.Threshold("time", math.nan, 25).passed
+    assert not report.Threshold("ratio", math.nan, 1.0, at_least=True).passed
 
 
 def test_tables_align_and_mark_what_is_absent():
@@ -115,9 +115,9 @@ def test_tables_align_and_mark_what_is_absent():
     assert lines == ["op       us    error", "gemm  12.35  1.0e-03", "q      2048        -"]
 
 
-def test_a_table_of_bars_says_pass_or_miss():
-    bars = [report.Bar("fast", 2.0, 1.5, 1.8, at_least=True), report.Bar("time", 30.0, 25, unit="us")]
-    _, first, second = report.format_bars([bar.as_dict() for bar in bars]).split("\n")
+def test_a_table_of_thresholds_says_pass_or_miss():
+    thresholds = [report.Threshold("fast", 2.0, 1.5, 1.8, at_least=True), report.Threshold("time", 30.0, 25, unit="us")]
+    _, first, second = report.format_thresholds([one.as_dict() for one in thresholds]).split("\n")
     assert first.split() == ["fast", "2.00", ">=", "1.5", "1.8", "pass"]
     assert second.split() == ["time", "30.00", "<=", "25", "us", "-", "MISS"]
 
@@ -128,93 +128,140 @@ def test_without_a_gpu_benchmarks_say_what_they_need(monkeypatch):
         command.start()
 
 
-def test_stored_peers_cover_every_shape_that_a_bar_needs():
-    deep_gemm, cublas = peers.dense("deep_gemm"), peers.dense("cublas_block")
-    for n, k in peers.DENSE_SHAPES:
-        assert all(deep_gemm[m, n, k] > 0 for m in peers.DENSE_M)
-        assert cublas[128, n, k] > 0
-        assert peers.stream_floor()[n, k] > 0
-        assert peers.dense("deep_gemm", "host_us")[1, n, k] > 0
-    assert len(deep_gemm) == len(peers.DENSE_M) * len(peers.DENSE_SHAPES)
-    assert deep_gemm[1, 2112, 7168] == 14.05
-    assert peers.copy_tbps() == 4.21
+def test_baselines_cover_every_shape_that_a_threshold_needs():
+    assert len(baselines.cases("gemm")) == len(baselines.DENSE_M) * len(baselines.DENSE_SHAPES)
+    for m in baselines.DENSE_M:
+        for n, k in baselines.DENSE_SHAPES:
+            case = baselines.find("gemm", m, n, k)
+            assert case.us("deep_gemm") > 0 and case.us("fp8moe") > 0
+            assert case.has_yardstick == (m >= 128)
+    for n, k in baselines.DENSE_SHAPES:
+        assert baselines.find("gemm", 128, n, k).us("cublas_block") > 0
+        assert baselines.deep_gemm_host_us(n, k) > 0
+    assert baselines.find("gemm", 1, 2112, 7168).medians == {"deep_gemm": 12.03, "fp8moe": 8.1}
+    assert baselines.find("gemm", 1, 2112, 7168, device="H100").us("deep_gemm") == 13.18
+    assert baselines.copy_tbps() == 4.21
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda: baselines.find("gemm", 7, 2112, 7168), "same_run.json has no gemm, m=7, n=2112, k=7168 on H200"),
+        (lambda: baselines.find("gemm", 1, 2112, 7168, device="A100"), "m=1, n=2112, k=7168 on A100"),
+        (lambda: baselines.find("experts", "dsv2", 1), "experts, model=dsv2, tokens=1 on H200"),
+        (lambda: baselines.cases("mqa_logits", "H100"), "no 'mqa_logits' on 'H100'"),
+        (
+            lambda: baselines.find("gemm", 1, 2112, 7168).us("cublas_block"),
+            "has no cublas_block, only deep_gemm, fp8moe",
+        ),
+        (lambda: baselines.deep_gemm_host_us(8, 16), "no host time of deep_gemm with n=8, k=16"),
+    ],
+)
+def test_a_missing_baseline_is_refused_by_name(ask, words):
+    with pytest.raises(LookupError, match=words):
+        ask()
+    assert baselines.get("gemm", 7, 2112, 7168) is None
+
+
+def test_a_baseline_is_compared_with_its_own_run_or_with_another_by_the_yardstick():
+    case = baselines.find("gemm", 4096, 4096, 7168)
+    assert case.ratio() == case.us("deep_gemm") / case.us("fp8moe")
+    assert case.over(2 * case.us("deep_gemm")) == 0.5
+    slower = 1.03  # a GPU on which everything takes so much longer
+    yardstick_us = slower * case.us("cublas_per_tensor")
+    assert case.over(slower * case.us("fp8moe"), yardstick_us=yardstick_us) == pytest.approx(case.ratio())
+
+
+def test_the_ratios_of_the_run_are_those_that_the_issue_states():
+    def mean(op, name="deep_gemm", ours="fp8moe", **sizes):
+        cases = [case for case in baselines.cases(op) if all(case.sizes[size] in sizes[size] for size in sizes)]
+        return round(report.geomean(case.ratio(name, ours) for case in cases), 2)
+
+    assert [mean("gemm", m=m) for m in ((1, 16, 64), (512,), (4096,))] == [1.19, 1.0, 0.97]
+    assert [mean("grouped_gemm", groups=groups) for groups in ((4, 8), (32,), (256,))] == [0.95, 0.96, 1.22]
+    assert mean("grouped_gemm_masked") == 0.96
+    assert mean("grouped_gemm_k", ours="fp8moe_accumulating") == 0.99
+    assert [mean("mqa_logits"), mean("paged_mqa_logits")] == [1.11, 1.05]
+    layer = ("experts", "deep_gemm_two_gemms", "fp8moe_graph")
+    assert [mean(*layer, tokens=tokens) for tokens in ((8192,), (1, 8, 64, 512))] == [0.85, 1.25]
+
+
+def timed(us, kernels=("kernel",)):
+    return timing.Timing((us,), kernels)
 
 
 def gemm_rows(speedup):
-    """Rows in which every shape takes DeepGEMM's time divided by `speedup(m, n, k)`."""
-    times = peers.dense("deep_gemm")
-    return [
-        gemm.make_row(m, n, k, times[m, n, k] / speedup(m, n, k), 0.0, 1e-4, 1)
-        for m in peers.DENSE_M
-        for n, k in peers.DENSE_SHAPES
-    ]
+    """Rows in which every shape takes DeepGEMM's time divided by `speedup(m, n, k)`, on a GPU that is 3% slower."""
+    rows = []
+    for case in baselines.cases("gemm"):
+        slower = 1.03 if case.has_yardstick else 1.0
+        yardstick = timed(slower * case.us("cublas_per_tensor")) if case.has_yardstick else None
+        us = slower * case.us("deep_gemm") / speedup(*case.sizes.values())
+        rows.append(gemm.make_row(**case.sizes, timed=timed(us), error=1e-4, yardstick=yardstick))
+    return rows
 
 
 def test_gemm_rows_hold_rates_and_ratios():
-    row = gemm.make_row(128, 24576, 1536, 10.0, 11.0, 1e-4, 1)
-    assert row["vs_deep_gemm"] == pytest.approx(18.71 / 10)
-    assert row["vs_best"] == pytest.approx(17.93 / 10)
-    assert row["over_floor"] is None
+    row = gemm.make_row(128, 24576, 1536, timing.Timing((9.0, 10.0, 14.0), ("gemm",)), 1e-4)
+    assert (row["us"], row["mean_us"], row["kernels"]) == (10.0, 11.0, 1)
+    assert row["vs_deep_gemm"] == row["vs_best"] == pytest.approx(17.38 / 10)
     assert row["tflops"] == pytest.approx(2 * 128 * 24576 * 1536 / 10e-6 / 1e12)
-    assert row["gbps"] == pytest.approx(
-        (128 * 1536 + 24576 * 1536 + 4 * 12 * (128 + 192) + 2 * 128 * 24576) / 10e-6 / 1e9
-    )
-    assert gemm.make_row(16, 24576, 1536, 26.0, 26.0, 1e-4, 1)["over_floor"] == pytest.approx(2.0)
-    unknown = gemm.make_row(7, 256, 256, 1.0, 1.0, 1e-4, 1)
-    assert unknown["vs_deep_gemm"] is unknown["vs_best"] is unknown["over_floor"] is None
+    moved = 128 * 1536 + 24576 * 1536 + 4 * 12 * (128 + 192) + 2 * 128 * 24576
+    assert row["gbps"] == pytest.approx(moved / 10e-6 / 1e9)
+    assert row["of_copy"] == pytest.approx(moved / 10e-6 / 4.21e12)
+    row = gemm.make_row(128, 24576, 1536, timed(10.0), 1e-4, timed(2 * 17.09))
+    assert (row["vs_deep_gemm"], row["cublas_us"]) == (pytest.approx(2 * 17.38 / 10), 2 * 17.09)
+    unknown = gemm.make_row(7, 256, 256, timed(1.0), 1e-4)
+    assert unknown["vs_deep_gemm"] is unknown["vs_best"] is unknown["cublas_us"] is None
 
 
-def test_gemm_bars_on_all_shapes():
-    bars = {bar.name: bar for bar in gemm.bars(gemm_rows(lambda m, n, k: 1.4))}
-    assert bars["m=4096, geomean of DeepGEMM / ours"].value == pytest.approx(1.4)
-    assert bars["m=512, geomean of DeepGEMM / ours"].passed
-    assert bars["m=1, 16, 64, least"].value == pytest.approx(1.4)
-    floor = bars["m=1, 16, 64, geomean of ours / reading the weight"]
-    deep_gemm, floors = peers.dense("deep_gemm"), peers.stream_floor()
-    expected = [deep_gemm[m, n, k] / 1.4 / floors[n, k] for m in (1, 16, 64) for n, k in peers.DENSE_SHAPES]
-    assert floor.value == pytest.approx(math.prod(expected) ** (1 / 21))
-    best = bars["m=128, geomean of the faster of DeepGEMM and cuBLAS / ours"]
-    assert best.value < 1.4  # cuBLAS is faster at some of the shapes
+def test_gemm_thresholds_on_all_shapes():
+    thresholds = {one.name: one for one in gemm.thresholds(gemm_rows(lambda m, n, k: 1.4))}
+    assert thresholds["m=4096, geomean of DeepGEMM / ours"].value == pytest.approx(1.4)
+    assert thresholds["m=512, geomean of DeepGEMM / ours"].passed
+    assert thresholds["m=1, 16, 64, least"].value == pytest.approx(1.4)
+    best = thresholds["m=128, geomean of the faster of DeepGEMM and cuBLAS / ours"]
+    assert best.value == pytest.approx(1.4)  # cuBLAS is faster nowhere
 
 
-def test_one_slow_shape_misses_its_bar():
+def test_one_slow_shape_misses_its_threshold():
     rows = gemm_rows(lambda m, n, k: 0.94 if (m, n) == (4096, 576) else 2.0)
-    missed = {bar.name for bar in gemm.bars(rows) if not bar.passed}
+    missed = {one.name for one in gemm.thresholds(rows) if not one.passed}
     assert missed == {"m=4096, least"}
 
 
-def test_gemm_bars_need_every_shape():
+def test_gemm_thresholds_need_every_shape():
     rows = [row for row in gemm_rows(lambda m, n, k: 2.0) if (row["m"], row["n"]) != (512, 576)]
-    names = [bar.name for bar in gemm.bars(rows)]
+    names = [one.name for one in gemm.thresholds(rows)]
     assert not any(name.startswith("m=512") for name in names)
     assert any(name.startswith("m=4096") for name in names)
-    assert gemm.bars([]) == []
+    assert gemm.thresholds([]) == []
 
 
 def test_gemm_summary_has_a_line_for_each_m():
     lines = report.summarize(gemm_rows(lambda m, n, k: 1.5), ("m",), gemm.RATIOS)
-    assert [line["m"] for line in lines] == list(peers.DENSE_M)
+    assert [line["m"] for line in lines] == list(baselines.DENSE_M)
     assert all(line["vs_deep_gemm"] == pytest.approx(1.5) for line in lines)
-    assert lines[-1]["over_floor"] is None
+    assert 0 < lines[-1]["of_copy"] < lines[0]["of_copy"] < 1
 
 
 def test_shapes_are_parsed():
     assert gemm.parse_shape("7168x2048") == (7168, 2048)
 
 
-def test_quantize_bytes_and_bars():
+def test_quantize_bytes_and_thresholds():
     assert quantize.bytes_moved("quantize_1x128", 4096, 7168) == 3 * 4096 * 7168 + 4 * 4096 * 56
     assert quantize.bytes_moved("quantize_128x128", 4096, 7168) == 3 * 4096 * 7168 + 4 * 32 * 56
     at_copy = {m: quantize.bytes_moved("quantize_1x128", m, 7168) / 4.21e6 for m in (4096, 65536)}
     rows = [quantize.make_row("quantize_1x128", m, 7168, us / 0.7, 0.0) for m, us in at_copy.items()]
     rows += [quantize.make_row("quantize_1x128", m, 7168, us, 0.0) for m, us in ((1, 1.5), (64, 3.5))]
-    middle, large, small = quantize.bars(rows)
+    middle, large, small = quantize.thresholds(rows)
     assert middle.value == large.value == pytest.approx(0.7)
     assert (middle.passed, large.passed) == (True, False)
     assert (small.value, small.passed) == (3.5, False)
 
 
-def test_host_bars_take_the_worst_shape():
+def test_host_thresholds_take_the_worst_shape():
     rows = [
         {"what": "gemm", "us": 17.0},
         {"what": "gemm", "us": 26.0},
@@ -224,7 +271,7 @@ def test_host_bars_take_the_worst_shape():
         {"what": "memory", "extra_bytes": 0, "kept_bytes": 0},
         {"what": "memory", "extra_bytes": 4096, "kept_bytes": 0},
     ]
-    assert [bar.passed for bar in host.bars(rows)] == [False, True, True, False, False, True]
+    assert [one.passed for one in host.thresholds(rows)] == [False, True, True, False, False, True]
 
 
 def test_exact_values_and_error_of_quantized_operands():
@@ -246,23 +293,43 @@ def test_rounding_alone_is_no_error():
     assert operands.rounded_error(torch.tensor([1.0, 1 + 2**-7]).bfloat16(), expected) > 1e-3
 
 
-def test_stored_grouped_peers():
-    contiguous, masked = peers.grouped("grouped_contiguous"), peers.grouped("grouped_masked")
+def test_stored_grouped_baselines():
+    contiguous, masked = (baselines.cases(op) for op in grouped_gemm.OPS)
     assert (len(contiguous), len(masked)) == (15, 27)
-    assert contiguous[256, 64, 4096, 7168] == (2401.83, 400.97)  # over valid, not over padded rows
-    assert masked[6, 20, 7168, 2048] == (32.77, 113.77)
-    assert all(us > 0 and tflops > 0 for us, tflops in (*contiguous.values(), *masked.values()))
+    case = baselines.find("grouped_gemm", 256, 64, 4096, 7168)
+    assert (case.us("deep_gemm"), case.us("fp8moe"), case.expected_m) == (2398.14, 1904.99, None)
+    case = baselines.find("grouped_gemm_masked", 32, 192, 4096, 7168)
+    assert (case.us("deep_gemm"), case.expected_m) == (366.01, 230)
+    assert all(case.has_yardstick for case in contiguous) and not any(case.has_yardstick for case in masked)
 
 
-def test_stored_experts_cover_every_model_and_number_of_tokens():
-    models = peers.models()
-    assert models["dsv3"] == Model(hidden=7168, intermediate=2048, experts=256, top_k=8)
-    keys = [(name, tokens) for name in models for tokens in peers.EXPERTS_TOKENS]
-    for impl in experts.PEERS.values():
-        assert list(peers.experts(impl)) == keys
-    layer = peers.experts("transformers+deepgemm")
-    assert (layer["dsv3", 1]["graph_us"], layer["dsv3", 1]["two_gemms_us"]) == (315.25, 117.55)
-    assert all(0 < row["two_gemms_us"] < row["graph_us"] for row in layer.values())
+def test_stored_experts_cover_every_model():
+    assert MODELS["dsv3"] == Model(hidden=7168, intermediate=2048, experts=256, top_k=8)
+    keys = [(name, tokens) for name in MODELS for tokens in (1, 8, 64, 512, 8192)]
+    assert [tuple(case.sizes.values()) for case in baselines.cases("experts")] == keys
+    assert all(tokens in experts.ALL_TOKENS for _, tokens in keys)
+    layer = baselines.find("experts", "dsv3", 1)
+    assert (layer.us("transformers_deep_gemm_graph"), layer.us("deep_gemm_two_gemms")) == (278.82, 121.71)
+    for name in MODELS:
+        assert list(baselines.bf16_experts(name)) == [1, 8, 32, 128, 512, 2048, 8192]
+
+
+def test_experts_in_use_are_counted_from_the_weights_that_were_read():
+    assert [baselines.active_experts("dsv3", tokens) for tokens in (1, 8, 64, 512)] == [8, 58, 227, 256]
+    assert [baselines.active_experts("dsv3", tokens) for tokens in (32, 128, 3)] == [172, 251, None]
+    for case in baselines.cases("experts"):
+        model = MODELS[case.sizes["model"]]
+        active = baselines.active_experts(*case.sizes.values())
+        weights = 3 * model.hidden * model.intermediate * active * (1 + 4 / 128**2)
+        assert weights / case.us("weight_read_floor") / 1e6 == pytest.approx(4.2, rel=1e-3)
+    assert baselines.bf16_experts_us("dsv3", 32, 172) == 4935.82
+    assert baselines.bf16_experts_us("dsv3", 8, 58) is None  # it had 56
+
+
+def test_whole_models_are_compared_with_bfloat16():
+    speedups = baselines.whole_model_speedups()
+    assert list(speedups) == ["1", "8", "64", "prefill"]
+    assert speedups["1"] == pytest.approx(13.5 / 9.4) and speedups["prefill"] == pytest.approx(539 / 300)
 
 
 def test_random_operands_are_normal_and_have_the_layouts_of_the_quantizers():
@@ -290,17 +357,17 @@ def test_group_sizes_are_around_the_mean(case):
     assert mean_m <= 2 or len(set(sizes)) > 1
 
 
-def test_grouped_rows_compare_speed_over_valid_rows_and_small_masked_groups_by_time():
-    row = grouped_gemm.make_row(Case("grouped_gemm", 32, 256, 7168, 2048), 8000, 200.0, 201.0, 1e-5, 1)
+def test_grouped_rows_compare_times_beside_the_yardstick_of_the_same_rows():
+    case = Case("grouped_gemm", 32, 256, 7168, 2048)
+    row = grouped_gemm.make_row(case, 8000, timed(200.0), 1e-5, timed(1.1 * 170.08))
     assert row["tflops"] == pytest.approx(2 * 8000 * 7168 * 2048 / 200e-6 / 1e12)
-    assert row["vs_deep_gemm"] == pytest.approx(row["tflops"] / 976.38)
+    assert (row["vs_deep_gemm"], row["cublas_us"]) == (pytest.approx(1.1 * 254.4 / 200), 1.1 * 170.08)
     moved = 8000 * 2048 + 32 * 7168 * 2048 + 4 * 16 * (8000 + 32 * 56) + 2 * 8000 * 7168
     assert row["gbps"] == pytest.approx(moved / 200e-6 / 1e9)
-    large = grouped_gemm.make_row(Case("grouped_gemm_masked", 32, 192, 7168, 2048), 6000, 200.0, 201.0, 1e-5, 1)
-    assert large["vs_deep_gemm"] == pytest.approx(large["tflops"] / 858.04)
-    few = grouped_gemm.make_row(Case("grouped_gemm_masked", 6, 20, 7168, 2048), 120, 30.0, 31.0, 1e-5, 1)
-    assert few["vs_deep_gemm"] == pytest.approx(32.77 / 30)
-    assert grouped_gemm.make_row(Case("grouped_gemm", 3, 5, 8, 16), 15, 1.0, 1.0, 0.0, 1)["vs_deep_gemm"] is None
+    masked = grouped_gemm.make_row(Case("grouped_gemm_masked", 6, 20, 7168, 2048, 24), 120, timed(30.0), 1e-5)
+    assert masked["vs_deep_gemm"] == pytest.approx(31.81 / 30)
+    assert (masked["expected_m"], masked["cublas_us"]) == (24, None)
+    assert grouped_gemm.make_row(Case("grouped_gemm", 3, 5, 8, 16), 15, timed(1.0), 0.0)["vs_deep_gemm"] is None
 
 
 def grouped_rows(ratio):
@@ -308,28 +375,28 @@ def grouped_rows(ratio):
     found = []
     for case in grouped_gemm.stored_cases():
         rows = sum(grouped_gemm.group_sizes(case.groups, case.mean_m))
-        unit = grouped_gemm.make_row(case, rows, 1.0, 1.0, 1e-5, 1)["vs_deep_gemm"]
-        us = unit / ratio(case)
-        found.append(grouped_gemm.make_row(case, rows, us, us, 1e-5, 1))
+        yardstick = timed(100.0) if case.baseline.has_yardstick else None
+        us = case.baseline.over(1.0, yardstick_us=yardstick and 100.0) / ratio(case)
+        found.append(grouped_gemm.make_row(case, rows, timed(us), 1e-5, yardstick))
     return found
 
 
-def test_grouped_bars():
+def test_grouped_thresholds():
     rows = grouped_rows(lambda case: 1.2 if case.op == "grouped_gemm" else 1.1)
-    bars = grouped_gemm.bars(rows)
-    assert [bar.value for bar in bars] == pytest.approx([1.2, 1.2, 1.2, 1.1, 1.1, 1e-5])
-    assert all(bar.passed for bar in bars)
-    slow = Case("grouped_gemm_masked", 256, 2, 7168, 2048)
+    thresholds = grouped_gemm.thresholds(rows)
+    assert [one.value for one in thresholds] == pytest.approx([1.2, 1.2, 1.2, 1.1, 1.1, 1e-5])
+    assert all(one.passed for one in thresholds)
+    slow = Case("grouped_gemm_masked", 256, 2, 7168, 2048, 2)
     rows = grouped_rows(lambda case: 0.9 if case == slow else 1.2)
-    assert [bar.name for bar in grouped_gemm.bars(rows) if not bar.passed] == ["grouped_gemm_masked, least"]
+    assert [one.name for one in grouped_gemm.thresholds(rows) if not one.passed] == ["grouped_gemm_masked, least"]
 
 
-def test_grouped_bars_need_every_case():
+def test_grouped_thresholds_need_every_case():
     rows = [row for row in grouped_rows(lambda case: 1.5) if (row["groups"], row["n"]) != (8, 6144)]
-    names = [bar.name for bar in grouped_gemm.bars(rows)]
+    names = [one.name for one in grouped_gemm.thresholds(rows)]
     assert not any(name.startswith("grouped_gemm, 4 and 8") for name in names)
     assert any(name.startswith("grouped_gemm, 32") for name in names)
-    assert grouped_gemm.bars([]) == []
+    assert grouped_gemm.thresholds([]) == []
 
 
 def test_grouped_summary_has_a_line_for_each_kind_of_groups():
@@ -362,10 +429,10 @@ def test_grouped_benchmark_checks_and_times_its_cases(small_rooms):
         sum(grouped_gemm.group_sizes(5, 4)),
     ]
     assert all(row["error"] <= 3e-4 for row in result["rows"])
-    assert [bar["passed"] for bar in result["bars"]] == [True]
+    assert [one["passed"] for one in result["thresholds"]] == [True]
 
 
-@pytest.mark.parametrize("op", grouped_gemm.PEER_OPS)
+@pytest.mark.parametrize("op", grouped_gemm.OPS)
 def test_wrong_grouped_results_are_not_timed(small_rooms, monkeypatch, op):
     case, real = Case(op, 5, 4, 136, 272), getattr(grouped_gemm, op)
 
@@ -411,15 +478,16 @@ def measurement(graph_us, host_us=100.0, extra_bytes=1):
 def experts_rows(speedup, skew=1.0):
     """Rows in which our layer takes the time of DeepGEMM's two GEMMs divided by `speedup(model, tokens)`."""
     rows = []
-    for (name, tokens), peer in peers.experts("transformers+deepgemm").items():
-        us = peer["two_gemms_us"] / speedup(name, tokens)
-        model = peers.models()[name]
-        host_us = 100.0 + tokens / 128 if tokens <= 128 else None
+    for case in baselines.cases("experts"):
+        name, tokens = case.sizes.values()
+        us = case.us("deep_gemm_two_gemms") / speedup(name, tokens)
+        model = MODELS[name]
+        host_us = 100.0 + tokens / 64 if tokens <= 128 else None
         measured = measurement(us, host_us, experts.documented_bytes(model, tokens))
         rows.append(experts.make_row(name, model, tokens, "random", measured))
-        if (name, tokens) == experts.BALANCE:
-            rows.append(experts.make_row(name, model, tokens, "even", measurement(us, None)))
-            rows.append(experts.make_row(name, model, tokens, "skewed", measurement(skew * us, None)))
+    name, tokens = experts.BALANCE
+    for routing, us in (("even", 1400.0), ("skewed", skew * 1400.0)):
+        rows.append(experts.make_row(name, MODELS[name], tokens, routing, measurement(us, None)))
     return rows
 
 
@@ -427,9 +495,9 @@ ERRORS = {"cuda": 2.3e-3, "cuda, own activations": 1.7e-3, "reference, own activ
 
 
 def test_experts_rows_hold_ratios_and_stages():
-    row = experts.make_row("dsv3", peers.models()["dsv3"], 1, "random", measurement(100.0))
-    assert row["vs_two_gemms"] == pytest.approx(1.1755)
-    assert row["vs_deep_gemm"] == pytest.approx(3.1525)
+    row = experts.make_row("dsv3", MODELS["dsv3"], 1, "random", measurement(100.0))
+    assert row["vs_two_gemms"] == pytest.approx(1.2171)
+    assert row["vs_deep_gemm"] == pytest.approx(2.7882)
     assert row["vs_bf16"] == pytest.approx(4.1599)
     assert sum(row[f"{stage}_us"] for stage in experts.STAGES) == pytest.approx(100)
     assert row["tflops"] == pytest.approx(6 * 8 * 7168 * 2048 / 100e-6 / 1e12)
@@ -437,46 +505,48 @@ def test_experts_rows_hold_ratios_and_stages():
         name, tokens, routing = other
         unknown = experts.make_row(name, TINY, tokens, routing, measurement(1.0))
         assert unknown["vs_two_gemms"] is unknown["vs_deep_gemm"] is unknown["vs_bf16"] is None
+    only_bf16 = experts.make_row("dsv3", MODELS["dsv3"], 32, "random", measurement(100.0)._replace(active_experts=172))
+    assert (only_bf16["vs_two_gemms"], only_bf16["vs_bf16"]) == (None, pytest.approx(49.3582))
 
 
-def test_experts_bars():
-    bars = experts.bars(experts_rows(lambda name, tokens: 1.2, skew=1.1), ERRORS)
-    values = [bar.value for bar in bars]
+def test_experts_thresholds():
+    thresholds = experts.thresholds(experts_rows(lambda name, tokens: 1.2, skew=1.1), ERRORS)
+    values = [one.value for one in thresholds]
     assert values[0] == pytest.approx(1.2)
     assert values[1] > 1.2
-    assert values[2:] == pytest.approx([101.0, 117.55 / 1.2, 1.1, 1.0, 2.3e-3, 1.0])
-    assert all(bar.passed for bar in bars)
+    assert values[2:] == pytest.approx([101.0, 121.71 / 1.2, 1.1, 1.0, 2.3e-3, 1.0])
+    assert all(one.passed for one in thresholds)
     rows = experts_rows(lambda name, tokens: 0.99, skew=1.2)
-    rows[0]["host_us"], rows[-1]["extra_bytes"] = 181.0, 2 * rows[-1]["documented_bytes"]
-    missed = [bar.passed for bar in experts.bars(rows, ERRORS | {"cuda, own activations": 1.9e-3})]
+    rows[0]["host_us"], rows[4]["extra_bytes"] = 181.0, 2 * rows[4]["documented_bytes"]
+    missed = [one.passed for one in experts.thresholds(rows, ERRORS | {"cuda, own activations": 1.9e-3})]
     assert missed == [False, True, False, False, False, False, True, False]
 
 
-def test_experts_bars_need_every_case():
+def test_experts_thresholds_need_every_case():
     rows = [row for row in experts_rows(lambda *_: 1.5, skew=1.0) if row["tokens"] not in (1, 2048, 8192)]
-    assert [bar.name for bar in experts.bars(rows, ERRORS)] == [
+    assert [one.name for one in experts.thresholds(rows, ERRORS)] == [
         "experts, CPU time of an eager call, 1 to 128 tokens, slowest",
         "experts, layer error against float64",
         "experts, layer error over its own quantized activations / the reference backend's",
     ]
-    assert [bar.passed for bar in experts.bars([], dict.fromkeys(ERRORS, math.nan))] == [False, False]
+    assert [one.passed for one in experts.thresholds([], dict.fromkeys(ERRORS, math.nan))] == [False, False]
 
 
-def test_routing_has_distinct_experts_and_as_many_in_use_as_the_peers():
-    for name, tokens in (("qwen3_30b", 8), ("dsv3", 8), ("dsv3_ep8", 1)):
-        model = peers.models()[name]
+def test_routing_has_distinct_experts_and_as_many_in_use_as_in_the_baselines():
+    for name, tokens in ((name, tokens) for name in MODELS for tokens in (1, 8, 32, 64, 128)):
+        model = MODELS[name]
         (index,) = experts.routings(name, model, tokens).values()
         assert torch.equal(index, experts.routings(name, model, tokens)["random"])
         assert index.shape == (tokens, 8) and index.max() < model.experts
         assert all(len(set(row)) == 8 for row in index.tolist())
-        assert len(index.unique()) == peers.experts("transformers+deepgemm")[name, tokens]["active_experts"]
+        assert len(index.unique()) == baselines.active_experts(name, tokens)
     with pytest.raises(RuntimeError, match="9 experts in use"):
         experts.route(TINY, 4, 9)
 
 
 def test_even_and_skewed_routing():
     name, tokens = experts.BALANCE
-    found = experts.routings(name, peers.models()[name], tokens)
+    found = experts.routings(name, MODELS[name], tokens)
     assert set(found) == {"random", "even", "skewed"}
     even, skewed = (found[kind].flatten().bincount(minlength=32) for kind in ("even", "skewed"))
     assert (even == 512).all()
@@ -528,18 +598,17 @@ def test_experts_benchmark_measures_every_case(monkeypatch):
     assert all((row["graph_us"], row["gemm1_us"], row["extra_bytes"]) == (6.0, 1.0, 7) for row in result["rows"])
     assert result["errors"]["cuda"] <= experts.MAX_ERROR
     assert result["errors"]["cuda, own activations"] == result["errors"]["reference, own activations"]
-    names = {bar["name"]: bar["passed"] for bar in result["bars"]}
+    names = {one["name"]: one["passed"] for one in result["thresholds"]}
     assert names["experts, dsv3_ep8, 2048 tokens, 60% of the rows to one expert / even routing"]
 
 
 def test_stored_weight_gradients():
-    stored = peers.grouped_k()
-    assert len(stored) == 4
-    assert stored[16, 7168, 2048, 37376] == (1189.61, 922.46)
+    assert len(training.stored_cases()) == 4
+    assert baselines.find("grouped_gemm_k", 16, 7168, 2048, 35200).us("fp8moe_accumulating") == 1260.35
 
 
 @pytest.mark.parametrize("case", training.stored_cases())
-def test_groups_of_weight_gradients_have_the_peers_sum(case):
+def test_groups_of_weight_gradients_have_the_baselines_sum(case):
     offsets = training.group_offsets(case)
     sizes = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
     assert (len(sizes), offsets[0], offsets[-1]) == (case.groups, 0, case.total_k)
@@ -558,19 +627,20 @@ def passes(speedup, kept_ratio):
 
 def training_rows(speedup=1.3, kept_ratio=0.4):
     rows = [
-        training.make_gemm_row(case, (us := peer.us / speedup), us, 1.1 * us, 1e-5)
-        for case, peer in zip(training.stored_cases(), peers.grouped_k().values(), strict=True)
+        training.make_gemm_row(training.Case(**case.sizes), 0.9 * us, us, us, 1e-5)
+        for case in baselines.cases("grouped_gemm_k")
+        for us in [case.us("deep_gemm") / speedup]
     ]
-    size = {"model": training.MODEL, **peers.models()[training.MODEL]._asdict(), "tokens": training.TOKENS}
+    size = {"model": training.MODEL, **MODELS[training.MODEL]._asdict(), "tokens": training.TOKENS}
     rows += training.make_pass_rows("experts", size, passes(2 * speedup, kept_ratio))
     size = dict(zip(("rows", "out_features", "in_features"), training.LINEAR, strict=True))
     return rows + training.make_pass_rows("linear", size, passes(1.2 * speedup, kept_ratio))
 
 
 def test_training_rows_hold_rates_and_ratios():
-    product = training.make_gemm_row(training.Case(8, 4096, 7168, 34176), 1992.02 / 1.2, 0.0, 0.0, 1e-5)
-    assert product["vs_deep_gemm"] == pytest.approx(1.2)
-    assert product["tflops"] == pytest.approx(1.2 * 1007.43, rel=1e-3)
+    product = training.make_gemm_row(training.Case(8, 4096, 7168, 36864), 1800.0, 0.0, 2224.68 / 1.2, 1e-5)
+    assert product["vs_deep_gemm"] == pytest.approx(1.2)  # both add to what is there
+    assert product["tflops"] == pytest.approx(2 * 4096 * 7168 * 36864 / 1800e-6 / 1e12)
     assert training.make_gemm_row(training.Case(1, 8, 8, 128), 1.0, 1.0, 1.0, 0.0)["vs_deep_gemm"] is None
     bf16, ours, with_bf16_master = training.make_pass_rows("linear", {"rows": 8}, passes(2.2, 0.4))
     assert (bf16["impl"], bf16["master"], bf16["speedup"], bf16["kept_ratio"]) == ("bf16", None, 1.0, 1.0)
@@ -579,19 +649,19 @@ def test_training_rows_hold_rates_and_ratios():
     assert with_bf16_master["speedup"] == pytest.approx(2.0)
 
 
-def test_training_bars():
-    bars = training.bars(training_rows())
-    assert [bar.value for bar in bars] == pytest.approx([1.3, 1e-5, 2.6 / 1.1, 0.4, 1.56 / 1.1])
-    assert all(bar.passed for bar in bars)
-    slow = training.bars(training_rows(speedup=0.9, kept_ratio=0.7))
-    assert [bar.passed for bar in slow] == [False, True, False, False, False]
+def test_training_thresholds():
+    thresholds = training.thresholds(training_rows())
+    assert [one.value for one in thresholds] == pytest.approx([1.3, 1e-5, 2.6 / 1.1, 0.4, 1.56 / 1.1])
+    assert all(one.passed for one in thresholds)
+    slow = training.thresholds(training_rows(speedup=0.9, kept_ratio=0.7))
+    assert [one.passed for one in slow] == [False, True, False, False, False]
 
 
-def test_training_bars_need_their_cases():
-    assert training.bars([]) == []
+def test_training_thresholds_need_their_cases():
+    assert training.thresholds([]) == []
     rows = [row | {"n": 8} if row.get("groups") == 16 else row for row in training_rows()]
     rows = [row | {"tokens": 1} if row["what"] == "experts" else row for row in rows]
-    names = [bar.name.split(",")[0] for bar in training.bars(rows)]
+    names = [one.name.split(",")[0] for one in training.thresholds(rows)]
     assert [name.split()[0] for name in names] == ["grouped_gemm_k", "FP8Linear"]
 
 
@@ -634,23 +704,12 @@ def test_training_passes_are_compared_with_bfloat16(monkeypatch):
         training.run_linear(33, 136, 272, device="cpu")
 
 
-def test_stored_index_scores_are_whole_and_their_work_is_the_peers():
+def test_stored_index_scores_are_those_of_the_baselines():
     prefills, batches = mqa.stored_prefills(), mqa.stored_batches()
     assert (len(prefills), len(batches)) == (3, 6)
-    assert peers.mqa()[prefills[0]] == 222.58
-    for row in peers.load()["rows"]:
-        if row["op"] == "mqa_logits":
-            case = Prefill(*(row[field] for field in Prefill._fields))
-            assert case in prefills
-            flops, _ = mqa_cases.prefill_work(case, True)
-            assert flops / row["us"] / 1e6 == pytest.approx(row["tflops"], rel=1e-4)
-        elif row["op"] == "paged_mqa_logits":
-            batch = Batch(
-                (row["context"],) * row["batch"], row["next_n"], row["heads"], row["head_dim"], row["context"]
-            )
-            assert batch in batches
-            moved = mqa_cases.paged_work(batch)[1] - row["batch"] * row["next_n"] * row["heads"] * row["head_dim"]
-            assert moved / row["us"] / 1e3 == pytest.approx(row["gbps"], rel=1e-3)  # the peer does not count queries
+    assert prefills[0] == Prefill(2048, 8192, 64, 128)
+    assert batches[1] == Batch((8192,) * 64, 2, 64, 128, 8192)
+    assert baselines.find("mqa_logits", 2048, 8192).us("deep_gemm_no_fill") == 223.2
 
 
 def test_work_of_index_scores_counts_what_each_query_sees():
@@ -670,16 +729,14 @@ def test_uneven_batches_have_as_many_tokens_as_even_ones():
     assert mqa.EVEN in mqa.stored_batches()
 
 
-def timed(us):
-    return timing.Timing((us,), ("kernel",))
-
-
 def mqa_rows(speedup=1.2, over_bytes=1.1, error=3e-4, overlap=0.97):
     """Rows in which every stored case takes DeepGEMM's time divided by `speedup`."""
     rows = []
-    for case, us in peers.mqa().items():
-        rows += [mqa.make_prefill_row(Prefill(*case), fill, timed(us / speedup), error) for fill in (True, False)]
-    us = {batch: us / speedup for batch, us in zip(mqa.stored_batches(), peers.paged_mqa().values(), strict=True)}
+    for prefill, case in zip(mqa.stored_prefills(), baselines.cases("mqa_logits"), strict=True):
+        for fill, name in ((True, "deep_gemm"), (False, "deep_gemm_no_fill")):
+            rows.append(mqa.make_prefill_row(prefill, fill, timed(case.us(name) / speedup), error))
+    pairs = zip(mqa.stored_batches(), baselines.cases("paged_mqa_logits"), strict=True)
+    us = {batch: case.us("deep_gemm") / speedup for batch, case in pairs}
     even_us, even_bytes = us[mqa.EVEN], mqa_cases.paged_work(mqa.EVEN)[1]
     for batch in mqa.uneven_batches():
         us[batch] = over_bytes * mqa_cases.paged_work(batch)[1] / even_bytes * even_us
@@ -692,13 +749,15 @@ def test_mqa_rows_hold_rates_and_ratios():
     case = Prefill(2048, 8192, 64, 128)
     row = mqa.make_prefill_row(case, True, timed(200.0), 1e-4)
     flops = 2 * 64 * 128 * (2048 * 6145 + 2048 * 2047 // 2)
-    assert row["vs_deep_gemm"] == pytest.approx(222.58 / 200)
+    assert row["vs_deep_gemm"] == pytest.approx(229.62 / 200)
+    assert mqa.make_prefill_row(case, False, timed(200.0), 1e-4)["vs_deep_gemm"] == pytest.approx(223.2 / 200)
+    assert mqa.make_prefill_row(case._replace(heads=32), True, timed(200.0), 1e-4)["vs_deep_gemm"] is None
     assert row["tflops"] == pytest.approx(flops / 200e-6 / 1e12)
     assert row["floor_us"] == pytest.approx(flops / 1490e12 * 1e6)  # the tensor cores
     assert mqa.make_prefill_row(Prefill(1, 2, 64, 128), True, timed(1.0), 0.0)["vs_deep_gemm"] is None
     row = mqa.make_paged_row(mqa.EVEN, timed(20.0), 1e-4)
     moved = 64 * 8192 * (132 + 4) + 64 * 64 * 128
-    assert row["vs_deep_gemm"] == pytest.approx(26.0 / 20)
+    assert row["vs_deep_gemm"] == pytest.approx(26.08 / 20)
     assert row["gbps"] == pytest.approx(moved / 20e-6 / 1e9)
     assert row["floor_us"] == pytest.approx(moved / 4.21e12 * 1e6)  # the memory
     assert (row["batch"], row["context"], row["tokens"], row["next_n"]) == (64, 8192, 64 * 8192, 1)
@@ -716,20 +775,20 @@ def test_uneven_rows_compare_with_the_bandwidth_of_even_contexts_and_with_the_sa
     assert (bare["over_bytes"], bare["over_even"]) == pytest.approx((12 / bare["bytes_us"], 1.2))
 
 
-def test_mqa_bars():
-    bars = mqa.bars(mqa_rows())
-    assert [bar.value for bar in bars] == pytest.approx([1.2, 1.2, 1.1, 1.1, 3e-4, 0.97])
-    assert all(bar.passed for bar in bars)
-    missed = mqa.bars(mqa_rows(speedup=0.99, over_bytes=1.4, error=2e-3, overlap=0.92))
-    assert len(missed) == 6 and not any(bar.passed for bar in missed)
+def test_mqa_thresholds():
+    thresholds = mqa.thresholds(mqa_rows())
+    assert [one.value for one in thresholds] == pytest.approx([1.2, 1.2, 1.1, 1.1, 3e-4, 0.97])
+    assert all(one.passed for one in thresholds)
+    missed = mqa.thresholds(mqa_rows(speedup=0.99, over_bytes=1.4, error=2e-3, overlap=0.92))
+    assert len(missed) == 6 and not any(one.passed for one in missed)
 
 
-def test_mqa_bars_need_every_case():
+def test_mqa_thresholds_need_every_case():
     rows = [row for row in mqa_rows() if row.get("kv_tokens") != 65536 and row.get("next_n") != 2]
-    names = [bar.name for bar in mqa.bars(rows)]
+    names = [one.name for one in mqa.thresholds(rows)]
     assert not any("shapes" in name for name in names)
     assert len(names) == 4
-    assert mqa.bars([]) == []
+    assert mqa.thresholds([]) == []
 
 
 @pytest.fixture
@@ -825,34 +884,25 @@ def quantize_rows():
     return [quantize.make_row(op, m, 7168, 2.0 + m / 100, 0.0) for op, m in sizes]
 
 
-def test_pictures_are_drawn_of_what_there_is(tmp_path):
+def test_pictures_are_drawn_of_the_baselines_and_of_what_there_is(tmp_path):
     benchmarks = {
-        "gemm": {"rows": gemm_rows(lambda *_: 1.1)},
         "quantize": {"rows": quantize_rows()},
-        "grouped_gemm": {"rows": grouped_rows(lambda case: 1 + case.n / 40960)},
         "experts": {"rows": experts_rows(lambda name, tokens: 1.1)},
         "training": {"rows": training_rows()},
-        "mqa": {"rows": mqa_rows()},
     }
     write_json(tmp_path / "new.json", {"benchmarks": benchmarks})
     plots.main(["--results", str(tmp_path / "new.json"), "--out", str(tmp_path / "new")])
-    assert {path.stem for path in (tmp_path / "new").glob("*.png")} == set(benchmarks)
-    older = {"gemm": {"error": "wrong result"}, "quantize": benchmarks["quantize"]}
+    assert {path.stem for path in (tmp_path / "new").glob("*.png")} == {*plots.OF_BASELINES, *plots.OF_RESULTS}
+    older = {"experts": {"error": "wrong result"}, "quantize": benchmarks["quantize"]}
     write_json(tmp_path / "old.json", {"benchmarks": older})
     plots.main(["--results", str(tmp_path / "old.json"), "--out", str(tmp_path / "old")])
-    assert [path.name for path in (tmp_path / "old").iterdir()] == ["quantize.png"]
+    assert {path.stem for path in (tmp_path / "old").iterdir()} == {*plots.OF_BASELINES, "quantize"}
 
 
 def test_results_are_read_from_a_directory(tmp_path):
     write_json(tmp_path / "experts.json", {"rows": [1]})
     assert plots.load(tmp_path, "experts") == [1]
     assert plots.load(tmp_path, "gemm") == []
-
-
-def test_pictures_of_cases_without_a_peer(tmp_path):
-    rows = [experts.make_row("tiny", TINY, tokens, "random", measurement(5.0)) for tokens in (1, 3)]
-    plots.draw_experts(rows, tmp_path / "experts.png")
-    assert (tmp_path / "experts.png").stat().st_size > 0
 
 
 def test_chosen_parts_are_run_written_and_shown(monkeypatch, tmp_path, capsys):
@@ -862,20 +912,23 @@ def test_chosen_parts_are_run_written_and_shown(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "start", lambda: "a GPU")
     mqa.main(["--only", "paged_mqa_logits", "--out", str(tmp_path / "new")])
     result = json.loads((tmp_path / "new/mqa.json").read_text())
-    assert list(result) == ["gpu", "rows", "bars"]
+    assert list(result) == ["gpu", "rows", "thresholds"]
     assert (result["gpu"], result["rows"]) == ("a GPU", [made["uneven"], made["overlap"]])
-    assert [bar["passed"] for bar in result["bars"]] == [True, False]
+    assert [one["passed"] for one in result["thresholds"]] == [True, False]
     blocks = capsys.readouterr().out.split("\n\n")
     assert [block.splitlines()[0] for block in blocks[:2]] == ["uneven", "overlap"] and "MISS" in blocks[2]
 
 
 @pytest.mark.parametrize("benchmark", [gemm, grouped_gemm, experts])
-def test_rows_means_and_bars_are_shown(monkeypatch, tmp_path, capsys, benchmark):
+def test_rows_means_and_thresholds_are_shown(monkeypatch, tmp_path, capsys, benchmark):
     name = benchmark.__name__.removeprefix("benchmarks.")
     rows = {"gemm": gemm_rows, "grouped_gemm": grouped_rows, "experts": experts_rows}[name](lambda *_: 1.5)
     monkeypatch.setattr(benchmark, "run", lambda *_: command.result("a GPU", rows, [], more=1))
     benchmark.main(["--out", str(tmp_path)])
-    assert json.loads((tmp_path / f"{name}.json").read_text()) == {"gpu": "a GPU", "rows": rows, "more": 1, "bars": []}
-    table, means, bars = capsys.readouterr().out.split("\n\n")
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == {
+        **{"gpu": "a GPU", "rows": rows},
+        **{"more": 1, "thresholds": []},
+    }
+    table, means, thresholds = capsys.readouterr().out.split("\n\n")
     assert len(table.splitlines()) == 1 + len(rows) and len(means.splitlines()) < len(rows)
-    assert bars == "no bar applies to these rows\n"
+    assert thresholds == "no threshold applies to these rows\n"

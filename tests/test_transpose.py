@@ -255,7 +255,7 @@ def test_every_variant_compiles_without_spills(dtype, vector, weighted):
 # ---- benchmark ----
 
 
-def test_benchmark_counts_bytes_and_sets_bars():
+def test_benchmark_counts_bytes_and_sets_thresholds():
     plain = benchmark.bytes_moved(65536, 7168, 65536)
     assert plain == 4 * 65536 * 7168 + 2 * 4 * 65536 * 56
     assert benchmark.bytes_moved(65536, 7168, 65664) == plain + 128 * 7168 + 4 * 7168
@@ -265,7 +265,7 @@ def test_benchmark_counts_bytes_and_sets_bars():
         for name, share in (("one group", 0.8), ("gather", 0.7), ("swiglu", 0.1))
     )
     assert fast["of_copy"] == fast["of_copy_once"] == pytest.approx(0.8, rel=1e-3)
-    assert [bar.passed for bar in benchmark.bars([fast, slow, other])] == [True, False]
+    assert [one.passed for one in benchmark.thresholds([fast, slow, other])] == [True, False]
     gathered = benchmark.make_row("gather", 65536, 7168, 65536, us, 0.0, unique=0.25)
     assert gathered["of_copy"] == pytest.approx(1.0, rel=1e-3)
     assert gathered["of_copy_once"] == pytest.approx((plain - 1.75 * 65536 * 7168) / plain, rel=1e-3)

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.baselines import DENSE_M, DENSE_SHAPES
 from benchmarks.operands import rounded_error
-from benchmarks.peers import DENSE_M, DENSE_SHAPES
 from fp8moe.kernels.gemm import config as gemm_config
 from fp8moe.kernels.gemm import plan as gemm_cuda
 from fp8moe.kernels.gemm.dense import gemm
