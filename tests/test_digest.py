@@ -1,34 +1,24 @@
-"""The digest of the kernels' sources, and the stored validation that must carry it."""
+"""The digest of what the GPU runs, and the stored validation that must carry it."""
 
+import ast
+import dataclasses
 import json
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.digest import DIRECTORIES, digest, normalize_cuda, normalize_python
+from fp8moe.runtime import jit
+from tools.digest import digest, fingerprint, normalize_cuda, normalize_unit
 from tools.validate import problems
 
 ROOT = Path(__file__).resolve().parent.parent
-
-PYTHON = '''\
-"""Module docstring."""
-
-import os  # a comment
-
-
-def f(x, *, y=1):
-    """Docstring
-    of two lines."""
-    # comment
-    text = "# not a comment"
-    if x:
-        return f"{x!r:>{y}} {os.sep}" + text
-
-    return """a string
-that is not a docstring"""
-'''
 
 CUDA = r"""
 #include "ptx.cuh"
@@ -40,52 +30,6 @@ __global__ void f(float* out /* result */, int n) {
   asm volatile("{ // kept\n add.f32 %0, %1; }" ::: "memory");
 }
 """
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"""Module docstring."""', '"""Another."""'),
-        ('"""Module docstring."""\n', ""),
-        ("  # a comment", ""),
-        ("    # comment\n", "    # é another\n    # more\n"),
-        ('    """Docstring\n    of two lines."""\n', ""),
-        ("Docstring\n", "Docstring, longer\n\n"),
-        ("\n\n\n", "\n"),
-        ("    if x:\n        return", "    if x:\n     return"),
-        ("(x, *, y=1)", "(\n    x,  # note\n    *, y = 1)"),
-    ],
-)
-def test_python_text_that_does_not_count(old, new):
-    assert old in PYTHON
-    assert normalize_python(PYTHON.replace(old, new, 1)) == normalize_python(PYTHON)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("y=1", "y=2"),
-        ("# not a comment", "# not a note"),
-        ("{x!r:>{y}} ", "{x!r:>{y}}"),
-        ("a string\n", "a  string\n"),
-        ("\n    return", "\n        return"),
-        ("import os", "import os, sys"),
-        ("text\n\n", "text * 2\n\n"),
-    ],
-)
-def test_python_text_that_counts(old, new):
-    assert old in PYTHON
-    assert normalize_python(PYTHON.replace(old, new, 1)) != normalize_python(PYTHON)
-
-
-def test_only_the_first_string_of_a_body_is_a_docstring():
-    assert normalize_python('x = 1\n"one"\n') != normalize_python('x = 1\n"two"\n')
-    assert normalize_python('def f(): "one"; return 1\n') == normalize_python('def f(): "two"; return 1\n')
-
-
-def test_nested_format_strings_are_taken_whole():
-    text = "x = f'{a:{b}} # {c}'  # note\n"
-    assert "f'{a:{b}} # {c}'" in normalize_python(text).split("\n")
 
 
 @pytest.mark.parametrize(
@@ -129,38 +73,223 @@ def test_cuda_white_space_and_comments_between_tokens_never_count(tokens):
     assert normalize_cuda(" // x\n".join(tokens)) == expected
 
 
-@pytest.fixture
-def tree(tmp_path):
-    for directory in DIRECTORIES:
-        (tmp_path / directory).mkdir(parents=True)
-    (tmp_path / "fp8moe/cuda/a.cu").write_text(CUDA)
-    (tmp_path / "fp8moe/kernels/b.py").write_text(PYTHON)
-    (tmp_path / "fp8moe/quant/c.py").write_text("x = 1\n")
-    return tmp_path
+def test_where_lines_come_from_does_not_count():
+    unit = f'#define N 1\nint a;\n#line 1 "x.cu"\n{CUDA}\n#line 3 "y.cuh"\nint z;\n'
+    assert normalize_unit(unit) == normalize_cuda(f"#define N 1\nint a;\n{CUDA}\nint z;\n")
+    assert normalize_unit(unit) == normalize_unit(unit.replace("y.cuh", "other.cuh").replace("#line 3", " # line 30"))
+    assert normalize_unit(unit) != normalize_unit(unit.replace("N 1", "N 2"))
 
 
-def test_digest_ignores_other_files_and_sees_names_and_contents(tree):
-    first = digest(tree)
-    (tree / "fp8moe/quant/__pycache__").mkdir()
-    (tree / "fp8moe/quant/__pycache__/c.pyc").write_bytes(b"\0")
-    (tree / "fp8moe/other.py").write_text("y = 2\n")
-    (tree / "fp8moe/quant/c.py").write_text("x  =  1  # one\n")
-    assert digest(tree) == first
-    (tree / "fp8moe/quant/c.py").write_text("x = 2\n")
-    second = digest(tree)
-    (tree / "fp8moe/quant/c.py").rename(tree / "fp8moe/quant/d.py")
-    assert len({first, second, digest(tree)}) == 3
+# Each tree in a process of its own that has PyTorch already: the digest of every STEP-th call. With STEP 1 more of it.
+RECORD = """
+import json, os, sys
+import torch
+step = int(sys.argv[1])
+for tree in sys.argv[2:]:
+    child = os.fork()
+    if child:
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"no digest of {tree}")
+        continue
+    sys.path.insert(0, tree)
+    import fp8moe
+    from tools import digest, launches, variants
+    assert fp8moe.__file__.startswith(tree) and digest.__file__.startswith(tree)
+    recorder = launches.Recorder()
+    with torch.autograd.profiler.profile(enabled=step == 1) as profile:
+        for i, call in enumerate(variants.all_calls(launches.Untouched())):
+            if i % step == 0:
+                recorder.record(call)
+    kernels = [[spec.source, spec.name, spec.defines, spec.prelude] for spec in recorder.kernels]
+    operators = [event.key for event in profile.key_averages()] if step == 1 else []
+    found = {"digest": digest.fingerprint(recorder.calls, recorder.kernels)}
+    if step == 1:
+        found |= {"calls": recorder.calls, "kernels": kernels, "operators": operators}
+    with open(os.path.join(tree, "digest.json"), "w") as file:
+        json.dump(found, file)
+    os._exit(0)
+"""
 
 
-def test_digest_without_sources_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="source checkout"):
+def record(step, *trees):
+    command = [sys.executable, "-c", RECORD, str(step), *map(str, trees)]
+    done = subprocess.run(command, cwd=trees[0], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((tree / "digest.json").read_text()) for tree in trees]
+
+
+def copy_tree(path):
+    for name in ("fp8moe", "tools", "benchmarks"):
+        shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return record(1, copy_tree(tmp_path_factory.mktemp("tree")))[0]
+
+
+@pytest.fixture(scope="module")
+def kernels(recorded):
+    return [
+        jit.KernelSpec(source, name, tuple(map(tuple, defines)), prelude)
+        for source, name, defines, prelude in recorded["kernels"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_of_each(kernels):
+    """A kernel of each source."""
+    return list({spec.source: spec for spec in kernels}.values())
+
+
+@pytest.fixture(scope="module")
+def now():
+    return digest(ROOT)
+
+
+def test_equal_in_every_process(recorded, kernels, now):
+    assert recorded["digest"] == fingerprint(recorded["calls"], kernels) == now
+
+
+def test_every_source_is_covered(kernels):
+    directory = ROOT / "fp8moe/cuda"
+    assert {spec.source for spec in kernels} == {path.name for path in directory.glob("*.cu")}
+    units = "".join(map(jit.full_source, {spec.source: spec for spec in kernels}.values()))
+    headers = {path.name for path in directory.glob("*.cuh")}
+    assert set(re.findall(r'^#line 1 "(.*\.cuh)"', units, re.MULTILINE)) == headers
+
+
+def test_every_operator_is_covered(recorded):
+    defined = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fp8moe::")}
+    # One raises, the other is that of compiled graphs and quantizes as eager code does.
+    assert defined - set(recorded["operators"]) == {"fp8moe::no_backward", "fp8moe::quantized_master"}
+
+
+def test_calls_launch_what_they_are_made_for(recorded):
+    assert all(recorded["calls"])
+    launched = [launch for launches in recorded["calls"] for launch in launches]
+    assert len(launched) > len(recorded["calls"])
+    assert {launch["kernel"] for launch in launched} == set(range(len(recorded["kernels"])))
+    # Clusters, programmatic dependent launch and tensor maps are among it.
+    assert any(launch["attributes"] for launch in launched)
+    assert any(argument[0] == "tensor map" for launch in launched for argument in launch["arguments"])
+    text = json.dumps(recorded["calls"])
+    assert "0x" not in text and "torch" not in text
+
+
+@pytest.mark.parametrize("field", ["grid", "block", "shared", "attributes", "arguments"])
+def test_what_is_launched_counts(recorded, one_of_each, field):
+    before = fingerprint(recorded["calls"], one_of_each)
+    calls = json.loads(json.dumps(recorded["calls"]))
+    calls[-1][-1][field] = 7
+    assert fingerprint(calls, one_of_each) != before
+
+
+def test_defines_prelude_name_and_options_count(one_of_each, monkeypatch):
+    spec = one_of_each[0]
+    changes = ({"defines": (*spec.defines, ("MORE", 1))}, {"prelude": f"{spec.prelude}int more;"}, {"name": "other"})
+    changed = [dataclasses.replace(spec, **change) for change in changes]
+    before = {fingerprint([], [one]) for one in (spec, *changed)}
+    assert len(before) == 4
+    assert fingerprint([], [dataclasses.replace(spec, prelude=f"// more\n{spec.prelude}")]) == fingerprint([], [spec])
+    monkeypatch.setattr("fp8moe.runtime.compilers.PTXAS_OPTIONS", ("-v", "-O1"))
+    assert fingerprint([], [spec]) not in before
+
+
+def test_every_file_of_cuda_counts_but_not_its_comments(one_of_each, tmp_path, monkeypatch):
+    before = fingerprint([], one_of_each)
+    directory = shutil.copytree(jit.SOURCE_DIR, tmp_path / "cuda")
+    monkeypatch.setattr(jit, "SOURCE_DIR", directory)
+    found = set()
+    for path in sorted(directory.glob("*.cu*")):
+        text = path.read_text()
+        path.write_text(f"// Another comment.\n\n{text}\n /* and\none more */\n")
+        assert fingerprint([], one_of_each) == before, path.name
+        path.write_text(f"{text}\n__device__ int mutation;\n")
+        found.add(fingerprint([], one_of_each))
+        path.write_text(text)
+    assert len(found | {before}) == 1 + len(list(directory.glob("*.cu*")))
+
+
+def test_names_of_headers_do_not_count(one_of_each, tmp_path, monkeypatch):
+    before = fingerprint([], one_of_each)
+    directory = shutil.copytree(jit.SOURCE_DIR, tmp_path / "cuda")
+    for path in sorted(directory.glob("*.cuh")):
+        path.rename(directory / f"renamed_{path.name}")
+    for path in sorted(directory.glob("*.cu*")):
+        path.write_text(re.sub(r'(#include ")(.*\.cuh")', r"\1renamed_\2", path.read_text()))
+    monkeypatch.setattr(jit, "SOURCE_DIR", directory)
+    assert fingerprint([], one_of_each) == before
+
+
+class Renamed(ast.NodeTransformer):
+    """Python with other names for what functions assign."""
+
+    def visit_FunctionDef(self, node):
+        inner = [child for child in ast.walk(node) if child is not node]
+        kinds = ast.FunctionDef | ast.Lambda | ast.ClassDef | ast.Nonlocal | ast.Global | ast.comprehension
+        if any(isinstance(child, kinds) for child in inner):
+            return self.generic_visit(node)
+        names = [child for child in inner if isinstance(child, ast.Name)]
+        parameters = {child.arg for child in inner if isinstance(child, ast.arg)}
+        local = {name.id for name in names if isinstance(name.ctx, ast.Store)} - parameters
+        for name in names:
+            if name.id in local:
+                name.id = f"renamed_{name.id}"
+        return node
+
+
+def rewrite(tree):
+    """All Python of the package anew: no comments, other line breaks, other names of locals."""
+    count = 0
+    for path in sorted(tree.glob("fp8moe/**/*.py")):
+        text = ast.unparse(Renamed().visit(ast.parse(path.read_text())))
+        count += text.count("renamed_")
+        path.write_text(text)
+    assert count > 100
+
+
+def replace(pattern, replacement, files="fp8moe/**/*.py"):
+    def change(tree):
+        count = 0
+        for path in sorted(tree.glob(files)):
+            text, found = re.subn(pattern, replacement, path.read_text())
+            path.write_text(text)
+            count += found
+        assert count
+
+    return change
+
+
+CHANGES = {
+    "a launch attribute": replace(r"\bpdl=True", "pdl=False"),
+    "shared memory": replace(r"\bsmem=(?=\w+[.(])", "smem=16 + "),
+    "a box": replace(r"\bbox=\(1, ", "box=(2, "),
+    "how much goes to L2": replace(r"l2_promotion=0\b", "l2_promotion=128"),
+    "the launcher": replace(r"config\.sharedMemBytes = smem", "config.sharedMemBytes = smem + 1"),
+}
+
+
+def test_python_counts_where_it_changes_what_is_launched(tmp_path):
+    trees = [copy_tree(tmp_path / str(i)) for i in range(len(CHANGES) + 2)]
+    rewrite(trees[1])
+    for change, tree in zip(CHANGES.values(), trees[2:], strict=True):
+        change(tree)
+    first, same, *others = (found["digest"] for found in record(15, *trees))
+    assert first == same
+    assert len({first, *others}) == 1 + len(CHANGES), dict(zip(CHANGES, others, strict=True))
+
+
+def test_a_tree_that_cannot_be_recorded_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match="(?s)no digest of .*tools"):
         digest(tmp_path)
 
 
-def test_stored_validation_is_of_these_sources_and_without_problems():
+def test_stored_validation_is_of_these_sources_and_without_problems(now):
     path = ROOT / "validation/h200.json"
-    assert path.exists(), "run `fp8moe validate` on an H200 and commit validation/h200.json"
+    assert path.exists(), "run `make validate` on an H200 and commit validation/h200.json"
     content = json.loads(path.read_text())
-    assert problems(content, digest(ROOT)) == []
+    assert problems(content, now) == []
     for part in ("tests", "sanitizer", "benchmarks"):
         assert "H200" in content[part]["versions"]["gpu"]

@@ -1,4 +1,4 @@
-"""What `fp8moe validate` makes of the tools it runs, and when a stored file vouches for the sources."""
+"""What `make validate` makes of the tools it runs, and when a stored file vouches for what the GPU runs."""
 
 import copy
 from importlib import import_module
@@ -11,7 +11,7 @@ CLEAN = {
     "digest": "d",
     "tests": {"passed": 3, "failed": 0, "skipped": 0, "failures": [], "skips": [], "exit_code": 0},
     "sanitizer": {tool: {"errors": 0, "exit_code": 0, "tail": []} for tool in validate.SANITIZERS},
-    "benchmarks": {name: {"rows": [], "bars": []} for name in validate.BENCHMARKS},
+    "benchmarks": {name: {"rows": [], "thresholds": []} for name in validate.BENCHMARKS},
 }
 
 
@@ -48,7 +48,7 @@ def test_problems_are_named(content, word):
     assert any(word in problem for problem in validate.problems(content, "d"))
 
 
-def test_parts_are_merged_only_for_the_same_sources():
+def test_parts_are_merged_only_for_the_same_digest():
     stored = validate.merge({}, "d", "benchmarks", {"gemm": 1})
     both = validate.merge(stored, "d", "tests", {"passed": 1})
     assert list(both) == ["digest", "tests", "benchmarks"]
@@ -105,11 +105,11 @@ def test_a_file_that_cannot_be_collected_is_a_failure(tmp_path):
     assert result["failed"] == 1 and result["exit_code"]
 
 
-def test_missed_bars_are_listed_with_their_limit():
-    bar = {"name": "time", "value": 30.0, "limit": 25, "unit": "us", "passed": False}
-    content = changed("benchmarks", "host", value={"rows": [], "bars": [bar, bar | {"passed": True}]})
-    assert validate.missed_bars(content) == ["time: 30, limit 25 us"]
-    assert "bar missed: time" in validate.summary(content, "d")
+def test_missed_thresholds_are_listed_with_their_limit():
+    missed = {"name": "time", "value": 30.0, "limit": 25, "unit": "us", "passed": False}
+    content = changed("benchmarks", "host", value={"rows": [], "thresholds": [missed, missed | {"passed": True}]})
+    assert validate.missed_thresholds(content) == ["time: 30, limit 25 us"]
+    assert "threshold missed: time" in validate.summary(content, "d")
 
 
 def test_every_recorded_benchmark_is_there_to_run():
@@ -139,9 +139,3 @@ def test_the_file_of_the_h200_is_not_overwritten_elsewhere(monkeypatch):
     monkeypatch.setattr(validate.torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     with pytest.raises(SystemExit, match="NVIDIA H100: give --out"):
         validate.main(["--only", "tests"])
-
-
-def test_without_a_checkout_it_says_what_it_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr(validate.fp8moe, "__file__", str(tmp_path / "fp8moe/__init__.py"))
-    with pytest.raises(SystemExit, match="source checkout"):
-        validate.main([])

@@ -1,19 +1,23 @@
-"""A digest of the sources that decide what the GPU computes: kernels, their entries and quantizers.
+"""A digest of what the GPU runs: `python -m tools.digest` prints it, on any machine.
 
-Comments, docstrings and white space are left out, so that the stored results of a GPU run stay valid when only those
-change. The result does not depend on the version of Python.
+It is taken over the launches of the calls in `tools.variants`, as `tools.launches` records them for an H200: kernels,
+launch configurations, tensor maps, arguments, and the complete source of every kernel with the compiler's options. So
+the stored results of a GPU run stay valid while names, comments or the Python around the launches change.
 """
 
-import ast
+import functools
 import hashlib
-import io
-import itertools
+import json
+import os
 import re
-import token
-import tokenize
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-DIRECTORIES = ("fp8moe/cuda", "fp8moe/kernels", "fp8moe/quant")
+if TYPE_CHECKING:
+    from fp8moe.runtime.jit import KernelSpec
 
 # Comments and literals first: neither begins inside the other.
 _CUDA_TOKEN = re.compile(
@@ -32,8 +36,10 @@ _CUDA_TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_LINE_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*line[ \t].*\n?", re.MULTILINE)
 
 
+@functools.cache
 def normalize_cuda(source: str) -> str:
     """The tokens of CUDA C++ text, one a line; a preprocessor directive ends with an empty line."""
     source = source.replace("\\\n", "")
@@ -51,70 +57,48 @@ def normalize_cuda(source: str) -> str:
     return "\n".join(tokens)
 
 
-def _docstrings(source: str) -> set[tuple[int, int]]:
-    """Positions (line, column in characters) at which the docstrings of a module start."""
-    lines = source.split("\n")
-    starts = set()
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        first = node.body[0] if node.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            # ast counts columns in bytes of UTF-8, tokenize in characters.
-            column = len(lines[first.lineno - 1].encode()[: first.col_offset].decode())
-            starts.add((first.lineno, column))
-    return starts
+def normalize_unit(source: str) -> str:
+    """The same of a whole translation unit, in which files begin and end with #line directives: these do not count."""
+    # Piece by piece, as units share most of their files.
+    return "\n".join(filter(None, map(normalize_cuda, _LINE_DIRECTIVE.split(source))))
 
 
-def normalize_python(source: str) -> str:
-    """The tokens of Python text, one a line, the structure of its blocks kept."""
-    line_starts = list(itertools.accumulate((len(line) + 1 for line in source.split("\n")), initial=0))
+def fingerprint(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> str:
+    """SHA-256 over launches and the kernels that they name by index, as `tools.launches.Recorder` has them."""
+    from fp8moe.runtime import compilers, jit
 
-    def offset(position: tuple[int, int]) -> int:
-        return line_starts[position[0] - 1] + position[1]
-
-    # From Python 3.12 an f-string comes in pieces: take its text from the source, as earlier versions give it.
-    opening = {getattr(token, name) for name in ("FSTRING_START", "TSTRING_START") if hasattr(token, name)}
-    closing = {getattr(token, name) for name in ("FSTRING_END", "TSTRING_END") if hasattr(token, name)}
-    skipped = {token.COMMENT, token.NL, token.ENCODING, token.ENDMARKER}
-    structure = {token.NEWLINE: "<line>", token.INDENT: "<indent>", token.DEDENT: "<dedent>"}
-    docstrings = _docstrings(source)
-    tokens: list[str] = []
-    in_docstring, depth, start = False, 0, 0
-    for item in tokenize.generate_tokens(io.StringIO(source).readline):
-        if item.type in opening:
-            depth += 1
-            start = offset(item.start) if depth == 1 else start
-        elif item.type in closing:
-            depth -= 1
-            if depth == 0:
-                tokens.append(source[start : offset(item.end)])
-        elif depth or item.type in skipped:
-            continue
-        elif item.type == token.STRING and (in_docstring or item.start in docstrings):
-            in_docstring = True
-        elif in_docstring and item.type == token.NEWLINE:
-            in_docstring = False
-        else:
-            in_docstring = False
-            tokens.append(structure.get(item.type, item.string))
-    return "\n".join(tokens)
-
-
-_NORMALIZE = {".py": normalize_python, ".cu": normalize_cuda, ".cuh": normalize_cuda}
+    units = [
+        [spec.name, hashlib.sha256(normalize_unit(jit.full_source(spec)).encode()).hexdigest()] for spec in kernels
+    ]
+    options = [compilers.ARCH, compilers.STD, *compilers.PTXAS_OPTIONS]
+    content = {"options": options, "kernels": units, "calls": list(calls)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def digest(root: Path) -> str:
-    """SHA-256 over the sources below `root` (a checkout), file by file in the order of their paths.
+    """The digest of the checkout at `root`, in a process of its own. RuntimeError with its output if that fails."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.digest"],
+        cwd=root,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"no digest of {root}:\n{done.stderr}")
+    return done.stdout.split()[-1]
 
-    Raises FileNotFoundError if one of the directories holds no source.
-    """
-    hashed = hashlib.sha256()
-    for directory in DIRECTORIES:
-        files = sorted(path for path in (root / directory).rglob("*") if path.suffix in _NORMALIZE)
-        if not files:
-            raise FileNotFoundError(f"no sources in {root / directory}: the digest needs a source checkout")
-        for path in files:
-            text = _NORMALIZE[path.suffix](path.read_text(encoding="utf-8"))
-            hashed.update(f"{path.relative_to(root).as_posix()}\0{text}\0".encode())
-    return hashed.hexdigest()
+
+def main() -> None:
+    from tools.launches import Recorder, Untouched
+    from tools.variants import all_calls
+
+    recorder = Recorder()
+    for call in all_calls(Untouched()):
+        recorder.record(call)
+    print(fingerprint(recorder.calls, recorder.kernels))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
-"""`fp8moe validate`: run the GPU tests, the sanitizers and the benchmarks, and record them in one file.
+"""`python -m tools.validate` (`make validate`): run GPU tests, sanitizers and benchmarks, and record them in one file.
 
-The file holds a digest of the kernels' sources, so that a test of the CPU suite can tell when it no longer speaks of
-them. Parts may be run one at a time: a part is added to the file as soon as it is done, and parts that were recorded
-for other sources are dropped.
+The file holds a digest of what the GPU runs too (`tools.digest`), so that a test of the CPU suite can tell when it no
+longer speaks of the sources. Parts may be run one at a time: a part is added to the file as soon as it is done, and
+parts that were recorded with another digest are dropped.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import fp8moe
 from fp8moe.runtime import config
 from tools.digest import digest
 
+ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BENCHMARKS = ("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa")
 TIMEOUT_S = 570
@@ -36,22 +37,14 @@ TAIL_LINES = 30
 _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
 
 
-def checkout() -> Path:
-    """Root of the source checkout that this package runs from; SystemExit if it is installed without one."""
-    root = Path(fp8moe.__file__).resolve().parent.parent
-    if not all((root / name).is_dir() for name in ("tests/gpu", "benchmarks")):
-        raise SystemExit("fp8moe validate needs a source checkout: clone the repository and run `make validate` there")
-    return root
-
-
 def require_gpu() -> None:
     """SystemExit with one sentence unless there is a Hopper GPU and the settings are the defaults."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise SystemExit("fp8moe validate needs a Hopper (sm_90) GPU that PyTorch can use")
+        raise SystemExit("validation needs a Hopper (sm_90) GPU that PyTorch can use")
     defaults = {"backend": "auto", "num_sms": None, "compiler": "nvrtc"}
     changed = [f"FP8MOE_{name.upper()}" for name, value in defaults.items() if getattr(config.settings, name) != value]
     if changed:
-        raise SystemExit(f"fp8moe validate records what the defaults do: unset {', '.join(changed)}")
+        raise SystemExit(f"validation records what the defaults do: unset {', '.join(changed)}")
 
 
 def versions() -> dict[str, str]:
@@ -123,7 +116,7 @@ def find_sanitizer() -> str:
     directories = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
     path = shutil.which("compute-sanitizer", path=directories)
     if path is None:
-        raise SystemExit("fp8moe validate needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH")
+        raise SystemExit("validation needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH")
     return path
 
 
@@ -159,9 +152,8 @@ def run_sanitizer(root: Path) -> dict:
         return dict(zip(SANITIZERS, pool.map(run, SANITIZERS), strict=True))
 
 
-def run_benchmarks(root: Path) -> dict:
-    """Rows and bars of every benchmark; one that raises is recorded with its error and the others still run."""
-    sys.path.insert(0, str(root))
+def run_benchmarks() -> dict:
+    """Rows and thresholds of every benchmark; one that raises is recorded with its error and the others still run."""
     results = {}
     for name in BENCHMARKS:
         try:
@@ -171,21 +163,21 @@ def run_benchmarks(root: Path) -> dict:
     return results
 
 
-PARTS = {"tests": run_tests, "sanitizer": run_sanitizer, "benchmarks": run_benchmarks}
+PARTS = {"tests": run_tests, "sanitizer": run_sanitizer, "benchmarks": lambda root: run_benchmarks()}
 
 
-def merge(stored: dict, sources: str, part: str, result: dict) -> dict:
-    """The content of the file with one more part; `stored` counts only if it is of the same sources."""
-    kept = stored if stored.get("digest") == sources else {}
+def merge(stored: dict, current: str, part: str, result: dict) -> dict:
+    """The content of the file with one more part; `stored` counts only if it has the `current` digest."""
+    kept = stored if stored.get("digest") == current else {}
     parts = {**kept, part: result}
-    return {"digest": sources, **{name: parts[name] for name in PARTS if name in parts}}
+    return {"digest": current, **{name: parts[name] for name in PARTS if name in parts}}
 
 
-def problems(content: dict, sources: str, needed: Iterable[str] = PARTS) -> list[str]:
-    """What keeps a validation file from vouching for `sources`, a digest: one sentence each, empty if nothing does."""
+def problems(content: dict, current: str, needed: Iterable[str] = PARTS) -> list[str]:
+    """What keeps a validation file from vouching for the `current` digest: one sentence each, empty if nothing does."""
     found = []
-    if content.get("digest") != sources:
-        found.append("the digest is not that of the sources: run `fp8moe validate` again")
+    if content.get("digest") != current:
+        found.append("the digest is not that of what the GPU runs now: run `make validate` on an H200 again")
     found += [f"the part {part!r} is missing" for part in needed if part not in content]
     if tests := content.get("tests"):
         found += [f"failed: {name}" for name in tests["failures"]]
@@ -202,14 +194,14 @@ def problems(content: dict, sources: str, needed: Iterable[str] = PARTS) -> list
     return found
 
 
-def missed_bars(content: dict) -> list[str]:
-    """The bars that the recorded benchmarks miss."""
+def missed_thresholds(content: dict) -> list[str]:
+    """The thresholds that the recorded benchmarks miss."""
     results = [content.get("benchmarks", {}).get(name, {}) for name in BENCHMARKS]
-    bars = [bar for result in results for bar in result.get("bars", ()) if not bar["passed"]]
-    return [f"{bar['name']}: {bar['value']:.4g}, limit {bar['limit']:g} {bar['unit']}".rstrip() for bar in bars]
+    missed = [one for result in results for one in result.get("thresholds", ()) if not one["passed"]]
+    return [f"{one['name']}: {one['value']:.4g}, limit {one['limit']:g} {one['unit']}".rstrip() for one in missed]
 
 
-def summary(content: dict, sources: str) -> str:
+def summary(content: dict, current: str) -> str:
     """What was recorded and what is wrong with it, for people."""
     lines = [f"digest {content['digest'][:16]}"]
     if tests := content.get("tests"):
@@ -219,8 +211,8 @@ def summary(content: dict, sources: str) -> str:
     if benchmarks := content.get("benchmarks"):
         rows = {name: len(benchmarks.get(name, {}).get("rows", ())) for name in BENCHMARKS}
         lines.append("benchmarks: " + ", ".join(f"{name} {count} rows" for name, count in rows.items()))
-    lines += [f"bar missed: {bar}" for bar in missed_bars(content)]
-    lines += [f"problem: {problem}" for problem in problems(content, sources)]
+    lines += [f"threshold missed: {threshold}" for threshold in missed_thresholds(content)]
+    lines += [f"problem: {problem}" for problem in problems(content, current)]
     return "\n".join(lines)
 
 
@@ -233,29 +225,34 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the chosen parts and writes the file; 1 if anything failed in what it then holds. Missed bars are listed."""
-    parser = argparse.ArgumentParser(prog="fp8moe validate", description="check and time every kernel on this GPU")
+    """Runs the chosen parts and writes the file; 1 if anything in it failed. Missed thresholds are only listed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.validate", description="check and time every kernel on this GPU"
+    )
     parser.add_argument("--only", metavar="PART[,PART]", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: validation/h200.json of the checkout")
     args = parser.parse_args(argv)
     chosen = args.only.split(",") if args.only else list(PARTS)
     if unknown := set(chosen) - PARTS.keys():
         parser.error(f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    root = checkout()
     require_gpu()
     if "sanitizer" in chosen:
         find_sanitizer()  # before anything has taken long
-    path = args.out or root / "validation/h200.json"
+    path = args.out or ROOT / "validation/h200.json"
     gpu = torch.cuda.get_device_name()
     if args.out is None and "H200" not in gpu:
         raise SystemExit(f"validation/h200.json is of an H200, and this GPU is an {gpu}: give --out FILE")
-    sources = digest(root)
+    current = digest(ROOT)
     content = json.loads(path.read_text()) if path.exists() else {}
     measured_with = versions()
     for part in chosen:
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        result = {"date": date, "versions": measured_with, **PARTS[part](root)}
-        content = merge(content, sources, part, result)
+        result = {"date": date, "versions": measured_with, **PARTS[part](ROOT)}
+        content = merge(content, current, part, result)
         write_json(path, content)
-    print(summary(content, sources))
-    return int(bool(problems(content, sources, needed=chosen)))
+    print(summary(content, current))
+    return int(bool(problems(content, current, needed=chosen)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""Calls of the public API on operands of given sizes: what `benchmarks.compare` times and `tools.digest` records.
+
+A case is data, the name of an op and its sizes, so that it can be handed to another process; `CALLS` has for each op
+the function that makes the operands and returns the call. Only public names of fp8moe are used, so that older
+revisions can run the cases too.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fp8moe
+from benchmarks import baselines
+
+FP8_MAX = 448.0
+STD = 100.0  # of the E4M3 values to which normal data is quantized
+AT_ONCE = 1 << 28  # elements drawn in one piece
+CACHE_BLOCK = 64  # tokens
+
+
+class Case(NamedTuple):
+    """An op of `CALLS` and its sizes: numbers, names of dtypes, flags."""
+
+    op: str
+    sizes: dict[str, object]
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.op, *(f"{name}={value}" for name, value in self.sizes.items())])
+
+
+class Operands:
+    """Random operands on one device, the same for every object with the same seed."""
+
+    def __init__(self, device: str = "cuda", seed: int = 0):
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 1.0) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device).normal_(std=std, generator=self._generator)
+
+    def uniform(self, *shape: int, mean: float) -> Tensor:
+        """float32 from half the mean to one and a half of it: scales."""
+        low, high = mean / 2, 3 * mean / 2
+        return torch.empty(shape, device=self.device).uniform_(low, high, generator=self._generator)
+
+    def codes(self, *shape: int) -> Tensor:
+        """E4M3 values as those to which normal data is quantized."""
+        data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        for part in data.view(-1).split(AT_ONCE):
+            part.copy_(self.normal(part.numel(), std=STD).clamp_(-FP8_MAX, FP8_MAX))
+        return data
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def kv_cache(self, blocks: int, head_dim: int) -> Tensor:
+        """A paged cache of keys: the values of each block, then their scales."""
+        cache = self.zeros(blocks, CACHE_BLOCK, 1, head_dim + 4, dtype=torch.uint8)
+        flat, size = cache.view(blocks, -1), CACHE_BLOCK * head_dim
+        flat[:, :size] = self.codes(blocks, size).view(torch.uint8)
+        flat[:, size:] = self.uniform(blocks, CACHE_BLOCK, mean=1 / STD).view(torch.uint8)
+        return cache
+
+    def integers(self, values: Tensor | Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).to(self.device)
+
+    def rows(self, m: int, k: int) -> fp8moe.FP8Tensor:
+        """(m, k) in blocks of 1x128, with the scales of one block next to each other."""
+        scale = self.uniform(ceil_div(k, 128), 4 * ceil_div(m, 4), mean=1 / STD)
+        return fp8moe.FP8Tensor(self.codes(m, k), scale.t()[:m])
+
+    def weights(self, *shape: int) -> fp8moe.FP8Tensor:
+        """(..., n, k) in blocks of 128x128, scaled to keep the variance."""
+        *lead, n, k = shape
+        scale = self.uniform(*lead, ceil_div(n, 128), ceil_div(k, 128), mean=k**-0.5 / STD)
+        return fp8moe.FP8Tensor(self.codes(*shape), scale)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def group_sizes(groups: int, mean_rows: int) -> list[int]:
+    """Rows of each group, 0.7 to 1.3 times the mean, at least 1; always the same."""
+    generator = random.Random(0)
+    return [max(1, round(mean_rows * generator.uniform(0.7, 1.3))) for _ in range(groups)]
+
+
+def gemm(
+    make: Operands,
+    m: int,
+    n: int,
+    k: int,
+    bias: str | None = None,
+    out_dtype: str = "bfloat16",
+    pitch: int | None = None,
+) -> Callable:
+    """bias: its dtype. pitch: elements from one row of the result to the next."""
+    dtype = getattr(torch, out_dtype)
+    options = {"bias": None if bias is None else make.normal(n, dtype=getattr(torch, bias)), "out_dtype": dtype}
+    out = make.zeros(m, pitch or n, dtype=dtype)[:, :n]
+    return partial(fp8moe.gemm, make.rows(m, k), make.weights(n, k), out=out, **options)
+
+
+def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
+    """The yardstick: cuBLAS with one scale for each whole operand."""
+    one = torch.ones((), device=make.device)
+    options = {"scale_a": one, "scale_b": one / STD, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
+
+
+def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int) -> Callable:
+    offsets = [0, *accumulate(group_sizes(groups, mean_rows))]
+    out = make.zeros(offsets[-1], n, dtype=torch.bfloat16)
+    operands = make.rows(offsets[-1], k), make.weights(groups, n, k), make.integers(offsets)
+    return partial(fp8moe.grouped_gemm, *operands, out=out)
+
+
+def grouped_gemm_masked(make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int) -> Callable:
+    a = fp8moe.FP8Tensor(*(part.unflatten(0, (groups, max_m)) for part in make.rows(groups * max_m, k)))
+    out = make.zeros(groups, max_m, n, dtype=torch.bfloat16)
+    sizes = make.integers(group_sizes(groups, mean_rows))
+    return partial(fp8moe.grouped_gemm_masked, a, make.weights(groups, n, k), sizes, expected_m=mean_rows, out=out)
+
+
+def grouped_gemm_k(make: Operands, groups: int, m: int, n: int, total_k: int, add: bool = False) -> Callable:
+    ends = list(accumulate(group_sizes(groups, total_k)))
+    offsets = make.integers([0, *(128 * round(total_k / 128 * end / ends[-1]) for end in ends)])
+    out = make.zeros(groups, m, n, dtype=torch.float32)
+    operands = make.rows(m, total_k), make.rows(n, total_k), offsets
+    return partial(fp8moe.grouped_gemm_k, *operands, out=out, accumulate=add)
+
+
+def _quantize(name: str, make: Operands, m: int, k: int, dtype: str = "bfloat16", **options) -> Callable:
+    return partial(getattr(fp8moe, name), make.normal(m, k, dtype=getattr(torch, dtype)), **options)
+
+
+def mqa_logits(
+    make: Operands, queries: int, tokens: int, heads: int = 64, head_dim: int = 128, fill_masked: bool = True
+) -> Callable:
+    """The last queries over the tokens, each of which sees its own key and those before it."""
+    kv = fp8moe.FP8Tensor(make.codes(tokens, head_dim), make.uniform(tokens, mean=1 / STD))
+    q, weights = make.codes(queries, heads, head_dim), make.normal(queries, heads, dtype=torch.float32)
+    starts, ends = torch.zeros(queries), torch.arange(tokens - queries, tokens) + 1
+    return partial(
+        fp8moe.mqa_logits, q, kv, weights, make.integers(starts), make.integers(ends), fill_masked=fill_masked
+    )
+
+
+def paged_mqa_logits(
+    make: Operands,
+    batch: int,
+    context: int,
+    next_n: int,
+    heads: int = 64,
+    head_dim: int = 128,
+    max_context_len: int | None = None,
+    fill_masked: bool = True,
+) -> Callable:
+    """One decoding step over contexts of one length, their blocks in random order."""
+    blocks = ceil_div(context, CACHE_BLOCK)
+    table = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(0)).view(batch, blocks)
+    q = make.codes(batch, next_n, heads, head_dim)
+    weights = make.normal(batch * next_n, heads, dtype=torch.float32)
+    operands = make.kv_cache(batch * blocks, head_dim), weights, make.integers([context] * batch)
+    options = {"max_context_len": max_context_len or context, "fill_masked": fill_masked}
+    return partial(fp8moe.paged_mqa_logits, q, *operands, make.integers(table), **options)
+
+
+def _module(module: nn.Module, state: dict[str, Tensor]) -> nn.Module:
+    module.load_state_dict(state, assign=True)
+    return module
+
+
+def _forward(module: nn.Module, *inputs: Tensor) -> Callable:
+    return torch.no_grad()(partial(module, *inputs))
+
+
+def _training(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Callable:
+    """A forward and backward with weights that count as changed: the result, and all gradients that are wanted."""
+    leaves = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
+
+    def step() -> tuple[Tensor, ...]:
+        for parameter in module.parameters():
+            torch.autograd.graph.increment_version(parameter)
+        out = module(*inputs)
+        return out.detach(), *torch.autograd.grad(out, leaves, gradient)
+
+    return step
+
+
+def _linear(make: Operands, n: int, k: int, dtype: str, bias: bool, master_dtype: str | None) -> nn.Module:
+    options, kind = {"device": "meta", "dtype": getattr(torch, dtype)}, getattr(torch, dtype)
+    if master_dtype is None:
+        weight, scale = make.weights(n, k)
+        state = {"weight": weight, "weight_scale_inv": scale}
+    else:
+        options["master_dtype"] = getattr(torch, master_dtype)
+        state = {"weight": make.normal(n, k, dtype=options["master_dtype"], std=k**-0.5)}
+    if bias:
+        state["bias"] = make.normal(n, dtype=kind)
+    return _module(fp8moe.FP8Linear(k, n, bias, **options), state)
+
+
+def linear(make: Operands, m: int, n: int, k: int, dtype: str = "bfloat16", bias: bool = False) -> Callable:
+    module = _linear(make, n, k, dtype, bias, None)
+    return _forward(module, make.normal(m, k, dtype=getattr(torch, dtype)))
+
+
+def linear_training(
+    make: Operands,
+    m: int,
+    n: int,
+    k: int,
+    master_dtype: str | None = "bfloat16",
+    dtype: str = "bfloat16",
+    bias: bool = False,
+) -> Callable:
+    """master_dtype: None for frozen FP8 weights and the gradient of the input alone."""
+    module = _linear(make, n, k, dtype, bias, master_dtype)
+    x, gradient = (make.normal(m, width, dtype=getattr(torch, dtype)) for width in (k, n))
+    return _training(module, [x.requires_grad_()], gradient)
+
+
+def _experts(
+    make: Operands, hidden: int, intermediate: int, experts: int, gated: bool, master_dtype: str | None, **options
+) -> nn.Module:
+    up, projections = ("gate_up_proj", 2) if gated else ("up_proj", 1)
+    state = {}
+    for name, parts, n, k in ((up, projections, intermediate, hidden), ("down_proj", 1, hidden, intermediate)):
+        if master_dtype is None:
+            # Blocks of 128 rows hold none of both gate and up.
+            data, scale = make.weights(experts, parts, n, k)
+            state |= {name: data.flatten(1, 2), f"{name}_scale_inv": scale.flatten(1, 2)}
+        else:
+            state[name] = make.normal(experts, parts * n, k, dtype=getattr(torch, master_dtype), std=k**-0.5)
+    if master_dtype is not None:
+        options["master_dtype"] = getattr(torch, master_dtype)
+    sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
+    return _module(fp8moe.GroupedExperts(**sizes, gated=gated, device="meta", **options), state)
+
+
+def _experts_inputs(
+    make: Operands, hidden: int, experts: int, top_k: int, tokens: int, dtype: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, different experts for each token, drawn uniformly, and normalised weights."""
+    draws = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
+    index = make.integers(draws.topk(top_k).indices, torch.int64)
+    return make.normal(tokens, hidden, dtype=getattr(torch, dtype)), index, make.uniform(tokens, top_k, mean=1 / top_k)
+
+
+def experts(
+    make: Operands,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    tokens: int,
+    dtype: str = "bfloat16",
+    gated: bool = True,
+    **options,
+) -> Callable:
+    module = _experts(make, hidden, intermediate, experts, gated, None, **options)
+    return _forward(module, *_experts_inputs(make, hidden, experts, top_k, tokens, dtype))
+
+
+def experts_training(
+    make: Operands,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    tokens: int,
+    master_dtype: str | None = "bfloat16",
+    dtype: str = "bfloat16",
+    gated: bool = True,
+    **options,
+) -> Callable:
+    """master_dtype: None for frozen FP8 weights and the gradients of the inputs alone."""
+    module = _experts(make, hidden, intermediate, experts, gated, master_dtype, **options)
+    x, index, weights = _experts_inputs(make, hidden, experts, top_k, tokens, dtype)
+    gradient = make.normal(tokens, hidden, dtype=x.dtype)
+    return _training(module, [x.requires_grad_(), index, weights.requires_grad_()], gradient)
+
+
+YARDSTICK_M = (128, 4096)
+QUANTIZERS = ("quantize_1x128", "quantize_128x128", "quantize_128x1")
+LAYERS = {
+    "linear": linear,
+    "linear_training": linear_training,
+    "experts": experts,
+    "experts_training": experts_training,
+}
+"""Several kernels each."""
+
+CALLS: dict[str, Callable[..., Callable]] = {
+    "gemm": gemm,
+    "cublas": cublas,
+    "grouped_gemm": grouped_gemm,
+    "grouped_gemm_masked": grouped_gemm_masked,
+    "grouped_gemm_k": grouped_gemm_k,
+    **{name: partial(_quantize, name) for name in QUANTIZERS},
+    "mqa_logits": mqa_logits,
+    "paged_mqa_logits": paged_mqa_logits,
+    **LAYERS,
+}
+
+
+def build(case: Case, make: Operands) -> Callable:
+    """The call of a case, which returns its results."""
+    return CALLS[case.op](make, **case.sizes)
+
+
+def timed() -> list[Case]:
+    """The cases of the benchmarks: those with stored baselines, and beside them what else a layer calls."""
+    found = []
+
+    def add(op: str, **sizes: object) -> None:
+        found.append(Case(op, sizes))
+
+    for case in baselines.cases("gemm"):
+        add("gemm", **case.sizes)
+        if case.sizes["m"] in YARDSTICK_M:
+            add("cublas", **case.sizes)
+    add("gemm", m=4096, n=4096, k=7168, out_dtype="float32")
+    add("gemm", m=64, n=4096, k=7168, bias="bfloat16")
+    for case in baselines.cases("grouped_gemm"):
+        add("grouped_gemm", **case.sizes)
+    for case in baselines.cases("grouped_gemm_masked"):
+        add("grouped_gemm_masked", **case.sizes, max_m=4096 if case.sizes["mean_rows"] >= 192 else 1024)
+    for case in baselines.cases("grouped_gemm_k"):
+        add("grouped_gemm_k", **case.sizes)
+        add("grouped_gemm_k", **case.sizes, add=True)
+    for case in baselines.cases("mqa_logits"):
+        add("mqa_logits", queries=case.sizes["s"], tokens=case.sizes["t"])
+    for case in baselines.cases("paged_mqa_logits"):
+        add("paged_mqa_logits", **case.sizes)
+    for op in QUANTIZERS:
+        for m in (64, 4096, 65536):
+            add(op, m=m, k=7168)
+    for m in (1, 64, 4096):
+        add("linear", m=m, n=7168, k=2048)
+    add("linear_training", m=8192, n=4096, k=7168)
+    for case in baselines.cases("experts"):
+        add("experts", **baselines.MODELS[case.sizes["model"]]._asdict(), tokens=case.sizes["tokens"])
+    add("experts_training", **baselines.MODELS["qwen3_30b"]._asdict(), tokens=4096)
+    add("experts_training", **baselines.MODELS["dsv3_ep8"]._asdict(), tokens=8192)
+    return found

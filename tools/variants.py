@@ -1,0 +1,101 @@
+"""The calls whose launches make up the digest: those that the benchmarks time, and of every op odd sizes, every dtype
+and form, so that each kernel and each of its variants is among them."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+
+import fp8moe
+from benchmarks import calls
+from benchmarks.calls import Case, Operands
+
+DTYPES = ("bfloat16", "float16", "float32")
+ODD_M = (1, 5, 17, 40, 72, 129, 200, 300, 1000, 8192)
+ODD_SHAPES = ((8, 16), (72, 144), (576, 272), (1000, 4096), (2048, 7168))  # n, k
+EXPERTS = {"hidden": 1024, "intermediate": 512, "experts": 16, "top_k": 4}
+ODD_EXPERTS = {"hidden": 200, "intermediate": 72, "experts": 5, "top_k": 2}
+FORMS = (
+    {"swiglu_limit": 7.0},
+    {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    {"activation": "gelu"},
+    {"activation": "relu2", "gated": False},
+)
+
+
+def cases() -> Iterator[Case]:
+    """By the functions and layers of the public API."""
+    yield from (case for case in calls.timed() if case.op != "cublas")
+    for m, (n, k) in product(ODD_M, ODD_SHAPES):
+        yield Case("gemm", {"m": m, "n": n, "k": k})
+    for m, bias, out_dtype in product((3, 64, 600), (None, "bfloat16", "float32"), ("bfloat16", "float32")):
+        yield Case("gemm", {"m": m, "n": 1000, "k": 1024, "bias": bias, "out_dtype": out_dtype, "pitch": 1024})
+    for groups, rows, (n, k) in product((1, 3, 64), (1, 30, 500), ODD_SHAPES):
+        yield Case("grouped_gemm", {"groups": groups, "mean_rows": rows, "n": n, "k": k})
+        sizes = {"groups": groups, "mean_rows": rows, "max_m": 2 * rows, "n": n, "k": k}
+        yield Case("grouped_gemm_masked", sizes)
+    for groups, m, n, add in product((1, 7), (8, 272), (16, 1000), (False, True)):
+        yield Case("grouped_gemm_k", {"groups": groups, "m": m, "n": n, "total_k": 1280, "add": add})
+    for op, dtype, (m, k) in product(calls.QUANTIZERS, DTYPES, ((1, 128), (130, 257), (1000, 2048))):
+        yield Case(op, {"m": m, "k": k, "dtype": dtype})
+    for op, dtype in product(("quantize_1x128", "quantize_128x128"), DTYPES):
+        yield Case(op, {"m": 130, "k": 256, "dtype": dtype, "scale_format": "ue8m0"})
+    for heads, head_dim, fill_masked in product((32, 64), (32, 64, 128), (False, True)):
+        sizes = {"heads": heads, "head_dim": head_dim, "fill_masked": fill_masked}
+        yield Case("mqa_logits", {"queries": 37, "tokens": 130, **sizes})
+        for next_n in (1, 2, 3, 4):
+            yield Case("paged_mqa_logits", {"batch": 5, "context": 200, "next_n": next_n, **sizes})
+    for dtype, bias, (n, k) in product(DTYPES, (False, True), ((136, 272), (21, 131))):
+        yield Case("linear", {"m": 70, "n": n, "k": k, "dtype": dtype, "bias": bias})
+        for master_dtype in (None, "bfloat16", "float32"):
+            sizes = {"m": 70, "n": n, "k": k, "dtype": dtype, "bias": bias, "master_dtype": master_dtype}
+            yield Case("linear_training", sizes)
+    for model, tokens, dtype in product((EXPERTS, ODD_EXPERTS), (1, 70, 2000), DTYPES):
+        yield Case("experts", {**model, "tokens": tokens, "dtype": dtype})
+    for model, tokens, capacity in product((EXPERTS, ODD_EXPERTS), (1, 16), (16, 64)):
+        yield Case("experts", {**model, "tokens": tokens, "decode_capacity": capacity})
+    for model, form in product((EXPERTS, ODD_EXPERTS), FORMS):
+        yield Case("experts", {**model, "tokens": 70, **form})
+    for model, dtype, master_dtype in product((EXPERTS, ODD_EXPERTS), DTYPES, (None, "bfloat16", "float32")):
+        yield Case("experts_training", {**model, "tokens": 70, "dtype": dtype, "master_dtype": master_dtype})
+    for model, form in product((EXPERTS, ODD_EXPERTS), FORMS):
+        yield Case("experts_training", {**model, "tokens": 70, **form})
+
+
+def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Of operators, in forms in which no function or layer above calls them."""
+    ops = torch.ops.fp8moe
+    rows, experts = make.rows(200, 1024), make.weights(4, 512, 1024)
+    offsets, sizes = make.integers([0, 50, 60, 150, 200]), make.integers([50, 10, 40, 20])
+    masked = fp8moe.FP8Tensor(*(part.unflatten(0, (4, 50)) for part in rows))
+    yield lambda: fp8moe.gemm(rows, make.weights(512, 1024))
+    yield lambda: fp8moe.grouped_gemm(rows, experts, offsets)
+    yield lambda: fp8moe.grouped_gemm(rows, experts, offsets, out=make.zeros(200, 512, dtype=torch.float32))
+    yield lambda: fp8moe.grouped_gemm_masked(masked, experts, sizes)
+    yield lambda: fp8moe.grouped_gemm_k(rows, make.rows(72, 1024), make.integers([0, 512, 1024]))
+    yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None)
+    for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
+        keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
+        yield lambda keys=keys, scale_format=scale_format: ops.append_kv(
+            make.kv_cache(3, keys.shape[1]), keys, make.integers(range(70)), scale_format
+        )
+    for dtype, weights, width in product(DTYPES, (None, make.uniform(200, mean=1.0)), (131, 256)):
+        x = make.normal(200, width, dtype=getattr(torch, dtype))
+        yield lambda x=x, weights=weights: ops.quantize_with_transpose(x, offsets, None, weights)
+    for count, experts_count, capacity, dtype in product(
+        (1, 100, 5000), (3, 64, 300, 1024), (None, 8), (torch.int32, torch.int64)
+    ):
+        index = make.zeros(count, 4, dtype=dtype)
+        yield lambda index=index, options=(experts_count, capacity): ops.sort_by_expert(index, *options)
+    for n, k in ((16, 16), (200, 131)):
+        yield lambda shape=(3, n, k): ops.transpose_fp8(*make.weights(*shape))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        operands = make.normal(200, 64, dtype=torch.float32), make.zeros(40, 4, dtype=torch.int32)
+        yield lambda operands=operands, dtype=dtype: ops.combine(*operands, make.uniform(40, 4, mean=1.0), dtype)
+
+
+def all_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """All of them, made one after the other, so that few operands are in memory at a time."""
+    for case in cases():
+        yield calls.build(case, make)
+    yield from operator_calls(make)
