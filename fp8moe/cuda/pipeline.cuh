@@ -50,6 +50,7 @@ struct Pipeline {
     if (lane_id() == 0) ring.empty[stage].arrive();
   }
   __device__ __forceinline__ Barrier& full() const { return ring.full[stage]; }
+  __device__ __forceinline__ Barrier& empty() const { return ring.empty[stage]; }
   // Steps at most once around the ring.
   __device__ __forceinline__ void advance(u32 steps = 1) {
     stage += steps;
