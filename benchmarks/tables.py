@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/mqa.md: `python -m benchmarks.tables` writes them.
+"""The figures of README.md, docs/experts.md and docs/mqa.md: `python -m benchmarks.tables` writes them.
 
 Ratios to DeepGEMM and cuBLAS are of medians of one run, benchmarks/baselines/same_run.json, bold where we are slower.
 The rest is from validation/h200.json. The tables stand between BEGIN and END in their file; a test keeps them as these
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import baselines
+from benchmarks.mqa import TFLOPS
 from benchmarks.report import geomean, select
 
 ROOT = Path(__file__).parent.parent
@@ -187,6 +188,34 @@ def readme(benchmarks: dict) -> str:
     return "\n".join([gemm(), grouped_gemm(), layer, index_scores(), passes, others(benchmarks)])
 
 
+def least_us(model: baselines.Model, tokens: int, active: int) -> list[float]:
+    """Of permute, GEMM 1, GEMM 2 and combine: the larger of bytes at a copy's rate and operations at TFLOPS."""
+    hidden, intermediate, _, top_k = model
+    rows, fp8 = tokens * top_k, 1 + 4 / 128  # bytes of an E4M3 value with its share of a 1x128 scale
+    weight = hidden * intermediate * active * (1 + 4 / 128**2)
+    moved = (
+        2 * tokens * hidden + fp8 * rows * hidden,
+        2 * weight + fp8 * rows * (hidden + intermediate),
+        weight + rows * (fp8 * intermediate + 2 * hidden),
+        2 * (rows + tokens) * hidden,
+    )
+    flops = (0, 4 * rows * hidden * intermediate, 2 * rows * hidden * intermediate, 0)
+    pairs = zip(moved, flops, strict=True)
+    return [max(size / baselines.copy_tbps(), work / TFLOPS) / 1e6 for size, work in pairs]
+
+
+def roofline(benchmarks: dict) -> str:
+    rows = []
+    for case in baselines.cases("experts"):
+        (name, tokens), medians = case.sizes.values(), case.medians
+        parts = least_us(baselines.MODELS[name], tokens, baselines.active_experts(name, tokens))
+        names = ("fp8moe_graph", "deep_gemm_two_gemms", "transformers_deep_gemm_graph")
+        times = (*parts, sum(parts), *(medians[one] for one in names))
+        rows.append((name if tokens == 1 else "", str(tokens), *(f"{us:.0f}" for us in times)))
+    parts = ("permute", "GEMM 1", "GEMM 2", "combine", "all")
+    return table(("", "tokens", *parts, "fp8moe", "DeepGEMM, two GEMMs alone", "transformers + DeepGEMM"), rows)
+
+
 def mqa(benchmarks: dict) -> str:
     rows = benchmarks["mqa"]["rows"]
     uneven = {row["fill_masked"]: row for row in select(rows, "uneven")}
@@ -220,7 +249,7 @@ def mqa(benchmarks: dict) -> str:
     )
 
 
-FILES: dict[str, Callable[[dict], str]] = {"README.md": readme, "docs/mqa.md": mqa}
+FILES: dict[str, Callable[[dict], str]] = {"README.md": readme, "docs/experts.md": roofline, "docs/mqa.md": mqa}
 
 
 def with_tables(text: str, tables: str) -> str:
@@ -233,7 +262,7 @@ def with_tables(text: str, tables: str) -> str:
 
 
 def main() -> None:
-    description = f"write the figures of {' and '.join(FILES)}"
+    description = f"write the figures of {', '.join(FILES)}"
     argparse.ArgumentParser(prog="python -m benchmarks.tables", description=description).parse_args()
     benchmarks = json.loads(VALIDATION.read_text())["benchmarks"]
     for name, tables in FILES.items():

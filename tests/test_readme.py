@@ -1,11 +1,12 @@
-"""The README: its examples run, its commands exist, its figures are those of the validation, and its table lists every
-environment variable. Examples and figures of docs/mqa.md, too.
+"""The pages: examples of README.md and docs/mqa.md run, their figures are those of the stored files, and what any page
+names exists: files, modules, commands, environment variables.
 """
 
 import json
 import re
 import shlex
 from dataclasses import fields
+from importlib import import_module, util
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from tests.tiny_tokenizer import write_tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+TOP = ("fp8moe", "benchmarks", "tests", "tools", "docs", "examples", "validation", "integrations")
+all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 @pytest.fixture
@@ -74,17 +78,94 @@ def test_every_environment_variable_is_listed():
     assert set(re.findall(r"FP8MOE_[A-Z_]+", README)) == {f"FP8MOE_{field.name.upper()}" for field in fields(Settings)}
 
 
-@pytest.mark.parametrize(
-    "path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")], ids=lambda path: path.name
-)
-def test_links_lead_somewhere(path):
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
+@all_pages
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     for link in (link for link in links if not link.startswith("http")):
-        assert (path.parent / link).is_file(), link
+        assert (page.parent / link).is_file(), link
+
+
+def missing_paths(text, folder):
+    """Paths below one of TOP that are not there, and sources that are in no folder that their paragraph names."""
+    missing = []
+    for paragraph in re.sub(r"https?://\S+", "", text).split("\n\n"):
+        paths = re.findall(rf"(?<![\w./-])(?:{'|'.join(TOP)})/[\w./*<>-]*[\w*/>]", paragraph)
+        paths = [re.sub(r"[^/]*<.*", "", path) for path in paths]  # what "<op>.py" stands for is not there
+        found = {path: list(ROOT.glob(path.rstrip("/"))) for path in paths}
+        missing += [path for path, places in found.items() if not places]
+        folders = [
+            folder,
+            ROOT,
+            *(place for places in found.values() for path in places for place in (path, path.parent)),
+        ]
+        for name in re.findall(r"`([\w*-]+\.(?:py|cuh?|md|toml))`", paragraph):
+            if not any(list(place.glob(name)) for place in folders if place.is_dir()):
+                missing.append(name)
+    return missing
+
+
+@all_pages
+def test_paths_exist(page):
+    assert missing_paths(page.read_text(encoding="utf-8"), page.parent) == []
+
+
+def test_missing_paths_are_found():
+    right = "`fp8moe/cuda/gemm.cu`, `ptx.cuh`,\n`tests/gpu/test_<op>.py`, [x](docs/gemm.md), https://a.b/docs/no.md"
+    assert missing_paths(right, ROOT) == []
+    wrong = "`fp8moe/cuda/no.cu`, `no.cuh` and `tests/no*.py` in docs/no.md\n\n`gemm.cu`"
+    assert missing_paths(wrong, ROOT) == ["fp8moe/cuda/no.cu", "tests/no*.py", "docs/no.md", "no.cuh", "gemm.cu"]
+
+
+def resolves(name):
+    """Whether a dotted name is a module of this repository, or a name in one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def named(text):
+    """Dotted names of this package, and what is imported from it."""
+    names = re.findall(r"(?<![\w/.-])fp8moe(?:\.[A-Za-z_]\w*)+", text)
+    for module, imported in re.findall(r"from (fp8moe[\w.]*) import \(?([\w, ]+)", text):
+        names += [f"{module}.{name.strip()}" for name in imported.split(",") if name.strip()]
+    return names
+
+
+@all_pages
+def test_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    assert [name for name in named(text) if not resolves(name)] == []
+    modules = re.findall(r"\b(?:benchmarks|tools|examples)(?:\.[a-z_]\w*)+\b(?!/)", text)
+    sources = [name for name in modules if not name.endswith((".py", ".md"))]
+    assert [name for name in sources if util.find_spec(name) is None and not resolves(name)] == []
+
+
+def test_wrong_names_are_found():
+    text = "`fp8moe.gemm`, fp8moe.layers.master.no, fp8moe::gemm, fp8moe/cuda\nfrom fp8moe.no import a, b\n"
+    assert named(text) == ["fp8moe.gemm", "fp8moe.layers.master.no", "fp8moe.no", "fp8moe.no.a", "fp8moe.no.b"]
+    assert [name for name in named(text) if resolves(name)] == ["fp8moe.gemm"]
+
+
+@all_pages
+def test_commands_exist(page):
+    text = page.read_text(encoding="utf-8")
+    commands = re.findall(r"(?:^|`)fp8moe ([a-z]+)", text, flags=re.MULTILINE)
+    assert set(commands) <= {path.stem for path in (ROOT / "fp8moe/commands").glob("[a-z]*.py")}
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, flags=re.MULTILINE)) <= set(targets)
 
 
 @pytest.mark.parametrize("name", tables.FILES)
-def test_figures_are_those_of_the_validation(name):
+def test_figures_are_those_of_the_stored_files(name):
     benchmarks = json.loads(tables.VALIDATION.read_text())["benchmarks"]
     text = (ROOT / name).read_text(encoding="utf-8")
     assert tables.with_tables(text, tables.FILES[name](benchmarks)) == text, "run python -m benchmarks.tables"
