@@ -3,19 +3,17 @@
 //
 // A warp takes 32 vectors of 16 bytes of a token, and loads those of 8 assignments before it adds them up.
 //
-// Compile-time constants: those of quantize.cuh, where INPUT is the type of y and VECTOR = 1; WEIGHT and OUTPUT
-// (BFloat16, Float16 or Float32); HIDDEN, the columns, a multiple of 8.
-#include "quantize.cuh"
+// Compile-time constants: those of input.cuh, where INPUT is the type of y and VECTOR = 1; WEIGHT and OUTPUT (BFloat16,
+// Float16 or Float32); WARPS (of a thread block), WARP_COLUMNS; HIDDEN, the columns, a multiple of 8.
+#include "input.cuh"
+#include "warp.cuh"
 
 using Weight = WEIGHT;
 using Output = OUTPUT;
 
-constexpr int WARPS = 4;
 constexpr int AT_ONCE = 8;
-constexpr int CHUNK = WARP * PER_VECTOR;
-constexpr u32 CHUNKS = ceil_div(HIDDEN, CHUNK);
-constexpr u32 FULL = 0xFFFFFFFFu;
-static_assert(VECTOR && HIDDEN % 8 == 0);
+constexpr u32 TOKEN_WARPS = ceil_div(HIDDEN, WARP_COLUMNS);
+static_assert(VECTOR && WARP_COLUMNS == WARP * PER_VECTOR && HIDDEN % 8 == 0);
 
 __device__ u32 pack(BFloat16, float low, float high) { return pack_bfloat16(low, high); }
 
@@ -36,14 +34,14 @@ __device__ void store4(typename Type::Element* target, const float* v) {
 }
 
 // y (num_rows, HIDDEN); rows, weights (tokens, top_k), an assignment whose row is outside [0, num_rows) adds nothing;
-// out (tokens, HIDDEN). Grid: a warp for each 512 bytes of a row of y for each token.
+// out (tokens, HIDDEN). Grid: a warp for each WARP_COLUMNS columns of each token.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     combine(const Element* y, const int* rows, const Weight::Element* weights, Output::Element* out, u32 tokens,
             u32 top_k, u32 num_rows) {
   const u32 unit = blockIdx.x * WARPS + threadIdx.x / WARP;
   const u32 lane = threadIdx.x % WARP;
-  const u32 token = unit / CHUNKS;
-  const int column = static_cast<int>(unit % CHUNKS) * CHUNK + lane * PER_VECTOR;
+  const u32 token = unit / TOKEN_WARPS;
+  const int column = static_cast<int>(unit % TOKEN_WARPS) * WARP_COLUMNS + lane * PER_VECTOR;
   const int columns = HIDDEN - column;
 
   wait_for_previous_kernel();
@@ -62,13 +60,13 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
       Vector v[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const int row = __shfl_sync(FULL, lane_row, k + i);
+        const int row = __shfl_sync(FULL_WARP, lane_row, k + i);
         v[i] = Vector::load(y + i64{row} * HIDDEN + column, row >= 0 ? columns : 0);
       }
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const float weight = __shfl_sync(FULL, lane_weight, k + i);
-        if (__shfl_sync(FULL, lane_row, k + i) < 0) continue;
+        const float weight = __shfl_sync(FULL_WARP, lane_weight, k + i);
+        if (__shfl_sync(FULL_WARP, lane_row, k + i) < 0) continue;
 #pragma unroll
         for (int c = 0; c < PER_VECTOR; ++c) sum[c] = __fadd_rn(sum[c], __fmul_rn(weight, v[i][c]));
       }

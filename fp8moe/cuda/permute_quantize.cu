@@ -1,27 +1,32 @@
 // Quantizes every token once, one scale per 128 columns, and writes it to each row that one of its assignments has in
 // the sorted order. Values and scales are those of quantize_1x128.cu, bit for bit.
 //
-// A warp takes 512 columns of a token, 8 lanes for each block of 128. Loads and stores cover whole 32-byte sectors: a
-// lane loads 16 bytes at a time with its 7 neighbours, and lanes swap what they have quantized until each has 16
-// neighbouring columns.
+// A warp takes WARP_COLUMNS columns of a token, 8 lanes for each block of 128. Loads and stores cover whole 32-byte
+// sectors: a lane loads 16 bytes at a time with its 7 neighbours, and lanes swap what they have quantized until each
+// has 16 neighbouring columns.
 //
-// Compile-time constants: those of quantize.cuh with VECTOR = 1; HIDDEN, the columns, a multiple of 16.
+// Compile-time constants: those of quantize.cuh with VECTOR = 1; WARPS (of a thread block), WARP_COLUMNS; HIDDEN, the
+// columns, a multiple of 16; SIZES_BYTES.
 #include "quantize.cuh"
 
-constexpr int WARPS = 4;
-constexpr int BLOCK_LANES = 8;
-constexpr int CHUNK = WARP / BLOCK_LANES * BLOCK;
-constexpr u32 CHUNKS = ceil_div(HIDDEN, CHUNK);
+constexpr int BLOCK_LANES = WARP * BLOCK / WARP_COLUMNS;
+constexpr u32 TOKEN_WARPS = ceil_div(HIDDEN, WARP_COLUMNS);
 constexpr int STEP = BLOCK_LANES * PER_VECTOR;
 constexpr int VECTORS = BLOCK / STEP;
-constexpr u32 FULL = 0xFFFFFFFFu;
-static_assert(VECTOR && HIDDEN % 16 == 0);
+static_assert(VECTOR && BLOCK_LANES == 8 && HIDDEN % 16 == 0);
+
+struct Sizes {
+  u32 tokens, top_k, num_rows;
+  u32 read_ahead;  // load a token before it is known to have a row: quicker where few warps run
+  i64 row_stride, scale_pitch;
+};
+static_assert(sizeof(Sizes) == SIZES_BYTES);
 
 // Of a lane and its neighbour at `distance`, the lower one returns the first two words of both, the other the last two.
 __device__ uint4 swap_halves(uint4 v, u32 lane, int distance) {
   const bool upper = lane & distance;
-  const u32 x = __shfl_xor_sync(FULL, upper ? v.x : v.z, distance);
-  const u32 y = __shfl_xor_sync(FULL, upper ? v.y : v.w, distance);
+  const u32 x = __shfl_xor_sync(FULL_WARP, upper ? v.x : v.z, distance);
+  const u32 y = __shfl_xor_sync(FULL_WARP, upper ? v.y : v.w, distance);
   return upper ? make_uint4(x, y, v.z, v.w) : make_uint4(v.x, v.y, x, y);
 }
 
@@ -30,50 +35,45 @@ __device__ uint4 swap_halves(uint4 v, u32 lane, int distance) {
 __device__ uint4 neighbours(uint4 v, u32 lane) {
   if constexpr (VECTORS == 2) return swap_halves(v, lane, 1);
   const bool upper = lane & 1;
-  const u32 x = __shfl_xor_sync(FULL, upper ? v.x : v.y, 1);
-  const u32 y = __shfl_xor_sync(FULL, upper ? v.z : v.w, 1);
+  const u32 x = __shfl_xor_sync(FULL_WARP, upper ? v.x : v.y, 1);
+  const u32 y = __shfl_xor_sync(FULL_WARP, upper ? v.z : v.w, 1);
   return swap_halves(upper ? make_uint4(x, v.y, y, v.w) : make_uint4(v.x, x, v.z, y), lane, 2);
 }
 
 // x (tokens, HIDDEN), rows `row_stride` apart; rows (tokens, top_k), those outside [0, num_rows) are none;
 // data (num_rows, HIDDEN); scale (num_rows, ceil(HIDDEN / 128)), columns `scale_pitch` apart.
-// read_ahead: load a token before it is known to have a row. Quicker where few warps run; needed where top_k > 32.
-// Grid: a warp for each 512 columns of each token.
+// Needs read_ahead where top_k > 32: the rows of 32 assignments are found at a time. Grid: a warp for each WARP_COLUMNS
+// columns of each token.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
-    permute_quantize(const Element* x, const int* rows, u8* data, float* scale, u32 tokens, u32 top_k, u32 num_rows,
-                     u32 read_ahead, i64 row_stride, i64 scale_pitch) {
+    permute_quantize(const Element* x, const int* rows, u8* data, float* scale, const __grid_constant__ Sizes sizes) {
   const u32 unit = blockIdx.x * WARPS + threadIdx.x / WARP;
   const u32 lane = threadIdx.x % WARP;
-  const u32 token = unit / CHUNKS;
-  const u32 k_block = unit % CHUNKS * (CHUNK / BLOCK) + lane / BLOCK_LANES;
+  const u32 token = unit / TOKEN_WARPS;
+  const u32 k_block = unit % TOKEN_WARPS * (WARP_COLUMNS / BLOCK) + lane / BLOCK_LANES;
   const int block_column = static_cast<int>(k_block) * BLOCK;
   const u32 block_lane = lane % BLOCK_LANES;
 
   wait_for_previous_kernel();
   allow_next_kernel();
-  if (token >= tokens) return;
+  if (token >= sizes.tokens) return;
 
   // The rows of 32 assignments, one a lane; -1 for none.
   const auto rows_from = [&](u32 k) {
-    const int row = k + lane < top_k ? rows[i64{token} * top_k + k + lane] : -1;
-    return static_cast<u32>(row) < num_rows ? row : -1;
+    const int row = k + lane < sizes.top_k ? rows[i64{token} * sizes.top_k + k + lane] : -1;
+    return static_cast<u32>(row) < sizes.num_rows ? row : -1;
   };
   int lane_row = rows_from(0);
-  if (!read_ahead && !__any_sync(FULL, lane_row >= 0)) return;
+  if (!sizes.read_ahead && !__any_sync(FULL_WARP, lane_row >= 0)) return;
 
   const int column = block_column + block_lane * PER_VECTOR;
-  const Element* source = x + token * row_stride + column;
+  const Element* source = x + token * sizes.row_stride + column;
   Vector v[VECTORS];
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) v[i] = Vector::load(source + i * STEP, HIDDEN - column - i * STEP);
   u32 amax = 0;
 #pragma unroll
   for (const Vector& vector : v) amax = vector.larger_magnitude(amax);
-#pragma unroll
-  for (int step = 1; step < BLOCK_LANES; step *= 2) {
-    amax = Input::larger(amax, __shfl_xor_sync(FULL, amax, step));
-  }
-  const Scale block_scale(Input::largest(amax));
+  const Scale block_scale(Input::largest(warp_reduce<BLOCK_LANES>(amax, Input::larger)));
   u32 words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -87,19 +87,19 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   const int target_column = block_column + vector * STEP + (block_lane - vector) * PER_VECTOR;
 
   for (u32 k = 0;;) {
-    u32 used = __ballot_sync(FULL, lane_row >= 0);
+    u32 used = __ballot_sync(FULL_WARP, lane_row >= 0);
     // Each of the 8 lanes that share a scale writes it to another row.
-    for (u32 i = 0; i < min(top_k - k, WARP); i += BLOCK_LANES) {
-      const int row = __shfl_sync(FULL, lane_row, i + block_lane);
-      if (row >= 0 && block_column < HIDDEN) scale[k_block * scale_pitch + row] = block_scale.value;
+    for (u32 i = 0; i < min(sizes.top_k - k, WARP); i += BLOCK_LANES) {
+      const int row = __shfl_sync(FULL_WARP, lane_row, i + block_lane);
+      if (row >= 0 && block_column < HIDDEN) scale[k_block * sizes.scale_pitch + row] = block_scale.value;
     }
     while (used) {
-      const int row = __shfl_sync(FULL, lane_row, __ffs(used) - 1);
+      const int row = __shfl_sync(FULL_WARP, lane_row, __ffs(used) - 1);
       used &= used - 1;
       if (target_column < HIDDEN) *reinterpret_cast<uint4*>(data + i64{row} * HIDDEN + target_column) = values;
     }
     k += WARP;
-    if (k >= top_k) return;
+    if (k >= sizes.top_k) return;
     lane_row = rows_from(k);
   }
 }

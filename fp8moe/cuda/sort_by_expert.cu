@@ -10,49 +10,43 @@
 //
 // Ranks stay in registers from 1 to 3 where one block does it all, and lie in `rows` otherwise.
 //
-// Compile-time constants: INDEX (int or long long), EXPERTS (a power of two from 32 to 1024), WARPS (of a block,
-// 32 * WARPS >= EXPERTS), CLUSTER (1 block for at most 128 * WARPS assignments, or 8 for any number), MASKED (every
-// expert has `capacity` rows).
+// Compile-time constants: INDEX (int or long long), EXPERTS (a power of two from 32 to 1024), WARPS (of a thread block,
+// 32 * WARPS >= EXPERTS), STEPS (assignments that a lane takes at a time), CLUSTER (1 thread block for at most
+// 32 * WARPS * STEPS assignments, or 8 for any number), MASKED (every expert has `capacity` rows), PITCH, SHARED_BYTES.
 #include "cluster.cuh"
+#include "warp.cuh"
 
 using Index = INDEX;
 
-constexpr int STEPS = 4;
 constexpr bool IN_REGISTERS = CLUSTER == 1;
-constexpr u32 FULL = 0xFFFFFFFFu;
-constexpr u32 NONE = EXPERTS;       // counted like an expert, in a place of its own
-constexpr int PITCH = EXPERTS + 4;  // of the counts of a warp: whole 16-byte vectors
-static_assert(WARPS * WARP >= EXPERTS);
+constexpr u32 NO_EXPERT = EXPERTS;  // counted like one, in a place of its own
+constexpr u32 NO_ROW = 0xFFFFFFFFu;
+static_assert(WARPS * WARP >= EXPERTS && PITCH > NO_EXPERT && PITCH % 4 == 0);
 
-// The expert of assignment i, NONE for one that is not of this rank or past the end.
+struct Shared {
+  u32 counts[WARPS * PITCH];  // what each warp has counted, PITCH apart: whole 16-byte vectors
+};
+static_assert(sizeof(Shared) == SHARED_BYTES);
+
+// The expert of assignment i, NO_EXPERT for one that is not of this rank or past the end.
 __device__ u32 expert_of(const Index* index, u32 i, u32 end, u32 experts) {
-  if (i >= end) return NONE;
+  if (i >= end) return NO_EXPERT;
   const Index expert = index[i];
-  return expert >= 0 && expert < static_cast<Index>(experts) ? static_cast<u32>(expert) : NONE;
-}
-
-// Sum over this lane and the lower ones.
-__device__ u32 inclusive_scan(u32 value, u32 lane) {
-#pragma unroll
-  for (int step = 1; step < WARP; step *= 2) {
-    const u32 lower = __shfl_up_sync(FULL, value, step);
-    if (lane >= step) value += lower;
-  }
-  return value;
+  return expert >= 0 && expert < static_cast<Index>(experts) ? static_cast<u32>(expert) : NO_EXPERT;
 }
 
 // index, rows (count,). groups: the first row of each expert and the end of the last, (experts + 1,); or with MASKED
 // the number of rows in use of each, (experts,). Grid: one cluster.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     sort_by_expert(const Index* index, int* groups, int* rows, u32 count, u32 experts, u32 capacity) {
-  extern __shared__ uint4 shared[];
+  extern __shared__ uint4 dynamic_shared[];
   __shared__ u32 starts[EXPERTS];
   __shared__ u32 section_counts[WARP];  // a section: 32 experts, those of one warp
-  u32* const counts = reinterpret_cast<u32*>(shared);
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const u32 lane = threadIdx.x % WARP;
   const u32 warp = threadIdx.x / WARP;
   const u32 block = CLUSTER == 1 ? 0 : cluster_rank();
-  u32* const own = counts + warp * PITCH;
+  u32* const own = shared.counts + warp * PITCH;
   for (u32 i = lane; i < PITCH / 4; i += WARP) reinterpret_cast<uint4*>(own)[i] = uint4{};
   __syncwarp();
 
@@ -71,14 +65,14 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       if (first + s * WARP >= end) continue;
-      const u32 peers = __match_any_sync(FULL, expert[s]);
-      const u32 lower = __popc(peers & ((1u << lane) - 1));
+      const u32 alike = __match_any_sync(FULL_WARP, expert[s]);
+      const u32 lower = __popc(alike & ((1u << lane) - 1));
       const u32 counted = own[expert[s]];
       __syncwarp();
-      if (lower == 0) own[expert[s]] = counted + __popc(peers);
+      if (lower == 0) own[expert[s]] = counted + __popc(alike);
       __syncwarp();
       rank[s] = counted + lower;
-      if (!IN_REGISTERS && expert[s] != NONE) rows[first + s * WARP + lane] = static_cast<int>(rank[s]);
+      if (!IN_REGISTERS && expert[s] != NO_EXPERT) rows[first + s * WARP + lane] = static_cast<int>(rank[s]);
     }
     first += STEPS * WARP;
   } while (!IN_REGISTERS && first < end);
@@ -89,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   if (threadIdx.x < EXPERTS) {
 #pragma unroll 8
     for (int w = 0; w < WARPS; ++w) {
-      const u32 counted = counts[w * PITCH + threadIdx.x];
-      counts[w * PITCH + threadIdx.x] = in_block;
+      const u32 counted = shared.counts[w * PITCH + threadIdx.x];
+      shared.counts[w * PITCH + threadIdx.x] = in_block;
       in_block += counted;
     }
   }
@@ -118,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     if constexpr (MASKED) {
       starts[threadIdx.x] = in_earlier_blocks;
     } else {
-      section_end = inclusive_scan(total, lane);
+      section_end = warp_inclusive_sum(total, lane);
       starts[threadIdx.x] = section_end - total + in_earlier_blocks;
       if (lane == WARP - 1) section_counts[warp] = section_end;
     }
@@ -128,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   u32 section_start = 0;
   if constexpr (!MASKED) {
     const u32 counted = lane < EXPERTS / WARP ? section_counts[lane] : 0;
-    section_start = inclusive_scan(counted, lane) - counted;
+    section_start = warp_inclusive_sum(counted, lane) - counted;
   }
   if (block == 0) {
-    const u32 group_end = section_end + __shfl_sync(FULL, section_start, warp);
+    const u32 group_end = section_end + __shfl_sync(FULL_WARP, section_start, warp);
     if (threadIdx.x < experts) {
       if constexpr (MASKED) {
         groups[threadIdx.x] = static_cast<int>(min(total, capacity));
@@ -149,18 +143,18 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
       for (int s = 0; s < STEPS; ++s) {
         const u32 i = first + s * WARP + lane;
         expert[s] = expert_of(index, i, end, experts);
-        if (expert[s] != NONE) rank[s] = static_cast<u32>(rows[i]);
+        if (expert[s] != NO_EXPERT) rank[s] = static_cast<u32>(rows[i]);
       }
     }
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       const u32 i = first + s * WARP + lane;
       if (first + s * WARP >= end) continue;
-      const u32 start = __shfl_sync(FULL, section_start, expert[s] / WARP);
-      u32 row = FULL;
-      if (expert[s] != NONE) {
+      const u32 start = __shfl_sync(FULL_WARP, section_start, expert[s] / WARP);
+      u32 row = NO_ROW;
+      if (expert[s] != NO_EXPERT) {
         row = start + starts[expert[s]] + own[expert[s]] + rank[s];
-        if constexpr (MASKED) row = row < capacity ? expert[s] * capacity + row : FULL;
+        if constexpr (MASKED) row = row < capacity ? expert[s] * capacity + row : NO_ROW;
       }
       if (i < end) rows[i] = static_cast<int>(row);
     }

@@ -1,42 +1,16 @@
-// Transposes FP8 weights with one scale per tile of 128x128: bytes and scales change places, none changes its value.
+// Transposes FP8 weights with one scale per 128 rows and 128 columns: bytes and scales change places, none its value.
 //
-// A block of 8 warps takes one tile. A thread holds 4 rows of 16 columns, turns them into 4 bytes of each of 16 output
-// rows, and these meet in shared memory. Loads and stores cover whole rows of a tile, 128 bytes.
+// A thread block of 8 warps takes what one scale is for. A thread holds 4 rows of 16 columns, turns them into 4 bytes
+// of each of 16 output rows, and these meet in shared memory. Loads and stores cover 128 bytes of a row.
 //
-// Compile-time constants: LOAD_VECTOR, STORE_VECTOR (rows of the input, of the output, start at multiples of 16 bytes
-// and are multiples of 16 bytes long).
-#include "ptx.cuh"
+// Compile-time constants: BLOCK; WARPS (of a thread block); LOAD_ALIGNED, STORE_ALIGNED (rows of the input, of the
+// output, start at multiples of 16 bytes and are multiples of 16 bytes long).
+#include "vector.cuh"
 
-using u8 = unsigned char;
-using i64 = long long;
-
-constexpr int BLOCK = 128;
-constexpr int WARPS = 8;
 constexpr int CHUNK = 16;  // bytes of a row that move as one
 constexpr int CHUNKS = BLOCK / CHUNK;
 constexpr int THREAD_ROWS = 4;
-static_assert(WARPS * WARP * CHUNK * THREAD_ROWS == BLOCK * BLOCK);
-
-// How many of the next `size` indices from `begin` on lie before `end`.
-__device__ int inside(i64 begin, i64 end, int size) {
-  return end - begin < size ? static_cast<int>(end - begin) : size;
-}
-
-// The first `count` of 16 bytes, zeros after them; any count, of which a vector takes all or none.
-__device__ uint4 load(const u8* source, int count) {
-  uint4 v = {};
-  if constexpr (LOAD_VECTOR) {
-    if (count > 0) v = *reinterpret_cast<const uint4*>(source);
-  } else {
-    u32 words[4] = {};
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) {
-      if (i < count) words[i / 4] |= u32{source[i]} << (i % 4 * 8);
-    }
-    v = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  return v;
-}
+static_assert(WARPS == CHUNKS && WARP / CHUNKS * THREAD_ROWS == CHUNK);
 
 // Bytes 4 * row + column of 4 words to bytes 4 * column + row.
 __device__ void transpose_bytes(u32 (&words)[4]) {
@@ -56,38 +30,39 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     transpose_fp8(const u8* data, const float* scale, u8* data_out, float* scale_out, i64 n, i64 k, i64 n_blocks,
                   i64 k_blocks) {
   __shared__ alignas(16) u8 transposed[BLOCK * BLOCK];
-  allow_next_kernel();
   const u32 lane = threadIdx.x % WARP;
   const u32 warp = threadIdx.x / WARP;
   const u32 chunk = lane % CHUNKS;
   const u32 row_group = lane / CHUNKS;
   const i64 k_block = blockIdx.x % static_cast<u32>(k_blocks);
-  const u32 tile_row = blockIdx.x / static_cast<u32>(k_blocks);
-  const i64 n_block = tile_row % static_cast<u32>(n_blocks);
-  const i64 expert = tile_row / static_cast<u32>(n_blocks);
+  const u32 block_row = blockIdx.x / static_cast<u32>(k_blocks);
+  const i64 n_block = block_row % static_cast<u32>(n_blocks);
+  const i64 expert = block_row / static_cast<u32>(n_blocks);
   const int rows = inside(n_block * BLOCK, n, BLOCK);
   const int columns = inside(k_block * BLOCK, k, BLOCK);
   const int first_row = warp * CHUNK + row_group * THREAD_ROWS;
 
   wait_for_previous_kernel();
+  allow_next_kernel();
   const u8* source = data + (expert * n + n_block * BLOCK + first_row) * k + k_block * BLOCK + chunk * CHUNK;
-  uint4 v[THREAD_ROWS];
+  Bytes16 v[THREAD_ROWS];
 #pragma unroll
   for (int r = 0; r < THREAD_ROWS; ++r) {
-    v[r] = load(source + r * k, first_row + r < rows ? columns - static_cast<int>(chunk) * CHUNK : 0);
+    const int count = first_row + r < rows ? columns - static_cast<int>(chunk) * CHUNK : 0;
+    v[r] = load_elements<LOAD_ALIGNED>(source + r * k, count);
   }
   if (threadIdx.x == 0) scale_out[(expert * k_blocks + k_block) * n_blocks + n_block] = scale[blockIdx.x];
 
   // The chunks of an output row are permuted by the input chunk it comes from: a warp's 32 words fall in 32 banks.
   u32* target = reinterpret_cast<u32*>(&transposed[chunk * CHUNK * BLOCK + (warp ^ chunk) * CHUNK]) + row_group;
 #pragma unroll
-  for (int i = 0; i < CHUNK; i += 4) {
+  for (int i = 0; i < 4; ++i) {
     u32 words[THREAD_ROWS];
 #pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r) words[r] = reinterpret_cast<const u32*>(&v[r])[i / 4];
+    for (int r = 0; r < THREAD_ROWS; ++r) words[r] = v[r].words[i];
     transpose_bytes(words);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) target[(i + c) * (BLOCK / 4)] = words[c];
+    for (int c = 0; c < 4; ++c) target[(4 * i + c) * (BLOCK / 4)] = words[c];
   }
   __syncthreads();
 
@@ -97,12 +72,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     const int row = i / CHUNKS;
     const int out_chunk = i % CHUNKS;
     const int count = row < columns ? rows - out_chunk * CHUNK : 0;
-    const u8* from = &transposed[row * BLOCK + (out_chunk ^ (row / CHUNK)) * CHUNK];
-    u8* to = out + row * n + out_chunk * CHUNK;
-    if constexpr (STORE_VECTOR) {
-      if (count > 0) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    } else {
-      for (int b = 0; b < min(count, CHUNK); ++b) to[b] = from[b];
-    }
+    copy_16(out + row * n + out_chunk * CHUNK, &transposed[row * BLOCK + (out_chunk ^ (row / CHUNK)) * CHUNK], count,
+            STORE_ALIGNED);
   }
 }

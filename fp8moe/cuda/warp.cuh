@@ -1,33 +1,27 @@
-// Sums and reductions over the lanes of a warp. All 32 lanes call them together.
+// Scans and reductions over the lanes of a warp. All 32 lanes call them together.
 #pragma once
 
 #include "ptx.cuh"
 
-constexpr u32 FULL_WARP = 0xFFFFFFFFu;  // every lane takes part
+constexpr u32 FULL_WARP = 0xFFFFFFFFu;  // the mask of all lanes
 
-// The sum of x over this lane and those before it.
-template <class Integer>
-__device__ __forceinline__ Integer warp_inclusive_sum(Integer x) {
+// combine(...) of x over the lanes up to this one, which is `lane`.
+template <class T, class Combine>
+__device__ __forceinline__ T warp_inclusive_scan(T x, const Combine& combine, u32 lane = lane_id()) {
 #pragma unroll
   for (int distance = 1; distance < WARP; distance *= 2) {
-    const Integer before = __shfl_up_sync(FULL_WARP, x, distance);
-    if (lane_id() >= distance) x += before;
+    const T before = __shfl_up_sync(FULL_WARP, x, distance);
+    if (lane >= distance) x = combine(x, before);
   }
   return x;
 }
 
-// The same for sums that stop at `limit`, as each x does already: none overflows.
-template <class Integer>
-__device__ __forceinline__ Integer warp_inclusive_sum(Integer x, Integer limit) {
-#pragma unroll
-  for (int distance = 1; distance < WARP; distance *= 2) {
-    const Integer before = __shfl_up_sync(FULL_WARP, x, distance);
-    if (lane_id() >= distance) x = min(x + before, limit);
-  }
-  return x;
+template <class T>
+__device__ __forceinline__ T warp_inclusive_sum(T x, u32 lane = lane_id()) {
+  return warp_inclusive_scan(x, [](T a, T b) { return a + b; }, lane);
 }
 
-// combine(...) of x over `Lanes` lanes that lie `Stride` apart; each of them returns it. Both are powers of two.
+// combine(...) of x over `Lanes` lanes that are `Stride` apart, both powers of two: the same in each of them.
 template <int Lanes = WARP, int Stride = 1, class T, class Combine>
 __device__ __forceinline__ T warp_reduce(T x, const Combine& combine) {
 #pragma unroll

@@ -1,62 +1,67 @@
 """Launches of the quantization kernels. Arguments are checked by the callers; results equal `reference` bit for bit."""
 
 import ctypes
-import functools
 
 import torch
 
 from fp8moe.quant.formats import BLOCK, SCALE_DEFINES, align, ceil_div, empty_mn_major
+from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
+from fp8moe.runtime.plans import PlanCache
 
 INPUT_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
 
-# Of the kernels in fp8moe/cuda: rows or columns of a tile, tiles and threads of a block.
-_ROWS_PER_WARP, _ROW_WARPS = 8, 4
-_COLUMNS = 64
-_THREADS = {"quantize_1x128": 128, "quantize_128x128": 256, "quantize_128x1": 256}
+
+# Constants of each kernel: warps of a thread block, and what one of them, or all together, take.
+_CONSTANTS = {
+    "quantize_1x128": {"WARPS": 4, "ROWS_PER_WARP": 8},
+    "quantize_128x128": {"WARPS": 8},
+    "quantize_128x1": {"WARPS": 8, "COLUMNS": 64},
+}
+
+
+def input_defines(dtype: torch.dtype, *, vector: bool = True) -> tuple[tuple[str, int | str], ...]:
+    """What cuda/input.cuh wants defined.
+
+    dtype: of the input. vector: its rows start at multiples of 16 bytes and are multiples of 16 bytes long.
+    """
+    return ("INPUT", INPUT_TYPES[dtype]), ("VECTOR", int(vector))
 
 
 def quantizer_defines(
     dtype: torch.dtype, *, ue8m0: bool = False, vector: bool = True
 ) -> tuple[tuple[str, int | str], ...]:
-    """What cuda/quantize.cuh wants defined.
-
-    dtype: of the input. ue8m0: scales are rounded up to powers of two. vector: rows of the input start at multiples of
-    16 bytes and are multiples of 16 bytes long.
-    """
-    return (("INPUT", INPUT_TYPES[dtype]), ("UE8M0", int(ue8m0)), ("VECTOR", int(vector)), *SCALE_DEFINES)
+    """What cuda/quantize.cuh wants defined. ue8m0: scales are rounded up to powers of two."""
+    return (*input_defines(dtype, vector=vector), ("UE8M0", int(ue8m0)), *SCALE_DEFINES)
 
 
 def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> KernelSpec:
-    """The kernel "quantize_1x128", "quantize_128x128" or "quantize_128x1"; see `quantizer_defines`."""
-    return KernelSpec(f"{name}.cu", name, quantizer_defines(dtype, ue8m0=ue8m0, vector=vector))
+    """The kernel "quantize_1x128", "quantize_128x128" or "quantize_128x1"; the rest as for `quantizer_defines`."""
+    defines = quantizer_defines(dtype, ue8m0=ue8m0, vector=vector)
+    return KernelSpec(f"{name}.cu", name, (*defines, *_CONSTANTS[name].items()))
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    name: str,
-    dtype: torch.dtype,
-    ue8m0: bool,
-    vector: bool,
-    blocks: int,
-    sizes: tuple[int, ...],
-    device_index: int,
-) -> PointerLauncher:
-    """The launcher for an input, data and scale, in this order; data at a multiple of 16 bytes.
+_plans: PlanCache[PointerLauncher] = PlanCache()
 
-    Args:
-        name, dtype, ue8m0, vector: see `kernel_spec`.
-        blocks: the grid.
-        sizes: the arguments after the pointers.
-        device_index: of the current device.
+
+def _plan(name: str, x: torch.Tensor, lengths: int, ue8m0: bool, grid: int, sizes: tuple[int, ...]) -> PointerLauncher:
+    """The launcher for an input like x, data and scale, in this order; data at a multiple of 16 bytes.
+
+    lengths: bitwise or of the length of a row of x and of its strides, in elements. grid: thread blocks. sizes: the
+    arguments after the pointers.
     """
-    return PointerLauncher(
-        load(kernel_spec(name, dtype, ue8m0, vector)),
-        grid=blocks,
-        block=_THREADS[name],
-        pointers=3,
-        args=tuple(map(ctypes.c_int64, sizes)),
+    vector = not (x.data_ptr() | lengths * x.element_size()) & 15
+    key = (name, x.dtype, ue8m0, vector, grid, sizes, x.get_device())
+    return _plans.get(
+        key,
+        lambda: PointerLauncher(
+            load(kernel_spec(name, x.dtype, ue8m0, vector)),
+            grid=grid,
+            block=_CONSTANTS[name]["WARPS"] * WARP,
+            pointers=3,
+            args=tuple(map(ctypes.c_int64, sizes)),
+        ),
     )
 
 
@@ -86,10 +91,9 @@ def plan_1x128(x: torch.Tensor, ue8m0: bool) -> PointerLauncher:
     m, k = x.shape
     stride = x.stride(0)
     k_blocks = ceil_div(k, BLOCK)
-    blocks = ceil_div(ceil_div(m, _ROWS_PER_WARP) * k_blocks, _ROW_WARPS)
-    vector = _vector(x.data_ptr(), x.element_size(), k | stride)
-    sizes = (m, k, stride, align(m, 4), k_blocks)
-    return _plan("quantize_1x128", x.dtype, ue8m0, vector, blocks, sizes, x.get_device())
+    constants = _CONSTANTS["quantize_1x128"]
+    grid = ceil_div(ceil_div(m, constants["ROWS_PER_WARP"]) * k_blocks, constants["WARPS"])
+    return _plan("quantize_1x128", x, k | stride, ue8m0, grid, (m, k, stride, align(m, 4), k_blocks))
 
 
 def quantize_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,11 +105,10 @@ def quantize_128x128(w: torch.Tensor, ue8m0: bool) -> tuple[torch.Tensor, torch.
     if data.numel():
         w = unit_stride(w)
         expert_stride, stride, _ = w.stride()
-        index = w.get_device()
-        vector = _vector(w.data_ptr(), w.element_size(), k | stride | expert_stride)
-        sizes = (n, k, expert_stride, stride, n_blocks, k_blocks)
-        with device_guard(index):
-            _launch(_plan("quantize_128x128", w.dtype, ue8m0, vector, scale.numel(), sizes, index), w, data, scale)
+        sizes = (n, k, expert_stride, stride, k_blocks)
+        with device_guard(w.get_device()):
+            plan = _plan("quantize_128x128", w, k | stride | expert_stride, ue8m0, scale.numel(), sizes)
+            _launch(plan, w, data, scale)
     return data, scale
 
 
@@ -120,12 +123,10 @@ def quantize_128x1(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if data.numel():
         x = unit_stride(x)
         stride = x.stride(0)
-        index = x.get_device()
-        m_tiles = ceil_div(m, _COLUMNS)
-        vector = _vector(x.data_ptr(), x.element_size(), m | stride)
-        sizes = (k, m, stride, align(m, 4), m_tiles)
-        with device_guard(index):
-            _launch(_plan("quantize_128x1", x.dtype, False, vector, k_blocks * m_tiles, sizes, index), x, data, scale)
+        m_tiles = ceil_div(m, _CONSTANTS["quantize_128x1"]["COLUMNS"])
+        with device_guard(x.get_device()):
+            sizes = (k, m, stride, align(m, 4), m_tiles)
+            _launch(_plan("quantize_128x1", x, m | stride, False, k_blocks * m_tiles, sizes), x, data, scale)
     return data, scale
 
 
@@ -134,7 +135,9 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _vector(address: int, element_size: int, lengths: int) -> bool:
-    """Whether every row is a whole number of 16-byte vectors: `lengths` is the bitwise or of a row's length and the
-    strides, in elements."""
-    return not (address | lengths * element_size) & 15
+def vector_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (M, K) with every row at a multiple of 16 bytes: itself where it lies so, otherwise a copy."""
+    x = unit_stride(x)
+    if (x.data_ptr() | x.stride(0) * x.element_size()) & 15:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

@@ -1,28 +1,34 @@
 """Launches ``cuda/combine.cu``."""
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize_plan import INPUT_TYPES, quantizer_defines
+from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines, vector_rows
+from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
+from fp8moe.runtime.plans import PlanCache
 
-# Of the kernel: warps of a block, bytes of a row of y that a warp takes.
-_WARPS, _CHUNK_BYTES = 4, 512
+_WARPS = 4  # of a thread block
+
+_plans: PlanCache[PointerLauncher] = PlanCache()
+
+
+def _warp_columns(y_dtype: torch.dtype) -> int:
+    """Columns that a warp takes: 16 bytes for each lane."""
+    return WARP * 16 // y_dtype.itemsize
 
 
 def kernel_spec(hidden: int, y_dtype: torch.dtype, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
     """The kernel for rows of `hidden` columns and these dtypes."""
     types = (("WEIGHT", INPUT_TYPES[weight_dtype]), ("OUTPUT", INPUT_TYPES[out_dtype]))
-    defines = (*quantizer_defines(y_dtype), *types, ("HIDDEN", hidden))
-    return KernelSpec("combine.cu", "combine", defines)
+    sizes = (("WARPS", _WARPS), ("WARP_COLUMNS", _warp_columns(y_dtype)), ("HIDDEN", hidden))
+    return KernelSpec("combine.cu", "combine", (*input_defines(y_dtype), *types, *sizes))
 
 
-@functools.lru_cache(maxsize=4096)
 def plan(
     tokens: int,
     hidden: int,
@@ -40,31 +46,28 @@ def plan(
     tokens and hidden are not 0, all tensors contiguous, y and out at multiples of 16 bytes, and `device_index` is that
     of the current device. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
     """
-    return PointerLauncher(
-        load(kernel_spec(hidden, y_dtype, weight_dtype, out_dtype)),
-        grid=ceil_div(tokens * ceil_div(hidden * y_dtype.itemsize, _CHUNK_BYTES), _WARPS),
-        block=_WARPS * 32,
-        pdl=pdl,
-        pointers=4,
-        args=tuple(map(ctypes.c_uint32, (tokens, top_k, num_rows))),
+    return _plans.get(
+        (tokens, hidden, top_k, num_rows, y_dtype, weight_dtype, out_dtype, device_index, pdl),
+        lambda: PointerLauncher(
+            load(kernel_spec(hidden, y_dtype, weight_dtype, out_dtype)),
+            grid=ceil_div(tokens * ceil_div(hidden, _warp_columns(y_dtype)), _WARPS),
+            block=_WARPS * WARP,
+            pdl=pdl,
+            pointers=4,
+            args=tuple(map(ctypes.c_uint32, (tokens, top_k, num_rows))),
+        ),
     )
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """The result of operands in any layout, as ``kernels.combine`` describes it."""
+    """The result of operands in any layout, as ``experts.combine`` describes it."""
     (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
     out = torch.empty((tokens, hidden), dtype=out_dtype, device=y.device)
     if out.numel():
-        y, rows, weights = _vectors(y), rows.contiguous(), weights.contiguous()
+        y, rows, weights = vector_rows(y.contiguous()), rows.contiguous(), weights.contiguous()
         device_index = y.get_device()
         with device_guard(device_index):
             plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, device_index).launch(
                 current_stream(device_index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), out.data_ptr()
             )
     return out
-
-
-def _vectors(y: Tensor) -> Tensor:
-    """y contiguous, at a multiple of 16 bytes: itself where it lies so, otherwise a copy."""
-    y = y.contiguous()
-    return y.clone() if y.data_ptr() & 15 else y

@@ -1,28 +1,39 @@
 """Launches ``cuda/permute_quantize.cu``."""
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
-from fp8moe.quant.quantize_plan import quantizer_defines, unit_stride
+from fp8moe.quant.quantize_plan import quantizer_defines, vector_rows
+from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
+from fp8moe.runtime.plans import PlanCache
 
-# Of the kernel: warps of a block, columns that a warp takes, assignments whose rows it reads at a time.
-_WARPS, _CHUNK, _ROWS_AT_ONCE = 4, 512, 32
+_WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block, columns that one takes
 _READ_AHEAD_TOKENS = 512  # more fill the GPU, and reading those without a row costs more than waiting does
+
+_plans: PlanCache[PointerLauncher] = PlanCache()
+
+
+class _Sizes(ctypes.Structure):
+    """``struct Sizes`` of the kernel."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("tokens", "top_k", "num_rows", "read_ahead")),
+        *((name, ctypes.c_int64) for name in ("row_stride", "scale_pitch")),
+    )
 
 
 def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
     """The kernel for tokens of `hidden` columns and `dtype`."""
-    defines = (*quantizer_defines(dtype), ("HIDDEN", hidden))
+    sizes = (("WARPS", _WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden))
+    defines = (*quantizer_defines(dtype), *sizes, ("SIZES_BYTES", ctypes.sizeof(_Sizes)))
     return KernelSpec("permute_quantize.cu", "permute_quantize", defines)
 
 
-@functools.lru_cache(maxsize=4096)
 def plan(
     tokens: int,
     hidden: int,
@@ -41,38 +52,32 @@ def plan(
     and the scale of row i and block j of 128 columns to element i + j * align(num_rows, 4) of scale. x and data are at
     multiples of 16 bytes. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
     """
-    read_ahead = tokens <= _READ_AHEAD_TOKENS or top_k > _ROWS_AT_ONCE
-    return PointerLauncher(
-        load(kernel_spec(hidden, dtype)),
-        grid=ceil_div(tokens * ceil_div(hidden, _CHUNK), _WARPS),
-        block=_WARPS * 32,
-        pdl=pdl,
-        pointers=4,
-        args=(
-            *map(ctypes.c_uint32, (tokens, top_k, num_rows, read_ahead)),
-            *map(ctypes.c_int64, (row_stride, align(num_rows, 4))),
-        ),
-    )
+
+    def build() -> PointerLauncher:
+        # The kernel finds the rows of as many assignments as a warp has lanes at a time.
+        read_ahead = tokens <= _READ_AHEAD_TOKENS or top_k > WARP
+        return PointerLauncher(
+            load(kernel_spec(hidden, dtype)),
+            grid=ceil_div(tokens * ceil_div(hidden, _WARP_COLUMNS), _WARPS),
+            block=_WARPS * WARP,
+            pdl=pdl,
+            pointers=4,
+            args=(_Sizes(tokens, top_k, num_rows, read_ahead, row_stride, align(num_rows, 4)),),
+        )
+
+    return _plans.get((tokens, hidden, top_k, num_rows, row_stride, dtype, device_index, pdl), build)
 
 
 def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Data and scale of x (T, H) and rows (T, K) in any layout, as ``kernels.permute`` describes them."""
+    """Data and scale of x (T, H) and rows (T, K) in any layout, as ``experts.permute`` describes them."""
     tokens, hidden = x.shape
     data = torch.empty((num_rows, hidden), dtype=torch.float8_e4m3fn, device=x.device)
     scale = empty_mn_major(num_rows, ceil_div(hidden, BLOCK), device=x.device)
     if data.numel() and rows.numel():
-        x, rows = _vectors(x), rows.contiguous()
+        x, rows = vector_rows(x), rows.contiguous()
         device_index = x.get_device()
         with device_guard(device_index):
             plan(tokens, hidden, rows.shape[1], num_rows, x.stride(0), x.dtype, device_index).launch(
                 current_stream(device_index), x.data_ptr(), rows.data_ptr(), data.data_ptr(), scale.data_ptr()
             )
     return data, scale
-
-
-def _vectors(x: Tensor) -> Tensor:
-    """x with every row at a multiple of 16 bytes: itself where it lies so, otherwise a copy."""
-    x = unit_stride(x)
-    if (x.data_ptr() | x.stride(0) * x.element_size()) & 15:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x

@@ -6,38 +6,54 @@ import functools
 import torch
 from torch import Tensor
 
+from fp8moe.quant.formats import align
+from fp8moe.runtime.hopper import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
+from fp8moe.runtime.plans import PlanCache
 
-_WARP = 32
-_STEPS = 4  # of the kernel: assignments that a lane keeps in registers
+_STEPS = 4  # assignments that a lane keeps in registers
 _MAX_WARPS = 32
-_CLUSTER = 8
 _INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
+
+_plans: PlanCache[PointerLauncher] = PlanCache()
 
 
 def variant(assignments: int, num_experts: int) -> tuple[int, int, int]:
-    """Counters, warps of a block and blocks: how the kernel is to sort that many assignments to that many experts."""
-    counters = max(_WARP, 1 << (num_experts - 1).bit_length())
-    few_warps = max(8, counters // _WARP)
+    """Counters, warps of a thread block and thread blocks for so many assignments to so many experts."""
+    counters = max(WARP, 1 << (num_experts - 1).bit_length())
+    few_warps = max(8, counters // WARP)
     for warps in (few_warps, _MAX_WARPS):
-        if assignments <= warps * _WARP * _STEPS:
+        if assignments <= warps * WARP * _STEPS:
             return counters, warps, 1
-    return counters, _MAX_WARPS, _CLUSTER
+    return counters, _MAX_WARPS, MAX_BLOCKS_PER_PORTABLE_CLUSTER
 
 
 def kernel_spec(counters: int, warps: int, cluster: int, dtype: torch.dtype, masked: bool) -> KernelSpec:
     """The kernel for a `variant`. dtype: of the indices; masked: experts have a capacity."""
-    sizes = (("EXPERTS", counters), ("WARPS", warps), ("CLUSTER", cluster), ("MASKED", int(masked)))
-    return KernelSpec("sort_by_expert.cu", "sort_by_expert", (("INDEX", _INDEX_TYPES[dtype]), *sizes))
+    defines = {
+        "INDEX": _INDEX_TYPES[dtype],
+        "EXPERTS": counters,
+        "WARPS": warps,
+        "STEPS": _STEPS,
+        "CLUSTER": cluster,
+        "MASKED": int(masked),
+        "PITCH": _pitch(counters),
+        "SHARED_BYTES": shared_bytes(counters, warps),
+    }
+    return KernelSpec("sort_by_expert.cu", "sort_by_expert", tuple(defines.items()))
+
+
+def _pitch(counters: int) -> int:
+    """Counters of a warp: one more for assignments to no expert, and whole 16-byte vectors."""
+    return align(counters + 1, 4)
 
 
 def shared_bytes(counters: int, warps: int) -> int:
-    """Dynamic shared memory of a block: the counts of each warp."""
-    return warps * (counters + 4) * 4
+    """Dynamic shared memory of a thread block: the counters of its warps."""
+    return warps * _pitch(counters) * 4
 
 
-@functools.lru_cache(maxsize=4096)
 def plan(
     assignments: int,
     num_experts: int,
@@ -52,21 +68,25 @@ def plan(
     All are contiguous. It writes groups (E + 1,) or, with a capacity, (E,), and rows (T, K). device_index: of the
     current device. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
     """
-    counters, warps, cluster = variant(assignments, num_experts)
-    return PointerLauncher(
-        load(kernel_spec(counters, warps, cluster, dtype, capacity is not None)),
-        grid=cluster,
-        block=warps * _WARP,
-        cluster=cluster,
-        smem=shared_bytes(counters, warps),
-        pdl=pdl,
-        pointers=3,
-        args=tuple(map(ctypes.c_uint32, (assignments, num_experts, capacity or 0))),
-    )
+
+    def build() -> PointerLauncher:
+        counters, warps, cluster = variant(assignments, num_experts)
+        return PointerLauncher(
+            load(kernel_spec(counters, warps, cluster, dtype, capacity is not None)),
+            grid=cluster,
+            block=warps * WARP,
+            cluster=cluster,
+            smem=shared_bytes(counters, warps),
+            pdl=pdl,
+            pointers=3,
+            args=tuple(map(ctypes.c_uint32, (assignments, num_experts, capacity or 0))),
+        )
+
+    return _plans.get((assignments, num_experts, capacity, dtype, device_index, pdl), build)
 
 
 def sort_by_expert(top_k_index: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor]:
-    """Groups and rows of indices (T, K) in any layout, as ``kernels.routing`` describes them."""
+    """Groups and rows of indices (T, K) in any layout, as ``experts.routing`` describes them."""
     top_k_index = top_k_index.contiguous()
     allocate = functools.partial(torch.empty, dtype=torch.int32, device=top_k_index.device)
     groups, rows = allocate(num_experts + (capacity is None)), allocate(top_k_index.shape)

@@ -1,0 +1,66 @@
+// The input's type, and 16 bytes of it in registers.
+//
+// Compile-time constants: INPUT (BFloat16, Float16 or Float32); VECTOR (every row of the input starts at a multiple of
+// 16 bytes and is a multiple of 16 bytes long).
+#pragma once
+
+#include "vector.cuh"
+
+// The bits of a magnitude order as unsigned integers in every IEEE format, infinity above the numbers and NaN above
+// infinity: so the search for the largest one keeps NaN, and 16-bit types search two elements at a time.
+
+// Two 16-bit elements in a word.
+struct Pair {
+  using Element = u16;
+
+  static __device__ u32 larger(u32 a, u32 b) {
+    u32 result;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+  }
+  static __device__ u32 magnitude(u32 word) { return word & 0x7FFF7FFFu; }
+  static __device__ u32 bits(u32 word, int i) { return i ? word >> 16 : word & 0xFFFFu; }
+  static __device__ u32 largest(u32 word) { return max(bits(word, 0), bits(word, 1)); }
+};
+
+struct BFloat16 : Pair {
+  static __device__ float value(u32 bits) { return __uint_as_float(bits << 16); }
+};
+
+struct Float16 : Pair {
+  static __device__ float value(u32 bits) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(static_cast<u16>(bits)));
+    return result;
+  }
+};
+
+struct Float32 {
+  using Element = u32;
+
+  static __device__ u32 larger(u32 a, u32 b) { return max(a, b); }
+  static __device__ u32 magnitude(u32 word) { return word & 0x7FFFFFFFu; }
+  static __device__ u32 bits(u32 word, int) { return word; }
+  static __device__ u32 largest(u32 word) { return word; }
+  static __device__ float value(u32 bits) { return __uint_as_float(bits); }
+};
+
+using Input = INPUT;
+using Element = Input::Element;
+
+constexpr int PER_WORD = 4 / sizeof(Element);
+constexpr int PER_VECTOR = 4 * PER_WORD;
+
+// Neighbouring elements of a row of the input.
+struct Vector : Bytes16 {
+  // The first `count` from `source` on, zeros after them; any count.
+  static __device__ Vector load(const Element* source, int count) { return {load_elements<VECTOR>(source, count)}; }
+
+  __device__ u32 larger_magnitude(u32 amax) const {
+#pragma unroll
+    for (u32 word : words) amax = Input::larger(amax, Input::magnitude(word));
+    return amax;
+  }
+
+  __device__ float operator[](int i) const { return Input::value(Input::bits(words[i / PER_WORD], i % PER_WORD)); }
+};

@@ -1,0 +1,57 @@
+// 16 bytes at once, the most that a thread loads or stores, and the parts of them that lie at the end of a row.
+#pragma once
+
+#include "ptx.cuh"
+
+using u8 = unsigned char;
+using i64 = long long;
+
+// How many of the next `size` indices from `begin` on lie before `end`.
+__device__ __forceinline__ int inside(i64 begin, i64 end, int size) {
+  return end - begin < size ? static_cast<int>(end - begin) : size;
+}
+
+struct Bytes16 {
+  u32 words[4];
+};
+
+__device__ __forceinline__ Bytes16 load_16(const void* source) {
+  const uint4 v = *static_cast<const uint4*>(source);
+  return {v.x, v.y, v.z, v.w};
+}
+
+__device__ __forceinline__ void store_16(void* target, const Bytes16& v) {
+  *static_cast<uint4*>(target) = make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
+}
+
+// The first `count` elements from `source` on, which are read once, and zeros after them; any count. Aligned: `source`
+// is at a multiple of 16 bytes, and if there is one element there are 16 bytes.
+template <bool Aligned, class Element>
+__device__ __forceinline__ Bytes16 load_elements(const Element* source, int count) {
+  Bytes16 v = {};
+  if constexpr (Aligned) {
+    asm volatile(
+        "{\n.reg .pred inside;\nsetp.ne.u32 inside, %5, 0;\n"
+        "@inside ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
+        : "+r"(v.words[0]), "+r"(v.words[1]), "+r"(v.words[2]), "+r"(v.words[3])
+        : "l"(source), "r"(static_cast<u32>(count > 0))
+        : "memory");
+  } else {
+    constexpr int EACH = 4 / sizeof(Element);  // elements of a word
+#pragma unroll
+    for (int i = 0; i < 4 * EACH; ++i) {
+      if (i < count) v.words[i / EACH] |= static_cast<u32>(source[i]) << (i % EACH * 8 * sizeof(Element));
+    }
+  }
+  return v;
+}
+
+// The first `count` of 16 bytes from `source`, where there are all of them, to `target`; any count. aligned: as above,
+// of `target`.
+__device__ __forceinline__ void copy_16(u8* target, const u8* source, int count, bool aligned) {
+  if (aligned) {
+    if (count > 0) store_16(target, load_16(source));
+  } else {
+    for (int i = 0; i < min(count, 16); ++i) target[i] = source[i];
+  }
+}
