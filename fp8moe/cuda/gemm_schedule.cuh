@@ -1,7 +1,8 @@
-// Which tile a block computes next.
+// Which tile a block computes next: the only place that knows groups.
 #pragma once
 
 #include "gemm_layout.cuh"
+#include "warp.cuh"
 
 struct Tile {
   int m, n;   // first token and first output feature
@@ -9,111 +10,131 @@ struct Tile {
   int group;  // whose weights
 };
 
-// The same value, known to the compiler to be so in all lanes: what depends on it may stay in uniform registers.
-__device__ __forceinline__ int same_in_warp(int x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
-__device__ __forceinline__ Tile same_in_warp(Tile tile) {
-  if (GROUPS == 0) return tile;
-  return {same_in_warp(tile.m), same_in_warp(tile.n), same_in_warp(tile.end), same_in_warp(tile.group)};
-}
+// What the schedule of a launch is made from.
+struct ScheduleArguments {
+  const int* groups;  // see Schedule
+  int m;              // rows of a and of the result
+  int max_m;
+  int raster;  // height of a band of tiles, see RasterPosition
+};
 
-// One matrix, and all m rows belong to it.
-struct DenseSchedule {
-  int m, raster, tiles;
+// Walks over this block's tiles: every gridDim.x / SPLIT_K-th. The blocks of a split have the same.
+template <typename Derived>
+struct TileWalk {
+  int index = blockIdx.x / SPLIT_K, tiles = 0;
 
-  __device__ DenseSchedule(int m, int, int raster) : m(m), raster(raster), tiles(ceil_div(m, BLOCK_M) * TILE_COLUMNS) {}
+  __device__ __forceinline__ bool ended() const { return index >= tiles; }
 
-  __device__ void prepare(char*, const int*) {}
-  __device__ void ready(const char*) {}
+  // The next tile; false behind the last. Not by way of peek(): ptxas would take the warps to be divergent.
+  __device__ __forceinline__ bool next(Tile& tile) {
+    if (ended()) return false;
+    tile = static_cast<const Derived*>(this)->at(index);
+    index += gridDim.x / SPLIT_K;
+    return true;
+  }
+  // The same without a step.
+  __device__ __forceinline__ bool peek(Tile& tile) const {
+    if (ended()) return false;
+    tile = static_cast<const Derived*>(this)->at(index);
+    return true;
+  }
+};
 
-  __device__ Tile tile(const char*, int index) const {
-    const Place place(index, ceil_div(m, BLOCK_M), raster);
-    return {place.row * BLOCK_M, place.column * BLOCK_N, m, 0};
+// Schedule<Groups>: prepare(), ready(), then next(). Of no groups: one matrix, and all m rows belong to it.
+template <int Groups>
+struct Schedule;
+
+template <>
+struct Schedule<0> : TileWalk<Schedule<0>> {
+  const ScheduleArguments& args;
+
+  __device__ __forceinline__ Schedule(const ScheduleArguments& args, GroupTable<0>&) : args(args) {
+    tiles = ceil_div(args.m, BLOCK_M) * TILE_COLUMNS;
+  }
+
+  __device__ __forceinline__ void prepare() {}
+  __device__ __forceinline__ void ready() {}
+
+  __device__ __forceinline__ Tile at(int index) const {
+    const RasterPosition position(index, ceil_div(args.m, BLOCK_M), args.raster);
+    return {position.row * BLOCK_M, position.column * BLOCK_N, args.m, 0};
   }
 };
 
 // One matrix for each group of rows. The sizes are known on the device only: one warp turns them into a table in shared
-// memory: tile rows before each group, and where its rows begin and end. Whatever `groups` holds, rows stay within m.
-struct GroupedSchedule {
-  static constexpr int EACH = ceil_div(GROUPS ? GROUPS : 1, WARP);
+// memory. Whatever `groups` holds, rows stay within m.
+// groups: offsets (Groups + 1) of the groups' rows, or with max_m, where group e has the rows from e * max_m on, how
+// many (Groups) of them are in use.
+template <int Groups>
+struct Schedule : TileWalk<Schedule<Groups>> {
+  static constexpr int EACH = ceil_div(Groups, WARP);  // groups of a lane
+  using TileWalk<Schedule<Groups>>::tiles;
 
-  int m, max_m, raster, tiles;
+  const ScheduleArguments& args;
+  GroupTable<Groups>& table;
 
-  __device__ GroupedSchedule(int m, int max_m, int raster) : m(m), max_m(max_m), raster(raster), tiles(0) {}
+  __device__ __forceinline__ Schedule(const ScheduleArguments& args, GroupTable<Groups>& table)
+      : args(args), table(table) {}
 
-  // Fills the table; by one warp. groups: offsets (GROUPS + 1) of the groups' rows, or with max_m, where group e has
-  // the rows from e * max_m on, how many (GROUPS) of them are in use.
-  __device__ void prepare(char* memory, const int* groups) {
-    int* before = table(memory);
-    int first[EACH], last[EACH], rows = 0;
+  // Fills the table; by one warp.
+  __device__ __forceinline__ void prepare() {
+    const int* groups = args.groups;
+    int first[EACH], end[EACH], tile_rows = 0;
     const int lane = lane_id();
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      const int group = min(lane * EACH + i, GROUPS - 1);
-      if (max_m > 0) {
-        first[i] = group * max_m;
-        last[i] = first[i] + min(max(groups[group], 0), max_m);
+      const int group = min(lane * EACH + i, Groups - 1);
+      if (args.max_m > 0) {
+        first[i] = group * args.max_m;
+        end[i] = first[i] + min(max(groups[group], 0), args.max_m);
       } else {
-        first[i] = min(max(groups[group], 0), m);
-        last[i] = min(max(groups[group + 1], first[i]), m);
+        first[i] = min(max(groups[group], 0), args.m);
+        end[i] = min(max(groups[group + 1], first[i]), args.m);
       }
-      if (lane * EACH + i < GROUPS) rows += ceil_div(last[i] - first[i], BLOCK_M);
+      if (lane * EACH + i < Groups) tile_rows += ceil_div(end[i] - first[i], BLOCK_M);
     }
-    int sum = rows;
-#pragma unroll
-    for (int step = 1; step < WARP; step *= 2) {
-      const int other = __shfl_up_sync(0xFFFFFFFF, sum, step);
-      if (lane >= step) sum += other;
-    }
-    int total = sum - rows;
+    const int sum = warp_inclusive_sum(tile_rows);
+    int before = sum - tile_rows;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       const int group = lane * EACH + i;
-      if (group < GROUPS) {
-        before[group] = total;
-        before[GROUPS + 1 + group] = first[i];
-        before[2 * GROUPS + 1 + group] = last[i];
-        total += ceil_div(last[i] - first[i], BLOCK_M);
+      if (group < Groups) {
+        table.tile_rows_before[group] = before;
+        table.first[group] = first[i];
+        table.end[group] = end[i];
+        before += ceil_div(end[i] - first[i], BLOCK_M);
       }
     }
-    if (lane == WARP - 1) before[GROUPS] = sum;
+    if (lane == WARP - 1) table.tile_rows_before[Groups] = sum;
     __syncwarp();
   }
 
-  // To call once the table is filled. Groups that overlap may make more tiles than there are blocks for, where each has
-  // only one.
-  __device__ void ready(const char* memory) {
-    tiles = table(memory)[GROUPS] * TILE_COLUMNS;
+  // By whole warps, once the table is filled. Groups that overlap may make more tiles than there are blocks for, where
+  // each block has only one.
+  __device__ __forceinline__ void ready() {
+    tiles = same_in_warp(table.tile_rows_before[Groups]) * TILE_COLUMNS;
     if (SPLIT_K > 1) tiles = min(tiles, static_cast<int>(gridDim.x) / SPLIT_K);
   }
 
-  __device__ Tile tile(const char* memory, int index) const {
-    const int* before = table(memory);
-    int group = 0, beyond = GROUPS;
+  __device__ __forceinline__ Tile at(int index) const {
+    int group = 0, beyond = Groups;
 #pragma unroll 1
     while (beyond - group > 1) {
       const int middle = (group + beyond) / 2;
-      if (before[middle] * TILE_COLUMNS <= index) {
+      if (table.tile_rows_before[middle] * TILE_COLUMNS <= index) {
         group = middle;
       } else {
         beyond = middle;
       }
     }
-    const int rows = before[group + 1] - before[group];
-    const Place place(index - before[group] * TILE_COLUMNS, rows, raster);
-    return {before[GROUPS + 1 + group] + place.row * BLOCK_M, place.column * BLOCK_N, before[2 * GROUPS + 1 + group],
-            group};
+    const int before = table.tile_rows_before[group], rows = table.tile_rows_before[group + 1] - before;
+    const RasterPosition position(index - before * TILE_COLUMNS, rows, args.raster);
+    return {table.first[group] + position.row * BLOCK_M, position.column * BLOCK_N, table.end[group], group};
   }
-
-  static __device__ int* table(char* memory) { return reinterpret_cast<int*>(memory + TABLE_OFFSET); }
-  static __device__ const int* table(const char* memory) { return reinterpret_cast<const int*>(memory + TABLE_OFFSET); }
 };
 
-template <bool Grouped>
-struct ChooseSchedule {
-  using Type = DenseSchedule;
-};
-template <>
-struct ChooseSchedule<true> {
-  using Type = GroupedSchedule;
-};
-using Schedule = ChooseSchedule<(GROUPS > 0)>::Type;
+// The same tile, known to the compiler to be so in all lanes: what depends on it may stay in uniform registers.
+__device__ __forceinline__ Tile same_in_warp(Tile tile) {
+  if (GROUPS == 0) return tile;
+  return {same_in_warp(tile.m), same_in_warp(tile.n), same_in_warp(tile.end), same_in_warp(tile.group)};
+}

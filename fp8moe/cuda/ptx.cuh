@@ -2,6 +2,7 @@
 // Self-contained: no toolkit header, so that NVRTC alone compiles every kernel.
 #pragma once
 
+using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -23,6 +24,9 @@ __device__ __forceinline__ u32 lane_id() {
   asm("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
+
+// The same value, known to the compiler to be so in all lanes: what depends on it may stay in uniform registers.
+__device__ __forceinline__ int same_in_warp(int x) { return __shfl_sync(0xFFFFFFFF, x, 0); }
 
 // ---- mbarrier ("Parallel Synchronization and Communication Instructions: mbarrier") ----
 
@@ -133,10 +137,9 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
 
 // Contiguous copy; counts its bytes on the mbarrier. Addresses and bytes are multiples of 16.
 __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 // Writes a tile from shared memory; elements outside the map are left out.
@@ -168,7 +171,12 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ---- programmatic dependent launch ----
+// ---- programmatic dependent launch ("Miscellaneous Instructions: griddepcontrol") ----
+//
+// One order in all kernels: a kernel waits for the one before it, then lets the next one start. So what runs early may
+// rely on all kernels of the stream but its immediate predecessor. Before the wait a kernel reads only what no kernel
+// of its chain writes, or what was written two kernels before or more: weights, group sizes. The first kernel of a
+// chain is launched the ordinary way, after everything ahead of it.
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -58,6 +58,11 @@ class Activation:
         """Whether it is a form of SwiGLU, what `grouped_gemm_swiglu` computes."""
         return self.gated and self.name in ("silu", "swish")
 
+    @property
+    def form(self) -> int:
+        """The form of a SwiGLU, as cuda/swiglu.cuh numbers them: 1 plain, 2 clamped, 3 clamped with an alpha."""
+        return 1 if self.limit is None else 2 if self.alpha is None else 3
+
     def __call__(self, projected: Tensor) -> Tensor:
         """projected (..., 2I), gate then up, or (..., I) without a gate -> (..., I) in the same dtype."""
         if not self.gated:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ class KernelSpec:
         source: a file of fp8moe/cuda, such as "gemm.cu".
         name: the extern "C" name of the kernel in it.
         defines: macros set before the source, such as (("BLOCK_N", 128),).
-        prelude: CUDA text placed between the macros and the source.
+        prelude: CUDA text placed between the macros and the source; it may include files of fp8moe/cuda.
     """
 
     source: str
@@ -62,13 +63,19 @@ class CompileReport:
 
 
 def full_source(spec: KernelSpec) -> str:
-    """The whole translation unit: macros, prelude, and the source with its includes inlined, each file once.
+    """The whole translation unit: macros, prelude, and the source, with their includes inlined, each file once.
 
     Raises:
         ValueError: a file is missing, or includes a header that is not in fp8moe/cuda.
     """
     defines = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
-    return f"{defines}{spec.prelude}\n{_inline(spec.source, set())}"
+    seen: set[str] = set()
+    return f"{defines}{_inline_includes(spec.prelude, 'prelude', seen)}\n{_inline(spec.source, seen)}"
+
+
+def constants(values: Mapping[str, int]) -> str:
+    """CUDA text that defines integer constants, for a prelude."""
+    return "".join(f"constexpr int {name} = {value};\n" for name, value in values.items())
 
 
 def _inline(name: str, seen: set[str]) -> str:
@@ -77,7 +84,10 @@ def _inline(name: str, seen: set[str]) -> str:
         text = (SOURCE_DIR / name).read_text()
     except OSError as error:
         raise ValueError(f"no CUDA source {name!r} in {SOURCE_DIR.name}/: {error.strerror}") from error
+    return f'#line 1 "{name}"\n' + _inline_includes(_PRAGMA_ONCE.sub("", text), name, seen)
 
+
+def _inline_includes(text: str, name: str, seen: set[str]) -> str:
     def replace(match: re.Match[str]) -> str:
         header, system_header = match.groups()
         if system_header:
@@ -86,7 +96,7 @@ def _inline(name: str, seen: set[str]) -> str:
         # #line keeps the names and line numbers of compiler messages those of the files.
         return f'{body}\n#line {match.string.count(chr(10), 0, match.start()) + 2} "{name}"'
 
-    return f'#line 1 "{name}"\n' + _INCLUDE.sub(replace, _PRAGMA_ONCE.sub("", text))
+    return _INCLUDE.sub(replace, text)
 
 
 def compile_spec(spec: KernelSpec) -> CompileReport:

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm import checks
-from fp8moe.kernels.gemm import plan as gemm_cuda
+from fp8moe.kernels.gemm import checks, dense_plan
 from fp8moe.kernels.gemm.reference import gemm_reference
 from fp8moe.quant.checks import fp8_operand, mn_major
 from fp8moe.quant.formats import FP8Tensor
@@ -66,7 +65,7 @@ def compute(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor
     elif a.shape[1] == 0:
         out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     else:
-        gemm_cuda.gemm(
+        dense_plan.gemm(
             *(row_major(a), mn_major(a_scale)),
             *(row_major(b), b_scale.contiguous()),
             checks.bias_vector(bias),
@@ -76,10 +75,10 @@ def compute(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor
 
 def _gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
     out_dtype = torch.float32 if float32 else torch.bfloat16
-    plan = gemm_cuda.find_plan(a, a_scale, b, b_scale, bias, out_dtype)
+    plan = dense_plan.find(a, a_scale, b, b_scale, bias, out_dtype)
     if plan is not None:
         out = plan.new_out()
-        gemm_cuda.run(plan, a, a_scale, b, b_scale, bias, out)
+        dense_plan.run(plan, a, a_scale, b, b_scale, bias, out)
         return out
     m, n, _ = checks.dense(a, a_scale, b, b_scale, bias)
     out = torch.empty((m, n), dtype=out_dtype, device=a.device)
@@ -93,7 +92,7 @@ def _gemm_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Ten
 
 
 def _gemm_out(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    plan = gemm_cuda.find_plan(a, a_scale, b, b_scale, bias, out.dtype)
+    plan = dense_plan.find(a, a_scale, b, b_scale, bias, out.dtype)
     shape = checks.dense(a, a_scale, b, b_scale, bias)[:2] if plan is None else plan.shape
     checks.dense_out(out, *shape, a.device)
     operands = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "bias": bias}
@@ -101,7 +100,7 @@ def _gemm_out(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tens
     if plan is None:
         compute(a, a_scale, b, b_scale, bias, out)
     else:
-        gemm_cuda.run(plan, a, a_scale, b, b_scale, bias, out)
+        dense_plan.run(plan, a, a_scale, b, b_scale, bias, out)
 
 
 def _gemm_out_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:

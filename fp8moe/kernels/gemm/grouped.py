@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm import checks
-from fp8moe.kernels.gemm.grouped_reference import grouped_gemm_reference, grouped_gemm_swiglu_reference
+from fp8moe.kernels.gemm import checks, grouped_plan
+from fp8moe.kernels.gemm.reference import grouped_gemm_reference, grouped_gemm_swiglu_reference
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div, empty_mn_major
 from fp8moe.runtime import autograd
@@ -116,9 +116,8 @@ def compute(
     if not use_cuda(a):
         grouped_gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups, out, max_m=max_m)
         return
-    from fp8moe.kernels.gemm import grouped_plan as grouped_cuda
 
-    grouped_cuda.grouped_gemm(
+    grouped_plan.grouped_gemm(
         *checks.activations(a, a_scale),
         *(checks.weights(b), b_scale.contiguous()),
         *(groups.contiguous(), out),
@@ -216,9 +215,7 @@ def _swiglu(
     if not data.numel() or not experts:
         return data, scale
     if use_cuda(a):
-        from fp8moe.kernels.gemm import grouped_plan as grouped_cuda
-
-        grouped_cuda.grouped_gemm_swiglu(
+        grouped_plan.grouped_gemm_swiglu(
             *checks.activations(a, a_scale),
             *(checks.weights(b), b_scale.contiguous()),
             *(groups.contiguous(), data, scale),

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm import checks
-from fp8moe.kernels.gemm.grouped_k_reference import grouped_gemm_k_reference
+from fp8moe.kernels.gemm import checks, grouped_k_plan
+from fp8moe.kernels.gemm.reference import grouped_gemm_k_reference
 from fp8moe.quant.checks import fp8_operand, mn_major
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
@@ -70,9 +70,7 @@ def _compute(
         if not accumulate:
             out.zero_()
     else:
-        from fp8moe.kernels.gemm import grouped_k_plan as grouped_k_cuda
-
-        grouped_k_cuda.grouped_gemm_k(
+        grouped_k_plan.grouped_gemm_k(
             *(row_major(a), mn_major(a_scale)),
             *(row_major(b), mn_major(b_scale)),
             *(group_offsets.contiguous(), out, accumulate),

@@ -1,44 +1,37 @@
-"""Launches ``cuda/gemm.cu``: plans that are built once per problem, in which a call puts its pointers.
-
-A plan holds everything that does not change from call to call: the kernel, the launch configuration, the tensor maps.
-"""
+"""How ``cuda/gemm.cu`` is launched, dense or grouped: `Plan`, built once for each problem; a call puts its pointers."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm.config import GemmConfig, choose, raster_group
-from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.kernels.gemm.config import GemmConfig
+from fp8moe.kernels.gemm.epilogue import Epilogue
+from fp8moe.kernels.gemm.source import arguments_type, kernel_spec
+from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, raster_group, row_tiles_bound
+from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import load
-from fp8moe.runtime.launch import Launcher, current_stream, device_guard, num_sms, tensor_map
-
-_MAX_PLANS = 4096  # prefill asks for a new M at almost every step
-
-
-class Output(ctypes.Structure):
-    """``struct Output`` of cuda/gemm_epilogue.cuh."""
-
-    _fields_ = (
-        ("data", ctypes.c_int64),
-        ("pitch", ctypes.c_int64),
-        ("bias", ctypes.c_int64),
-        ("scale", ctypes.c_int64),
-        ("scale_pitch", ctypes.c_int64),
-        ("limit", ctypes.c_float),
-        ("alpha", ctypes.c_float),
-    )
+from fp8moe.runtime.launch import Launcher, num_sms, tensor_map
 
 
 class Plan:
-    """How to run the GEMM on operands of given shapes, strides, dtypes and device, which is to be current.
+    """A variant with everything that does not change from call to call. The operands' device is to be current.
 
-    shape: (M, N) of the result. new_out(): an uninitialized result.
+    Args:
+        a, a_scale: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
+        b: (N, K) float8_e4m3fn, rows 16-byte aligned, or (E, N, K), contiguous: a matrix for each group of rows.
+        out: a result, (M, N) of the epilogue's dtype, or (M, N / 2) where the epilogue joins gate and up.
+        max_m: of the masked layout of groups, where M = E * max_m. expected_m: rows that a group is expected to have;
+            by default M / E.
+        cfg: the variant instead of the cost model's choice.
+        pdl: start before the kernel in front of this one has ended.
+
+    Attributes:
+        shape: of the result. new_out: call it for an uninitialized one like `out`.
     """
 
     def __init__(
@@ -46,160 +39,80 @@ class Plan:
         a: Tensor,
         a_scale: Tensor,
         b: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-        cfg: GemmConfig | None,
-        pdl: bool,
+        out: Tensor,
+        epilogue: Epilogue,
+        *,
+        max_m: int | None = None,
+        expected_m: float | None = None,
+        cfg: GemmConfig | None = None,
+        pdl: bool = False,
     ):
         m, k = a.shape
-        n = b.shape[0]
-        self.shape = (m, n)
+        n, groups = b.shape[-2], b.shape[0] if b.dim() == 3 else 0
         self.index = a.get_device()
+        self.shape = tuple(out.shape)
         # With strides, and bound beforehand, an allocation takes half the time of torch.empty.
-        self.new_out = functools.partial(torch.empty_strided, self.shape, (n, 1), dtype=out_dtype, device=a.device)
+        self.new_out = functools.partial(
+            torch.empty_strided, self.shape, out.stride(), dtype=out.dtype, device=out.device
+        )
         sms = num_sms(self.index)
-        cfg = cfg or choose(m, n, k, sms)
+        if groups:
+            expected_m = m / groups if expected_m is None else expected_m
+            cfg = cfg or choose_grouped(m, groups, expected_m, n, k, sms, max_m=max_m, swiglu=epilogue.gated)
+        else:
+            cfg = cfg or choose_dense(m, n, k, sms)
         if config.settings.print_configs:
-            print(f"fp8moe gemm m={m} n={n} k={k} out={out_dtype}: {cfg}")
-        self.a = tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(cfg.block_m, 128), swizzle=128)
-        self.b = tensor_map(b, shape=(n, k), strides=(b.stride(0), 1), box=(cfg.block_n, 128), swizzle=128)
+            problem = f"grouped_gemm m={m} groups={groups} expected_m={expected_m}" if groups else f"gemm m={m}"
+            print(f"fp8moe {problem} n={n} k={k} {epilogue}: {cfg}")
+
+        b_rows = cfg.block_n // 2 if epilogue.gated else cfg.block_n  # of gate, and as many of up
         blocks = a_scale.shape[1]
-        self.a_scale = tensor_map(
+        self._a = tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(cfg.block_m, 128), swizzle=128)
+        self._a_scale = tensor_map(
             a_scale, shape=(blocks, m), strides=(a_scale.stride(1), 1), box=(1, cfg.scale_box), l2_promotion=0
         )
-        # Of a contiguous result; one with another pitch is written without it.
-        boxed = out_dtype == torch.bfloat16 and cfg.staged
-        self.out_map = (
-            tensor_map(self.new_out(), shape=self.shape, strides=(n, 1), box=(64, 64), swizzle=128) if boxed else None
+        self._b = tensor_map(
+            b, shape=(max(groups, 1) * n, k), strides=(b.stride(-2), 1), box=(b_rows, 128), swizzle=128
         )
-        self.b_scale, no_groups = ctypes.c_int64(), ctypes.c_int64()
-        self.out = Output()
-        tiles = -(-m // cfg.block_m) * -(-n // cfg.block_n)
-        # A tile that goes through the reduction buffer is a block's only one; others are walked by a resident grid.
+        # Of a contiguous result; one with another pitch is written without it.
+        self._out = None
+        if cfg.staged and out.dtype == torch.bfloat16 and out.stride(0) == n:
+            self._out = tensor_map(out, shape=self.shape, strides=(n, 1), box=(64, 64), swizzle=128)
+
+        tiles = row_tiles_bound(cfg.block_m, m, max(groups, 1), max_m) * ceil_div(n, cfg.block_n)
+        # A block has one tile, or a resident grid walks over them.
         concurrent = tiles if cfg.single_tile else min(tiles, sms * cfg.blocks_per_sm)
-        group = raster_group(cfg, m, concurrent)
-        self.launcher = Launcher(
-            load(kernel_spec(cfg, n, k, out_dtype=out_dtype, bias_dtype=None if bias is None else bias.dtype)),
+        self._arguments = arguments_type(epilogue)(m=m, max_m=max_m or 0, raster=raster_group(cfg, m, concurrent))
+        for name, value in epilogue.values.items():
+            setattr(self._arguments, name, value)
+        # b_scale and the epilogue's addresses and pitches are set at once, in less time than one by one.
+        count = 1 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields)
+        self._addresses = (ctypes.c_int64 * count).from_buffer(self._arguments)
+        self._launcher = Launcher(
+            load(kernel_spec(cfg, n, k, epilogue)),
             grid=concurrent * cfg.split_k,
             block=cfg.threads,
             cluster=cfg.split_k,
             smem=cfg.shared_bytes,
             pdl=pdl,
-            args=(
-                *(self.a, self.a_scale, self.b, self.out_map or self.a),
-                *(self.b_scale, no_groups, self.out),
-                *(ctypes.c_int(m), ctypes.c_int(), ctypes.c_int(group)),
-            ),
+            args=(self._a, self._a_scale, self._b, self._out or self._a, self._arguments),
         )
 
-    def launch(self, stream: int, a: int, a_scale: int, b: int, b_scale: int, bias: int, out: int, pitch: int) -> None:
-        """Enqueue the kernel. All but `stream` and `pitch` are addresses, `bias` is 0 if there is none.
+    def launch(
+        self, stream: int, a: int, a_scale: int, b: int, b_scale: int, groups: int, out: tuple[int, ...]
+    ) -> None:
+        """Enqueue the kernel. The operands are addresses; those of a, a_scale, b and the result multiples of 16.
 
-        a, a_scale, b, out: multiples of 16. pitch: elements from one row of the result to the next.
+        groups: int32 offsets (E + 1,) of the groups' rows or, with `max_m`, rows in use (E,); 0 of a dense GEMM.
+        out: the epilogue's addresses and pitches, in the order of its `fields`; the first is the result's.
         """
-        launcher = self.launcher
+        launcher = self._launcher
         with launcher.lock:
-            self.a.replace_address(a)
-            self.a_scale.replace_address(a_scale)
-            self.b.replace_address(b)
-            if self.out_map is not None:
-                self.out_map.replace_address(out)
-            self.b_scale.value = b_scale
-            output = self.out
-            output.data = out
-            output.pitch = pitch
-            output.bias = bias
+            self._a.replace_address(a)
+            self._a_scale.replace_address(a_scale)
+            self._b.replace_address(b)
+            if self._out is not None:
+                self._out.replace_address(out[0])
+            self._addresses[:] = (b_scale, *out)
+            self._arguments.groups = groups
             launcher.launch(stream)
-
-
-_plans: dict[tuple, Plan] = {}
-_plans_lock = threading.Lock()
-
-
-def _key(a, a_scale, b, b_scale, bias, out_dtype, cfg=None, pdl=False) -> tuple:
-    """All that the checks of the operands and the plan depend on, save addresses."""
-    return (
-        *(a.shape, a.stride(), a.dtype, a.get_device()),
-        *(a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.get_device()),
-        *(b.shape, b.stride(), b.dtype, b.get_device()),
-        *(b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale.get_device()),
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
-        *(out_dtype, cfg, pdl),
-    )
-
-
-def find_plan(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Plan | None:
-    """The plan to `run` on these operands if one like them has run: then there is nothing to check or to copy."""
-    plan = _plans.get(_key(a, a_scale, b, b_scale, bias, out_dtype))
-    if plan is None or config.settings.backend == "reference":
-        return None
-    return None if (a.data_ptr() | a_scale.data_ptr() | b.data_ptr()) & 15 else plan
-
-
-def make_plan(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    *,
-    config: GemmConfig | None = None,
-    pdl: bool = False,
-) -> Plan:
-    """The plan for operands as `gemm` takes them, built if it is new."""
-    key = _key(a, a_scale, b, b_scale, bias, out_dtype, config, pdl)
-    plan = _plans.get(key)
-    if plan is None:
-        with device_guard(a.get_device()):
-            plan = remember(_plans, key, Plan(a, a_scale, b, bias, out_dtype, config, pdl))
-    return plan
-
-
-def remember(plans: dict, key: tuple, plan):
-    """Keep a plan, and drop the oldest where there are too many. Returns the plan."""
-    with _plans_lock:
-        if len(plans) >= _MAX_PLANS:
-            del plans[next(iter(plans))]
-        plans[key] = plan
-    return plan
-
-
-def gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    config: GemmConfig | None = None,
-    pdl: bool = False,
-) -> None:
-    """``out = a @ b.T`` on tensors that ``kernels.gemm`` has checked.
-
-    Args:
-        a, a_scale: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
-        b, b_scale: (N, K) float8_e4m3fn, rows 16-byte aligned; (ceil(N / 128), ceil(K / 128)) float32, contiguous.
-        bias: (N,) bfloat16 or float32, contiguous, or None.
-        out: (M, N) bfloat16 or float32, rows 16-byte aligned, written.
-        config: the variant to run instead of the cost model's choice.
-        pdl: start before the kernel in front of this one has ended; only its weights may be read before that.
-    """
-    plan = make_plan(a, a_scale, b, b_scale, bias, out.dtype, config=config, pdl=pdl)
-    run(plan, a, a_scale, b, b_scale, bias, out)
-
-
-def run(plan: Plan, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Launch the plan of these operands, on PyTorch's current stream."""
-    index = plan.index
-    with device_guard(index):
-        plan.launch(
-            current_stream(index),
-            *(a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr()),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-        )

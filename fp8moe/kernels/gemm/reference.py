@@ -1,10 +1,16 @@
-"""The GEMM in plain PyTorch, on any device: it defines what the CUDA kernels compute."""
+"""The GEMMs in plain PyTorch, on any device: they define what the CUDA kernels compute.
+
+The grouped ones read the groups on the host, so on a GPU they wait for it and cannot be captured in a CUDA graph.
+"""
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.activation import Activation
+from fp8moe.quant import reference
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 
 _CHUNK = 1 << 22  # elements of a chunk of weights or of the result
@@ -41,6 +47,88 @@ def gemm_reference(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: t
             accumulator += bias[rows]
         out[:, rows] = accumulator
     return out
+
+
+def grouped_gemm_reference(
+    a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, *, max_m: int | None = None
+) -> None:
+    """``out[rows of e] = gemm(a[rows of e], b[e])`` for every expert e. Other rows of ``out`` are left alone.
+
+    a: data (M, K) with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)); out (M, N).
+    groups, max_m: see `group_rows`.
+    """
+    for expert, rows in group_rows(groups, a[0].shape[0], max_m):
+        out[rows] = gemm_reference(_part(a, rows), _part(b, expert), None, out.dtype)
+
+
+def grouped_gemm_swiglu_reference(
+    a: FP8Tensor,
+    gate_up: FP8Tensor,
+    groups: Tensor,
+    activation: Activation,
+    out: FP8Tensor,
+    *,
+    max_m: int | None = None,
+) -> None:
+    """Each group's two projections, `activation` in float32, quantized 1x128 into ``out``. Other rows are left alone.
+
+    a: data (M, H) with scale (M, ceil(H/128)). gate_up: data (E, 2I, H), gate rows then up rows, with the scales of
+    gate and then of up, (E, 2 * ceil(I/128), ceil(H/128)). out: data (M, I), scale (M, ceil(I/128)).
+    groups, max_m: see `group_rows`.
+    """
+    size, blocks = gate_up[0].shape[1] // 2, gate_up[1].shape[1] // 2
+    for expert, rows in group_rows(groups, a[0].shape[0], max_m):
+        x = _part(a, rows)
+        data, scale = _part(gate_up, expert)
+        gate = gemm_reference(x, FP8Tensor(data[:size], scale[:blocks]), None, torch.float32)
+        up = gemm_reference(x, FP8Tensor(data[size:], scale[blocks:]), None, torch.float32)
+        quantized = reference.quantize_1x128(activation(torch.cat([gate, up], dim=-1)), False)
+        out.data[rows], out.scale[rows] = quantized
+
+
+def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, and which of the ``m`` rows these are.
+
+    Without max_m ``groups`` is group_offsets (E+1,): expert e has rows ``offsets[e]:offsets[e+1]``, both clamped to
+    [0, m]. With max_m it is masked_m (E,): the first ``masked_m[e]``, clamped to [0, max_m], of max_m rows each.
+    """
+    sizes = groups.tolist()
+    if max_m is None:
+        bounds = [(min(max(start, 0), m), min(end, m)) for start, end in zip(sizes, sizes[1:], strict=False)]
+    else:
+        bounds = [(e * max_m, e * max_m + min(size, max_m)) for e, size in enumerate(sizes)]
+    for expert, (start, end) in enumerate(bounds):
+        if start < end:
+            yield expert, slice(start, end)
+
+
+def _part(operand: FP8Tensor, index: int | slice) -> FP8Tensor:
+    """A group's rows or an expert's weights."""
+    data, scale = operand
+    return FP8Tensor(data[index], scale[index])
+
+
+def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
+    """``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T``; arguments as those of `grouped_gemm_k`, checked.
+
+    ValueError where a group does not begin and end at a multiple of 128. Reads the groups on the host.
+    """
+    k = a[0].shape[1]
+    offsets = group_offsets.tolist()
+    for group, pair in enumerate(zip(offsets, offsets[1:], strict=False)):
+        start, end = (min(max(offset, 0), k) for offset in pair)
+        if start < end and (start % BLOCK or end % BLOCK):
+            raise ValueError(f"group_offsets: expected multiples of {BLOCK}, got group {group} at {start}:{end}")
+        total = out[group] if accumulate else torch.zeros(out.shape[1:], device=out.device)
+        for block in range(start // BLOCK, end // BLOCK):
+            total += products(_block(a, block), _block(b, block).T)
+        out[group] = total
+
+
+def _block(operand: FP8Tensor, block: int) -> Tensor:
+    """One block of 128 columns, dequantized."""
+    data, scale = operand
+    return data[:, block * BLOCK : (block + 1) * BLOCK].float() * scale[:, block, None]
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:

@@ -1,46 +1,62 @@
-"""The compiled variants of ``cuda/gemm.cu``: constants and the wgmma wrapper, text in front of the source."""
+"""The compiled variants of ``cuda/gemm.cu`` and ``cuda/gemm_k.cu``: generated text in front of the source."""
 
-import torch
+import ctypes
 
-from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig
+from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, GroupedKConfig
+from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.wgmma import wgmma_source
-from fp8moe.runtime.hopper import SHARED_LIMIT
-from fp8moe.runtime.jit import KernelSpec
-
-_BIAS_KINDS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
+from fp8moe.runtime.jit import KernelSpec, constants
 
 
-def kernel_spec(
-    cfg: GemmConfig,
-    n: int,
-    k: int,
-    *,
-    out_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None = None,
-    swiglu: int = 0,
-) -> KernelSpec:
-    """The compiled variant for weights (n, k): sizes of the weights are compile-time constants, M is not.
-
-    swiglu: of a grouped GEMM with gate and up weights: 1 plain, 2 clamped, 3 clamped with alpha; 0 without.
-    """
-    constants = {
-        "N": n,
+def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSpec:
+    """The variant for weights (n, k): sizes of the weights are compile-time constants, M is not."""
+    values = _common(cfg, n, arguments_type(epilogue)) | {
         "K": k,
-        "BLOCK_M": cfg.block_m,
-        "BLOCK_N": cfg.block_n,
         "SWAP": int(cfg.swap),
-        "WARPGROUPS": cfg.warpgroups,
-        "STAGES": cfg.stages,
         "SPLIT_K": cfg.split_k,
         "BLOCKS_PER_SM": cfg.blocks_per_sm,
         "STAGED": int(cfg.staged),
         "GROUPS": cfg.groups,
-        "SWIGLU": swiglu,
+        "GATED": int(epilogue.gated),
+    }
+    values |= epilogue.constants
+    prelude = f'{constants(values)}{wgmma_source(cfg.columns)}\n#include "{epilogue.header}"\n'
+    prelude += f"using Epilogue = {type(epilogue).__name__};\n"
+    return KernelSpec("gemm.cu", "gemm", epilogue.defines, prelude)
+
+
+def grouped_k_spec(cfg: GroupedKConfig, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
+    """The variant for N = `n`: M, K and the groups are not constants."""
+    values = _common(cfg, n, GroupedKArguments)
+    values |= {"OUT_FLOAT32": int(out_float32), "ACCUMULATE": int(accumulate)}
+    return KernelSpec("gemm_k.cu", "gemm_k", prelude=constants(values) + wgmma_source(cfg.block_n))
+
+
+def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
+    """``struct Arguments`` of cuda/gemm.cu, the epilogue's ``Output`` in it."""
+    schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in ("m", "max_m", "raster")))
+    fields = (("b_scale", ctypes.c_int64), *epilogue.fields, *schedule)
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
+class GroupedKArguments(ctypes.Structure):
+    """``struct Arguments`` of cuda/gemm_k.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("offsets", "out")),
+        *((name, ctypes.c_int) for name in ("groups", "m", "k", "raster")),
+    )
+
+
+def _common(cfg: GemmConfig | GroupedKConfig, n: int, arguments: type[ctypes.Structure]) -> dict[str, int]:
+    return {
+        "N": n,
+        "BLOCK_M": cfg.block_m,
+        "BLOCK_N": cfg.block_n,
+        "WARPGROUPS": cfg.warpgroups,
+        "STAGES": cfg.stages,
         "MATH_REGISTERS": cfg.math_registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "OUT_FLOAT32": int(out_dtype == torch.float32),
-        "BIAS": _BIAS_KINDS[bias_dtype],
-        "SHARED_LIMIT": SHARED_LIMIT,
+        "SHARED_BYTES": cfg.shared_bytes,
+        "ARGUMENTS_BYTES": ctypes.sizeof(arguments),
     }
-    prelude = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
-    return KernelSpec(source="gemm.cu", name="gemm", prelude=prelude + wgmma_source(cfg.columns))

@@ -5,13 +5,14 @@ import functools
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm import plan as gemm_cuda
+from fp8moe.kernels.gemm import dense_plan
 from fp8moe.kernels.gemm.checks import bias_vector
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize_plan import plan_1x128, unit_stride
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import row_major
 from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.plans import PlanCache
 
 
 class Plan:
@@ -43,7 +44,7 @@ class Plan:
         data = scratch[: self.data_bytes].view(weight.dtype).view(m, k)
         scale = scratch[self.data_bytes :].view(torch.float32).view(k_blocks, pitch).t()[:m]
         self.quantizer = plan_1x128(rows, False)
-        self.gemm = gemm_cuda.make_plan(data, scale, weight, weight_scale_inv, bias, self.out_dtype, pdl=True)
+        self.gemm = dense_plan.make(data, scale, weight, weight_scale_inv, bias, self.out_dtype, pdl=True)
 
     def run(self, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
         """Returns (..., N) in the dtype of x."""
@@ -57,15 +58,13 @@ class Plan:
             self.quantizer.launch(stream, x.data_ptr(), data, scale)
             self.gemm.launch(
                 stream,
-                *(data, scale, weight.data_ptr(), weight_scale_inv.data_ptr()),
-                0 if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                self.n,
+                *(data, scale, weight.data_ptr(), weight_scale_inv.data_ptr(), 0),
+                (out.data_ptr(), self.n, 0 if bias is None else bias.data_ptr()),
             )
         return out if self.out_dtype is x.dtype else out.to(x.dtype)
 
 
-_plans: dict[tuple, Plan] = {}
+_plans: PlanCache[Plan] = PlanCache()
 
 
 def _key(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> tuple:
@@ -80,7 +79,7 @@ def _key(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | Non
 
 def find_plan(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Plan | None:
     """The plan to run on these operands if one like them has run: then there is nothing to check or to copy."""
-    plan = _plans.get(_key(x, weight, weight_scale_inv, bias))
+    plan = _plans.find(_key(x, weight, weight_scale_inv, bias))
     return None if plan is None or config.settings.backend == "reference" or weight.data_ptr() & 15 else plan
 
 
@@ -94,9 +93,9 @@ def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
     if rows.data_ptr() != x.data_ptr():
         x = rows.view(x.shape)
     operands = x, row_major(weight), weight_scale_inv.contiguous(), bias_vector(bias)
-    key = _key(*operands)
-    plan = _plans.get(key)
-    if plan is None:
+
+    def build() -> Plan:
         with device_guard(x.get_device()):
-            plan = gemm_cuda.remember(_plans, key, Plan(*operands))
-    return plan.run(*operands)
+            return Plan(*operands)
+
+    return _plans.get(_key(*operands), build).run(*operands)

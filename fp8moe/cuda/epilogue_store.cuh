@@ -1,0 +1,150 @@
+// out = sums + addend, in bfloat16 or float32.
+#pragma once
+
+#include "gemm_reduction.cuh"
+
+// A bias for each output feature, or none.
+struct Bias {
+  const void* bias;  // (N)
+
+  __device__ __forceinline__ float at(int n) const {
+    if constexpr (BIAS == 1) return bfloat16_to_float(static_cast<const u16*>(bias)[n]);
+    if constexpr (BIAS == 2) return static_cast<const float*>(bias)[n];
+    return 0.f;
+  }
+
+  // To the sums of this warp's 16 rows of a slab, from `row` and column `n` on; rows from `end` on do not count.
+  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, int end) const {
+    if constexpr (BIAS) {
+      n += 2 * (lane_id() % 4);
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j, n += 8) {
+        if (n >= N) return;
+        const float left = at(n), right = at(n + 1);
+        sum[4 * j] += left, sum[4 * j + 1] += right, sum[4 * j + 2] += left, sum[4 * j + 3] += right;
+      }
+    }
+  }
+
+  // To four output features of a token.
+  __device__ __forceinline__ float4 add(float4 sum, long long row, int n) const {
+    if constexpr (BIAS) return make_float4(sum.x + at(n), sum.y + at(n + 1), sum.z + at(n + 2), sum.w + at(n + 3));
+    return sum;
+  }
+};
+
+template <typename Addend>
+struct Store {
+  struct Output {
+    void* data;       // (m, N)
+    long long pitch;  // elements between its rows
+    Addend addend;
+  };
+  static constexpr bool BY_TMA = STAGED && !OUT_FLOAT32;
+
+  Shared& s;
+  const Output& out;
+  const TensorMap& map;  // of the result as if its pitch were N
+
+  __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
+    const int warp = threadIdx.x / WARP % 4;
+    u8* staging = s.epilogue + warpgroup * STAGING_BYTES;
+    if constexpr (BY_TMA) {
+      if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // of the tile before
+      sync_warpgroup(warpgroup);
+    }
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+      const int row = tile.m + slab_row(warpgroup, slab), n = tile.n + slab_column(slab);
+      if (row >= tile.end) break;
+      out.addend.add(sum[slab], row + warp * 16, n, tile.end);
+      const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);
+      if constexpr (OUT_FLOAT32) {
+        store_pairs(
+            sum[slab], static_cast<float*>(out.data), out.pitch, row + warp * 16, n, tile.end,
+            [](float* pair, float left, float right) { *reinterpret_cast<float2*>(pair) = make_float2(left, right); });
+      } else if (BY_TMA && out.pitch == N && row + 64 <= tile.end) {
+        store_slab(sum[slab], target, row, n, warpgroup);
+      } else {
+        store_rows(sum[slab], target + warp * STORE_BYTES, row + warp * 16, n, tile.end);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void from_sums(const Sums& sums) {
+    constexpr int QUADS = BLOCK_N / 4;
+    const int tokens = sums.tokens();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tokens * QUADS; i += WARPGROUP * WARPGROUPS) {
+      const int token = i / QUADS, n = sums.tile.n + i % QUADS * 4;
+      const long long row = sums.first_row() + token;
+      if (n >= N) continue;
+      const float4 total = out.addend.add(sums.at(token, i % QUADS * 4), row, n);
+      if constexpr (OUT_FLOAT32) {
+        *reinterpret_cast<float4*>(static_cast<float*>(out.data) + row * out.pitch + n) = total;
+      } else {
+        *reinterpret_cast<uint2*>(static_cast<u16*>(out.data) + row * out.pitch + n) =
+            make_uint2(pack_bfloat16(total.x, total.y), pack_bfloat16(total.z, total.w));
+      }
+    }
+  }
+
+  // By all math warps, behind the last tile.
+  __device__ __forceinline__ void finish() {
+    if constexpr (BY_TMA) {
+      if (threadIdx.x % WARPGROUP == 0) bulk_wait();
+    }
+  }
+
+ private:
+  // bfloat16 goes through this warp's 16 x 64 staging tile to 16-byte stores of whole 128-byte rows; those from `end`
+  // on are left out.
+  __device__ __forceinline__ void store_rows(const float (&sum)[ACCUMULATORS], u32 staging, int row, int n, int end) {
+    const int lane = lane_id();
+    constexpr int CHUNKS = STORE_COLUMNS / 8;  // of 16 bytes in a staging row, swizzled against bank conflicts
+    const int chunk = lane % CHUNKS;
+#pragma unroll
+    for (int piece = 0; piece < ceil_div(COLUMNS, STORE_COLUMNS); ++piece) {
+      const int width = min(STORE_COLUMNS, COLUMNS - STORE_COLUMNS * piece) / 8;
+#pragma unroll
+      for (int j = 0; j < width; j += 2) {
+        const float* v = sum + 4 * (CHUNKS * piece + j);
+        stmatrix_x4(staging + lane % 16 * 128 + ((j + lane / 16) ^ lane % 8) * 16, pack_bfloat16(v[0], v[1]),
+                    pack_bfloat16(v[2], v[3]), pack_bfloat16(v[4], v[5]), pack_bfloat16(v[6], v[7]));
+      }
+      __syncwarp();
+      const int first = n + STORE_COLUMNS * piece + 8 * chunk;
+      u16* target = static_cast<u16*>(out.data) + (row + lane / CHUNKS) * out.pitch + first;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = 4 * i + lane / CHUNKS;
+        const uint4 v = load_shared_16(staging + r * 128 + (chunk ^ r % 8) * 16);
+        if (row + r < end && first < N && chunk < width) *reinterpret_cast<uint4*>(target + 4 * i * out.pitch) = v;
+      }
+      __syncwarp();
+    }
+  }
+
+  // Hands a slab of 64 rows to TMA, which writes it while this warpgroup goes on. `staging` is free.
+  __device__ __forceinline__ void store_slab(const float (&sum)[ACCUMULATORS], u32 staging, int row, int n,
+                                             int warpgroup) {
+    const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
+    const u32 target = staging + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; j += 2) {
+      const float* v = sum + 4 * j;
+      stmatrix_x4(target + j / 8 * 64 * 128 + ((j % 8 + lane / 16) ^ lane % 8) * 16, pack_bfloat16(v[0], v[1]),
+                  pack_bfloat16(v[2], v[3]), pack_bfloat16(v[4], v[5]), pack_bfloat16(v[6], v[7]));
+    }
+    fence_async_proxy();
+    sync_warpgroup(warpgroup);
+    if (threadIdx.x % WARPGROUP == 0) {
+#pragma unroll
+      for (int piece = 0; piece < COLUMNS / STORE_COLUMNS; ++piece)
+        tma_store(map, staging + piece * 64 * 128, n + piece * STORE_COLUMNS, row);
+      bulk_commit();
+    }
+  }
+};
+
+using PlainStore = Store<Bias>;

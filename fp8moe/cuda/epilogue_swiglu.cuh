@@ -1,0 +1,108 @@
+// SwiGLU of gate and up, quantized in blocks of 1x128 with the bits of quantize_1x128.cu.
+//
+// A tile has 128 columns of gate and the same of up: a slab of each, so that both meet in one thread, and the result is
+// one quantization block for each row.
+#pragma once
+
+#include "block_scale.cuh"
+#include "gemm_reduction.cuh"
+#include "swiglu.cuh"
+
+struct SwigluQuantize {
+  struct Output {
+    void* data;       // E4M3 (m, N / 2)
+    long long pitch;  // elements between its rows
+    float* scale;     // MN-major: column block i of 128 from i * scale_pitch on
+    long long scale_pitch;
+    float limit, alpha;  // of a clamped SwiGLU
+  };
+
+  Shared& s;
+  const Output& out;
+
+  __device__ __forceinline__ SwigluQuantize(Shared& s, const Output& out, const TensorMap&) : s(s), out(out) {}
+
+  __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
+    static_assert(SLABS == 2 && COLUMNS == 128 && !STAGED || !GATED || SWAP);
+    float (&gate)[ACCUMULATORS] = sum[0];
+    const float (&up)[ACCUMULATORS] = sum[SLABS - 1];
+    const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
+    u8* staging = s.epilogue + warpgroup * STAGING_BYTES + warp * STORE_BYTES;
+    const int row = tile.m + slab_row(warpgroup, 0) + warp * 16, column = tile.n / 2;
+    float scales[2];
+    const float amax[2] = {activate_row(gate, up, 0, column), activate_row(gate, up, 1, column)};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = lane / 4 + 8 * half;
+      const BlockScale<> scale(amax[half]);
+      scales[half] = scale.value;
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j) {
+        const int byte = 8 * j + lane % 4 * 2;
+        const float* h = gate + 4 * j + 2 * half;
+        *reinterpret_cast<u16*>(staging + r * 128 + (byte / 16 ^ r % 8) * 16 + byte % 16) =
+            pack_e4m3(scale.quotient(h[0]), scale.quotient(h[1]));
+      }
+    }
+    __syncwarp();
+    // No branch before the last shuffle: the compiler would no longer take the warp to be in step.
+    float* target = out.scale + column / 128 * out.scale_pitch + row + lane / 4;
+    if (lane % 4 == 0 && row + lane / 4 < tile.end) target[0] = scales[0];
+    if (lane % 4 == 0 && row + lane / 4 + 8 < tile.end) target[8] = scales[1];
+    const int chunk = lane % 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = 4 * i + lane / 8;
+      const uint4 v = *reinterpret_cast<const uint4*>(staging + r * 128 + (chunk ^ r % 8) * 16);
+      if (row + r < tile.end && column + 16 * chunk < INTERMEDIATE) {
+        *reinterpret_cast<uint4*>(static_cast<u8*>(out.data) + (row + r) * out.pitch + column + 16 * chunk) = v;
+      }
+    }
+    __syncwarp();
+  }
+
+  // A warp takes a token, a lane four of its 128 columns.
+  __device__ __forceinline__ void from_sums(const Sums& sums) {
+    const int lane = lane_id(), tokens = sums.tokens();
+    const int column = sums.tile.n / 2 + 4 * lane;
+#pragma unroll 1
+    for (int token = threadIdx.x / WARP; token < tokens; token += MATH_WARPS) {
+      const long long row = sums.first_row() + token;
+      const float4 gate = sums.at(token, 4 * lane), up = sums.at(token, 128 + 4 * lane);
+      float4 h = make_float4(swiglu(gate.x, up.x), swiglu(gate.y, up.y), swiglu(gate.z, up.z), swiglu(gate.w, up.w));
+      if (INTERMEDIATE % 128 != 0 && column >= INTERMEDIATE) h = make_float4(0.f, 0.f, 0.f, 0.f);
+      const float amax = larger_magnitude(larger_magnitude(0.f, h.x), h.y);
+      const BlockScale<> scale(warp_reduce(larger_magnitude(larger_magnitude(amax, h.z), h.w), larger_magnitude));
+      if (lane == 0) out.scale[sums.tile.n / 256 * out.scale_pitch + row] = scale.value;
+      if (column < INTERMEDIATE) {
+        *reinterpret_cast<u32*>(static_cast<u8*>(out.data) + row * out.pitch + column) =
+            to_e4m3(scale.quotient(h.x), scale.quotient(h.y), scale.quotient(h.z), scale.quotient(h.w));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish() {}
+
+ private:
+  __device__ __forceinline__ float swiglu(float gate, float up) const {
+    return Swiglu<SWIGLU_FORM>(gate, up, out.limit, out.alpha).value();
+  }
+
+  // One row of a tile in 32 columns of this lane: SwiGLU in place of gate, then the largest magnitude over the four
+  // lanes that share the row.
+  __device__ __forceinline__ float activate_row(float (&gate)[ACCUMULATORS], const float (&up)[ACCUMULATORS], int half,
+                                                int column) const {
+    float amax = 0.f;
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& h = gate[4 * j + 2 * half + i];
+        h = swiglu(h, up[4 * j + 2 * half + i]);
+        if (INTERMEDIATE % 128 != 0 && column + 2 * (lane_id() % 4) + 8 * j >= INTERMEDIATE) h = 0.f;
+        amax = larger_magnitude(amax, h);
+      }
+    }
+    return warp_reduce<4>(amax, larger_magnitude);
+  }
+};

@@ -1,0 +1,52 @@
+// What the kernels gemm and gemm_k share: the roles of a block, the order of its tiles, a product, a store.
+//
+// Constants of both come from Python (kernels/gemm/source.py): N, BLOCK_M, BLOCK_N, WARPGROUPS, STAGES, SHARED_BYTES,
+// ARGUMENTS_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS. Python also generates wgmma() for the width of the tile.
+#pragma once
+
+#include "pipeline.cuh"
+
+constexpr int BLOCK_K = 128;  // along K: one quantization block
+constexpr int MATH_WARPS = 4 * WARPGROUPS;
+constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);  // the last warpgroup is the loader's
+constexpr int TILE_COLUMNS = ceil_div(N, BLOCK_N);
+
+// Where tile `index` lies in a matrix of `rows` x TILE_COLUMNS tiles. Blocks walk bands of `raster` tile rows, column
+// by column: what runs at one time touches few rows of a and b, so that L2 serves most loads.
+struct RasterPosition {
+  int row, column;
+
+  __device__ __forceinline__ RasterPosition(int index, int rows, int raster) {
+    const int first = raster >= rows ? 0 : index / (raster * TILE_COLUMNS) * raster;
+    const int height = min(raster, rows - first);
+    const int within = index - first * TILE_COLUMNS;
+    column = height == 1 ? within : within / height;
+    row = first + within - column * height;
+  }
+};
+
+// Starts the product of a 64-row slab over one block of K, from descriptors of both tiles; wgmma_wait() ends it.
+template <int Accumulators>
+__device__ __forceinline__ void start_product(float (&partial)[Accumulators], u64 rows, u64 columns) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < BLOCK_K / 32; ++k) wgmma(partial, rows + 2 * k, columns + 2 * k, k > 0);
+  wgmma_commit();
+}
+
+// Writes the sums of this warp's 16 rows from the registers with write(target, left, right), two columns at a time:
+// four lanes fill a 32-byte sector. `row` is the warp's first; rows from `end` on and columns from N on are left out.
+template <int Accumulators, typename Write>
+__device__ __forceinline__ void store_pairs(const float (&sum)[Accumulators], float* out, long long pitch, int row,
+                                            int n, int end, const Write& write) {
+  const int lane = lane_id();
+  row += lane / 4;
+  n += 2 * (lane % 4);
+  float* target = out + row * pitch + n;
+#pragma unroll
+  for (int j = 0; j < Accumulators / 4; ++j) {
+    if (n + 8 * j >= N) return;
+    if (row < end) write(target + 8 * j, sum[4 * j], sum[4 * j + 1]);
+    if (row + 8 < end) write(target + 8 * pitch + 8 * j, sum[4 * j + 2], sum[4 * j + 3]);
+  }
+}

@@ -1,0 +1,84 @@
+// From products to sums: the scales of both operands, and the promotion of each 128-deep product to a float32 sum. The
+// tensor cores keep about 14 bits while they sum FP8 products (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
+#pragma once
+
+#include "gemm_schedule.cuh"
+
+// Of the weights of a tile, held by every math warp: 32 blocks along K at a time, a lane each. They are fetched one
+// turn ahead, so that nothing waits for them.
+struct WeightScales {
+  const float* b_scale;
+  float held[TILE_SCALE_ROWS], next[TILE_SCALE_ROWS];
+
+  __device__ __forceinline__ explicit WeightScales(const float* b_scale) : b_scale(b_scale) {}
+
+  // Fetches those of K blocks `first` to `first` + 31, as far as there are `count`.
+  __device__ __forceinline__ void fetch(const Tile& tile, int first, int count) {
+    const int block = min(first + static_cast<int>(lane_id()), count - 1);
+#pragma unroll
+    for (int r = 0; r < TILE_SCALE_ROWS; ++r) {
+      const int row = GATED ? r * PROJECTION_SCALE_ROWS + tile.n / 256 : min(tile.n / 128 + r, SCALE_ROWS - 1);
+      next[r] = b_scale[(static_cast<long long>(tile.group) * SCALE_ROWS + row) * K_BLOCKS + block];
+    }
+  }
+
+  __device__ __forceinline__ void turn() {
+#pragma unroll
+    for (int r = 0; r < TILE_SCALE_ROWS; ++r) held[r] = next[r];
+  }
+};
+
+// The weight scales of one K block of a tile, in every lane.
+struct TileScales {
+  float rows[TILE_SCALE_ROWS];
+  int end;  // of the output features, within the tile, that have rows[0]
+
+  // Lane `source` holds them.
+  __device__ __forceinline__ TileScales(const WeightScales& weights, int source, const Tile& tile)
+      : end(128 - (BLOCK_N % 128 == 0 ? 0 : tile.n % 128)) {
+#pragma unroll
+    for (int r = 0; r < TILE_SCALE_ROWS; ++r) rows[r] = __shfl_sync(FULL_WARP, weights.held[r], source);
+  }
+
+  __device__ __forceinline__ float at(int column) const {
+    if constexpr (TILE_SCALE_ROWS == 1) return rows[0];
+    const float later = TILE_SCALE_ROWS == 2 || column < end + 128 ? rows[1] : rows[TILE_SCALE_ROWS - 1];
+    return column < end ? rows[0] : later;
+  }
+};
+
+// scale * product, added to `sum` unless it is the first.
+template <bool First>
+__device__ __forceinline__ void add_product(float& sum, float scale, float product) {
+  sum = First ? scale * product : fmaf(scale, product, sum);
+}
+
+// Adds token scale * weight scale * partial to a slab whose rows are tokens, two of them this lane's, and whose columns
+// are the output features from `column` on.
+template <bool First>
+__device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
+                                        const float (&tokens)[2], const TileScales& weights, int column) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j) {
+    const float weight = weights.at(column + 8 * j / GRANULE * GRANULE);
+    const float upper = tokens[0] * weight, lower = tokens[1] * weight;
+    add_product<First>(sum[4 * j], upper, partial[4 * j]);
+    add_product<First>(sum[4 * j + 1], upper, partial[4 * j + 1]);
+    add_product<First>(sum[4 * j + 2], lower, partial[4 * j + 2]);
+    add_product<First>(sum[4 * j + 3], lower, partial[4 * j + 3]);
+  }
+}
+
+// The same for a slab whose rows are output features, all with one weight scale, and whose columns are tokens.
+template <bool First>
+__device__ __forceinline__ void promote_swapped(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
+                                                const float (&tokens)[ACCUMULATORS / 2], float weight) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j) {
+    const float left = tokens[2 * j] * weight, right = tokens[2 * j + 1] * weight;
+    add_product<First>(sum[4 * j], left, partial[4 * j]);
+    add_product<First>(sum[4 * j + 1], right, partial[4 * j + 1]);
+    add_product<First>(sum[4 * j + 2], left, partial[4 * j + 2]);
+    add_product<First>(sum[4 * j + 3], right, partial[4 * j + 3]);
+  }
+}

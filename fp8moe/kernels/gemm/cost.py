@@ -1,0 +1,134 @@
+"""The cost model of the GEMMs: how long a compiled variant is expected to take.
+
+A pure function of the problem and the number of SMs: nothing is measured at run time. Times in microseconds, bytes a
+microsecond, cycles at the 1755 MHz that an H200 keeps under load; docs/kernel-notes.md tells how the constants were
+fitted to one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil, exp
+
+from fp8moe.kernels.gemm.config import GemmConfig
+
+_CYCLES = 1755
+
+# Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 of them, so that some are left over.
+_RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 30, 5: 22, 6: 20, 7: 15, 8: 15}
+
+
+def resident_clusters(config: GemmConfig, num_sms: int) -> int:
+    """Clusters of ``config`` that run at one time."""
+    return max(1, _RESIDENT_CLUSTERS[config.split_k] * num_sms // 132 * config.blocks_per_sm)
+
+
+# ---- one matrix ----
+
+_DENSE_START = 3.26  # launch, first loads from a cold L2, last stores
+_DENSE_PER_STAGE = 0.002  # start of the first load to start of the next
+_DENSE_PER_SPLIT = 0.026  # each further block that shares a K
+_DENSE_REDUCTION = 2.93  # of a 128 x 128 tile through distributed shared memory
+_DENSE_EPILOGUE = 0.679  # of a 128 x 128 tile
+_DENSE_STAGED_EPILOGUE = 0.254  # of one that TMA writes
+_DENSE_SHALLOW = 1.03  # products take longer behind a ring of less than four stages
+_DENSE_STEP_LATENCY = 320  # cycles from a full stage to an empty one, beside the product itself
+_DENSE_STEP_WAIT = 0.295  # part of the product that a single warpgroup cannot hide
+_DENSE_MMA = 1.172 / 32  # cycles of one output element and 128 products
+_DENSE_LOAD = 66.5  # bytes a cycle into one SM
+_DENSE_L2 = 12.8e6  # bytes a microsecond out of L2
+_DENSE_DRAM = 2.88e6  # bytes a microsecond out of memory
+_DENSE_OVERLAP = 3.96  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
+
+
+def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
+    """Microseconds that ``config`` is expected to take for (m, n, k), from a cold L2."""
+    tiles = ceil(m / config.block_m) * ceil(n / config.block_n)
+    slots = resident_clusters(config, num_sms)
+    waves = ceil(tiles / slots)
+    per_sm = max(1, min(tiles, slots) * config.split_k / num_sms)
+    area = config.block_m * config.block_n
+
+    mma = area * _DENSE_MMA
+    alone = _DENSE_STEP_LATENCY + (_DENSE_STEP_WAIT * mma if config.warpgroups == 1 else 0)
+    loaded = per_sm * (config.block_m + config.block_n) * 128 / _DENSE_LOAD
+    steps = waves * ceil(ceil(k / 128) / config.split_k)
+    shallow = _DENSE_SHALLOW if config.staged and config.stages < 4 else 1
+    compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES * shallow
+    dram = (n * k + m * k + 2 * m * n) / _DENSE_DRAM
+    l2 = tiles * (config.block_m + config.block_n) * k / _DENSE_L2
+    overlapped = (compute**_DENSE_OVERLAP + dram**_DENSE_OVERLAP + l2**_DENSE_OVERLAP) ** (1 / _DENSE_OVERLAP)
+
+    ends = (_DENSE_STAGED_EPILOGUE if config.staged else _DENSE_EPILOGUE) * waves * area / 128**2
+    if config.split_k > 1:
+        ends += _DENSE_PER_SPLIT * (config.split_k - 1) + _DENSE_REDUCTION * area / 128**2
+    if config.warpgroups == 1 or config.split_k > 1:
+        ends += _DENSE_PER_STAGE * config.stages
+    return _DENSE_START + overlapped + ends
+
+
+# ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
+
+_GROUPED_START = 7.11
+_GROUPED_STEP = 324  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_MMA = 0.0401  # cycles of one output element and 128 products
+_GROUPED_LOAD = 64.6  # bytes a cycle into one SM
+_GROUPED_L2 = 14e6
+_GROUPED_DRAM = 3.9e6
+_GROUPED_EPILOGUE = 0.219  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.0351  # of one that TMA writes
+_GROUPED_SPARSE = 0.096  # reading from memory takes longer where the rings of an SM hold less than 200 KB
+_GROUPED_SHALLOW = 1.02  # products take longer behind a ring of less than four stages
+_GROUPED_OVERLAP = 3.47  # exponent of the norm that joins times that overlap
+
+
+@lru_cache(maxsize=4096)
+def group_sizes(expected_m: float) -> tuple[tuple[int, float], ...]:
+    """Sizes of a group of about ``expected_m`` rows, with their probabilities.
+
+    Few rows are taken to be Poisson distributed, many to lie within a third of what is expected.
+    """
+    if expected_m >= 16:
+        return tuple((round(expected_m * (0.68 + 0.64 * (i + 0.5) / 32)), 1 / 32) for i in range(32))
+    sizes, probability = [], exp(-expected_m)
+    for rows in range(1, 48):
+        probability *= expected_m / rows
+        sizes.append((rows, probability))
+    return tuple(sizes)
+
+
+def _step_cycles(config: GemmConfig) -> float:
+    """Cycles of one step of 128 along K in a tile, on an SM that has nothing else.
+
+    A tile with fewer rows takes as long: one warpgroup alone has nothing to hide its promotions behind.
+    """
+    loaded = (config.block_m + config.block_n) * 128 / _GROUPED_LOAD
+    product = 64 * config.columns * _GROUPED_MMA  # of one slab
+    return max(config.slabs * (_GROUPED_STEP + product), config.slabs * config.warpgroups * product, loaded)
+
+
+def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int) -> float:
+    """Microseconds expected for groups of about ``expected_m`` rows and weights (n, k), from a cold L2."""
+    expected_m = max(expected_m, 1 / groups)
+    steps, columns, height = ceil(k / 128), ceil(n / config.block_n), config.block_m
+    sizes = group_sizes(expected_m)
+    tiles = sum(probability * ceil(rows / height) for rows, probability in sizes) * groups * columns
+    active = sum(probability for _, probability in sizes)
+    slots = resident_clusters(config, num_sms)
+    share = tiles / slots if tiles > 16 * slots else max(1, ceil(tiles / slots - 0.2))
+
+    # Blocks that share an SM hide each other's waits, not each other's products and loads.
+    product = height * config.block_n * _GROUPED_MMA if config.swap else 0
+    loaded = (height + config.block_n) * 128
+    per_sm = max(1.0, min(tiles, slots) * config.split_k / num_sms)
+    step = max(_step_cycles(config), per_sm * product, per_sm * loaded / _GROUPED_LOAD)
+    shallow = _GROUPED_SHALLOW if config.stages < 4 and not config.swap else 1
+    compute = share * ceil(steps / config.split_k) * step / _CYCLES * shallow
+
+    rows = expected_m * groups
+    in_flight = min(1.0, per_sm * config.stages * loaded / 200e3)
+    dram = (active * groups * n * k + rows * k + 2 * rows * n) / _GROUPED_DRAM * (1 + _GROUPED_SPARSE * (1 - in_flight))
+    l2 = tiles * loaded * steps / _GROUPED_L2
+    overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
+    ends = (_GROUPED_STAGED_EPILOGUE if config.staged else _GROUPED_EPILOGUE) * share * height * config.block_n / 128**2
+    return _GROUPED_START + overlapped + ends

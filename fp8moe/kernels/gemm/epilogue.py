@@ -1,0 +1,64 @@
+"""What the GEMM does with its sums: for each cuda/epilogue_*.cuh its constants and the fields of its ``Output``."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fp8moe.kernels.activation import Activation
+from fp8moe.quant.formats import SCALE_DEFINES
+
+Fields = tuple[tuple[str, type], ...]
+
+_BIAS_KINDS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+@dataclass(frozen=True)
+class PlainStore:
+    """``sums + bias`` in bfloat16 or float32. bias_dtype: bfloat16 or float32, None without a bias."""
+
+    out_dtype: torch.dtype
+    bias_dtype: torch.dtype | None = None
+
+    header: ClassVar[str] = "epilogue_store.cuh"
+    fields: ClassVar[Fields] = (("data", ctypes.c_int64), ("pitch", ctypes.c_int64), ("bias", ctypes.c_int64))
+    gated: ClassVar[bool] = False  # whether the weights are those of gate and up
+    defines: ClassVar[tuple] = ()
+    values: ClassVar[dict[str, float]] = {}
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Compile-time constants."""
+        return {"OUT_FLOAT32": int(self.out_dtype == torch.float32), "BIAS": _BIAS_KINDS[self.bias_dtype]}
+
+
+@dataclass(frozen=True)
+class SwigluQuantize:
+    """A SwiGLU of gate and up, quantized 1x128."""
+
+    activation: Activation
+
+    out_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    header: ClassVar[str] = "epilogue_swiglu.cuh"
+    fields: ClassVar[Fields] = (
+        *((name, ctypes.c_int64) for name in ("data", "pitch", "scale", "scale_pitch")),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
+    )
+    gated: ClassVar[bool] = True
+    defines: ClassVar[tuple] = SCALE_DEFINES
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Compile-time constants."""
+        return {"SWIGLU_FORM": self.activation.form}
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The fields that do not change from call to call."""
+        return {"limit": self.activation.limit or 0.0, "alpha": self.activation.alpha or 0.0}
+
+
+Epilogue = PlainStore | SwigluQuantize

@@ -1,0 +1,151 @@
+"""The choice of tiles: which variants are worth considering for a problem, and the one the cost model prefers.
+
+``describe_dense`` and ``describe_grouped`` print the candidates on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+
+from fp8moe.kernels.gemm.config import GemmConfig, GroupedKConfig, fits, with_stages
+from fp8moe.kernels.gemm.cost import dense_time, grouped_time, resident_clusters
+
+
+def raster_group(config: GemmConfig, m: int, concurrent: int) -> int:
+    """Height, in tiles, of the groups that ``concurrent`` tiles walk column by column.
+
+    The square-most footprint reads the least of both operands; the groups are then evened out over the rows.
+    """
+    rows = ceil(m / config.block_m)
+    ideal = max(1, round((concurrent * config.block_n / config.block_m) ** 0.5))
+    return ceil(rows / ceil(rows / ideal))
+
+
+# ---- one matrix ----
+
+
+def dense_candidates(m: int, n: int, k: int, num_sms: int) -> list[GemmConfig]:
+    """The configurations worth considering for (m, n, k): what fits an SM, and splits that fit in one wave.
+
+    Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens.
+    """
+    if m <= 32:
+        tokens = max(8, 1 << (m - 1).bit_length())
+        tiles = [GemmConfig(tokens, 64 * groups, swap=True, warpgroups=groups) for groups in (1, 2)]
+    elif m <= 64:
+        tiles = [GemmConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
+    else:
+        tiles = [GemmConfig(128, block_n) for block_n in (64, 96, 112, 128, 160, 176, 192)]
+    if m > 128:
+        tiles.append(GemmConfig(256, 128))
+        tiles += [replace(tile, staged=True) for tile in tiles if tile.block_n >= 128 and tile.block_n % 64 == 0]
+
+    found = []
+    for tile in tiles:
+        count = ceil(m / tile.block_m) * ceil(n / tile.block_n)
+        for split_k in range(1, 2 if tile.staged else min(8, ceil(k / 128)) + 1):
+            for blocks_per_sm in range(1, 5 if m <= 64 else 2):
+                config = with_stages(replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm), k)
+                one_wave = count <= resident_clusters(config, num_sms)
+                crowded = blocks_per_sm == 1 or count * split_k > 0.7 * num_sms * (blocks_per_sm - 1)
+                if fits(config, k) and (one_wave or split_k == 1) and crowded:
+                    found.append(config)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def choose_dense(m: int, n: int, k: int, num_sms: int) -> GemmConfig:
+    """The candidate that the cost model expects to be fastest."""
+    return min(dense_candidates(m, n, k, num_sms), key=lambda config: dense_time(config, m, n, k, num_sms))
+
+
+def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
+    """A table of the candidates for (m, n, k), the fastest expected first."""
+    return _table((dense_time(c, m, n, k, num_sms), c) for c in dense_candidates(m, n, k, num_sms))
+
+
+# ---- one matrix for each group ----
+
+# Most expected rows of a group whose weights are the 64-row operand, and fewest of one whose tokens are.
+_MOST_SWAPPED, _FEWEST_STRAIGHT = 24, 16
+
+
+def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> int:
+    """The most tile rows that any sizes of the groups make: of ``rows`` rows, or with ``max_m`` of that many each."""
+    if max_m is not None:
+        return groups * ceil(max_m / block_m)
+    return (rows + min(groups, rows) * (block_m - 1)) // block_m
+
+
+def grouped_candidates(
+    rows: int, groups: int, expected_m: float, n: int, k: int, num_sms: int, *, max_m: int | None, swiglu: bool
+) -> list[GemmConfig]:
+    """The configurations worth considering for groups of about ``expected_m`` rows and weights (n, k).
+
+    swiglu: tiles are 128 columns of gate and the same of up, which become one quantization block.
+    """
+    tiles = []
+    if expected_m <= _MOST_SWAPPED:
+        shapes = [(8, 256, 2), (16, 256, 2), (32, 256, 2)]
+        if not swiglu:
+            shapes = [(8, 64, 1), (16, 64, 1), (16, 128, 2), (32, 64, 1)]
+        tiles += [GemmConfig(m, n_, swap=True, warpgroups=w) for m, n_, w in shapes]
+    if expected_m >= _FEWEST_STRAIGHT:
+        straight = [GemmConfig(128, 256)]
+        if not swiglu:
+            # The first of equals is chosen: a high tile reads the weights of its group once.
+            straight = [GemmConfig(256, 128), *straight, GemmConfig(128, 192), GemmConfig(128, 128)]
+            straight += [replace(tile, staged=True) for tile in straight]
+        tiles += straight
+
+    found = []
+    for tile in tiles:
+        bound = row_tiles_bound(tile.block_m, rows, groups, max_m) * ceil(n / tile.block_n)
+        for split_k in range(1, min(8, ceil(k / 128)) + 1 if tile.swap else 2):
+            most = (3 if tile.block_n == 256 else 4) if tile.swap else 1  # beyond it, too few registers
+            for blocks_per_sm in range(1, most + 1):
+                shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, groups=groups)
+                config = with_stages(shape, k)
+                if fits(config, k) and (split_k == 1 or bound <= resident_clusters(config, num_sms)):
+                    found.append(config)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def choose_grouped(
+    rows: int, groups: int, expected_m: float, n: int, k: int, num_sms: int, *, max_m: int | None, swiglu: bool
+) -> GemmConfig:
+    """The candidate that the cost model expects to be fastest."""
+    found = grouped_candidates(rows, groups, expected_m, n, k, num_sms, max_m=max_m, swiglu=swiglu)
+    return min(found, key=lambda config: grouped_time(config, groups, expected_m, n, k, num_sms))
+
+
+def describe_grouped(
+    rows: int, groups: int, expected_m: float, n: int, k: int, num_sms: int = 132, *, swiglu: bool = False
+) -> str:
+    """A table of the candidates for contiguous groups, the fastest expected first."""
+    found = grouped_candidates(rows, groups, expected_m, n, k, num_sms, max_m=None, swiglu=swiglu)
+    return _table((grouped_time(c, groups, expected_m, n, k, num_sms), c) for c in found)
+
+
+def _table(costs: Iterable[tuple[float, GemmConfig]]) -> str:
+    return "\n".join(f"{cost:9.1f} us  {config}" for cost, config in sorted(costs, key=lambda pair: pair[0]))
+
+
+# ---- groups along K ----
+
+GROUPED_K_CONFIGS = (GroupedKConfig(256, 96, 4), GroupedKConfig(256, 112, 4), GroupedKConfig(128, 96, 6))
+_LOW_TILE = 1.2  # a row of a low tile takes longer: it shares its loads of b with fewer
+
+
+def choose_grouped_k(groups: int, m: int, n: int, num_sms: int) -> GroupedKConfig:
+    """The tile whose waves over the SMs cover the least area: low ones need more loads, but fill up the last wave."""
+
+    def cost(tile: GroupedKConfig) -> float:
+        waves = ceil(groups * ceil(m / tile.block_m) * ceil(n / tile.block_n) / num_sms)
+        return waves * tile.block_m * tile.block_n * (_LOW_TILE if tile.block_m == 128 else 1)
+
+    return min(GROUPED_K_CONFIGS, key=cost)
