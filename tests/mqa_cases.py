@@ -232,7 +232,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def write_prefill(backend, operands: Prefill, *, fill_masked: bool) -> Tensor:
-    """What a backend (mqa_reference, mqa_cuda) makes of a result full of POISON, none of it behind the result."""
+    """What a backend (reference, mqa_logits_plan) makes of a result full of POISON, none of it behind the result."""
     q, (data, scale), *rest = operands
     return _write(
         (q.shape[0], data.shape[0]),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.indexer import reference as mqa_reference
+from fp8moe.kernels.indexer import reference
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache, read_kv
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.quant.formats import FP8Tensor
@@ -46,8 +46,8 @@ def test_ranges(heads, head_dim, kind):
     out = mqa_logits(*operands)
     assert out.is_contiguous()
     cases.assert_matches(out, exact)
-    cases.assert_matches(cases.write_prefill(mqa_reference, operands, fill_masked=True), exact)
-    cases.assert_matches(cases.write_prefill(mqa_reference, operands, fill_masked=False), exact, masked=POISON)
+    cases.assert_matches(cases.write_prefill(reference, operands, fill_masked=True), exact)
+    cases.assert_matches(cases.write_prefill(reference, operands, fill_masked=False), exact, masked=POISON)
 
 
 bounds = st.one_of(st.integers(-5, 45), st.sampled_from([INT32.min, INT32.max]))
@@ -65,7 +65,7 @@ def test_chunks_of_queries(monkeypatch):
     operands = cases.prefill(21, 50, kind="ragged")
     exact = cases.exact_prefill(operands)
     for chunk in (1, 64 * 50 * 4):
-        monkeypatch.setattr(mqa_reference, "_CHUNK", chunk)
+        monkeypatch.setattr(reference, "_CHUNK", chunk)
         cases.assert_matches(mqa_logits(*operands), exact)
 
 
@@ -132,7 +132,7 @@ def test_paged(heads, head_dim, next_n):
         out = paged_mqa_logits(*operands, max_context_len=max_context_len)
         assert out.is_contiguous()
         cases.assert_matches(out, exact)
-        out = cases.write_paged(mqa_reference, operands, max_context_len, fill_masked=False)
+        out = cases.write_paged(reference, operands, max_context_len, fill_masked=False)
         cases.assert_matches(out, exact, masked=POISON)
 
 

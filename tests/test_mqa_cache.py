@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.indexer import mqa_cache_plan as mqa_cache_cuda
+from fp8moe.kernels.indexer import mqa_cache_plan
 from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
@@ -240,6 +240,6 @@ def test_compile_fullgraph(dynamic):
 
 @pytest.mark.parametrize("head_dim,dtype,ue8m0", list(itertools.product(HEAD_DIMS, INPUT_DTYPES, (False, True))))
 def test_every_variant_compiles_without_spills(head_dim, dtype, ue8m0):
-    report = jit.compile_spec(mqa_cache_cuda.kernel_spec(head_dim, dtype, ue8m0))
+    report = jit.compile_spec(mqa_cache_plan.kernel_spec(head_dim, dtype, ue8m0))
     assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
     assert report.registers <= 32  # 64 warps on an SM of 65536 registers

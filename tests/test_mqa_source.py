@@ -2,8 +2,7 @@
 
 import pytest
 
-from fp8moe.kernels.indexer.checks import MAX_NEXT_N, NUM_HEADS
-from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS
+from fp8moe.kernels.indexer.checks import HEAD_DIMS, MAX_NEXT_N, NUM_HEADS
 from fp8moe.kernels.indexer.source import MqaConfig, kernel_spec, paged_config, prefill_config
 from fp8moe.runtime.hopper import SHARED_LIMIT
 from fp8moe.runtime.jit import compile_spec

@@ -6,7 +6,7 @@ block ids out of range, more sequences than threads, more tiles than stages; and
 
 import torch
 
-from fp8moe.kernels.indexer import mqa_cache_reference
+from fp8moe.kernels.indexer import reference
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.quant.formats import FP8Tensor
@@ -67,7 +67,7 @@ def append_errors(tokens: int, num_blocks: int, head_dim: int, dtype: torch.dtyp
     expected = new_kv_cache(num_blocks, head_dim, device="cpu")
     cache = expected.cuda()
     append_kv(cache, keys.cuda(), slots.cuda())
-    mqa_cache_reference.append_kv(expected, keys, slots, ue8m0=False)
+    reference.append_kv(expected, keys, slots, ue8m0=False)
     return int((cache.cpu() != expected).sum())
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels.indexer import mqa_logits_plan as mqa_cuda
+from fp8moe.kernels.indexer import mqa_logits_plan
 from fp8moe.kernels.indexer.mqa_cache import append_kv
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.quant.formats import FP8Tensor
@@ -29,14 +29,14 @@ paged = partial(cases.paged, device=DEVICE)
 def check_prefill(operands):
     """Both ways to treat what is masked."""
     exact = cases.exact_prefill(operands)
-    cases.assert_matches(cases.write_prefill(mqa_cuda, operands, fill_masked=True), exact)
-    cases.assert_matches(cases.write_prefill(mqa_cuda, operands, fill_masked=False), exact, masked=POISON)
+    cases.assert_matches(cases.write_prefill(mqa_logits_plan, operands, fill_masked=True), exact)
+    cases.assert_matches(cases.write_prefill(mqa_logits_plan, operands, fill_masked=False), exact, masked=POISON)
 
 
 def check_paged(operands, max_context_len):
     exact = cases.exact_paged(operands, max_context_len)
-    cases.assert_matches(cases.write_paged(mqa_cuda, operands, max_context_len, fill_masked=True), exact)
-    out = cases.write_paged(mqa_cuda, operands, max_context_len, fill_masked=False)
+    cases.assert_matches(cases.write_paged(mqa_logits_plan, operands, max_context_len, fill_masked=True), exact)
+    out = cases.write_paged(mqa_logits_plan, operands, max_context_len, fill_masked=False)
     cases.assert_matches(out, exact, masked=POISON)
 
 

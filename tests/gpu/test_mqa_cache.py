@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels.indexer import mqa_cache_reference
+from fp8moe.kernels.indexer import reference
 from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
@@ -33,7 +33,7 @@ def append(num_blocks: int, k: torch.Tensor, slots: torch.Tensor, scale_format: 
 
 def expected(num_blocks: int, k: torch.Tensor, slots: torch.Tensor, scale_format: str = "float32") -> torch.Tensor:
     cache = new_kv_cache(num_blocks, k.shape[1], device=k.device).fill_(MARK)
-    mqa_cache_reference.append_kv(cache, k, slots, scale_format == "ue8m0")
+    reference.append_kv(cache, k, slots, scale_format == "ue8m0")
     return cache
 
 
@@ -128,7 +128,7 @@ def test_cuda_graph_with_changed_input():
         k.copy_(random(77, 128, dtype=torch.bfloat16, seed=seed, spread=5.0))
         slots.copy_(some_slots(77, 128, seed=seed))
         graph.replay()
-        mqa_cache_reference.append_kv(wanted, k, slots, False)
+        reference.append_kv(wanted, k, slots, False)
         assert torch.equal(cache, wanted)
         data, scale = read_kv(wanted, slots)
         assert torch.equal(read.data.view(torch.uint8), data.view(torch.uint8)) and torch.equal(read.scale, scale)

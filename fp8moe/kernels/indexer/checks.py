@@ -1,16 +1,25 @@
-"""Checks of the arguments of the MQA logits, in the manner of `checks`.
+"""Argument checks of the indexer, in the manner of `runtime.checks`.
 
-Ranges, context lengths and block tables are on the device: the kernels clamp them.
+Ranges, context lengths, block tables and slots are on the device: the kernels clamp or skip values out of range.
 """
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, check_kv_cache
 from fp8moe.quant.checks import FLOAT8, FLOAT32
+from fp8moe.quant.formats import SCALE_FORMATS
+from fp8moe.quant.quantize import INPUT_DTYPES
 
 NUM_HEADS = (32, 64)
 MAX_NEXT_N = 4
+
+HEAD_DIMS = (32, 64, 128)
+"""Sizes of a key that the indexer takes."""
+
+BLOCK_TOKENS = 64
+"""Tokens of a block of the cache."""
+
+SCALE_BYTES = 4
 
 
 def prefill(q: Tensor, kv: Tensor, kv_scale: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> tuple[int, int]:
@@ -36,7 +45,7 @@ def paged(q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, bl
     batch, next_n, heads, head_dim = _queries(q, "(B, next_n, H, D)")
     if not 1 <= next_n <= MAX_NEXT_N:
         raise ValueError(f"q: expected 1 to {MAX_NEXT_N} queries a sequence, got next_n = {next_n}")
-    if check_kv_cache(kv_cache)[1] != head_dim:
+    if cache(kv_cache)[1] != head_dim:
         raise ValueError(
             f"kv_cache: expected keys of {head_dim} bytes to match q {tuple(q.shape)}, got {tuple(kv_cache.shape)}"
         )
@@ -57,6 +66,52 @@ def context_limit(max_context_len: int) -> None:
         raise TypeError(f"max_context_len: expected an int, got {type(max_context_len).__name__}")
     if not 0 <= max_context_len < 1 << 31:
         raise ValueError(f"max_context_len: expected 0 to 2**31 - 1 tokens, got {max_context_len}")
+
+
+def cache(kv_cache: Tensor) -> tuple[int, int]:
+    """Dtype, shape and strides of a cache. Returns its number of blocks and D."""
+    if kv_cache.dtype is not torch.uint8:
+        raise TypeError(f"kv_cache: expected uint8, got {kv_cache.dtype}")
+    shape = kv_cache.shape
+    if len(shape) != 4 or shape[1] != BLOCK_TOKENS or shape[2] != 1 or shape[3] - SCALE_BYTES not in HEAD_DIMS:
+        raise ValueError(
+            f"kv_cache: expected shape (num_blocks, {BLOCK_TOKENS}, 1, D + {SCALE_BYTES}) with D one of {HEAD_DIMS}, "
+            f"got {tuple(shape)}"
+        )
+    if not kv_cache.is_contiguous():
+        raise ValueError(f"kv_cache: expected a contiguous tensor, got strides {kv_cache.stride()}")
+    return shape[0], shape[3] - SCALE_BYTES
+
+
+def cache_address(kv_cache: Tensor) -> None:
+    """Not for fake tensors, which have no address."""
+    if kv_cache.data_ptr() % 16:
+        raise ValueError(f"kv_cache: expected to start at a multiple of 16 bytes, got address {kv_cache.data_ptr():#x}")
+
+
+def append(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
+    """The operands of ``append_kv`` but the address of the cache."""
+    _, head_dim = cache(kv_cache)
+    if k.dtype not in INPUT_DTYPES:
+        raise TypeError(f"k: expected bfloat16, float16 or float32, got {k.dtype}")
+    if k.dim() != 2 or k.shape[1] != head_dim:
+        raise ValueError(f"k: expected shape (T, {head_dim}) to match the cache, got {tuple(k.shape)}")
+    if k.device != kv_cache.device:
+        raise ValueError(f"k: expected on {kv_cache.device} like kv_cache, got {k.device}")
+    cache_slots(slots, k.shape[0], kv_cache.device)
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
+
+
+def cache_slots(slots: Tensor, tokens: int | None, device: torch.device) -> None:
+    """Dtype, shape and device of slots; tokens: how many, None for any number."""
+    if slots.dtype is not torch.int32:
+        raise TypeError(f"slots: expected int32, got {slots.dtype}")
+    if slots.dim() != 1 or (tokens is not None and slots.shape[0] != tokens):
+        expected = "(T,)" if tokens is None else f"({tokens},)"
+        raise ValueError(f"slots: expected shape {expected}, got {tuple(slots.shape)}")
+    if slots.device != device:
+        raise ValueError(f"slots: expected on {device} like kv_cache, got {slots.device}")
 
 
 def _queries(q: Tensor, dimensions: str) -> torch.Size:

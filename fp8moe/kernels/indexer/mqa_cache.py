@@ -8,21 +8,12 @@ s % 64 of block s // 64. `append_kv` and the operator ``fp8moe::append_kv`` behi
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.indexer import mqa_cache_plan as mqa_cache_cuda
-from fp8moe.kernels.indexer import mqa_cache_reference
-from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
-from fp8moe.quant.quantize import INPUT_DTYPES
+from fp8moe.kernels.indexer import checks, mqa_cache_plan, reference
+from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, HEAD_DIMS, SCALE_BYTES
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
 from fp8moe.runtime.operators import define
-
-BLOCK_TOKENS = 64
-"""Tokens of a block of the cache."""
-
-HEAD_DIMS = (32, 64, 128)
-"""Sizes of a key that the indexer takes."""
-
-_SCALE_BYTES = 4
 
 
 def new_kv_cache(num_blocks: int, head_dim: int, *, device: torch.device | str) -> Tensor:
@@ -35,7 +26,7 @@ def new_kv_cache(num_blocks: int, head_dim: int, *, device: torch.device | str) 
         raise ValueError(f"num_blocks: expected 0 or more, got {num_blocks}")
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim: expected one of {HEAD_DIMS}, got {head_dim}")
-    return torch.zeros((num_blocks, BLOCK_TOKENS, 1, head_dim + _SCALE_BYTES), dtype=torch.uint8, device=device)
+    return torch.zeros((num_blocks, BLOCK_TOKENS, 1, head_dim + SCALE_BYTES), dtype=torch.uint8, device=device)
 
 
 def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, *, scale_format: str = "float32") -> None:
@@ -67,63 +58,20 @@ def read_kv(kv_cache: Tensor, slots: Tensor) -> FP8Tensor:
     """
     for name, value in (("kv_cache", kv_cache), ("slots", slots)):
         check_tensor(name, value)
-    check_kv_cache(kv_cache)
-    _check_slots(slots, None, kv_cache.device)
-    return FP8Tensor(*mqa_cache_reference.read_kv(kv_cache, slots))
-
-
-def check_kv_cache(kv_cache: Tensor) -> tuple[int, int]:
-    """Dtype, shape and strides of a cache. Returns its number of blocks and D."""
-    if kv_cache.dtype is not torch.uint8:
-        raise TypeError(f"kv_cache: expected uint8, got {kv_cache.dtype}")
-    shape = kv_cache.shape
-    if len(shape) != 4 or shape[1] != BLOCK_TOKENS or shape[2] != 1 or shape[3] - _SCALE_BYTES not in HEAD_DIMS:
-        raise ValueError(
-            f"kv_cache: expected shape (num_blocks, {BLOCK_TOKENS}, 1, D + {_SCALE_BYTES}) with D one of {HEAD_DIMS}, "
-            f"got {tuple(shape)}"
-        )
-    if not kv_cache.is_contiguous():
-        raise ValueError(f"kv_cache: expected a contiguous tensor, got strides {kv_cache.stride()}")
-    return shape[0], shape[3] - _SCALE_BYTES
-
-
-def check_kv_cache_address(kv_cache: Tensor) -> None:
-    """Not for fake tensors, which have no address."""
-    if kv_cache.data_ptr() % 16:
-        raise ValueError(f"kv_cache: expected to start at a multiple of 16 bytes, got address {kv_cache.data_ptr():#x}")
-
-
-def _check(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
-    _, head_dim = check_kv_cache(kv_cache)
-    if k.dtype not in INPUT_DTYPES:
-        raise TypeError(f"k: expected bfloat16, float16 or float32, got {k.dtype}")
-    if k.dim() != 2 or k.shape[1] != head_dim:
-        raise ValueError(f"k: expected shape (T, {head_dim}) to match the cache, got {tuple(k.shape)}")
-    if k.device != kv_cache.device:
-        raise ValueError(f"k: expected on {kv_cache.device} like kv_cache, got {k.device}")
-    _check_slots(slots, k.shape[0], kv_cache.device)
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
-
-
-def _check_slots(slots: Tensor, tokens: int | None, device: torch.device) -> None:
-    """Dtype, shape and device of slots; tokens: how many, None for any number."""
-    if slots.dtype is not torch.int32:
-        raise TypeError(f"slots: expected int32, got {slots.dtype}")
-    if slots.dim() != 1 or (tokens is not None and slots.shape[0] != tokens):
-        expected = "(T,)" if tokens is None else f"({tokens},)"
-        raise ValueError(f"slots: expected shape {expected}, got {tuple(slots.shape)}")
-    if slots.device != device:
-        raise ValueError(f"slots: expected on {device} like kv_cache, got {slots.device}")
+    checks.cache(kv_cache)
+    checks.cache_slots(slots, None, kv_cache.device)
+    return FP8Tensor(*reference.read_kv(kv_cache, slots))
 
 
 def _append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
-    _check(kv_cache, k, slots, scale_format)
-    check_kv_cache_address(kv_cache)
-    backend = mqa_cache_cuda if use_cuda(k) else mqa_cache_reference
-    backend.append_kv(kv_cache, k, slots, scale_format == "ue8m0")
+    checks.append(kv_cache, k, slots, scale_format)
+    checks.cache_address(kv_cache)
+    if use_cuda(k):
+        mqa_cache_plan.append_kv(kv_cache, k, slots, scale_format == "ue8m0")
+    else:
+        reference.append_kv(kv_cache, k, slots, scale_format == "ue8m0")
 
 
 _append_kv_op = define(
-    "append_kv(Tensor(a!) kv_cache, Tensor k, Tensor slots, str scale_format) -> ()", _append_kv, _check
+    "append_kv(Tensor(a!) kv_cache, Tensor k, Tensor slots, str scale_format) -> ()", _append_kv, checks.append
 )

@@ -6,9 +6,7 @@ S query tokens, T keys, H heads, D head width, B sequences, next_n query tokens 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.indexer import checks as mqa_checks
-from fp8moe.kernels.indexer import reference as mqa_reference
-from fp8moe.kernels.indexer.mqa_cache import check_kv_cache_address
+from fp8moe.kernels.indexer import checks, mqa_logits_plan, reference
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
@@ -57,8 +55,8 @@ def paged_mqa_logits(
     """The scores of `mqa_logits` for the last next_n tokens of each sequence over the keys in a paged cache.
 
     q: (B, next_n, H, D) float8_e4m3fn, next_n 1 to 4, H 32 or 64, D 32, 64 or 128.
-    kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, from a multiple of 16 bytes on. A block is the 64 * D bytes
-        of 64 keys in E4M3, one key after the other, and then their 64 float32 scales; see `kernels.mqa_cache`.
+    kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, from a multiple of 16 bytes on, as described in
+        `fp8moe.kernels.indexer.mqa_cache`.
     weights: (B * next_n, H) float32, with the scales of q.
     context_lens: (B,) int32, the cached tokens of each sequence: query j of next_n sees the first
         ``context_len - next_n + 1 + j``. Or (B, next_n) int32: a query sees exactly as many as it says. The number that
@@ -80,7 +78,7 @@ def paged_mqa_logits(
     operands = (q, kv_cache, weights, context_lens, block_table)
     for name, value in zip(("q", "kv_cache", "weights", "context_lens", "block_table"), operands, strict=True):
         check_tensor(name, value)
-    mqa_checks.context_limit(max_context_len)
+    checks.context_limit(max_context_len)
     return autograd.run(_paged_op, "fp8moe.paged_mqa_logits", *operands, max_context_len, fill_masked)
 
 
@@ -89,14 +87,18 @@ def _mqa_logits(
 ) -> Tensor:
     out = _mqa_logits_fake(q, kv, kv_scale, weights, starts, ends, fill_masked)
     if out.numel():
-        _backend(q).mqa_logits(q, kv, kv_scale, weights, starts, ends, out, fill_masked=fill_masked)
+        operands = (q, kv, kv_scale, weights, starts, ends)
+        if use_cuda(q):
+            mqa_logits_plan.mqa_logits(*operands, out, fill_masked=fill_masked)
+        else:
+            reference.mqa_logits(*operands, out, fill_masked=fill_masked)
     return out
 
 
 def _mqa_logits_fake(
     q: Tensor, kv: Tensor, kv_scale: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, fill_masked: bool
 ) -> Tensor:
-    shape = mqa_checks.prefill(q, kv, kv_scale, weights, starts, ends)
+    shape = checks.prefill(q, kv, kv_scale, weights, starts, ends)
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
@@ -110,9 +112,13 @@ def _paged(
     fill_masked: bool,
 ) -> Tensor:
     out = _paged_fake(q, kv_cache, weights, context_lens, block_table, max_context_len, fill_masked)
-    check_kv_cache_address(kv_cache)
+    checks.cache_address(kv_cache)
     if out.numel():
-        _backend(q).paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, out, fill_masked=fill_masked)
+        operands = (q, kv_cache, weights, context_lens, block_table)
+        if use_cuda(q):
+            mqa_logits_plan.paged_mqa_logits(*operands, out, fill_masked=fill_masked)
+        else:
+            reference.paged_mqa_logits(*operands, out, fill_masked=fill_masked)
     return out
 
 
@@ -125,16 +131,8 @@ def _paged_fake(
     max_context_len: int,
     fill_masked: bool,
 ) -> Tensor:
-    rows = mqa_checks.paged(q, kv_cache, weights, context_lens, block_table)
+    rows = checks.paged(q, kv_cache, weights, context_lens, block_table)
     return torch.empty((rows, max_context_len), dtype=torch.float32, device=q.device)
-
-
-def _backend(q: Tensor):
-    if not use_cuda(q):
-        return mqa_reference
-    from fp8moe.kernels.indexer import mqa_logits_plan as mqa_cuda
-
-    return mqa_cuda
 
 
 _mqa_logits_op = define(

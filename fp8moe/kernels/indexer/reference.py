@@ -1,11 +1,14 @@
-"""The MQA logits in plain PyTorch, on any device: they define what the CUDA kernels compute."""
+"""The index scores and their cache in plain PyTorch, on any device: they define what the CUDA kernels compute.
+
+Arguments are checked by the callers.
+"""
 
 import torch
 from torch import Tensor
 
 from fp8moe.kernels.gemm.reference import products, to_float32
-from fp8moe.kernels.indexer import mqa_cache_reference
 from fp8moe.quant.formats import ceil_div
+from fp8moe.quant.reference import quantize_1x128
 
 _CHUNK = 1 << 23  # products of one head of a query with a key, at a time
 _INF = float("inf")
@@ -22,7 +25,7 @@ def mqa_logits(
     *,
     fill_masked: bool,
 ) -> None:
-    """Write the logits of ``kernels.mqa.mqa_logits`` to ``out`` (S, T) float32, any strides. Waits for no GPU.
+    """Write the logits of ``mqa_logits`` to ``out`` (S, T) float32, any strides. Waits for no GPU.
 
     E4M3 values are exact in TF32 and bfloat16, so the products are exact whatever
     ``torch.set_float32_matmul_precision`` says; all sums are in float32. Queries are taken in chunks: memory beside
@@ -50,13 +53,13 @@ def paged_mqa_logits(
     *,
     fill_masked: bool,
 ) -> None:
-    """Write the logits of ``kernels.mqa.paged_mqa_logits`` to ``out`` (B * next_n, max_context_len) float32.
+    """Write the logits of ``paged_mqa_logits`` to ``out`` (B * next_n, max_context_len) float32.
 
     One sequence at a time, as much of its context as it has: on a GPU this waits for the context lengths.
     """
     batch, next_n = q.shape[:2]
     num_blocks, block_tokens = kv_cache.shape[:2]
-    data, scale = mqa_cache_reference.split(kv_cache)
+    data, scale = split(kv_cache)
     longest = min(out.shape[1], block_tokens * block_table.shape[1]) if num_blocks else 0
     ends = tokens_seen(context_lens, next_n).clamp(0, longest)
     for b, context in enumerate(ends.amax(1).tolist()):
@@ -81,3 +84,50 @@ def tokens_seen(context_lens: Tensor, next_n: int) -> Tensor:
     if context_lens.dim() == 2:
         return context_lens.long()
     return context_lens[:, None].long() + torch.arange(1 - next_n, 1, device=context_lens.device)
+
+
+def split(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a cache (num_blocks, 64, 1, D + 4): the bytes of its keys (num_blocks, 64, D), float32 scales
+    (num_blocks, 64)."""
+    num_blocks, tokens, _, width = kv_cache.shape
+    blocks = kv_cache.view(num_blocks, tokens * width)
+    data, scale = blocks.split((tokens * (width - 4), tokens * 4), dim=1)
+    return data.unflatten(1, (tokens, width - 4)), scale.view(torch.float32)
+
+
+def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, ue8m0: bool) -> None:
+    """Quantize k (T, D) and write it to slots (T,) of the cache."""
+    num_slots = kv_cache.shape[0] * kv_cache.shape[1]
+    if k.shape[0] == 0 or num_slots == 0:
+        return
+    data, scale = quantize_1x128(k, ue8m0)
+    valid = _valid_slots(slots, num_slots)
+    # A token without a slot repeats what the first token with one writes; where none has, slot 0 keeps what it holds.
+    token = torch.where(valid, torch.arange(len(slots), device=slots.device), valid.int().argmax())
+    place = tuple(_places(torch.where(valid, slots, 0)[token], kv_cache.shape[1]))
+    some = valid.any()
+    for target, values in zip(split(kv_cache), (data.view(torch.uint8), scale[:, 0]), strict=True):
+        target[place] = torch.where(some, values[token], target[place])
+
+
+def read_kv(kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Data (T, D) and scale (T,) of slots (T,), zeros for those that the cache does not have."""
+    data, scale = split(kv_cache)
+    num_slots = kv_cache.shape[0] * kv_cache.shape[1]
+    if num_slots == 0:
+        data, scale = data.new_zeros(len(slots), data.shape[2]), scale.new_zeros(len(slots))
+    else:
+        valid = _valid_slots(slots, num_slots)
+        place = tuple(_places(torch.where(valid, slots, 0), kv_cache.shape[1]))
+        data, scale = torch.where(valid[:, None], data[place], 0), torch.where(valid, scale[place], 0)
+    return data.view(torch.float8_e4m3fn), scale
+
+
+def _valid_slots(slots: Tensor, num_slots: int) -> Tensor:
+    return (slots >= 0) & (slots < num_slots)
+
+
+def _places(slots: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
+    """Block and place in it of valid slots."""
+    slots = slots.long()
+    return slots // block_tokens, slots % block_tokens

@@ -1,19 +1,43 @@
-"""The compiled variants of ``cuda/mqa_logits.cu``: how the heads are laid over warpgroups, and constants."""
+"""The compiled variants of ``cuda/mqa_logits.cu``: how the heads are laid over warpgroups, constants and arguments."""
 
+import ctypes
 from dataclasses import dataclass
 
+from fp8moe.kernels.indexer.checks import BLOCK_TOKENS
 from fp8moe.kernels.wgmma import wgmma_source
 from fp8moe.quant.formats import align
-from fp8moe.runtime.hopper import SHARED_LIMIT
+from fp8moe.runtime.hopper import SHARED_LIMIT, SWIZZLE_ALIGNMENT, WARP, WARPGROUP
 from fp8moe.runtime.jit import KernelSpec
 
-TILE = 64  # kv tokens; a block of the paged cache
+TILE = BLOCK_TOKENS
+"""kv tokens of a tile. A tile of a paged cache is a block of it."""
+
 _Q_SLOTS = 2
-# Of tiles on their way: prefill, paged. 80 KB are enough for the whole bandwidth; with 190 KB paged lost 5% of it.
+# Of the ring of kv tiles, by whether they are paged: 80 KB reach the full bandwidth; paged lost 5% of it with 190 KB.
 _RING_BYTES = {False: 160 << 10, True: 88 << 10}
-# Of a math thread and of one of the producer's warpgroup, for so many math warpgroups: together what a block has at its
-# launch, where all threads have the same.
+# Registers of a math thread and of a producer thread, by the number of math warpgroups. Together they are what the
+# thread block has at launch, when all threads have the same number.
 _REGISTERS = {2: (232, 40), 3: (152, 56), 4: (112, 32)}
+_BARRIERS_BYTES = 16  # of a stage or slot: full and empty
+
+
+class Arguments(ctypes.Structure):
+    """``struct Arguments`` of cuda/mqa_logits.cu, with the members of its parts."""
+
+    _fields_ = (
+        ("starts", ctypes.c_int64),
+        ("ends", ctypes.c_int64),
+        ("queries", ctypes.c_int),
+        ("limit", ctypes.c_int),
+        ("per_query", ctypes.c_int),
+        ("weights", ctypes.c_int64),
+        ("block_table", ctypes.c_int64),
+        ("table_pitch", ctypes.c_int),
+        ("num_blocks", ctypes.c_int),
+        ("scores", ctypes.c_int64),
+        ("columns", ctypes.c_int),
+        ("fill_masked", ctypes.c_int),
+    )
 
 
 @dataclass(frozen=True)
@@ -40,7 +64,7 @@ class MqaConfig:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
+        return WARPGROUP * (self.warpgroups + 1)
 
     @property
     def columns(self) -> int:
@@ -48,17 +72,21 @@ class MqaConfig:
         return self.queries // self.column_groups * self.heads
 
     @property
+    def tile_rows(self) -> int:
+        """Rows of a tile in the map of kv, head_dim bytes each: keys, and if paged the scales behind them."""
+        return TILE + 4 * TILE // self.head_dim if self.paged else TILE
+
+    @property
     def _fixed_bytes(self) -> int:
-        """Shared memory beside the ring."""
+        """Shared memory beside the ring of kv tiles, with what aligns all of it."""
         rows = self.queries * self.heads
-        slot = rows * self.head_dim + 4 * rows + 4 * (4 + 2 * self.queries) + 16
-        return 1024 + _Q_SLOTS * slot + 4 * (self.threads + self.threads // 32)
+        slot = rows * (self.head_dim + 4) + 4 * (3 + 2 * self.queries) + _BARRIERS_BYTES
+        return SWIZZLE_ALIGNMENT + _Q_SLOTS * slot + 4 * (self.threads + self.threads // WARP)
 
     @property
     def _stage_bytes(self) -> int:
-        if self.paged:  # scales follow their keys
-            return align(TILE * (self.head_dim + 4), 1024) + 16
-        return TILE * (self.head_dim + 4) + 16
+        tile = TILE * (self.head_dim + 4)
+        return (align(tile, SWIZZLE_ALIGNMENT) if self.paged else tile) + _BARRIERS_BYTES
 
     @property
     def stages(self) -> int:
@@ -67,7 +95,7 @@ class MqaConfig:
 
     @property
     def shared_bytes(self) -> int:
-        return self._fixed_bytes + self.stages * self._stage_bytes
+        return align(self._fixed_bytes + self.stages * self._stage_bytes, SWIZZLE_ALIGNMENT)
 
 
 def prefill_config(heads: int, head_dim: int) -> MqaConfig:
@@ -95,10 +123,16 @@ def kernel_spec(cfg: MqaConfig) -> KernelSpec:
         "PAGED": int(cfg.paged),
         "COLUMN_GROUPS": cfg.column_groups,
         "ROW_GROUPS": cfg.row_groups,
+        "COLUMNS": cfg.columns,
+        "THREADS": cfg.threads,
+        "TILE": TILE,
+        "TILE_ROWS": cfg.tile_rows,
         "STAGES": cfg.stages,
+        "Q_SLOTS": _Q_SLOTS,
         "MATH_REGISTERS": math_registers,
         "PRODUCER_REGISTERS": producer_registers,
-        "SHARED_LIMIT": SHARED_LIMIT,
+        "SHARED_BYTES": cfg.shared_bytes,
+        "ARGUMENTS_BYTES": ctypes.sizeof(Arguments),
     }
     prelude = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
     return KernelSpec("mqa_logits.cu", "mqa_logits", prelude=prelude + wgmma_source(cfg.columns))
