@@ -1,0 +1,228 @@
+"""An older revision of fp8moe against this one: `python -m benchmarks.compare REVISION [--only PATTERN] [--out DIR]`.
+
+Two processes, one for each revision, make the same calls of the public API on the same random operands (those of
+`benchmarks.calls.timed`) and are timed in turn: old, new, old, new, case by case, so that both meet the same clock.
+The time of a call is its kernels', from the start of the first to the end of the last, with a cold L2; layers, which
+launch several, run as CUDA graphs. `ratio` is the older revision's median over the new one's: above 1 the new one is
+faster. `results` says whether they are equal bit for bit, or how far they are apart, over the largest magnitude.
+
+`cublas` is no call of fp8moe but the same product of cuBLAS with one scale per operand, run by both processes: its
+ratio shows what the clock does to all others. Cases that the older revision cannot run are named and left out. The exit
+status is 1 if a threshold is missed or a case fails.
+
+REVISION: a git revision of this checkout, or a directory that holds a checkout, for machines without the repository.
+"""
+
+import io
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks import calls, command
+from benchmarks.calls import Case
+from benchmarks.report import Threshold, format_table, format_value, geomean
+
+ROOT = Path(__file__).resolve().parent.parent
+TURNS, REPEATS = 2, 15
+GEOMEAN, LEAST = 0.995, 0.97
+YARDSTICK = "cublas"
+WIDTH = 80  # of a case's name in a line
+SLOWEST = 10
+
+
+class WorkerError(RuntimeError):
+    """A worker could not do what it was asked to."""
+
+
+class Worker:
+    """A process that runs `benchmarks.compare_worker` with the fp8moe of `tree`, and kernels compiled into `cache`."""
+
+    def __init__(self, tree: Path, cache: Path, device: str):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.compare_worker", str(tree), device],
+            cwd=ROOT,
+            # Without the lines that some versions of PyTorch log about every profiler session.
+            env=environment | {"FP8MOE_CACHE_DIR": str(cache), "KINETO_LOG_LEVEL": "99"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.tree = tree
+
+    def send(self, do: str, **arguments: object) -> None:
+        with suppress(BrokenPipeError):  # `receive` tells
+            print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+
+    def receive(self) -> object:
+        """The result of the oldest request that has none. WorkerError if it failed, SystemExit if the process did."""
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the process for {self.tree} ended with exit code {self._process.wait()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply["result"]
+
+    def ask(self, do: str, **arguments: object) -> object:
+        self.send(do, **arguments)
+        return self.receive()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def tree_of(revision: str, directory: Path) -> Path:
+    """A directory that holds the revision: itself if it is one, otherwise `directory`, into which git writes it."""
+    path = Path(revision)
+    if (path / "fp8moe/__init__.py").is_file():
+        return path.resolve()
+    archive = subprocess.run(["git", "-C", ROOT, "archive", "--format=tar", revision, "fp8moe"], capture_output=True)
+    if archive.returncode:
+        reason = archive.stderr.decode().strip()
+        raise SystemExit(f"{revision!r} is neither a directory with fp8moe in it nor a revision of {ROOT}: {reason}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(directory, filter="data")
+    return directory
+
+
+def measure_in_turns(old: Worker, new: Worker, turns: int, repeats: int) -> tuple[float, float]:
+    """Medians of both in microseconds."""
+    samples: tuple[list[float], list[float]] = [], []
+    for _ in range(turns):
+        for worker, times in zip((old, new), samples, strict=True):
+            times += worker.ask("measure", repeats=repeats)
+    return statistics.median(samples[0]), statistics.median(samples[1])
+
+
+def compare_case(case: Case, old: Worker, new: Worker, turns: int, repeats: int, directory: Path) -> dict:
+    """One row; with `skipped` where the older revision cannot run the case, with `error` where the newer one cannot."""
+    row: dict = {"case": case.name, "op": case.op, "sizes": case.sizes}
+    for worker in (old, new):  # side by side, since most of it is compiling
+        worker.send("prepare", **case._asdict())
+    sums, failures = [], {}
+    for worker, kind in ((old, "skipped"), (new, "error")):
+        try:
+            sums.append(worker.receive())
+        except WorkerError as error:
+            failures[kind] = str(error)
+    if failures:
+        return row | failures
+    equal, difference = sums[0] == sums[1], 0.0
+    try:
+        if not equal:
+            path = str(directory / "results.pt")
+            old.ask("save", path=path)
+            difference = new.ask("difference", path=path)
+        old_us, new_us = measure_in_turns(old, new, turns, repeats)
+    except WorkerError as error:
+        return row | {"error": str(error)}
+    times = {"old_us": old_us, "new_us": new_us, "ratio": old_us / new_us}
+    return row | times | {"equal": equal, "difference": difference}
+
+
+def compare(
+    cases: Iterable[Case],
+    trees: tuple[Path, Path],
+    caches: tuple[Path, Path],
+    *,
+    turns: int = TURNS,
+    repeats: int = REPEATS,
+    device: str = "cuda",
+    show: Callable[[dict], None] = lambda row: None,
+) -> list[dict]:
+    """Rows of all cases, the older tree and its cache of kernels first. SystemExit if a process ends."""
+    workers: list[Worker] = []
+    rows = []
+    try:
+        for tree, cache in zip(trees, caches, strict=True):
+            workers.append(Worker(tree, cache, device))
+        for worker in workers:
+            worker.receive()
+        with tempfile.TemporaryDirectory() as directory:
+            for case in cases:
+                rows.append(compare_case(case, *workers, turns, repeats, Path(directory)))
+                show(rows[-1])
+    finally:
+        for worker in workers:
+            worker.close()
+    return rows
+
+
+def format_row(row: dict) -> str:
+    """A line for one case."""
+    if "ratio" not in row:
+        what = f"error: {row['error']}" if "error" in row else f"not run by the older: {row['skipped']}"
+        return f"{row['case']}  {what}"
+    results = "" if row["equal"] else f"  results {row['difference']:.1e} apart"
+    times = f"{format_value(row['old_us']):>8} {format_value(row['new_us']):>8} us {row['ratio']:7.3f}"
+    return f"{row['case']:<{WIDTH}} {times}{results}"
+
+
+def compared(rows: Iterable[dict]) -> list[dict]:
+    """The rows that count: those that both could run, without the yardstick."""
+    return [row for row in rows if "ratio" in row and row["op"] != YARDSTICK]
+
+
+def summarize(rows: Sequence[dict]) -> list[dict]:
+    """For each op, and for all but the yardstick: number of cases, ratios, and how many results are equal."""
+    groups = {op: [row for row in rows if row["op"] == op and "ratio" in row] for op in {row["op"]: 0 for row in rows}}
+    lines = []
+    for name, group in (groups | {f"all but {YARDSTICK}": compared(rows)}).items():
+        if ratios := [row["ratio"] for row in group]:
+            means = {"geomean": f"{geomean(ratios):.3f}", "least": f"{min(ratios):.3f}"}
+            lines.append({"op": name, "cases": len(group), **means, "equal": sum(row["equal"] for row in group)})
+    return lines
+
+
+def thresholds(rows: Sequence[dict], geomean_limit: float, least_limit: float) -> list[Threshold]:
+    """What decides: geometric mean and least of the ratios of all cases but the yardstick's, and that none failed."""
+    ratios = [row["ratio"] for row in compared(rows)]
+    found = [
+        Threshold("cases that failed", sum("error" in row for row in rows), 0),
+        Threshold("cases compared", len(ratios), 1, at_least=True),
+    ]
+    if ratios:
+        found.append(Threshold("old time / new, geomean", geomean(ratios), geomean_limit, at_least=True))
+        found.append(Threshold("old time / new, least", min(ratios), least_limit, at_least=True))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command.parser("compare", "an older revision against this one")
+    parser.add_argument("revision", metavar="REVISION", help="a git revision, or a directory with a checkout")
+    parser.add_argument(
+        "--new", default=str(ROOT), metavar="REVISION", help="to compare with, instead of this checkout"
+    )
+    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name this regular expression finds")
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"of each revision for a case (default {TURNS})")
+    parser.add_argument("--geomean", type=float, default=GEOMEAN, help=f"threshold of the ratios (default {GEOMEAN})")
+    parser.add_argument("--least", type=float, default=LEAST, help=f"threshold of each ratio (default {LEAST})")
+    args = parser.parse_args(argv)
+    cases = [case for case in calls.timed() if re.search(args.only, case.name)]
+    if not cases:
+        parser.error(f"--only: no case has {args.only!r} in its name")
+    gpu = command.start()
+    caches = tuple(args.out.resolve() / "kernels" / side for side in ("old", "new"))
+    with tempfile.TemporaryDirectory() as directory:
+        names = (args.revision, args.new)
+        trees = tuple(tree_of(name, Path(directory) / side) for name, side in zip(names, ("old", "new"), strict=True))
+        rows = compare(cases, trees, caches, turns=args.turns, show=lambda row: print(format_row(row), flush=True))
+    made = command.result(gpu, rows, thresholds(rows, args.geomean, args.least), old=args.revision, new=args.new)
+    slowest = sorted(compared(rows), key=lambda row: row["ratio"])[:SLOWEST]
+    summary = format_table(summarize(rows), ("op", "cases", "geomean", "least", "equal"))
+    command.finish(args.out / "compare.json", made, "the least ratios", "\n".join(map(format_row, slowest)), summary)
+    return int(not all(threshold["passed"] for threshold in made["thresholds"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""One of the two processes of `benchmarks.compare`: `python -m benchmarks.compare_worker TREE DEVICE`.
+
+It runs the cases that it is sent with the fp8moe of TREE; all else is of the checkout that it is started in. Requests
+and replies are lines of JSON on standard input and output: {"do": NAME, arguments} is answered by what the method of
+`Worker` with that name returns, as {"result": ...}, or by {"error": text}.
+"""
+
+import gc
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import timing
+
+WARMUP = 3
+ATTEMPTS = 3  # to profile a call without losing records
+# Odd constants of which each place and each word of a checksum is a multiple, modulo 2**64.
+PLACE, WORD = -7046029254386353131, -4658895280553007687
+WORDS_AT_ONCE = 1 << 24
+
+
+def load(tree: Path) -> str:
+    """Imports fp8moe from `tree`, and returns its file. SystemExit if another one was found."""
+    sys.path.insert(0, str(tree))
+    file = importlib.import_module("fp8moe").__file__
+    sys.path.remove(str(tree))
+    if file is None or not Path(file).resolve().is_relative_to(tree):
+        raise SystemExit(f"fp8moe was imported from {file}, not from {tree}")
+    return file
+
+
+def flatten(value: object) -> list[Tensor]:
+    """The tensors of a result."""
+    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flatten(part)]
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number that tells results of other bits apart: a hash of every eight bytes and their place, summed."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    words = F.pad(data, (0, -len(data) % 8)).view(torch.int64)
+    total = 0
+    for start in range(0, len(words), WORDS_AT_ONCE):
+        part = words[start : start + WORDS_AT_ONCE]
+        mixed = (part ^ torch.arange(start + 1, start + 1 + len(part), device=part.device) * PLACE) * WORD
+        total += ((mixed ^ (mixed >> 29)) * PLACE).sum().item()
+    return total % (1 << 64)
+
+
+def difference(old: Tensor, new: Tensor) -> float:
+    """The largest difference over the largest finite magnitude of `old`; equal infinities and two NaNs differ by 0."""
+    if old.shape != new.shape:
+        return math.inf
+    old, new = old.float().flatten(), new.float().flatten()
+    apart = (old != new) & ~(old.isnan() & new.isnan())
+    if not apart.any():
+        return 0.0
+    largest = old.where(old.isfinite(), 0).abs().max()
+    return ((new - old)[apart].abs().max() / largest).nan_to_num(nan=math.inf, posinf=math.inf).item()
+
+
+def capture(call: Callable[[], object]) -> tuple[Callable[[], None], object]:
+    """The replay of a CUDA graph of a call, and the result that it writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph.replay, result
+
+
+class GpuTimer:
+    """Microseconds from the start of a call's first kernel to the end of its last, with a cold L2."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(
+            timing.FLUSH_BYTES // timing.FLUSH_DTYPE.itemsize, dtype=timing.FLUSH_DTYPE, device="cuda"
+        )
+        (self._fill,) = {event.name for event in timing._profile(lambda: self._flush.fill_(0))}
+
+    def __call__(self, call: Callable[[], object], repeats: int) -> list[float]:
+        def session() -> None:
+            for repeat in range(repeats):
+                self._flush.fill_(repeat)
+                call()
+
+        for attempts_left in reversed(range(ATTEMPTS)):
+            torch.cuda.synchronize()
+            time.sleep(timing.SHORT_REST_S)
+            events = timing._profile(session)
+            try:
+                return spans(events, self._fill, repeats)
+            except RuntimeError:  # records were lost
+                if not attempts_left:
+                    raise
+        raise AssertionError
+
+
+def spans(events: Iterable[timing.KernelEvent], fill: str, repeats: int) -> list[float]:
+    """Of each repeat of (fill, call) the microseconds from the start of the first kernel to the end of the last.
+
+    RuntimeError if a repeat has other kernels than the first.
+    """
+    timings = timing.attribute(events, fill, repeats, 1)
+    if len({timed.kernels for timed in timings}) > 1:
+        raise RuntimeError("repeats of a call launched different kernels")
+    return [sum(timed.steps_us) for timed in timings]
+
+
+def wall_times(call: Callable[[], object], repeats: int) -> list[float]:
+    """Microseconds on the host's clock, for tests without a GPU."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    return times
+
+
+class Worker:
+    """Holds one case at a time."""
+
+    def __init__(self, device: str):
+        from benchmarks import calls  # it imports fp8moe
+
+        self._calls = calls
+        self._device = device
+        self._timer = GpuTimer() if device == "cuda" else wall_times
+        self._call: Callable[[], object] | None = None
+        self._results: list[Tensor] = []
+
+    def prepare(self, op: str, sizes: dict) -> list[int]:
+        """Makes operands and compiles; returns checksums of the results."""
+        self.drop()
+        call = self._calls.build(self._calls.Case(op, sizes), self._calls.Operands(self._device))
+        result = call()
+        if self._device == "cuda" and op in self._calls.LAYERS:
+            # Of several kernels: what the host takes between them is not to count.
+            call, result = capture(call)
+            call()
+        self._call, self._results = call, flatten(result)
+        return [checksum(tensor) for tensor in self._results]
+
+    def measure(self, repeats: int) -> list[float]:
+        return self._timer(self._call, repeats)
+
+    def save(self, path: str) -> None:
+        """The results, for `difference` in the other process."""
+        torch.save([tensor.cpu() for tensor in self._results], path)
+
+    def difference(self, path: str) -> float:
+        """Of these results from those saved by the older revision."""
+        saved = torch.load(path)
+        if len(saved) != len(self._results):
+            return math.inf
+        pairs = zip(saved, self._results, strict=True)
+        return max(difference(old.to(self._device), new) for old, new in pairs)
+
+    def drop(self) -> None:
+        self._call, self._results = None, []
+        gc.collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else is printed is no reply
+
+    def reply(**content: object) -> None:
+        print(json.dumps(content), file=replies, flush=True)
+
+    tree, device = Path(sys.argv[1]).resolve(), sys.argv[2]
+    file = load(tree)
+    worker = Worker(device)
+    reply(result={"file": file, "torch": torch.__version__})
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply(result=getattr(worker, request.pop("do"))(**request))
+        except Exception as error:
+            if device == "cuda":
+                torch.cuda.synchronize()  # ends this process if the GPU can no longer be used
+            reply(error=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

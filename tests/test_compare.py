@@ -1,0 +1,246 @@
+"""Two revisions side by side: what is timed, in which order, and what is made of it."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import calls, compare, compare_worker
+from benchmarks.calls import Case
+from benchmarks.timing import KernelEvent
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPERTS = {"hidden": 32, "intermediate": 16, "experts": 4, "top_k": 2, "tokens": 3}
+# One of each op, small enough for the reference.
+TINY = [
+    Case("gemm", {"m": 3, "n": 8, "k": 32, "bias": "float32", "out_dtype": "float32"}),
+    Case("grouped_gemm", {"groups": 3, "mean_rows": 4, "n": 8, "k": 32}),
+    Case("grouped_gemm_masked", {"groups": 3, "mean_rows": 4, "max_m": 8, "n": 8, "k": 32}),
+    Case("grouped_gemm_k", {"groups": 2, "m": 8, "n": 16, "total_k": 512, "add": True}),
+    *(Case(op, {"m": 128, "k": 130}) for op in calls.QUANTIZERS),
+    Case("mqa_logits", {"queries": 3, "tokens": 70, "heads": 32, "head_dim": 32}),
+    Case("paged_mqa_logits", {"batch": 2, "context": 70, "next_n": 2, "heads": 32, "head_dim": 32}),
+    Case("linear", {"m": 3, "n": 16, "k": 32, "bias": True}),
+    Case("linear_training", {"m": 3, "n": 16, "k": 32}),
+    Case("experts", EXPERTS),
+    Case("experts_training", EXPERTS),
+]
+# What an older revision may be like: other results of one function, another that it has not.
+OLDER = """
+_new_gemm = gemm
+
+def gemm(*args, **options):
+    return _new_gemm(*args, **options).mul_(2)
+
+del mqa_logits
+print("this is no reply")
+"""
+
+
+def tree(path, more=""):
+    shutil.copytree(ROOT / "fp8moe", path / "fp8moe", ignore=shutil.ignore_patterns("__pycache__"))
+    with (path / "fp8moe/__init__.py").open("a") as file:
+        file.write(more)
+    return path.resolve()
+
+
+def test_two_trees_are_compared_case_by_case(tmp_path):
+    trees = tree(tmp_path / "old", OLDER), tree(tmp_path / "new")
+    caches = tmp_path / "old_kernels", tmp_path / "new_kernels"
+    shown = []
+    bad = Case("gemm", {"m": 3, "n": 7, "k": 32})  # N must be a multiple of 8
+    rows = compare.compare([*TINY, bad], trees, caches, repeats=2, device="cpu", show=shown.append)
+    assert rows == shown
+    assert [row["case"] for row in rows] == [case.name for case in [*TINY, bad]]
+    by_op = {row["op"]: row for row in rows[:-1]}
+    assert "mqa_logits" in by_op.pop("mqa_logits")["skipped"]
+    assert "ValueError" in rows[-1]["error"]
+    for row in by_op.values():
+        assert row["old_us"] > 0 and row["new_us"] > 0
+        assert row["ratio"] == row["old_us"] / row["new_us"]
+        assert row["equal"] == (row["op"] != "gemm")
+        assert row["difference"] == (0 if row["equal"] else 0.5)
+    assert json.dumps(rows)
+
+
+def test_a_tree_without_the_package_is_refused(tmp_path):
+    caches = tmp_path / "old", tmp_path / "new"
+    with pytest.raises(SystemExit, match=f"{tmp_path} ended with exit code 1"):
+        compare.compare(TINY, (tmp_path, ROOT), caches, device="cpu")
+    with pytest.raises(SystemExit, match=f"not from {tmp_path}"):
+        compare_worker.load(tmp_path)
+    assert str(tmp_path) not in sys.path
+
+
+def test_a_directory_or_a_git_revision(tmp_path, monkeypatch):
+    assert compare.tree_of(str(ROOT), tmp_path) == ROOT
+    repository = tmp_path / "repository"
+    (repository / "fp8moe").mkdir(parents=True)
+    (repository / "fp8moe/__init__.py").write_text("version = 1\n")
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"], ["tag", "first"]):
+        subprocess.run(git + command, check=True)
+    (repository / "fp8moe/__init__.py").write_text("version = 2\n")
+    monkeypatch.setattr(compare, "ROOT", repository)
+    assert compare.tree_of("first", tmp_path / "first") == tmp_path / "first"
+    assert (tmp_path / "first/fp8moe/__init__.py").read_text() == "version = 1\n"
+    with pytest.raises(SystemExit, match="'second' is neither a directory"):
+        compare.tree_of("second", tmp_path / "second")
+
+
+class FakeWorker:
+    def __init__(self, name, log, times, sums=(1,), error=None):
+        self.name, self.log, self.times, self.sums, self.error = name, log, iter(times), list(sums), error
+
+    def send(self, do, **arguments):
+        self.log.append((self.name, do))
+
+    def receive(self):
+        if self.error:
+            raise compare.WorkerError(self.error)
+        return self.sums
+
+    def ask(self, do, **arguments):
+        self.log.append((self.name, do))
+        return next(self.times) if do == "measure" else 0.25
+
+
+def test_revisions_are_timed_in_turn_and_medians_compared(tmp_path):
+    log = []
+    old = FakeWorker("old", log, [[9, 30, 10], [11, 12, 90]])
+    new = FakeWorker("new", log, [[4, 4, 50], [5, 6, 70]])
+    row = compare.compare_case(Case("gemm", {"m": 1}), old, new, 2, 3, tmp_path)
+    assert log == [("old", "prepare"), ("new", "prepare"), *[("old", "measure"), ("new", "measure")] * 2]
+    assert (row["old_us"], row["new_us"]) == (11.5, 5.5)
+    assert row["equal"] and row["difference"] == 0
+
+
+def test_other_results_are_measured_and_their_difference_too(tmp_path):
+    log = []
+    workers = FakeWorker("old", log, [[2.0]]), FakeWorker("new", log, [[1.0]], sums=(1, 2))
+    row = compare.compare_case(Case("gemm", {"m": 1}), *workers, 1, 1, tmp_path)
+    assert log[2:4] == [("old", "save"), ("new", "difference")]
+    assert not row["equal"] and row["difference"] == 0.25 and row["ratio"] == 2
+
+
+@pytest.mark.parametrize("errors", [{"old": "a"}, {"new": "b"}, {"old": "a", "new": "b"}])
+def test_a_failure_is_told_from_what_the_older_cannot_do(errors, tmp_path):
+    workers = [FakeWorker(name, [], [], error=errors.get(name)) for name in ("old", "new")]
+    row = compare.compare_case(Case("gemm", {"m": 1}), *workers, 1, 1, tmp_path)
+    assert ("skipped" in row, "error" in row) == ("old" in errors, "new" in errors)
+    assert "ratio" not in row
+    assert all(text in compare.format_row(row) for text in [*errors.values()][-1:])
+
+
+def made(op, old_us, new_us, equal=True, difference=0.0):
+    times = {"old_us": old_us, "new_us": new_us, "ratio": old_us / new_us}
+    return {"case": f"{op} m=1", "op": op, "sizes": {"m": 1}, **times, "equal": equal, "difference": difference}
+
+
+def test_lines_and_summary():
+    rows = [made("gemm", 8.0, 4.0), made("gemm", 4.0, 8.0, False, 1e-3), made("cublas", 5.0, 4.0)]
+    rows.append({"case": "mqa m=1", "op": "mqa", "sizes": {}, "skipped": "no such name"})
+    assert compare.format_row(rows[0]).split() == ["gemm", "m=1", "8.00", "4.00", "us", "2.000"]
+    assert "results 1.0e-03 apart" in compare.format_row(rows[1])
+    assert compare.format_row(rows[3]) == "mqa m=1  not run by the older: no such name"
+    assert compare.summarize(rows) == [
+        {"op": "gemm", "cases": 2, "geomean": "1.000", "least": "0.500", "equal": 1},
+        {"op": "cublas", "cases": 1, "geomean": "1.250", "least": "1.250", "equal": 1},
+        {"op": "all but cublas", "cases": 2, "geomean": "1.000", "least": "0.500", "equal": 1},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "missed"),
+    [
+        ([made("gemm", 1.0, 1.0), made("cublas", 1.0, 9.0)], []),
+        ([made("gemm", 1.0, 1.0), made("gemm", 1.0, 1.02)], ["old time / new, geomean"]),
+        ([made("gemm", 2.0, 1.0), made("gemm", 0.96, 1.0)], ["old time / new, least"]),
+        ([made("gemm", 1.0, 1.0), {"case": "a", "op": "gemm", "error": "b"}], ["cases that failed"]),
+        ([made("cublas", 1.0, 1.0), {"case": "a", "op": "gemm", "skipped": "b"}], ["cases compared"]),
+    ],
+)
+def test_the_verdict(rows, missed):
+    found = compare.thresholds(rows, compare.GEOMEAN, compare.LEAST)
+    assert [threshold.name for threshold in found if not threshold.passed] == missed
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.9])
+def test_the_command(monkeypatch, tmp_path, capsys, ratio):
+    def compared(cases, trees, caches, *, turns, show):
+        assert trees == (tmp_path, ROOT) and turns == 3
+        assert {case.op for case in cases} == {"grouped_gemm_k"}
+        show(made("gemm", ratio, 1.0))
+        return [made("gemm", ratio, 1.0)]
+
+    (tmp_path / "fp8moe").mkdir()
+    (tmp_path / "fp8moe/__init__.py").touch()
+    monkeypatch.setattr(compare, "compare", compared)
+    monkeypatch.setattr(compare.command, "start", lambda: "a GPU")
+    arguments = [str(tmp_path), "--only", "^grouped_gemm_k ", "--turns", "3", "--out", str(tmp_path / "out")]
+    assert compare.main(arguments) == (ratio < 1)
+    printed = capsys.readouterr().out
+    assert printed.count("gemm m=1") == 2 and ("MISS" in printed) == (ratio < 1)
+    stored = json.loads((tmp_path / "out/compare.json").read_text())
+    assert stored["gpu"] == "a GPU" and stored["old"] == str(tmp_path) and len(stored["rows"]) == 1
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path), "--only", "no such case"])
+
+
+def test_timed_cases_are_of_every_op_and_have_names_of_their_own():
+    cases = calls.timed()
+    assert {case.op for case in cases} == calls.CALLS.keys()
+    assert len({case.name for case in cases}) == len(cases)
+    assert [Case(*json.loads(json.dumps(case))) for case in cases] == cases
+
+
+def test_operands_are_the_same_for_the_same_seed():
+    draw = [calls.Operands("cpu").rows(5, 260) for _ in range(2)]
+    assert torch.equal(draw[0].data.view(torch.uint8), draw[1].data.view(torch.uint8))
+    assert torch.equal(draw[0].scale, draw[1].scale) and draw[0].scale.stride() == (1, 8)
+    other = calls.Operands("cpu", seed=1).rows(5, 260)
+    assert not torch.equal(draw[0].scale, other.scale)
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 1000])
+def test_checksums_tell_values_and_places(size, monkeypatch):
+    monkeypatch.setattr(compare_worker, "WORDS_AT_ONCE", 16)
+    x = torch.randn(size)
+    assert compare_worker.checksum(x) == compare_worker.checksum(x.clone())
+    transposed = torch.stack([x, x.flip(0)]).t()
+    assert compare_worker.checksum(transposed) == compare_worker.checksum(transposed.contiguous())
+    for i in range(0, size, 7):
+        y = x.clone()
+        y[i] = -y[i]
+        assert compare_worker.checksum(y) != compare_worker.checksum(x)
+    if size > 1:
+        assert compare_worker.checksum(x.flip(0)) != compare_worker.checksum(x)
+
+
+def test_differences():
+    old = torch.tensor([1.0, -4.0, -math.inf, math.nan, 0.0])
+    assert compare_worker.difference(old, old.clone()) == 0
+    assert compare_worker.difference(old, old + torch.tensor([1.0, 0, 0, 0, 0])) == 0.25
+    assert compare_worker.difference(old, torch.tensor([1.0, -4.0, 0.0, math.nan, 0.0])) == math.inf
+    assert compare_worker.difference(old, torch.tensor([1.0, math.nan, -math.inf, 0.0, 0.0])) == math.inf
+    assert compare_worker.difference(old, old[:2]) == math.inf
+    assert compare_worker.difference(old[:0], old[:0]) == 0
+
+
+def test_a_call_takes_from_its_first_kernel_to_the_end_of_its_last():
+    events = []
+    for repeat, end in enumerate((9, 11)):
+        start = 100_000 * repeat
+        events += [
+            KernelEvent("fill", start, 50_000),
+            KernelEvent("a", start + 60_000, 5_000),
+            KernelEvent("b", start + 64_000, 1000 * (end - 4)),  # starts before the other ends
+        ]
+    assert compare_worker.spans(events, "fill", 2) == [9.0, 11.0]
+    with pytest.raises(RuntimeError, match="other kernels|different kernels"):
+        compare_worker.spans(events[:-1], "fill", 2)
