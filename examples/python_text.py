@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-VALIDATION_EVERY = 20  # so many files, one is kept for validation
+VALIDATION_EVERY = 20  # one file in so many is kept for validation
 NOT_PYTHONS_OWN = {"site-packages", "dist-packages"}
 
 

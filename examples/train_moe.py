@@ -186,7 +186,7 @@ def train(
     model = make_model(label, preset, settings["seed"], device)
     optimizer = make_optimizer(model, preset.learning_rate)
     starts = draw_starts(text.train, steps, preset, settings["seed"])
-    losses = torch.zeros(steps, device=device)  # there, because reading one would wait for its step
+    losses = torch.zeros(steps, device=device)  # on the device: reading one on the host would wait for its step
     watch = Stopwatch(device)
     first = 0
     if resume and path.exists():

@@ -3,15 +3,10 @@
 Importing this needs nothing but PyTorch; CUDA libraries are loaded by the first kernel that runs.
 """
 
-from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked
-from fp8moe.kernels.gemm.grouped_k import grouped_gemm_k
+from fp8moe.kernels.gemm import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
-from fp8moe.layers.experts import GroupedExperts
-from fp8moe.layers.linear import FP8Linear, replace_linears
-from fp8moe.layers.mqa_indexer import FP8MQAIndexer
-from fp8moe.quant.formats import FP8Tensor
-from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+from fp8moe.layers import FP8Linear, FP8MQAIndexer, GroupedExperts, replace_linears
+from fp8moe.quant import FP8Tensor, dequantize, quantize_1x128, quantize_128x1, quantize_128x128
 
 __all__ = [
     "FP8Linear",

@@ -1,8 +1,11 @@
 """`import fp8moe` is quick and works anywhere: it loads PyTorch and nothing else from outside the standard library."""
 
+import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -25,9 +28,14 @@ def test_import_loads_only_torch():
 def test_public_names_exist():
     import fp8moe
 
-    for name in fp8moe.__all__:
-        assert getattr(fp8moe, name) is not None
     assert fp8moe.__version__.count(".") == 2
+    folders = [info.name for info in pkgutil.walk_packages(fp8moe.__path__, "fp8moe.") if info.ispkg]
+    assert "fp8moe.kernels.gemm" in folders
+    for folder in map(import_module, ["fp8moe", *folders]):
+        modules = {info.name for info in pkgutil.iter_modules(folder.__path__)}
+        for name in getattr(folder, "__all__", ()):
+            assert getattr(folder, name) is not None
+            assert name not in modules, f"{folder.__name__}.{name} would hide the module"
 
 
 def test_all_subpackages_are_installed():
@@ -42,3 +50,12 @@ def test_integrations_load_transformers_only_when_used(name):
     script = f"import sys, fp8moe.integrations.{name}; print('transformers' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert output.split() == ["False"]
+
+
+def test_an_unknown_command_ends_with_the_known_ones(capsys):
+    from fp8moe.cli import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo"])
+    assert stopped.value.code == 2
+    assert re.search(r"invalid choice: 'demo' .*quantize.*inspect.*info", capsys.readouterr().err)

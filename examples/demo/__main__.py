@@ -93,3 +93,7 @@ def pick_device(name: str) -> torch.device:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

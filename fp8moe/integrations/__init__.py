@@ -1,1 +1,1 @@
-"""Bridges from fp8moe to the outside: models, checkpoints and decoding loops."""
+"""Bridges to the outside: transformers models, decoding loops, checkpoints. Each loads its libraries at first use."""

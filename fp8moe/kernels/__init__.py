@@ -1,1 +1,1 @@
-"""One Python module per kernel family, and what they share: compiling, launching, choosing the backend."""
+"""A folder for each family of kernels, and what several of them share: activations and the source of wgmma."""

@@ -1,1 +1,17 @@
-"""FP8 quantization: scale formats and layouts, quantizers of activations and weights, dequantization."""
+"""FP8 quantization: scale formats and layouts, quantizers of activations and weights, dequantization, transposition.
+
+Functions that share a module's name are not handed out here: transpose_fp8.transpose_fp8.
+"""
+
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+from fp8moe.quant.transpose import quantize_with_transpose
+
+__all__ = [
+    "FP8Tensor",
+    "dequantize",
+    "quantize_1x128",
+    "quantize_128x1",
+    "quantize_128x128",
+    "quantize_with_transpose",
+]

@@ -1,0 +1,9 @@
+"""Index scores of sparse attention, and the paged cache of their keys.
+
+Functions that share a module's name are not handed out here: mqa_logits.mqa_logits.
+"""
+
+from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache, read_kv
+from fp8moe.kernels.indexer.mqa_logits import paged_mqa_logits
+
+__all__ = ["append_kv", "new_kv_cache", "paged_mqa_logits", "read_kv"]
