@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 
 from fp8moe.kernels.gemm.config import GemmConfig
+from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime import jit
 from fp8moe.runtime.hopper import REGISTERS_PER_SM
@@ -28,11 +29,11 @@ def one_of_each(candidates: Iterable[tuple[GemmConfig, int, int]]) -> list[tuple
     return list(found.values())
 
 
-def faults(variants: Iterable[tuple[GemmConfig, int, int]], **options) -> dict[GemmConfig, tuple]:
-    """Of the variants compiled with these options of `kernel_spec`: spills, complaints, too many registers."""
+def faults(variants: Iterable[tuple[GemmConfig, int, int]], epilogue: Epilogue) -> dict[GemmConfig, tuple]:
+    """Of the variants compiled with an epilogue: spills, complaints, too many registers."""
     found = {}
     for config, n, k in variants:
-        report = jit.compile_spec(kernel_spec(config, n, k, **options))
+        report = jit.compile_spec(kernel_spec(config, n, k, epilogue))
         memory = (report.spill_stores, report.spill_loads, report.stack)
         complaints = COMPLAINTS.findall(report.log)
         # Threads start with even shares, so that all blocks fit; setmaxnreg gives the math threads more afterwards.

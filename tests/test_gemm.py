@@ -5,13 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8moe.kernels.gemm import checks, reference
-from fp8moe.kernels.gemm import dense as gemm_module
-from fp8moe.kernels.gemm import plan as gemm_cuda
+from fp8moe.kernels.gemm import dense, dense_plan, reference
 from fp8moe.kernels.gemm.dense import gemm
 from fp8moe.kernels.gemm.reference import to_float32
+from fp8moe.quant.checks import mn_major
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
+from fp8moe.runtime import plans
+from fp8moe.runtime.checks import row_major
+from fp8moe.runtime.plans import PlanCache
 from tests.backends import on_reference
 from tests.compilers import INDUCTOR
 from tests.errors import error_in_its_dtype
@@ -169,10 +171,10 @@ def test_inputs_are_left_alone():
 def test_row_major_copies_only_what_tma_cannot_load():
     data = torch.randint(0, 255, (6, 64), dtype=torch.uint8).view(torch.float8_e4m3fn)
     for fine in (data, data[1:], data[:, :32], data[:, 16:48], data[:1]):
-        assert checks.row_major(fine) is fine
+        assert row_major(fine) is fine
     single = data.T[:1]  # strides (1, 64): a row of one element steps
     for bad in (data[:, 1:49], data[:, ::2], data.T, data[:1].expand(4, 64), single):
-        copy = checks.row_major(bad)
+        copy = row_major(bad)
         assert copy is not bad and copy.is_contiguous()
         assert torch.equal(copy.view(torch.uint8), bad.view(torch.uint8))
 
@@ -180,9 +182,9 @@ def test_row_major_copies_only_what_tma_cannot_load():
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1), (4, 2), (33, 5)])
 def test_mn_major_copies_only_what_tma_cannot_load(shape):
     scale = empty_mn_major(*shape, device="cpu").copy_(torch.rand(shape))
-    assert checks.mn_major(scale) is scale
+    assert mn_major(scale) is scale
     for bad in (scale.contiguous() + 0, torch.cat([scale, scale])[shape[0] :]):
-        copy = checks.mn_major(bad)
+        copy = mn_major(bad)
         assert torch.equal(copy, scale)
         assert copy.stride(1) == (shape[0] + 3) // 4 * 4 and copy.data_ptr() % 16 == 0
         assert shape[0] == 1 or copy.stride(0) == 1
@@ -192,8 +194,8 @@ def test_what_the_cuda_kernel_is_given(monkeypatch):
     """Whatever layouts come in: what TMA can load, and a bias dtype that the kernel reads."""
     a, b = operands(33, 24, 272)
     given = []
-    monkeypatch.setattr(gemm_module, "use_cuda", lambda *tensors: True)
-    monkeypatch.setattr(gemm_cuda, "gemm", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(dense, "use_cuda", lambda *tensors: True)
+    monkeypatch.setattr(dense_plan, "gemm", lambda *arguments: given.append(arguments))
     bias = torch.arange(24, dtype=torch.float16)
     gemm(a, b, bias=bias)
     gemm(
@@ -208,13 +210,13 @@ def test_what_the_cuda_kernel_is_given(monkeypatch):
 
 
 def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
-    monkeypatch.setattr(gemm_cuda, "_plans", {})
+    monkeypatch.setattr(dense_plan, "_plans", PlanCache())
     (a, a_scale), (b, b_scale) = operands(8, 24, 144)
     bias = torch.zeros(24, dtype=torch.bfloat16)
     call = dict(a=a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias, out_dtype=torch.bfloat16)
-    assert gemm_cuda.find_plan(**call) is None
-    plan = gemm_cuda._plans[gemm_cuda._key(*call.values())] = object()
-    assert gemm_cuda.find_plan(**call | {"a": a.clone(), "bias": torch.ones_like(bias)}) is plan
+    assert dense_plan.find(**call) is None
+    plan = dense_plan._plans.get(dense_plan._key(*call.values()), object)
+    assert dense_plan.find(**call | {"a": a.clone(), "bias": torch.ones_like(bias)}) is plan
 
     def odd(data):  # same layout, but not at a multiple of 16 bytes
         memory = torch.zeros(data.nbytes + 8, dtype=torch.uint8)[8:].view(data.dtype)
@@ -230,16 +232,17 @@ def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
     )
     for name, values in different.items():
         for value in values:
-            assert gemm_cuda.find_plan(**call | {name: value}) is None, (name, value)
-    assert on_reference(gemm_cuda.find_plan, **call) is None
+            assert dense_plan.find(**call | {name: value}) is None, (name, value)
+    assert on_reference(dense_plan.find, **call) is None
 
 
 def test_the_oldest_plan_goes(monkeypatch):
-    monkeypatch.setattr(gemm_cuda, "_MAX_PLANS", 3)
-    plans = {}
+    monkeypatch.setattr(plans, "_MAX_PLANS", 3)
+    cache = PlanCache()
     for i in range(5):
-        assert gemm_cuda.remember(plans, (i,), i) == i
-    assert list(plans.values()) == [2, 3, 4]
+        assert cache.get((i,), lambda i=i: i) == i
+        assert cache.get((i,), lambda: pytest.fail("built twice")) == i
+    assert [cache.find((i,)) for i in range(5)] == [None, None, 2, 3, 4]
 
 
 # Bad input.

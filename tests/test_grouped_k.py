@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe.kernels.gemm.grouped_k import grouped_gemm_k
-from fp8moe.kernels.gemm.grouped_k_plan import TILES, choose, kernel_spec
+from fp8moe.kernels.gemm.source import grouped_k_spec
+from fp8moe.kernels.gemm.tiles import GROUPED_K_CONFIGS, choose_grouped_k
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x1
 from fp8moe.runtime import jit
@@ -152,18 +153,18 @@ def test_compiles_into_one_graph():
     ],
 )
 def test_choice(groups, m, n, tile):
-    chosen = choose(groups, m, n, 132)
+    chosen = choose_grouped_k(groups, m, n, 132)
     assert (chosen.block_m, chosen.block_n) == tile
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("cfg", GROUPED_K_CONFIGS, ids=str)
 @pytest.mark.parametrize("n", [136, 7168])
 @pytest.mark.parametrize(
     ("dtype", "accumulate"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
 )
-def test_every_variant_keeps_to_its_registers(tile, n, dtype, accumulate):
-    assert tile.shared_bytes <= SHARED_LIMIT
-    report = jit.compile_spec(kernel_spec(tile, n, dtype, accumulate))
+def test_every_variant_keeps_to_its_registers(cfg, n, dtype, accumulate):
+    assert cfg.shared_bytes <= SHARED_LIMIT
+    report = jit.compile_spec(grouped_k_spec(cfg, n, out_float32=dtype == torch.float32, accumulate=accumulate))
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert not COMPLAINTS.search(report.log)
-    assert report.registers <= REGISTERS_PER_SM // 384
+    assert report.registers <= REGISTERS_PER_SM // cfg.threads

@@ -17,20 +17,24 @@ def check_tensor(name: str, value: Tensor) -> None:
 
 def check_own_memory(out: Tensor, operands: dict[str, Tensor | None]) -> None:
     """The address of ``out``, and that it shares no memory with an operand."""
-    begin, end = _span(out)
-    if begin % 16:
-        raise ValueError(f"out: expected to start at a multiple of 16 bytes, got address {begin:#x}")
+    if out.data_ptr() % 16:
+        raise ValueError(f"out: expected to start at a multiple of 16 bytes, got address {out.data_ptr():#x}")
     for name, value in operands.items():
-        if value is not None:
-            other_begin, other_end = _span(value)
-            if begin < other_end and other_begin < end:
-                raise ValueError(f"out: expected memory of its own, got a tensor that overlaps {name}")
+        if value is not None and overlap(out, value):
+            raise ValueError(f"out: expected memory of its own, got a tensor that overlaps {name}")
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory from the first to the last byte of one meets that of the other."""
+    begin, end = _span(one)
+    other_begin, other_end = _span(other)
+    return begin < other_end and other_begin < end
 
 
 def row_major(data: Tensor) -> Tensor:
-    """``data`` (R, K) as TMA can load it, rows at multiples of 16 bytes: itself where it lies so, otherwise a copy."""
+    """``data`` (R, K) as kernels load it, rows at multiples of 16 bytes: itself where it lies so, otherwise a copy."""
     row, column = data.stride()
-    if column == 1 and row >= data.shape[1] and not row % 16 and not data.data_ptr() % 16:
+    if column == 1 and row >= data.shape[1] and not row * data.itemsize % 16 and not data.data_ptr() % 16:
         return data
     return torch.empty(data.shape, dtype=data.dtype, device=data.device).copy_(data)
 

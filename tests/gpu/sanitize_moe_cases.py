@@ -18,7 +18,7 @@ from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
-from fp8moe.kernels.gemm.grouped_reference import group_rows, grouped_gemm_swiglu_reference
+from fp8moe.kernels.gemm.reference import group_rows, grouped_gemm_swiglu_reference
 
 # tokens, top_k, experts, capacity, index type
 SORTS = (

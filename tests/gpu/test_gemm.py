@@ -7,8 +7,7 @@ import torch
 
 from benchmarks.baselines import DENSE_M, DENSE_SHAPES
 from benchmarks.operands import rounded_error
-from fp8moe.kernels.gemm import config as gemm_config
-from fp8moe.kernels.gemm import plan as gemm_cuda
+from fp8moe.kernels.gemm import dense_plan, tiles
 from fp8moe.kernels.gemm.dense import gemm
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
@@ -61,12 +60,12 @@ def test_benchmark_shapes(n, k):
 def test_every_configuration(shape):
     a, b = operands(*shape)
     expected = exact(a, b)
-    configs = gemm_config.candidates(*shape, torch.cuda.get_device_properties(0).multi_processor_count)
-    assert gemm_config.choose(*shape, torch.cuda.get_device_properties(0).multi_processor_count) in configs
+    configs = tiles.dense_candidates(*shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    assert tiles.choose_dense(*shape, torch.cuda.get_device_properties(0).multi_processor_count) in configs
     errors = {}
     for config in configs:
         out = poisoned(*shape[:2], torch.bfloat16)
-        gemm_cuda.gemm(*a, *b, None, out, config=config)
+        dense_plan.gemm(*a, *b, None, out, cfg=config)
         errors[config] = rounded_error(out, expected)
     # NaN, what an element left unwritten leads to, compares as false.
     assert not {config: value for config, value in errors.items() if not value <= TOLERANCE[torch.bfloat16]}

@@ -7,22 +7,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fp8moe.kernels.gemm.config import (
-    PRODUCER_REGISTERS,
-    REGISTERS_PER_SM,
-    SHARED_LIMIT,
-    SHARED_PER_SM,
-    GemmConfig,
-    candidates,
-    choose,
-    describe,
-    predict,
-    raster_group,
-    resident_clusters,
-    with_stages,
-)
+from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, with_stages
+from fp8moe.kernels.gemm.cost import dense_time, resident_clusters
+from fp8moe.kernels.gemm.epilogue import PlainStore
 from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.kernels.gemm.tiles import choose_dense, dense_candidates, describe_dense, raster_group
 from fp8moe.runtime import compilers, jit
+from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import COMPLAINTS, faults, one_of_each
 
 SMS = 132
@@ -43,7 +34,7 @@ problems = st.tuples(
 @example((20000, 40000, 40000, 132))
 def test_candidates_are_possible(problem):
     m, n, k, num_sms = problem
-    found = candidates(*problem)
+    found = dense_candidates(*problem)
     assert found
     assert len(set(found)) == len(found)
     k_blocks = math.ceil(k / 128)
@@ -64,21 +55,21 @@ def test_candidates_are_possible(problem):
 @settings(max_examples=200)
 @given(problems)
 def test_choice_is_the_cheapest_candidate(problem):
-    found = candidates(*problem)
-    costs = [predict(config, *problem) for config in found]
+    found = dense_candidates(*problem)
+    costs = [dense_time(config, *problem) for config in found]
     assert all(math.isfinite(cost) and cost > 0 for cost in costs)
-    chosen = choose(*problem)
+    chosen = choose_dense(*problem)
     assert chosen in found
-    assert predict(chosen, *problem) == min(costs)
-    choose.cache_clear()
-    assert choose(*problem) == chosen
+    assert dense_time(chosen, *problem) == min(costs)
+    choose_dense.cache_clear()
+    assert choose_dense(*problem) == chosen
 
 
 @settings(max_examples=200)
 @given(problems)
 def test_raster_group_is_some_of_the_rows(problem):
     m, n, _, num_sms = problem
-    for config in candidates(*problem):
+    for config in dense_candidates(*problem):
         rows = math.ceil(m / config.block_m)
         for concurrent in {1, num_sms, rows * math.ceil(n / config.block_n)}:
             assert 1 <= raster_group(config, m, concurrent) <= rows
@@ -107,11 +98,11 @@ def test_stages_fill_shared_memory_or_cover_k(config, k):
 
 @given(problems)
 def test_describe_lists_the_fastest_first(problem):
-    lines = describe(*problem).splitlines()
+    lines = describe_dense(*problem).splitlines()
     costs = [float(line.split(" us ")[0]) for line in lines]
     assert costs == sorted(costs)
-    assert sorted(line.split(" us ")[1].strip() for line in lines) == sorted(map(str, candidates(*problem)))
-    assert lines[0].endswith(str(choose(*problem)))
+    assert sorted(line.split(" us ")[1].strip() for line in lines) == sorted(map(str, dense_candidates(*problem)))
+    assert lines[0].endswith(str(choose_dense(*problem)))
 
 
 def test_few_sms_hold_at_least_one_cluster():
@@ -145,7 +136,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("weight", "m", "expected"), CHOICES)
 def test_choices_on_an_h200(weight, m, expected):
-    chosen = choose(m, *weight, SMS)
+    chosen = choose_dense(m, *weight, SMS)
     assert (chosen.block_m, chosen.block_n, chosen.swap, chosen.split_k > 1) == expected
 
 
@@ -155,7 +146,7 @@ def variants() -> list[tuple[GemmConfig, int, int]]:
         for n, k in (*BENCHMARK_WEIGHTS, (8, 16), (136, 144))
         for m in (8, 16, 32, 64, 128, 256, 512, 4096)
         for num_sms in (16, 78, 132)
-        for config in candidates(m, n, k, num_sms)
+        for config in dense_candidates(m, n, k, num_sms)
     )
 
 
@@ -163,7 +154,7 @@ def variants() -> list[tuple[GemmConfig, int, int]]:
 def test_every_variant_keeps_to_its_registers(out_dtype, bias_dtype):
     compiled = variants()
     assert {config.block_m for config, _, _ in compiled} == {8, 16, 32, 64, 128, 256}
-    assert not faults(compiled, out_dtype=out_dtype, bias_dtype=bias_dtype)
+    assert not faults(compiled, PlainStore(out_dtype, bias_dtype))
 
 
 def compile_with(spec: jit.KernelSpec, old: str, new: str) -> str:
@@ -175,7 +166,7 @@ def compile_with(spec: jit.KernelSpec, old: str, new: str) -> str:
 
 def test_serialized_products_are_reported():
     config = GemmConfig(128, 128)
-    spec = kernel_spec(config, 256, 1024, out_dtype=torch.bfloat16, bias_dtype=None)
+    spec = kernel_spec(config, 256, 1024, PlainStore(torch.bfloat16))
     log = compile_with(spec, "wgmma_commit();", "wgmma_commit(); partial[0] += 1.f;")
     assert COMPLAINTS.search(log)
 
@@ -194,9 +185,8 @@ def test_serialized_products_are_reported():
     ids=str,
 )
 def test_shared_memory_is_what_the_kernel_lays_out(config, out_dtype):
-    spec = kernel_spec(config, 2112, 7168, out_dtype=out_dtype, bias_dtype=None)
-    size = config.shared_bytes
-    limit = f"SHARED_LIMIT = {SHARED_LIMIT};"
-    compile_with(spec, limit, f"SHARED_LIMIT = {size};")
-    with pytest.raises(compilers.CompileError, match="disagree about shared memory"):
-        compile_with(spec, limit, f"SHARED_LIMIT = {size - 1};")
+    spec = kernel_spec(config, 2112, 7168, PlainStore(out_dtype))
+    size = f"SHARED_BYTES = {config.shared_bytes};"
+    compile_with(spec, size, size)
+    with pytest.raises(compilers.CompileError, match="counts otherwise"):
+        compile_with(spec, size, f"SHARED_BYTES = {config.shared_bytes - 8};")

@@ -7,18 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8moe.kernels.gemm.config import (
-    PRODUCER_REGISTERS,
-    REGISTERS_PER_SM,
-    SHARED_LIMIT,
-    SHARED_PER_SM,
-    GemmConfig,
-    resident_clusters,
-    with_stages,
-)
-from fp8moe.kernels.gemm.grouped_config import candidates, choose, describe, group_sizes, predict, row_tiles_bound
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, with_stages
+from fp8moe.kernels.gemm.cost import group_sizes, grouped_time, resident_clusters
+from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.kernels.gemm.tiles import choose_grouped, describe_grouped, grouped_candidates, row_tiles_bound
 from fp8moe.runtime import compilers, jit
+from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import faults, one_of_each
 
 SMS = 132
@@ -44,7 +40,7 @@ def test_candidates_are_possible(problem, expected_m):
     if problem["max_m"] is not None:
         rows = groups * problem["max_m"]
     expected = rows / groups if expected_m is None else expected_m
-    found = candidates(**problem | {"rows": rows, "expected_m": expected})
+    found = grouped_candidates(**problem | {"rows": rows, "expected_m": expected})
     assert found and len(set(found)) == len(found)
     for config in found:
         assert config.groups == groups
@@ -58,7 +54,7 @@ def test_candidates_are_possible(problem, expected_m):
                 problem["n"] / config.block_n
             )
             assert tiles <= resident_clusters(config, problem["num_sms"]), "a split tile is its blocks' only one"
-        cost = predict(config, groups, expected, problem["n"], problem["k"], problem["num_sms"])
+        cost = grouped_time(config, groups, expected, problem["n"], problem["k"], problem["num_sms"])
         assert 0 < cost < math.inf
 
 
@@ -90,16 +86,16 @@ CHOICES = [
 
 @pytest.mark.parametrize(("groups", "weight", "swiglu", "expected_m", "tile"), CHOICES)
 def test_choices_on_an_h200(groups, weight, swiglu, expected_m, tile):
-    chosen = choose(round(groups * expected_m), groups, expected_m, *weight, SMS, max_m=None, swiglu=swiglu)
+    chosen = choose_grouped(round(groups * expected_m), groups, expected_m, *weight, SMS, max_m=None, swiglu=swiglu)
     assert (chosen.block_m, chosen.block_n, chosen.swap) == tile
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_describe_prints_the_candidates_in_order(swiglu):
-    lines = describe(256, 32, 8.0, 4096, 7168, swiglu=swiglu).splitlines()
+    lines = describe_grouped(256, 32, 8.0, 4096, 7168, swiglu=swiglu).splitlines()
     costs = [float(line.split(" us ")[0]) for line in lines]
     assert costs == sorted(costs)
-    assert lines[0].endswith(str(choose(256, 32, 8.0, 4096, 7168, SMS, max_m=None, swiglu=swiglu)))
+    assert lines[0].endswith(str(choose_grouped(256, 32, 8.0, 4096, 7168, SMS, max_m=None, swiglu=swiglu)))
 
 
 def variants(swiglu: bool) -> list[tuple[GemmConfig, int, int]]:
@@ -108,28 +104,31 @@ def variants(swiglu: bool) -> list[tuple[GemmConfig, int, int]]:
         for groups in (1, 8, 256, 1024)
         for n, k in BENCHMARK_WEIGHTS
         for expected_m in (1 / groups, 1, 8, 16, 24, 64, 1000)
-        for config in candidates(
+        for config in grouped_candidates(
             math.ceil(groups * expected_m), groups, expected_m, n, k, SMS, max_m=None, swiglu=swiglu
         )
     )
 
 
-@pytest.mark.parametrize(
-    ("out_dtype", "swiglu"),
-    [(torch.bfloat16, 0), (torch.float32, 0), (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.bfloat16, 3)],
-)
-def test_every_variant_keeps_to_its_registers(out_dtype, swiglu):
-    assert not faults(variants(swiglu > 0), out_dtype=out_dtype, swiglu=swiglu)
+STORES = [PlainStore(torch.bfloat16), PlainStore(torch.float32)]
+SWIGLUS = [
+    SwigluQuantize(activation) for activation in (Activation(), Activation(limit=7.0), Activation(limit=7.0, alpha=1.7))
+]
 
 
-@pytest.mark.parametrize("swiglu", [0, 1])
+@pytest.mark.parametrize("epilogue", [*STORES, *SWIGLUS], ids=str)
+def test_every_variant_keeps_to_its_registers(epilogue):
+    assert not faults(variants(epilogue.gated), epilogue)
+
+
+@pytest.mark.parametrize("epilogue", [STORES[0], SWIGLUS[0]], ids=str)
 @pytest.mark.parametrize("config", [GemmConfig(128, 256), GemmConfig(8, 256, swap=True, split_k=2)], ids=str)
 @pytest.mark.parametrize("groups", [1, 33, 1024])
-def test_shared_memory_is_what_the_kernel_lays_out(config, groups, swiglu):
+def test_shared_memory_is_what_the_kernel_lays_out(config, groups, epilogue):
     config = with_stages(GemmConfig(**vars(config) | {"groups": groups}), 7168)
-    text = jit.full_source(kernel_spec(config, 4096, 7168, out_dtype=torch.bfloat16, swiglu=swiglu))
-    limit = f"SHARED_LIMIT = {SHARED_LIMIT};"
-    assert limit in text
-    compilers.compile_source(text.replace(limit, f"SHARED_LIMIT = {config.shared_bytes};"), "gemm.cu", "nvrtc")
-    with pytest.raises(compilers.CompileError, match="disagree about shared memory"):
-        compilers.compile_source(text.replace(limit, f"SHARED_LIMIT = {config.shared_bytes - 1};"), "gemm.cu", "nvrtc")
+    text = jit.full_source(kernel_spec(config, 4096, 7168, epilogue))
+    size = f"SHARED_BYTES = {config.shared_bytes};"
+    assert size in text
+    compilers.compile_source(text, "gemm.cu", "nvrtc")
+    with pytest.raises(compilers.CompileError, match="counts otherwise"):
+        compilers.compile_source(text.replace(size, f"SHARED_BYTES = {config.shared_bytes - 8};"), "gemm.cu", "nvrtc")
