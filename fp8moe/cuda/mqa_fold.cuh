@@ -40,7 +40,8 @@ struct Kept {
 // With masks, because a choice would become a branch.
 template <int Count, int Bit>
 __device__ __forceinline__ void exchange(float (&sum)[SUMS]) {
-  const u32 upper = -(lane_id() / Bit & 1);
+  static_assert(Bit == 1 || Bit == 2);
+  const u32 upper = static_cast<int>(lane_id() << (Bit == 1 ? 31 : 30)) >> 31;  // all ones if the bit is set
 #pragma unroll
   for (int i = 0; i < Count / 2; ++i) {
     const u32 a = __float_as_uint(sum[i]), b = __float_as_uint(sum[i + Count / 2]), give = (a & upper) | (b & ~upper);

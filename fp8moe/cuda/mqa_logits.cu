@@ -230,18 +230,11 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& argumen
   }
 }
 
-// The same reference, its address computed once: otherwise the math loop adds up the parts of the address each time.
-__device__ __forceinline__ Shared& in_one_register(Shared& shared) {
-  u32 address = shared_address(&shared);
-  asm volatile("" : "+r"(address));
-  return *static_cast<Shared*>(__cvta_shared_to_generic(address));
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mqa_logits(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap kv,
                const __grid_constant__ TensorMap kv_scale, const __grid_constant__ Arguments arguments) {
-  Shared& shared = in_one_register(aligned_shared<Shared>());
-  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);
+  Shared& shared = aligned_shared<Shared>();
+  const int warp = same_in_warp(threadIdx.x / WARP);
   if (threadIdx.x == THREADS - 1) {
     prefetch_map(q);
     prefetch_map(kv);

@@ -7,7 +7,7 @@ from fp8moe.kernels.indexer.checks import BLOCK_TOKENS
 from fp8moe.kernels.wgmma import wgmma_source
 from fp8moe.quant.formats import align
 from fp8moe.runtime.hopper import SHARED_LIMIT, SWIZZLE_ALIGNMENT, WARP, WARPGROUP
-from fp8moe.runtime.jit import KernelSpec
+from fp8moe.runtime.jit import KernelSpec, constants
 
 TILE = BLOCK_TOKENS
 """kv tokens of a tile. A tile of a paged cache is a block of it."""
@@ -116,7 +116,7 @@ def paged_config(heads: int, head_dim: int, next_n: int) -> MqaConfig:
 
 def kernel_spec(cfg: MqaConfig) -> KernelSpec:
     math_registers, producer_registers = _REGISTERS[cfg.warpgroups]
-    constants = {
+    values = {
         "HEADS": cfg.heads,
         "HEAD_DIM": cfg.head_dim,
         "QUERIES": cfg.queries,
@@ -134,5 +134,4 @@ def kernel_spec(cfg: MqaConfig) -> KernelSpec:
         "SHARED_BYTES": cfg.shared_bytes,
         "ARGUMENTS_BYTES": ctypes.sizeof(Arguments),
     }
-    prelude = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
-    return KernelSpec("mqa_logits.cu", "mqa_logits", prelude=prelude + wgmma_source(cfg.columns))
+    return KernelSpec("mqa_logits.cu", "mqa_logits", prelude=constants(values) + wgmma_source(cfg.columns))
