@@ -15,9 +15,7 @@
 // TILE, TILE_ROWS of kv's tensor map in a tile, STAGES of kv tiles, Q_SLOTS for queries, registers, sizes.
 #include "mqa_cache.cuh"
 #include "mqa_fold.cuh"
-#include "mqa_schedule.cuh"
 #include "pipeline.cuh"
-#include "ptx.cuh"
 
 constexpr int MATH_WARPS = 4 * COLUMN_GROUPS * ROW_GROUPS;
 constexpr int FILL_WARPS = 2;

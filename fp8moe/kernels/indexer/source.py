@@ -25,18 +25,12 @@ class Arguments(ctypes.Structure):
     """``struct Arguments`` of cuda/mqa_logits.cu, with the members of its parts."""
 
     _fields_ = (
-        ("starts", ctypes.c_int64),
-        ("ends", ctypes.c_int64),
-        ("queries", ctypes.c_int),
-        ("limit", ctypes.c_int),
-        ("per_query", ctypes.c_int),
-        ("weights", ctypes.c_int64),
-        ("block_table", ctypes.c_int64),
-        ("table_pitch", ctypes.c_int),
-        ("num_blocks", ctypes.c_int),
+        *((name, ctypes.c_int64) for name in ("starts", "ends")),
+        *((name, ctypes.c_int) for name in ("queries", "limit", "per_query")),
+        *((name, ctypes.c_int64) for name in ("weights", "block_table")),
+        *((name, ctypes.c_int) for name in ("table_pitch", "num_blocks")),
         ("scores", ctypes.c_int64),
-        ("columns", ctypes.c_int),
-        ("fill_masked", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("columns", "fill_masked")),
     )
 
 
