@@ -223,6 +223,18 @@ __device__ __forceinline__ u16 pack_e4m3(float low, float high) {
   return packed;
 }
 
+// The smaller and the larger of two values; NaN if one of them is NaN.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // 1 / x to one unit in the last place. A division has a slow path, whose branch costs every loop around it its uniform
 // registers.
 __device__ __forceinline__ float reciprocal(float x) {
