@@ -86,6 +86,36 @@ def test_bias_is_added_before_rounding():
     assert torch.equal(in_float32, gemm(a, b, out_dtype=torch.float32) + bias)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_c_is_added_before_rounding(dtype):
+    a, b = operands(5, 16, 128)
+    bias, c = torch.linspace(-1e3, 1e3, 16), torch.randn(5, 16).mul(1e3).to(dtype)
+    sums = gemm(a, b, bias=bias, out_dtype=torch.float32) + c.float()
+    assert torch.equal(gemm(a, b, bias=bias, c=c, out_dtype=dtype), sums.to(dtype))
+    out = c.clone()
+    assert gemm(a, b, bias=bias, c=out, out=out) is out and torch.equal(out, sums.to(dtype))
+    strided = torch.zeros(16, 10, dtype=dtype)[:, ::2].T.copy_(c)
+    assert torch.equal(gemm(a, b, bias=bias, c=strided, out_dtype=dtype), sums.to(dtype))
+
+
+def test_c_of_an_empty_sum():
+    a = (torch.empty(3, 0, dtype=torch.float8_e4m3fn), torch.empty(3, 0))
+    b = (torch.empty(8, 0, dtype=torch.float8_e4m3fn), torch.empty(1, 0))
+    c = torch.randn(3, 8)
+    assert torch.equal(gemm(a, b, c=c, bias=torch.ones(8), out_dtype=torch.float32), c + 1)
+
+
+def test_c_that_overlaps_a_part_of_out():
+    a, b = operands(5, 16, 128)
+    memory = torch.zeros(10, 32)
+    out = memory[:5, :16]
+    gemm(a, b, c=out, out=out)
+    gemm(a, b, c=memory[5:, :16], out=out)
+    for c in (memory[1:6, :16], memory[:5, 8:24], memory.view(-1)[: 5 * 16].view(5, 16)):
+        with pytest.raises(ValueError, match="^c: expected out itself or memory of its own"):
+            gemm(a, b, c=c, out=out)
+
+
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_float32_matmul_precision_changes_nothing(precision):
     a, b = operands(65, 136, 272)
@@ -206,14 +236,18 @@ def test_what_the_cuda_kernel_is_given(monkeypatch):
         for value, like in zip(arguments[:4], (*a, *b), strict=True):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
         assert arguments[4].dtype == torch.float32 and torch.equal(arguments[4], bias.float())
-        assert arguments[5].shape == (33, 24)
+        assert arguments[6].shape == (33, 24)
+    assert given[0][5] is None
+    gemm(a, b, c=torch.ones(24, 33, dtype=torch.bfloat16).T)
+    assert given[-1][5].is_contiguous()
 
 
 def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
     monkeypatch.setattr(dense_plan, "_plans", PlanCache())
     (a, a_scale), (b, b_scale) = operands(8, 24, 144)
     bias = torch.zeros(24, dtype=torch.bfloat16)
-    call = dict(a=a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias, out_dtype=torch.bfloat16)
+    c = torch.zeros(8, 24, dtype=torch.bfloat16)
+    call = dict(a=a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias, c=c, out_dtype=torch.bfloat16)
     assert dense_plan.find(**call) is None
     plan = dense_plan._plans.get(dense_plan._key(*call.values()), object)
     assert dense_plan.find(**call | {"a": a.clone(), "bias": torch.ones_like(bias)}) is plan
@@ -228,6 +262,7 @@ def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
         b=(odd(b), b[:16], torch.zeros(24, 160).to(b.dtype)[:, :144]),
         b_scale=(torch.zeros(1, 4)[:, ::2], b_scale[:, :1], b_scale.half()),
         bias=(None, bias.float(), bias[:16], torch.zeros(48, dtype=torch.bfloat16)[::2]),
+        c=(None, odd(c), c.float(), c[:7], torch.zeros(8, 48, dtype=torch.bfloat16)[:, :24]),
         out_dtype=(torch.float32,),
     )
     for name, values in different.items():
@@ -279,6 +314,19 @@ BAD = {
     "bias shape": (dict(bias=torch.zeros(32)), ValueError, r"^bias: expected shape \(24,\), got \(32,\)"),
     "bias rank": (dict(bias=torch.zeros(1, 24)), ValueError, r"^bias: expected shape \(24,\), got \(1, 24\)"),
     "bias device": (dict(bias=torch.zeros(24, device="meta")), ValueError, r"^bias: expected on cpu .* got meta"),
+    "c type": (dict(c=0.0), TypeError, r"^c: expected a torch.Tensor, got float"),
+    "c dtype": (dict(c=torch.zeros(32, 24)), TypeError, r"^c: expected torch.bfloat16 like the result, got .*float32"),
+    "c and out": (
+        dict(c=torch.zeros(32, 24).bfloat16(), out=torch.zeros(32, 24)),
+        TypeError,
+        r"^c: expected torch.float32 like the result, got torch.bfloat16",
+    ),
+    "c shape": (dict(c=torch.zeros(24, 32).bfloat16()), ValueError, r"^c: expected shape \(32, 24\), got \(24, 32\)"),
+    "c device": (
+        dict(c=torch.zeros(32, 24, device="meta", dtype=torch.bfloat16)),
+        ValueError,
+        r"^c: expected on cpu like a\.data, got meta",
+    ),
     "out_dtype": (dict(out_dtype=torch.float16), TypeError, r"^out_dtype: expected .* got torch.float16"),
     "out_dtype type": (dict(out_dtype="float32"), TypeError, r"^out_dtype: expected .* got float32"),
     "out contradicted": (
@@ -334,9 +382,10 @@ def test_out_that_overlaps_an_operand(name):
 def test_opcheck():
     a, b = operands(5, 24, 144)
     bias = torch.randn(24)
-    for arguments in ((*a, *b, None, False), (*a, *b, bias, True)):
+    c = torch.randn(5, 24)
+    for arguments in ((*a, *b, None, None, False), (*a, *b, bias, None, True), (*a, *b, bias, c, True)):
         torch.library.opcheck(torch.ops.fp8moe.gemm.default, arguments, test_utils=OPCHECKS)
-    arguments = (*a, *b, bias, torch.empty(5, 24))
+    arguments = (*a, *b, bias, c, torch.empty(5, 24))
     torch.library.opcheck(torch.ops.fp8moe.gemm_out.default, arguments, test_utils=OPCHECKS)
 
 
@@ -347,6 +396,7 @@ def test_compile(backend, fresh_compiler):
 
     def function(a_data, a_scale, out):
         gemm((a_data, a_scale), b, bias=bias, out=out)
+        gemm((a_data, a_scale), b, c=out, out=out)
         return gemm(FP8Tensor(a_data, a_scale), b) * 2, out + 1
 
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)

@@ -55,6 +55,14 @@ def gemm_error(m: int, n: int, k: int, out_dtype: torch.dtype, with_bias: bool) 
     return rounded_error(out.cpu(), expected if bias is None else expected + bias.double())
 
 
+def accumulation_error(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
+    a = fp8moe.quantize_1x128(torch.randn(m, k, dtype=torch.bfloat16).cuda())
+    b = fp8moe.quantize_128x128(torch.randn(n, k, dtype=torch.bfloat16).cuda())
+    total = torch.randn(m, n, dtype=out_dtype).cuda()
+    expected = exact(on_cpu(a)) @ exact(on_cpu(b)).T + total.cpu().double()
+    return rounded_error(fp8moe.gemm(a, b, c=total, out=total).cpu(), expected)
+
+
 def quantization_error(op: str, rows: int, columns: int, dtype: torch.dtype, scale_format: str) -> float:
     x = torch.randn(rows, columns).to(dtype)
     return relative_error(exact(on_cpu(getattr(fp8moe, op)(x.cuda(), scale_format=scale_format))), x.double())
@@ -75,6 +83,7 @@ def linear_error(tokens: int, in_features: int, out_features: int, with_bias: bo
 def main() -> None:
     torch.manual_seed(0)
     cases = [(gemm_error, case, GEMM_ERROR[case[3]]) for case in GEMMS]
+    cases += [(accumulation_error, case[:4], GEMM_ERROR[case[3]]) for case in GEMMS]
     cases += [(quantization_error, case, E4M3_ERROR) for case in QUANTIZATIONS]
     cases += [(columnwise_error, case, E4M3_ERROR) for case in COLUMNWISE]
     # Two rounded operands: their errors add in squares.

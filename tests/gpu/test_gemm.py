@@ -65,8 +65,12 @@ def test_every_configuration(shape):
     errors = {}
     for config in configs:
         out = poisoned(*shape[:2], torch.bfloat16)
-        dense_plan.gemm(*a, *b, None, out, cfg=config)
+        dense_plan.gemm(*a, *b, None, None, out, cfg=config)
         errors[config] = rounded_error(out, expected)
+        added = torch.randn_like(out)
+        total = added.double() + expected
+        dense_plan.gemm(*a, *b, None, added, added, cfg=config)
+        errors[config, "c"] = rounded_error(added, total)
     # NaN, what an element left unwritten leads to, compares as false.
     assert not {config: value for config, value in errors.items() if not value <= TOLERANCE[torch.bfloat16]}
 
@@ -79,6 +83,58 @@ def test_bias(m, dtype, bias_dtype):
     bias = (torch.randn(136, device=DEVICE) * 1000).to(bias_dtype)
     out = check(a, b, dtype, bias)
     assert torch.equal(gemm(a, b, bias=bias.repeat_interleave(2)[::2], out_dtype=dtype), out)
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 136, 576), (70, 264, 272), (200, 136, 576), (1000, 2112, 1536)])
+def test_c(m, n, k, dtype, bias_dtype):
+    a, b = operands(m, n, k)
+    product = exact(a, b)
+    bias = None if bias_dtype is None else (torch.randn(n, device=DEVICE) * product.std()).to(bias_dtype)
+    parent = torch.randn(m + 3, n + 64, device=DEVICE).mul_(product.std()).to(dtype)
+    around = parent.clone()
+    c = parent[2 : m + 2, 32 : n + 32]
+    expected = product + c.double() + (0 if bias is None else bias.double())
+    out = gemm(a, b, bias=bias, c=c, out=poisoned(m, n, dtype))
+    assert rounded_error(out, expected) <= TOLERANCE[dtype]
+    assert torch.equal(parent, around)
+    for _ in range(20):
+        assert torch.equal(gemm(a, b, bias=bias, c=c, out_dtype=dtype), out)
+    assert torch.equal(gemm(a, b, bias=bias, c=c.t().contiguous().t(), out_dtype=dtype), out)
+    assert gemm(a, b, bias=bias, c=c, out=c) is c and torch.equal(c, out)
+    c.copy_(around[2 : m + 2, 32 : n + 32])
+    assert torch.equal(parent, around), "in place, nothing else is written"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_element_of_c_stays_alone(bad):
+    a, b = operands(300, 264, 272)
+    c = torch.randn(300, 264, device=DEVICE, dtype=torch.bfloat16)
+    clean = gemm(a, b, c=c)
+    c[131, 77] = bad
+    out = gemm(a, b, c=c)
+    assert not out[131, 77].isfinite()
+    out[131, 77] = clean[131, 77]
+    assert torch.equal(out, clean)
+
+
+def test_accumulating_in_a_graph():
+    a, b = operands(200, 136, 576)
+    total = torch.zeros(200, 136, device=DEVICE)
+    gemm(a, b, c=total.clone(), out=total)  # compiled before the capture
+    total.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gemm(a, b, c=total, out=total)
+    once = gemm(a, b, out_dtype=torch.float32)
+    graph.replay()
+    assert torch.equal(total, once)
+    x = torch.randn(200, 576, device=DEVICE, dtype=torch.bfloat16)
+    for mine, new in zip(a, quantize_1x128(x), strict=True):
+        mine.copy_(new)
+    graph.replay()
+    assert torch.equal(total, gemm(a, b, c=once, out_dtype=torch.float32))
 
 
 @pytest.mark.parametrize("m", [0, 5])
@@ -250,6 +306,6 @@ def test_more_than_2_31_elements(m, n, k):
 def test_operator():
     a, b = operands(5, 24, 144)
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.fp8moe.gemm.default, (*a, *b, None, False), test_utils=checks)
+    torch.library.opcheck(torch.ops.fp8moe.gemm.default, (*a, *b, None, None, False), test_utils=checks)
     compiled = torch.compile(lambda a, b: gemm(a, b) * 2, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(a, b), gemm(a, b) * 2)

@@ -36,6 +36,14 @@ class PlainStore:
 
 
 @dataclass(frozen=True)
+class AddAndStore(PlainStore):
+    """``sums + bias + c``, c of the result's dtype."""
+
+    header: ClassVar[str] = "epilogue_add.cuh"
+    fields: ClassVar[Fields] = (*PlainStore.fields, ("c", ctypes.c_int64), ("c_pitch", ctypes.c_int64))
+
+
+@dataclass(frozen=True)
 class SwigluQuantize:
     """A SwiGLU of gate and up, quantized 1x128."""
 
