@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -96,16 +97,15 @@ class GpuTimer:
                 self._flush.fill_(repeat)
                 call()
 
-        for attempts_left in reversed(range(ATTEMPTS)):
+        def attempt() -> list[float]:
             torch.cuda.synchronize()
             time.sleep(timing.SHORT_REST_S)
-            events = timing._profile(session)
-            try:
-                return spans(events, self._fill, repeats)
-            except RuntimeError:  # records were lost
-                if not attempts_left:
-                    raise
-        raise AssertionError
+            return spans(timing._profile(session), self._fill, repeats)
+
+        for _ in range(ATTEMPTS - 1):
+            with suppress(RuntimeError):  # records were lost
+                return attempt()
+        return attempt()
 
 
 def spans(events: Iterable[timing.KernelEvent], fill: str, repeats: int) -> list[float]:

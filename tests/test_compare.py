@@ -244,3 +244,26 @@ def test_a_call_takes_from_its_first_kernel_to_the_end_of_its_last():
     assert compare_worker.spans(events, "fill", 2) == [9.0, 11.0]
     with pytest.raises(RuntimeError, match="other kernels|different kernels"):
         compare_worker.spans(events[:-1], "fill", 2)
+
+
+def test_a_session_that_lost_records_is_repeated(monkeypatch):
+    def profile(work):
+        work()
+        return next(sessions)
+
+    class Flush:
+        def fill_(self, value):
+            done.append("fill")
+
+    whole = [KernelEvent(name, 1000 * i, 500) for i, name in enumerate(["fill", "a", "fill", "a"])]
+    sessions, done = iter([whole[:1], whole[:3], whole, *[whole[:3]] * 3]), []
+    monkeypatch.setattr(compare_worker.timing, "_profile", profile)
+    monkeypatch.setattr(compare_worker.torch, "empty", lambda *args, **options: Flush())
+    monkeypatch.setattr(compare_worker.torch.cuda, "synchronize", lambda: None)
+    timer = compare_worker.GpuTimer()
+    assert done == ["fill"]
+    assert timer(lambda: done.append("call"), 2) == [0.5, 0.5]
+    assert done[1:] == ["fill", "call"] * 4
+    with pytest.raises(RuntimeError, match="recorded"):
+        timer(lambda: None, 2)
+    assert not list(sessions)
