@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8moe.kernels.gemm import checks
+from fp8moe.kernels.gemm import dense_plan
 from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.linear import forward as linear_module
-from fp8moe.kernels.linear import plan as linear_cuda
+from fp8moe.kernels.linear import checks, forward, plan
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
+from fp8moe.runtime.plans import PlanCache
 from tests.compilers import INDUCTOR
 from tests.linear_reference import close, exact
 
@@ -108,7 +108,8 @@ class FakeGemm:
         self.layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
 
     def launch(self, stream, *addresses):
-        *operands, bias, out, pitch = addresses
+        *operands, groups, (out, pitch, bias) = addresses
+        assert groups == 0
         a, a_scale, b, b_scale = (
             memory_at(*pair) for pair in zip(operands, *zip(*self.layouts[:4], strict=True), strict=True)
         )
@@ -119,12 +120,12 @@ class FakeGemm:
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    monkeypatch.setattr(linear_module, "use_cuda", lambda *tensors: True)
-    monkeypatch.setattr(linear_cuda, "_plans", {})
-    monkeypatch.setattr(linear_cuda, "plan_1x128", FakeQuantizer)
-    monkeypatch.setattr(linear_cuda.gemm_cuda, "make_plan", FakeGemm)
-    monkeypatch.setattr(linear_cuda, "device_guard", lambda index: nullcontext())
-    monkeypatch.setattr(linear_cuda, "current_stream", lambda index: 0)
+    monkeypatch.setattr(forward, "use_cuda", lambda *tensors: True)
+    monkeypatch.setattr(plan, "_plans", PlanCache())
+    monkeypatch.setattr(plan, "plan_1x128", FakeQuantizer)
+    monkeypatch.setattr(dense_plan, "make", FakeGemm)
+    monkeypatch.setattr(plan, "device_guard", lambda index: nullcontext())
+    monkeypatch.setattr(plan, "current_stream", lambda index: 0)
 
 
 def inputs(dtype, k):
@@ -157,8 +158,8 @@ def test_a_second_call_checks_and_copies_nothing(stand_ins, monkeypatch):
     layer = FP8Linear(272, 136, dtype=torch.float32)
     shaped = list(inputs(torch.float32, 272))[:6]
     first = [layer(x) for x in shaped[:5]]
-    for name in ("linear", "row_major", "bias_vector"):
-        monkeypatch.setattr(checks, name, lambda *arguments: pytest.fail("checked again"))
+    for module, name in ((checks, "linear"), (plan, "row_major"), (plan, "bias_vector")):
+        monkeypatch.setattr(module, name, lambda *arguments: pytest.fail("checked again"))
     for x, expected in zip(shaped, first, strict=False):
         assert torch.equal(layer(x), expected)
     with pytest.raises(pytest.fail.Exception, match="checked again"):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts import swiglu_quantize_plan
 from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.quant import transpose_plan as transpose_cuda
 from fp8moe.quant.quantize import dequantize
 from fp8moe.quant.transpose import quantize_with_transpose
 from fp8moe.runtime import jit
@@ -187,10 +187,11 @@ def test_compile_fullgraph():
 @pytest.mark.parametrize("activation", ACTIVATIONS[:3])
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_variant_compiles_without_spills(activation, backward):
-    report = jit.compile_spec(transpose_cuda.swiglu_spec(activation, backward))
+    spec = swiglu_quantize_plan.kernel_spec(activation, backward)
+    report = jit.compile_spec(spec)
     assert report.spill_stores == report.spill_loads == report.stack == 0
     blocks = 2 if backward else 3
     assert report.registers <= (128 if backward else 80)
     # An SM has 227 KB for its blocks, each of which takes 1 KB more than it asks for.
-    dynamic = transpose_cuda.shared_bytes("SWIGLU_BACKWARD" if backward else "SWIGLU")
+    dynamic = dict(spec.defines)["SHARED_BYTES"]
     assert blocks * (report.static_smem + dynamic + 1024) <= 227 << 10

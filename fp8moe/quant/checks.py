@@ -3,11 +3,18 @@
 import torch
 from torch import Tensor
 
-from fp8moe.quant.formats import align, empty_mn_major
+from fp8moe.quant.formats import align, empty_mn_major, padded_rows
 from fp8moe.runtime.checks import describe
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT32 = torch.float32
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+
+
+def check_floating(name: str, value: Tensor) -> None:
+    dtype = value.dtype
+    if dtype is not BFLOAT16 and dtype is not FLOAT16 and dtype is not FLOAT32:
+        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
 
 
 def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -47,6 +54,50 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, int], device: torch.
         raise ValueError(f"{name}: expected shape {shape}, one scale per quantization block, got {tuple(value.shape)}")
     if value.device != device:
         raise ValueError(f"{name}: expected on {device} like the data, got {value.device}")
+
+
+def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | None, device: torch.device) -> None:
+    """Dtype, shape and device of a vector; length: None for any."""
+    if value.dtype is not dtype:
+        raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {value.dtype}")
+    if value.dim() != 1 or (length is not None and value.shape[0] != length):
+        raise ValueError(f"{name}: expected shape ({'R' if length is None else length},), got {tuple(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name}: expected on {device} like the rows, got {value.device}")
+
+
+def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
+    """Dtype, shape and device of `group_offsets`, and that offsets of padded groups fit int32. Returns E."""
+    check_vector("group_offsets", group_offsets, torch.int32, None, device)
+    if group_offsets.shape[0] < 2:
+        raise ValueError(f"group_offsets: expected shape (E + 1,) with E >= 1, got {tuple(group_offsets.shape)}")
+    groups = group_offsets.shape[0] - 1
+    _check_size(rows, groups)
+    return groups
+
+
+def _check_size(rows: int, groups: int) -> None:
+    if padded_rows(rows, groups) >= 1 << 31:
+        raise ValueError(f"expected fewer than 2**31 rows with every group padded to a multiple of 128, got {rows}")
+
+
+def check_rows(
+    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
+) -> tuple[int, int]:
+    """Dtypes, sizes and devices of the arguments of `quantize_with_transpose`. Returns R and E."""
+    check_floating("x", x)
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape (M, F), got {tuple(x.shape)}")
+    rows = x.shape[0]
+    if tokens is not None:
+        check_vector("tokens", tokens, torch.int32, None, x.device)
+        rows = tokens.shape[0]
+    if row_weights is not None:
+        check_vector("row_weights", row_weights, torch.float32, rows, x.device)
+    if group_offsets is not None:
+        return rows, check_groups(group_offsets, rows, x.device)
+    _check_size(rows, 1)
+    return rows, 1
 
 
 def mn_major(activation_scale: Tensor) -> Tensor:

@@ -38,6 +38,11 @@ def align(n: int, multiple: int) -> int:
     return ceil_div(n, multiple) * multiple
 
 
+def padded_rows(rows: int, groups: int) -> int:
+    """A multiple of 128 that holds `rows` rows in `groups` groups, each padded to a multiple of 128, for any sizes."""
+    return (rows + (BLOCK - 1) * torch.sym_min(groups, rows)) // BLOCK * BLOCK
+
+
 def empty_mn_major(*shape: int, device: torch.device | str) -> torch.Tensor:
     """Uninitialized float32 scales (..., M, K blocks), MN-major: last strides (1, align(M, 4)).
 

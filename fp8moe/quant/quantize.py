@@ -9,12 +9,14 @@ import math
 
 import torch
 
-from fp8moe.quant import reference
+from fp8moe.quant import quantize_plan, reference
+from fp8moe.quant.checks import check_floating
 from fp8moe.quant.formats import BLOCK, SCALE_FORMATS, FP8Tensor, align, ceil_div
 from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import check_tensor
 from fp8moe.runtime.operators import define
 
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INPUT_DTYPES = tuple(quantize_plan.INPUT_TYPES)
 
 
 def quantize_1x128(x: torch.Tensor, *, scale_format: str = "float32") -> FP8Tensor:
@@ -32,7 +34,7 @@ def quantize_1x128(x: torch.Tensor, *, scale_format: str = "float32") -> FP8Tens
 
 
 def quantize_128x128(w: torch.Tensor, *, scale_format: str = "float32") -> FP8Tensor:
-    """Quantize weights, one scale per tile of 128x128.
+    """Quantize weights, one scale per block of 128x128.
 
     w: (..., N, K) bfloat16, float16 or float32, any strides.
     scale_format: "float32", or "ue8m0" for scales rounded up to powers of two.
@@ -95,10 +97,8 @@ def dequantize(t: FP8Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def _check_input(name: str, x: torch.Tensor, min_dim: int) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {x.dtype}")
+    check_tensor(name, x)
+    check_floating(name, x)
     if x.dim() < min_dim:
         raise ValueError(f"{name}: expected at least {min_dim} dimension(s), got shape {tuple(x.shape)}")
 
@@ -112,34 +112,24 @@ def _detached(x: torch.Tensor) -> torch.Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def _backend(x: torch.Tensor):
-    """The module whose quantizers take x."""
-    if not use_cuda(x):
-        return reference
-    from fp8moe.quant import quantize_plan as quantize_cuda
-
-    return quantize_cuda
-
-
 def _quantize_1x128_op(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     lead, k = x.shape[:-1], x.shape[-1]
     rows = x if len(lead) == 1 else x.reshape(math.prod(lead), k)
-    data, scale = _backend(x).quantize_1x128(rows, scale_format == "ue8m0")
+    backend = quantize_plan if use_cuda(x) else reference
+    data, scale = backend.quantize_1x128(rows, scale_format == "ue8m0")
     return (data, scale) if len(lead) == 1 else (data.view(x.shape), scale.view(*lead, scale.shape[-1]))
 
 
 def _quantize_128x128_op(w: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     lead = w.shape[:-2]
     experts = w.reshape(math.prod(lead), *w.shape[-2:])
-    data, scale = _backend(w).quantize_128x128(experts, scale_format == "ue8m0")
+    backend = quantize_plan if use_cuda(w) else reference
+    data, scale = backend.quantize_128x128(experts, scale_format == "ue8m0")
     return data.view(w.shape), scale.view(*lead, *scale.shape[-2:])
 
 
 def _quantize_128x1_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    backend = _backend(x)
-    if backend is reference:
-        return reference.quantize_1x128(x.t(), False)
-    return backend.quantize_128x1(x)
+    return quantize_plan.quantize_128x1(x) if use_cuda(x) else reference.quantize_1x128(x.t(), False)
 
 
 def _quantize_1x128_fake(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.quant import transpose_reference
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
-from fp8moe.quant.quantize import INPUT_DTYPES
-from fp8moe.quant.transpose_reference import Results, padded_rows
+from fp8moe.quant import transpose_plan, transpose_reference
+from fp8moe.quant.checks import check_rows
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, padded_rows
+from fp8moe.quant.transpose_reference import Results
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
 from fp8moe.runtime.operators import define
@@ -85,68 +85,21 @@ def empty_results(like: Tensor, rows: int, features: int, groups: int) -> Result
     )
 
 
-def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | None, device: torch.device) -> None:
-    """Dtype, shape and device of a vector; length: None for any."""
-    if value.dtype is not dtype:
-        raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {value.dtype}")
-    if value.dim() != 1 or (length is not None and value.shape[0] != length):
-        raise ValueError(f"{name}: expected shape ({'R' if length is None else length},), got {tuple(value.shape)}")
-    if value.device != device:
-        raise ValueError(f"{name}: expected on {device} like the rows, got {value.device}")
-
-
-def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
-    """Dtype, shape and device of `group_offsets`, and that offsets of padded groups fit int32. Returns E."""
-    check_vector("group_offsets", group_offsets, torch.int32, None, device)
-    if group_offsets.shape[0] < 2:
-        raise ValueError(f"group_offsets: expected shape (E + 1,) with E >= 1, got {tuple(group_offsets.shape)}")
-    groups = group_offsets.shape[0] - 1
-    check_size(rows, groups)
-    return groups
-
-
-def check_size(rows: int, groups: int) -> None:
-    if padded_rows(rows, groups) >= 1 << 31:
-        raise ValueError(f"expected fewer than 2**31 rows with every group padded to a multiple of 128, got {rows}")
-
-
-def check(
-    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
-) -> tuple[int, int]:
-    """Dtypes, sizes and devices of the arguments of `quantize_with_transpose`. Returns R and E."""
-    if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
-    if x.dim() != 2:
-        raise ValueError(f"x: expected shape (M, F), got {tuple(x.shape)}")
-    rows = x.shape[0]
-    if tokens is not None:
-        check_vector("tokens", tokens, torch.int32, None, x.device)
-        rows = tokens.shape[0]
-    if row_weights is not None:
-        check_vector("row_weights", row_weights, torch.float32, rows, x.device)
-    if group_offsets is not None:
-        return rows, check_groups(group_offsets, rows, x.device)
-    check_size(rows, 1)
-    return rows, 1
-
-
 def _quantize_with_transpose(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
 ) -> Results:
-    rows, groups = check(x, group_offsets, tokens, row_weights)
+    rows, groups = check_rows(x, group_offsets, tokens, row_weights)
     if not use_cuda(x):
         return transpose_reference.quantize_with_transpose(x, group_offsets, tokens, row_weights)
-    from fp8moe.quant import transpose_plan as transpose_cuda
-
     results = empty_results(x, rows, x.shape[1], groups)
-    transpose_cuda.quantize_with_transpose(x, group_offsets, tokens, row_weights, results)
+    transpose_plan.quantize_with_transpose(x, group_offsets, tokens, row_weights, results)
     return results
 
 
 def _quantize_with_transpose_fake(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
 ) -> Results:
-    rows, groups = check(x, group_offsets, tokens, row_weights)
+    rows, groups = check_rows(x, group_offsets, tokens, row_weights)
     return empty_results(x, rows, x.shape[1], groups)
 
 

@@ -1,12 +1,13 @@
 """FP8 weights for the input gradient: ``transpose_fp8`` and the operator ``fp8moe::transpose_fp8`` behind it.
 
-A tile of 128x128 has one scale, whichever way it is read. So the transpose of a quantized weight is exact: the input
+A block of 128x128 has one scale, whichever way it is read. So the transpose of a quantized weight is exact: the input
 gradient uses the very values that the forward used (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 """
 
 import torch
 from torch import Tensor
 
+from fp8moe.quant import transpose_fp8_plan
 from fp8moe.quant.checks import check_scale, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.runtime.backend import use_cuda
@@ -14,7 +15,7 @@ from fp8moe.runtime.operators import define
 
 
 def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
-    """The transpose of weights quantized in tiles of 128x128, bit for bit.
+    """The transpose of weights quantized in blocks of 128x128, bit for bit.
 
     w: FP8Tensor or (data, scale): data (..., N, K) float8_e4m3fn, scale (..., ceil(N/128), ceil(K/128)) float32, as
         `quantize_128x128` returns them; any N and K. Other layouts than contiguous ones are copied first.
@@ -40,9 +41,7 @@ def _check(data: Tensor, scale: Tensor) -> None:
 def _transpose_fp8(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     results = _transpose_fp8_fake(data, scale)
     if use_cuda(data):
-        from fp8moe.quant import transpose_fp8_plan as transpose_fp8_cuda
-
-        transpose_fp8_cuda.transpose_fp8(data.contiguous(), scale.contiguous(), *results)
+        transpose_fp8_plan.transpose_fp8(data.contiguous(), scale.contiguous(), *results)
     else:
         results[0].view(torch.uint8).copy_(data.view(torch.uint8).mT)
         results[1].copy_(scale.mT)

@@ -1,203 +1,170 @@
-"""Launches ``cuda/quantize_transpose.cu`` on its three sources. Arguments are checked by the callers.
+"""Launches of the transposing quantizers: ``cuda/quantize_transpose.cu``, and `Plan` for all over quantize_tile.cuh.
 
-Rows and columns of `quantize_with_transpose` equal those of `transpose_reference` bit for bit; SwiGLU is computed with
-the GPU's own exponential.
+Arguments are checked by the callers; results equal `transpose_reference` bit for bit.
 """
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.activation import Activation
-from fp8moe.quant.formats import BLOCK, align, ceil_div
+from fp8moe.quant.formats import BLOCK, align, ceil_div, padded_rows
 from fp8moe.quant.quantize_plan import quantizer_defines, unit_stride
-from fp8moe.quant.transpose_reference import Results, pad_groups, padded_rows
+from fp8moe.quant.transpose_reference import Results, pad_groups
+from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, current_stream, device_guard
+from fp8moe.runtime.plans import PlanCache
 
-_THREADS = 256
-_OPERANDS = {"SWIGLU": 2, "SWIGLU_BACKWARD": 3}
-# Columns of tiles that blocks take side by side: few where tokens are read several times, so that L2 still has them.
-_STRIP, _GATHER_STRIP = 8, 4
+TILE_BYTES = BLOCK * BLOCK  # of the transposed tile in shared memory
+STRIP = 8  # columns of tiles that thread blocks take side by side
+_GATHER_STRIP = 4  # fewer where tokens are read several times, so that L2 still has them
+_WARPS = 8  # of a thread block
 
 
-class Arguments(ctypes.Structure):
-    """``struct Arguments`` of the kernel."""
+class _Results(ctypes.Structure):
+    """``struct Results`` of cuda/row_tiles.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("x", "grad", "tokens", "weights", "groups", "rows", "row_scale")),
-        *((name, ctypes.c_int64) for name in ("columns", "column_scale", "offsets", "dots")),
-        *((name, ctypes.c_int64) for name in ("width", "row_stride", "grad_stride")),
-        *((name, ctypes.c_int64) for name in ("row_scale_pitch", "column_scale_pitch")),
-        *((name, ctypes.c_uint32) for name in ("num_rows", "num_tokens", "num_groups")),
-        *((name, ctypes.c_uint32) for name in ("row_tiles", "column_tiles", "strip")),
-        *((name, ctypes.c_float) for name in ("limit", "alpha")),
+        *((name, ctypes.c_int64) for name in ("rows", "row_scale", "columns", "column_scale", "offsets", "groups")),
+        *((name, ctypes.c_int64) for name in ("width", "row_scale_pitch", "column_scale_pitch")),
+        *((name, ctypes.c_uint32) for name in ("num_rows", "num_groups", "row_tiles", "column_tiles", "strip")),
     )
 
 
-def rows_spec(dtype: torch.dtype, vector: bool, weighted: bool) -> KernelSpec:
-    """The kernel for rows of `dtype`.
+class _Source(ctypes.Structure):
+    """``struct Source`` of cuda/quantize_transpose.cu."""
 
-    vector: they start at multiples of 16 bytes and are multiples of 16 bytes long. weighted: `columns` has weights.
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("x", "tokens", "weights", "row_stride")),
+        ("num_tokens", ctypes.c_uint32),
+    )
+
+
+def tile_spec(
+    name: str,
+    source: type[ctypes.Structure],
+    dtype: torch.dtype,
+    *,
+    shared_bytes: int,
+    vector: bool = True,
+    weighted: bool = False,
+    **defines: int,
+) -> KernelSpec:
+    """The kernel `name` over quantize_tile.cuh, whose ``struct Source`` is `source`.
+
+    dtype, vector: of its values, as for `quantizer_defines`. shared_bytes: dynamic, of a thread block. weighted: the
+    columns have weights. defines: its own constants.
     """
-    return _spec(dtype, "ROWS", vector, weighted, 1)
+    defines |= {
+        "WARPS": _WARPS,
+        "WEIGHTED": int(weighted),
+        "RESULTS_BYTES": ctypes.sizeof(_Results),
+        "SOURCE_BYTES": ctypes.sizeof(source),
+        "SHARED_BYTES": shared_bytes,
+    }
+    return KernelSpec(f"{name}.cu", name, (*quantizer_defines(dtype, vector=vector), *defines.items()))
 
 
-def swiglu_spec(activation: Activation, backward: bool) -> KernelSpec:
-    """The kernel for a SwiGLU of bfloat16 rows or for its gradients."""
-    form = 1 if activation.limit is None else 2 if activation.alpha is None else 3
-    return _spec(torch.bfloat16, "SWIGLU_BACKWARD" if backward else "SWIGLU", True, False, form)
-
-
-def _spec(dtype: torch.dtype, source: str, vector: bool, weighted: bool, form: int) -> KernelSpec:
-    defines = (("SOURCE", source), ("WEIGHTED", int(weighted)), ("FORM", form))
-    return KernelSpec(
-        "quantize_transpose.cu", "quantize_transpose", (*quantizer_defines(dtype, vector=vector), *defines)
-    )
-
-
-def shared_bytes(source: str) -> int:
-    """Dynamic shared memory of a block: the transposed tile, in which the bfloat16 operands of SwiGLU have been."""
-    return BLOCK * BLOCK * 2 * _OPERANDS[source] if source in _OPERANDS else BLOCK * BLOCK
+def kernel_spec(dtype: torch.dtype, vector: bool, weighted: bool) -> KernelSpec:
+    """The kernel of `quantize_with_transpose`; see `tile_spec`."""
+    return tile_spec("quantize_transpose", _Source, dtype, shared_bytes=TILE_BYTES, vector=vector, weighted=weighted)
 
 
 class Plan:
-    """One kernel on the current device with its grid and every argument but the pointers.
+    """A kernel of `tile_spec` on the current device, with its grid and all arguments but the pointers.
 
-    spec: of `rows_spec` or `swiglu_spec`. rows, groups: of the result. column_tiles: blocks of 128 columns of the
-    source. sizes: the other fields of `Arguments`.
+    source: its ``struct Source``, sizes filled in. rows, width, groups: of the results. column_tiles: of 128 columns,
+    the tiles that a row of thread blocks takes.
     """
 
-    def __init__(self, spec: KernelSpec, rows: int, groups: int, column_tiles: int, **sizes: float):
+    def __init__(
+        self,
+        spec: KernelSpec,
+        source: ctypes.Structure,
+        *,
+        rows: int,
+        width: int,
+        groups: int,
+        column_tiles: int,
+        strip: int = STRIP,
+    ):
         row_tiles = padded_rows(rows, groups) // BLOCK
-        self._arguments = Arguments(
+        self._source = source
+        self._results = _Results(
+            width=width,
+            row_scale_pitch=align(rows, 4),
+            column_scale_pitch=align(width, 4),
             num_rows=rows,
             num_groups=groups,
             row_tiles=row_tiles,
             column_tiles=column_tiles,
-            row_scale_pitch=align(rows, 4),
-            column_scale_pitch=align(sizes["width"], 4),
-            **sizes,
+            strip=strip,
         )
         self._launcher = Launcher(
             load(spec),
             grid=row_tiles * column_tiles,
-            block=_THREADS,
-            smem=shared_bytes(dict(spec.defines)["SOURCE"]),
-            args=(self._arguments,),
+            block=_WARPS * WARP,
+            smem=int(dict(spec.defines)["SHARED_BYTES"]),
+            args=(self._results, source),
         )
 
-    def launch(self, stream: int, results: tuple[Tensor, ...], **operands: Tensor | None) -> None:
-        """Enqueue the kernel. results: rows, row_scale, columns, column_scale, offsets; operands: fields by name."""
-        launcher, arguments = self._launcher, self._arguments
+    def launch(self, stream: int, results: Results, groups: Tensor | None, **operands: Tensor | None) -> None:
+        """Enqueue the kernel. groups: offsets (E + 1,), contiguous, or None; operands: fields of `source`."""
+        launcher = self._launcher
         rows, row_scale, columns, column_scale, offsets = results
+        targets = {"rows": rows, "row_scale": row_scale, "columns": columns, "column_scale": column_scale}
         with launcher.lock:
-            arguments.rows = rows.data_ptr()
-            arguments.row_scale = row_scale.data_ptr()
-            arguments.columns = columns.data_ptr()
-            arguments.column_scale = column_scale.data_ptr()
-            arguments.offsets = offsets.data_ptr()
+            for name, value in (*targets.items(), ("offsets", offsets), ("groups", groups)):
+                setattr(self._results, name, _address(value))
             for name, value in operands.items():
-                setattr(arguments, name, 0 if value is None else value.data_ptr())
+                setattr(self._source, name, _address(value))
             launcher.launch(stream)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(device_index: int, spec: KernelSpec, rows: int, groups: int, column_tiles: int, **sizes: float) -> Plan:
-    return Plan(spec, rows, groups, column_tiles, **sizes)
+def _address(value: Tensor | None) -> int:
+    return 0 if value is None else value.data_ptr()
+
+
+_plans: PlanCache[Plan] = PlanCache()
 
 
 def quantize_with_transpose(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None, results: Results
 ) -> None:
     """Fill `results` as ``quant.transpose.quantize_with_transpose`` describes."""
-    rows, columns = results[0], results[2]
-    if not columns.numel():
-        _offsets_only(group_offsets, results)
+    if not results[2].numel():
+        write_offsets(group_offsets, results)
         return
     x = unit_stride(x)
+    group_offsets, tokens, row_weights = (
+        None if value is None else value.contiguous() for value in (group_offsets, tokens, row_weights)
+    )
     num_tokens, features = x.shape
-    vector = not (x.data_ptr() | (features | x.stride(0)) * x.element_size()) & 15
+    rows, groups = results[0].shape[0], results[4].shape[0] - 1
+    row_stride = x.stride(0)
+    vector = not (x.data_ptr() | (features | row_stride) * x.element_size()) & 15
+    strip = STRIP if tokens is None else _GATHER_STRIP
+    weighted = row_weights is not None
     index = x.get_device()
-    with device_guard(index):
-        plan = _plan(
-            *(index, rows_spec(x.dtype, vector, row_weights is not None)),
-            *(rows.shape[0], results[4].shape[0] - 1, ceil_div(features, BLOCK)),
+
+    def build() -> Plan:
+        return Plan(
+            kernel_spec(x.dtype, vector, weighted),
+            _Source(row_stride=row_stride, num_tokens=num_tokens),
+            rows=rows,
             width=features,
-            row_stride=x.stride(0),
-            num_tokens=num_tokens,
-            strip=_STRIP if tokens is None else _GATHER_STRIP,
+            groups=groups,
+            column_tiles=ceil_div(features, BLOCK),
+            strip=strip,
         )
-        operands = {"groups": _contiguous(group_offsets), "tokens": _contiguous(tokens)}
-        plan.launch(current_stream(index), results, x=x, weights=_contiguous(row_weights), **operands)
 
-
-def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, activation: Activation, results: Results) -> None:
-    """Fill `results` as ``kernels.swiglu_training.swiglu_quantize`` describes."""
-    rows, columns = results[0], results[2]
-    if not columns.numel():
-        _offsets_only(group_offsets, results)
-        return
-    gate_up = _vectors(gate_up)
-    num_rows, width = rows.shape
-    index = gate_up.get_device()
+    key = (index, x.dtype, vector, weighted, num_tokens, features, row_stride, rows, groups, strip)
     with device_guard(index):
-        plan = _plan(
-            *(index, swiglu_spec(activation, backward=False), num_rows, results[4].shape[0] - 1, width // BLOCK),
-            width=width,
-            row_stride=gate_up.stride(0),
-            strip=_STRIP,
-            **_form(activation),
-        )
-        plan.launch(current_stream(index), results, x=gate_up, groups=_contiguous(group_offsets))
+        plan = _plans.get(key, build)
+        plan.launch(current_stream(index), results, group_offsets, x=x, tokens=tokens, weights=row_weights)
 
 
-def swiglu_backward_quantize(
-    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, activation: Activation, results: Results
-) -> Tensor:
-    """Fill `results` as ``kernels.swiglu_training.swiglu_backward_quantize`` describes, and return the dots (R,)."""
-    rows, columns = results[0], results[2]
-    num_rows, width = rows.shape
-    if not columns.numel():
-        _offsets_only(group_offsets, results)
-        return torch.zeros(num_rows, dtype=torch.float32, device=gate_up.device)
-    gate_up, grad = _vectors(gate_up), _vectors(grad)
-    column_tiles = width // 2 // BLOCK
-    # A part of each dot per tile, summed in a fixed order below.
-    dots = torch.empty((column_tiles, num_rows), dtype=torch.float32, device=gate_up.device)
-    index = gate_up.get_device()
-    with device_guard(index):
-        plan = _plan(
-            *(index, swiglu_spec(activation, backward=True), num_rows, results[4].shape[0] - 1, column_tiles),
-            width=width,
-            row_stride=gate_up.stride(0),
-            grad_stride=grad.stride(0),
-            strip=_STRIP,
-            **_form(activation),
-        )
-        operands = {"x": gate_up, "grad": grad, "weights": _contiguous(row_weights)}
-        plan.launch(current_stream(index), results, groups=_contiguous(group_offsets), dots=dots, **operands)
-    return dots.sum(0)
-
-
-def _form(activation: Activation) -> dict[str, float]:
-    return {"limit": activation.limit or 0.0, "alpha": activation.alpha or 0.0}
-
-
-def _offsets_only(group_offsets: Tensor | None, results: Results) -> None:
+def write_offsets(group_offsets: Tensor | None, results: Results) -> None:
     """Fill `results` where there is nothing to quantize."""
     results[4].copy_(pad_groups(group_offsets, results[0].shape[0], results[4].device)[2])
-
-
-def _contiguous(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()
-
-
-def _vectors(x: Tensor) -> Tensor:
-    """x with every row at a multiple of 16 bytes: itself where it lies so, otherwise a copy."""
-    x = unit_stride(x)
-    if (x.data_ptr() | x.stride(0) * x.element_size()) & 15:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x

@@ -7,15 +7,10 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant import reference
-from fp8moe.quant.formats import BLOCK
+from fp8moe.quant.formats import BLOCK, padded_rows
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Data and scale of the rows, data and scale of the columns, padded offsets."""
-
-
-def padded_rows(rows: int, groups: int) -> int:
-    """A multiple of 128 that holds `rows` rows in `groups` groups, each padded to a multiple of 128, for any sizes."""
-    return (rows + (BLOCK - 1) * torch.sym_min(groups, rows)) // BLOCK * BLOCK
 
 
 def quantize_with_transpose(

@@ -13,7 +13,7 @@ import torch
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import reference as routing_reference
+from fp8moe.kernels.experts import reference
 from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
@@ -89,18 +89,18 @@ def differing(got: torch.Tensor, expected: torch.Tensor) -> int:
 def sort_errors(tokens: int, top_k: int, num_experts: int, capacity: int | None, dtype: torch.dtype) -> int:
     index = random_index(tokens, top_k, num_experts, dtype)
     got = sort_by_expert(index.cuda(), num_experts, capacity=capacity)
-    expected = routing_reference.sort_by_expert(index, num_experts, capacity)
+    expected = reference.sort_by_expert(index, num_experts, capacity)
     return sum(map(differing, got, expected))
 
 
 def permute_errors(tokens: int, hidden: int, top_k: int, num_experts: int, dtype: torch.dtype) -> int:
     x = torch.randn(tokens, hidden).to(dtype)
-    groups, rows = routing_reference.sort_by_expert(random_index(tokens, top_k, num_experts), num_experts, None)
+    groups, rows = reference.sort_by_expert(random_index(tokens, top_k, num_experts), num_experts, None)
     num_rows = int(groups[-1]) * 3 // 4 + 1  # some rows are past the end
     used = torch.zeros(num_rows, dtype=torch.bool)
     used[rows[(rows >= 0) & (rows < num_rows)].long()] = True
     data, scale = permute_quantize(x.cuda(), rows.cuda(), num_rows)
-    expected_data, expected_scale = routing_reference.permute_quantize(x, rows, num_rows)
+    expected_data, expected_scale = reference.permute_quantize(x, rows, num_rows)
     data_errors = differing(data.cpu().view(torch.uint8)[used], expected_data.view(torch.uint8)[used])
     return data_errors + differing(scale.cpu()[used], expected_scale[used])
 
@@ -114,11 +114,11 @@ def combine_errors(
     weight_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> int:
-    groups, rows = routing_reference.sort_by_expert(random_index(tokens, top_k, num_experts), num_experts, None)
+    groups, rows = reference.sort_by_expert(random_index(tokens, top_k, num_experts), num_experts, None)
     y = torch.randn(int(groups[-1]) * 3 // 4 + 1, hidden).to(y_dtype)
     weights = torch.rand(tokens, top_k).to(weight_dtype)
     got = combine(y.cuda(), rows.cuda(), weights.cuda(), out_dtype)
-    return differing(got, routing_reference.combine(y, rows, weights, out_dtype))
+    return differing(got, reference.combine(y, rows, weights, out_dtype))
 
 
 def random_rows(*shape: int) -> fp8moe.FP8Tensor:

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from fp8moe.kernels.experts import combine_plan as combine_cuda
-from fp8moe.kernels.experts import reference as routing_reference
-from fp8moe.kernels.experts.combine import DTYPES, combine
+from fp8moe.kernels.experts import combine_plan, reference
+from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.quant.quantize import INPUT_DTYPES
 from fp8moe.runtime.launch import current_stream, device_guard
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ def write(y, rows, weights, out_dtype):
     out = torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda")
     index = y.get_device()
     with device_guard(index):
-        plan = combine_cuda.plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, index)
+        plan = combine_plan.plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, index)
         plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), out.data_ptr())
     assert (out[size:] == MARK).all()
     return out[:size].view(out_dtype).view(tokens, hidden)
@@ -46,13 +46,13 @@ def write(y, rows, weights, out_dtype):
 
 def assert_matches(y, rows, weights, out_dtype):
     out = write(y, rows, weights, out_dtype)
-    expected = routing_reference.combine(y, rows, weights, out_dtype)
+    expected = reference.combine(y, rows, weights, out_dtype)
     assert out.dtype == expected.dtype and torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("tokens,hidden,top_k", SIZES)
-@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, DTYPES, DTYPES)), ids=str)
+@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, INPUT_DTYPES, INPUT_DTYPES)), ids=str)
 def test_sizes(tokens, hidden, top_k, dtypes):
     y_dtype, weight_dtype, out_dtype = dtypes
     for num_rows in (1, tokens * top_k):
@@ -62,7 +62,7 @@ def test_sizes(tokens, hidden, top_k, dtypes):
 
 def test_equals_the_reference_on_the_cpu():
     y, weights, rows = random(300, 1000, dtype=torch.bfloat16), random(40, 8), random_rows(40, 8, 300)
-    for out_dtype in DTYPES:
+    for out_dtype in INPUT_DTYPES:
         got = combine(y, rows, weights, out_dtype)
         assert torch.equal(got.cpu(), combine(y.cpu(), rows.cpu(), weights.cpu(), out_dtype))
 
@@ -94,7 +94,7 @@ def test_rows_out_of_range():
 def test_results_beyond_the_range_of_the_output():
     y = torch.tensor([[7e4, -7e4, 65519.0, 65520.0, 1e-8, 3e38, -3e38, 6e-8]], device="cuda")
     rows = torch.zeros(1, 2, dtype=torch.int32, device="cuda")
-    for out_dtype in DTYPES:
+    for out_dtype in INPUT_DTYPES:
         for weight in (0.5, 1.0):
             assert_matches(y, rows, torch.full((1, 2), weight, device="cuda"), out_dtype)
 
@@ -110,7 +110,7 @@ def test_operator_on_strided_operands():
     ):
         for w, r in ((weights, rows), (weights.t(), rows.t()), (weights[:, 3:20], rows[:, 3:20])):
             torch.full((50 * 400 * 4,), MARK, dtype=torch.uint8, device="cuda")
-            assert torch.equal(combine(y, r, w, torch.float32), routing_reference.combine(y, r, w, torch.float32))
+            assert torch.equal(combine(y, r, w, torch.float32), reference.combine(y, r, w, torch.float32))
 
 
 @pytest.mark.parametrize("tokens,hidden,top_k,num_rows", [(0, 128, 8, 0), (3, 0, 2, 6), (3, 32, 0, 4), (3, 32, 2, 0)])
@@ -144,8 +144,8 @@ def test_cuda_graph_with_changed_input():
         weights.copy_(random(77, 8, seed=seed))
         index.random_(0, 32 + 30 * seed)
         graph.replay()
-        rows = routing_reference.sort_by_expert(index, 32, None)[1]
-        assert torch.equal(out, routing_reference.combine(y, rows, weights, torch.bfloat16))
+        rows = reference.sort_by_expert(index, 32, None)[1]
+        assert torch.equal(out, reference.combine(y, rows, weights, torch.bfloat16))
 
 
 def test_past_two_to_the_31_elements():
@@ -157,7 +157,7 @@ def test_past_two_to_the_31_elements():
     weights = random(tokens, top_k)
     out = combine(y, rows, weights, torch.bfloat16)
     for some in (slice(0, 100), slice(tokens // 2, tokens // 2 + 100), slice(tokens - 100, tokens)):
-        assert torch.equal(out[some], routing_reference.combine(y, rows[some], weights[some], torch.bfloat16))
+        assert torch.equal(out[some], reference.combine(y, rows[some], weights[some], torch.bfloat16))
     del out, y
     y = torch.ones(1, 8, dtype=torch.bfloat16, device="cuda")
     tokens = (1 << 28) + 1

@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels.experts import permute_plan as permute_cuda
-from fp8moe.kernels.experts import reference as routing_reference
+from fp8moe.kernels.experts import permute_plan, reference
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
@@ -48,7 +47,7 @@ def write(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> tuple[torch.Ten
     scale = torch.full((4 * k_blocks * pitch + guard,), MARK, dtype=torch.uint8, device="cuda")
     index = x.get_device()
     with device_guard(index):
-        plan = permute_cuda.plan(tokens, hidden, rows.shape[1], num_rows, x.stride(0), x.dtype, index)
+        plan = permute_plan.plan(tokens, hidden, rows.shape[1], num_rows, x.stride(0), x.dtype, index)
         plan.launch(current_stream(index), x.data_ptr(), rows.data_ptr(), data.data_ptr(), scale.data_ptr())
     assert (data[-guard:] == MARK).all() and (scale[-guard:] == MARK).all()
     return data[:-guard].view(num_rows, hidden), scale[:-guard].view(torch.int32).view(k_blocks, pitch)
@@ -56,7 +55,7 @@ def write(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> tuple[torch.Ten
 
 def assert_matches(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
     data, scale = write(x, rows, num_rows)
-    expected_data, expected_scale = routing_reference.permute_quantize(x, rows, num_rows)
+    expected_data, expected_scale = reference.permute_quantize(x, rows, num_rows)
     used = torch.zeros(num_rows + 1, dtype=torch.bool, device="cuda")
     used[torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).flatten().long()] = True
     used = used[:num_rows]
@@ -114,7 +113,7 @@ def test_operator():
     for x in (wide[:, :576], wide[:, 8:584], wide[:, 1:33], wide.t()[:576].t(), wide[:1, :592].expand(50, -1)):
         torch.full((200 * 592,), MARK, dtype=torch.uint8, device="cuda")
         data, scale = permute_quantize(x, rows, 200)
-        expected = routing_reference.permute_quantize(x, rows, 200)
+        expected = reference.permute_quantize(x, rows, 200)
         assert data.is_contiguous() and scale.stride() == expected[1].stride()
         assert torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scale, expected[1])
         data, scale = permute_quantize(x, rows.t().contiguous().t(), 200)
@@ -150,10 +149,10 @@ def test_cuda_graph_with_changed_input():
         x.copy_(random(77, 1040, seed=seed))
         index.random_(0, 32 + 30 * seed)
         graph.replay()
-        groups, expected_rows = routing_reference.sort_by_expert(index, 32, None)
+        groups, expected_rows = reference.sort_by_expert(index, 32, None)
         assert torch.equal(rows, expected_rows)
         used = int(groups[-1])
-        expected_data, expected_scale = routing_reference.permute_quantize(x, rows, 616)
+        expected_data, expected_scale = reference.permute_quantize(x, rows, 616)
         assert torch.equal(data.view(torch.uint8)[:used], expected_data.view(torch.uint8)[:used])
         assert torch.equal(scale[:used], expected_scale[:used])
 
@@ -166,7 +165,7 @@ def test_past_two_to_the_31_elements():
     rows = torch.randperm(num_rows, device="cuda").int().view(tokens, top_k)
     data, scale = permute_quantize(x, rows, num_rows)
     for some in (slice(0, 100), slice(tokens // 2, tokens // 2 + 100), slice(tokens - 100, tokens)):
-        expected_data, expected_scale = routing_reference.permute_quantize(
+        expected_data, expected_scale = reference.permute_quantize(
             x[some], torch.arange(100, dtype=torch.int32, device="cuda")[:, None], 100
         )
         for k in range(top_k):

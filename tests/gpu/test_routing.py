@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from fp8moe.kernels.experts import combine_plan as combine_cuda
-from fp8moe.kernels.experts import permute_plan as permute_cuda
-from fp8moe.kernels.experts import reference as routing_reference
-from fp8moe.kernels.experts import routing_plan as routing_cuda
+from fp8moe.kernels.experts import combine_plan, permute_plan, reference, routing_plan
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime.launch import current_stream, device_guard
@@ -37,7 +34,7 @@ def poison(numel: int) -> None:
 def assert_matches(index, num_experts, capacity=None):
     poison(index.numel())
     got = sort_by_expert(index, num_experts, capacity=capacity)
-    expected = routing_reference.sort_by_expert(index, num_experts, capacity)
+    expected = reference.sort_by_expert(index, num_experts, capacity)
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == torch.int32 and a.is_contiguous() and torch.equal(a, b)
 
@@ -121,7 +118,7 @@ def test_cuda_graph_with_changed_input(tokens):
         index.copy_(random_index(tokens, 8, 256, seed=seed, margin=100 * seed))
         graph.replay()
         for got, capacity in zip(results, (None, 40), strict=True):
-            expected = routing_reference.sort_by_expert(index, 256, capacity)
+            expected = reference.sort_by_expert(index, 256, capacity)
             assert all(map(torch.equal, got, expected))
 
 
@@ -136,7 +133,7 @@ def test_two_streams():
                 results.append((index, sort_by_expert(index, 256)))
     torch.cuda.synchronize()
     for index, got in results:
-        assert all(map(torch.equal, got, routing_reference.sort_by_expert(index, 256, None)))
+        assert all(map(torch.equal, got, reference.sort_by_expert(index, 256, None)))
 
 
 @pytest.mark.parametrize("tokens,hidden", [(1, 7168), (5, 576), (700, 1040)])
@@ -166,9 +163,9 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
         for seed in range(20)
     ]
     with device_guard(index):
-        sort = routing_cuda.plan(num_rows, num_experts, None, torch.int64, index, pdl=True)
-        permute = permute_cuda.plan(tokens, hidden, top_k, num_rows, hidden, torch.bfloat16, index, pdl=True)
-        combine = combine_cuda.plan(
+        sort = routing_plan.plan(num_rows, num_experts, None, torch.int64, index, pdl=True)
+        permute = permute_plan.plan(tokens, hidden, top_k, num_rows, hidden, torch.bfloat16, index, pdl=True)
+        combine = combine_plan.plan(
             tokens, hidden, top_k, num_rows, torch.bfloat16, torch.float32, torch.bfloat16, index, pdl=True
         )
     stream = current_stream(index)
@@ -182,15 +179,15 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
         results.append(buffer.clone())
     for (top_k_index, x), result in zip(inputs, results, strict=True):
         views = [result[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        expected_groups, expected_rows = routing_reference.sort_by_expert(top_k_index, num_experts, None)
+        expected_groups, expected_rows = reference.sort_by_expert(top_k_index, num_experts, None)
         assert torch.equal(views[0].view(torch.int32), expected_groups)
         assert torch.equal(views[1].view(torch.int32), expected_rows.flatten())
         used = int(expected_groups[-1])
-        expected_data, expected_scale = routing_reference.permute_quantize(x, expected_rows, num_rows)
+        expected_data, expected_scale = reference.permute_quantize(x, expected_rows, num_rows)
         got_scale = views[3].view(torch.float32).view(k_blocks, pitch)
         assert torch.equal(views[2].view(num_rows, hidden)[:used], expected_data[:used].view(torch.uint8))
         assert torch.equal(got_scale[:, :used], expected_scale[:used].t())
-        expected = routing_reference.combine(y, expected_rows, weights, torch.bfloat16)
+        expected = reference.combine(y, expected_rows, weights, torch.bfloat16)
         assert torch.equal(views[4].view(torch.bfloat16).view(tokens, hidden), expected)
         for start, size, end in zip(starts, sizes, starts[1:], strict=False):
             assert (result[start + size : end] == 0xAB).all()

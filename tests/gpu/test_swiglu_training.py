@@ -8,9 +8,8 @@ import torch
 
 from benchmarks.operands import exact
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import swiglu_quantize_reference as swiglu_training_reference
+from fp8moe.kernels.experts import swiglu_quantize_plan, swiglu_quantize_reference
 from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.quant import transpose_plan as transpose_cuda
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 from tests.errors import relative_error
@@ -39,9 +38,9 @@ def run(gate_up, grad, row_weights, groups, activation) -> tuple[list, list, tor
     """Results and the memory they are in, of the forward and of the backward, and the dots."""
     rows, size = grad.shape
     forward, forward_memory = marked_results(rows, size, len(groups) - 1)
-    transpose_cuda.swiglu_quantize(gate_up, groups, activation, forward)
+    swiglu_quantize_plan.swiglu_quantize(gate_up, groups, activation, forward)
     backward, backward_memory = marked_results(rows, 2 * size, len(groups) - 1)
-    dots = transpose_cuda.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation, backward)
+    dots = swiglu_quantize_plan.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation, backward)
     return [forward, backward], [forward_memory, backward_memory], dots
 
 
@@ -49,11 +48,11 @@ def assert_matches(gate_up, grad, row_weights, groups, activation) -> None:
     """Finite operands: the reference's results up to the last bit of an exponential."""
     rows = len(grad)
     both, memory, dots = run(gate_up, grad, row_weights, groups, activation)
-    forward = swiglu_training_reference.swiglu_quantize(gate_up, groups, activation)
-    backward, exact_dots = swiglu_training_reference.swiglu_backward_quantize(
+    forward = swiglu_quantize_reference.swiglu_quantize(gate_up, groups, activation)
+    backward, exact_dots = swiglu_quantize_reference.swiglu_backward_quantize(
         gate_up.double(), grad.double(), row_weights.double(), groups, activation
     )
-    backward, _ = swiglu_training_reference.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation)
+    backward, _ = swiglu_quantize_reference.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation)
     for got, want, buffers in zip(both, (forward, backward), memory, strict=True):
         used = used_parts(got, groups, rows)
         assert torch.equal(got[4], want[4])

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.quant import transpose_plan as transpose_cuda
-from fp8moe.quant import transpose_reference
+from fp8moe.quant import transpose_plan, transpose_reference
+from fp8moe.quant.formats import padded_rows
 from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
-from fp8moe.quant.transpose import empty_results, padded_rows, quantize_with_transpose
+from fp8moe.quant.transpose import empty_results, quantize_with_transpose
 from tests import random_values
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +72,7 @@ def assert_matches(x, group_offsets=None, tokens=None, row_weights=None) -> None
     rows = x.shape[0] if tokens is None else tokens.shape[0]
     groups = 1 if group_offsets is None else group_offsets.shape[0] - 1
     results, buffers = marked_results(rows, x.shape[1], groups)
-    transpose_cuda.quantize_with_transpose(x, group_offsets, tokens, row_weights, results)
+    transpose_plan.quantize_with_transpose(x, group_offsets, tokens, row_weights, results)
     expected = transpose_reference.quantize_with_transpose(x, group_offsets, tokens, row_weights)
     assert torch.equal(results[4], expected[4])
     for got, want, used in zip(results, expected, used_parts(results, group_offsets, rows), strict=False):
@@ -210,8 +210,8 @@ def test_empty(rows, features, tokens):
 
 @pytest.mark.parametrize("strip", [1, 3, 100])
 def test_order_of_tiles_does_not_matter(strip, monkeypatch):
-    monkeypatch.setattr(transpose_cuda, "_STRIP", strip)
-    monkeypatch.setattr(transpose_cuda, "_GATHER_STRIP", strip)
+    monkeypatch.setattr(transpose_plan, "STRIP", strip)
+    monkeypatch.setattr(transpose_plan, "_GATHER_STRIP", strip)
     groups = offsets_of((0, 130, 500))
     assert_matches(random(500, 1040), groups)
     assert_matches(random(50, 1040), groups, torch.randint(0, 50, (500,), dtype=torch.int32, device="cuda"))
@@ -225,7 +225,7 @@ def test_same_bits_every_time():
 
     def run() -> list[torch.Tensor]:
         results, _ = marked_results(700, 1040, 3)
-        transpose_cuda.quantize_with_transpose(x, groups, tokens, weights, results)
+        transpose_plan.quantize_with_transpose(x, groups, tokens, weights, results)
         return [bits(part) for part in results]
 
     first = run()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe.quant import transpose_fp8_plan as transpose_fp8_cuda
+from fp8moe.quant import transpose_fp8_plan
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.quant.transpose_fp8 import transpose_fp8
@@ -35,9 +35,9 @@ def write(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
     data_out = torch.full((data.numel() + guard,), MARK, dtype=torch.uint8, device="cuda")
     scale_out = torch.full((4 * scale.numel() + guard,), MARK, dtype=torch.uint8, device="cuda")
     index = data.get_device()
-    load_vector = not (data.data_ptr() | k) & 15
+    load_aligned = not (data.data_ptr() | k) & 15
     with device_guard(index):
-        plan = transpose_fp8_cuda.plan(n, k, *scale.shape[-2:], scale.numel(), load_vector, index)
+        plan = transpose_fp8_plan.plan(n, k, *scale.shape[-2:], scale.numel(), load_aligned, index)
         pointers = (data.data_ptr(), scale.data_ptr(), data_out.data_ptr(), scale_out.data_ptr())
         plan.launch(current_stream(index), *pointers)
     assert (data_out[-guard:] == MARK).all() and (scale_out[-guard:] == MARK).all()

@@ -1,25 +1,19 @@
-"""Checks of the arguments of an experts layer, in the manner of `checks`."""
+"""Checks of the arguments of an experts layer and of its steps, in the manner of `runtime.checks`."""
 
 import torch
 from torch import Tensor
 
-from fp8moe.quant.checks import FLOAT32, check_scale, fp8_data
-from fp8moe.quant.formats import ceil_div
+from fp8moe.kernels.experts.operands import Operands
+from fp8moe.quant.checks import check_floating, check_groups, check_scale, check_vector, fp8_data
+from fp8moe.quant.formats import BLOCK, ceil_div
+
+MAX_EXPERTS = 1024
 
 
-def experts(
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    gated: bool,
-    capacity: int | None,
-) -> None:
+def experts(operands: Operands, gated: bool, capacity: int | None = None) -> None:
     """Dtypes, shapes and devices of the input and the parameters."""
-    _floating("hidden_states", hidden_states)
+    hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale = operands
+    check_floating("hidden_states", hidden_states)
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
     count, rows, hidden = fp8_data(up_name, up, "(E, 2I, H)" if gated else "(E, I, H)")
@@ -31,7 +25,7 @@ def experts(
             f"hidden_states: expected shape (T, {hidden}) to match {up_name} {tuple(up.shape)}, "
             f"got {tuple(hidden_states.shape)}"
         )
-    _routing(top_k_index, top_k_weights, hidden_states)
+    _routed(top_k_index, top_k_weights, hidden_states)
     if fp8_data("down_proj", down, "(E, H, I)") != (count, hidden, size):
         raise ValueError(
             f"down_proj: expected shape {(count, hidden, size)} to match {up_name} {tuple(up.shape)}, "
@@ -41,20 +35,19 @@ def experts(
     for name, value in ((up_name, up), ("down_proj", down)):
         if value.device != device:
             raise ValueError(f"{name}: expected on {device} like hidden_states, got {value.device}")
-    blocks, hidden_blocks = ceil_div(size, 128), ceil_div(hidden, 128)
+    blocks, hidden_blocks = ceil_div(size, BLOCK), ceil_div(hidden, BLOCK)
     check_scale(f"{up_name}_scale_inv", up_scale, (count, projections * blocks, hidden_blocks), device)
     check_scale("down_proj_scale_inv", down_scale, (count, hidden_blocks, blocks), device)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity: expected at least one row an expert, got {capacity}")
 
 
-def _routing(index: Tensor, weights: Tensor, hidden_states: Tensor) -> None:
+def _routed(index: Tensor, weights: Tensor, hidden_states: Tensor) -> None:
     device = hidden_states.device
-    if index.dtype is not torch.int32 and index.dtype is not torch.int64:
-        raise TypeError(f"top_k_index: expected int32 or int64, got {index.dtype}")
+    _index_dtype(index)
     if index.dim() != 2 or index.shape[0] != hidden_states.shape[0]:
         raise ValueError(f"top_k_index: expected shape ({hidden_states.shape[0]}, top_k), got {tuple(index.shape)}")
-    _floating("top_k_weights", weights)
+    check_floating("top_k_weights", weights)
     if weights.shape != index.shape:
         raise ValueError(
             f"top_k_weights: expected shape {tuple(index.shape)} like top_k_index, got {tuple(weights.shape)}"
@@ -64,7 +57,77 @@ def _routing(index: Tensor, weights: Tensor, hidden_states: Tensor) -> None:
             raise ValueError(f"{name}: expected on {device} like hidden_states, got {value.device}")
 
 
-def _floating(name: str, value: Tensor) -> None:
-    dtype = value.dtype
-    if dtype is not torch.bfloat16 and dtype is not torch.float16 and dtype is not FLOAT32:
-        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
+def _index_dtype(top_k_index: Tensor) -> None:
+    if top_k_index.dtype is not torch.int32 and top_k_index.dtype is not torch.int64:
+        raise TypeError(f"top_k_index: expected int32 or int64, got {top_k_index.dtype}")
+
+
+def routing(top_k_index: Tensor, num_experts: int, capacity: int | None) -> None:
+    """Dtype and sizes of the arguments of `sort_by_expert`."""
+    _index_dtype(top_k_index)
+    if top_k_index.dim() != 2 or top_k_index.shape[0] * top_k_index.shape[1] >= 1 << 31:
+        raise ValueError(f"top_k_index: expected shape (T, K) with T * K < 2**31, got {tuple(top_k_index.shape)}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
+    if capacity is not None and not 0 <= num_experts * capacity < 1 << 31:
+        raise ValueError(f"capacity: expected 0 <= {num_experts} * capacity < 2**31, got {capacity}")
+
+
+def permute(x: Tensor, rows: Tensor, num_rows: int) -> None:
+    """Dtypes, sizes and devices of the arguments of `permute_quantize`."""
+    check_floating("x", x)
+    if x.dim() != 2 or x.shape[1] % 16:
+        raise ValueError(f"x: expected shape (T, H) with H a multiple of 16, got {tuple(x.shape)}")
+    _rows(rows, x.shape[0], x.device, "x")
+    if not 0 <= num_rows < 1 << 31:
+        raise ValueError(f"num_rows: expected 0 to 2**31 - 1, got {num_rows}")
+
+
+def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> None:
+    """Dtypes, sizes and devices of the arguments of `combine`."""
+    if y.dtype is not torch.bfloat16 and y.dtype is not torch.float32:
+        raise TypeError(f"y: expected bfloat16 or float32, got {y.dtype}")
+    if y.dim() != 2 or y.shape[1] % 8 or y.shape[0] >= 1 << 31:
+        raise ValueError(f"y: expected shape (R, H) with R < 2**31 and H a multiple of 8, got {tuple(y.shape)}")
+    _rows(rows, None, y.device, "y")
+    check_floating("weights", weights)
+    if weights.shape != rows.shape:
+        raise ValueError(f"weights: expected shape {tuple(rows.shape)} like rows, got {tuple(weights.shape)}")
+    if weights.device != y.device:
+        raise ValueError(f"weights: expected on {y.device} like y, got {weights.device}")
+    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
+
+
+def _rows(rows: Tensor, tokens: int | None, device: torch.device, beside: str) -> None:
+    """Dtype, shape and device of the rows of assignments; tokens: how many, None for any number."""
+    if rows.dtype is not torch.int32:
+        raise TypeError(f"rows: expected int32, got {rows.dtype}")
+    if rows.dim() != 2 or (tokens is not None and rows.shape[0] != tokens):
+        expected = "(T, K)" if tokens is None else f"({tokens}, K)"
+        raise ValueError(f"rows: expected shape {expected}, got {tuple(rows.shape)}")
+    if rows.device != device:
+        raise ValueError(f"rows: expected on {device} like {beside}, got {rows.device}")
+
+
+def swiglu(gate_up: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
+    """Dtype, sizes and devices of the arguments of `swiglu_quantize`. Returns R, I and E."""
+    if gate_up.dtype is not torch.bfloat16:
+        raise TypeError(f"gate_up: expected bfloat16, got {gate_up.dtype}")
+    if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK):
+        raise ValueError(f"gate_up: expected shape (R, 2 * I) with I a multiple of {BLOCK}, got {tuple(gate_up.shape)}")
+    rows, features = gate_up.shape
+    return rows, features // 2, check_groups(group_offsets, rows, gate_up.device)
+
+
+def swiglu_backward(gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
+    """The same of `swiglu_backward_quantize`."""
+    rows, size, groups = swiglu(gate_up, group_offsets)
+    if grad.dtype is not torch.bfloat16:
+        raise TypeError(f"grad: expected bfloat16, got {grad.dtype}")
+    if grad.shape != (rows, size):
+        raise ValueError(f"grad: expected shape {(rows, size)}, got {tuple(grad.shape)}")
+    if grad.device != gate_up.device:
+        raise ValueError(f"grad: expected on {gate_up.device} like gate_up, got {grad.device}")
+    check_vector("row_weights", row_weights, torch.float32, rows, gate_up.device)
+    return rows, size, groups

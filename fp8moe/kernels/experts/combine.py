@@ -3,15 +3,11 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts import combine_plan as combine_cuda
-from fp8moe.kernels.experts import reference as routing_reference
-from fp8moe.kernels.experts.permute import check_rows
+from fp8moe.kernels.experts import checks, combine_plan, reference
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
 from fp8moe.runtime.operators import define
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -31,31 +27,14 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) ->
     return autograd.run(_combine_op, "fp8moe.kernels.experts.combine", y, rows, weights, out_dtype)
 
 
-def check(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> None:
-    """Dtypes, sizes and devices of the arguments of `combine`."""
-    if y.dtype is not torch.bfloat16 and y.dtype is not torch.float32:
-        raise TypeError(f"y: expected bfloat16 or float32, got {y.dtype}")
-    if y.dim() != 2 or y.shape[1] % 8 or y.shape[0] >= 1 << 31:
-        raise ValueError(f"y: expected shape (R, H) with R < 2**31 and H a multiple of 8, got {tuple(y.shape)}")
-    check_rows(rows, None, y.device, "y")
-    if weights.dtype not in DTYPES:
-        raise TypeError(f"weights: expected bfloat16, float16 or float32, got {weights.dtype}")
-    if weights.shape != rows.shape:
-        raise ValueError(f"weights: expected shape {tuple(rows.shape)} like rows, got {tuple(weights.shape)}")
-    if weights.device != y.device:
-        raise ValueError(f"weights: expected on {y.device} like y, got {weights.device}")
-    if out_dtype not in DTYPES:
-        raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
-
-
 def _combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
-    check(y, rows, weights, out_dtype)
-    backend = combine_cuda if use_cuda(y) else routing_reference
+    checks.combine(y, rows, weights, out_dtype)
+    backend = combine_plan if use_cuda(y) else reference
     return backend.combine(y, rows, weights, out_dtype)
 
 
 def _combine_fake(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
-    check(y, rows, weights, out_dtype)
+    checks.combine(y, rows, weights, out_dtype)
     return y.new_empty((rows.shape[0], y.shape[1]), dtype=out_dtype)
 
 

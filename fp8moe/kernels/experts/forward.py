@@ -5,17 +5,16 @@ and quantization; GEMM 2; each token's weighted sum over its rows.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import checks as experts_checks
-from fp8moe.kernels.experts import plan as experts_cuda
+from fp8moe.kernels.experts import checks, plan
 from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts.operands import Operands, pad_columns, pad_weights, without_padding
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.gemm.grouped import compute, grouped_gemm_swiglu
-from fp8moe.quant.formats import FP8Tensor, ceil_div
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
@@ -62,56 +61,34 @@ def experts(
     )
 
 
-def _experts(
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    name: str,
-    gated: bool,
-    limit: float | None,
-    alpha: float | None,
-    capacity: int | None,
-) -> Tensor:
-    activation = Activation(limit, alpha, name, gated)
-    operands = (hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale)
-    plan = experts_cuda.find_plan(operands, activation, capacity)
-    if plan is not None:
-        return plan.run(*operands)
-    experts_checks.experts(*operands, gated, capacity)
-    hidden, size = down.shape[1:]
-    if not (top_k_index.numel() and up.shape[0] and size and hidden):
-        return torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
-    pad_hidden, pad_size = -hidden % 16, -size % 16
-    if pad_hidden or pad_size:
-        # Zeros fall into blocks that are there already, so the scales stay as they are.
-        hidden_states = F.pad(hidden_states, (0, pad_hidden))
-        projections = up.view(torch.uint8).unflatten(1, (-1, size))
-        up = F.pad(projections, (0, pad_hidden, 0, pad_size)).flatten(1, 2).view(up.dtype)
-        down = F.pad(down.view(torch.uint8), (0, pad_size, 0, pad_hidden)).view(down.dtype)
-    operands = (hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale)
-    if activation.is_swiglu and use_cuda(hidden_states):
-        out = experts_cuda.experts(operands, activation, capacity)
+def _arguments(*arguments) -> tuple[Operands, Activation, int | None]:
+    """The operator's arguments, in the order of its schema."""
+    name, gated, limit, alpha, capacity = arguments[7:]
+    return Operands(*arguments[:7]), Activation(limit, alpha, name, gated), capacity
+
+
+def _experts(*arguments) -> Tensor:
+    operands, activation, capacity = _arguments(*arguments)
+    known = plan.find(operands, activation, capacity)
+    if known is not None:
+        return known.run(operands)
+    checks.experts(operands, activation.gated, capacity)
+    x, up, down = operands.hidden_states, operands.up, operands.down
+    hidden = x.shape[1]
+    if not (operands.top_k_index.numel() and up.numel() and down.numel()):
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    up, down = pad_weights(up, down, 16)
+    operands = operands._replace(hidden_states=pad_columns(x, up.shape[2]), up=up, down=down)
+    if activation.is_swiglu and use_cuda(x):
+        out = plan.experts(operands, activation, capacity)
     else:
-        out = _composed(*operands, activation, capacity)
-    return out[:, :hidden].clone(memory_format=torch.contiguous_format) if pad_hidden else out
+        out = _composed(operands, activation, capacity)
+    return without_padding(out, hidden)
 
 
-def _composed(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    activation: Activation,
-    capacity: int | None,
-) -> Tensor:
+def _composed(operands: Operands, activation: Activation, capacity: int | None) -> Tensor:
     """The layer from its five operators, for any backend."""
+    x, top_k_index, top_k_weights, up, up_scale, down, down_scale = operands
     count = up.shape[0]
     expected_m = ceil_div(top_k_index.numel(), count)
     num_rows = top_k_index.numel() if capacity is None else count * capacity
@@ -122,7 +99,7 @@ def _composed(
             a, FP8Tensor(up, up_scale), groups, activation=activation, max_m=capacity, expected_m=expected_m
         )
     else:
-        projected = _project(a, up, up_scale, groups, activation.gated, capacity, expected_m)
+        projected = _project(a, FP8Tensor(up, up_scale), groups, activation.gated, capacity, expected_m)
         intermediate = quantize_1x128(activation(projected))
         del projected
     del a  # its memory may serve the result of GEMM 2
@@ -132,31 +109,23 @@ def _composed(
     return combine(y, rows, top_k_weights, x.dtype)
 
 
-def _project(
-    a: FP8Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    groups: Tensor,
-    gated: bool,
-    capacity: int | None,
-    expected_m: int,
-) -> Tensor:
+def _project(a: FP8Tensor, up: FP8Tensor, groups: Tensor, gated: bool, capacity: int | None, expected_m: int) -> Tensor:
     """GEMM 1 in float32: (rows, 2I), gate and up, or (rows, I)."""
-    parts = [(up, up_scale)]
-    if gated and up.shape[1] // 2 % 128:
+    width = up.data.shape[1]
+    parts = [up]
+    if gated and width // 2 % BLOCK:
         # A block of 128 rows would hold rows of both projections, which have scales of their own.
-        parts = list(zip(up.chunk(2, dim=1), up_scale.chunk(2, dim=1), strict=True))
-    projected = torch.empty((a.data.shape[0], up.shape[1]), dtype=torch.float32, device=up.device)
+        parts = list(zip(up.data.chunk(2, dim=1), up.scale.chunk(2, dim=1), strict=True))
+    projected = torch.empty((a.data.shape[0], width), dtype=torch.float32, device=a.data.device)
     for out, part in zip(projected.chunk(len(parts), dim=1), parts, strict=True):
         compute(*a, *part, groups, out, capacity, expected_m)
     return projected
 
 
-def _experts_fake(
-    hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale, name, gated, limit, alpha, capacity
-) -> Tensor:
-    experts_checks.experts(hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale, gated, capacity)
-    return hidden_states.new_empty(hidden_states.shape)
+def _experts_fake(*arguments) -> Tensor:
+    operands, activation, capacity = _arguments(*arguments)
+    checks.experts(operands, activation.gated, capacity)
+    return operands.hidden_states.new_empty(operands.hidden_states.shape)
 
 
 _experts_op = define(

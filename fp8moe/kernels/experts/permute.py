@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts import permute_plan as permute_cuda
-from fp8moe.kernels.experts import reference as routing_reference
+from fp8moe.kernels.experts import checks, permute_plan, reference
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
-from fp8moe.quant.quantize import INPUT_DTYPES
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
 from fp8moe.runtime.operators import define
@@ -29,36 +27,14 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
     return FP8Tensor(*torch.ops.fp8moe.permute_quantize(x.detach() if x.requires_grad else x, rows, num_rows))
 
 
-def check(x: Tensor, rows: Tensor, num_rows: int) -> None:
-    """Dtypes, sizes and devices of the arguments of `permute_quantize`."""
-    if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
-    if x.dim() != 2 or x.shape[1] % 16:
-        raise ValueError(f"x: expected shape (T, H) with H a multiple of 16, got {tuple(x.shape)}")
-    check_rows(rows, x.shape[0], x.device, "x")
-    if not 0 <= num_rows < 1 << 31:
-        raise ValueError(f"num_rows: expected 0 to 2**31 - 1, got {num_rows}")
-
-
-def check_rows(rows: Tensor, tokens: int | None, device: torch.device, beside: str) -> None:
-    """Dtype, shape and device of the rows of assignments; tokens: how many, None for any number."""
-    if rows.dtype is not torch.int32:
-        raise TypeError(f"rows: expected int32, got {rows.dtype}")
-    if rows.dim() != 2 or (tokens is not None and rows.shape[0] != tokens):
-        expected = "(T, K)" if tokens is None else f"({tokens}, K)"
-        raise ValueError(f"rows: expected shape {expected}, got {tuple(rows.shape)}")
-    if rows.device != device:
-        raise ValueError(f"rows: expected on {device} like {beside}, got {rows.device}")
-
-
 def _permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    check(x, rows, num_rows)
-    backend = permute_cuda if use_cuda(x) else routing_reference
+    checks.permute(x, rows, num_rows)
+    backend = permute_plan if use_cuda(x) else reference
     return backend.permute_quantize(x, rows, num_rows)
 
 
 def _permute_quantize_fake(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    check(x, rows, num_rows)
+    checks.permute(x, rows, num_rows)
     hidden = x.shape[1]
     scale = x.new_empty_strided((num_rows, ceil_div(hidden, BLOCK)), (1, align(num_rows, 4)), dtype=torch.float32)
     return x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn), scale

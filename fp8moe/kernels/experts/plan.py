@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import combine_plan as combine_cuda
-from fp8moe.kernels.experts import permute_plan as permute_cuda
-from fp8moe.kernels.experts import routing_plan as routing_cuda
-from fp8moe.kernels.gemm import grouped_plan as grouped_cuda
-from fp8moe.kernels.gemm import plan as gemm_cuda
+from fp8moe.kernels.experts import combine_plan, permute_plan, routing_plan
+from fp8moe.kernels.experts.operands import Operands
+from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.plan import Plan as GemmPlan
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import row_major
 from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.plans import PlanCache
 
 
 class Plan:
@@ -28,25 +28,16 @@ class Plan:
     the groups at once, which the sort has written two kernels before or more.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        up: Tensor,
-        up_scale: Tensor,
-        down: Tensor,
-        down_scale: Tensor,
-        activation: Activation,
-        capacity: int | None,
-    ):
+    def __init__(self, operands: Operands, activation: Activation, capacity: int | None):
+        x, index, weights, up, _, down, _ = operands
         device = self.index = x.get_device()
         tokens, top_k = index.shape
         count, hidden, size = down.shape
+        self.hidden, self.size = hidden, size
         num_rows = tokens * top_k if capacity is None else count * capacity
         groups = count + 1 if capacity is None else count
         wide = x.dtype is not torch.bfloat16  # results of GEMM 2 in float32
-        pitch = align(num_rows, 4)
+        self.pitch = pitch = align(num_rows, 4)
         # What the kernels hand on, each part at a multiple of 256 bytes.
         parts = {
             "groups": groups * 4,
@@ -78,25 +69,17 @@ class Plan:
         h_scale = part("h_scale", torch.float32, ceil_div(size, 128))
         y = part("y", torch.float32 if wide else torch.bfloat16, hidden)
         grouped = {"max_m": capacity, "expected_m": tokens * top_k / count, "pdl": True}
-        self.sort = routing_cuda.plan(tokens * top_k, count, capacity, index.dtype, device)
-        self.permute = permute_cuda.plan(tokens, hidden, top_k, num_rows, x.stride(0), x.dtype, device, pdl=True)
-        self.gemm1 = grouped_cuda.Plan(a, a_scale, up, h, activation=activation, scale_pitch=pitch, **grouped)
-        self.gemm2 = grouped_cuda.Plan(h, h_scale, down, y, **grouped)
-        self.combine = combine_cuda.plan(
+        self.sort = routing_plan.plan(tokens * top_k, count, capacity, index.dtype, device)
+        self.permute = permute_plan.plan(tokens, hidden, top_k, num_rows, x.stride(0), x.dtype, device, pdl=True)
+        self.gemm1 = GemmPlan(a, a_scale, up, h, SwigluQuantize(activation), **grouped)
+        self.gemm2 = GemmPlan(h, h_scale, down, y, PlainStore(y.dtype), **grouped)
+        self.combine = combine_plan.plan(
             tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, x.dtype, device, pdl=True
         )
 
-    def run(
-        self,
-        x: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        up: Tensor,
-        up_scale: Tensor,
-        down: Tensor,
-        down_scale: Tensor,
-    ) -> Tensor:
-        """Returns (T, H) in the dtype of x."""
+    def run(self, operands: Operands) -> Tensor:
+        """Returns (T, H) in the dtype of the input."""
+        x, index, weights, up, up_scale, down, down_scale = operands
         # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
         scratch = self.new_scratch()
         out = self.new_out()
@@ -106,42 +89,44 @@ class Plan:
             stream = current_stream(self.index)
             self.sort.launch(stream, index.data_ptr(), groups, rows)
             self.permute.launch(stream, x.data_ptr(), rows, a, a_scale)
-            self.gemm1.launch(stream, a, a_scale, up.data_ptr(), up_scale.data_ptr(), groups, h, h_scale)
-            self.gemm2.launch(stream, h, h_scale, down.data_ptr(), down_scale.data_ptr(), groups, y)
+            self.gemm1.launch(
+                stream, a, a_scale, up.data_ptr(), up_scale.data_ptr(), groups, (h, self.size, h_scale, self.pitch)
+            )
+            self.gemm2.launch(stream, h, h_scale, down.data_ptr(), down_scale.data_ptr(), groups, (y, self.hidden, 0))
             self.combine.launch(stream, y, rows, weights.data_ptr(), out.data_ptr())
         return out
 
 
-_plans: dict[tuple, Plan] = {}
+_plans: PlanCache[Plan] = PlanCache()
 
 
-def _key(operands: tuple[Tensor, ...], activation: Activation, capacity: int | None) -> tuple:
+def _key(operands: Operands, activation: Activation, capacity: int | None) -> tuple:
     """All that the checks of the operands and the plan depend on, save addresses."""
     layouts = ((value.shape, value.stride(), value.dtype, value.get_device()) for value in operands)
     return (*layouts, activation, capacity)
 
 
-def find_plan(operands: tuple[Tensor, ...], activation: Activation, capacity: int | None) -> Plan | None:
+def find(operands: Operands, activation: Activation, capacity: int | None) -> Plan | None:
     """The plan to run on these operands if one like them has run: then there is nothing to check or to copy."""
-    plan = _plans.get(_key(operands, activation, capacity))
+    plan = _plans.find(_key(operands, activation, capacity))
     if plan is None or config.settings.backend == "reference":
         return None
-    x, _, _, up, _, down, _ = operands
-    return None if (x.data_ptr() | up.data_ptr() | down.data_ptr()) & 15 else plan
+    addresses = operands.hidden_states.data_ptr() | operands.up.data_ptr() | operands.down.data_ptr()
+    return None if addresses & 15 else plan
 
 
-def experts(operands: tuple[Tensor, ...], activation: Activation, capacity: int | None) -> Tensor:
-    """The layer on operands that ``kernels.experts`` has checked and padded; none is empty, and a SwiGLU.
+def experts(operands: Operands, activation: Activation, capacity: int | None) -> Tensor:
+    """The layer with a SwiGLU on operands that ``forward.experts`` has checked and padded; none is empty.
 
-    operands: x (T, H), top_k_index and top_k_weights (T, K), up (E, 2I, H), up_scale, down (E, H, I), down_scale, H and
-    I multiples of 16, in any layout: those that the kernels do not take are copied. Returns (T, H) in the dtype of x.
+    H and I are multiples of 16. Those in layouts that the kernels do not take are copied. Returns (T, H) in the dtype
+    of the input.
     """
     x, *rest = operands
-    operands = (row_major(x), *(value.contiguous() for value in rest))
-    operands = tuple(value.clone() if value.data_ptr() & 15 else value for value in operands)
-    key = _key(operands, activation, capacity)
-    plan = _plans.get(key)
-    if plan is None:
+    values = (row_major(x), *(value.contiguous() for value in rest))
+    operands = Operands(*(value.clone() if value.data_ptr() & 15 else value for value in values))
+
+    def build() -> Plan:
         with device_guard(x.get_device()):
-            plan = gemm_cuda.remember(_plans, key, Plan(*operands, activation, capacity))
-    return plan.run(*operands)
+            return Plan(operands, activation, capacity)
+
+    return _plans.get(_key(operands, activation, capacity), build).run(operands)

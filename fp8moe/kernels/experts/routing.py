@@ -8,13 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts import reference as routing_reference
-from fp8moe.kernels.experts import routing_plan as routing_cuda
+from fp8moe.kernels.experts import checks, reference, routing_plan
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
 from fp8moe.runtime.operators import define
-
-MAX_EXPERTS = 1024
 
 
 class Routing(NamedTuple):
@@ -48,26 +45,14 @@ def sort_by_expert(top_k_index: Tensor, num_experts: int, *, capacity: int | Non
     return Routing(*torch.ops.fp8moe.sort_by_expert(top_k_index, num_experts, capacity))
 
 
-def check(top_k_index: Tensor, num_experts: int, capacity: int | None) -> None:
-    """Dtype and sizes of the arguments of `sort_by_expert`."""
-    if top_k_index.dtype is not torch.int32 and top_k_index.dtype is not torch.int64:
-        raise TypeError(f"top_k_index: expected int32 or int64, got {top_k_index.dtype}")
-    if top_k_index.dim() != 2 or top_k_index.shape[0] * top_k_index.shape[1] >= 1 << 31:
-        raise ValueError(f"top_k_index: expected shape (T, K) with T * K < 2**31, got {tuple(top_k_index.shape)}")
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
-    if capacity is not None and not 0 <= num_experts * capacity < 1 << 31:
-        raise ValueError(f"capacity: expected 0 <= {num_experts} * capacity < 2**31, got {capacity}")
-
-
 def _sort_by_expert(top_k_index: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor]:
-    check(top_k_index, num_experts, capacity)
-    backend = routing_cuda if use_cuda(top_k_index) else routing_reference
+    checks.routing(top_k_index, num_experts, capacity)
+    backend = routing_plan if use_cuda(top_k_index) else reference
     return backend.sort_by_expert(top_k_index, num_experts, capacity)
 
 
 def _sort_by_expert_fake(top_k_index: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor]:
-    check(top_k_index, num_experts, capacity)
+    checks.routing(top_k_index, num_experts, capacity)
     groups = top_k_index.new_empty((num_experts + (capacity is None),), dtype=torch.int32)
     return groups, top_k_index.new_empty(top_k_index.shape, dtype=torch.int32)
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import swiglu_quantize_reference as swiglu_training_reference
-from fp8moe.quant.formats import BLOCK
-from fp8moe.quant.transpose import Transposed, check_groups, check_vector, empty_results, transposed
+from fp8moe.kernels.experts import checks, swiglu_quantize_plan, swiglu_quantize_reference
+from fp8moe.quant.transpose import Transposed, empty_results, transposed
 from fp8moe.quant.transpose_reference import Results
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
@@ -66,42 +65,18 @@ def _check_activation(activation: Activation) -> None:
         raise ValueError(f"activation: expected a gated silu, got {activation}")
 
 
-def _check(gate_up: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
-    """Dtype, sizes and devices. Returns R, I and E."""
-    if gate_up.dtype is not torch.bfloat16:
-        raise TypeError(f"gate_up: expected bfloat16, got {gate_up.dtype}")
-    if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK):
-        raise ValueError(f"gate_up: expected shape (R, 2 * I) with I a multiple of {BLOCK}, got {tuple(gate_up.shape)}")
-    rows, features = gate_up.shape
-    return rows, features // 2, check_groups(group_offsets, rows, gate_up.device)
-
-
-def _check_backward(gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
-    rows, size, groups = _check(gate_up, group_offsets)
-    if grad.dtype is not torch.bfloat16:
-        raise TypeError(f"grad: expected bfloat16, got {grad.dtype}")
-    if grad.shape != (rows, size):
-        raise ValueError(f"grad: expected shape {(rows, size)}, got {tuple(grad.shape)}")
-    if grad.device != gate_up.device:
-        raise ValueError(f"grad: expected on {gate_up.device} like gate_up, got {grad.device}")
-    check_vector("row_weights", row_weights, torch.float32, rows, gate_up.device)
-    return rows, size, groups
-
-
 def _forward(gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None) -> Results:
-    rows, size, groups = _check(gate_up, group_offsets)
+    rows, size, groups = checks.swiglu(gate_up, group_offsets)
     activation = Activation(limit, alpha)
     if not use_cuda(gate_up):
-        return swiglu_training_reference.swiglu_quantize(gate_up, group_offsets, activation)
-    from fp8moe.quant import transpose_plan as transpose_cuda
-
+        return swiglu_quantize_reference.swiglu_quantize(gate_up, group_offsets, activation)
     results = empty_results(gate_up, rows, size, groups)
-    transpose_cuda.swiglu_quantize(gate_up, group_offsets, activation, results)
+    swiglu_quantize_plan.swiglu_quantize(gate_up, group_offsets, activation, results)
     return results
 
 
 def _forward_fake(gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None) -> Results:
-    rows, size, groups = _check(gate_up, group_offsets)
+    rows, size, groups = checks.swiglu(gate_up, group_offsets)
     return empty_results(gate_up, rows, size, groups)
 
 
@@ -113,17 +88,15 @@ def _backward(
     limit: float | None,
     alpha: float | None,
 ) -> tuple[Tensor, ...]:
-    rows, size, groups = _check_backward(gate_up, grad, row_weights, group_offsets)
+    rows, size, groups = checks.swiglu_backward(gate_up, grad, row_weights, group_offsets)
     activation = Activation(limit, alpha)
     if not use_cuda(gate_up):
-        results, dots = swiglu_training_reference.swiglu_backward_quantize(
+        results, dots = swiglu_quantize_reference.swiglu_backward_quantize(
             gate_up, grad, row_weights, group_offsets, activation
         )
         return *results, dots
-    from fp8moe.quant import transpose_plan as transpose_cuda
-
     results = empty_results(gate_up, rows, 2 * size, groups)
-    dots = transpose_cuda.swiglu_backward_quantize(gate_up, grad, row_weights, group_offsets, activation, results)
+    dots = swiglu_quantize_plan.swiglu_backward_quantize(gate_up, grad, row_weights, group_offsets, activation, results)
     return *results, dots
 
 
@@ -135,7 +108,7 @@ def _backward_fake(
     limit: float | None,
     alpha: float | None,
 ) -> tuple[Tensor, ...]:
-    rows, size, groups = _check_backward(gate_up, grad, row_weights, group_offsets)
+    rows, size, groups = checks.swiglu_backward(gate_up, grad, row_weights, group_offsets)
     return *empty_results(gate_up, rows, 2 * size, groups), gate_up.new_empty((rows,), dtype=torch.float32)
 
 

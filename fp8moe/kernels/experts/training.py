@@ -5,14 +5,16 @@ arXiv:2412.19437, section 3.3. The forward keeps the quantized transposes that w
 GEMM 1 in bfloat16, from which the backward computes the activation anew.
 """
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import checks as experts_checks
+from fp8moe.kernels.experts import checks
 from fp8moe.kernels.experts.activation_backward import activation_backward
 from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts.operands import Operands, pad_columns, pad_weights, without_padding
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
@@ -69,119 +71,117 @@ def experts_training(
     return out
 
 
-def _forward(
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    up_master: Tensor | None,
-    down_master: Tensor | None,
-    name: str,
-    gated: bool,
-    limit: float | None,
-    alpha: float | None,
-) -> tuple[Tensor, ...]:
-    """The result and what the backward needs, empty where it needs it not.
+class _Layer(NamedTuple):
+    """The FP8 weights, what they were quantized from where that gets gradients, and the activation."""
 
-    Returns out (T, H), groups, rows, assignments (R,) int32 (see `_assignments`), the result of GEMM 1, and data and
-    scale of the transposed inputs of both GEMMs.
+    up: FP8Tensor
+    down: FP8Tensor
+    up_master: Tensor | None
+    down_master: Tensor | None
+    activation: Activation
+
+    @classmethod
+    def of(cls, *arguments) -> "_Layer":
+        """From the arguments of an operator that `_LAYER` names."""
+        up, up_scale, down, down_scale, up_master, down_master, name, gated, limit, alpha = arguments
+        activation = Activation(limit, alpha, name, gated)
+        return cls(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), up_master, down_master, activation)
+
+    def padded(self) -> "_Layer":
+        """With I a multiple of 128 and H of 16; see `pad_weights`."""
+        up, down = pad_weights(self.up.data, self.down.data, BLOCK)
+        return self._replace(up=FP8Tensor(up, self.up.scale), down=FP8Tensor(down, self.down.scale))
+
+
+class _Kept(NamedTuple):
+    """What the forward hands to the backward, empty where that needs it not.
+
+    groups, rows: of `sort_by_expert`. assignments: (R,) int32, see `_assignments`. projected: the result of GEMM 1.
+    x_columns, h_columns: data and scale of the transposed inputs of both GEMMs.
     """
-    operands = (hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale)
-    experts_checks.experts(*operands, gated, None)
-    _check_masters(up, up_master, down, down_master)
-    activation = Activation(limit, alpha, name, gated)
-    up, down = FP8Tensor(up, up_scale), FP8Tensor(down, down_scale)
-    count, hidden, size = down.data.shape
-    dtype = _row_dtype(hidden_states)
-    up, down = _padded(up, down)
-    x = _pad_columns(hidden_states, down.data.shape[1])
+
+    groups: Tensor
+    rows: Tensor
+    assignments: Tensor
+    projected: Tensor
+    x_columns: Tensor
+    x_columns_scale: Tensor
+    h_columns: Tensor
+    h_columns_scale: Tensor
+
+
+def _forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *arguments) -> tuple[Tensor, ...]:
+    """The result (T, H) and `_Kept`. arguments: those that `_LAYER` names."""
+    layer = _Layer.of(*arguments)
+    checks.experts(Operands(hidden_states, top_k_index, top_k_weights, *layer.up, *layer.down), layer.activation.gated)
+    _check_masters(layer)
+    count, hidden, size = layer.down.data.shape
+    layer = layer.padded()
+    x = pad_columns(hidden_states, layer.down.data.shape[1])
     groups, rows = sort_by_expert(top_k_index, count)
     assignments = _assignments(rows)
     tokens = _tokens(assignments, rows)
     empty = [x.new_empty(0) for _ in range(4)]
 
-    a, x_columns, _ = _gather(x, groups, rows, tokens, None, up_master is not None)
-    projected = grouped_gemm(a, up, groups)
+    a, x_columns, _ = _gather(x, groups, rows, tokens, None, layer.up_master is not None)
+    projected = grouped_gemm(a, layer.up, groups)
     del a
-    h, h_columns = _activate(projected, groups, activation, size, down_master is not None)
-    y = _grouped(h, down, groups, dtype)
+    h, h_columns = _activate(projected, groups, layer.activation, size, layer.down_master is not None)
+    y = _grouped(h, layer.down, groups, _row_dtype(hidden_states))
     del h
-    out = _combine(y, rows, top_k_weights, hidden_states.dtype, hidden)
-    return out, groups, rows, assignments, projected, *(x_columns or empty[:2]), *(h_columns or empty[2:])
+    out = without_padding(combine(y, rows, top_k_weights, hidden_states.dtype), hidden)
+    return out, *_Kept(groups, rows, assignments, projected, *(x_columns or empty[:2]), *(h_columns or empty[2:]))
 
 
-def _backward(
-    grad: Tensor,
-    top_k_weights: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    assignments: Tensor,
-    projected: Tensor,
-    x_columns: Tensor,
-    x_columns_scale: Tensor,
-    h_columns: Tensor,
-    h_columns_scale: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    up_master: Tensor | None,
-    down_master: Tensor | None,
-    name: str,
-    gated: bool,
-    limit: float | None,
-    alpha: float | None,
-    input_grad: bool,
-    routing_grad: bool,
-) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, top_k_weights: Tensor, *arguments) -> tuple[Tensor, ...]:
     """Gradients of hidden_states, top_k_weights, up_master and down_master, empty where nothing asks for them.
 
-    grad: (T, H). The others are what the forward was given and has returned.
+    grad: (T, H). arguments: `_Kept`, those that `_LAYER` names, and whether hidden_states and top_k_weights ask.
     """
-    activation = Activation(limit, alpha, name, gated)
-    up, down = FP8Tensor(up, up_scale), FP8Tensor(down, down_scale)
-    x_columns, h_columns = FP8Tensor(x_columns, x_columns_scale), FP8Tensor(h_columns, h_columns_scale)
-    hidden, size = down.data.shape[1:]
-    dtype = _row_dtype(grad)
-    up, down = _padded(up, down)
-    tokens = _tokens(assignments, rows)
-    row_weights = top_k_weights.flatten().index_select(0, assignments.clamp(min=0)).float()
+    kept = _Kept(*arguments[: len(_Kept._fields)])
+    *layer, input_grad, routing_grad = arguments[len(kept) :]
+    layer = _Layer.of(*layer)
+    groups, rows, activation = kept.groups, kept.rows, layer.activation
+    hidden, size = layer.down.data.shape[1:]
+    layer = layer.padded()
+    tokens = _tokens(kept.assignments, rows)
+    row_weights = top_k_weights.flatten().index_select(0, kept.assignments.clamp(min=0)).float()
     d_hidden, d_weights, d_up, d_down = (grad.new_empty(0) for _ in range(4))
 
     # The columns take the weights of the rows, for the gradient of down_proj. The rows themselves do without, so that
     # the gradient of the weights is the product of one with its unweighted result.
     grad_rows, grad_columns, offsets = _gather(
-        _pad_columns(grad, down.data.shape[1]), groups, rows, tokens, row_weights, down_master is not None
+        pad_columns(grad, layer.down.data.shape[1]), groups, rows, tokens, row_weights, layer.down_master is not None
     )
-    beyond = input_grad or routing_grad or up_master is not None
+    beyond = input_grad or routing_grad or layer.up_master is not None
     if beyond:
-        d_h = grouped_gemm(grad_rows, transpose_fp8(down), groups)
+        d_h = grouped_gemm(grad_rows, transpose_fp8(layer.down), groups)
     del grad_rows
-    if down_master is not None:
-        d_down = _weight_gradient(grad_columns, h_columns, offsets, (1, hidden, size), down_master.dtype)
+    if layer.down_master is not None:
+        h_columns = FP8Tensor(kept.h_columns, kept.h_columns_scale)
+        d_down = _weight_gradient(grad_columns, h_columns, offsets, (1, hidden, size), layer.down_master.dtype)
     del grad_columns
     if not beyond:
         return d_hidden, d_weights, d_up, d_down
 
     d_rows, d_columns, offsets, dots = _activate_backward(
-        projected, d_h, row_weights, groups, activation, up_master is not None
+        kept.projected, d_h, row_weights, groups, activation, layer.up_master is not None
     )
     del d_h
     if routing_grad:
         d_weights = dots.index_select(0, rows.flatten().clamp(min=0)).view_as(rows)
         d_weights = torch.where(rows >= 0, d_weights, 0).to(top_k_weights.dtype)
     if input_grad:
-        dx = _grouped(d_rows, transpose_fp8(up), groups, dtype)
-        d_hidden = _combine(dx, rows, torch.ones_like(rows, dtype=torch.bfloat16), grad.dtype, hidden)
+        dx = _grouped(d_rows, transpose_fp8(layer.up), groups, _row_dtype(grad))
+        ones = torch.ones_like(rows, dtype=torch.bfloat16)
+        d_hidden = without_padding(combine(dx, rows, ones, grad.dtype), hidden)
         del dx
     del d_rows
-    if up_master is not None:
+    if layer.up_master is not None:
         # Last, after the temporary tensors of the others: it is the largest.
-        shape = (2 if gated else 1, size, hidden)
-        d_up = _weight_gradient(d_columns, x_columns, offsets, shape, up_master.dtype)
+        x_columns = FP8Tensor(kept.x_columns, kept.x_columns_scale)
+        shape = (2 if activation.gated else 1, size, hidden)
+        d_up = _weight_gradient(d_columns, x_columns, offsets, shape, layer.up_master.dtype)
     return d_hidden, d_weights, d_up, d_down
 
 
@@ -246,33 +246,9 @@ def _weight_gradient(
     return padded.unflatten(1, (projections, -1))[:, :, :rows, :width].flatten(1, 2).contiguous()
 
 
-def _combine(y: Tensor, rows: Tensor, weights: Tensor, dtype: torch.dtype, hidden: int) -> Tensor:
-    out = combine(y, rows, weights, dtype)
-    return out if out.shape[1] == hidden else out[:, :hidden].clone(memory_format=torch.contiguous_format)
-
-
 def _row_dtype(x: Tensor) -> torch.dtype:
     """Of the rows that are summed to a result like x."""
     return torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
-
-
-def _padded(up: FP8Tensor, down: FP8Tensor) -> tuple[FP8Tensor, FP8Tensor]:
-    """The weights with I a multiple of 128 and H of 16: themselves or copies padded with zeros.
-
-    The zeros fall into blocks that are there already, so the scales stay as they are.
-    """
-    hidden, size = down.data.shape[1:]
-    pad_hidden, pad_size = -hidden % 16, -size % BLOCK
-    if not (pad_hidden or pad_size):
-        return up, down
-    projections = up.data.view(torch.uint8).unflatten(1, (-1, size))
-    up_data = F.pad(projections, (0, pad_hidden, 0, pad_size)).flatten(1, 2)
-    down_data = F.pad(down.data.view(torch.uint8), (0, pad_size, 0, pad_hidden))
-    return FP8Tensor(up_data.view(up.data.dtype), up.scale), FP8Tensor(down_data.view(down.data.dtype), down.scale)
-
-
-def _pad_columns(x: Tensor, columns: int) -> Tensor:
-    return x if x.shape[1] == columns else F.pad(x, (0, columns - x.shape[1]))
 
 
 def _assignments(rows: Tensor) -> Tensor:
@@ -289,8 +265,9 @@ def _tokens(assignments: Tensor, rows: Tensor) -> Tensor:
     return assignments.div(max(rows.shape[1], 1), rounding_mode="floor")
 
 
-def _check_masters(up: Tensor, up_master: Tensor | None, down: Tensor, down_master: Tensor | None) -> None:
-    for name, master, data in (("up_master", up_master, up), ("down_master", down_master, down)):
+def _check_masters(layer: _Layer) -> None:
+    masters = (("up_master", layer.up_master, layer.up.data), ("down_master", layer.down_master, layer.down.data))
+    for name, master, data in masters:
         if master is not None and master.shape != data.shape:
             expected = f"{tuple(data.shape)} like the FP8 weight"
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(master.shape)}")
@@ -329,25 +306,23 @@ def _no_double_backward(ctx, *grads):
     raise RuntimeError("fp8moe.GroupedExperts: there is no double backward; its gradients cannot be differentiated")
 
 
-_FORM = "str activation, bool gated, float? limit, float? alpha"
-_WEIGHTS = "Tensor up_proj, Tensor up_proj_scale_inv, Tensor down_proj, Tensor down_proj_scale_inv"
-_MASTERS = "Tensor? up_master, Tensor? down_master"
-_KEPT = (
-    "Tensor groups, Tensor rows, Tensor assignments, Tensor projected, "
-    "Tensor x_columns, Tensor x_columns_scale, Tensor h_columns, Tensor h_columns_scale"
+_LAYER = (
+    "Tensor up_proj, Tensor up_proj_scale_inv, Tensor down_proj, Tensor down_proj_scale_inv, "
+    "Tensor? up_master, Tensor? down_master, str activation, bool gated, float? limit, float? alpha"
 )
+_KEPT = ", ".join(f"Tensor {name}" for name in _Kept._fields)
 # Made of operators that have fakes of their own.
 _op = define(
-    f"experts_training(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, {_WEIGHTS}, {_MASTERS}, "
-    f"{_FORM}) -> ({', '.join(['Tensor'] * 9)})",
+    f"experts_training(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, {_LAYER}) "
+    f"-> ({', '.join(['Tensor'] * (1 + len(_Kept._fields)))})",
     _forward,
     _forward,
     backward=_run_backward,
     setup_context=_setup_context,
 )
 _backward_op = define(
-    f"experts_training_backward(Tensor grad, Tensor top_k_weights, {_KEPT}, {_WEIGHTS}, {_MASTERS}, {_FORM}, "
-    "bool input_grad, bool routing_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"experts_training_backward(Tensor grad, Tensor top_k_weights, {_KEPT}, {_LAYER}, bool input_grad, "
+    "bool routing_grad) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward,
     backward=_no_double_backward,

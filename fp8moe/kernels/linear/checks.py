@@ -1,18 +1,15 @@
 """Checks of the arguments of an FP8 linear layer, in the manner of `runtime.checks`."""
 
-import torch
 from torch import Tensor
 
 from fp8moe.kernels.gemm.checks import check_bias
-from fp8moe.quant.checks import check_scale, fp8_matrix
+from fp8moe.quant.checks import check_floating, check_scale, fp8_matrix
 from fp8moe.quant.formats import ceil_div
 
 
 def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> None:
     """Dtypes, shapes and devices of an FP8 linear layer's input and parameters."""
-    dtype = x.dtype
-    if dtype is not torch.bfloat16 and dtype is not torch.float16 and dtype is not torch.float32:
-        raise TypeError(f"x: expected bfloat16, float16 or float32, got {dtype}")
+    check_floating("x", x)
     n, k = fp8_matrix("weight", weight)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x: expected shape (..., {k}) to match the weight {(n, k)}, got {tuple(x.shape)}")

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.gemm.dense import compute
-from fp8moe.kernels.linear import checks
-from fp8moe.kernels.linear import plan as linear_cuda
+from fp8moe.kernels.linear import checks, plan
 from fp8moe.kernels.linear.training import linear_training
 from fp8moe.quant import reference
 from fp8moe.runtime import autograd
@@ -38,9 +37,9 @@ def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
 
 
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    plan = linear_cuda.find_plan(x, weight, weight_scale_inv, bias)
-    if plan is not None:
-        return plan.run(x, weight, weight_scale_inv, bias)
+    known = plan.find(x, weight, weight_scale_inv, bias)
+    if known is not None:
+        return known.run(x, weight, weight_scale_inv, bias)
     checks.linear(x, weight, weight_scale_inv, bias)
     n, k = weight.shape
     pad_n, pad_k = -n % 8, -k % 16
@@ -50,7 +49,7 @@ def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
         weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
         bias = bias if bias is None else F.pad(bias, (0, pad_n))
     if n and x.numel() and use_cuda(x):
-        out = linear_cuda.linear(x, weight, weight_scale_inv, bias)
+        out = plan.linear(x, weight, weight_scale_inv, bias)
     else:
         out = _composed(x, weight, weight_scale_inv, bias)
     return out[..., :n].clone(memory_format=torch.contiguous_format) if pad_n else out

@@ -77,14 +77,14 @@ def _key(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | Non
     )
 
 
-def find_plan(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Plan | None:
+def find(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Plan | None:
     """The plan to run on these operands if one like them has run: then there is nothing to check or to copy."""
     plan = _plans.find(_key(x, weight, weight_scale_inv, bias))
     return None if plan is None or config.settings.backend == "reference" or weight.data_ptr() & 15 else plan
 
 
 def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ dequantize(weight).T + bias`` of operands that ``kernels.linear`` has checked and padded; none is empty.
+    """``x @ dequantize(weight).T + bias`` of operands that ``forward.linear`` has checked and padded; none is empty.
 
     x (..., K), weight (N, K), weight_scale_inv (ceil(N/128), ceil(K/128)) and bias (N,), K a multiple of 16 and N of 8,
     in any layout: those that the kernels do not take are copied. Returns (..., N) in the dtype of x.

@@ -1,0 +1,93 @@
+// Which rows and columns a thread block of a transposing quantizer takes: a tile of 128 rows of one group and 128
+// columns. The sizes of the groups are known on the device only.
+//
+// Compile-time constants: BLOCK, WARPS (of a thread block), RESULTS_BYTES.
+#pragma once
+
+#include "vector.cuh"
+#include "warp.cuh"
+
+constexpr int THREADS = WARPS * WARP;
+
+// Where a transposing quantizer writes, and the groups of rows.
+struct Results {
+  u8* rows;             // (num_rows, width)
+  float* row_scale;     // (num_rows, ceil(width / 128)), columns `row_scale_pitch` apart
+  u8* columns;          // (width, 128 * row_tiles)
+  float* column_scale;  // (width, row_tiles), columns `column_scale_pitch` apart
+  int* offsets;         // (num_groups + 1), where the groups begin once each is padded to whole tiles
+  const int* groups;    // (num_groups + 1), where they begin, or none: one group of all rows
+  i64 width, row_scale_pitch, column_scale_pitch;
+  u32 num_rows, num_groups;
+  u32 row_tiles, column_tiles, strip;  // thread blocks walk strips of `strip` column tiles, row tile by row tile
+};
+static_assert(sizeof(Results) == RESULTS_BYTES);
+
+// `count` rows of one group from `first` on, none if the tile is past the last group.
+struct RowTile {
+  u32 index;
+  int first, count;
+};
+
+struct Group {
+  int start, end;
+
+  // Whatever the offsets hold, its rows are inside.
+  __device__ Group(const Results& results, u32 i) {
+    const int rows = static_cast<int>(results.num_rows);
+    start = min(max(results.groups[i], 0), rows);
+    end = min(max(results.groups[i + 1], start), rows);
+  }
+  __device__ u32 tiles() const { return (static_cast<u32>(end - start) + BLOCK - 1) / BLOCK; }
+};
+
+// Puts row tile `index` into `tile`, in shared memory. A thread has a contiguous part of the groups. Sums of tiles stop
+// at row_tiles, which groups that overlap may exceed. One thread block writes the offsets of the padded groups.
+__device__ void find_rows(const Results& results, RowTile& tile, u32 index, bool write_offsets) {
+  __shared__ u32 warp_tiles[WARPS];
+  if (!results.groups) {
+    if (threadIdx.x == 0) {
+      if (write_offsets) results.offsets[0] = 0, results.offsets[1] = static_cast<int>(results.row_tiles * BLOCK);
+      const int first = static_cast<int>(index * BLOCK);
+      tile = {index, first, min(BLOCK, static_cast<int>(results.num_rows) - first)};
+    }
+    __syncthreads();
+    return;
+  }
+  const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, limit = results.row_tiles;
+  const u32 each = (results.num_groups + THREADS - 1) / THREADS;
+  const u32 begin = min(threadIdx.x * each, results.num_groups), end = min(begin + each, results.num_groups);
+  u32 sum = 0;
+#pragma unroll 1
+  for (u32 i = begin; i < end; ++i) sum = min(sum + Group(results, i).tiles(), limit);
+  sum = warp_inclusive_scan(sum, [limit](u32 a, u32 b) { return min(a + b, limit); }, lane);
+  u32 before = __shfl_up_sync(FULL_WARP, sum, 1);
+  if (lane == 0) before = 0;
+  if (lane == WARP - 1) warp_tiles[warp] = sum;
+  if (threadIdx.x == 0) tile = {index, 0, 0};
+  __syncthreads();
+#pragma unroll
+  for (u32 w = 0; w < WARPS; ++w) before = min(before + (w < warp ? warp_tiles[w] : 0), limit);
+#pragma unroll 1
+  for (u32 i = begin; i < end; ++i) {
+    const Group group(results, i);
+    if (index >= before && index - before < group.tiles()) {
+      const int first = group.start + static_cast<int>((index - before) * BLOCK);
+      tile = {index, first, min(BLOCK, group.end - first)};
+    }
+    before = min(before + group.tiles(), limit);
+    if (write_offsets) results.offsets[i + 1] = static_cast<int>(before * BLOCK);
+  }
+  if (write_offsets && threadIdx.x == 0) results.offsets[0] = 0;
+  __syncthreads();
+}
+
+// The first column of this thread block's tile; its rows go into `tile`. Grid: row_tiles * column_tiles.
+__device__ i64 find_tile(const Results& results, RowTile& tile) {
+  const u32 strip = blockIdx.x / (results.strip * results.row_tiles);
+  const u32 within = blockIdx.x - strip * results.strip * results.row_tiles;
+  const u32 strip_tiles = min(results.strip, results.column_tiles - strip * results.strip);
+  const u32 row_tile = within / strip_tiles;
+  find_rows(results, tile, row_tile, blockIdx.x == 0);
+  return i64{strip * results.strip + within - row_tile * strip_tiles} * BLOCK;
+}

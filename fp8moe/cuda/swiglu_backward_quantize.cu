@@ -1,0 +1,76 @@
+// The gradient of gate and up for `weight * SwiGLU(gate, up)`, rounded to bfloat16 and quantized along its rows and
+// along its columns, see quantize_tile.cuh; and for the gradient of the weights the sum of SwiGLU * grad over each row.
+//
+// Compile-time constants: those of swiglu_operands.cuh.
+#include "swiglu_operands.cuh"
+
+struct Source {
+  const Element* gate_up;  // (num_rows, width), rows `row_stride` apart; width is that of both
+  const Element* grad;     // (num_rows, width / 2), rows `grad_stride` apart
+  const float* weights;    // (num_rows)
+  float* dots;             // (width / 256, num_rows), the sums over 128 columns; written
+  i64 row_stride, grad_stride;
+  float limit, alpha;
+};
+static_assert(sizeof(Source) == SOURCE_BYTES);
+
+// Where the limit clamps gate or up, it gets no gradient.
+struct SwigluGradients : Swiglu<SWIGLU_FORM> {
+  bool gate_clamped, up_clamped;
+
+  __device__ SwigluGradients(float gate, float up, const Source& source)
+      : Swiglu(gate, up, source.limit, source.alpha),
+        gate_clamped(SWIGLU_FORM > 1 && gate > source.limit),
+        up_clamped(SWIGLU_FORM > 1 && fabsf(up) > source.limit) {}
+
+  __device__ float d_gate(float grad) const {
+    return gate_clamped ? 0.f : grad * linear * gate_sigmoid * (1.f + slope * gate * (1.f - gate_sigmoid));
+  }
+  __device__ float d_up(float grad) const { return up_clamped ? 0.f : grad * (gate * gate_sigmoid); }
+};
+
+// In place of gate and up; and the sum over the columns of the tile for each row.
+__device__ void make_gradients(const Source& source, const Results& results, const RowTile& tile,
+                               const ThreadPosition& p, i64 column) {
+  float* dots = source.dots + column / BLOCK * results.num_rows + tile.first;
+#pragma unroll 1
+  for (int r = 0; r < SIDE; ++r) {
+    const int row = p.row + r;
+    const float weight = row < tile.count ? source.weights[tile.first + row] : 0.f;
+    wait_for_operands(r);
+    const Vector gate = vector_in(GATE, r), up = vector_in(UP, r), grad = vector_in(GRAD, r);
+    u32 d_gate[SIDE / 2], d_up[SIDE / 2];
+    float dot = 0.f;
+#pragma unroll
+    for (int c = 0; c < SIDE; c += 2) {
+      const SwigluGradients left(gate[c], up[c], source), right(gate[c + 1], up[c + 1], source);
+      const float left_grad = weight * grad[c], right_grad = weight * grad[c + 1];
+      dot += left.value() * grad[c] + right.value() * grad[c + 1];
+      d_gate[c / 2] = pack_bfloat16(left.d_gate(left_grad), right.d_gate(right_grad));
+      d_up[c / 2] = pack_bfloat16(left.d_up(left_grad), right.d_up(right_grad));
+    }
+    put_vector(GATE, r, d_gate);
+    put_vector(UP, r, d_up);
+    dot = warp_reduce<ROW_LANES>(dot, [](float a, float b) { return a + b; });
+    if (p.column_group == 0 && row < tile.count) dots[row] = dot;
+  }
+}
+
+// Grid: that of find_tile, where column tiles are those of `grad`. Shared memory is enough for 2 thread blocks an SM.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    swiglu_backward_quantize(const __grid_constant__ Results results, const __grid_constant__ Source source) {
+  __shared__ Shared s;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const i64 column = find_tile(results, s.tile), size = results.width / 2;
+  if (s.tile.count == 0) return;
+  const ThreadPosition p;
+  const Rows gate = {source.gate_up, source.row_stride}, up = {source.gate_up + size, source.row_stride};
+  copy_operands(s.tile, p, column, {gate, up, {source.grad, source.grad_stride}});
+  make_gradients(source, results, s.tile, p, column);
+  Values values;
+  load_values(GATE, values);
+  quantize_tile(results, s, p, column, values);
+  load_values(UP, values);
+  quantize_tile(results, s, p, size + column, values);
+}

@@ -1,0 +1,62 @@
+// The operands of SwiGLU and of its backward on their way to quantize_tile.cuh. They wait in shared memory, each thread
+// for its own: registers would hold too few loads in flight. The results take their place, rounded to bfloat16, so that
+// a tile takes 32 registers.
+//
+// Compile-time constants: those of quantize_tile.cuh with INPUT = BFloat16, VECTOR = 1 and WEIGHTED = 0; SWIGLU_FORM
+// (see swiglu.cuh), OPERANDS (2, or 3 with a gradient), SOURCE_BYTES, SHARED_BYTES.
+#pragma once
+
+#include "quantize_tile.cuh"
+#include "swiglu.cuh"
+
+static_assert(VECTOR && VECTORS == 1 && !WEIGHTED);
+
+enum Operand { GATE, UP, GRAD };  // the transposed tile takes the place of GATE
+
+struct OperandVectors {
+  uint4 of[OPERANDS][SIDE][THREADS];
+};
+static_assert(sizeof(OperandVectors) == SHARED_BYTES && sizeof(Transposed) <= sizeof(OperandVectors) / OPERANDS);
+
+__device__ uint4& slot(int operand, int r) {
+  return reinterpret_cast<OperandVectors*>(dynamic_shared)->of[operand][r][threadIdx.x];
+}
+
+__device__ Vector vector_in(Operand operand, int r) { return {load_16(&slot(operand, r))}; }
+
+__device__ void put_vector(Operand operand, int r, const u32 (&words)[4]) {
+  slot(operand, r) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// A matrix of a row for each row of the result.
+struct Rows {
+  const Element* data;
+  i64 stride;
+};
+
+// Starts to load the rows of a tile, a group of copies for each half of them; rows that are not there are zeros.
+__device__ void copy_operands(const RowTile& tile, const ThreadPosition& p, i64 column,
+                              const Rows (&operands)[OPERANDS]) {
+#pragma unroll
+  for (int r = 0; r < SIDE; ++r) {
+    const bool there = p.row + r < tile.count;
+    const i64 row = there ? tile.first + p.row + r : tile.first;
+#pragma unroll
+    for (int i = 0; i < OPERANDS; ++i) {
+      const Element* source = operands[i].data + row * operands[i].stride + column + p.column(0);
+      async_copy_16(shared_address(&slot(i, r)), source, there);
+    }
+    if (r % HALF == HALF - 1) async_commit();
+  }
+}
+
+// Until row r has arrived; the rows are asked for in order.
+__device__ void wait_for_operands(int r) {
+  if (r == 0) async_wait<1>();
+  if (r == HALF) async_wait<0>();
+}
+
+__device__ void load_values(Operand operand, Values& values) {
+#pragma unroll
+  for (int r = 0; r < SIDE; ++r) values[r][0] = vector_in(operand, r);
+}

@@ -1,0 +1,46 @@
+// SwiGLU of gate and up, rounded to bfloat16 and quantized along its rows and along its columns; see quantize_tile.cuh.
+//
+// Compile-time constants: those of swiglu_operands.cuh.
+#include "swiglu_operands.cuh"
+
+struct Source {
+  const Element* gate_up;  // (num_rows, 2 * width), rows `row_stride` apart
+  i64 row_stride;
+  float limit, alpha;
+};
+static_assert(sizeof(Source) == SOURCE_BYTES);
+
+// In place of gate.
+__device__ void make_swiglu(const Source& source) {
+  const auto swiglu = [&](float gate, float up) {
+    return Swiglu<SWIGLU_FORM>(gate, up, source.limit, source.alpha).value();
+  };
+#pragma unroll 1
+  for (int r = 0; r < SIDE; ++r) {
+    wait_for_operands(r);
+    const Vector gate = vector_in(GATE, r), up = vector_in(UP, r);
+    u32 h[SIDE / 2];
+#pragma unroll
+    for (int c = 0; c < SIDE; c += 2) {
+      h[c / 2] = pack_bfloat16(swiglu(gate[c], up[c]), swiglu(gate[c + 1], up[c + 1]));
+    }
+    put_vector(GATE, r, h);
+  }
+}
+
+// Grid: that of find_tile. Shared memory is enough for 3 thread blocks an SM.
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+    swiglu_quantize(const __grid_constant__ Results results, const __grid_constant__ Source source) {
+  __shared__ Shared s;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const i64 column = find_tile(results, s.tile);
+  if (s.tile.count == 0) return;
+  const ThreadPosition p;
+  const Rows gate = {source.gate_up, source.row_stride}, up = {source.gate_up + results.width, source.row_stride};
+  copy_operands(s.tile, p, column, {gate, up});
+  make_swiglu(source);
+  Values values;
+  load_values(GATE, values);
+  quantize_tile(results, s, p, column, values);
+}

@@ -1,0 +1,102 @@
+"""Launches ``cuda/swiglu_quantize.cu`` and ``cuda/swiglu_backward_quantize.cu``. Arguments are checked by the callers.
+
+Results are those of `swiglu_quantize_reference` up to the GPU's own exponential.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.activation import Activation
+from fp8moe.quant.formats import BLOCK
+from fp8moe.quant.quantize_plan import vector_rows
+from fp8moe.quant.transpose_plan import TILE_BYTES, Plan, tile_spec, write_offsets
+from fp8moe.quant.transpose_reference import Results
+from fp8moe.runtime.jit import KernelSpec
+from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.plans import PlanCache
+
+_FORM = (("limit", ctypes.c_float), ("alpha", ctypes.c_float))
+
+
+class _Source(ctypes.Structure):
+    """``struct Source`` of cuda/swiglu_quantize.cu."""
+
+    _fields_ = (("gate_up", ctypes.c_int64), ("row_stride", ctypes.c_int64), *_FORM)
+
+
+class _BackwardSource(ctypes.Structure):
+    """``struct Source`` of cuda/swiglu_backward_quantize.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("gate_up", "grad", "weights", "dots", "row_stride", "grad_stride")),
+        *_FORM,
+    )
+
+
+def kernel_spec(activation: Activation, backward: bool) -> KernelSpec:
+    """The kernel for a SwiGLU of bfloat16 rows, or for its gradients."""
+    # They wait in shared memory, where the transposed tile takes the place of the first.
+    operands = 3 if backward else 2
+    return tile_spec(
+        "swiglu_backward_quantize" if backward else "swiglu_quantize",
+        _BackwardSource if backward else _Source,
+        torch.bfloat16,
+        shared_bytes=operands * TILE_BYTES * torch.bfloat16.itemsize,
+        OPERANDS=operands,
+        SWIGLU_FORM=activation.form,
+    )
+
+
+_plans: PlanCache[Plan] = PlanCache()
+
+
+def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, activation: Activation, results: Results) -> None:
+    """Fill `results` as ``experts.swiglu_quantize.swiglu_quantize`` describes."""
+    if not results[2].numel():
+        write_offsets(group_offsets, results)
+        return
+    gate_up, group_offsets = vector_rows(gate_up), group_offsets.contiguous()
+    row_stride, index = gate_up.stride(0), gate_up.get_device()
+    (rows, width), groups = results[0].shape, results[4].shape[0] - 1
+
+    def build() -> Plan:
+        source = _Source(row_stride=row_stride, **_form(activation))
+        sizes = {"rows": rows, "width": width, "groups": groups, "column_tiles": width // BLOCK}
+        return Plan(kernel_spec(activation, backward=False), source, **sizes)
+
+    with device_guard(index):
+        plan = _plans.get((index, activation, row_stride, rows, width, groups), build)
+        plan.launch(current_stream(index), results, group_offsets, gate_up=gate_up)
+
+
+def swiglu_backward_quantize(
+    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, activation: Activation, results: Results
+) -> Tensor:
+    """Fill `results` as ``experts.swiglu_quantize.swiglu_backward_quantize`` describes, and return the dots (R,)."""
+    (rows, width), groups = results[0].shape, results[4].shape[0] - 1
+    if not results[2].numel():
+        write_offsets(group_offsets, results)
+        return torch.zeros(rows, dtype=torch.float32, device=gate_up.device)
+    gate_up, grad = vector_rows(gate_up), vector_rows(grad)
+    group_offsets, row_weights = group_offsets.contiguous(), row_weights.contiguous()
+    row_stride, grad_stride, index = gate_up.stride(0), grad.stride(0), gate_up.get_device()
+    column_tiles = width // 2 // BLOCK
+    # A part of each dot per tile, summed in a fixed order below.
+    dots = torch.empty((column_tiles, rows), dtype=torch.float32, device=gate_up.device)
+
+    def build() -> Plan:
+        source = _BackwardSource(row_stride=row_stride, grad_stride=grad_stride, **_form(activation))
+        sizes = {"rows": rows, "width": width, "groups": groups, "column_tiles": column_tiles}
+        return Plan(kernel_spec(activation, backward=True), source, **sizes)
+
+    with device_guard(index):
+        plan = _plans.get((index, activation, row_stride, grad_stride, rows, width, groups), build)
+        operands = {"gate_up": gate_up, "grad": grad, "weights": row_weights, "dots": dots}
+        plan.launch(current_stream(index), results, group_offsets, **operands)
+    return dots.sum(0)
+
+
+def _form(activation: Activation) -> dict[str, float]:
+    return {"limit": activation.limit or 0.0, "alpha": activation.alpha or 0.0}
