@@ -15,6 +15,7 @@ from fp8moe.kernels.gemm.dense import gemm
 from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from fp8moe.runtime.checks import aligned
 from tests.compilers import INDUCTOR
 from tests.errors import error_in_its_dtype
 from tests.gemm_cases import activations, gate_up_weights, int32, offsets, weights
@@ -319,10 +320,10 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
 
 def test_weights_are_copied_only_where_tma_cannot_load_them():
     data = weights(2, 24, 144).data
-    assert grouped_checks.weights(data) is data
+    assert aligned(data) is data
     memory = torch.zeros(data.nbytes + 8, dtype=torch.uint8)[8:].view(data.dtype).view(data.shape).copy_(data)
     for bad in (data.transpose(1, 2), data[:, :8], memory):
-        copy = grouped_checks.weights(bad)
+        copy = aligned(bad)
         assert copy.is_contiguous() and copy.data_ptr() % 16 == 0
         assert torch.equal(copy.view(torch.uint8), bad.contiguous().view(torch.uint8))
 

@@ -9,10 +9,35 @@ import operator
 import torch
 from torch import Tensor
 
+FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def check_tensor(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
+
+
+def check_dtype(name: str, value: Tensor, *dtypes: torch.dtype) -> None:
+    if value.dtype not in dtypes:
+        *first, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        expected = f"{', '.join(first)} or {last}" if first else last
+        raise TypeError(f"{name}: expected {expected}, got {value.dtype}")
+
+
+def check_device(name: str, value: Tensor, device: torch.device, like: str) -> None:
+    """That it is on the device of the argument `like`."""
+    if value.device != device:
+        raise ValueError(f"{name}: expected on {device} like {like}, got {value.device}")
+
+
+def check_like(
+    name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device, like: str
+) -> None:
+    """Dtype, shape and device of a tensor; `like` names an argument on that device."""
+    check_dtype(name, value, *dtypes)
+    if value.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
+    check_device(name, value, device, like)
 
 
 def check_own_memory(out: Tensor, operands: dict[str, Tensor | None]) -> None:

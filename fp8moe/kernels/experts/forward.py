@@ -105,7 +105,7 @@ def _composed(operands: Operands, activation: Activation, capacity: int | None) 
     del a  # its memory may serve the result of GEMM 2
     dtype = torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
     y = torch.empty((num_rows, down.shape[1]), dtype=dtype, device=x.device)
-    compute(*intermediate, down, down_scale, groups, y, capacity, expected_m)
+    compute(intermediate, FP8Tensor(down, down_scale), groups, y, capacity, expected_m)
     return combine(y, rows, top_k_weights, x.dtype)
 
 
@@ -118,7 +118,7 @@ def _project(a: FP8Tensor, up: FP8Tensor, groups: Tensor, gated: bool, capacity:
         parts = list(zip(up.data.chunk(2, dim=1), up.scale.chunk(2, dim=1), strict=True))
     projected = torch.empty((a.data.shape[0], width), dtype=torch.float32, device=a.data.device)
     for out, part in zip(projected.chunk(len(parts), dim=1), parts, strict=True):
-        compute(*a, *part, groups, out, capacity, expected_m)
+        compute(a, FP8Tensor(*part), groups, out, capacity, expected_m)
     return projected
 
 

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.gemm import checks, dense_plan
+from fp8moe.kernels.gemm.dense_plan import Operands
 from fp8moe.kernels.gemm.reference import gemm_reference
 from fp8moe.quant.checks import fp8_operand, mn_major
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_own_memory, check_tensor, overlap, row_major
+from fp8moe.runtime.checks import check_like, check_own_memory, check_tensor, overlap, row_major
 from fp8moe.runtime.operators import define
 
 
@@ -57,121 +58,65 @@ def gemm(
     return out
 
 
-def compute(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    c: Tensor | None = None,
-) -> None:
+def compute(operands: Operands, out: Tensor) -> None:
     """Write the product of checked operands to ``out`` on the backend that takes them."""
+    a, a_scale, b, b_scale, bias, c = operands
     if out.numel() == 0:
         return
-    if not use_cuda(a):
-        dtype = out.dtype if c is None else torch.float32
-        sums = gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias, dtype)
-        out.copy_(sums if c is None else sums + c)
-    elif a.shape[1] == 0:
-        sums = out.new_zeros((), dtype=torch.float32) if bias is None else bias.float()
-        out.copy_((sums if c is None else sums + c).expand_as(out))
-    else:
-        dense_plan.gemm(
-            *(row_major(a), mn_major(a_scale)),
-            *(row_major(b), b_scale.contiguous()),
-            *(checks.bias_vector(bias), c if c is None else row_major(c)),
-            out,
-        )
+    if use_cuda(a) and a.shape[1]:
+        c = c if c is None else row_major(c)
+        a, a_scale, b, b_scale = row_major(a), mn_major(a_scale), row_major(b), b_scale.contiguous()
+        dense_plan.gemm(Operands(a, a_scale, b, b_scale, checks.bias_vector(bias), c), out)
+        return
+    dtype = out.dtype if c is None else torch.float32
+    sums = gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias, dtype)
+    out.copy_(sums if c is None else sums + c)
 
 
-def _check(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[int, int]:
+def _check(operands: Operands, out_dtype: torch.dtype) -> tuple[int, int]:
     """Dtypes, shapes and devices of the operands. Returns M and N."""
-    m, n, _ = checks.dense(a, a_scale, b, b_scale, bias)
+    a, a_scale, b, b_scale, bias, c = operands
+    shape = checks.dense(a, a_scale, b, b_scale, bias)
     if c is not None:
-        if c.dtype is not out_dtype:
-            raise TypeError(f"c: expected {out_dtype} like the result, got {c.dtype}")
-        if c.shape != (m, n):
-            raise ValueError(f"c: expected shape {(m, n)}, got {tuple(c.shape)}")
-        if c.device != a.device:
-            raise ValueError(f"c: expected on {a.device} like a.data, got {c.device}")
-    return m, n
+        check_like("c", c, (out_dtype,), shape, a.device, "a.data")
+    return shape
 
 
-def _gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    float32: bool,
-) -> Tensor:
-    out_dtype = torch.float32 if float32 else torch.bfloat16
-    operands = (a, a_scale, b, b_scale, bias, c)
-    plan = dense_plan.find(*operands, out_dtype)
+def _gemm(*arguments: Tensor | bool | None) -> Tensor:
+    operands, out_dtype = Operands(*arguments[:-1]), torch.float32 if arguments[-1] else torch.bfloat16
+    plan = dense_plan.find(operands, out_dtype)
     if plan is not None:
         out = plan.new_out()
-        dense_plan.run(plan, *operands, out)
+        dense_plan.run(plan, operands, out)
         return out
-    out = torch.empty(_check(*operands, out_dtype), dtype=out_dtype, device=a.device)
-    compute(a, a_scale, b, b_scale, bias, out, c)
+    out = torch.empty(_check(operands, out_dtype), dtype=out_dtype, device=operands.a.device)
+    compute(operands, out)
     return out
 
 
-def _gemm_fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    float32: bool,
-) -> Tensor:
-    out_dtype = torch.float32 if float32 else torch.bfloat16
-    return a.new_empty(_check(a, a_scale, b, b_scale, bias, c, out_dtype), dtype=out_dtype)
+def _gemm_fake(*arguments: Tensor | bool | None) -> Tensor:
+    operands, out_dtype = Operands(*arguments[:-1]), torch.float32 if arguments[-1] else torch.bfloat16
+    return operands.a.new_empty(_check(operands, out_dtype), dtype=out_dtype)
 
 
-def _gemm_out(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    out: Tensor,
-) -> None:
-    operands = (a, a_scale, b, b_scale, bias, c)
-    plan = dense_plan.find(*operands, out.dtype)
-    shape = _check(*operands, out.dtype) if plan is None else plan.shape
-    checks.dense_out(out, *shape, a.device)
-    check_own_memory(out, {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "bias": bias})
+def _gemm_out(*arguments: Tensor | None) -> None:
+    *values, out = arguments
+    operands = Operands(*values)
+    plan = dense_plan.find(operands, out.dtype)
+    checks.result(out, _check(operands, out.dtype) if plan is None else plan.shape, operands.a.device)
+    c = operands.c
+    check_own_memory(out, dict(zip(("a.data", "a.scale", "b.data", "b.scale", "bias"), values, strict=False)))
     if c is not None and (c.data_ptr(), c.stride()) != (out.data_ptr(), out.stride()) and overlap(c, out):
         raise ValueError("c: expected out itself or memory of its own, got a tensor that overlaps a part of out")
     if plan is None:
-        compute(a, a_scale, b, b_scale, bias, out, c)
+        compute(operands, out)
     else:
-        dense_plan.run(plan, *operands, out)
+        dense_plan.run(plan, operands, out)
 
 
-def _gemm_out_fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    out: Tensor,
-) -> None:
-    checks.dense_out(out, *_check(a, a_scale, b, b_scale, bias, c, out.dtype), a.device)
+def _gemm_out_fake(*arguments: Tensor | None) -> None:
+    *values, out = arguments
+    checks.result(out, _check(Operands(*values), out.dtype), values[0].device)
 
 
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, Tensor? c"

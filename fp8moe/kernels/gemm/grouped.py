@@ -10,10 +10,10 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm import checks, grouped_plan
 from fp8moe.kernels.gemm.reference import grouped_gemm_reference, grouped_gemm_swiglu_reference
 from fp8moe.quant.checks import fp8_operand
-from fp8moe.quant.formats import FP8Tensor, align, ceil_div, empty_mn_major
+from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_own_memory, check_tensor
+from fp8moe.runtime.checks import aligned, check_own_memory, check_tensor
 from fp8moe.runtime.operators import define
 
 
@@ -101,29 +101,16 @@ def grouped_gemm_swiglu(
 
 
 def compute(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    groups: Tensor,
-    out: Tensor,
-    max_m: int | None,
-    expected_m: int | None,
+    a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, max_m: int | None = None, expected_m: int | None = None
 ) -> None:
     """Write the products of checked operands to ``out`` on the backend that takes them; all rows in two dimensions."""
-    if out.numel() == 0 or b.shape[0] == 0:
+    if out.numel() == 0 or b[0].shape[0] == 0:
         return
-    if not use_cuda(a):
-        grouped_gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups, out, max_m=max_m)
-        return
-
-    grouped_plan.grouped_gemm(
-        *checks.activations(a, a_scale),
-        *(checks.weights(b), b_scale.contiguous()),
-        *(groups.contiguous(), out),
-        max_m=max_m,
-        expected_m=expected_m,
-    )
+    if use_cuda(a[0]):
+        operands = (*checks.activations(*a), aligned(b[0]), b[1].contiguous())
+        grouped_plan.grouped_gemm(*operands, groups.contiguous(), out, max_m=max_m, expected_m=expected_m)
+    else:
+        grouped_gemm_reference(a, b, groups, out, max_m=max_m)
 
 
 def _check_out(name: str, out: Tensor, operands: tuple[Tensor, ...]) -> None:
@@ -132,106 +119,83 @@ def _check_out(name: str, out: Tensor, operands: tuple[Tensor, ...]) -> None:
         raise RuntimeError(f"{name}: out= has no automatic differentiation, but out or an operand requires a gradient")
 
 
-def _named(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> dict[str, Tensor]:
-    return {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale}
+def _check_memory(out: Tensor, groups: str, *operands: Tensor) -> None:
+    check_own_memory(out, dict(zip(("a.data", "a.scale", "b.data", "b.scale", groups), operands, strict=True)))
 
 
 def _grouped_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
     out = _grouped_gemm_fake(a, a_scale, b, b_scale, group_offsets)
-    compute(a, a_scale, b, b_scale, group_offsets, out, None, None)
+    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out)
     return out
 
 
-def _grouped_gemm_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
-    _, m, n, _ = checks.contiguous(a, a_scale, b, b_scale, group_offsets)
-    return torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
+def _grouped_gemm_fake(*operands: Tensor) -> Tensor:
+    return torch.empty(checks.contiguous(*operands), dtype=torch.bfloat16, device=operands[0].device)
 
 
 def _grouped_gemm_out(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor
 ) -> None:
     _grouped_gemm_out_fake(a, a_scale, b, b_scale, group_offsets, out)
-    check_own_memory(out, _named(a, a_scale, b, b_scale) | {"group_offsets": group_offsets})
-    compute(a, a_scale, b, b_scale, group_offsets, out, None, None)
+    _check_memory(out, "group_offsets", a, a_scale, b, b_scale, group_offsets)
+    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out)
 
 
-def _grouped_gemm_out_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor
-) -> None:
-    _, m, n, _ = checks.contiguous(a, a_scale, b, b_scale, group_offsets)
-    checks.out(out, (m, n), a.device)
+def _grouped_gemm_out_fake(*arguments: Tensor) -> None:
+    *operands, out = arguments
+    checks.result(out, checks.contiguous(*operands), operands[0].device)
 
 
-def _masked(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None) -> Tensor:
-    out = _masked_fake(a, a_scale, b, b_scale, masked_m, expected_m)
-    _compute_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+def _masked(*arguments: Tensor | int | None) -> Tensor:
+    out = _masked_fake(*arguments)
+    _compute_masked(*arguments, out)
     return out
 
 
-def _masked_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None
-) -> Tensor:
-    experts, max_m, n, _ = checks.masked(a, a_scale, b, b_scale, masked_m)
-    return torch.empty((experts, max_m, n), dtype=torch.bfloat16, device=a.device)
+def _masked_fake(*arguments: Tensor | int | None) -> Tensor:
+    *operands, _ = arguments
+    return torch.empty(checks.masked(*operands), dtype=torch.bfloat16, device=operands[0].device)
 
 
-def _masked_out(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
-) -> None:
-    _masked_out_fake(a, a_scale, b, b_scale, masked_m, expected_m, out)
-    check_own_memory(out, _named(a, a_scale, b, b_scale) | {"masked_m": masked_m})
-    _compute_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+def _masked_out(*arguments: Tensor | int | None) -> None:
+    *operands, _, out = arguments
+    _masked_out_fake(*arguments)
+    _check_memory(out, "masked_m", *operands)
+    _compute_masked(*arguments)
 
 
-def _masked_out_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
-) -> None:
-    experts, max_m, n, _ = checks.masked(a, a_scale, b, b_scale, masked_m)
-    checks.out(out, (experts, max_m, n), a.device)
+def _masked_out_fake(*arguments: Tensor | int | None) -> None:
+    *operands, _, out = arguments
+    checks.result(out, checks.masked(*operands), operands[0].device)
 
 
-def _compute_masked(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
-) -> None:
+def _compute_masked(*arguments: Tensor | int | None) -> None:
+    a, a_scale, b, b_scale, masked_m, expected_m, out = arguments
     rows = out.view(-1, out.shape[-1]) if out.numel() else out
-    compute(*checks.activations(a, a_scale), b, b_scale, masked_m, rows, out.shape[1], expected_m)
+    operands = FP8Tensor(*checks.activations(a, a_scale)), FP8Tensor(b, b_scale)
+    compute(*operands, masked_m, rows, out.shape[1], expected_m)
 
 
-def _swiglu(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    groups: Tensor,
-    limit: float | None,
-    alpha: float | None,
-    max_m: int | None,
-    expected_m: int | None,
-) -> tuple[Tensor, Tensor]:
-    experts, m, size = checks.swiglu(a, a_scale, b, b_scale, groups, max_m)
-    data = torch.empty((m, size), dtype=torch.float8_e4m3fn, device=a.device)
-    scale = empty_mn_major(m, ceil_div(size, 128), device=a.device)
+def _swiglu(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    a, a_scale, b, b_scale, groups, limit, alpha, max_m, expected_m = arguments
+    data, scale = _swiglu_fake(*arguments)
     activation = Activation(limit, alpha)
-    if not data.numel() or not experts:
+    if not data.numel() or not b.shape[0]:
         return data, scale
     if use_cuda(a):
-        grouped_plan.grouped_gemm_swiglu(
-            *checks.activations(a, a_scale),
-            *(checks.weights(b), b_scale.contiguous()),
-            *(groups.contiguous(), data, scale),
-            activation=activation,
-            max_m=max_m,
-            expected_m=expected_m,
-        )
+        operands = (*checks.activations(a, a_scale), aligned(b), b_scale.contiguous(), groups.contiguous())
+        options = {"activation": activation, "max_m": max_m, "expected_m": expected_m}
+        grouped_plan.grouped_gemm_swiglu(*operands, data, scale, **options)
     else:
-        out = FP8Tensor(data, scale)
-        gate_up = FP8Tensor(b, b_scale)
-        grouped_gemm_swiglu_reference(FP8Tensor(a, a_scale), gate_up, groups, activation, out, max_m=max_m)
+        a, gate_up, out = FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), FP8Tensor(data, scale)
+        grouped_gemm_swiglu_reference(a, gate_up, groups, activation, out, max_m=max_m)
     return data, scale
 
 
-def _swiglu_fake(a, a_scale, b, b_scale, groups, limit, alpha, max_m, expected_m) -> tuple[Tensor, Tensor]:
-    _, m, size = checks.swiglu(a, a_scale, b, b_scale, groups, max_m)
+def _swiglu_fake(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    *operands, _, _, max_m, _ = arguments
+    a = operands[0]
+    _, m, size = checks.swiglu(*operands, max_m)
     scale = a.new_empty_strided((m, ceil_div(size, 128)), (1, align(m, 4)), dtype=torch.float32)
     return a.new_empty((m, size), dtype=torch.float8_e4m3fn), scale
 

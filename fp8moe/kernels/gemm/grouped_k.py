@@ -9,7 +9,7 @@ from fp8moe.quant.checks import fp8_operand, mn_major
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_own_memory, check_tensor, row_major
+from fp8moe.runtime.checks import check_like, check_own_memory, check_tensor, row_major
 from fp8moe.runtime.operators import define
 
 
@@ -59,9 +59,8 @@ def weight_gradients(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, dtype: t
     return grouped_gemm_k(a, b, group_offsets, out=out).to(dtype)
 
 
-def _compute(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool
-) -> None:
+def _compute(operands: tuple[Tensor, ...], out: Tensor, accumulate: bool) -> None:
+    a, a_scale, b, b_scale, group_offsets = operands
     if out.numel() == 0:
         return
     if not use_cuda(a):
@@ -70,43 +69,32 @@ def _compute(
         if not accumulate:
             out.zero_()
     else:
-        grouped_k_plan.grouped_gemm_k(
-            *(row_major(a), mn_major(a_scale)),
-            *(row_major(b), mn_major(b_scale)),
-            *(group_offsets.contiguous(), out, accumulate),
-        )
+        operands = (row_major(a), mn_major(a_scale), row_major(b), mn_major(b_scale))
+        grouped_k_plan.grouped_gemm_k(*operands, group_offsets.contiguous(), out, accumulate)
 
 
-def _grouped_gemm_k(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
-    out = _fake(a, a_scale, b, b_scale, group_offsets)
-    _compute(a, a_scale, b, b_scale, group_offsets, out, False)
+def _grouped_gemm_k(*operands: Tensor) -> Tensor:
+    out = _fake(*operands)
+    _compute(operands, out, False)
     return out
 
 
-def _fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
-    shape = checks.along_k(a, a_scale, b, b_scale, group_offsets)
-    return torch.empty(shape, dtype=torch.float32, device=a.device)
+def _fake(*operands: Tensor) -> Tensor:
+    return torch.empty(checks.along_k(*operands), dtype=torch.float32, device=operands[0].device)
 
 
-def _grouped_gemm_k_out(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool
-) -> None:
-    _out_fake(a, a_scale, b, b_scale, group_offsets, out, accumulate)
-    operands = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "group_offsets": group_offsets}
-    check_own_memory(out, operands)
-    _compute(a, a_scale, b, b_scale, group_offsets, out, accumulate)
+def _grouped_gemm_k_out(*arguments: Tensor | bool) -> None:
+    *operands, out, accumulate = arguments
+    _out_fake(*arguments)
+    names = ("a.data", "a.scale", "b.data", "b.scale", "group_offsets")
+    check_own_memory(out, dict(zip(names, operands, strict=True)))
+    _compute(operands, out, accumulate)
 
 
-def _out_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool
-) -> None:
-    shape = checks.along_k(a, a_scale, b, b_scale, group_offsets)
-    if out.dtype is not torch.float32 and (accumulate or out.dtype is not torch.bfloat16):
-        raise TypeError(f"out: expected float32{'' if accumulate else ' or bfloat16'}, got {out.dtype}")
-    if out.shape != shape:
-        raise ValueError(f"out: expected shape {shape}, got {tuple(out.shape)}")
-    if out.device != a.device:
-        raise ValueError(f"out: expected on {a.device} like a.data, got {out.device}")
+def _out_fake(*arguments: Tensor | bool) -> None:
+    *operands, out, accumulate = arguments
+    dtypes = (torch.float32,) if accumulate else (torch.float32, torch.bfloat16)
+    check_like("out", out, dtypes, checks.along_k(*operands), operands[0].device, "a.data")
     if not out.is_contiguous():
         raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
 

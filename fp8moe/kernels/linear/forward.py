@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.gemm.dense import compute
+from fp8moe.kernels.gemm.dense_plan import Operands
 from fp8moe.kernels.linear import checks, plan
 from fp8moe.kernels.linear.training import linear_training
 from fp8moe.quant import reference
@@ -61,7 +62,7 @@ def _composed(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor 
     data, scale = reference.quantize_1x128(x.reshape(lead.numel(), x.shape[-1]), False)
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
     out = torch.empty((lead.numel(), weight.shape[0]), dtype=dtype, device=x.device)
-    compute(data, scale, weight, weight_scale_inv, bias, out)
+    compute(Operands(data, scale, weight, weight_scale_inv, bias), out)
     return out.to(x.dtype).view(*lead, weight.shape[0])
 
 

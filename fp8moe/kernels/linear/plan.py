@@ -44,7 +44,8 @@ class Plan:
         data = scratch[: self.data_bytes].view(weight.dtype).view(m, k)
         scale = scratch[self.data_bytes :].view(torch.float32).view(k_blocks, pitch).t()[:m]
         self.quantizer = plan_1x128(rows, False)
-        self.gemm = dense_plan.make(data, scale, weight, weight_scale_inv, bias, self.out_dtype, pdl=True)
+        operands = dense_plan.Operands(data, scale, weight, weight_scale_inv, bias)
+        self.gemm = dense_plan.make(operands, self.out_dtype, pdl=True)
 
     def run(self, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
         """Returns (..., N) in the dtype of x."""
