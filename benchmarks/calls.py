@@ -100,11 +100,14 @@ def gemm(
     bias: str | None = None,
     out_dtype: str = "bfloat16",
     pitch: int | None = None,
+    c: str | None = None,
 ) -> Callable:
-    """bias: its dtype. pitch: elements from one row of the result to the next."""
+    """bias: its dtype. pitch: elements from one row of the result to the next. c: "apart" or, in place, "out"."""
     dtype = getattr(torch, out_dtype)
     options = {"bias": None if bias is None else make.normal(n, dtype=getattr(torch, bias)), "out_dtype": dtype}
     out = make.zeros(m, pitch or n, dtype=dtype)[:, :n]
+    if c is not None:
+        options["c"] = out if c == "out" else make.normal(m, n, dtype=dtype)
     return partial(fp8moe.gemm, make.rows(m, k), make.weights(n, k), out=out, **options)
 
 
@@ -330,6 +333,8 @@ def timed() -> list[Case]:
             add("cublas", **case.sizes)
     add("gemm", m=4096, n=4096, k=7168, out_dtype="float32")
     add("gemm", m=64, n=4096, k=7168, bias="bfloat16")
+    for m in (1, 64, 4096):
+        add("gemm", m=m, n=4096, k=7168, c="apart")
     for case in baselines.cases("grouped_gemm"):
         add("grouped_gemm", **case.sizes)
     for case in baselines.cases("grouped_gemm_masked"):

@@ -19,6 +19,7 @@ EXPERTS = {"hidden": 32, "intermediate": 16, "experts": 4, "top_k": 2, "tokens":
 # One of each op, small enough for the reference.
 TINY = [
     Case("gemm", {"m": 3, "n": 8, "k": 32, "bias": "float32", "out_dtype": "float32"}),
+    Case("gemm", {"m": 3, "n": 8, "k": 32, "c": "apart"}),
     Case("grouped_gemm", {"groups": 3, "mean_rows": 4, "n": 8, "k": 32}),
     Case("grouped_gemm_masked", {"groups": 3, "mean_rows": 4, "max_m": 8, "n": 8, "k": 32}),
     Case("grouped_gemm_k", {"groups": 2, "m": 8, "n": 16, "total_k": 512, "add": True}),
@@ -57,10 +58,11 @@ def test_two_trees_are_compared_case_by_case(tmp_path):
     rows = compare.compare([*TINY, bad], trees, caches, repeats=2, device="cpu", show=shown.append)
     assert rows == shown
     assert [row["case"] for row in rows] == [case.name for case in [*TINY, bad]]
-    by_op = {row["op"]: row for row in rows[:-1]}
-    assert "mqa_logits" in by_op.pop("mqa_logits")["skipped"]
-    assert "ValueError" in rows[-1]["error"]
-    for row in by_op.values():
+    rows = {row["case"]: row for row in rows}
+    (skipped,) = (rows.pop(case.name) for case in TINY if case.op == "mqa_logits")
+    assert "mqa_logits" in skipped["skipped"]
+    assert "ValueError" in rows.pop(bad.name)["error"]
+    for row in rows.values():
         assert row["old_us"] > 0 and row["new_us"] > 0
         assert row["ratio"] == row["old_us"] / row["new_us"]
         assert row["equal"] == (row["op"] != "gemm")

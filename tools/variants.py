@@ -30,6 +30,8 @@ def cases() -> Iterator[Case]:
         yield Case("gemm", {"m": m, "n": n, "k": k})
     for m, bias, out_dtype in product((3, 64, 600), (None, "bfloat16", "float32"), ("bfloat16", "float32")):
         yield Case("gemm", {"m": m, "n": 1000, "k": 1024, "bias": bias, "out_dtype": out_dtype, "pitch": 1024})
+    for m, bias, out_dtype, c in product((3, 64, 600), (None, "float32"), ("bfloat16", "float32"), ("apart", "out")):
+        yield Case("gemm", {"m": m, "n": 1000, "k": 1024, "bias": bias, "out_dtype": out_dtype, "c": c})
     for groups, rows, (n, k) in product((1, 3, 64), (1, 30, 500), ODD_SHAPES):
         yield Case("grouped_gemm", {"groups": groups, "mean_rows": rows, "n": n, "k": k})
         sizes = {"groups": groups, "mean_rows": rows, "max_m": 2 * rows, "n": n, "k": k}
