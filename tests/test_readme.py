@@ -92,12 +92,10 @@ def missing_paths(text, folder):
         paths = re.findall(rf"(?<![\w./-])(?:{'|'.join(TOP)})/[\w./*<>-]*[\w*/>]", paragraph)
         paths = [re.sub(r"[^/]*<.*", "", path) for path in paths]  # what "<op>.py" stands for is not there
         found = {path: list(ROOT.glob(path.rstrip("/"))) for path in paths}
-        missing += [path for path, places in found.items() if not places]
-        folders = [
-            folder,
-            ROOT,
-            *(place for places in found.values() for path in places for place in (path, path.parent)),
-        ]
+        missing += [path for path, matches in found.items() if not matches]
+        places = [place for matches in found.values() for place in matches]
+        places += [folder / name for name in re.findall(r"`(\w+)/`", paragraph)]
+        folders = [folder, ROOT, *places, *(place.parent for place in places)]
         for name in re.findall(r"`([\w*-]+\.(?:py|cuh?|md|toml))`", paragraph):
             if not any(list(place.glob(name)) for place in folders if place.is_dir()):
                 missing.append(name)
