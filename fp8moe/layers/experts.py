@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts.forward import experts
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
+from fp8moe.kernels.experts.forward import experts
 from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers import experts_source
 from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
