@@ -7,9 +7,7 @@
 #include "ptx.cuh"
 
 // The larger of `amax` and the magnitude of x; NaN if one of them is NaN.
-__device__ __forceinline__ float larger_magnitude(float amax, float x) {
-  return max_or_nan(amax, fabsf(x));
-}
+__device__ __forceinline__ float larger_magnitude(float amax, float x) { return max_or_nan(amax, fabsf(x)); }
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7F800000); }
 

@@ -63,7 +63,8 @@ struct Shared {
   GroupTable<GROUPS> groups;
 };
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/config.py counts otherwise");
-static_assert(__builtin_offsetof(Shared, b) % SWIZZLE_ALIGNMENT == 0 && __builtin_offsetof(Shared, a_scale) % 128 == 0);
+static_assert(A_BYTES % SWIZZLE_ALIGNMENT == 0 && B_BYTES % SWIZZLE_ALIGNMENT == 0,
+              "a stage begins a swizzle's period");
 static_assert(SPLIT_K == 1 || BLOCK_M * (BLOCK_N + 8) * 4 <= STAGES * (A_BYTES + B_BYTES),
               "a partial tile takes the place of the ring");
 static_assert(ROWS % (64 * WARPGROUPS) == 0 && COLUMNS <= 256);
