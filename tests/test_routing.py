@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe.kernels.experts import routing_plan
-from fp8moe.kernels.experts.routing import MAX_EXPERTS, sort_by_expert
+from fp8moe.kernels.experts.checks import MAX_EXPERTS
+from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.runtime import jit
 
 DTYPES = (torch.int32, torch.int64)

@@ -23,21 +23,23 @@ struct Sizes {
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
 // Of a lane and its neighbour at `distance`, the lower one returns the first two words of both, the other the last two.
-__device__ uint4 swap_halves(uint4 v, u32 lane, int distance) {
+__device__ Bytes16 swap_halves(const Bytes16& v, u32 lane, int distance) {
   const bool upper = lane & distance;
-  const u32 x = __shfl_xor_sync(FULL_WARP, upper ? v.x : v.z, distance);
-  const u32 y = __shfl_xor_sync(FULL_WARP, upper ? v.y : v.w, distance);
-  return upper ? make_uint4(x, y, v.z, v.w) : make_uint4(v.x, v.y, x, y);
+  const auto& w = v.words;
+  const u32 a = __shfl_xor_sync(FULL_WARP, upper ? w[0] : w[2], distance);
+  const u32 b = __shfl_xor_sync(FULL_WARP, upper ? w[1] : w[3], distance);
+  return upper ? Bytes16{a, b, w[2], w[3]} : Bytes16{w[0], w[1], a, b};
 }
 
 // From the 16 values of a lane, VECTORS times PER_VECTOR, to those of 16 neighbouring columns, which lie in vector
 // lane % VECTORS.
-__device__ uint4 neighbours(uint4 v, u32 lane) {
+__device__ Bytes16 neighbours(const Bytes16& v, u32 lane) {
   if constexpr (VECTORS == 2) return swap_halves(v, lane, 1);
   const bool upper = lane & 1;
-  const u32 x = __shfl_xor_sync(FULL_WARP, upper ? v.x : v.y, 1);
-  const u32 y = __shfl_xor_sync(FULL_WARP, upper ? v.z : v.w, 1);
-  return swap_halves(upper ? make_uint4(x, v.y, y, v.w) : make_uint4(v.x, x, v.z, y), lane, 2);
+  const auto& w = v.words;
+  const u32 a = __shfl_xor_sync(FULL_WARP, upper ? w[0] : w[1], 1);
+  const u32 b = __shfl_xor_sync(FULL_WARP, upper ? w[2] : w[3], 1);
+  return swap_halves(upper ? Bytes16{a, w[1], b, w[3]} : Bytes16{w[0], a, w[2], b}, lane, 2);
 }
 
 // x (tokens, HIDDEN), rows `row_stride` apart; rows (tokens, top_k), those outside [0, num_rows) are none;
@@ -74,15 +76,15 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
 #pragma unroll
   for (const Vector& vector : v) amax = vector.larger_magnitude(amax);
   const Scale block_scale(Input::largest(warp_reduce<BLOCK_LANES>(amax, Input::larger)));
-  u32 words[4];
+  Bytes16 quantized;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const Vector& vector = v[i * VECTORS / 4];
     const int at = i * 4 % PER_VECTOR;
-    words[i] = to_e4m3(block_scale.quotient(vector[at]), block_scale.quotient(vector[at + 1]),
-                       block_scale.quotient(vector[at + 2]), block_scale.quotient(vector[at + 3]));
+    quantized.words[i] = to_e4m3(block_scale.quotient(vector[at]), block_scale.quotient(vector[at + 1]),
+                                 block_scale.quotient(vector[at + 2]), block_scale.quotient(vector[at + 3]));
   }
-  const uint4 values = neighbours(make_uint4(words[0], words[1], words[2], words[3]), lane);
+  const Bytes16 values = neighbours(quantized, lane);
   const u32 vector = lane % VECTORS;
   const int target_column = block_column + vector * STEP + (block_lane - vector) * PER_VECTOR;
 
@@ -96,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     while (used) {
       const int row = __shfl_sync(FULL_WARP, lane_row, __ffs(used) - 1);
       used &= used - 1;
-      if (target_column < HIDDEN) *reinterpret_cast<uint4*>(data + i64{row} * HIDDEN + target_column) = values;
+      if (target_column < HIDDEN) store_16(data + i64{row} * HIDDEN + target_column, values);
     }
     k += WARP;
     if (k >= sizes.top_k) return;

@@ -27,7 +27,7 @@ using Values = Vector[SIDE][VECTORS];
 
 // The transposed bytes of a tile, in dynamic shared memory.
 struct Transposed {
-  uint4 chunks[BLOCK * CHUNKS];
+  Bytes16 chunks[BLOCK * CHUNKS];
 };
 extern __shared__ uint4 dynamic_shared[];
 __device__ Transposed& transposed_tile() { return *reinterpret_cast<Transposed*>(dynamic_shared); }
@@ -220,10 +220,10 @@ __device__ void store_columns(const Results& results, u32 row_tile, i64 first_co
   for (int i = 0; i < BLOCK * CHUNKS / THREADS; ++i) {
     const int column = i * (THREADS / CHUNKS) + threadIdx.x / CHUNKS;
     const int group = column / PER_VECTOR % ROW_LANES;
-    const uint4 v = transposed_tile().chunks[column * CHUNKS + (chunk ^ group / 2)];
+    const Bytes16 v = load_16(&transposed_tile().chunks[column * CHUNKS + (chunk ^ group / 2)]);
+    const auto& w = v.words;
     if (column < columns) {
-      *reinterpret_cast<uint4*>(target + column * pitch) =
-          group % 2 ? make_uint4(v.z, v.w, v.y, v.x) : make_uint4(v.x, v.y, v.w, v.z);
+      store_16(target + column * pitch, group % 2 ? Bytes16{w[2], w[3], w[1], w[0]} : Bytes16{w[0], w[1], w[3], w[2]});
     }
   }
 }

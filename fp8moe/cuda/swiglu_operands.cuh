@@ -14,18 +14,18 @@ static_assert(VECTOR && VECTORS == 1 && !WEIGHTED);
 enum Operand { GATE, UP, GRAD };  // the transposed tile takes the place of GATE
 
 struct OperandVectors {
-  uint4 of[OPERANDS][SIDE][THREADS];
+  Bytes16 of[OPERANDS][SIDE][THREADS];
 };
 static_assert(sizeof(OperandVectors) == SHARED_BYTES && sizeof(Transposed) <= sizeof(OperandVectors) / OPERANDS);
 
-__device__ uint4& slot(int operand, int r) {
+__device__ Bytes16& slot(int operand, int r) {
   return reinterpret_cast<OperandVectors*>(dynamic_shared)->of[operand][r][threadIdx.x];
 }
 
 __device__ Vector vector_in(Operand operand, int r) { return {load_16(&slot(operand, r))}; }
 
 __device__ void put_vector(Operand operand, int r, const u32 (&words)[4]) {
-  slot(operand, r) = make_uint4(words[0], words[1], words[2], words[3]);
+  store_16(&slot(operand, r), {words[0], words[1], words[2], words[3]});
 }
 
 // A matrix of a row for each row of the result.

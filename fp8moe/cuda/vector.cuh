@@ -11,7 +11,7 @@ __device__ __forceinline__ int inside(i64 begin, i64 end, int size) {
   return end - begin < size ? static_cast<int>(end - begin) : size;
 }
 
-struct Bytes16 {
+struct alignas(16) Bytes16 {
   u32 words[4];
 };
 

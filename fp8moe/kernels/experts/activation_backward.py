@@ -1,4 +1,4 @@
-"""Derivatives of the activations that are no SwiGLU, as PyTorch operations. For SwiGLU see `swiglu_training`."""
+"""Derivatives of the activations that are no SwiGLU, as PyTorch operations. For SwiGLU see `swiglu_quantize`."""
 
 import torch
 import torch.nn.functional as F
