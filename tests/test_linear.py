@@ -102,10 +102,10 @@ class FakeQuantizer:
 
 
 class FakeGemm:
-    def __init__(self, *operands, pdl):
+    def __init__(self, operands, out_dtype, pdl):
         assert pdl and all(t.data_ptr() % 16 == 0 for t in operands[:3])
-        *tensors, self.out_dtype = operands
-        self.layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
+        self.out_dtype = out_dtype
+        self.layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
 
     def launch(self, stream, *addresses):
         *operands, groups, (out, pitch, bias) = addresses

@@ -22,7 +22,8 @@ struct Sizes {
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
-// Of a lane and its neighbour at `distance`, the lower one returns the first two words of both, the other the last two.
+// Two lanes, `distance` apart, exchange two words each: the lower lane returns the first two words of both, the upper
+// one the last two.
 __device__ Bytes16 swap_halves(const Bytes16& v, u32 lane, int distance) {
   const bool upper = lane & distance;
   const auto& w = v.words;
@@ -44,8 +45,8 @@ __device__ Bytes16 neighbours(const Bytes16& v, u32 lane) {
 
 // x (tokens, HIDDEN), rows `row_stride` apart; rows (tokens, top_k), those outside [0, num_rows) are none;
 // data (num_rows, HIDDEN); scale (num_rows, ceil(HIDDEN / 128)), columns `scale_pitch` apart.
-// Needs read_ahead where top_k > 32: the rows of 32 assignments are found at a time. Grid: a warp for each WARP_COLUMNS
-// columns of each token.
+// read_ahead must be set where top_k > 32: without it, a token whose first 32 assignments have no row is left out.
+// Grid: a warp for each WARP_COLUMNS columns of each token.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     permute_quantize(const Element* x, const int* rows, u8* data, float* scale, const __grid_constant__ Sizes sizes) {
   const u32 unit = blockIdx.x * WARPS + threadIdx.x / WARP;

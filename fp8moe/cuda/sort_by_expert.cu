@@ -4,15 +4,16 @@
 //
 // 1. A warp takes 32 assignments at a time. Lanes with the same expert find each other; what the warp has counted of
 //    that expert, plus the lower lanes among them, is an assignment's rank inside its warp.
-// 2. A thread per expert sums up the warps, then the blocks of the cluster through distributed shared memory; a scan
-//    over the experts gives where each begins.
-// 3. Row = start of the expert + assignments in earlier blocks + in earlier warps + rank inside the warp.
+// 2. A thread per expert adds up the counts of the warps, then those of the cluster's thread blocks through distributed
+//    shared memory; a scan over the experts gives where each begins.
+// 3. Row = start of the expert + assignments in earlier thread blocks + in earlier warps + rank inside the warp.
 //
-// Ranks stay in registers from 1 to 3 where one block does it all, and lie in `rows` otherwise.
+// Between 1 and 3, ranks stay in registers where there is one thread block, and lie in `rows` otherwise.
 //
 // Compile-time constants: INDEX (int or long long), EXPERTS (a power of two from 32 to 1024), WARPS (of a thread block,
 // 32 * WARPS >= EXPERTS), STEPS (assignments that a lane takes at a time), CLUSTER (1 thread block for at most
-// 32 * WARPS * STEPS assignments, or 8 for any number), MASKED (every expert has `capacity` rows), PITCH, SHARED_BYTES.
+// 32 * WARPS * STEPS assignments, or 8 for any number), MASKED (every expert has `capacity` rows), PITCH (counters of
+// a warp), SHARED_BYTES.
 #include "cluster.cuh"
 #include "warp.cuh"
 

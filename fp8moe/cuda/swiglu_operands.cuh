@@ -1,6 +1,6 @@
-// The operands of SwiGLU and of its backward on their way to quantize_tile.cuh. They wait in shared memory, each thread
-// for its own: registers would hold too few loads in flight. The results take their place, rounded to bfloat16, so that
-// a tile takes 32 registers.
+// The operands of SwiGLU and of its backward on their way to quantize_tile.cuh. Each thread copies its own to shared
+// memory, because registers would hold too few loads in flight. What it computes takes their place, rounded to
+// bfloat16, so that a tile fits into 32 registers.
 //
 // Compile-time constants: those of quantize_tile.cuh with INPUT = BFloat16, VECTOR = 1 and WEIGHTED = 0; SWIGLU_FORM
 // (see swiglu.cuh), OPERANDS (2, or 3 with a gradient), SOURCE_BYTES, SHARED_BYTES.
@@ -28,7 +28,7 @@ __device__ void put_vector(Operand operand, int r, const u32 (&words)[4]) {
   store_16(&slot(operand, r), {words[0], words[1], words[2], words[3]});
 }
 
-// A matrix of a row for each row of the result.
+// A matrix with a row for each row of the results.
 struct Rows {
   const Element* data;
   i64 stride;
