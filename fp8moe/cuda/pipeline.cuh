@@ -42,17 +42,25 @@ struct Pipeline {
 
   __device__ __forceinline__ explicit Pipeline(Ring<Stages>& ring, u32 stage = 0) : ring(ring), stage(stage) {}
 
-  __device__ __forceinline__ void acquire() const { ring.empty[stage].wait(phase ^ 1); }
-  __device__ __forceinline__ void arrived() const { ring.full[stage].wait(phase); }
-  // By a whole warp, which counts as one reader. All its reads of the stage have ended.
-  __device__ __forceinline__ void release() const {
-    __syncwarp();
-    if (lane_id() == 0) ring.empty[stage].arrive();
-  }
   __device__ __forceinline__ Barrier& full() const { return ring.full[stage]; }
   __device__ __forceinline__ Barrier& empty() const { return ring.empty[stage]; }
+
+  __device__ __forceinline__ void acquire() const { empty().wait(phase ^ 1); }
+  __device__ __forceinline__ void arrived() const { full().wait(phase); }
+  // By a whole warp, which counts as one reader. All its reads of the stage have ended.
+  __device__ __forceinline__ void release() const {
+    const u32 empty = full().address() + sizeof(ring.full);  // from an address that arrived() has made already
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(empty);
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage == Stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
   // Steps at most once around the ring.
-  __device__ __forceinline__ void advance(u32 steps = 1) {
+  __device__ __forceinline__ void advance(u32 steps) {
     stage += steps;
     if (stage >= Stages) {
       stage -= Stages;
@@ -67,6 +75,7 @@ constexpr int SWIZZLE_ALIGNMENT = 1024;
 template <typename Shared>
 __device__ __forceinline__ Shared& aligned_shared() {
   extern __shared__ char unaligned[];
-  const u32 past = shared_address(unaligned) % SWIZZLE_ALIGNMENT;
-  return *reinterpret_cast<Shared*>(unaligned + (SWIZZLE_ALIGNMENT - past) % SWIZZLE_ALIGNMENT);
+  u32 address = round_up(shared_address(unaligned), SWIZZLE_ALIGNMENT);
+  asm volatile("" : "+r"(address));  // a value to keep, not to compute anew in every loop
+  return *reinterpret_cast<Shared*>(__cvta_shared_to_generic(address));
 }
