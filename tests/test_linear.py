@@ -345,7 +345,7 @@ X = torch.randn(3, 144)
         ((X[:, :128], W, S, None), ValueError, r"^x: expected shape \(\.\.\., 144\) .* got \(3, 128\)"),
         ((X[0, 0], W, S, None), ValueError, r"^x: expected shape \(\.\.\., 144\) .* got \(\)"),
         ((X, W.float(), S, None), TypeError, r"^weight: expected float8_e4m3fn, got torch.float32"),
-        ((X, W[0], S, None), ValueError, r"^weight: expected two dimensions, got shape \(144,\)"),
+        ((X, W[0], S, None), ValueError, r"^weight: expected shape \(N, K\), got \(144,\)"),
         ((X, W.to("meta"), S, None), ValueError, r"^weight: expected on cpu like x, got meta"),
         ((X, W, S.bfloat16(), None), TypeError, r"^weight_scale_inv: expected float32, got torch.bfloat16"),
         ((X, W, S[:, :1], None), ValueError, r"^weight_scale_inv: expected shape \(1, 2\).* got \(1, 1\)"),

@@ -4,17 +4,10 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import align, empty_mn_major, padded_rows
-from fp8moe.runtime.checks import describe
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, describe
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT32 = torch.float32
-BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
-
-
-def check_floating(name: str, value: Tensor) -> None:
-    dtype = value.dtype
-    if dtype is not BFLOAT16 and dtype is not FLOAT16 and dtype is not FLOAT32:
-        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
 
 
 def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -27,20 +20,9 @@ def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     return data, scale
 
 
-def fp8_matrix(name: str, data: Tensor) -> torch.Size:
-    """The shape of a float8_e4m3fn matrix."""
-    if data.dtype is not FLOAT8:
-        raise TypeError(f"{name}: expected float8_e4m3fn, got {data.dtype}")
-    shape = data.shape
-    if len(shape) != 2:
-        raise ValueError(f"{name}: expected two dimensions, got shape {tuple(shape)}")
-    return shape
-
-
 def fp8_data(name: str, data: Tensor, dimensions: str) -> torch.Size:
     """The shape of a float8_e4m3fn tensor with such dimensions."""
-    if data.dtype is not FLOAT8:
-        raise TypeError(f"{name}: expected float8_e4m3fn, got {data.dtype}")
+    check_dtype(name, data, FLOAT8)
     shape = data.shape
     if len(shape) != dimensions.count(",") + 1:
         raise ValueError(f"{name}: expected shape {dimensions}, got {tuple(shape)}")
@@ -48,22 +30,18 @@ def fp8_data(name: str, data: Tensor, dimensions: str) -> torch.Size:
 
 
 def check_scale(name: str, value: Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    if value.dtype is not FLOAT32:
-        raise TypeError(f"{name}: expected float32, got {value.dtype}")
+    check_dtype(name, value, FLOAT32)
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, one scale per quantization block, got {tuple(value.shape)}")
-    if value.device != device:
-        raise ValueError(f"{name}: expected on {device} like the data, got {value.device}")
+    check_device(name, value, device, "the data")
 
 
 def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | None, device: torch.device) -> None:
     """Dtype, shape and device of a vector; length: None for any."""
-    if value.dtype is not dtype:
-        raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {value.dtype}")
+    check_dtype(name, value, dtype)
     if value.dim() != 1 or (length is not None and value.shape[0] != length):
         raise ValueError(f"{name}: expected shape ({'R' if length is None else length},), got {tuple(value.shape)}")
-    if value.device != device:
-        raise ValueError(f"{name}: expected on {device} like the rows, got {value.device}")
+    check_device(name, value, device, "the rows")
 
 
 def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
@@ -85,7 +63,7 @@ def check_rows(
     x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
 ) -> tuple[int, int]:
     """Dtypes, sizes and devices of the arguments of `quantize_with_transpose`. Returns R and E."""
-    check_floating("x", x)
+    check_dtype("x", x, *FLOATING)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (M, F), got {tuple(x.shape)}")
     rows = x.shape[0]

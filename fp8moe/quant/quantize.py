@@ -10,13 +10,12 @@ import math
 import torch
 
 from fp8moe.quant import quantize_plan, reference
-from fp8moe.quant.checks import check_floating
 from fp8moe.quant.formats import BLOCK, SCALE_FORMATS, FP8Tensor, align, ceil_div
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_tensor
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_tensor
 from fp8moe.runtime.operators import define
 
-INPUT_DTYPES = tuple(quantize_plan.INPUT_TYPES)
+INPUT_DTYPES = FLOATING
 
 
 def quantize_1x128(x: torch.Tensor, *, scale_format: str = "float32") -> FP8Tensor:
@@ -98,7 +97,7 @@ def dequantize(t: FP8Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 def _check_input(name: str, x: torch.Tensor, min_dim: int) -> None:
     check_tensor(name, x)
-    check_floating(name, x)
+    check_dtype(name, x, *FLOATING)
     if x.dim() < min_dim:
         raise ValueError(f"{name}: expected at least {min_dim} dimension(s), got shape {tuple(x.shape)}")
 

@@ -133,11 +133,3 @@ def quantize_128x1(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def unit_stride(x: torch.Tensor) -> torch.Tensor:
     """x itself, or a contiguous copy where its last dimension is strided."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def vector_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (M, K) with every row at a multiple of 16 bytes: itself where it lies so, otherwise a copy."""
-    x = unit_stride(x)
-    if (x.data_ptr() | x.stride(0) * x.element_size()) & 15:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x

@@ -11,6 +11,7 @@ from fp8moe.quant import transpose_fp8_plan
 from fp8moe.quant.checks import check_scale, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import check_dtype
 from fp8moe.runtime.operators import define
 
 
@@ -30,8 +31,7 @@ def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
 
 
 def _check(data: Tensor, scale: Tensor) -> None:
-    if data.dtype is not torch.float8_e4m3fn:
-        raise TypeError(f"w.data: expected float8_e4m3fn, got {data.dtype}")
+    check_dtype("w.data", data, torch.float8_e4m3fn)
     if data.dim() < 2:
         raise ValueError(f"w.data: expected at least two dimensions, got shape {tuple(data.shape)}")
     *lead, n, k = data.shape

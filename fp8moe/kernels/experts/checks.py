@@ -4,16 +4,18 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.experts.operands import Operands
-from fp8moe.quant.checks import check_floating, check_groups, check_scale, check_vector, fp8_data
+from fp8moe.quant.checks import check_groups, check_scale, check_vector, fp8_data
 from fp8moe.quant.formats import BLOCK, ceil_div
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 
 MAX_EXPERTS = 1024
+_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def experts(operands: Operands, gated: bool, capacity: int | None = None) -> None:
     """Dtypes, shapes and devices of the input and the parameters."""
     hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale = operands
-    check_floating("hidden_states", hidden_states)
+    check_dtype("hidden_states", hidden_states, *FLOATING)
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
     count, rows, hidden = fp8_data(up_name, up, "(E, 2I, H)" if gated else "(E, I, H)")
@@ -33,8 +35,7 @@ def experts(operands: Operands, gated: bool, capacity: int | None = None) -> Non
         )
     device = hidden_states.device
     for name, value in ((up_name, up), ("down_proj", down)):
-        if value.device != device:
-            raise ValueError(f"{name}: expected on {device} like hidden_states, got {value.device}")
+        check_device(name, value, device, "hidden_states")
     blocks, hidden_blocks = ceil_div(size, BLOCK), ceil_div(hidden, BLOCK)
     check_scale(f"{up_name}_scale_inv", up_scale, (count, projections * blocks, hidden_blocks), device)
     check_scale("down_proj_scale_inv", down_scale, (count, hidden_blocks, blocks), device)
@@ -43,28 +44,16 @@ def experts(operands: Operands, gated: bool, capacity: int | None = None) -> Non
 
 
 def _routed(index: Tensor, weights: Tensor, hidden_states: Tensor) -> None:
-    device = hidden_states.device
-    _index_dtype(index)
+    check_dtype("top_k_index", index, *_INDEX_DTYPES)
     if index.dim() != 2 or index.shape[0] != hidden_states.shape[0]:
         raise ValueError(f"top_k_index: expected shape ({hidden_states.shape[0]}, top_k), got {tuple(index.shape)}")
-    check_floating("top_k_weights", weights)
-    if weights.shape != index.shape:
-        raise ValueError(
-            f"top_k_weights: expected shape {tuple(index.shape)} like top_k_index, got {tuple(weights.shape)}"
-        )
-    for name, value in (("top_k_index", index), ("top_k_weights", weights)):
-        if value.device != device:
-            raise ValueError(f"{name}: expected on {device} like hidden_states, got {value.device}")
-
-
-def _index_dtype(top_k_index: Tensor) -> None:
-    if top_k_index.dtype is not torch.int32 and top_k_index.dtype is not torch.int64:
-        raise TypeError(f"top_k_index: expected int32 or int64, got {top_k_index.dtype}")
+    check_device("top_k_index", index, hidden_states.device, "hidden_states")
+    _weights("top_k_weights", weights, index, "top_k_index", "hidden_states")
 
 
 def routing(top_k_index: Tensor, num_experts: int, capacity: int | None) -> None:
     """Dtype and sizes of the arguments of `sort_by_expert`."""
-    _index_dtype(top_k_index)
+    check_dtype("top_k_index", top_k_index, *_INDEX_DTYPES)
     if top_k_index.dim() != 2 or top_k_index.shape[0] * top_k_index.shape[1] >= 1 << 31:
         raise ValueError(f"top_k_index: expected shape (T, K) with T * K < 2**31, got {tuple(top_k_index.shape)}")
     if not 1 <= num_experts <= MAX_EXPERTS:
@@ -75,7 +64,7 @@ def routing(top_k_index: Tensor, num_experts: int, capacity: int | None) -> None
 
 def permute(x: Tensor, rows: Tensor, num_rows: int) -> None:
     """Dtypes, sizes and devices of the arguments of `permute_quantize`."""
-    check_floating("x", x)
+    check_dtype("x", x, *FLOATING)
     if x.dim() != 2 or x.shape[1] % 16:
         raise ValueError(f"x: expected shape (T, H) with H a multiple of 16, got {tuple(x.shape)}")
     _rows(rows, x.shape[0], x.device, "x")
@@ -85,35 +74,35 @@ def permute(x: Tensor, rows: Tensor, num_rows: int) -> None:
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> None:
     """Dtypes, sizes and devices of the arguments of `combine`."""
-    if y.dtype is not torch.bfloat16 and y.dtype is not torch.float32:
-        raise TypeError(f"y: expected bfloat16 or float32, got {y.dtype}")
+    check_dtype("y", y, torch.bfloat16, torch.float32)
     if y.dim() != 2 or y.shape[1] % 8 or y.shape[0] >= 1 << 31:
         raise ValueError(f"y: expected shape (R, H) with R < 2**31 and H a multiple of 8, got {tuple(y.shape)}")
     _rows(rows, None, y.device, "y")
-    check_floating("weights", weights)
-    if weights.shape != rows.shape:
-        raise ValueError(f"weights: expected shape {tuple(rows.shape)} like rows, got {tuple(weights.shape)}")
-    if weights.device != y.device:
-        raise ValueError(f"weights: expected on {y.device} like y, got {weights.device}")
-    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    _weights("weights", weights, rows, "rows", "y")
+    if out_dtype not in FLOATING:
         raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
+
+
+def _weights(name: str, weights: Tensor, like: Tensor, like_name: str, beside: str) -> None:
+    """That there is a weight for each assignment of `like`, which is on the device of the argument `beside`."""
+    check_dtype(name, weights, *FLOATING)
+    if weights.shape != like.shape:
+        raise ValueError(f"{name}: expected shape {tuple(like.shape)} like {like_name}, got {tuple(weights.shape)}")
+    check_device(name, weights, like.device, beside)
 
 
 def _rows(rows: Tensor, tokens: int | None, device: torch.device, beside: str) -> None:
     """Dtype, shape and device of the rows of assignments; tokens: how many, None for any number."""
-    if rows.dtype is not torch.int32:
-        raise TypeError(f"rows: expected int32, got {rows.dtype}")
+    check_dtype("rows", rows, torch.int32)
     if rows.dim() != 2 or (tokens is not None and rows.shape[0] != tokens):
         expected = "(T, K)" if tokens is None else f"({tokens}, K)"
         raise ValueError(f"rows: expected shape {expected}, got {tuple(rows.shape)}")
-    if rows.device != device:
-        raise ValueError(f"rows: expected on {device} like {beside}, got {rows.device}")
+    check_device("rows", rows, device, beside)
 
 
 def swiglu(gate_up: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
     """Dtype, sizes and devices of the arguments of `swiglu_quantize`. Returns R, I and E."""
-    if gate_up.dtype is not torch.bfloat16:
-        raise TypeError(f"gate_up: expected bfloat16, got {gate_up.dtype}")
+    check_dtype("gate_up", gate_up, torch.bfloat16)
     if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK):
         raise ValueError(f"gate_up: expected shape (R, 2 * I) with I a multiple of {BLOCK}, got {tuple(gate_up.shape)}")
     rows, features = gate_up.shape
@@ -123,11 +112,6 @@ def swiglu(gate_up: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
 def swiglu_backward(gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
     """The same of `swiglu_backward_quantize`."""
     rows, size, groups = swiglu(gate_up, group_offsets)
-    if grad.dtype is not torch.bfloat16:
-        raise TypeError(f"grad: expected bfloat16, got {grad.dtype}")
-    if grad.shape != (rows, size):
-        raise ValueError(f"grad: expected shape {(rows, size)}, got {tuple(grad.shape)}")
-    if grad.device != gate_up.device:
-        raise ValueError(f"grad: expected on {gate_up.device} like gate_up, got {grad.device}")
+    check_like("grad", grad, (torch.bfloat16,), (rows, size), gate_up.device, "gate_up")
     check_vector("row_weights", row_weights, torch.float32, rows, gate_up.device)
     return rows, size, groups

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines, vector_rows
+from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
+from fp8moe.runtime.checks import aligned
 from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
@@ -64,7 +65,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) ->
     (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
     out = torch.empty((tokens, hidden), dtype=out_dtype, device=y.device)
     if out.numel():
-        y, rows, weights = vector_rows(y.contiguous()), rows.contiguous(), weights.contiguous()
+        y, rows, weights = aligned(y), rows.contiguous(), weights.contiguous()
         device_index = y.get_device()
         with device_guard(device_index):
             plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, device_index).launch(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
-from fp8moe.quant.quantize_plan import quantizer_defines, vector_rows
+from fp8moe.quant.quantize_plan import quantizer_defines
+from fp8moe.runtime.checks import row_major
 from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
@@ -74,7 +75,7 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Te
     data = torch.empty((num_rows, hidden), dtype=torch.float8_e4m3fn, device=x.device)
     scale = empty_mn_major(num_rows, ceil_div(hidden, BLOCK), device=x.device)
     if data.numel() and rows.numel():
-        x, rows = vector_rows(x), rows.contiguous()
+        x, rows = row_major(x), rows.contiguous()
         device_index = x.get_device()
         with device_guard(device_index):
             plan(tokens, hidden, rows.shape[1], num_rows, x.stride(0), x.dtype, device_index).launch(

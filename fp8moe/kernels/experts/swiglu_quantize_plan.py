@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.quant.formats import BLOCK
-from fp8moe.quant.quantize_plan import vector_rows
 from fp8moe.quant.transpose_plan import TILE_BYTES, Plan, tile_spec, write_offsets
 from fp8moe.quant.transpose_reference import Results
+from fp8moe.runtime.checks import row_major
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.launch import current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
@@ -57,7 +57,7 @@ def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, activation: Activati
     if not results[2].numel():
         write_offsets(group_offsets, results)
         return
-    gate_up, group_offsets = vector_rows(gate_up), group_offsets.contiguous()
+    gate_up, group_offsets = row_major(gate_up), group_offsets.contiguous()
     row_stride, index = gate_up.stride(0), gate_up.get_device()
     (rows, width), groups = results[0].shape, results[4].shape[0] - 1
 
@@ -79,7 +79,7 @@ def swiglu_backward_quantize(
     if not results[2].numel():
         write_offsets(group_offsets, results)
         return torch.zeros(rows, dtype=torch.float32, device=gate_up.device)
-    gate_up, grad = vector_rows(gate_up), vector_rows(grad)
+    gate_up, grad = row_major(gate_up), row_major(grad)
     group_offsets, row_weights = group_offsets.contiguous(), row_weights.contiguous()
     row_stride, grad_stride, index = gate_up.stride(0), grad.stride(0), gate_up.get_device()
     column_tiles = width // 2 // BLOCK
