@@ -107,6 +107,12 @@ class GpuTimer:
                 return attempt()
         return attempt()
 
+    def of_graph(self, replay: Callable[[], object], repeats: int) -> list[float]:
+        """The same by CUDA events: the profiler loses records of a graph's kernels."""
+        torch.cuda.synchronize()
+        time.sleep(timing.SHORT_REST_S)
+        return timing.elapsed_each(replay, self._flush, repeats)
+
 
 def spans(events: Iterable[timing.KernelEvent], fill: str, repeats: int) -> list[float]:
     """Of each repeat of (fill, call) the microseconds from the start of the first kernel to the end of the last.
@@ -139,6 +145,7 @@ class Worker:
         self._device = device
         self._timer = GpuTimer() if device == "cuda" else wall_times
         self._call: Callable[[], object] | None = None
+        self._measure = self._timer
         self._results: list[Tensor] = []
 
     def prepare(self, op: str, sizes: dict) -> list[int]:
@@ -146,15 +153,17 @@ class Worker:
         self.drop()
         call = self._calls.build(self._calls.Case(op, sizes), self._calls.Operands(self._device))
         result = call()
+        self._measure = self._timer
         if self._device == "cuda" and op in self._calls.LAYERS:
             # Of several kernels: what the host takes between them is not to count.
             call, result = capture(call)
             call()
+            self._measure = self._timer.of_graph
         self._call, self._results = call, flatten(result)
         return [checksum(tensor) for tensor in self._results]
 
     def measure(self, repeats: int) -> list[float]:
-        return self._timer(self._call, repeats)
+        return self._measure(self._call, repeats)
 
     def save(self, path: str) -> None:
         """The results, for `difference` in the other process."""

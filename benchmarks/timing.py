@@ -139,17 +139,22 @@ def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | N
     flush = _warm_up(calls)
     medians = []
     for call, rest in _rested(calls, rests):
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
         torch.cuda.synchronize()
         time.sleep(rest)
-        for repeat, (start, end) in enumerate(events):
-            flush.fill_(repeat)
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        medians.append(statistics.median(1000 * start.elapsed_time(end) for start, end in events))
+        medians.append(statistics.median(elapsed_each(call, flush, REPEATS)))
     return medians
+
+
+def elapsed_each(call: Callable[[], object], flush: torch.Tensor, repeats: int) -> list[float]:
+    """The same of each repeat of a call; flush: the tensor whose filling empties the L2 cache."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for repeat, (start, end) in enumerate(events):
+        flush.fill_(repeat)
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [1000 * start.elapsed_time(end) for start, end in events]
 
 
 def _warm_up(calls: Sequence[Callable[[], object]]) -> torch.Tensor:
