@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.indexer import checks
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from tests.gemm_cases import int32
@@ -237,7 +238,7 @@ def write_prefill(backend, operands: Prefill, *, fill_masked: bool) -> Tensor:
     return _write(
         (q.shape[0], data.shape[0]),
         q.device,
-        lambda out: backend.mqa_logits(q, data, scale, *rest, out, fill_masked=fill_masked),
+        lambda out: backend.mqa_logits(checks.Prefill(q, data, scale, *rest), out, fill_masked=fill_masked),
     )
 
 
@@ -246,7 +247,7 @@ def write_paged(backend, operands: Paged, max_context_len: int, *, fill_masked: 
     return _write(
         (q.shape[0] * q.shape[1], max_context_len),
         q.device,
-        lambda out: backend.paged_mqa_logits(*operands, out, fill_masked=fill_masked),
+        lambda out: backend.paged_mqa_logits(checks.Paged(*operands), out, fill_masked=fill_masked),
     )
 
 

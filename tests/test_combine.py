@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fp8moe.kernels.experts import combine_plan
 from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.quant.quantize import INPUT_DTYPES
 from fp8moe.runtime import jit
+from fp8moe.runtime.checks import FLOATING
 
 Y_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -31,7 +31,7 @@ def expected(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, out_dty
     hidden=st.integers(0, 20).map(lambda i: 8 * i),
     top_k=st.integers(0, 9),
     num_rows=st.integers(0, 50),
-    dtypes=st.tuples(st.sampled_from(Y_DTYPES), st.sampled_from(INPUT_DTYPES), st.sampled_from(INPUT_DTYPES)),
+    dtypes=st.tuples(st.sampled_from(Y_DTYPES), st.sampled_from(FLOATING), st.sampled_from(FLOATING)),
     seed=st.integers(0, 1000),
 )
 def test_equals_one_at_a_time(tokens, hidden, top_k, num_rows, dtypes, seed):
@@ -123,7 +123,7 @@ def test_backward_raises():
 
 
 @pytest.mark.parametrize("tokens", [5, 0])
-@pytest.mark.parametrize("out_dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("out_dtype", FLOATING)
 def test_opcheck(tokens, out_dtype):
     rows = torch.arange(3 * tokens, dtype=torch.int32).view(tokens, 3)
     y, weights = torch.randn(3 * tokens, 24, dtype=torch.bfloat16), torch.rand(tokens, 3)
@@ -144,7 +144,7 @@ def test_compile_fullgraph(dynamic):
 # ---- kernels ----
 
 
-@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, INPUT_DTYPES, INPUT_DTYPES)), ids=str)
+@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, FLOATING, FLOATING)), ids=str)
 def test_every_variant_compiles_without_spills(dtypes):
     for hidden in (8, 576, 7168):
         report = jit.compile_spec(combine_plan.kernel_spec(hidden, *dtypes))

@@ -306,15 +306,16 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
     gate_up = gate_up_weights(2, 16, 272)
     grouped_gemm_swiglu(a, gate_up, groups, activation=activation, max_m=max_m, expected_m=5)
     *plain, (swiglu, swiglu_options) = given
-    for arguments, options in plain:
-        for value, like in zip(arguments, (*a, *b, groups), strict=False):
+    for (given_a, given_b, given_groups, out), options in plain:
+        for value, like in zip((*given_a, *given_b, given_groups), (*a, *b, groups), strict=True):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
-        assert arguments[5].shape == (22, 32) and arguments[5].stride() == (32, 1)
+        assert out.shape == (22, 32) and out.stride() == (32, 1)
         assert options == {"max_m": max_m, "expected_m": None if max_m is None else 5}
-    first = plain[0][0]
-    assert all(value.data_ptr() == like.data_ptr() for value, like in zip(first, (*a, *b, groups), strict=False))
-    assert swiglu_options == {"activation": activation, "max_m": max_m, "expected_m": 5}
-    data, scale = swiglu[5:]
+    (first_a, first_b, first_groups, _), _ = plain[0]
+    pairs = zip((*first_a, *first_b, first_groups), (*a, *b, groups), strict=True)
+    assert all(value.data_ptr() == like.data_ptr() for value, like in pairs)
+    assert swiglu_options == {"max_m": max_m, "expected_m": 5} and swiglu[4] == activation
+    data, scale = swiglu[3]
     assert data.shape == (22, 16) and scale.shape == (22, 1) and scale.stride(0) == 1
 
 

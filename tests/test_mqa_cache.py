@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from fp8moe.kernels.indexer import mqa_cache_plan
 from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
 from fp8moe.quant.formats import SCALE_FORMATS
-from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
+from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.runtime import jit
+from fp8moe.runtime.checks import FLOATING
 from tests.random_values import random, some_slots
 
 MARK = 0xAB
@@ -49,7 +50,7 @@ def test_new_cache():
     tokens=st.integers(0, 200),
     num_blocks=st.integers(0, 4),
     head_dim=st.sampled_from(HEAD_DIMS),
-    dtype=st.sampled_from(INPUT_DTYPES),
+    dtype=st.sampled_from(FLOATING),
     scale_format=st.sampled_from(SCALE_FORMATS),
     seed=st.integers(0, 1000),
 )
@@ -238,7 +239,7 @@ def test_compile_fullgraph(dynamic):
 # ---- kernels ----
 
 
-@pytest.mark.parametrize("head_dim,dtype,ue8m0", list(itertools.product(HEAD_DIMS, INPUT_DTYPES, (False, True))))
+@pytest.mark.parametrize("head_dim,dtype,ue8m0", list(itertools.product(HEAD_DIMS, FLOATING, (False, True))))
 def test_every_variant_compiles_without_spills(head_dim, dtype, ue8m0):
     report = jit.compile_spec(mqa_cache_plan.kernel_spec(head_dim, dtype, ue8m0))
     assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from benchmarks import transpose as benchmark
 from fp8moe.quant import transpose_plan
 from fp8moe.quant.formats import is_mn_major, padded_rows
-from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_1x128
+from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose
 from fp8moe.runtime import jit
+from fp8moe.runtime.checks import FLOATING
 from tests.random_values import random
 
 NOTHING = torch.iinfo(torch.int32).min
@@ -50,7 +51,7 @@ def assert_columns(t, rows: torch.Tensor, groups: list[tuple[int, int]]) -> None
     first=st.integers(0, 3),
     after=st.integers(0, 3),
     features=st.sampled_from((1, 7, 128, 200, 256)),
-    dtype=st.sampled_from(INPUT_DTYPES),
+    dtype=st.sampled_from(FLOATING),
     seed=st.integers(0, 1000),
 )
 def test_rows_and_columns_of_groups(sizes, first, after, features, dtype, seed):
@@ -241,7 +242,7 @@ def test_compile_fullgraph(dynamic):
 # ---- kernels ----
 
 
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("vector", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_every_variant_compiles_without_spills(dtype, vector, weighted):

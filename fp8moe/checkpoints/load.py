@@ -15,11 +15,7 @@ from fp8moe.runtime.patterns import as_patterns
 
 
 def load_fp8_checkpoint(
-    model: nn.Module,
-    directory: str | os.PathLike,
-    *,
-    ignore: Iterable[str] = (),
-    device: torch.device | str = "cpu",
+    model: nn.Module, directory: str | os.PathLike, *, ignore: Iterable[str] = (), device: torch.device | str = "cpu"
 ) -> None:
     """Load a DeepSeek-style FP8 checkpoint into a model with FP8Linear and GroupedExperts in it.
 

@@ -8,20 +8,11 @@
 // 128-deep product to float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Here both operands have a scale for
 // each row, so that every product takes its own.
 //
-// Constants: those of gemm_block.cuh, OUT_FLOAT32, ACCUMULATE.
+// The prelude (kernels/gemm/source.py) has the constants of gemm_block.cuh, wgmma(), the type Out of the result (float,
+// or u16 for bfloat16) and ACCUMULATE (with float only).
 
 #include "gemm_block.cuh"
-
-template <bool Float32>
-struct ChooseOut {
-  using Type = float;
-};
-template <>
-struct ChooseOut<false> {
-  using Type = u16;  // bfloat16
-};
-using Out = ChooseOut<OUT_FLOAT32>::Type;
-static_assert(OUT_FLOAT32 || !ACCUMULATE);
+#include "warp.cuh"
 
 constexpr int SLABS = BLOCK_M / (64 * WARPGROUPS);  // of 64 rows, of one warpgroup
 constexpr int ACCUMULATORS = BLOCK_N / 2;           // registers of one slab
@@ -194,9 +185,9 @@ __device__ __forceinline__ void store_tile(const float (&sum)[SLABS][ACCUMULATOR
     for (int j = 0; j < BLOCK_N / 16; ++j) {
       const float* v = sum[i / 2] + 8 * j + i % 2 * 2;
       const u32 first = pack_bfloat16(v[0], v[1]), second = pack_bfloat16(v[4], v[5]);
-      const u32 other = __shfl_xor_sync(0xFFFFFFFF, select(later_piece, first, second), 2);
+      const u32 other = __shfl_xor_sync(FULL_WARP, select(later_piece, first, second), 2);
       const u32 left = select(later_piece, other, first), right = select(later_piece, second, other);
-      const u32 next = __shfl_xor_sync(0xFFFFFFFF, select(later_columns, left, right), 1);
+      const u32 next = __shfl_xor_sync(FULL_WARP, select(later_columns, left, right), 1);
       columns[i][j] = make_uint2(select(later_columns, next, left), select(later_columns, right, next));
     }
   }

@@ -1,19 +1,4 @@
-"""Reading, writing, quantizing and inspecting FP8 checkpoints: the names of `fp8moe.checkpoints`."""
+"""DeepSeek-style FP8 checkpoints: safetensors with float8_e4m3fn weights and one scale for each 128x128 of them."""
 
-from fp8moe.checkpoints import (
-    DEFAULT_SKIP,
-    CheckpointError,
-    inspect_checkpoint,
-    load_fp8_checkpoint,
-    quantize_checkpoint,
-    save_fp8_checkpoint,
-)
-
-__all__ = [
-    "DEFAULT_SKIP",
-    "CheckpointError",
-    "inspect_checkpoint",
-    "load_fp8_checkpoint",
-    "quantize_checkpoint",
-    "save_fp8_checkpoint",
-]
+from fp8moe.checkpoints import *  # noqa: F403
+from fp8moe.checkpoints import __all__ as __all__

@@ -13,7 +13,8 @@ from fp8moe.layers import experts_source
 from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
 from fp8moe.layers.parameters import check_no_tangent, dtype_errors, frozen, keep_dtypes
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
+from fp8moe.quant.quantize import quantize_128x128
+from fp8moe.runtime.checks import FLOATING
 
 
 class GroupedExperts(MasterModule):
@@ -84,7 +85,7 @@ class GroupedExperts(MasterModule):
         master_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if dtype not in INPUT_DTYPES:
+        if dtype not in FLOATING:
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
         check_master_dtype(master_dtype)
         sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}

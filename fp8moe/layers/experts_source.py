@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fp8moe.kernels.activation import FUNCTIONS, Activation
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.quant.quantize import INPUT_DTYPES, dequantize, quantize_128x128
+from fp8moe.quant.quantize import dequantize, quantize_128x128
+from fp8moe.runtime.checks import FLOATING
 
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of the linears of one expert
@@ -188,7 +189,7 @@ def _linear(name: str, linear: nn.Module | None) -> Tensor | FP8Tensor:
 
 
 def _check_dtype(name: str, weight: Tensor) -> None:
-    if weight.dtype not in INPUT_DTYPES:
+    if weight.dtype not in FLOATING:
         raise TypeError(f"{name}: expected bfloat16, float16, float32 or float8_e4m3fn weights, got {weight.dtype}")
 
 

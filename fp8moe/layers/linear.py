@@ -12,7 +12,8 @@ from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
 from fp8moe.layers.parameters import check_no_tangent, dtype_errors, frozen, keep_dtypes
 from fp8moe.quant.formats import BLOCK, ceil_div
-from fp8moe.quant.quantize import INPUT_DTYPES, quantize_128x128
+from fp8moe.quant.quantize import quantize_128x128
+from fp8moe.runtime.checks import FLOATING, check_dtype
 from fp8moe.runtime.patterns import as_patterns, matches
 
 
@@ -59,7 +60,7 @@ class FP8Linear(MasterModule):
     ):
         super().__init__()
         check_master_dtype(master_dtype)
-        if dtype not in INPUT_DTYPES:
+        if dtype not in FLOATING:
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
         self.in_features = in_features
         self.out_features = out_features
@@ -92,8 +93,7 @@ class FP8Linear(MasterModule):
         if not isinstance(linear, nn.Linear | FP8Linear):
             raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
         weight = linear.weight
-        if weight.dtype not in INPUT_DTYPES:
-            raise TypeError(f"linear.weight: expected bfloat16, float16 or float32, got {weight.dtype}")
+        check_dtype("linear.weight", weight, *FLOATING)
         if master_dtype is not None and scale_format != "float32":
             raise ValueError(f"scale_format: expected 'float32' with a master_dtype, got {scale_format!r}")
         new = cls(
@@ -200,9 +200,7 @@ def replace_linears(
             names.setdefault(id(module), []).append(name)
     groups = [group for group in names.values() if not any(matches(name, skip) for name in group)]
     for name, *_ in groups:
-        dtype = model.get_submodule(name).weight.dtype
-        if dtype not in INPUT_DTYPES:
-            raise TypeError(f"{name}.weight: expected bfloat16, float16 or float32, got {dtype}")
+        check_dtype(f"{name}.weight", model.get_submodule(name).weight, *FLOATING)
     for group in groups:
         replacement = FP8Linear.from_linear(model.get_submodule(group[0]), master_dtype=master_dtype)
         for name in group:

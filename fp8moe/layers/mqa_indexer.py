@@ -12,8 +12,8 @@ from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.kernels.indexer.reference import tokens_seen
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
-from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
-from fp8moe.runtime.checks import check_tensor, describe
+from fp8moe.quant.quantize import quantize_1x128
+from fp8moe.runtime.checks import FLOATING, check_tensor, describe
 
 LOGITS_AT_A_TIME = 1 << 28
 """How many logits a long prefill holds at a time: 1 GiB of float32."""
@@ -69,7 +69,7 @@ class FP8MQAIndexer(nn.Module):
         scale_format: str = "float32",
     ):
         super().__init__()
-        if dtype not in INPUT_DTYPES:
+        if dtype not in FLOATING:
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
         positive = {"hidden_size": hidden_size, "q_lora_rank": q_lora_rank, "top_k": top_k}
         heads = {"num_heads": num_heads, "head_dim": head_dim, "rope_head_dim": rope_head_dim}
@@ -225,7 +225,7 @@ class FP8MQAIndexer(nn.Module):
             )
         q, weights, k = self._project(hidden_states, q_resid, position_embeddings)
         q = q.unflatten(0, (batch, next_n))
-        mqa_checks.paged(q, kv_cache, weights, context_lens, block_table)
+        mqa_checks.paged(mqa_checks.Paged(q, kv_cache, weights, context_lens, block_table))
         slots = _slots(tokens_seen(context_lens, next_n), block_table, kv_cache.shape[0])
         append_kv(kv_cache, k, slots, scale_format=self.scale_format)
         logits = paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, max_context_len=max_context_len)
@@ -248,14 +248,14 @@ class FP8MQAIndexer(nn.Module):
 
     def _check_tokens(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> int:
         """Types, dtypes, shapes and devices of what `_project` takes. Returns the number of tokens."""
-        _check("hidden_states", hidden_states, INPUT_DTYPES, (None, self.hidden_size), hidden_states)
+        _check("hidden_states", hidden_states, FLOATING, (None, self.hidden_size), hidden_states)
         tokens = hidden_states.shape[0]
-        _check("q_resid", q_resid, INPUT_DTYPES, (tokens, self.q_lora_rank), hidden_states)
+        _check("q_resid", q_resid, FLOATING, (tokens, self.q_lora_rank), hidden_states)
         if not isinstance(position_embeddings, tuple | list) or len(position_embeddings) != 2:
             raise TypeError(f"position_embeddings: expected a (cos, sin) pair, got {describe(position_embeddings)}")
         for name, value in zip(("cos", "sin"), position_embeddings, strict=True):
             shape = (tokens, self.rope_head_dim)
-            _check(f"position_embeddings, {name}", value, INPUT_DTYPES, shape, hidden_states)
+            _check(f"position_embeddings, {name}", value, FLOATING, shape, hidden_states)
         return tokens
 
 
@@ -282,7 +282,7 @@ def score_operands(
     q = _rotate(q, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
     data, scale = quantize_1x128(q, scale_format=scale_format)
     proj = indexer.weights_proj
-    if proj.weight.dtype in INPUT_DTYPES:  # not in FP8
+    if proj.weight.dtype in FLOATING:  # not in FP8
         hidden_states = hidden_states.to(proj.weight.dtype)
     weights = proj(hidden_states).float() * scale.squeeze(-1) * (q.shape[-2] * q.shape[-1]) ** -0.5
     return data, weights, k

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fp8moe.quant.quantize import INPUT_DTYPES
+from fp8moe.runtime.checks import FLOATING
 
 
 def frozen(value: Tensor) -> nn.Parameter:
@@ -45,7 +45,7 @@ def dtype_errors(state_dict: dict[str, Tensor], names: Iterable[str], masters: b
 
     names: of the module's weights, which are `masters` or in FP8.
     """
-    allowed = INPUT_DTYPES if masters else (torch.float8_e4m3fn,)
+    allowed = FLOATING if masters else (torch.float8_e4m3fn,)
     expected = "bfloat16, float16 or float32 for a master weight" if masters else "float8_e4m3fn"
     found = {name: state_dict[name].dtype for name in names if name in state_dict}
     return [

@@ -12,10 +12,8 @@ import torch
 from fp8moe.quant import quantize_plan, reference
 from fp8moe.quant.formats import BLOCK, SCALE_FORMATS, FP8Tensor, align, ceil_div
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import FLOATING, check_dtype, check_tensor
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_tensor
 from fp8moe.runtime.operators import define
-
-INPUT_DTYPES = FLOATING
 
 
 def quantize_1x128(x: torch.Tensor, *, scale_format: str = "float32") -> FP8Tensor:
@@ -67,16 +65,13 @@ def dequantize(t: FP8Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Ten
     Raises TypeError for a wrong dtype, ValueError for a scale of another shape.
     """
     data, scale = t
-    if data.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"t.data: expected float8_e4m3fn, got {data.dtype}")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"t.scale: expected float32, got {scale.dtype}")
+    check_dtype("t.data", data, torch.float8_e4m3fn)
+    check_dtype("t.scale", scale, torch.float32)
     if not dtype.is_floating_point:
         raise TypeError(f"dtype: expected a floating dtype, got {dtype}")
     if data.dim() == 0:
         raise ValueError("t.data: expected at least one dimension, got a scalar")
-    if data.device != scale.device:
-        raise ValueError(f"t.scale: expected on {data.device} like t.data, got {scale.device}")
+    check_device("t.scale", scale, data.device, "t.data")
     k = data.shape[-1]
     per_row = (*data.shape[:-1], ceil_div(k, BLOCK))
     if scale.shape != per_row:

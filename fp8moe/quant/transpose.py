@@ -33,11 +33,7 @@ class Transposed(NamedTuple):
 
 
 def quantize_with_transpose(
-    x: Tensor,
-    group_offsets: Tensor | None = None,
-    *,
-    tokens: Tensor | None = None,
-    row_weights: Tensor | None = None,
+    x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None, row_weights: Tensor | None = None
 ) -> Transposed:
     """Quantize the rows of x in blocks of 1x128, and its transpose too, reading x once.
 

@@ -9,5 +9,4 @@ SHARED_LIMIT = 227 * 1024  # bytes of shared memory one block may use
 SHARED_PER_SM = 228 * 1024  # of which every resident block costs 1 KB more
 REGISTERS_PER_SM = 65536
 MAX_BLOCKS_PER_PORTABLE_CLUSTER = 8
-TMA_ALIGNMENT = 16  # bytes: of addresses and strides
 SWIZZLE_ALIGNMENT = 1024  # bytes: of a tile in shared memory under a 128-byte swizzle

@@ -27,6 +27,7 @@ import torch
 
 from fp8moe.runtime import config
 from fp8moe.runtime.driver import DriverError, check, loading_code
+from fp8moe.runtime.hopper import MAX_BLOCKS_PER_PORTABLE_CLUSTER
 
 if TYPE_CHECKING:
     from cuda.bindings.driver import CUlaunchAttribute, CUlaunchConfig, CUtensorMap
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 Dim3 = int | tuple[int, ...]
 
 _DEFAULT_SMEM = 48 << 10
-_PORTABLE_CLUSTER = 8
 
 _TMA_TYPES = {
     torch.uint8: "UINT8",
@@ -349,7 +349,7 @@ def _prepare(kernel: "Kernel", smem: int, cluster_blocks: int) -> None:
     needs = []
     if smem > _DEFAULT_SMEM:
         needs.append((attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem))
-    if cluster_blocks > _PORTABLE_CLUSTER:
+    if cluster_blocks > MAX_BLOCKS_PER_PORTABLE_CLUSTER:
         needs.append((attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     handle = kernel.handle
     device = check(driver.cuCtxGetDevice)

@@ -31,10 +31,3 @@ class PlanCache(Generic[Plan]):
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan
         return plan
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def clear(self) -> None:
-        """Forget all plans."""
-        self._plans.clear()

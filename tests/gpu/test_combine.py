@@ -8,7 +8,7 @@ import torch
 from fp8moe.kernels.experts import combine_plan, reference
 from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.quant.quantize import INPUT_DTYPES
+from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import current_stream, device_guard
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +52,7 @@ def assert_matches(y, rows, weights, out_dtype):
 
 
 @pytest.mark.parametrize("tokens,hidden,top_k", SIZES)
-@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, INPUT_DTYPES, INPUT_DTYPES)), ids=str)
+@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, FLOATING, FLOATING)), ids=str)
 def test_sizes(tokens, hidden, top_k, dtypes):
     y_dtype, weight_dtype, out_dtype = dtypes
     for num_rows in (1, tokens * top_k):
@@ -62,7 +62,7 @@ def test_sizes(tokens, hidden, top_k, dtypes):
 
 def test_equals_the_reference_on_the_cpu():
     y, weights, rows = random(300, 1000, dtype=torch.bfloat16), random(40, 8), random_rows(40, 8, 300)
-    for out_dtype in INPUT_DTYPES:
+    for out_dtype in FLOATING:
         got = combine(y, rows, weights, out_dtype)
         assert torch.equal(got.cpu(), combine(y.cpu(), rows.cpu(), weights.cpu(), out_dtype))
 
@@ -94,7 +94,7 @@ def test_rows_out_of_range():
 def test_results_beyond_the_range_of_the_output():
     y = torch.tensor([[7e4, -7e4, 65519.0, 65520.0, 1e-8, 3e38, -3e38, 6e-8]], device="cuda")
     rows = torch.zeros(1, 2, dtype=torch.int32, device="cuda")
-    for out_dtype in INPUT_DTYPES:
+    for out_dtype in FLOATING:
         for weight in (0.5, 1.0):
             assert_matches(y, rows, torch.full((1, 2), weight, device="cuda"), out_dtype)
 

@@ -47,7 +47,7 @@ def test_against_float64(blocks, size):
     a, b = operand(size[0], k, 0), operand(size[1], k, 1)
     exact = exact_along_k(a, b, group_offsets)
     for cfg in GROUPED_K_CONFIGS:
-        call = (*a, *b, group_offsets)
+        call = (a, b, group_offsets)
         out = torch.full((len(blocks), *size), NAN, device=DEVICE)
         grouped_k_plan.grouped_gemm_k(*call, out, False, cfg=cfg)
         assert relative_error(out, exact) <= TOLERANCE

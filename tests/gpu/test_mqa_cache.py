@@ -10,7 +10,8 @@ import torch
 from fp8moe.kernels.indexer import reference
 from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
 from fp8moe.quant.formats import SCALE_FORMATS
-from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
+from fp8moe.quant.quantize import quantize_1x128
+from fp8moe.runtime.checks import FLOATING
 from tests import random_values
 
 pytestmark = pytest.mark.gpu
@@ -42,14 +43,14 @@ def assert_matches(num_blocks, k, slots, scale_format="float32"):
 
 
 @pytest.mark.parametrize("tokens,num_blocks", SIZES)
-@pytest.mark.parametrize("head_dim,dtype,scale_format", list(itertools.product(HEAD_DIMS, INPUT_DTYPES, SCALE_FORMATS)))
+@pytest.mark.parametrize("head_dim,dtype,scale_format", list(itertools.product(HEAD_DIMS, FLOATING, SCALE_FORMATS)))
 def test_sizes(tokens, num_blocks, head_dim, dtype, scale_format):
     k, slots = random(tokens, head_dim, dtype=dtype), some_slots(tokens, 64 * num_blocks)
     assert_matches(num_blocks, k, slots, scale_format)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_bits_of_the_quantizer(head_dim, dtype):
     k = random(640, head_dim, dtype=dtype, spread=40.0)
     k[0], k[1, 3], k[2, 5], k[3, head_dim - 1] = 0.0, math.nan, math.inf, -math.inf
@@ -83,7 +84,7 @@ def test_shared_slots_touch_no_other():
     assert torch.equal(cache, expected(2, k[2999:], slots[2999:]))
 
 
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_strided_operands(dtype):
     x, slots = random(64, 336, 2, dtype=dtype), torch.randperm(192, device="cuda").int().view(64, 3)
     wide = random(64, 1024, dtype=dtype)

@@ -10,7 +10,7 @@ from fp8moe.kernels.experts import permute_plan, reference
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
-from fp8moe.quant.quantize import INPUT_DTYPES
+from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import current_stream, device_guard
 from tests import random_values
 
@@ -71,14 +71,14 @@ def assert_matches(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("tokens,hidden,top_k", SIZES)
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_sizes(tokens, hidden, top_k, dtype):
     x = random(tokens, hidden, dtype=dtype)
     for num_rows in (1, tokens * top_k, tokens * top_k + 3):
         assert_matches(x, random_rows(tokens, top_k, num_rows), num_rows)
 
 
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_many_tokens(dtype):
     # Beyond the number of tokens that are read before they are known to have a row.
     x = random(1500, 1552, dtype=dtype)
@@ -90,7 +90,7 @@ def test_many_tokens(dtype):
     assert_matches(x, random_rows(1500, 35, 50000), 50000)
 
 
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_values(dtype):
     x = random(40, 1024, dtype=dtype)
     x[3, 5], x[4, 200], x[6, 1023] = math.nan, -math.inf, math.inf

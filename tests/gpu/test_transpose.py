@@ -9,8 +9,9 @@ import torch
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant import transpose_plan, transpose_reference
 from fp8moe.quant.formats import padded_rows
-from fp8moe.quant.quantize import INPUT_DTYPES, quantize_1x128
+from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import empty_results, quantize_with_transpose
+from fp8moe.runtime.checks import FLOATING
 from tests import random_values
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +96,7 @@ def assert_only_written(results: tuple, buffers: list[torch.Tensor], used: list[
 
 
 @pytest.mark.parametrize("offsets,rows", GROUPS)
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_groups_and_sizes(offsets, rows, dtype):
     groups = offsets_of(offsets)
     for features in FEATURES:
@@ -105,7 +106,7 @@ def test_groups_and_sizes(offsets, rows, dtype):
 
 
 @pytest.mark.parametrize("offsets,rows", GROUPS)
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_tokens(offsets, rows, dtype):
     tokens = torch.randint(-3, 53, (rows,), dtype=torch.int32, device="cuda")
     tokens[: rows // 20] = torch.iinfo(torch.int32).min
@@ -134,7 +135,7 @@ def test_equals_the_reference_on_the_cpu():
     assert torch.equal(bits(t.columns.scale[:, : end // 128]).cpu(), bits(expected.columns.scale[:, : end // 128]))
 
 
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_rows_have_the_bits_of_quantize_1x128(dtype):
     x = random(513, 1000, dtype=dtype)
     t, expected = quantize_with_transpose(x), quantize_1x128(x)
@@ -144,7 +145,7 @@ def test_rows_have_the_bits_of_quantize_1x128(dtype):
     assert torch.equal(t.columns.scale[:, :4], transposed.scale)
 
 
-@pytest.mark.parametrize("dtype", INPUT_DTYPES)
+@pytest.mark.parametrize("dtype", FLOATING)
 def test_values(dtype):
     largest = torch.finfo(dtype).max
     x = random(300, 264, dtype=dtype)

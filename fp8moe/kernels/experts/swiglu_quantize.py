@@ -80,35 +80,22 @@ def _forward_fake(gate_up: Tensor, group_offsets: Tensor, limit: float | None, a
     return empty_results(gate_up, rows, size, groups)
 
 
-def _backward(
-    gate_up: Tensor,
-    grad: Tensor,
-    row_weights: Tensor,
-    group_offsets: Tensor,
-    limit: float | None,
-    alpha: float | None,
-) -> tuple[Tensor, ...]:
-    rows, size, groups = checks.swiglu_backward(gate_up, grad, row_weights, group_offsets)
+def _backward(*arguments: Tensor | float | None) -> tuple[Tensor, ...]:
+    *operands, limit, alpha = arguments
     activation = Activation(limit, alpha)
-    if not use_cuda(gate_up):
-        results, dots = swiglu_quantize_reference.swiglu_backward_quantize(
-            gate_up, grad, row_weights, group_offsets, activation
-        )
-        return *results, dots
-    results = empty_results(gate_up, rows, 2 * size, groups)
-    dots = swiglu_quantize_plan.swiglu_backward_quantize(gate_up, grad, row_weights, group_offsets, activation, results)
+    if not use_cuda(operands[0]):
+        checks.swiglu_backward(*operands)
+        results, dots = swiglu_quantize_reference.swiglu_backward_quantize(*operands, activation)
+    else:
+        *results, _ = _backward_fake(*arguments)
+        dots = swiglu_quantize_plan.swiglu_backward_quantize(*operands, activation, results)
     return *results, dots
 
 
-def _backward_fake(
-    gate_up: Tensor,
-    grad: Tensor,
-    row_weights: Tensor,
-    group_offsets: Tensor,
-    limit: float | None,
-    alpha: float | None,
-) -> tuple[Tensor, ...]:
-    rows, size, groups = checks.swiglu_backward(gate_up, grad, row_weights, group_offsets)
+def _backward_fake(*arguments: Tensor | float | None) -> tuple[Tensor, ...]:
+    *operands, _, _ = arguments
+    rows, size, groups = checks.swiglu_backward(*operands)
+    gate_up = operands[0]
     return *empty_results(gate_up, rows, 2 * size, groups), gate_up.new_empty((rows,), dtype=torch.float32)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.checks import check_scale, fp8_data, mn_major
-from fp8moe.quant.formats import ceil_div, empty_mn_major
+from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, describe, row_major
 
 RESULTS = (torch.bfloat16, torch.float32)
@@ -109,19 +109,19 @@ def result(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
         raise ValueError(f"out: expected {expected}, got {out.stride()}")
 
 
-def activations(a: Tensor, a_scale: Tensor) -> tuple[Tensor, Tensor]:
+def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
     """Activations as the kernels load them, views where possible, otherwise copies.
 
     a (..., K) -> (rows, K), rows at multiples of 16 bytes; a_scale (..., K blocks) -> (rows, K blocks), MN-major.
     """
     if a.dim() == 2:
-        return row_major(a), mn_major(a_scale)
+        return FP8Tensor(row_major(a), mn_major(a_scale))
     rows, k_blocks = a.shape[0] * a.shape[1], a_scale.shape[-1]
     if a_scale.numel() and a_scale.shape[0] > 1 and a_scale.stride(0) != a_scale.shape[1] * a_scale.stride(1):
         flat = empty_mn_major(rows, k_blocks, device=a.device)
         flat.view(a_scale.shape).copy_(a_scale)
         a_scale = flat
-    return row_major(a.reshape(rows, a.shape[-1])), mn_major(a_scale.reshape(rows, k_blocks))
+    return FP8Tensor(row_major(a.reshape(rows, a.shape[-1])), mn_major(a_scale.reshape(rows, k_blocks)))
 
 
 def bias_vector(bias: Tensor | None) -> Tensor | None:

@@ -107,8 +107,8 @@ def compute(
     if out.numel() == 0 or b[0].shape[0] == 0:
         return
     if use_cuda(a[0]):
-        operands = (*checks.activations(*a), aligned(b[0]), b[1].contiguous())
-        grouped_plan.grouped_gemm(*operands, groups.contiguous(), out, max_m=max_m, expected_m=expected_m)
+        a, b = checks.activations(*a), FP8Tensor(aligned(b[0]), b[1].contiguous())
+        grouped_plan.grouped_gemm(a, b, groups.contiguous(), out, max_m=max_m, expected_m=expected_m)
     else:
         grouped_gemm_reference(a, b, groups, out, max_m=max_m)
 
@@ -172,24 +172,21 @@ def _masked_out_fake(*arguments: Tensor | int | None) -> None:
 def _compute_masked(*arguments: Tensor | int | None) -> None:
     a, a_scale, b, b_scale, masked_m, expected_m, out = arguments
     rows = out.view(-1, out.shape[-1]) if out.numel() else out
-    operands = FP8Tensor(*checks.activations(a, a_scale)), FP8Tensor(b, b_scale)
-    compute(*operands, masked_m, rows, out.shape[1], expected_m)
+    compute(checks.activations(a, a_scale), FP8Tensor(b, b_scale), masked_m, rows, out.shape[1], expected_m)
 
 
 def _swiglu(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor]:
     a, a_scale, b, b_scale, groups, limit, alpha, max_m, expected_m = arguments
-    data, scale = _swiglu_fake(*arguments)
-    activation = Activation(limit, alpha)
-    if not data.numel() or not b.shape[0]:
-        return data, scale
+    out, activation = FP8Tensor(*_swiglu_fake(*arguments)), Activation(limit, alpha)
+    if not out.data.numel() or not b.shape[0]:
+        return tuple(out)
     if use_cuda(a):
-        operands = (*checks.activations(a, a_scale), aligned(b), b_scale.contiguous(), groups.contiguous())
-        options = {"activation": activation, "max_m": max_m, "expected_m": expected_m}
-        grouped_plan.grouped_gemm_swiglu(*operands, data, scale, **options)
+        operands = (checks.activations(a, a_scale), FP8Tensor(aligned(b), b_scale.contiguous()), groups.contiguous())
+        grouped_plan.grouped_gemm_swiglu(*operands, out, activation, max_m=max_m, expected_m=expected_m)
     else:
-        a, gate_up, out = FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), FP8Tensor(data, scale)
-        grouped_gemm_swiglu_reference(a, gate_up, groups, activation, out, max_m=max_m)
-    return data, scale
+        operands = (FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups)
+        grouped_gemm_swiglu_reference(*operands, activation, out, max_m=max_m)
+    return tuple(out)
 
 
 def _swiglu_fake(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor]:

@@ -69,8 +69,8 @@ def _compute(operands: tuple[Tensor, ...], out: Tensor, accumulate: bool) -> Non
         if not accumulate:
             out.zero_()
     else:
-        operands = (row_major(a), mn_major(a_scale), row_major(b), mn_major(b_scale))
-        grouped_k_plan.grouped_gemm_k(*operands, group_offsets.contiguous(), out, accumulate)
+        a, b = FP8Tensor(row_major(a), mn_major(a_scale)), FP8Tensor(row_major(b), mn_major(b_scale))
+        grouped_k_plan.grouped_gemm_k(a, b, group_offsets.contiguous(), out, accumulate)
 
 
 def _grouped_gemm_k(*operands: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 from fp8moe.kernels.gemm.config import GroupedKConfig
 from fp8moe.kernels.gemm.source import GroupedKArguments, grouped_k_spec
 from fp8moe.kernels.gemm.tiles import choose_grouped_k
-from fp8moe.quant.formats import ceil_div
+from fp8moe.quant.formats import FP8Tensor, ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import load
 from fp8moe.runtime.launch import Launcher, current_stream, device_guard, num_sms, tensor_map
@@ -16,21 +16,14 @@ from fp8moe.runtime.plans import PlanCache
 class Plan:
     """How to run on operands of given shapes, strides and device, which is to be current."""
 
-    def __init__(
-        self,
-        operands: tuple[Tensor, Tensor, Tensor, Tensor],
-        out: Tensor,
-        accumulate: bool,
-        cfg: GroupedKConfig | None,
-    ):
-        a, a_scale, b, b_scale = operands
-        (groups, m, n), k = out.shape, a.shape[1]
-        sms = num_sms(a.get_device())
+    def __init__(self, a: FP8Tensor, b: FP8Tensor, out: Tensor, accumulate: bool, cfg: GroupedKConfig | None):
+        (groups, m, n), k = out.shape, a.data.shape[1]
+        sms = num_sms(out.get_device())
         cfg = cfg or choose_grouped_k(groups, m, n, sms)
         if config.settings.print_configs:
             print(f"fp8moe grouped_gemm_k groups={groups} m={m} n={n} k={k}: {cfg}")
         self._maps = []
-        for data, scale, rows in ((a, a_scale, cfg.block_m), (b, b_scale, cfg.block_n)):
+        for (data, scale), rows in ((a, cfg.block_m), (b, cfg.block_n)):
             blocks = scale.shape[1]
             self._maps += [
                 tensor_map(data, shape=data.shape, strides=(data.stride(0), 1), box=(rows, 128), swizzle=128),
@@ -65,28 +58,19 @@ _plans: PlanCache[Plan] = PlanCache()
 
 
 def grouped_gemm_k(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    group_offsets: Tensor,
-    out: Tensor,
-    accumulate: bool,
-    *,
-    cfg: GroupedKConfig | None = None,
+    a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool, cfg: GroupedKConfig | None = None
 ) -> None:
     """``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T`` on tensors that ``kernels.gemm.grouped_k`` has checked.
 
-    a, a_scale: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, K / 128) float32, MN-major, 16-byte aligned; likewise b.
+    a: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, K / 128) float32, MN-major, 16-byte aligned; likewise b.
     group_offsets: (E + 1,) int32, contiguous.
     out: (E, M, N) float32, or bfloat16 unless accumulate, contiguous, 16-byte aligned, written.
     cfg: the variant to run instead of the choice.
     """
-    index = a.get_device()
-    operands = (a, a_scale, b, b_scale)
-    layouts = (*a.shape, a.stride(0), a_scale.stride(1), b.shape[0], b.stride(0), b_scale.stride(1))
-    key = (*layouts, out.shape[0], out.dtype, accumulate, index, cfg)
+    index = out.get_device()
+    operands = (*a, *b)
+    key = (*(value.shape for value in operands), *(value.stride() for value in operands), out.shape[0], out.dtype)
     with device_guard(index):
-        plan = _plans.get(key, lambda: Plan(operands, out, accumulate, cfg))
+        plan = _plans.get((*key, accumulate, index, cfg), lambda: Plan(a, b, out, accumulate, cfg))
         addresses = tuple(value.data_ptr() for value in operands)
         plan.launch(current_stream(index), addresses, group_offsets.data_ptr(), out.data_ptr())

@@ -9,87 +9,56 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.plan import Plan
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.launch import current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
+
+Option = float | GemmConfig | None
 
 _plans: PlanCache[Plan] = PlanCache()
 
 
-def grouped_gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    groups: Tensor,
-    out: Tensor,
-    *,
-    max_m: int | None = None,
-    expected_m: float | None = None,
-    cfg: GemmConfig | None = None,
-) -> None:
+def grouped_gemm(a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, **options: Option) -> None:
     """``out[rows of e] = a[rows of e] @ b[e].T`` on tensors that ``kernels.gemm.grouped`` has checked.
 
     Args:
-        a, a_scale: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
-        b, b_scale: (E, N, K) float8_e4m3fn; (E, ceil(N / 128), ceil(K / 128)) float32; contiguous.
+        a: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
+        b: (E, N, K) float8_e4m3fn; (E, ceil(N / 128), ceil(K / 128)) float32; contiguous.
         groups: int32, offsets (E + 1,), or with `max_m`, where M = E * max_m, rows in use (E,).
         out: (M, N) bfloat16 or float32, rows 16-byte aligned, written.
-        expected_m: rows that a group is expected to have; by default M / E.
-        cfg: the variant to run instead of the cost model's choice.
+        options: max_m, expected_m and cfg, as for `Plan`.
     """
-    if a.shape[1] == 0:
-        _zero_groups(groups, out, max_m)
+    if a.data.shape[1] == 0:
+        _zero_groups(groups, out, options.get("max_m"))
         return
-    options = {"max_m": max_m, "expected_m": expected_m, "cfg": cfg}
-    _run((a, a_scale, b, b_scale), groups, out, (0,), PlainStore(out.dtype), **options)
+    _run((*a, *b, groups), out, (0,), PlainStore(out.dtype), options)
 
 
 def grouped_gemm_swiglu(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    groups: Tensor,
-    out_data: Tensor,
-    out_scale: Tensor,
-    *,
-    activation: Activation,
-    max_m: int | None = None,
-    expected_m: float | None = None,
-    cfg: GemmConfig | None = None,
+    a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: FP8Tensor, activation: Activation, **options: Option
 ) -> None:
     """The same with gate and up weights, `activation`, and the result quantized 1x128.
 
     Args:
-        b, b_scale: (E, 2I, K) float8_e4m3fn; (E, 2 * ceil(I / 128), ceil(K / 128)) float32; I a multiple of 16.
-        out_data, out_scale: (M, I) float8_e4m3fn; (M, ceil(I / 128)) float32, MN-major; written.
+        b: (E, 2I, K) float8_e4m3fn; (E, 2 * ceil(I / 128), ceil(K / 128)) float32; I a multiple of 16.
+        out: (M, I) float8_e4m3fn; (M, ceil(I / 128)) float32, MN-major; written.
     """
-    options = {"max_m": max_m, "expected_m": expected_m, "cfg": cfg}
-    scale = (out_scale.data_ptr(), out_scale.stride(1))
-    _run((a, a_scale, b, b_scale), groups, out_data, scale, SwigluQuantize(activation), **options)
+    scale = (out.scale.data_ptr(), out.scale.stride(1))
+    _run((*a, *b, groups), out.data, scale, SwigluQuantize(activation), options)
 
 
 def _run(
-    operands: tuple[Tensor, Tensor, Tensor, Tensor],
-    groups: Tensor,
-    out: Tensor,
-    further: tuple[int, ...],
-    epilogue: Epilogue,
-    **options: float | GemmConfig | None,
+    operands: tuple[Tensor, ...], out: Tensor, further: tuple[int, ...], epilogue: Epilogue, options: dict[str, Option]
 ) -> None:
     """further: the epilogue's addresses and pitches behind those of `out`."""
-    a, a_scale, b, _ = operands
+    a, a_scale, b, _, _ = operands
     index = a.get_device()
     layouts = (a.shape, a.stride(), a_scale.stride(), b.shape, out.stride(), index)
     with device_guard(index):
-        plan = _plans.get(
-            (*layouts, epilogue, *options.values()), lambda: Plan(a, a_scale, b, out, epilogue, **options)
-        )
-        plan.launch(
-            current_stream(index),
-            *(value.data_ptr() for value in (*operands, groups)),
-            (out.data_ptr(), out.stride(0), *further),
-        )
+        key = (*layouts, epilogue, *sorted(options.items()))
+        plan = _plans.get(key, lambda: Plan(a, a_scale, b, out, epilogue, **options))
+        addresses = (value.data_ptr() for value in operands)
+        plan.launch(current_stream(index), *addresses, (out.data_ptr(), out.stride(0), *further))
 
 
 def _zero_groups(groups: Tensor, out: Tensor, max_m: int | None) -> None:

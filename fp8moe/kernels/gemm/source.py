@@ -27,9 +27,9 @@ def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSp
 
 def grouped_k_spec(cfg: GroupedKConfig, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
     """The variant for N = `n`: M, K and the groups are not constants."""
-    values = _common(cfg, n, GroupedKArguments)
-    values |= {"OUT_FLOAT32": int(out_float32), "ACCUMULATE": int(accumulate)}
-    return KernelSpec("gemm_k.cu", "gemm_k", prelude=constants(values) + wgmma_source(cfg.block_n))
+    prelude = constants(_common(cfg, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate)})
+    prelude += f"using Out = {'float' if out_float32 else 'unsigned short'};\n{wgmma_source(cfg.block_n)}"
+    return KernelSpec("gemm_k.cu", "gemm_k", prelude=prelude)
 
 
 def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:

@@ -3,12 +3,13 @@
 Ranges, context lengths, block tables and slots are on the device: the kernels clamp or skip values out of range.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from fp8moe.quant.checks import FLOAT8, FLOAT32
 from fp8moe.quant.formats import SCALE_FORMATS
-from fp8moe.quant.quantize import INPUT_DTYPES
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype
 
 NUM_HEADS = (32, 64)
 MAX_NEXT_N = 4
@@ -22,39 +23,56 @@ BLOCK_TOKENS = 64
 SCALE_BYTES = 4
 
 
-def prefill(q: Tensor, kv: Tensor, kv_scale: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> tuple[int, int]:
-    """Dtypes, shapes and devices of the operands of ``mqa_logits``. Returns S, T."""
+class Prefill(NamedTuple):
+    """Operands of ``mqa_logits``."""
+
+    q: Tensor
+    kv: Tensor
+    kv_scale: Tensor
+    weights: Tensor
+    starts: Tensor
+    ends: Tensor
+
+
+class Paged(NamedTuple):
+    """Operands of ``paged_mqa_logits``."""
+
+    q: Tensor
+    kv_cache: Tensor
+    weights: Tensor
+    context_lens: Tensor
+    block_table: Tensor
+
+
+def prefill(operands: Prefill) -> tuple[int, int]:
+    """Dtypes, shapes and devices. Returns S and T."""
+    q, kv, kv_scale, weights, starts, ends = operands
     tokens, heads, head_dim = _queries(q, "(S, H, D)")
-    if kv.dtype is not FLOAT8:
-        raise TypeError(f"kv.data: expected float8_e4m3fn, got {kv.dtype}")
+    check_dtype("kv.data", kv, torch.float8_e4m3fn)
     if kv.dim() != 2 or kv.shape[1] != head_dim or kv.shape[0] >= 1 << 31:
-        raise ValueError(
-            f"kv.data: expected shape (T, {head_dim}) to match q {tuple(q.shape)}, with T < 2**31, "
-            f"got {tuple(kv.shape)}"
-        )
-    _device("kv.data", kv, q)
-    _shaped("kv.scale", kv_scale, FLOAT32, "(T,)", (kv.shape[0],), q)
-    _shaped("weights", weights, FLOAT32, "(S, H)", (tokens, heads), q)
+        expected = f"(T, {head_dim}) to match q {tuple(q.shape)}, with T < 2**31"
+        raise ValueError(f"kv.data: expected shape {expected}, got {tuple(kv.shape)}")
+    check_device("kv.data", kv, q.device, "q")
+    _shaped("kv.scale", kv_scale, torch.float32, "(T,)", (kv.shape[0],), q)
+    _shaped("weights", weights, torch.float32, "(S, H)", (tokens, heads), q)
     for name, value in (("starts", starts), ("ends", ends)):
         _shaped(name, value, torch.int32, "(S,)", (tokens,), q)
     return tokens, kv.shape[0]
 
 
-def paged(q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_table: Tensor) -> int:
-    """Dtypes, shapes and devices of the operands of ``paged_mqa_logits``. Returns B * next_n."""
+def paged(operands: Paged) -> int:
+    """Dtypes, shapes and devices. Returns B * next_n."""
+    q, kv_cache, weights, context_lens, block_table = operands
     batch, next_n, heads, head_dim = _queries(q, "(B, next_n, H, D)")
     if not 1 <= next_n <= MAX_NEXT_N:
         raise ValueError(f"q: expected 1 to {MAX_NEXT_N} queries a sequence, got next_n = {next_n}")
     if cache(kv_cache)[1] != head_dim:
-        raise ValueError(
-            f"kv_cache: expected keys of {head_dim} bytes to match q {tuple(q.shape)}, got {tuple(kv_cache.shape)}"
-        )
-    _device("kv_cache", kv_cache, q)
-    _shaped("weights", weights, FLOAT32, "(B * next_n, H)", (batch * next_n, heads), q)
-    if context_lens.dim() == 2:
-        _shaped("context_lens", context_lens, torch.int32, "(B, next_n)", (batch, next_n), q)
-    else:
-        _shaped("context_lens", context_lens, torch.int32, "(B,)", (batch,), q)
+        expected = f"keys of {head_dim} bytes to match q {tuple(q.shape)}"
+        raise ValueError(f"kv_cache: expected {expected}, got {tuple(kv_cache.shape)}")
+    check_device("kv_cache", kv_cache, q.device, "q")
+    _shaped("weights", weights, torch.float32, "(B * next_n, H)", (batch * next_n, heads), q)
+    dimensions, shape = ("(B, next_n)", (batch, next_n)) if context_lens.dim() == 2 else ("(B,)", (batch,))
+    _shaped("context_lens", context_lens, torch.int32, dimensions, shape, q)
     if block_table.dim() != 2:
         raise ValueError(f"block_table: expected shape (B, max_blocks), got {tuple(block_table.shape)}")
     _shaped("block_table", block_table, torch.int32, "(B, max_blocks)", (batch, block_table.shape[1]), q)
@@ -70,14 +88,11 @@ def context_limit(max_context_len: int) -> None:
 
 def cache(kv_cache: Tensor) -> tuple[int, int]:
     """Dtype, shape and strides of a cache. Returns its number of blocks and D."""
-    if kv_cache.dtype is not torch.uint8:
-        raise TypeError(f"kv_cache: expected uint8, got {kv_cache.dtype}")
+    check_dtype("kv_cache", kv_cache, torch.uint8)
     shape = kv_cache.shape
     if len(shape) != 4 or shape[1] != BLOCK_TOKENS or shape[2] != 1 or shape[3] - SCALE_BYTES not in HEAD_DIMS:
-        raise ValueError(
-            f"kv_cache: expected shape (num_blocks, {BLOCK_TOKENS}, 1, D + {SCALE_BYTES}) with D one of {HEAD_DIMS}, "
-            f"got {tuple(shape)}"
-        )
+        expected = f"(num_blocks, {BLOCK_TOKENS}, 1, D + {SCALE_BYTES}) with D one of {HEAD_DIMS}"
+        raise ValueError(f"kv_cache: expected shape {expected}, got {tuple(shape)}")
     if not kv_cache.is_contiguous():
         raise ValueError(f"kv_cache: expected a contiguous tensor, got strides {kv_cache.stride()}")
     return shape[0], shape[3] - SCALE_BYTES
@@ -92,12 +107,10 @@ def cache_address(kv_cache: Tensor) -> None:
 def append(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
     """The operands of ``append_kv`` but the address of the cache."""
     _, head_dim = cache(kv_cache)
-    if k.dtype not in INPUT_DTYPES:
-        raise TypeError(f"k: expected bfloat16, float16 or float32, got {k.dtype}")
+    check_dtype("k", k, *FLOATING)
     if k.dim() != 2 or k.shape[1] != head_dim:
         raise ValueError(f"k: expected shape (T, {head_dim}) to match the cache, got {tuple(k.shape)}")
-    if k.device != kv_cache.device:
-        raise ValueError(f"k: expected on {kv_cache.device} like kv_cache, got {k.device}")
+    check_device("k", k, kv_cache.device, "kv_cache")
     cache_slots(slots, k.shape[0], kv_cache.device)
     if scale_format not in SCALE_FORMATS:
         raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
@@ -105,34 +118,23 @@ def append(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> Non
 
 def cache_slots(slots: Tensor, tokens: int | None, device: torch.device) -> None:
     """Dtype, shape and device of slots; tokens: how many, None for any number."""
-    if slots.dtype is not torch.int32:
-        raise TypeError(f"slots: expected int32, got {slots.dtype}")
+    check_dtype("slots", slots, torch.int32)
     if slots.dim() != 1 or (tokens is not None and slots.shape[0] != tokens):
         expected = "(T,)" if tokens is None else f"({tokens},)"
         raise ValueError(f"slots: expected shape {expected}, got {tuple(slots.shape)}")
-    if slots.device != device:
-        raise ValueError(f"slots: expected on {device} like kv_cache, got {slots.device}")
+    check_device("slots", slots, device, "kv_cache")
 
 
 def _queries(q: Tensor, dimensions: str) -> torch.Size:
-    if q.dtype is not FLOAT8:
-        raise TypeError(f"q: expected float8_e4m3fn, got {q.dtype}")
+    check_dtype("q", q, torch.float8_e4m3fn)
     shape = q.shape
     if len(shape) != dimensions.count(",") + 1 or shape[-2] not in NUM_HEADS or shape[-1] not in HEAD_DIMS:
         raise ValueError(f"q: expected shape {dimensions} with H 32 or 64 and D 32, 64 or 128, got {tuple(shape)}")
     return shape
 
 
-def _shaped(
-    name: str, value: Tensor, dtype: torch.dtype, dimensions: str, shape: tuple[int, ...], like: Tensor
-) -> None:
-    if value.dtype is not dtype:
-        raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {value.dtype}")
+def _shaped(name: str, value: Tensor, dtype: torch.dtype, dimensions: str, shape: tuple[int, ...], q: Tensor) -> None:
+    check_dtype(name, value, dtype)
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {dimensions} = {tuple(shape)}, got {tuple(value.shape)}")
-    _device(name, value, like)
-
-
-def _device(name: str, value: Tensor, q: Tensor) -> None:
-    if value.device != q.device:
-        raise ValueError(f"{name}: expected on {q.device} like q, got {value.device}")
+    check_device(name, value, q.device, "q")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.indexer import checks, mqa_logits_plan, reference
+from fp8moe.kernels.indexer.checks import Paged, Prefill
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
@@ -82,57 +83,34 @@ def paged_mqa_logits(
     return autograd.run(_paged_op, "fp8moe.paged_mqa_logits", *operands, max_context_len, fill_masked)
 
 
-def _mqa_logits(
-    q: Tensor, kv: Tensor, kv_scale: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, fill_masked: bool
-) -> Tensor:
-    out = _mqa_logits_fake(q, kv, kv_scale, weights, starts, ends, fill_masked)
+def _mqa_logits(*arguments: Tensor | bool) -> Tensor:
+    operands, fill_masked = Prefill(*arguments[:-1]), arguments[-1]
+    out = _mqa_logits_fake(*arguments)
     if out.numel():
-        operands = (q, kv, kv_scale, weights, starts, ends)
-        if use_cuda(q):
-            mqa_logits_plan.mqa_logits(*operands, out, fill_masked=fill_masked)
-        else:
-            reference.mqa_logits(*operands, out, fill_masked=fill_masked)
+        backend = mqa_logits_plan if use_cuda(operands.q) else reference
+        backend.mqa_logits(operands, out, fill_masked=fill_masked)
     return out
 
 
-def _mqa_logits_fake(
-    q: Tensor, kv: Tensor, kv_scale: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, fill_masked: bool
-) -> Tensor:
-    shape = checks.prefill(q, kv, kv_scale, weights, starts, ends)
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
+def _mqa_logits_fake(*arguments: Tensor | bool) -> Tensor:
+    operands = Prefill(*arguments[:-1])
+    return torch.empty(checks.prefill(operands), dtype=torch.float32, device=operands.q.device)
 
 
-def _paged(
-    q: Tensor,
-    kv_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    max_context_len: int,
-    fill_masked: bool,
-) -> Tensor:
-    out = _paged_fake(q, kv_cache, weights, context_lens, block_table, max_context_len, fill_masked)
-    checks.cache_address(kv_cache)
+def _paged(*arguments: Tensor | int) -> Tensor:
+    operands, fill_masked = Paged(*arguments[:-2]), arguments[-1]
+    out = _paged_fake(*arguments)
+    checks.cache_address(operands.kv_cache)
     if out.numel():
-        operands = (q, kv_cache, weights, context_lens, block_table)
-        if use_cuda(q):
-            mqa_logits_plan.paged_mqa_logits(*operands, out, fill_masked=fill_masked)
-        else:
-            reference.paged_mqa_logits(*operands, out, fill_masked=fill_masked)
+        backend = mqa_logits_plan if use_cuda(operands.q) else reference
+        backend.paged_mqa_logits(operands, out, fill_masked=fill_masked)
     return out
 
 
-def _paged_fake(
-    q: Tensor,
-    kv_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    max_context_len: int,
-    fill_masked: bool,
-) -> Tensor:
-    rows = checks.paged(q, kv_cache, weights, context_lens, block_table)
-    return torch.empty((rows, max_context_len), dtype=torch.float32, device=q.device)
+def _paged_fake(*arguments: Tensor | int) -> Tensor:
+    *operands, max_context_len, _ = arguments
+    shape = checks.paged(Paged(*operands)), max_context_len
+    return torch.empty(shape, dtype=torch.float32, device=operands[0].device)
 
 
 _mqa_logits_op = define(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.indexer.checks import Paged, Prefill
 from fp8moe.kernels.indexer.source import TILE, Arguments, MqaConfig, kernel_spec, paged_config, prefill_config
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import aligned, row_major
@@ -49,22 +50,12 @@ class Plan:
 _plans: PlanCache[Plan] = PlanCache()
 
 
-def mqa_logits(
-    q: Tensor,
-    kv: Tensor,
-    kv_scale: Tensor,
-    weights: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    out: Tensor,
-    *,
-    fill_masked: bool,
-    cfg: MqaConfig | None = None,
-) -> None:
+def mqa_logits(operands: Prefill, out: Tensor, *, fill_masked: bool, cfg: MqaConfig | None = None) -> None:
     """The scores of operands that the entry has checked, into out (S, T) float32, contiguous, not empty.
 
     cfg: the variant to run instead of the usual one.
     """
+    q, kv, kv_scale, weights, starts, ends = operands
     queries, heads, head_dim = q.shape
     tokens = kv.shape[0]
     q, kv, kv_scale, weights = aligned(q), row_major(kv), aligned(kv_scale), aligned(weights)
@@ -93,18 +84,9 @@ def mqa_logits(
         )
 
 
-def paged_mqa_logits(
-    q: Tensor,
-    kv_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    *,
-    fill_masked: bool,
-    cfg: MqaConfig | None = None,
-) -> None:
+def paged_mqa_logits(operands: Paged, out: Tensor, *, fill_masked: bool, cfg: MqaConfig | None = None) -> None:
     """The same over a paged cache; out (B * next_n, max_context_len)."""
+    q, kv_cache, weights, context_lens, block_table = operands
     batch, next_n, heads, head_dim = q.shape
     num_blocks, max_blocks = kv_cache.shape[0], block_table.shape[1]
     if not num_blocks or not max_blocks:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.gemm.reference import products, to_float32
+from fp8moe.kernels.indexer.checks import Paged, Prefill
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.reference import quantize_1x128
 
@@ -14,23 +15,14 @@ _CHUNK = 1 << 23  # products of one head of a query with a key, at a time
 _INF = float("inf")
 
 
-def mqa_logits(
-    q: Tensor,
-    kv: Tensor,
-    kv_scale: Tensor,
-    weights: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    out: Tensor,
-    *,
-    fill_masked: bool,
-) -> None:
+def mqa_logits(operands: Prefill, out: Tensor, *, fill_masked: bool) -> None:
     """Write the logits of ``mqa_logits`` to ``out`` (S, T) float32, any strides. Waits for no GPU.
 
     E4M3 values are exact in TF32 and bfloat16, so the products are exact whatever
     ``torch.set_float32_matmul_precision`` says; all sums are in float32. Queries are taken in chunks: memory beside
     the result is a float32 copy of the keys and tens of MB, or what one query takes where that is more.
     """
+    q, kv, kv_scale, weights, starts, ends = operands
     keys = to_float32(kv).t()
     columns = torch.arange(kv.shape[0], device=q.device)
     heads = q.shape[1]
@@ -43,20 +35,12 @@ def mqa_logits(
         out[rows] = torch.where(seen, logits, -_INF if fill_masked else out[rows])
 
 
-def paged_mqa_logits(
-    q: Tensor,
-    kv_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    *,
-    fill_masked: bool,
-) -> None:
+def paged_mqa_logits(operands: Paged, out: Tensor, *, fill_masked: bool) -> None:
     """Write the logits of ``paged_mqa_logits`` to ``out`` (B * next_n, max_context_len) float32.
 
     One sequence at a time, as much of its context as it has: on a GPU this waits for the context lengths.
     """
+    q, kv_cache, weights, context_lens, block_table = operands
     batch, next_n = q.shape[:2]
     num_blocks, block_tokens = kv_cache.shape[:2]
     data, scale = split(kv_cache)
@@ -66,11 +50,9 @@ def paged_mqa_logits(
         rows = slice(b * next_n, (b + 1) * next_n)
         blocks = block_table[b, : ceil_div(context, block_tokens)].long().clamp(0, num_blocks - 1)
         kv, kv_scale = (part[blocks].flatten(0, 1)[:context] for part in (data, scale))
-        mqa_logits(
-            *(q[b], kv.view(torch.float8_e4m3fn), kv_scale, weights[rows]),
-            *(torch.zeros_like(ends[b]), ends[b], out[rows, :context]),
-            fill_masked=fill_masked,
-        )
+        kv, starts = kv.view(torch.float8_e4m3fn), torch.zeros_like(ends[b])
+        sequence = Prefill(q[b], kv, kv_scale, weights[rows], starts, ends[b])
+        mqa_logits(sequence, out[rows, :context], fill_masked=fill_masked)
         if fill_masked:
             out[rows, context:] = -_INF
 

@@ -81,28 +81,16 @@ def _forward_fake(
     return out, columns, x.new_empty_strided((features, blocks), (1, align(features, 4)), dtype=torch.float32)
 
 
-def _backward(
-    grad: Tensor,
-    weight: Tensor,
-    weight_scale_inv: Tensor,
-    columns: Tensor,
-    columns_scale: Tensor,
-    master: Tensor | None,
-    input_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, master and bias, the last in float32, empty where there is no master or nothing asks for them.
-
-    grad: (..., N). columns, columns_scale: the transposed x.
-    """
+def _backward(*arguments: Tensor | bool | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, master and bias, the last in float32, empty where there is no master or nothing asks for them."""
+    grad, weight, weight_scale_inv, *columns, master, input_grad, bias_grad = arguments
     d_x, d_weight, d_bias = (grad.new_empty(0) for _ in range(3))
     n, k = weight.shape
     if bias_grad:
         d_bias = grad.reshape(-1, n).sum(0, dtype=torch.float32)
     if master is not None:
         rows, grad_columns, offsets = quantize_with_transpose(_matrix(grad))
-        x_columns = FP8Tensor(columns, columns_scale)
-        d_weight = weight_gradients(grad_columns, x_columns, offsets, master.dtype)[0, :n, :k].contiguous()
+        d_weight = weight_gradients(grad_columns, FP8Tensor(*columns), offsets, master.dtype)[0, :n, :k].contiguous()
         del grad_columns
     elif input_grad:
         rows = quantize_1x128(_matrix(grad))
@@ -112,16 +100,8 @@ def _backward(
     return d_x, d_weight, d_bias
 
 
-def _backward_fake(
-    grad: Tensor,
-    weight: Tensor,
-    weight_scale_inv: Tensor,
-    columns: Tensor,
-    columns_scale: Tensor,
-    master: Tensor | None,
-    input_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(*arguments: Tensor | bool | None) -> tuple[Tensor, Tensor, Tensor]:
+    grad, weight, _, _, _, master, input_grad, bias_grad = arguments
     n, k = weight.shape
     return (
         grad.new_empty((*grad.shape[:-1], k) if input_grad else 0),
