@@ -298,6 +298,30 @@ def test_swiglu_of_the_masked_layout(max_m):
             same_codes(FP8Tensor(out.data[rows], out.scale[rows]), FP8Tensor(expected.data[rows], expected.scale[rows]))
 
 
+@pytest.mark.parametrize("sizes", [[1, 3, 0, 8], [16, 9, 30, 2], [200, 0, 128, 65], [5] * 40], ids=str)
+@pytest.mark.parametrize("bad", [None, NAN, float("inf")])
+def test_swiglu_is_quantized_with_the_bits_of_the_quantizer(sizes, bad):
+    """Sums of small integers are exact however they are split, and a sigmoid of 30 and more is 1: so is SwiGLU."""
+    m, size, k, experts = sum(sizes), 256, 512, len(sizes)
+    draw = partial(torch.randint, device=DEVICE)
+    powers = partial(torch.full, fill_value=2.0, device=DEVICE)
+    a_scale = empty_mn_major(m, k // 128, device=DEVICE)
+    a_scale.copy_(powers((m, k // 128)).pow_(draw(0, 4, (m, k // 128))))
+    if bad is not None:
+        a_scale[m // 2, 1] = bad
+    a = FP8Tensor(draw(1, 3, (m, k)).to(torch.float8_e4m3fn), a_scale)
+    weights = torch.cat([draw(0, 2, (experts, size, k)), draw(-2, 3, (experts, size, k))], 1)
+    b_scale = powers((experts, 2 * size // 128, k // 128)).pow_(draw(0, 3, (experts, 2 * size // 128, k // 128)))
+    b = FP8Tensor(weights.to(torch.float8_e4m3fn), b_scale)
+    group_offsets = offsets(sizes)
+    gate, up = grouped_gemm(a, b, group_offsets, out=poisoned(m, 2 * size, dtype=torch.float32)).chunk(2, dim=1)
+    assert bad is not None or gate.min() >= 30
+    expected = quantize_1x128(gate * up)
+    actual = grouped_gemm_swiglu(a, b, group_offsets, activation=Activation())
+    assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(actual.scale.view(torch.int32), expected.scale.view(torch.int32))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("sizes", [[2, 1, 3], [60, 0, 150]])
 def test_swiglu_keeps_bad_values_in_their_rows(sizes, activation):
