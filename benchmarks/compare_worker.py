@@ -145,6 +145,7 @@ class Worker:
         self._device = device
         self._timer = GpuTimer() if device == "cuda" else wall_times
         self._call: Callable[[], object] | None = None
+        self._captured: Callable[[], object] | None = None
         self._measure = self._timer
         self._results: list[Tensor] = []
 
@@ -156,6 +157,7 @@ class Worker:
         self._measure = self._timer
         if self._device == "cuda" and op in self._calls.LAYERS:
             # Of several kernels: what the host takes between them is not to count.
+            self._captured = call  # whose operands the graph reads
             call, result = capture(call)
             call()
             self._measure = self._timer.of_graph
@@ -178,7 +180,7 @@ class Worker:
         return max(difference(old.to(self._device), new) for old, new in pairs)
 
     def drop(self) -> None:
-        self._call, self._results = None, []
+        self._call, self._captured, self._results = None, None, []
         gc.collect()
         if self._device == "cuda":
             torch.cuda.empty_cache()
