@@ -176,7 +176,7 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 // One order in all kernels: a kernel waits for the one before it, then lets the next one start. So what runs early may
 // rely on all kernels of the stream but its immediate predecessor. Before the wait a kernel reads only what no kernel
 // of its chain writes, or what was written two kernels before or more: weights, group sizes. The first kernel of a
-// chain is launched the ordinary way, after everything ahead of it.
+// chain is launched the ordinary way, after everything ahead of it; one that always is may do without the wait.
 
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
