@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.indexer import checks
+from fp8moe.kernels.indexer.checks import Paged
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from tests.gemm_cases import int32
@@ -45,16 +46,6 @@ class Prefill(NamedTuple):
     weights: Tensor
     starts: Tensor
     ends: Tensor
-
-
-class Paged(NamedTuple):
-    """q (B, next_n, H, D), kv_cache (num_blocks, 64, 1, D + 4), weights (B * next_n, H), context_lens, block_table."""
-
-    q: Tensor
-    kv_cache: Tensor
-    weights: Tensor
-    context_lens: Tensor
-    block_table: Tensor
 
 
 # Operands.
@@ -247,7 +238,7 @@ def write_paged(backend, operands: Paged, max_context_len: int, *, fill_masked: 
     return _write(
         (q.shape[0] * q.shape[1], max_context_len),
         q.device,
-        lambda out: backend.paged_mqa_logits(checks.Paged(*operands), out, fill_masked=fill_masked),
+        lambda out: backend.paged_mqa_logits(operands, out, fill_masked=fill_masked),
     )
 
 

@@ -118,7 +118,7 @@ def test_every_recorded_benchmark_is_there_to_run():
 
 
 def test_a_file_of_fewer_benchmarks_can_be_summed_up():
-    text = validate.summary(changed("benchmarks", value={"gemm": {"rows": [{}, {}], "bars": []}}), "d")
+    text = validate.summary(changed("benchmarks", value={"gemm": {"rows": [{}, {}], "thresholds": []}}), "d")
     assert "gemm 2 rows" in text and "experts 0 rows" in text
 
 
