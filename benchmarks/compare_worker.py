@@ -89,7 +89,7 @@ class GpuTimer:
         self._flush = torch.empty(
             timing.FLUSH_BYTES // timing.FLUSH_DTYPE.itemsize, dtype=timing.FLUSH_DTYPE, device="cuda"
         )
-        (self._fill,) = {event.name for event in timing._profile(lambda: self._flush.fill_(0))}
+        (self._fill,) = {event.name for event in timing.profile(lambda: self._flush.fill_(0))}
 
     def __call__(self, call: Callable[[], object], repeats: int) -> list[float]:
         def session() -> None:
@@ -100,7 +100,7 @@ class GpuTimer:
         def attempt() -> list[float]:
             torch.cuda.synchronize()
             time.sleep(timing.SHORT_REST_S)
-            return spans(timing._profile(session), self._fill, repeats)
+            return spans(timing.profile(session), self._fill, repeats)
 
         for _ in range(ATTEMPTS - 1):
             with suppress(RuntimeError):  # records were lost

@@ -12,7 +12,6 @@ Every case is checked before it is timed: some rows of several groups against fl
 that exactly the rows of groups are written.
 """
 
-import random
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import baselines, command, operands, timing
+from benchmarks.calls import group_sizes
 from benchmarks.gemm import MAX_ERROR
 from benchmarks.report import Threshold, format_table, geomean, summarize
 from fp8moe import FP8Tensor, grouped_gemm, grouped_gemm_masked
@@ -49,12 +49,6 @@ class Case(NamedTuple):
 def stored_cases() -> list[Case]:
     """All cases of the baselines."""
     return [Case(op, *case.sizes.values(), case.expected_m) for op in OPS for case in baselines.cases(op)]
-
-
-def group_sizes(groups: int, mean_m: int) -> list[int]:
-    """Rows of each group, 0.7 to 1.3 times the mean, rounded, and at least 1; always the same."""
-    generator = random.Random(0)
-    return [max(1, round(mean_m * generator.uniform(0.7, 1.3))) for _ in range(groups)]
 
 
 def places(mean_m: int) -> int:

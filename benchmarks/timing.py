@@ -86,7 +86,8 @@ def _steps_ns(segment: Sequence[KernelEvent]) -> list[int]:
     return [end - before for before, end in pairwise(ends)]
 
 
-def _profile(work: Callable[[], None]) -> list[KernelEvent]:
+def profile(work: Callable[[], None]) -> list[KernelEvent]:
+    """What the GPU did for `work`, from the torch profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
@@ -105,7 +106,7 @@ def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | N
     """
     flush = _warm_up(calls)
     # A first short session initialises the profiler and says what the fill's kernel is called in this version of torch.
-    names = {event.name for event in _profile(lambda: flush.fill_(0))}
+    names = {event.name for event in profile(lambda: flush.fill_(0))}
     if len(names) != 1:
         raise RuntimeError(f"expected one kernel for the fill of the L2 cache, recorded {sorted(names)}")
 
@@ -117,7 +118,7 @@ def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | N
                 flush.fill_(repeat)
                 call()
 
-    return attribute(_profile(session), names.pop(), len(calls), REPEATS)
+    return attribute(profile(session), names.pop(), len(calls), REPEATS)
 
 
 def measure_pairs(

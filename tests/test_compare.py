@@ -259,7 +259,7 @@ def test_a_session_that_lost_records_is_repeated(monkeypatch):
 
     whole = [KernelEvent(name, 1000 * i, 500) for i, name in enumerate(["fill", "a", "fill", "a"])]
     sessions, done = iter([whole[:1], whole[:3], whole, *[whole[:3]] * 3]), []
-    monkeypatch.setattr(compare_worker.timing, "_profile", profile)
+    monkeypatch.setattr(compare_worker.timing, "profile", profile)
     monkeypatch.setattr(compare_worker.torch, "empty", lambda *args, **options: Flush())
     monkeypatch.setattr(compare_worker.torch.cuda, "synchronize", lambda: None)
     timer = compare_worker.GpuTimer()
