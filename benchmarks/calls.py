@@ -1,8 +1,8 @@
-"""Calls of the public API on operands of given sizes: what `benchmarks.compare` times and `tools.digest` records.
+"""Calls on operands of given sizes: what `benchmarks.compare` times and `tools.digest` records.
 
 A case is data, the name of an op and its sizes, so that it can be handed to another process; `CALLS` has for each op
-the function that makes the operands and returns the call. Only public names of fp8moe are used, so that older
-revisions can run the cases too.
+the function that makes the operands and returns the call. Only public names of fp8moe and its operators
+`torch.ops.fp8moe.*` are used, so that older revisions can run the cases too.
 """
 
 import random
@@ -249,12 +249,17 @@ def _experts(
     return _module(fp8moe.GroupedExperts(**sizes, gated=gated, device="meta", **options), state)
 
 
+def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tensor:
+    """Different experts for each token, drawn uniformly."""
+    draws = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
+    return make.integers(draws.topk(top_k).indices, torch.int64)
+
+
 def _experts_inputs(
     make: Operands, hidden: int, experts: int, top_k: int, tokens: int, dtype: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, different experts for each token, drawn uniformly, and normalised weights."""
-    draws = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
-    index = make.integers(draws.topk(top_k).indices, torch.int64)
+    """Hidden states, the experts of each token, and normalised weights."""
+    index = _top_k_index(make, experts, top_k, tokens)
     return make.normal(tokens, hidden, dtype=getattr(torch, dtype)), index, make.uniform(tokens, top_k, mean=1 / top_k)
 
 
@@ -292,6 +297,80 @@ def experts_training(
     return _training(module, [x.requires_grad_(), index, weights.requires_grad_()], gradient)
 
 
+def append_kv(make: Operands, tokens: int, per_block: int = CACHE_BLOCK, head_dim: int = 128) -> Callable:
+    """Keys that go to the first places of shuffled blocks, per_block to each."""
+    blocks = torch.randperm(ceil_div(tokens, per_block), generator=torch.Generator().manual_seed(0))
+    slots = make.integers((CACHE_BLOCK * blocks[:, None] + torch.arange(per_block)).flatten()[:tokens])
+    cache, keys = make.kv_cache(len(blocks), head_dim), make.normal(tokens, head_dim)
+
+    def call() -> Tensor:
+        torch.ops.fp8moe.append_kv(cache, keys, slots, "float32")
+        return cache
+
+    return call
+
+
+def transpose_fp8(make: Operands, experts: int, n: int, k: int) -> Callable:
+    return partial(torch.ops.fp8moe.transpose_fp8, *make.weights(experts, n, k))
+
+
+def sort_by_expert(make: Operands, experts: int, top_k: int, tokens: int) -> Callable:
+    return partial(torch.ops.fp8moe.sort_by_expert, _top_k_index(make, experts, top_k, tokens), experts, None)
+
+
+def permute_quantize(make: Operands, hidden: int, experts: int, top_k: int, tokens: int) -> Callable:
+    _, rows = sort_by_expert(make, experts, top_k, tokens)()
+    return partial(torch.ops.fp8moe.permute_quantize, make.normal(tokens, hidden), rows, tokens * top_k)
+
+
+def combine(make: Operands, hidden: int, experts: int, top_k: int, tokens: int) -> Callable:
+    _, rows = sort_by_expert(make, experts, top_k, tokens)()
+    y, weights = make.normal(tokens * top_k, hidden), make.uniform(tokens, top_k, mean=1 / top_k)
+    return partial(torch.ops.fp8moe.combine, y, rows, weights, torch.bfloat16)
+
+
+def _transposing(operator: Callable) -> Callable:
+    """The call without the padding behind the last group's columns, which is uninitialized."""
+    _, _, _, _, offsets, *_ = operator()
+    width = int(offsets[-1])
+
+    def call() -> list[Tensor]:
+        data, scale, columns, column_scale, *more = operator()
+        return [data, scale, columns[:, :width], column_scale[:, : width // 128], *more]
+
+    return call
+
+
+def quantize_with_transpose(make: Operands, m: int, k: int) -> Callable:
+    return _transposing(partial(torch.ops.fp8moe.quantize_with_transpose, make.normal(m, k), None, None, None))
+
+
+def gather_with_transpose(
+    make: Operands, hidden: int, experts: int, top_k: int, tokens: int, weighted: bool = False
+) -> Callable:
+    """Every token quantized into its top_k rows, both ways."""
+    groups, rows = sort_by_expert(make, experts, top_k, tokens)()
+    of_row = make.zeros(tokens * top_k, dtype=torch.int32)
+    of_row[rows.flatten().long()] = make.integers(torch.arange(tokens * top_k) // top_k)
+    weights = make.uniform(tokens * top_k, mean=1 / top_k) if weighted else None
+    operands = make.normal(tokens, hidden), groups, of_row, weights
+    return _transposing(partial(torch.ops.fp8moe.quantize_with_transpose, *operands))
+
+
+def swiglu_quantize(make: Operands, groups: int, mean_rows: int, intermediate: int) -> Callable:
+    offsets = [0, *accumulate(group_sizes(groups, mean_rows))]
+    operands = make.normal(offsets[-1], 2 * intermediate), make.integers(offsets), None, None
+    return _transposing(partial(torch.ops.fp8moe.swiglu_quantize, *operands))
+
+
+def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, intermediate: int) -> Callable:
+    offsets = [0, *accumulate(group_sizes(groups, mean_rows))]
+    rows = offsets[-1]
+    operands = make.normal(rows, 2 * intermediate), make.normal(rows, intermediate), make.uniform(rows, mean=0.1)
+    operator = partial(torch.ops.fp8moe.swiglu_backward_quantize, *operands, make.integers(offsets), None, None)
+    return _transposing(operator)
+
+
 YARDSTICK_M = (128, 4096)
 QUANTIZERS = ("quantize_1x128", "quantize_128x128", "quantize_128x1")
 LAYERS = {
@@ -301,6 +380,18 @@ LAYERS = {
     "experts_training": experts_training,
 }
 """Several kernels each."""
+PARTS = {
+    "append_kv": append_kv,
+    "transpose_fp8": transpose_fp8,
+    "sort_by_expert": sort_by_expert,
+    "permute_quantize": permute_quantize,
+    "combine": combine,
+    "quantize_with_transpose": quantize_with_transpose,
+    "gather_with_transpose": gather_with_transpose,
+    "swiglu_quantize": swiglu_quantize,
+    "swiglu_backward_quantize": swiglu_backward_quantize,
+}
+"""What layers are made of and `fp8moe` does not export."""
 
 CALLS: dict[str, Callable[..., Callable]] = {
     "gemm": gemm,
@@ -312,6 +403,7 @@ CALLS: dict[str, Callable[..., Callable]] = {
     "mqa_logits": mqa_logits,
     "paged_mqa_logits": paged_mqa_logits,
     **LAYERS,
+    **PARTS,
 }
 
 
@@ -321,7 +413,7 @@ def build(case: Case, make: Operands) -> Callable:
 
 
 def timed() -> list[Case]:
-    """The cases of the benchmarks: those with stored baselines, and beside them what else a layer calls."""
+    """The cases with stored baselines, and beside them what else a layer calls. The digest records them."""
     found = []
 
     def add(op: str, **sizes: object) -> None:
@@ -356,4 +448,46 @@ def timed() -> list[Case]:
         add("experts", **baselines.MODELS[case.sizes["model"]]._asdict(), tokens=case.sizes["tokens"])
     add("experts_training", **baselines.MODELS["qwen3_30b"]._asdict(), tokens=4096)
     add("experts_training", **baselines.MODELS["dsv3_ep8"]._asdict(), tokens=8192)
+    return found
+
+
+def more_timed() -> list[Case]:
+    """The other cases of the benchmarks: the parts of a layer, other numbers of tokens, float32 master weights."""
+    found = []
+
+    def add(op: str, **sizes: object) -> None:
+        found.append(Case(op, sizes))
+
+    model = baselines.MODELS["dsv3_ep8"]
+    hidden, intermediate, experts, top_k = model
+    for tokens in (1, 128):
+        add("append_kv", tokens=tokens, per_block=1)
+    for tokens in (8192, 65536):
+        add("append_kv", tokens=tokens)
+    add("transpose_fp8", experts=1, n=4096, k=hidden)
+    add("transpose_fp8", experts=experts, n=2 * intermediate, k=hidden)
+    for tokens in (64, 8192):
+        routing = {"experts": experts, "top_k": top_k, "tokens": tokens}
+        add("sort_by_expert", **routing)
+        add("permute_quantize", hidden=hidden, **routing)
+        add("combine", hidden=hidden, **routing)
+    add("quantize_with_transpose", m=8192, k=hidden)
+    add("quantize_with_transpose", m=65536, k=hidden)
+    for weighted in (False, True):
+        add("gather_with_transpose", hidden=hidden, **routing, weighted=weighted)
+    for op in ("swiglu_quantize", "swiglu_backward_quantize"):
+        add(op, groups=experts, mean_rows=tokens * top_k // experts, intermediate=intermediate)
+    # What these leave alone holds anything, so that their results may differ.
+    for case in baselines.cases("mqa_logits"):
+        add("mqa_logits", queries=case.sizes["s"], tokens=case.sizes["t"], fill_masked=False)
+    for case in baselines.cases("paged_mqa_logits"):
+        add("paged_mqa_logits", **case.sizes, fill_masked=False)
+    add("paged_mqa_logits", batch=64, context=2552, next_n=1, max_context_len=131072)
+    timed_experts = {(case.sizes["model"], case.sizes["tokens"]) for case in baselines.cases("experts")}
+    for name, sizes in baselines.MODELS.items():
+        for tokens in (1, 8, 32, 64, 128, 512, 2048, 8192):
+            if (name, tokens) not in timed_experts:
+                add("experts", **sizes._asdict(), tokens=tokens)
+    add("linear_training", m=8192, n=4096, k=7168, master_dtype="float32")
+    add("experts_training", **model._asdict(), tokens=8192, master_dtype="float32")
     return found

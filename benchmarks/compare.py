@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--geomean", type=float, default=GEOMEAN, help=f"threshold of the ratios (default {GEOMEAN})")
     parser.add_argument("--least", type=float, default=LEAST, help=f"threshold of each ratio (default {LEAST})")
     args = parser.parse_args(argv)
-    cases = [case for case in calls.timed() if re.search(args.only, case.name)]
+    cases = [case for case in calls.timed() + calls.more_timed() if re.search(args.only, case.name)]
     if not cases:
         parser.error(f"--only: no case has {args.only!r} in its name")
     gpu = command.start()

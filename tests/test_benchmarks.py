@@ -138,6 +138,7 @@ def test_baselines_cover_every_shape_that_a_threshold_needs():
     for n, k in baselines.DENSE_SHAPES:
         assert baselines.find("gemm", 128, n, k).us("cublas_block") > 0
         assert baselines.deep_gemm_host_us(n, k) > 0
+        assert baselines.reading_us(n, k) > n * k / 4.8e6  # the bandwidth of HBM3e in bytes a microsecond
     assert baselines.find("gemm", 1, 2112, 7168).medians == {"deep_gemm": 12.03, "fp8moe": 8.1}
     assert baselines.find("gemm", 1, 2112, 7168, device="H100").us("deep_gemm") == 13.18
     assert baselines.copy_tbps() == 4.21
@@ -211,8 +212,11 @@ def test_gemm_rows_hold_rates_and_ratios():
     assert row["of_copy"] == pytest.approx(moved / 10e-6 / 4.21e12)
     row = gemm.make_row(128, 24576, 1536, timed(10.0), 1e-4, timed(2 * 17.09))
     assert (row["vs_deep_gemm"], row["cublas_us"]) == (pytest.approx(2 * 17.38 / 10), 2 * 17.09)
-    unknown = gemm.make_row(7, 256, 256, timed(1.0), 1e-4)
-    assert unknown["vs_deep_gemm"] is unknown["vs_best"] is unknown["cublas_us"] is None
+    assert row["over_reading"] is None
+    decode = gemm.make_row(16, 24576, 1536, timing.Timing((25.0, 25.0, 28.0), ("gemm",)), 1e-4)
+    assert decode["over_reading"] == pytest.approx(2.0)  # a mean over a mean
+    unknown = gemm.make_row(16, 256, 256, timed(1.0), 1e-4)
+    assert all(unknown[name] is None for name in ("vs_deep_gemm", "vs_best", "over_reading", "cublas_us"))
 
 
 def test_gemm_thresholds_on_all_shapes():
@@ -220,6 +224,13 @@ def test_gemm_thresholds_on_all_shapes():
     assert thresholds["m=4096, geomean of DeepGEMM / ours"].value == pytest.approx(1.4)
     assert thresholds["m=512, geomean of DeepGEMM / ours"].passed
     assert thresholds["m=1, 16, 64, least"].value == pytest.approx(1.4)
+    reading = thresholds["m=1, 16, 64, geomean of ours / reading the weight"]
+    expected = [
+        baselines.find("gemm", m, n, k).us("deep_gemm") / 1.4 / baselines.reading_us(n, k)
+        for m in (1, 16, 64)
+        for n, k in baselines.DENSE_SHAPES
+    ]
+    assert reading.value == pytest.approx(report.geomean(expected)) and (reading.limit, reading.aim) == (1.25, 1.1)
     best = thresholds["m=128, geomean of the faster of DeepGEMM and cuBLAS / ours"]
     assert best.value == pytest.approx(1.4)  # cuBLAS is faster nowhere
 

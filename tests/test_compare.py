@@ -16,6 +16,7 @@ from benchmarks.timing import KernelEvent
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERTS = {"hidden": 32, "intermediate": 16, "experts": 4, "top_k": 2, "tokens": 3}
+ROUTING = {"experts": 4, "top_k": 2, "tokens": 3}
 # One of each op, small enough for the reference.
 TINY = [
     Case("gemm", {"m": 3, "n": 8, "k": 32, "bias": "float32", "out_dtype": "float32"}),
@@ -30,6 +31,16 @@ TINY = [
     Case("linear_training", {"m": 3, "n": 16, "k": 32}),
     Case("experts", EXPERTS),
     Case("experts_training", EXPERTS),
+    Case("append_kv", {"tokens": 70, "head_dim": 32}),
+    Case("transpose_fp8", {"experts": 2, "n": 130, "k": 70}),
+    Case("sort_by_expert", ROUTING),
+    *(Case(op, {"hidden": 32, **ROUTING}) for op in ("permute_quantize", "combine")),
+    Case("quantize_with_transpose", {"m": 130, "k": 70}),
+    Case("gather_with_transpose", {"hidden": 32, **ROUTING, "weighted": True}),
+    *(
+        Case(op, {"groups": 3, "mean_rows": 4, "intermediate": 128})
+        for op in ("swiglu_quantize", "swiglu_backward_quantize")
+    ),
 ]
 # What an older revision may be like: other results of one function, another that it has not.
 OLDER = """
@@ -195,8 +206,8 @@ def test_the_command(monkeypatch, tmp_path, capsys, ratio):
 
 
 def test_timed_cases_are_of_every_op_and_have_names_of_their_own():
-    cases = calls.timed()
-    assert {case.op for case in cases} == calls.CALLS.keys()
+    cases = calls.timed() + calls.more_timed()
+    assert {case.op for case in cases} == calls.CALLS.keys() == {"cublas", *(case.op for case in TINY)}
     assert len({case.name for case in cases}) == len(cases)
     assert [Case(*json.loads(json.dumps(case))) for case in cases] == cases
 

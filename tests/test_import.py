@@ -38,6 +38,21 @@ def test_public_names_exist():
             assert name not in modules, f"{folder.__name__}.{name} would hide the module"
 
 
+@pytest.mark.parametrize(
+    ("older", "newer", "names"),
+    [
+        ("kernels.mqa_cache", "kernels.indexer.mqa_cache", {"append_kv": "append_kv"}),
+        ("kernels.mqa_cache", "kernels.indexer.mqa_cache", {"new_kv_cache": "new_kv_cache", "read_kv": "read_kv"}),
+        ("kernels.gemm_config", "kernels.gemm.tiles", {"describe": "describe_dense"}),
+        ("integrations.checkpoints", "checkpoints", {"load_fp8_checkpoint": "load_fp8_checkpoint"}),
+    ],
+)
+def test_older_paths_that_the_docs_named_stay_valid(older, newer, names):
+    older, newer = (import_module(f"fp8moe.{name}") for name in (older, newer))
+    for name, now in names.items():
+        assert getattr(older, name) is getattr(newer, now)
+
+
 def test_all_subpackages_are_installed():
     root = Path(__file__).parent.parent
     directories = {path.parent.relative_to(root) for path in (root / "fp8moe").rglob("__init__.py")}

@@ -4,7 +4,8 @@
   one GPU; medians. Every table, picture and threshold that compares kernels or the experts layer with DeepGEMM or
   cuBLAS takes its times from here.
 - `h200_means.json`: what that run lacks: the experts of transformers in bfloat16, DeepGEMM's CPU time, the bandwidth of
-  a copy. These are means of another run. Its short kernels came out 1 to 1.5 us too long and are left out.
+  a copy, the time of reading a weight. These are means of another run. Its short kernels came out 1 to 1.5 us too
+  long and are left out, but for the last, with which means are compared.
 """
 
 import functools
@@ -140,6 +141,17 @@ def deep_gemm_host_us(n: int, k: int) -> float:
         if row["op"] == "gemm, host time of deep_gemm" and (row["n"], row["k"]) == (n, k):
             return row["host_us"]
     raise LookupError(f"{MEANS.name} has no host time of deep_gemm with n={n}, k={k}")
+
+
+def reading_us(n: int, k: int) -> float | None:
+    """Mean microseconds of a kernel that does nothing but read an (n, k) FP8 weight; or None.
+
+    1 to 1.5 us too long, as means of short kernels are: to be compared with means.
+    """
+    for row in _means()["rows"]:
+        if row["op"] == "reading the weight" and (row["n"], row["k"]) == (n, k):
+            return row["us"]
+    return None
 
 
 def whole_model_speedups() -> dict[str, float]:
