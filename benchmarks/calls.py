@@ -92,6 +92,10 @@ def group_sizes(groups: int, mean_rows: int) -> list[int]:
     return [max(1, round(mean_rows * generator.uniform(0.7, 1.3))) for _ in range(groups)]
 
 
+def group_offsets(groups: int, mean_rows: int) -> list[int]:
+    return [0, *accumulate(group_sizes(groups, mean_rows))]
+
+
 def gemm(
     make: Operands,
     m: int,
@@ -119,7 +123,7 @@ def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
 
 
 def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int) -> Callable:
-    offsets = [0, *accumulate(group_sizes(groups, mean_rows))]
+    offsets = group_offsets(groups, mean_rows)
     out = make.zeros(offsets[-1], n, dtype=torch.bfloat16)
     operands = make.rows(offsets[-1], k), make.weights(groups, n, k), make.integers(offsets)
     return partial(fp8moe.grouped_gemm, *operands, out=out)
@@ -358,14 +362,13 @@ def gather_with_transpose(
 
 
 def swiglu_quantize(make: Operands, groups: int, mean_rows: int, intermediate: int) -> Callable:
-    offsets = [0, *accumulate(group_sizes(groups, mean_rows))]
+    offsets = group_offsets(groups, mean_rows)
     operands = make.normal(offsets[-1], 2 * intermediate), make.integers(offsets), None, None
     return _transposing(partial(torch.ops.fp8moe.swiglu_quantize, *operands))
 
 
 def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, intermediate: int) -> Callable:
-    offsets = [0, *accumulate(group_sizes(groups, mean_rows))]
-    rows = offsets[-1]
+    *_, rows = offsets = group_offsets(groups, mean_rows)
     operands = make.normal(rows, 2 * intermediate), make.normal(rows, intermediate), make.uniform(rows, mean=0.1)
     operator = partial(torch.ops.fp8moe.swiglu_backward_quantize, *operands, make.integers(offsets), None, None)
     return _transposing(operator)
