@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fp8moe import replace_linears
-from fp8moe.integrations import transformers as integration
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint, save_fp8_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.integrations.transformers import linears as integration
 from fp8moe.integrations.transformers import load_model, register
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.layers import master
@@ -350,7 +350,7 @@ def test_other_formats_stay_with_transformers(changes, ours):
         "activation_scale": None,
         "allow_deepgemm": False,
     } | changes
-    routed = integration._routed(fp8_linear)
+    routed = integration.routed(fp8_linear)
     for out in (routed(**arguments), routed(*arguments.values())):
         assert isinstance(out, torch.Tensor) == ours
     if not ours:

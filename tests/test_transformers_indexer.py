@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8moe.integrations import transformers_indexer as integration
 from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.integrations.transformers import indexers as integration
 from fp8moe.integrations.transformers import register
 from tests.compilers import INDUCTOR
 from tests.indexer_reference import operands

@@ -1,0 +1,6 @@
+"""transformers models on fp8moe's kernels: experts, FP8 linears, indexers, and a loader that needs no GPU."""
+
+from fp8moe.integrations.transformers.load import load_model
+from fp8moe.integrations.transformers.registration import register
+
+__all__ = ["load_model", "register"]

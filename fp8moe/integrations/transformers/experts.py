@@ -1,0 +1,68 @@
+"""transformers' experts on GroupedExperts: the implementation of experts that `register` makes known to it."""
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.integrations.fingerprint import Fingerprint
+from fp8moe.layers.experts import GroupedExperts
+from fp8moe.quant.formats import BLOCK
+from fp8moe.runtime import autograd
+
+NAME = "fp8moe"
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers calls as the forward of its experts modules, with the arguments of `GroupedExperts.forward`.
+
+    Under expert parallelism ``self`` holds this rank's experts, and experts of other ranks have the index num_experts:
+    outside the range, so they add nothing.
+    """
+    kept = self.__dict__.get("_fp8moe")
+    # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
+    if kept is None or kept.layer is None or not (torch.compiler.is_compiling() or kept.is_of(self)):
+        kept = self.__dict__["_fp8moe"] = None  # frees the old copy before there is a new one
+        kept = self.__dict__["_fp8moe"] = _keep(self)
+    # The layer is frozen: a backward must say that weights which require gradients get none.
+    trained = [weight for weight in _weights(self) if weight.requires_grad]
+    if not trained:
+        return kept.layer(hidden_states, top_k_index, top_k_weights)
+    name = f"fp8moe's {type(self).__name__} with weights that require gradients"
+    inputs = (hidden_states, top_k_index, top_k_weights)
+    return autograd.run(lambda *args: kept.layer(*args[: len(inputs)]), name, *inputs, *trained)
+
+
+class _Kept:
+    """A GroupedExperts kept beside the module that it was made from. Copies and files of that module leave it out."""
+
+    def __init__(self, layer: GroupedExperts | None = None, weights: Fingerprint | None = None):
+        self.layer = layer
+        self.weights = weights
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether the layer was made from the weights that the module has now."""
+        return self.weights is not None and self.weights.matches(_weights(module))
+
+    def __reduce__(self):
+        return _Kept, ()
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [value for value in module._parameters.values() if value is not None]
+
+
+@torch.compiler.disable
+def _keep(module: nn.Module) -> _Kept:
+    return _Kept(grouped_experts(module), Fingerprint(_weights(module)))
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def grouped_experts(module: nn.Module) -> GroupedExperts:
+    try:
+        if getattr(module, "block_size", ()) is None:
+            raise ValueError(f"module: one scale per tensor; expected blocks of {BLOCK}x{BLOCK}")
+        return GroupedExperts.from_experts(module)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{type(module).__name__} cannot run with experts_implementation={NAME!r}: {error}"
+        ) from error
