@@ -183,9 +183,26 @@ def others(benchmarks: dict) -> str:
     )
 
 
+def decode(rows: Sequence[dict]) -> str:
+    found = [
+        (
+            f"a step, batch {row['batch']}, prompts of {row['prompt']}",
+            f"{row['ms']:.1f} ms",
+            f"{row['tokens_s']:.0f}",
+            f"{row['x_floor']:.1f}",
+        )
+        for row in select(rows, "decode")
+    ]
+    found += [
+        (f"{row['batch']} x {row['prompt']} tokens of prompt", f"{row['ms']:.0f} ms", f"{row['tokens_s']:.0f}", "")
+        for row in select(rows, "prefill")
+    ]
+    return table(("Qwen3-30B-A3B's sizes, 48 layers", "time", "tokens/s", "time over that of the bytes read"), found)
+
+
 def readme(benchmarks: dict) -> str:
-    layer, passes = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training))
-    return "\n".join([gemm(), grouped_gemm(), layer, index_scores(), passes, others(benchmarks)])
+    layer, passes, model = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training, decode))
+    return "\n".join([gemm(), grouped_gemm(), layer, index_scores(), passes, model, others(benchmarks)])
 
 
 def least_us(model: baselines.Model, tokens: int, active: int) -> list[float]:

@@ -30,7 +30,7 @@ from tools.digest import digest
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-BENCHMARKS = ("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa")
+BENCHMARKS = ("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa", "decode")
 TIMEOUT_S = 570
 TEST_PROCESSES = 6
 TAIL_LINES = 30

@@ -1,16 +1,16 @@
 // The tile of the GEMM and its place in shared memory.
 //
 // Further constants from kernels/gemm/source.py: the weights' K; GROUPS of them (0: one matrix, and all rows belong to
-// it); SWAP, SPLIT_K, STAGED, BLOCKS_PER_SM of the tile; GATED (the weights are those of gate, then those of up);
-// OUT_FLOAT32, BIAS (0: none, 1: bfloat16, 2: float32) and SWIGLU_FORM of the epilogue.
+// it); SWAP, SPLIT_K, STAGED, BLOCKS_PER_SM of the tile, COLUMNS of one wgmma, A_SCALE_BOX (token scales of one load);
+// GATED (the weights are those of gate, then those of up); OUT_FLOAT32, BIAS (0: none, 1: bfloat16, 2: float32) and
+// SWIGLU_FORM of the epilogue.
 #pragma once
 
 #include "gemm_block.cuh"
 
 constexpr int K_BLOCKS = ceil_div(K, BLOCK_K);
 
-constexpr int ROWS = SWAP ? BLOCK_N : BLOCK_M;                            // the 64-row side of wgmma
-constexpr int COLUMNS = SWAP ? BLOCK_M : BLOCK_N == 256 ? 128 : BLOCK_N;  // of one wgmma
+constexpr int ROWS = SWAP ? BLOCK_N : BLOCK_M;  // the 64-row side of wgmma
 constexpr int COLUMN_SLABS = SWAP ? 1 : BLOCK_N / COLUMNS;
 constexpr int SLABS = ROWS / 64 * COLUMN_SLABS / WARPGROUPS;  // of 64 x COLUMNS, of one warpgroup
 constexpr int ACCUMULATORS = COLUMNS / 2;                     // registers of one slab
@@ -28,8 +28,6 @@ constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // the sums reach the epilogue th
 
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
-// TMA loads floats from multiples of 16 bytes on, and a group may begin at any row: up to three more come in front.
-constexpr int A_SCALE_BOX = (BLOCK_M < 128 ? BLOCK_M : 128) + (GROUPS ? 4 : 0);
 constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128);
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_LOADS * A_SCALE_BOX * 4;  // that arrive
 constexpr int A_SCALE_PITCH = round_up((BLOCK_M + (GROUPS ? 4 : 0)) * 4, 128) / 4;

@@ -13,6 +13,8 @@ def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSp
     values = _common(cfg, n, arguments_type(epilogue)) | {
         "K": k,
         "SWAP": int(cfg.swap),
+        "COLUMNS": cfg.columns,
+        "A_SCALE_BOX": cfg.scale_box,
         "SPLIT_K": cfg.split_k,
         "BLOCKS_PER_SM": cfg.blocks_per_sm,
         "STAGED": int(cfg.staged),
