@@ -1,13 +1,17 @@
 """GraphDecoder without a graph: the CPU runs the same step that a GPU captures."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
-from fp8moe.integrations import decode
 from fp8moe.integrations.decode import GraphDecoder
-from tests.transformers_models import BASE, MLA, prompts, random_model
+from fp8moe.integrations.decode import decoder as decoding
+from tests.linear_attention_models import build
+from tests.transformers_models import BASE, MLA, left_padded, prompts, random_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,11 +56,8 @@ def expected(model, ids, mask=None, **options):
     return model.generate(ids, attention_mask=mask, do_sample=False, **options)
 
 
-def left_padded(ids, *padding):
-    mask = torch.ones_like(ids)
-    for row, count in zip(mask, padding, strict=True):
-        row[:count] = 0
-    return mask
+def padded(ids, *padding):
+    return ids.masked_fill(left_padded(ids, *padding) == 0, 0)
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
@@ -82,6 +83,73 @@ def test_without_and_with_a_mask_of_ones(model, decoder):
     expected = decoder.generate(ids, max_new_tokens=8)
     assert torch.equal(decoder.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8), expected)
     assert torch.equal(decoder.generate(ids.int(), max_new_tokens=8), expected)
+
+
+@pytest.mark.parametrize("eos", [None, 5, 0])
+def test_pad_tokens_without_a_mask(model, decoder, eos):
+    """They are padding, as for model.generate, also amid a prompt; but not if they are the end token."""
+    left, amid = padded(prompts(3, 12), 4, 0, 9), prompts(3, 12)
+    amid[0, 5] = amid[2, 3:6] = 0
+    for ids in (left, amid):
+        expected = model.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=eos, pad_token_id=0)
+        out = decoder.generate(ids, max_new_tokens=8, eos_token_id=() if eos is None else eos, pad_token_id=0)
+        assert torch.equal(out, expected)
+        unmasked = decoder.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
+        assert eos == 0 or not torch.equal(out, unmasked)
+    assert torch.equal(
+        decoder.generate(left, max_new_tokens=8), model.generate(left, do_sample=False, max_new_tokens=8)
+    )
+
+
+ONE, SEVERAL = 9, [9, 70]
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (np.int64(ONE), ONE),
+        (np.array(ONE), ONE),
+        (torch.tensor(ONE), ONE),
+        (torch.tensor([ONE]), [ONE]),
+        (np.array(SEVERAL, dtype=np.uint16), SEVERAL),
+        (torch.tensor(SEVERAL), SEVERAL),
+        ((np.int32(SEVERAL[0]), torch.tensor(SEVERAL[1])), SEVERAL),
+        (set(SEVERAL), SEVERAL),
+    ],
+)
+def test_integers_of_any_kind(model, given, plain):
+    decoder = GraphDecoder(model, batch_sizes=np.array([1]), max_length=torch.tensor(30))
+    ends = decoder._end_tokens(given, None)[0]
+    assert sorted(ends) == sorted(decoder._end_tokens(plain, None)[0]) and all(type(end) is int for end in ends)
+    free = decoder.generate(prompts(1, 9), max_new_tokens=np.int64(8))
+    end = free[0, 12]
+    assert torch.equal(
+        decoder.generate(prompts(1, 9), max_new_tokens=torch.tensor(8), eos_token_id=end, pad_token_id=np.int8(1)),
+        decoder.generate(prompts(1, 9), max_new_tokens=8, eos_token_id=int(end), pad_token_id=1),
+    )
+
+
+def test_threads_take_turns(model, decoder):
+    calls = [prompts(1 + seed % 4, 3 + seed % 5, seed) for seed in range(30)]
+    expected = [decoder.generate(ids, max_new_tokens=6) for ids in calls]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda ids: decoder.generate(ids, max_new_tokens=6), calls))
+    assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * 30
+
+
+def test_training_mode_is_refused_at_each_call():
+    model = make_model("mixtral", attention_dropout=0.5)
+    decoder = GraphDecoder(model, max_length=40)
+    before = decoder.generate(prompts(1, 9), max_new_tokens=8)
+    model.train()
+    with pytest.raises(ValueError, match=r"^model: call model\.eval\(\) first, it is in training mode"):
+        decoder.generate(prompts(1, 9), max_new_tokens=8)
+    model.eval()
+    model.model.layers[1].train()
+    with pytest.raises(ValueError, match=r"first, model\.layers\.1 is in training mode"):
+        decoder.generate(prompts(1, 9), max_new_tokens=8)
+    model.eval()
+    assert torch.equal(decoder.generate(prompts(1, 9), max_new_tokens=8), before)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -123,7 +191,7 @@ def test_noticing_the_end_late_changes_nothing(model, monkeypatch, steps_to_end)
         replays.clear()
         out = decoder.generate(ids, max_new_tokens=90, eos_token_id=end)
         assert out[0, 4:].tolist() == expected
-        assert len(replays) <= steps_to_end + 2 * decode.CHECK_EVERY
+        assert len(replays) <= steps_to_end + 2 * decoding.CHECK_EVERY
 
 
 def test_end_and_pad_tokens_of_the_generation_config():
@@ -143,8 +211,9 @@ def test_fills_the_cache_to_its_end(model):
     assert torch.equal(decoder.generate(ids, max_new_tokens=6), expected(model, ids, max_new_tokens=6))
 
 
-def test_nan_in_one_call_does_not_reach_the_next(model):
-    model = make_model("mixtral")
+@pytest.mark.parametrize("build", [partial(make_model, "mixtral"), partial(build, "Qwen3NextForCausalLM")])
+def test_nan_in_one_call_does_not_reach_the_next(build):
+    model = build()
     decoder = GraphDecoder(model, max_length=40)
     ids = prompts(1, 9)
     before = decoder.generate(ids, max_new_tokens=8)
@@ -195,7 +264,7 @@ def test_what_cannot_be_captured_says_so(model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(decode, "_capture_stream", lambda device: None)
+    monkeypatch.setattr(decoding, "capture_stream", lambda device: None)
     monkeypatch.setattr(decoder._steps[2], "capture", capture)
     with pytest.raises(
         RuntimeError, match="of MixtralForCausalLM cannot be captured for batch size 2: .*not permitted"
@@ -221,8 +290,29 @@ def test_closing_frees_the_caches(model):
         ({"input_ids": prompts(1, 3)[0]}, ValueError, r"^input_ids: expected shape \(batch, length\).* got \(3,\)"),
         ({"input_ids": prompts(1, 0)}, ValueError, r"^input_ids: .* got \(1, 0\)"),
         ({"attention_mask": torch.ones(2, 8)}, ValueError, r"^attention_mask: expected shape \(2, 9\), got \(2, 8\)"),
-        ({"attention_mask": left_padded(prompts(2, 9), 0, 9)}, ValueError, r"^attention_mask: .* on the left only"),
-        ({"attention_mask": left_padded(prompts(2, 9), 0, 3).flip(1)}, ValueError, r"on the left only"),
+        ({"attention_mask": left_padded(prompts(2, 9), 0, 9)}, ValueError, r"^attention_mask: .* in the last column"),
+        ({"attention_mask": left_padded(prompts(2, 9), 0, 3).flip(1)}, ValueError, "^attention_mask: .* last column"),
+        ({"input_ids": padded(prompts(2, 9), 0, 3).flip(1)}, ValueError, "^attention_mask: .* last column"),
+        ({"input_ids": None}, TypeError, r"^input_ids: expected a torch\.Tensor, got NoneType None"),
+        ({"input_ids": [[3, 4, 5]]}, TypeError, r"^input_ids: expected a torch\.Tensor, got list \[\[3, 4, 5\]\]"),
+        ({"attention_mask": [[1] * 9] * 2}, TypeError, r"^attention_mask: expected a torch\.Tensor, got list"),
+        ({"max_new_tokens": 2.0}, TypeError, r"^max_new_tokens: expected an integer, got float 2\.0"),
+        ({"eos_token_id": 3.0}, TypeError, r"^eos_token_id: expected an integer, got float 3\.0"),
+        ({"eos_token_id": True}, TypeError, "^eos_token_id: expected an integer, got bool True"),
+        ({"eos_token_id": "3"}, TypeError, "^eos_token_id: expected an integer, got str '3'"),
+        ({"eos_token_id": [3, None]}, TypeError, "^eos_token_id: expected an integer, got NoneType None"),
+        (
+            {"eos_token_id": torch.tensor(3.0)},
+            TypeError,
+            "^eos_token_id: expected an integer, got a torch.float32 tens",
+        ),
+        (
+            {"eos_token_id": torch.tensor(True)},
+            TypeError,
+            "^eos_token_id: expected an integer, got a torch.bool tensor",
+        ),
+        ({"eos_token_id": np.float32(3)}, TypeError, "^eos_token_id: expected an integer, got float32 "),
+        ({"pad_token_id": [3]}, TypeError, r"^pad_token_id: expected an integer, got list \[3\]"),
         ({"eos_token_id": 128}, ValueError, r"^eos_token_id: expected tokens between 0 and 127, got \[128\]"),
         ({"pad_token_id": -1}, ValueError, r"^pad_token_id: .* got \[-1\]"),
     ],
@@ -233,7 +323,11 @@ def test_bad_calls(decoder, arguments, exception, message):
 
 
 def test_bad_construction(model):
-    for sizes in ((), (0,), (1.5,), (-1, 2)):
+    with pytest.raises(TypeError, match=r"^batch_sizes: expected an integer, got float 1\.5"):
+        GraphDecoder(model, batch_sizes=(1.5,), max_length=8)
+    with pytest.raises(TypeError, match="^max_length: expected an integer, got NoneType None"):
+        GraphDecoder(model, max_length=None)
+    for sizes in ((), (0,), (-1, 2)):
         with pytest.raises(ValueError, match="^batch_sizes: expected one or more positive integers"):
             GraphDecoder(model, batch_sizes=sizes, max_length=8)
     with pytest.raises(ValueError, match="^max_length: expected at least 2, got 1"):
@@ -262,18 +356,3 @@ def test_frequencies_that_the_host_computes_are_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ValueError, match=r"rotary_emb changes its frequencies on the host .*\{'dynamic'\}"):
         GraphDecoder(make_model("llama", rope_parameters=rope), max_length=8)
-
-
-def test_linear_attention_is_refused():
-    config = transformers.AutoConfig.for_model(
-        "qwen3_next",
-        **(SHAPE | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32}),
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ValueError, match="layer 0 keeps a LinearAttentionLayer"):
-        GraphDecoder(model, max_length=8)

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.integrations.decode import GraphDecoder, attention
 from fp8moe.integrations.transformers import register
-from tests import transformers_models
-from tests.transformers_models import BASE, MLA, random_model
+from tests import linear_attention_models, transformers_models
+from tests.transformers_models import BASE, MLA, left_padded, random_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,6 +25,7 @@ MODELS = {
     "deepseek_v3": WIDE_MLA,
     "deepseek_v32": WIDE_MLA | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 16},
 }
+FLASH = ("mixtral", "qwen3_moe")  # the others have keys and values of two sizes
 prompts = partial(transformers_models.prompts, device=DEVICE)
 
 
@@ -47,6 +48,7 @@ def decoder(model):
 @torch.no_grad()
 def greedy(model, ids, count, mask=None):
     """Token by token without a graph, in a static cache of the same length: the same kernels on the same shapes."""
+    name = attention.NAME if model.config.model_type in FLASH else None
     batch, length = ids.shape
     cache = transformers.StaticCache(config=model.config, max_cache_len=MAX_LENGTH)
     for i, layer in enumerate(cache.layers):
@@ -60,9 +62,10 @@ def greedy(model, ids, count, mask=None):
     arguments = {"attention_mask": mask, "logits_to_keep": 1}
     tokens, new = ids, []
     for _ in range(count):
-        logits = model(
-            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **arguments
-        ).logits
+        with attention.used_by(model, name if new else None):
+            logits = model(
+                input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **arguments
+            ).logits
         tokens, positions = logits[:, -1:].argmax(-1), positions[:, -1:] + 1
         arguments = {"attention_mask": seen}
         new.append(tokens)
@@ -74,6 +77,7 @@ def test_equals_the_uncaptured_model(name):
     model = make_model(name)
     decoder = GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH)
     assert decoder.captured and all(step.graph is not None for step in decoder._steps.values())
+    assert (decoder.attention == "flash") == (name in FLASH), decoder.attention
     for seed, (batch, length) in enumerate([(1, 7), (3, 20), (1, 33), (3, 1), (1, 7)]):
         ids = prompts(batch, length, seed)
         assert torch.equal(decoder.generate(ids, max_new_tokens=24), greedy(model, ids, 24))
@@ -141,6 +145,44 @@ def test_other_experts_can_be_captured():
     decoder = GraphDecoder(model, batch_sizes=(3,), max_length=MAX_LENGTH)
     ids = prompts(3, 9, 7)
     assert torch.equal(decoder.generate(ids, max_new_tokens=24), greedy(model, ids, 24))
+
+
+@pytest.mark.parametrize("name", linear_attention_models.NAMES)
+def test_linear_attention(name):
+    how = dict(experts_implementation="batched_mm", attn_implementation="sdpa")
+    model = linear_attention_models.build(name, **how).to(DEVICE)
+    if name in linear_attention_models.READ_ON_THE_HOST:
+        with pytest.raises(ValueError, match="cannot be captured, it reads values on the host"):
+            GraphDecoder(model, max_length=MAX_LENGTH)
+        return
+    decoder = GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH)
+    assert all(step.graph is not None for step in decoder._steps.values())
+    for batch, length, padding in linear_attention_models.PROMPTS:
+        ids = prompts(batch, length, length)
+        mask = left_padded(ids, *padding)
+        expected = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=16)
+        assert torch.equal(decoder.generate(ids, attention_mask=mask, max_new_tokens=16), expected)
+
+
+def test_linear_attention_with_fp8_experts():
+    register()
+    how = dict(dtype=torch.bfloat16, experts_implementation="fp8moe", attn_implementation="sdpa")
+    model = linear_attention_models.build("Qwen3NextForCausalLM", **how).to(DEVICE)
+    plain, decoder = (
+        GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH, capture=capture) for capture in (False, True)
+    )
+    for batch, length in ((1, 1), (3, 12), (2, 7), (1, 30)):
+        ids = prompts(batch, length, length)
+        assert torch.equal(decoder.generate(ids, max_new_tokens=24), plain.generate(ids, max_new_tokens=24))
+
+
+def test_a_step_that_waits_for_the_gpu_is_refused():
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM cannot be captured, .* \(aten\._local_scalar_dense\.default\)"
+    ):
+        model = random_model("llama", SHAPE | {"intermediate_size": 128}).to(DEVICE)
+        model.model.norm.register_forward_hook(lambda module, args, output: output if output.max() < 1e9 else None)
+        GraphDecoder(model, max_length=MAX_LENGTH)
 
 
 def test_deleting_frees_the_memory(model):
