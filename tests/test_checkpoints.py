@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8moe import FP8Linear, GroupedExperts, dequantize, quantize_128x128, replace_linears
+from fp8moe import GroupedExperts, dequantize, replace_linears
 from fp8moe.checkpoints import files as checkpoint_files
 from fp8moe.checkpoints import load as checkpoint_load
 from fp8moe.checkpoints import quantize as checkpoint_quantize
-from fp8moe.checkpoints import write as checkpoint_write
+from fp8moe.checkpoints import scales as checkpoint_scales
 from fp8moe.checkpoints.files import INDEX, SINGLE, read_header
 from fp8moe.cli import main
 from fp8moe.integrations.checkpoints import (
@@ -28,107 +26,25 @@ from fp8moe.integrations.checkpoints import (
     save_fp8_checkpoint,
 )
 from fp8moe.integrations.transformers import load_model
+from tests.small_checkpoints import (
+    EXPERTS,
+    FORMATS,
+    HIDDEN,
+    INTERMEDIATE,
+    E,
+    Interrupted,
+    Model,
+    Q,
+    bits,
+    interrupt,
+    read,
+    same,
+    truncate,
+    unquantized,
+    write,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-HIDDEN, INTERMEDIATE, EXPERTS = 144, 72, 3  # neither a multiple of 128: gate and up have scales of their own
-FORMATS = ("float32", "ue8m0")
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-def same(first, second):
-    """Equal names, dtypes, shapes and bits."""
-    assert list(first) == list(second)
-    for name in first:
-        assert (first[name].dtype, first[name].shape) == (second[name].dtype, second[name].shape), name
-        assert torch.equal(bits(first[name]), bits(second[name])), name
-
-
-class Layer(nn.Module):
-    def __init__(self, gated):
-        super().__init__()
-        self.norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
-        self.q_proj = FP8Linear(HIDDEN, 200)
-        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False, dtype=torch.bfloat16)
-        self.experts = GroupedExperts(
-            num_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, gated=gated
-        )
-
-
-class Model(nn.Module):
-    """The names of a small mixture-of-experts model; lm_head is tied to the embedding if asked for."""
-
-    def __init__(self, layers=2, *, tied=False, gated=True):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(50, HIDDEN, dtype=torch.bfloat16)
-        self.layers = nn.ModuleList([Layer(gated) for _ in range(layers)])
-        self.lm_head = nn.Linear(HIDDEN, 50, bias=False, dtype=torch.bfloat16)
-        self.register_buffer("steps", torch.tensor(7))
-        if tied:
-            self.lm_head.weight = self.embed_tokens.weight
-
-    def round_scales(self):
-        for name, value in self.named_parameters():
-            if name.endswith("_scale_inv"):
-                value.data = value.data.log2().ceil().exp2()
-        return self
-
-
-def unquantized(seed=0, *, fused=False, layers=2):
-    """A bfloat16 checkpoint with the names of `Model`."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return (torch.randn(shape, generator=generator) * 0.1).bfloat16()
-
-    tensors = {
-        "embed_tokens.weight": random(50, HIDDEN),
-        "lm_head.weight": random(50, HIDDEN),
-        "steps": torch.tensor(7),
-    }
-    for i in range(layers):
-        layer = f"layers.{i}"
-        tensors[f"{layer}.norm.weight"] = random(HIDDEN)
-        tensors[f"{layer}.gate.weight"] = random(EXPERTS, HIDDEN)
-        tensors[f"{layer}.q_proj.weight"] = random(200, HIDDEN)
-        tensors[f"{layer}.q_proj.bias"] = random(200)
-        if fused:
-            tensors[f"{layer}.experts.gate_up_proj"] = random(EXPERTS, 2 * INTERMEDIATE, HIDDEN)
-            tensors[f"{layer}.experts.down_proj"] = random(EXPERTS, HIDDEN, INTERMEDIATE)
-            continue
-        for e in range(EXPERTS):
-            tensors[f"{layer}.experts.{e}.gate_proj.weight"] = random(INTERMEDIATE, HIDDEN)
-            tensors[f"{layer}.experts.{e}.up_proj.weight"] = random(INTERMEDIATE, HIDDEN)
-            tensors[f"{layer}.experts.{e}.down_proj.weight"] = random(HIDDEN, INTERMEDIATE)
-    return tensors
-
-
-def write(directory, tensors, shards=1, config=None):
-    """A checkpoint of these tensors, in turns to the shards."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if config is not None:
-        (directory / "config.json").write_text(json.dumps(config))
-    if shards == 1:
-        save_file(tensors, directory / SINGLE, {"format": "pt"})
-        return directory
-    weight_map = {}
-    for i in range(shards):
-        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
-        part = {name: tensor for j, (name, tensor) in enumerate(sorted(tensors.items())) if j % shards == i}
-        save_file(part, directory / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return directory
-
-
-def read(directory):
-    """All tensors of a checkpoint, read by the safetensors library."""
-    return {
-        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
 
 
 def refused(model, directory, **options):
@@ -310,7 +226,7 @@ def test_sharded_model(tmp_path, saved, one_process):
     same(read(tmp_path / "new"), saved[1])
 
     before = {name: value.full_tensor().clone() for name, value in model.named_parameters()}
-    write(tmp_path / "other", {name: torch.zeros_like(value) for name, value in saved[1].items()})
+    write(tmp_path / "other", {name: torch.ones_like(value) for name, value in saved[1].items()})
     with pytest.raises(CheckpointError) as error:
         load_fp8_checkpoint(model, tmp_path / "other")
     assert error.value.problems == [
@@ -339,8 +255,6 @@ def test_ignored_tensors(tmp_path, saved):
 
 
 # Refusing.
-
-Q, E = "layers.0.q_proj.weight", "layers.1.experts.2.up_proj.weight"
 
 
 def changed(tensors, **changes):
@@ -444,10 +358,6 @@ def test_fp8_checkpoint_for_an_unquantized_model(tmp_path):
     same(model.state_dict(), replaced.state_dict())
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-3])
-
-
 def lengthen(path):
     path.write_bytes(path.read_bytes() + b"more")
 
@@ -504,7 +414,7 @@ def test_index_and_shards_disagree(tmp_path, saved):
     (tmp_path / INDEX).write_text(json.dumps(index))
     problems = "\n".join(refused(Model(), tmp_path))
     assert f"{Q}: is in model-" in problems and "ghost: model.safetensors.index.json says" in problems
-    assert "../elsewhere.safetensors: there is no such file" in problems
+    assert "../elsewhere.safetensors: is not in the directory itself" in problems
 
 
 def test_no_checkpoint(tmp_path):
@@ -516,7 +426,7 @@ def test_no_checkpoint(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             load_fp8_checkpoint(Model(layers=0), directory)
     (tmp_path / INDEX).write_text("[]")
-    with pytest.raises(CheckpointError, match="is not a JSON object"):
+    with pytest.raises(CheckpointError, match="expected a JSON object"):
         load_fp8_checkpoint(Model(layers=0), tmp_path)
 
 
@@ -540,23 +450,6 @@ def test_refused_options(tmp_path, saved):
 # Writing: nothing half-done under a final name, and little memory.
 
 
-class Interrupted(Exception):
-    pass
-
-
-def interrupt(monkeypatch, puts):
-    """Let ShardWriter.put fail after so many calls."""
-    count, put = [0], checkpoint_write.ShardWriter.put
-
-    def failing(*arguments, **options):
-        count[0] += 1
-        if count[0] > puts:
-            raise Interrupted
-        put(*arguments, **options)
-
-    monkeypatch.setattr(checkpoint_write.ShardWriter, "put", failing)
-
-
 def test_interrupted_save(tmp_path, saved, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt(patch, 25)
@@ -570,46 +463,6 @@ def test_interrupted_save(tmp_path, saved, monkeypatch):
         load_fp8_checkpoint(Model(), tmp_path)
     save_fp8_checkpoint(saved[0], tmp_path, max_shard_size=60_000)
     assert not inspect_checkpoint(tmp_path).problems
-
-
-def test_a_shard_that_is_not_filled_is_not_kept(tmp_path):
-    layout = {"a": ("F32", (2, 3)), "b": ("BF16", (4,))}
-    with (
-        pytest.raises(RuntimeError, match="not all was written of a"),
-        checkpoint_write.ShardWriter(tmp_path / "x", layout, {}) as writer,
-    ):
-        writer.put("b", torch.ones(4, dtype=torch.bfloat16))
-        writer.put("a", torch.ones(3), 1)
-    with (
-        pytest.raises(RuntimeError, match="does not fit"),
-        checkpoint_write.ShardWriter(tmp_path / "x", layout, {}) as writer,
-    ):
-        writer.put("b", torch.ones(4))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_are_those_of_the_library(tmp_path):
-    tensors = {
-        "byte": torch.arange(3, dtype=torch.uint8),
-        "wide": torch.randn(2, 3, dtype=torch.float64),
-        "none": torch.empty(0, 4),
-        "scalar": torch.tensor(True),
-        "strided": torch.randn(4, 6).t(),
-        "fp8": torch.randn(3, 5, 7).to(torch.float8_e4m3fn),
-        "e8m0": torch.ones(5).to(torch.float8_e8m0fnu),
-    }
-    layout = {name: (checkpoint_files.DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-    with checkpoint_write.ShardWriter(tmp_path / "x.safetensors", layout, {"format": "pt"}) as writer:
-        for name, tensor in tensors.items():
-            if name == "fp8":
-                for index in (2, 0, 1):
-                    writer.put(name, tensor[index], index)
-            else:
-                writer.put(name, tensor)
-    loaded = load_file(tmp_path / "x.safetensors")
-    same({name: loaded[name] for name in tensors}, {name: tensor.contiguous() for name, tensor in tensors.items()})
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
 
 
 @pytest.fixture
@@ -647,228 +500,6 @@ def test_memory_is_bounded_by_one_tensor_or_expert(tmp_path, peak, fused):
     assert peak["peak"] <= largest
 
 
-# Quantizing.
-
-
-def expected_fp8(tensors, scale_format):
-    """What the checkpoint becomes, tensor by tensor."""
-    result = {}
-    for name, tensor in tensors.items():
-        if name.endswith("_proj.weight"):
-            parts = [tensor]
-        elif name.endswith("gate_up_proj"):
-            parts = tensor.chunk(2, dim=1)
-        elif name.endswith("down_proj"):
-            parts = [tensor]
-        else:
-            result[name] = tensor
-            continue
-        quantized = [quantize_128x128(part, scale_format=scale_format) for part in parts]
-        result[name] = torch.cat([part.data.view(torch.uint8) for part in quantized], -2).view(torch.float8_e4m3fn)
-        scale = torch.cat([part.scale for part in quantized], -2)
-        result[name + "_scale_inv"] = scale.to(torch.float8_e8m0fnu) if scale_format == "ue8m0" else scale
-    return result
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("scale_format", FORMATS)
-def test_quantize(tmp_path, scale_format, fused, shards):
-    tensors = unquantized(fused=fused)
-    src = write(tmp_path / "src", tensors, shards, config={"model_type": "mixtral", "hidden_size": HIDDEN})
-    for name in ("tokenizer.json", "generation_config.json", "LICENSE"):
-        (src / name).write_text(name)
-    (src / "pytorch_model.bin").write_bytes(b"pickle")
-    dst = tmp_path / "dst"
-    quantize_checkpoint(src, dst, scale_format=scale_format)
-
-    names = {path.name for path in dst.iterdir()}
-    assert names == {path.name for path in src.iterdir()} - {"pytorch_model.bin"}
-    assert (dst / "tokenizer.json").read_text() == "tokenizer.json"
-    same(dict(sorted(read(dst).items())), dict(sorted(expected_fp8(tensors, scale_format).items())))
-    config = json.loads((dst / "config.json").read_text())
-    assert config["hidden_size"] == HIDDEN
-    quantization = config["quantization_config"]
-    assert quantization.pop("modules_to_not_convert") == [
-        "embed_tokens",
-        "layers.0.gate",
-        "layers.1.gate",
-        "lm_head",
-    ]
-    expected = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    assert quantization == expected | ({"scale_fmt": "ue8m0"} if scale_format == "ue8m0" else {})
-    assert not inspect_checkpoint(dst).problems
-
-    model = Model()
-    load_fp8_checkpoint(model, dst)
-    up = model.layers[1].experts
-    values = dequantize((up.gate_up_proj[1, INTERMEDIATE:], up.gate_up_proj_scale_inv[1, 1:]))
-    source = (
-        tensors["layers.1.experts.gate_up_proj"][1, INTERMEDIATE:]
-        if fused
-        else tensors["layers.1.experts.1.up_proj.weight"]
-    )
-    assert 0 < (values - source.float()).norm() < 0.04 * source.float().norm()
-
-
-@pytest.mark.parametrize(
-    ("skip", "left"),
-    [
-        ((), []),
-        (
-            ("q_proj", "layers.0.experts*"),
-            ["layers.0.experts.gate_up_proj", "layers.0.q_proj.weight", "layers.1.q_proj.weight"],
-        ),
-        (("*.1.experts",), ["layers.1.experts.down_proj"]),
-    ],
-)
-def test_skip(tmp_path, skip, left):
-    write(tmp_path / "src", unquantized(fused=True), config={})
-    quantize_checkpoint(tmp_path / "src", tmp_path / "dst", skip=skip)
-    tensors = read(tmp_path / "dst")
-    assert all(tensors[name].dtype == torch.bfloat16 for name in left)
-    assert (tensors["embed_tokens.weight"].dtype == torch.bfloat16) is False
-    config = json.loads((tmp_path / "dst" / "config.json").read_text())
-    modules = config["quantization_config"]["modules_to_not_convert"]
-    assert set(modules) == {name.removesuffix(".weight").rpartition("experts")[0] + "experts"
-                            if "experts" in name else name.removesuffix(".weight") for name in left}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("transformer.wte", "transformer.wpe", "wte", "model.embed_tokens", "shared"),  # embeddings
-        *("lm_head", "head", "transformer.output_layer", "score", "classifier"),  # outputs
-        *("layers.0.mlp.gate", "layers.0.mlp.gate.wg", "layers.0.mlp.router_gate"),  # routers
-        "layers.0.mamba.dt_proj",
-    ],
-)
-def test_modules_that_stay_by_default(tmp_path, name):
-    others = ["h.0.attn.wto", "layers.0.mlp.gate_proj", "layers.0.mlp.shared_expert.up_proj", "layers.0.attn.out_proj"]
-    write(tmp_path / "src", {f"{module}.weight": torch.ones(8, 16) for module in (name, *others)})
-    quantize_checkpoint(tmp_path / "src", tmp_path / "dst")
-    dtypes = {key.removesuffix(".weight"): value.dtype for key, value in read(tmp_path / "dst").items()}
-    assert dtypes[name] == torch.float32 and all(dtypes[other] == torch.float8_e4m3fn for other in others)
-
-
-def test_experts_are_skipped_all_or_none(tmp_path):
-    src = write(tmp_path / "src", unquantized(), config={})
-    quantize_checkpoint(src, tmp_path / "dst", skip=("layers.0.experts",))
-    dtypes = {name: value.dtype for name, value in read(tmp_path / "dst").items()}
-    assert dtypes["layers.0.experts.1.up_proj.weight"] == torch.bfloat16
-    assert dtypes["layers.1.experts.1.up_proj.weight"] == torch.float8_e4m3fn
-    for skip in ("down_proj", "layers.0.experts.2.*"):
-        with pytest.raises(CheckpointError, match=r"layers\.0\.experts: some of these experts' weights would be FP8"):
-            quantize_checkpoint(src, tmp_path / "other", skip=(skip,))
-    assert not (tmp_path / "other").exists()
-
-
-def test_patterns_that_match_nothing_are_refused(tmp_path):
-    src = write(tmp_path / "src", unquantized(), config={})
-    for skip in ("layers.0.mlp", "layers.0", "q_prj"):
-        with pytest.raises(ValueError, match=f"skip: '{skip}' matches no module"):
-            quantize_checkpoint(src, tmp_path / "dst", skip=(*DEFAULT_SKIP, skip))
-    assert not (tmp_path / "dst").exists()
-
-
-def test_resume(tmp_path, monkeypatch):
-    src, dst = write(tmp_path / "src", unquantized(), shards=4, config={}), tmp_path / "dst"
-    with monkeypatch.context() as patch:
-        interrupt(patch, 30)
-        with pytest.raises(Interrupted):
-            quantize_checkpoint(src, dst)
-    done = sorted(path.name for path in dst.glob("*.safetensors"))
-    assert 0 < len(done) < 4 and not (dst / INDEX).exists()
-    assert not list(dst.glob(".*"))
-    (dst / f".{done[0]}.999999.partial").write_bytes(b"half")  # as a killed run leaves it
-    before = {name: (dst / name).stat().st_mtime_ns for name in done}
-    quantize_checkpoint(src, dst)
-    assert {name: (dst / name).stat().st_mtime_ns for name in done} == before
-    assert not list(dst.glob(".*"))
-    same(dict(sorted(read(dst).items())), dict(sorted(expected_fp8(unquantized(), "float32").items())))
-    assert not inspect_checkpoint(dst).problems
-
-
-def test_a_finished_run_does_nothing_again(tmp_path, monkeypatch):
-    src, dst = write(tmp_path / "src", unquantized(), shards=2), tmp_path / "dst"
-    quantize_checkpoint(src, dst)
-    interrupt(monkeypatch, 0)
-    quantize_checkpoint(src, dst)
-
-
-@pytest.mark.parametrize(
-    ("change", "options"),
-    [
-        (lambda src, dst: truncate(dst / "model-00002-of-00002.safetensors"), {}),
-        (lambda src, dst: write(src, unquantized(seed=5), shards=2), {}),
-        (lambda src, dst: None, {"scale_format": "ue8m0"}),
-        (lambda src, dst: None, {"skip": ("q_proj",)}),
-        (lambda src, dst: save_file({"x": torch.ones(1)}, dst / "other.safetensors"), {}),
-    ],
-)
-def test_foreign_files_at_the_destination_are_refused(tmp_path, change, options):
-    src, dst = write(tmp_path / "src", unquantized(), shards=2), tmp_path / "dst"
-    quantize_checkpoint(src, dst)
-    change(src, dst)
-    before = {path.name: path.read_bytes() for path in dst.iterdir()}
-    with pytest.raises(
-        CheckpointError, match=r"delete these files or give another directory.*\n  \S+\.safetensors: is "
-    ):
-        quantize_checkpoint(src, dst, **options)
-    assert {path.name: path.read_bytes() for path in dst.iterdir()} == before
-
-
-def test_the_index_of_another_checkpoint_is_refused(tmp_path):
-    write(tmp_path / "dst", unquantized(), shards=2)
-    for shard in (tmp_path / "dst").glob("*.safetensors"):
-        shard.unlink()
-    with pytest.raises(CheckpointError, match=f"{INDEX}: is there already"):
-        quantize_checkpoint(write(tmp_path / "src", unquantized()), tmp_path / "dst")
-
-
-def test_files_that_are_copied(tmp_path):
-    src = write(tmp_path / "src", unquantized(), config={})
-    copied = {"tokenizer.json", "vocab.bpe", "chat_template.jinja", "LICENSE", "NOTICE.md", "modeling.py"}
-    for name in (*copied, "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5.index.json"):
-        (src / name).write_text(name)
-    quantize_checkpoint(src, tmp_path / "dst")
-    assert {path.name for path in (tmp_path / "dst").iterdir()} == copied | {"config.json", SINGLE}
-    assert all((tmp_path / "dst" / name).read_text() == name for name in copied)
-
-
-def test_sources_that_cannot_be_quantized(tmp_path, saved):
-    def refused_source(directory):
-        with pytest.raises(CheckpointError) as error:
-            quantize_checkpoint(directory, tmp_path / "dst")
-        assert not (tmp_path / "dst").exists()
-        return error.value.problems
-
-    problems = refused_source(write(tmp_path / "fp8", saved[1]))
-    assert f"{Q}: is F8_E4M3 already; start from the unquantized checkpoint" in problems
-    config = {"quantization_config": {"quant_method": "mxfp4"}}
-    problems = refused_source(write(tmp_path / "mxfp4", unquantized(), config=config))
-    assert problems == ["config.json: the checkpoint is quantized already (mxfp4); start from the unquantized one"]
-    tensors = unquantized(fused=True)
-    transposed = {name: t.mT.contiguous() if "experts" in name else t for name, t in tensors.items()}
-    problems = refused_source(write(tmp_path / "transposed", transposed))
-    assert len(problems) == 2 and problems[0].startswith("layers.0.experts.gate_up_proj: shape (3, 144, 144)")
-    bias = {"layers.0.experts.gate_up_proj_bias": torch.ones(EXPERTS, 2 * INTERMEDIATE)}
-    (problem,) = refused_source(write(tmp_path / "bias", tensors | bias))
-    assert problem.startswith("layers.0.experts.gate_up_proj: experts with a bias")
-    (problem,) = refused_source(write(tmp_path / "taken", tensors | {Q + "_scale_inv": torch.ones(1)}))
-    assert problem == f"{Q}_scale_inv: this name is needed for the scale of {Q}"
-    truncate(write(tmp_path / "short", tensors) / SINGLE)
-    assert "is cut short" in refused_source(tmp_path / "short")[0]
-    with pytest.raises(ValueError, match=r"^dst_dir: expected another directory"):
-        quantize_checkpoint(tmp_path / "bias", tmp_path / "x" / ".." / "bias")
-    with pytest.raises(ValueError, match=r"^dst_dir: expected a directory, but .* is a file"):
-        quantize_checkpoint(tmp_path / "bias", tmp_path / "bias" / SINGLE)
-    with pytest.raises(ValueError, match=r"^scale_format"):
-        quantize_checkpoint(tmp_path / "bias", tmp_path / "dst", scale_format="float8")
-    with pytest.raises(TypeError, match=r"^skip"):
-        quantize_checkpoint(tmp_path / "bias", tmp_path / "dst", skip="gate")
-
-
 # Inspecting, and the command line.
 
 
@@ -895,19 +526,25 @@ def test_inspect_of_empty_tensors(tmp_path):
     assert "unquantized   x 0.0%" in str(inspect_checkpoint(write(tmp_path, {"x": torch.empty(0, 4)})))
 
 
-def test_inspect_reads_headers_only(tmp_path, saved, monkeypatch):
+def test_inspect_reads_headers_and_scales_only(tmp_path, saved, monkeypatch):
     write(tmp_path, saved[1], shards=2)
-    monkeypatch.setattr(checkpoint_files, "safe_open", None)
-    size = sum(
-        (tmp_path / file).stat().st_size for file in inspect_checkpoint(tmp_path).directory.glob("*.safetensors")
-    )
-    for file in tmp_path.glob("*.safetensors"):
-        length = file.stat().st_size
-        header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-        with file.open("r+b") as stream:
-            stream.truncate(header)
-            stream.truncate(length)  # zeros, a hole in the file
-    assert inspect_checkpoint(tmp_path).problems == [] and size > 0
+    read_names = []
+
+    def reading(stream, start, info):
+        read_names.append((info.file, info.begin))
+        return scales_read(stream, start, info)
+
+    def cannot_map(*arguments, **options):
+        raise RuntimeError("unable to mmap")
+
+    scales_read = checkpoint_scales._read
+    monkeypatch.setattr(checkpoint_scales, "_read", reading)
+    monkeypatch.setattr(checkpoint_files, "safe_open", cannot_map)
+    assert inspect_checkpoint(tmp_path).problems == []
+    tensors = checkpoint_files.open_checkpoint(tmp_path).tensors
+    scales = [info for name, info in tensors.items() if name.endswith("_scale_inv")]
+    assert sorted(read_names) == sorted((info.file, info.begin) for info in scales)
+    assert refused(Model(), tmp_path) == [f"model-0000{i}-of-00002.safetensors: unable to mmap" for i in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -938,29 +575,6 @@ def test_inspect_compares_with_the_configuration(tmp_path, saved):
     report = inspect_checkpoint(tmp_path)
     assert report.problems == ["config.json: weight_block_size is [128, 64], expected [128, 128]"]
     assert (report.block_size, report.scale_format) == ("128x64", "ue8m0 in F32")
-
-
-def test_quantize_needs_the_gpu_that_it_is_told_to_use(tmp_path, monkeypatch):
-    src, dst = write(tmp_path / "src", unquantized(fused=True), config={}), tmp_path / "dst"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no GPU"):
-        main(["quantize", str(src), str(dst), "--device", "cuda"])
-    assert not dst.exists()
-
-
-def test_command_line(tmp_path, capsys):
-    src = str(write(tmp_path / "src", unquantized(fused=True), shards=2, config={}))
-    assert main(["inspect", src]) == 0
-    assert "FP8 share     0.0%" in capsys.readouterr().out
-    dst = str(tmp_path / "dst")
-    assert main(["quantize", src, dst, "--scale-format", "ue8m0", "--skip", "q_proj", "--device", "cpu"]) == 0
-    out = capsys.readouterr().out
-    assert "ue8m0" in out and "3 in each of 2 layers, fused" in out
-    assert read(tmp_path / "dst")[Q].dtype == torch.bfloat16
-    with pytest.raises(SystemExit, match=r"(?s)^fp8moe quantize: cannot quantize .*quantized already"):
-        main(["quantize", dst, str(tmp_path / "again")])
-    with pytest.raises(SystemExit, match=r"^fp8moe inspect: .* is not a checkpoint"):
-        main(["inspect", str(tmp_path)])
 
 
 # transformers.
@@ -1154,11 +768,10 @@ def test_experts_are_called_what_transformers_calls_them(tmp_path, model_type, n
     counts = {"num_experts": 4} if model_type == "jamba" else {"num_local_experts": 4}
     config = AutoConfig.for_model(model_type, **SIZES, **counts, pad_token_id=0, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    save_fp8_checkpoint(model, tmp_path)
+    with pytest.warns(UserWarning, match=r"^FP8 weights have only 0\.0% of the parameters in matrices"):
+        save_fp8_checkpoint(model, tmp_path)
     assert name in read(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    del written["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     same(theirs.state_dict(), model.state_dict())
@@ -1190,12 +803,9 @@ def test_models_whose_checkpoints_transformers_renames(tmp_path):
     tensors = read(tmp_path / "ours")
     theirs = {name.replace("experts.down_proj", "output_linear.weight"): value for name, value in tensors.items()}
     write(tmp_path / "theirs", theirs, config=json.loads((tmp_path / "ours" / "config.json").read_text()))
-    with pytest.raises(
-        CheckpointError, match=r"unchanged:\n  transformers converts block_sparse_moe\.input_linear\.weight, .*does not"
-    ):
-        load_model(tmp_path / "theirs")
+    same(load_model(tmp_path / "theirs").state_dict(), model.state_dict())
     truncate(tmp_path / "theirs" / SINGLE)
-    with pytest.raises(CheckpointError, match=r"unchanged:\n  .* is cut short"):
+    with pytest.raises(CheckpointError, match=r"is cut short"):
         load_model(tmp_path / "theirs")
 
 

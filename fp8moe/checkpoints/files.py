@@ -4,17 +4,22 @@ The format is that of https://github.com/huggingface/safetensors: eight bytes wi
 header with dtype, shape and byte range of each tensor, then the bytes. Headers are read here without the tensors.
 """
 
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from fp8moe.checkpoints.untrusted import MAX_BYTES, parse_object, printable, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -44,18 +49,20 @@ FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 _SHOWN_PROBLEMS = 100
-_MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
+_COUNT = re.compile(r"(\w*_)?(num|n)_\w*(layers?|experts)|(en|de)coder_layers|depth")
+_MAX_RANK = 64  # of tensors that PyTorch can copy
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used. ``problems`` lists everything that is wrong, the message the first hundred."""
 
     def __init__(self, what: str, problems: Iterable[str]):
-        self.problems = list(problems)
-        lines = [f"\n  {problem}" for problem in self.problems[:_SHOWN_PROBLEMS]]
+        self.problems = [printable(problem) for problem in problems]
+        start = " " if len(self.problems) == 1 else "\n  "
+        lines = [start + problem for problem in self.problems[:_SHOWN_PROBLEMS]]
         if len(self.problems) > _SHOWN_PROBLEMS:
             lines.append(f"\n  ... and {len(self.problems) - _SHOWN_PROBLEMS} more")
-        super().__init__(f"{what}:{''.join(lines)}")
+        super().__init__(f"{printable(what)}:{''.join(lines)}")
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,16 @@ class TensorInfo:
 class Checkpoint:
     """A directory as its headers describe it.
 
-    files: names of the shards that could be read. problems: what is wrong with the files themselves. incomplete:
-    whether a shard is missing or damaged, so that ``tensors`` lacks what it holds.
+    files: names of the shards that could be read. quantization: config.json's quantization_config, empty without one.
+    problems: what is wrong with the files themselves. incomplete: whether a shard is missing or damaged, so that
+    ``tensors`` lacks what it holds.
     """
 
     directory: Path
     files: list[str]
     tensors: dict[str, TensorInfo]
     config: dict
+    quantization: dict
     problems: list[str]
     incomplete: bool
 
@@ -96,11 +105,6 @@ class Checkpoint:
             groups[info.file][name] = info
         return groups
 
-    @property
-    def quantization(self) -> dict:
-        """config.json's quantization_config, empty without one."""
-        return self.config.get("quantization_config") or {}
-
 
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     """Read config.json, the index and the header of each shard.
@@ -111,85 +115,146 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} is not a checkpoint",
-            ["it is not a directory" if directory.exists() else "there is no such directory"],
+            ["it is not a directory" if directory.exists() else f"there is no such directory{_hub_hint(directory)}"],
         )
+    present = set(os.listdir(directory))
     problems: list[str] = []
-    config = _read_json(directory / CONFIG, problems) if (directory / CONFIG).is_file() else {}
-    listed: dict[str, str] | None = None
-    if (directory / INDEX).is_file():
-        weight_map = _read_json(directory / INDEX, problems).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{directory} is not a checkpoint", problems or [f"{INDEX}: has no weight_map"])
-        listed = weight_map
-        files = sorted(set(listed.values()))
-    elif (directory / SINGLE).is_file():
-        files = [SINGLE]
-    else:
+    config = read_json(directory / CONFIG, problems) if CONFIG in present else {}
+    quantization = section(config, "quantization_config", problems)
+    places: dict[str, str] | None = None  # of each tensor, as the index has them
+    if INDEX in present:
+        places = read_json(directory / INDEX, problems).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise CheckpointError(
+                f"{directory} is not a checkpoint", problems or [f"{INDEX}: has no weight_map from names to files"]
+            )
+    elif SINGLE not in present:
         raise CheckpointError(f"{directory} is not a checkpoint", [f"there is neither {SINGLE} nor {INDEX}"])
 
+    listed: dict[str, list[str]] = defaultdict(list)
+    for name, file in (places or {}).items():
+        listed[file].append(name)
     tensors: dict[str, TensorInfo] = {}
-    unread = []
-    for file in files:
+    files, unread = [], set()
+    for file in [SINGLE] if places is None else sorted(listed):
         try:
-            if Path(file).name != file or not (directory / file).is_file():
-                raise CheckpointError(f"{directory} is not complete", [f"{file}: there is no such file"])
+            if Path(file).name != file:
+                raise CheckpointError(f"{directory} is not complete", [f"{file}: is not in the directory itself"])
             header = read_header(directory / file)[0]
         except CheckpointError as error:
-            names = sorted(name for name, place in (listed or {}).items() if place == file)
+            names = sorted(listed[file])
             lost = f"; {INDEX} puts {len(names)} tensors there, from {names[0]} to {names[-1]}" if names else ""
             problems += [problem + lost for problem in error.problems]
-            unread.append(file)
+            unread.add(file)
             continue
+        files.append(file)
         for name, info in header.items():
-            if listed is not None and listed.get(name) != file:
+            if places is not None and places.get(name) != file:
                 problems.append(f"{name}: is in {file}, but {INDEX} does not say so")
             else:
                 tensors[name] = info
-    for name, file in (listed or {}).items():
+    for name, file in (places or {}).items():
         if name not in tensors and file not in unread:
             problems.append(f"{name}: {INDEX} says it is in {file}, but it is not")
     return Checkpoint(
-        directory, [file for file in files if file not in unread], tensors, config, problems, bool(unread)
+        directory=directory,
+        files=files,
+        tensors=tensors,
+        config=config,
+        quantization=quantization,
+        problems=problems,
+        incomplete=bool(unread),
     )
+
+
+def section(config: Mapping, name: str, problems: list[str]) -> dict:
+    """An object in config.json, empty without one; anything else in its place becomes a problem."""
+    content = config.get(name)
+    if content is None or isinstance(content, dict):
+        return content or {}
+    problems.append(f"{CONFIG}: {name} is {shown(content)}, expected an object")
+    return {}
+
+
+def count_problems(checkpoint: Checkpoint) -> list[str]:
+    """Numbers of layers and experts in config.json that these tensors cannot be: to make as many takes all memory."""
+    limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
+    problems, sections = [], [checkpoint.config]
+    for content in sections:
+        sections += [value for value in content.values() if isinstance(value, dict)]
+        for name, value in content.items():
+            if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > limit:
+                problems.append(f"{CONFIG}: {name} is {shown(value)}, expected at most {limit} for these tensors")
+    return problems
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """The tensors of a safetensors file, in the order of their bytes, and its metadata.
 
-    Raises CheckpointError for a file that is cut short, too long, or not safetensors.
+    Raises CheckpointError for a file that cannot be read, is cut short, too long, or not safetensors: what passes, the
+    safetensors library opens, too.
     """
 
     def broken(why: str) -> CheckpointError:
         return CheckpointError(f"{path} cannot be read", [f"{path.name}: {why}"])
 
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or 8 + length > size or length > _MAX_HEADER:
-            raise broken("is cut short, or no safetensors file")
-        try:
-            header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", {})
-            tensors = {
-                name: TensorInfo(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"], path.name)
-                for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-            }
-            position = 0
-            for name, info in tensors.items():
-                dtype = DTYPES.get(info.dtype)
-                if info.begin != position or info.nbytes < 0:
-                    raise broken(f"the bytes of {name} do not follow on those before")
-                if dtype is not None and info.nbytes != math.prod(info.shape) * dtype.itemsize:
-                    raise broken(f"{name} has {info.nbytes} bytes, which does not fit {info.dtype} {info.shape}")
-                position = info.end
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise broken(f"has no valid safetensors header ({error})") from error
-    if size != 8 + length + position:
-        state = "is cut short" if size < 8 + length + position else "is too long"
-        raise broken(f"{state}: {size} bytes, the header says {8 + length + position}")
+    obstacle = _obstacle(path)
+    if obstacle is not None:
+        raise broken(obstacle)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or 8 + length > size or length > MAX_BYTES:
+                raise broken("is cut short, or no safetensors file")
+            header = parse_object(file.read(length))
+        metadata = header.pop("__metadata__", None) or {}
+        infos = {name: _tensor_info(name, entry, path.name) for name, entry in header.items()}
+        tensors = dict(sorted(infos.items(), key=lambda item: (item[1].begin, item[1].end)))
+        position = 0
+        for name, info in tensors.items():
+            dtype = DTYPES.get(info.dtype)
+            if info.begin != position:
+                raise broken(f"the bytes of {name} do not follow on those before")
+            if dtype is not None and info.nbytes != math.prod(info.shape) * dtype.itemsize:
+                raise broken(f"{name} has {info.nbytes} bytes, which does not fit {info.dtype} {shown(info.shape)}")
+            position = info.end
+        if size != 8 + length + position:
+            state = "is cut short" if size < 8 + length + position else "is too long"
+            raise broken(f"{state}: {size} bytes, the header says {8 + length + position}")
+        with suppress(RuntimeError), safe_open(path, framework="pt"):  # of a file too large to map: see unmappable
+            pass
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise broken(f"has no valid safetensors header ({error})") from error
+    except (OSError, SafetensorError) as error:
+        raise broken(f"cannot be read ({error})") from error
     return tensors, metadata
+
+
+def unmappable(checkpoint: Checkpoint) -> list[str]:
+    """Shards that PyTorch cannot map, being larger than memory: their headers can be read, their tensors cannot."""
+    problems = []
+    for file in checkpoint.files:
+        try:
+            with safe_open(checkpoint.directory / file, framework="pt"):
+                pass
+        except RuntimeError as error:
+            problems.append(f"{file}: {error}")
+    return problems
+
+
+def _tensor_info(name: str, entry: object, file: str) -> TensorInfo:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
+            all(type(size) is int and size >= 0 for size in (*shape, begin, end))
+            and begin <= end
+            and len(shape) <= _MAX_RANK
+            and math.prod(max(size, 1) for size in shape) < 2**63
+        ):
+            return TensorInfo(dtype, tuple(shape), begin, end, file)
+    raise ValueError(f"{name} has {shown(entry)}, expected dtype, shape and data_offsets of a tensor")
 
 
 def read_pieces(file: safe_open, name: str, info: TensorInfo) -> Iterator[tuple[int | None, Tensor]]:
@@ -197,7 +262,7 @@ def read_pieces(file: safe_open, name: str, info: TensorInfo) -> Iterator[tuple[
 
     Fused experts can take gigabytes: so memory holds one expert at a time.
     """
-    if len(info.shape) < 3:
+    if len(info.shape) < 3 or not info.nbytes:
         yield None, file.get_tensor(name)
         return
     view = file.get_slice(name)
@@ -205,13 +270,35 @@ def read_pieces(file: safe_open, name: str, info: TensorInfo) -> Iterator[tuple[
         yield index, view[index]
 
 
-def _read_json(path: Path, problems: list[str]) -> dict:
+def read_json(path: Path, problems: list[str]) -> dict:
+    """The object in this file; empty, with a problem, if there is none."""
+    why = _obstacle(path)
     try:
-        content = json.loads(path.read_bytes())
+        if why is None and path.stat().st_size > MAX_BYTES:
+            why = f"is larger than {MAX_BYTES:,} bytes"
+        if why is None:
+            return parse_object(path.read_bytes())
     except ValueError as error:
-        problems.append(f"{path.name}: is not JSON ({error})")
-        return {}
-    if not isinstance(content, dict):
-        problems.append(f"{path.name}: is not a JSON object")
-        return {}
-    return content
+        why = f"is not valid JSON ({error})"
+    except OSError as error:
+        why = f"cannot be read ({error})"
+    problems.append(f"{path.name}: {why}")
+    return {}
+
+
+def _hub_hint(directory: Path) -> str:
+    """How to fetch what may be a name on the Hugging Face hub."""
+    if directory.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):
+        return ""
+    return f"; fetch a model of the Hugging Face hub first: hf download {directory} --local-dir {directory.name}"
+
+
+def _obstacle(path: Path) -> str | None:
+    """Why this is no file to open, or None: opening a pipe would wait for its writer."""
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return "there is no such file"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    return None if regular else "is not a regular file"

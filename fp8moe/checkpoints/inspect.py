@@ -1,14 +1,13 @@
-"""inspect_checkpoint: what a checkpoint directory holds and what is wrong with it, from headers alone."""
+"""inspect_checkpoint: what a checkpoint directory holds and what is wrong with it, from headers and scales."""
 
 import math
 import os
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8moe.checkpoints.files import FLOATS, FP8, Checkpoint, open_checkpoint
+from fp8moe.checkpoints.files import FP8, Checkpoint, open_checkpoint
 from fp8moe.checkpoints.names import (
     DOWN,
     SCALE,
@@ -21,9 +20,10 @@ from fp8moe.checkpoints.names import (
     scale_shape,
     weight_of,
 )
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_SHOWN_MATRICES = 5
+from fp8moe.checkpoints.scales import value_problems
+from fp8moe.checkpoints.share import shares, unquantized_matrices
+from fp8moe.checkpoints.untrusted import printable, shown
+from fp8moe.quant.formats import BLOCK
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,17 @@ class Report:
             ("scale format", self.scale_format),
             ("block size", self.block_size),
             ("experts", experts or "none"),
-            ("unquantized", self._unquantized()),
+            ("unquantized", shares(self.unquantized, self.parameters)),
             ("problems", str(len(self.problems)) if self.problems else "none"),
         ]
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
-        return "\n".join(lines + [f"  {problem}" for problem in self.problems])
-
-    def _unquantized(self) -> str:
-        shares = [f"{name} {size / max(self.parameters, 1):.1%}" for name, size in self.unquantized.items()]
-        shown = ", ".join(shares[:_SHOWN_MATRICES])
-        return f"{shown}, and {len(shares) - _SHOWN_MATRICES} more" if shares[_SHOWN_MATRICES:] else shown or "nothing"
+        return "\n".join(printable(line) for line in lines + [f"  {problem}" for problem in self.problems])
 
 
 def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     """Describe a checkpoint and list its problems: damaged files, scales missing, left over or misshapen, experts
-    missing, another block size. Reads headers only.
+    missing, scales that are NaN, infinite, zero or negative, another block size. Reads headers and scales only.
 
     Raises CheckpointError if there is no checkpoint in ``directory``.
     """
@@ -91,15 +86,10 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
             scales[scale].append(name)
     scale_problems = _scale_problems(checkpoint, scales)
     experts, expert_problems = _experts(checkpoint)
-    dtypes, unquantized = Counter(), Counter()
-    for name, info in tensors.items():
+    dtypes = Counter()
+    for info in tensors.values():
         dtypes[info.dtype] += info.nbytes
-        if info.dtype in FLOATS and len(info.shape) > 1 and name not in scales:
-            unquantized[_NUMBER.sub("*", name)] += math.prod(info.shape)
     problems = checkpoint.problems + _config_problems(checkpoint) + scale_problems + expert_problems
-    block_size = checkpoint.quantization.get("weight_block_size")
-    if block_size is None:
-        block_size = [128, 128] if scales and not scale_problems else []
     return Report(
         directory=checkpoint.directory,
         files=len(checkpoint.files),
@@ -108,11 +98,13 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
         fp8_nbytes=dtypes[FP8],
         parameters=sum(math.prod(info.shape) for name, info in tensors.items() if name not in scales),
         scale_format=_scale_format(checkpoint, scales),
-        block_size="x".join(map(str, block_size)) or "none",
+        block_size=_block_size(checkpoint, fits=bool(scales) and not scale_problems),
         experts=experts,
         dtypes=dict(dtypes.most_common()),
-        unquantized=dict(unquantized.most_common()),
-        problems=problems,
+        unquantized=unquantized_matrices(
+            {name: (info.dtype, info.shape) for name, info in tensors.items() if name not in scales}
+        ),
+        problems=[printable(problem) for problem in problems],
     )
 
 
@@ -125,16 +117,19 @@ def _config_problems(checkpoint: Checkpoint) -> list[str]:
 
 def _scale_problems(checkpoint: Checkpoint, scales: Mapping[str, list[str]]) -> list[str]:
     """scales: the weights that each scale belongs to."""
-    problems = []
+    problems, fitting = [], []
     with_scale = {weight for weights in scales.values() for weight in weights}
     for name, info in checkpoint.tensors.items():
         if name in scales:
             first = scales[name][0]
             expected = _expected_shape(name, scales[name], checkpoint)
+            fits = expected is not None and fits_scale(info.shape, expected)
+            partial = checkpoint.incomplete and len(scales[name]) > 1
             if info.dtype not in SCALE_DTYPES:
                 problems.append(f"{name}: dtype {info.dtype}, expected {', '.join(SCALE_DTYPES)}")
-            partial = checkpoint.incomplete and len(scales[name]) > 1
-            if not partial and (expected is None or not fits_scale(info.shape, expected)):
+            elif fits:
+                fitting.append(name)
+            if not fits and not partial:
                 shape = checkpoint.tensors[first].shape
                 problems.append(f"{name}: shape {info.shape}, expected {expected} for {first} {shape}")
         elif checkpoint.incomplete:
@@ -147,7 +142,7 @@ def _scale_problems(checkpoint: Checkpoint, scales: Mapping[str, list[str]]) -> 
                 problems.append(f"{name}: a scale without a weight")
             elif weight.dtype != FP8:
                 problems.append(f"{name}: the scale of a weight in {weight.dtype}")
-    return problems
+    return problems + value_problems(checkpoint, fitting)
 
 
 def _expected_shape(scale: str, weights: list[str], checkpoint: Checkpoint) -> tuple[int, ...] | None:
@@ -194,9 +189,28 @@ def _experts(checkpoint: Checkpoint) -> tuple[list[tuple[int, int, str]], list[s
         kinds[count, "separate"] += 1
         if not checkpoint.incomplete:
             for projection, experts in projections.items():
-                missing = sorted(set(range(count)) - experts)
-                problems += [f"{module}.{expert}: has no {projection}" for expert in missing]
+                problems += [f"{module}.{missing}: has no {projection}" for missing in _gaps(experts, count)]
     return [(layers, count, how) for (count, how), layers in sorted(kinds.items())], problems
+
+
+def _gaps(numbers: Iterable[int], count: int) -> Iterator[str]:
+    """What ``numbers`` lacks of range(count): "3", or "5-9" for several in a row, of which there may be any number."""
+    first = 0
+    for number in sorted({*numbers, count}):
+        if first < number:
+            yield f"{first}" if first + 1 == number else f"{first}-{number - 1}"
+        first = number + 1
+
+
+def _block_size(checkpoint: Checkpoint, *, fits: bool) -> str:
+    """As configured, else "128x128" if all scales fit that."""
+    match checkpoint.quantization.get("weight_block_size", [BLOCK, BLOCK] if fits else None):
+        case None:
+            return "none"
+        case [rows, columns]:
+            return f"{shown(rows)}x{shown(columns)}"
+        case other:
+            return shown(other)
 
 
 def _bytes(size: int) -> str:

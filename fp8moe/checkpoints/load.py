@@ -1,4 +1,4 @@
-"""load_fp8_checkpoint: everything is checked against the headers first, then tensors are copied one at a time."""
+"""load_fp8_checkpoint: everything is checked first, then tensors are copied one at a time."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.files import Checkpoint, CheckpointError, open_checkpoint, read_pieces
+from fp8moe.checkpoints.files import Checkpoint, CheckpointError, TensorInfo, open_checkpoint, read_pieces
 from fp8moe.checkpoints.match import Place, is_sharded, make_plan, state_of
 from fp8moe.runtime.patterns import as_patterns
 
@@ -32,15 +32,16 @@ def load_fp8_checkpoint(
     ignore: fnmatch patterns of tensors in the checkpoint that are not wanted.
     device: where parameters and buffers that are on the meta device are created; others stay where they are.
 
-    Everything is checked before anything is copied: names, shapes, dtypes, block size, that every shard is there and
-    whole. Beside the model, memory holds one tensor at a time, of fused experts one expert.
+    Everything is checked before anything is copied: names, shapes, dtypes, block size, that every shard is there, whole
+    and readable, that every scale is finite and positive. Beside the model, memory holds one tensor at a time, of fused
+    experts one expert.
 
     Raises CheckpointError, which lists all that is wrong by name, with the model untouched.
     """
     ignore = as_patterns("ignore", ignore)
     checkpoint = open_checkpoint(directory)
     state = state_of(model)
-    plan = make_plan(checkpoint, state, _ignored(model, ignore))
+    plan = make_plan(checkpoint, state, ignored_names(model, ignore))
     plan.problems += _bufferless(model, state) + _sharded(state)
     if plan.problems:
         raise CheckpointError(f"cannot load {checkpoint.directory}, the model is unchanged", plan.problems)
@@ -48,7 +49,8 @@ def load_fp8_checkpoint(
     _copy(checkpoint, plan.places, state_of(model))
 
 
-def _ignored(model: nn.Module, patterns: tuple[str, ...]) -> Callable[[str], bool]:
+def ignored_names(model: nn.Module, patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
+    """Whether a tensor of this name may be in a checkpoint that the model has no place for."""
     regexes = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
     def ignored(name: str) -> bool:
@@ -92,6 +94,11 @@ def _copy(checkpoint: Checkpoint, places: Mapping[str, Place], state: Mapping[st
     for file_name, tensors in checkpoint.by_file.items():
         with safe_open(checkpoint.directory / file_name, framework="pt") as file:
             for name in [name for name in tensors if name in places]:
-                place = places[name]
-                for index, value in read_pieces(file, name, tensors[name]):
-                    place.copy(state[place.key], value, index)
+                copy_tensor(file, name, tensors[name], places[name], state[places[name].key])
+
+
+def copy_tensor(file: safe_open, name: str, info: TensorInfo, place: Place, target: Tensor) -> None:
+    """Read a tensor of an open shard into its place in ``target``."""
+    whole = info.shape != place.shape  # a scale with more or fewer sizes of one
+    for index, value in [(None, file.get_tensor(name))] if whole else read_pieces(file, name, info):
+        place.copy(target, value, index)

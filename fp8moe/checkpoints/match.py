@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.files import DTYPES, FLOATS, FP8, Checkpoint, TensorInfo
+from fp8moe.checkpoints.files import DTYPES, FLOATS, FP8, Checkpoint, TensorInfo, unmappable
 from fp8moe.checkpoints.names import (
     BLOCK_IN_MODEL,
     GATE,
@@ -23,6 +23,7 @@ from fp8moe.checkpoints.names import (
     scale_name,
     weight_of,
 )
+from fp8moe.checkpoints.scales import value_problems
 
 EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
 
@@ -78,15 +79,22 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def make_plan(checkpoint: Checkpoint, state: Mapping[str, Tensor], ignored: Callable[[str], bool]) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint,
+    state: Mapping[str, Tensor],
+    ignored: Callable[[str], bool],
+    spelled: Callable[[str], str] = str,
+) -> Plan:
     """Match the checkpoint with a model's state dict, which has the parameters themselves under all of their names.
 
-    ignored: whether a tensor of this name may be left over. Only tensors that the model ties together are read.
+    ignored: whether a tensor of this name may be left over. spelled: from the checkpoint's name of a tensor to one that
+    the model knows. Only scales, and tensors that the model ties together, are read, once all names, shapes and dtypes
+    fit.
     """
-    plan = Plan(config_problems(checkpoint.quantization) + checkpoint.problems)
+    plan = Plan(config_problems(checkpoint.quantization) + checkpoint.problems + unmappable(checkpoint))
     extra, wrong = [], set()
     for name, info in checkpoint.tensors.items():
-        place = _place(name, state)
+        place = find_place(spelled(name), state)
         if place is None:
             extra.append(name)
             continue
@@ -103,12 +111,14 @@ def make_plan(checkpoint: Checkpoint, state: Mapping[str, Tensor], ignored: Call
             plan.problems.append(f"{name}: {EXTRA}")
     if not plan.problems:
         _check_tied(checkpoint, plan, state)
+        scales = [name for name, place in plan.places.items() if _is_scale(place.key, state)]
+        plan.problems += value_problems(checkpoint, scales)
     if not checkpoint.incomplete:
         plan.problems += _missing(plan, state)
     return plan
 
 
-def _place(name: str, state: Mapping[str, Tensor]) -> Place | None:
+def find_place(name: str, state: Mapping[str, Tensor]) -> Place | None:
     """Where a tensor goes, or None if the model has no place for it."""
     for candidate in (name, name.replace(W_BLOCK, BLOCK_IN_MODEL)):
         if candidate in state:

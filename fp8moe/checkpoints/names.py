@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fp8moe.checkpoints.files import FP8
+from fp8moe.checkpoints.untrusted import shown
 from fp8moe.quant.formats import BLOCK, ceil_div
 
 SCALE = "_scale_inv"
@@ -25,7 +26,8 @@ W_BLOCK, BLOCK_IN_MODEL = ".block_sparse_moe.", ".mlp."
 """What such checkpoints may call the module around the experts, and what transformers' models call it."""
 
 _PROJECTIONS = {name: name for name in W_NAMES} | {short: name for name, short in W_NAMES.items()}
-_ONE_EXPERT = re.compile(rf"(.*\bexperts)\.(\d+)\.({'|'.join(_PROJECTIONS)})\.(weight|weight{SCALE}|scale)")
+_NUMBER = "0|[1-9][0-9]{0,17}"  # as checkpoints write it, and no larger than a size can be
+_ONE_EXPERT = re.compile(rf"(.*\bexperts)\.({_NUMBER})\.({'|'.join(_PROJECTIONS)})\.(weight|weight{SCALE}|scale)")
 _FUSED_EXPERTS = re.compile(rf"(.*\bexperts)\.({GATE_UP}|{UP}|{DOWN})")
 
 
@@ -61,7 +63,7 @@ def scale_name(weight: str) -> str:
 def weight_of(name: str) -> str | None:
     """The weight that a tensor of this name would be the scale of, or None where the name is not that of a scale."""
     if name.endswith(SCALE):
-        return name.removesuffix(SCALE)
+        return name.removesuffix(SCALE) or None
     return name.removesuffix("scale") + "weight" if name.endswith(".scale") else None
 
 
@@ -105,18 +107,17 @@ def module_of(name: str) -> str | None:
     return name.removesuffix(".weight") if name.endswith(".weight") else None
 
 
-def quantization_config(tensors: Mapping[str, tuple[str, tuple[int, ...]]], ue8m0: bool, tied: Iterable[str]) -> dict:
+def quantization_config(tensors: Mapping[str, tuple[str, tuple[int, ...]]], ue8m0: bool, others: Iterable[str]) -> dict:
     """What config.json says about a checkpoint with these tensors: name -> (safetensors dtype, shape).
 
-    tied: names of weights that are not stored and not in FP8. "lm_head" is always among the modules left as they are,
-    unless it is stored in FP8: where it is tied to the embedding it does not show among the tensors.
+    others: modules that are not in FP8 and do not show, or not under this name, among the tensors. "lm_head" is always
+    one, unless it is stored in FP8: it may be tied to the embedding.
     """
-    kept, quantized = {"lm_head"}, set()
+    kept, quantized = {"lm_head", *others}, set()
     for name, (dtype, shape) in tensors.items():
         module = module_of(name)
         if module is not None and len(shape) >= 2:
             (quantized if dtype == FP8 else kept).add(module)
-    kept.update(module for name in tied if (module := module_of(name)) is not None)
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -130,14 +131,15 @@ def quantization_config(tensors: Mapping[str, tuple[str, tuple[int, ...]]], ue8m
 def config_problems(quantization: Mapping) -> list[str]:
     """What in a quantization_config these layers cannot follow."""
     problems = []
-    method = quantization.get("quant_method", "fp8")
-    if method != "fp8":
-        problems.append(f"config.json: quant_method is {method!r}, expected 'fp8'")
-    if "weight_block_size" in quantization and quantization["weight_block_size"] != [BLOCK, BLOCK]:
-        problems.append(
-            f"config.json: weight_block_size is {quantization['weight_block_size']}, expected [{BLOCK}, {BLOCK}]"
-        )
-    scheme = quantization.get("activation_scheme", "dynamic")
-    if scheme != "dynamic":
-        problems.append(f"config.json: activation_scheme is {scheme!r}, expected 'dynamic'")
+    for name, expected in (
+        ("quant_method", "fp8"),
+        ("weight_block_size", [BLOCK, BLOCK]),
+        ("activation_scheme", "dynamic"),
+    ):
+        value = quantization.get(name, expected)
+        if value != expected:
+            problems.append(f"config.json: {name} is {shown(value)}, expected {expected!r}")
+    kept = quantization.get("modules_to_not_convert")
+    if kept is not None and not (isinstance(kept, list) and all(isinstance(module, str) for module in kept)):
+        problems.append(f"config.json: modules_to_not_convert is {shown(kept)}, expected a list of strings")
     return problems

@@ -15,6 +15,7 @@ from fp8moe.checkpoints.files import (
     DTYPE_NAMES,
     DTYPES,
     FLOATS,
+    FP8,
     GENERATION_CONFIG,
     INDEX,
     SINGLE,
@@ -26,12 +27,14 @@ from fp8moe.checkpoints.names import (
     GATE_UP,
     SCALE,
     UP,
+    module_of,
     parse_fused,
     quantization_config,
     scale_name,
 )
+from fp8moe.checkpoints.share import warn_if_hardly_fp8
 from fp8moe.checkpoints.spelling import Spelling, spelling_of
-from fp8moe.checkpoints.write import METADATA, ShardWriter, write_index, write_json
+from fp8moe.checkpoints.write import METADATA, ShardWriter, index_of, json_bytes, write_bytes
 from fp8moe.quant.formats import SCALE_FORMATS
 
 
@@ -74,6 +77,9 @@ def save_fp8_checkpoint(
     Every file is written under a temporary name, synced and renamed; what makes the directory a checkpoint, the index
     or model.safetensors, comes last. Memory holds one tensor beside the model.
 
+    Warns (UserWarning) if less than half of the parameters in matrices are FP8; without any, config.json gets no
+    quantization_config.
+
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
     model with parameters on the meta device or sharded (DTensor), or "ue8m0" with other scales.
     """
@@ -105,16 +111,20 @@ def save_fp8_checkpoint(
     spelling = spelling_of(model) if experts == "separate" else None
     shards = _shards(_groups(stored, scales, spelling, "F8_E8M0" if scale_format == "ue8m0" else "F32"), max_shard_size)
     layouts = {file: {entry.name: entry.layout for entry in entries} for file, entries in shards.items()}
+    tensors = {name: layout for layouts_of_file in layouts.values() for name, layout in layouts_of_file.items()}
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "config"):
-        tensors = {name: layout for layouts_of_file in layouts.values() for name, layout in layouts_of_file.items()}
-        _write_configs(model, directory, stored, quantization_config(tensors, scale_format == "ue8m0", tied))
+        has_fp8 = any(dtype == FP8 for dtype, _ in tensors.values())
+        others = filter(None, map(module_of, tied))
+        quantization = quantization_config(tensors, scale_format == "ue8m0", others) if has_fp8 else None
+        _write_configs(model, directory, stored, quantization)
     for file, entries in shards.items():
         with ShardWriter(directory / file, layouts[file], METADATA) as writer:
             for entry in entries:
                 writer.put(entry.name, entry.tensor.cpu().to(DTYPES[entry.dtype]))
     if len(shards) > 1:
-        write_index(directory, layouts)
+        write_bytes(directory / INDEX, index_of(layouts))
+    warn_if_hardly_fp8(tensors)
 
 
 def _groups(
@@ -184,15 +194,17 @@ def _check_powers_of_two(scales: Mapping[str, Tensor]) -> None:
         )
 
 
-def _write_configs(model: nn.Module, directory: Path, stored: Mapping[str, Tensor], quantization: dict) -> None:
+def _write_configs(model: nn.Module, directory: Path, stored: Mapping[str, Tensor], quantization: dict | None) -> None:
     config = json.loads(model.config.to_json_string())
     config["architectures"] = [type(model).__name__]
     floats = (
         value.dtype for name, value in stored.items() if DTYPE_NAMES[value.dtype] in FLOATS and not name.endswith(SCALE)
     )
     config["dtype"] = str(next(floats, torch.bfloat16)).removeprefix("torch.")
-    config["quantization_config"] = quantization
-    write_json(directory / CONFIG, config)
+    config.pop("quantization_config", None)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    write_bytes(directory / CONFIG, json_bytes(config))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
-        write_json(directory / GENERATION_CONFIG, json.loads(generation.to_json_string()))
+        write_bytes(directory / GENERATION_CONFIG, json_bytes(json.loads(generation.to_json_string())))

@@ -37,7 +37,10 @@ def spelling_of(model: nn.Module) -> Spelling | None:
     own = transformers is not None and isinstance(model, transformers.PreTrainedModel)
     if not own or not type(model).__module__.startswith("transformers."):
         return Spelling()
-    patterns = _converted(model)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    patterns = [pattern.replace("\\.", ".") for conversion in conversions for pattern in conversion.source_patterns]
     projections = {
         pattern.partition(_ONE_EXPERT)[2].removesuffix(".weight") for pattern in patterns if _ONE_EXPERT in pattern
     }
@@ -46,15 +49,3 @@ def spelling_of(model: nn.Module) -> Spelling | None:
     if projections and projections <= set(W_NAMES.values()):
         return Spelling(W_NAMES, w_block=W_BLOCK in patterns)
     return None
-
-
-def renamed(model: nn.Module) -> list[str]:
-    """Patterns of tensors, other than experts, that transformers converts when it loads a checkpoint of its model."""
-    return [pattern for pattern in _converted(model) if _ONE_EXPERT not in pattern and pattern != W_BLOCK]
-
-
-def _converted(model: nn.Module) -> list[str]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    return [pattern.replace("\\.", ".") for conversion in conversions for pattern in conversion.source_patterns]

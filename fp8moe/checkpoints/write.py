@@ -1,15 +1,16 @@
 """Writing the files of a checkpoint so that no file is ever half there under its final name."""
 
-import ctypes
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from fp8moe.checkpoints.files import DTYPES, INDEX
+from fp8moe.checkpoints.checksum import Checksum, Stamp, bytes_of
+from fp8moe.checkpoints.files import DTYPES
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 """What a file holds: safetensors dtype name and shape of each tensor."""
@@ -19,7 +20,7 @@ METADATA = {"format": "pt"}
 
 
 class ShardWriter:
-    """Writes a safetensors file tensor by tensor, in any order, under a temporary name in the same directory.
+    """Writes a safetensors file, its tensors in any order, under a temporary name in the same directory.
 
     As a context manager: leaving it normally syncs the file and gives it its name; an exception deletes it.
 
@@ -29,30 +30,43 @@ class ShardWriter:
     def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str]):
         self._path = path
         self._temporary = temporary_path(path)
-        header, self._begin, self._left = {"__metadata__": dict(metadata)}, {}, {}
+        header, self._left = {"__metadata__": dict(metadata)}, {}
         position = 0
         # The widest first, so that each tensor is aligned to its elements.
         for name, (dtype, shape) in sorted(layout.items(), key=lambda item: (-DTYPES[item[1][0]].itemsize, item[0])):
             nbytes = math.prod(shape) * DTYPES[dtype].itemsize
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
-            self._begin[name], self._left[name] = position, nbytes
+            self._left[name] = nbytes
             position += nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
+        text = len(text).to_bytes(8, "little") + text
         self._dtypes = {name: DTYPES[dtype] for name, (dtype, _) in layout.items()}
-        self._start = 8 + len(text)
+        self._ends = {name: len(text) + header[name]["data_offsets"][1] for name in layout}
+        self._checksum = Checksum(text, layout)
         self._file = self._temporary.open("xb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(text)
 
-    def put(self, name: str, tensor: Tensor, index: int | None = None) -> None:
-        """Write all of a tensor, or its slice at ``index`` of the first dimension. Each must be put once."""
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write all of a tensor, or its next slices along the first dimension."""
         if tensor.dtype != self._dtypes[name] or tensor.nbytes > self._left[name]:
             raise RuntimeError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} does not fit its place in the file")
         data = tensor.detach().cpu().contiguous()
-        self._left[name] -= data.nbytes
         if data.nbytes:
-            self._file.seek(self._start + self._begin[name] + (index or 0) * data.nbytes)
-            self._file.write((ctypes.c_ubyte * data.nbytes).from_address(data.data_ptr()))
+            self._file.seek(self._ends[name] - self._left[name])
+            self._file.write(bytes_of(data))
+            self._checksum.update(name, bytes_of(data))
+        self._left[name] -= data.nbytes
+
+    def seal(self) -> Stamp:
+        """Sync the whole file to the disk. RuntimeError if a tensor has not been put."""
+        missing = [name for name, left in self._left.items() if left]
+        if missing:
+            raise RuntimeError(f"{self._path.name}: not all was written of {', '.join(missing)}")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        status = os.fstat(self._file.fileno())
+        return Stamp(status.st_size, status.st_mtime_ns, str(self._checksum))
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -60,11 +74,7 @@ class ShardWriter:
     def __exit__(self, kind, value, traceback) -> None:
         try:
             if kind is None:
-                missing = [name for name, left in self._left.items() if left]
-                if missing:
-                    raise RuntimeError(f"{self._path.name}: not all was written of {', '.join(missing)}")
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                self.seal()
             self._file.close()
             if kind is None:
                 replace(self._temporary, self._path)
@@ -76,6 +86,12 @@ class ShardWriter:
 def temporary_path(path: Path) -> Path:
     """The name under which this process writes what will become ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def final_name(temporary: str) -> str | None:
+    """The name of the file that any process writes under this temporary name; None for other names."""
+    match = re.fullmatch(r"\.(.+)\.\d+\.partial", temporary)
+    return match and match.group(1)
 
 
 def replace(temporary: Path, path: Path) -> None:
@@ -101,14 +117,14 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Mapping) -> None:
-    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
+def json_bytes(content: Mapping) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def write_index(directory: Path, shards: Mapping[str, Layout]) -> None:
-    """Write the index of ``shards``: file name -> layout, as `ShardWriter` takes it."""
+def index_of(shards: Mapping[str, Layout]) -> bytes:
+    """The index of ``shards``: file name -> layout, as `ShardWriter` takes it."""
     total = sum(
         math.prod(shape) * DTYPES[dtype].itemsize for layout in shards.values() for dtype, shape in layout.values()
     )
     weight_map = {name: file for file, layout in shards.items() for name in layout}
-    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    return json_bytes({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})

@@ -1,7 +1,6 @@
 """`fp8moe quantize`: turn a checkpoint into an FP8 checkpoint, then describe what was written."""
 
 import argparse
-import sys
 
 import torch
 
@@ -16,11 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale-format", choices=("float32", "ue8m0"), default="float32", help="default: %(default)s")
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="more modules to leave alone")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument("--allow-nonfinite", action="store_true", help="go on with weights that hold NaN or infinity")
+    parser.add_argument("--force", action="store_true", help="write to a DST that holds other things, over their names")
+    parser.add_argument("--verify", action="store_true", help="read finished shards and their sources again")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("fp8moe quantize: --device cuda, but PyTorch finds no GPU that it can use; --device cpu works too")
+        raise ValueError("--device cuda, but PyTorch finds no GPU that it can use; --device cpu works too")
     try:
         quantize_checkpoint(
             options.source,
@@ -28,9 +30,12 @@ def run(options: argparse.Namespace) -> int:
             skip=(*DEFAULT_SKIP, *options.skip),
             scale_format=options.scale_format,
             device=None if options.device == "auto" else options.device,
+            allow_nonfinite=options.allow_nonfinite,
+            force=options.force,
+            verify=options.verify,
         )
-        report = inspect_checkpoint(options.target)
-    except (ValueError, OSError) as error:
-        sys.exit(f"fp8moe quantize: {error}")
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command goes on behind the last finished shard") from None
+    report = inspect_checkpoint(options.target)
     print(report)
     return 1 if report.problems else 0

@@ -1,0 +1,144 @@
+"""How the tensors of a checkpoint become those of a transformers model: transformers' own conversions say it."""
+
+import os
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8moe.checkpoints.files import GENERATION_CONFIG, Checkpoint, count_problems, read_json
+from fp8moe.checkpoints.match import state_of
+from fp8moe.checkpoints.names import DOWN, GATE, GATE_UP, UP, parse_expert
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where transformers puts a tensor.
+
+    name: the tensor's name in the model's spelling; of one expert's, with its number: mlp.experts.7.gate_proj.weight.
+    key: the entry of the state dict that it becomes, or a part of. converter, pattern: transformers' WeightConverter
+    where it takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
+    """
+
+    name: str
+    key: str
+    converter: Any = None
+    pattern: str | None = None
+
+
+def read_config(checkpoint: Checkpoint) -> Any:
+    """transformers' configuration of a checkpoint.
+
+    Raises ValueError, with transformers' reason, if there is none, and for more layers or experts than fit the tensors.
+    """
+    from transformers import AutoConfig
+
+    for problem in count_problems(checkpoint):
+        raise ValueError(problem)
+    try:
+        return AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a broken config.json makes transformers raise anything
+        raise ValueError(f"config.json: transformers cannot read it ({reason_of(error)})") from error
+
+
+def read_generation_config(checkpoint: Checkpoint) -> Any:
+    """transformers' generation settings of a checkpoint, None without any. Raises ValueError if they cannot be read."""
+    from transformers import GenerationConfig
+
+    path = checkpoint.directory / GENERATION_CONFIG
+    if not os.path.lexists(path):
+        return None
+    problems: list[str] = []
+    read_json(path, problems)
+    for problem in problems:
+        raise ValueError(problem)
+    try:
+        return GenerationConfig.from_pretrained(checkpoint.directory, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"{GENERATION_CONFIG}: transformers cannot read it ({reason_of(error)})") from error
+
+
+def empty_model(config: Any) -> Any:
+    """transformers' language model of a configuration, on the meta device.
+
+    Its class is the one that ``architectures`` names, if that generates; otherwise that of AutoModelForCausalLM or
+    AutoModelForImageTextToText.
+
+    Changes nothing that other threads see. Raises ValueError, with transformers' reason, if it cannot make one.
+    """
+    import transformers
+
+    try:
+        named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        if isinstance(named, type) and issubclass(named, transformers.GenerationMixin):
+            make = named._from_config
+        elif type(config) in transformers.AutoModelForCausalLM._model_mapping:
+            make = transformers.AutoModelForCausalLM.from_config
+        else:
+            make = transformers.AutoModelForImageTextToText.from_config
+        with torch.device("meta"):
+            return make(config, dtype=torch.get_default_dtype()).eval()
+    except Exception as error:
+        raise ValueError(f"config.json: transformers cannot make the model ({reason_of(error)})") from error
+
+
+def locate(model: Any, names: Iterable[str]) -> dict[str, Location]:
+    """Where each tensor of a checkpoint goes in this model, in the manner of transformers' from_pretrained."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = state_of(model)
+    prefix = model.base_model_prefix
+    locations = {}
+    for name in sorted(names, key=dot_natural_key):  # some renamings depend on the names before
+        key, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        expert = parse_expert(rename_source_key(name, renamings, [])[0])
+        if key not in state and name in state:
+            locations[name] = Location(name, name)
+        elif pattern is None:
+            locations[name] = Location(key, key)
+        elif expert is not None and _merges(by_pattern[pattern], key):
+            own_name = f"{key.rpartition('.')[0]}.{expert.expert}.{expert.projection}.weight"
+            locations[name] = Location(own_name, key)
+        else:
+            locations[name] = Location(key, key, by_pattern[pattern], pattern)
+    return locations
+
+
+def _merges(converter: Any, key: str) -> bool:
+    """Whether it only stacks the experts' matrices, those of gate above those of up."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    sources = [parse_expert(pattern.replace("\\", "").replace("*", "0")) for pattern in converter.source_patterns]
+    projections = [source and source.projection for source in sources]
+    steps = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
+    if len(steps) < len(converter.operations):
+        return False
+    if key.endswith(f".{GATE_UP}"):
+        return projections == [GATE, UP] and steps == [(MergeModulelist, 0), (Concatenate, 1)]
+    return projections in ([UP], [DOWN]) and steps == [(MergeModulelist, 0)]
+
+
+def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a WeightConverter makes of all of its sources: entries of the model's state dict."""
+    from transformers.core_model_loading import dot_natural_key
+
+    first = next(iter(sources.values()))
+    converter = deepcopy(first.converter)
+    for name in sorted(sources, key=dot_natural_key):
+        converter.add_tensor(first.key, name, sources[name].pattern, values[name])
+    made = converter.convert(first.key, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error of transformers, which may have many."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,290 @@
+"""Small checkpoints, damaged in thousands of ways, and what reads them: `python -m tools.mutate_checkpoints`.
+
+Every case is one mutation of a copy of a sound checkpoint, made from the case's number alone: `--first 123 --count 1`
+repeats it. It goes through inspect_checkpoint, the command `fp8moe inspect`, and one of load_fp8_checkpoint,
+quantize_checkpoint and, for a transformers model, load_model. What is not refused must work; what is refused must be
+refused in words by an error of ours or of the operating system, and leave the model as it was, bit by bit.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import linecache
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fp8moe
+from fp8moe import FP8Linear, GroupedExperts
+from fp8moe.checkpoints import (
+    CheckpointError,
+    inspect_checkpoint,
+    load_fp8_checkpoint,
+    quantize_checkpoint,
+    save_fp8_checkpoint,
+)
+from fp8moe.checkpoints.files import CONFIG
+from fp8moe.cli import main as command_line
+from tools.mutations import MUTATIONS
+
+SECONDS = 60  # a case that takes longer hangs
+MEMORY = 4 << 30  # bytes that the process may ask for; a case that wants more is a failure
+HIDDEN = 144  # no multiple of 128
+MODELS_EVERY = 8  # of so many cases one is a transformers model: making one takes longest
+CONFIGURATION = {"model_type": "unknown", "sizes": {"hidden": [HIDDEN]}}
+QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
+        self.q_proj = FP8Linear(HIDDEN, 200)
+        self.experts = GroupedExperts(num_experts=3, hidden_size=HIDDEN, intermediate_size=72)
+
+
+class Model(nn.Module):
+    """The names of a mixture-of-experts model, random weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(50, HIDDEN, dtype=torch.bfloat16)
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+
+
+class Hang(BaseException):
+    """A case took more than `SECONDS`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """number: what the mutation is made from. base: name of the sound checkpoint. mutation: key of `MUTATIONS`."""
+
+    number: int
+    base: str
+    mutation: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """refused: by how many of the readers. failures: what must not be, a text for each."""
+
+    case: Case
+    refused: int
+    failures: list[str]
+
+
+class Cases:
+    """Sound checkpoints under ``directory``, and the cases made from them. with_models: those of transformers, too."""
+
+    def __init__(self, directory: Path, *, with_models: bool):
+        self._directory = directory
+        torch.manual_seed(0)
+        model = Model()
+        self._make("separate", model, max_shard_size=60_000)
+        self._make("fused", model, experts="fused")
+        self._make("bfloat16 scales", model, max_shard_size=60_000)
+        self._convert("bfloat16 scales", lambda name: name.endswith("_scale_inv"))
+        for name, value in model.named_parameters():
+            if name.endswith("_scale_inv"):
+                value.data = value.log2().ceil().exp2()
+        self._make("ue8m0", model, max_shard_size=60_000, scale_format="ue8m0")
+        self._make("source", model, max_shard_size=60_000)
+        self._make("fused source", model, experts="fused")
+        for name in ("source", "fused source"):
+            self._convert(name, lambda _: True, keep=lambda key: not key.endswith("_scale_inv"))
+            (directory / name / CONFIG).write_text(json.dumps(CONFIGURATION))
+        self._bases = ["separate", "fused", "bfloat16 scales", "ue8m0", "source", "fused source"]
+        self._models = ["model", "converted model", "model source", "converted model source"]
+        self._with_models = with_models
+        if with_models:
+            _make_transformers_models(directory)
+        self._model = Model()
+        # No checkpoint has these values: what is still there after a load has not been loaded.
+        self._before = {name: _filled(value) for name, value in self._model.state_dict().items()}
+
+    def case(self, number: int) -> Case:
+        rng = Random(number)
+        with_model = self._with_models and rng.randrange(MODELS_EVERY) == 0
+        return Case(number, rng.choice(self._models if with_model else self._bases), rng.choice(list(MUTATIONS)))
+
+    def run(self, case: Case) -> Outcome:
+        """Damage a copy of the base and read it."""
+        work = self._directory / "work"
+        shutil.copytree(self._directory / case.base, work / "checkpoint")
+        try:
+            MUTATIONS[case.mutation](work / "checkpoint", Random(f"{case.number}"))
+            last = self._load
+            if case.base in self._models:
+                last = _load_model
+            if case.base.endswith("source"):
+                last = _quantize
+            results = [attempt(reader, work / "checkpoint") for reader in (_inspect, _inspect_by_command, last)]
+        finally:
+            shutil.rmtree(work)
+        refused = sum(result is None for result in results)
+        return Outcome(case, refused, [result for result in results if result])
+
+    def _load(self, checkpoint: Path) -> None:
+        self._model.load_state_dict(self._before)
+        try:
+            load_fp8_checkpoint(self._model, checkpoint)
+        except Exception:
+            changed = [name for name, value in self._model.state_dict().items() if not _same(value, self._before[name])]
+            assert not changed, f"half loaded: {changed}"
+            raise
+        for name, value in self._model.state_dict().items():
+            assert not _same(value, self._before[name]), f"{name} has not been loaded"
+            assert not name.endswith("_scale_inv") or (value.isfinite() & (value > 0)).all(), f"{name} has bad scales"
+
+    def _make(self, name: str, model: nn.Module, **options: object) -> None:
+        save_fp8_checkpoint(model, self._directory / name, **options)
+        config = CONFIGURATION | {"quantization_config": QUANTIZATION}
+        (self._directory / name / CONFIG).write_text(json.dumps(config))
+
+    def _convert(self, name: str, wanted: Callable[[str], bool], keep: Callable[[str], bool] = lambda _: True) -> None:
+        """Rewrite the shards of a base: ``wanted`` tensors in bfloat16, and only what to ``keep``."""
+        for path in (self._directory / name).glob("*.safetensors"):
+            tensors = {key: value for key, value in load_file(path).items() if keep(key)}
+            save_file({key: value.bfloat16() if wanted(key) else value for key, value in tensors.items()}, path)
+        for path in (self._directory / name).glob("*.index.json"):
+            content = json.loads(path.read_text())
+            content["weight_map"] = {key: file for key, file in content["weight_map"].items() if keep(key)}
+            path.write_text(json.dumps(content))
+
+
+def _make_transformers_models(directory: Path) -> None:
+    """Two models, unquantized and in FP8: one has the names of its tensors, one is converted by transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 64}
+    experts = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0}
+    for name, model_type, shard_size in (("model", "qwen3_moe", "100KB"), ("converted model", "granitemoe", "1GB")):
+        config = AutoConfig.for_model(model_type, **sizes, **heads, **experts, max_position_embeddings=64)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(directory / f"{name} source", max_shard_size=shard_size)
+        quantize_checkpoint(directory / f"{name} source", directory / name)
+
+
+def _inspect(checkpoint: Path) -> None:
+    str(inspect_checkpoint(checkpoint)).encode()
+
+
+def _inspect_by_command(checkpoint: Path) -> None:
+    """Raises ValueError where the command ends with a message."""
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")):
+        try:
+            command_line(["inspect", str(checkpoint)])
+        except SystemExit as stopped:
+            raise ValueError(stopped.code) from None
+
+
+def _quantize(checkpoint: Path) -> None:
+    target = checkpoint.with_name("quantized")
+    quantize_checkpoint(checkpoint, target)
+    problems = set(inspect_checkpoint(target).problems) - set(inspect_checkpoint(checkpoint).problems)
+    assert not problems, f"what it wrote has problems: {sorted(problems)}"
+
+
+def _load_model(checkpoint: Path) -> None:
+    from fp8moe.integrations.transformers import load_model
+
+    model = load_model(checkpoint)
+    for name, value in model.state_dict().items():
+        assert not value.is_meta, f"{name} has not been loaded"
+        assert not name.endswith("_scale_inv") or (value.isfinite() & (value > 0)).all(), f"{name} has bad scales"
+
+
+def _filled(value: Tensor) -> Tensor:
+    return torch.full(value.shape, 0x55, dtype=torch.uint8).to(value.dtype)
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8))
+
+
+def attempt(reader: Callable[[Path], None], checkpoint: Path) -> str | None:
+    """Empty if the reader is content, None if it refuses as it should, else what went wrong."""
+    try:
+        with _time_limit(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reader(checkpoint)
+            for warning in caught:
+                own = Path(warning.filename).is_relative_to(Path(__file__).parent)
+                assert not own or str(warning.message).isprintable(), f"warns of {warning.message}"
+    except Exception as error:
+        return None if is_refusal(error) else "".join(traceback.format_exception(error))
+    except Hang as error:
+        return "".join(traceback.format_exception(error))
+    return ""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether this is an error that names what is wrong, and not one that was merely not foreseen."""
+    if not str(error) or not all(line.isprintable() for line in str(error).split("\n")):
+        return False
+    if isinstance(error, CheckpointError):
+        return True
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, OSError):
+        return error.strerror is not None
+    own = (Path(fp8moe.__file__).parent, Path(__file__).parent)
+    raised = linecache.getline(last.filename, last.lineno).strip().startswith("raise ")
+    return isinstance(error, ValueError) and raised and any(Path(last.filename).is_relative_to(path) for path in own)
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Hang(f"took more than {SECONDS} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--count", type=int, default=4000, help="how many cases; default: %(default)s")
+    parser.add_argument("--first", type=int, default=0, help="number of the first; default: %(default)s")
+    options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    counts = {name: Counter() for name in MUTATIONS}
+    with tempfile.TemporaryDirectory() as directory:
+        cases = Cases(Path(directory), with_models=True)
+        for number in range(options.first, options.first + options.count):
+            outcome = cases.run(cases.case(number))
+            state = "failed" if outcome.failures else "refused" if outcome.refused else "accepted"
+            counts[outcome.case.mutation][state] += 1
+            for failure in outcome.failures:
+                print(f"{outcome.case}\n{failure}", flush=True)
+    for name, states in counts.items():
+        print(f"{name:<22} " + "".join(f"{states[state]:>6} {state}" for state in ("accepted", "refused", "failed")))
+    total = sum(counts.values(), Counter())
+    print(f"{total.total()} cases: {total['accepted']} accepted, {total['refused']} refused, {total['failed']} failed")
+    return 1 if total["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

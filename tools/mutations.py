@@ -1,0 +1,353 @@
+"""Ways to damage the files of a checkpoint: headers, bytes, scales, the index, config.json, and what a path leads to.
+
+MUTATIONS   name -> function(directory, rng): changes the checkpoint in place, at random but repeatably by ``rng``
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import torch
+
+from fp8moe.checkpoints.files import CONFIG, DTYPES, GENERATION_CONFIG, INDEX, SINGLE
+
+DEEP = 100_000
+NUMBERS = [
+    *("-1", "0", "1", "1.5", "-0.0", "1e400", "NaN", "Infinity", "-Infinity", "true", "null", '"1"', "[1]"),
+    *(str(number) for number in (10**5, 2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**40)),
+    *("1" + "0" * zeros for zeros in (4000, 5000)),
+]
+VALUES = [
+    *NUMBERS,
+    *('""', '"x"', '"F8_E4M3"', r'"\ud800"', r'"a\u0000b"', r'"\u001b[31m\n"', '"' + "x" * DEEP + '"'),
+    *("[]", "{}", "[null]", "[[]]", "[-1,0]", '["a"]', '{"a":{}}', '{"a":1,"a":2}', "[" + "1," * DEEP + "1]"),
+    *("[" * depth + "]" * depth for depth in (70, 500, 990, DEEP)),
+    *('{"a":' * depth + "1" + "}" * depth for depth in (70, 500, 990, DEEP)),
+]
+TEXTS = [
+    *(b"", b"{", b"{}", b"{} ", b"{}\0\0", b" {}", b"{}{}", b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"\xff":1}', b"x" * 100),
+    *('{"a":1}'.encode(coding) for coding in ("utf-16", "utf-32", "utf-16-le")),
+    *(value.encode() for value in VALUES),
+]
+NAMES = [
+    *("", "__metadata__", "weight", ".", "x" * DEEP, "a\nb", "a\0b", "\x1b[31mred", "\ud800", "naïve", "_scale_inv"),
+    *("experts.300000000000000.gate_proj.weight", "layers.0.experts.300000000000000.gate_proj.weight"),
+    *(
+        f"layers.0.experts.{number}.up_proj.weight"
+        for number in ("9" * 18, "9" * 19, "9" * 5000, "00", "-1", "٣", "²", "1.0")
+    ),
+    *("layers.0.experts.gate_up_proj", "layers.0.experts.down_proj_scale_inv", "experts" + ".experts" * 10_000),
+    *("layers.0.q_proj.weight_scale_inv", "layers.0.q_proj.scale", ".scale", "scale"),
+]
+FILES = [
+    *("", ".", "..", "../x", "../model.safetensors", "/etc/passwd", "a/b", "a\\b", "a\0b", "x" * 300, "\ud800", "none"),
+    *(INDEX, CONFIG, "shards/../model.safetensors", "~", "\n", "naïve"),
+]
+SCALES = (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0)
+
+
+class _Raw:
+    """JSON text that no Python value stands for, held by place markers until it is written."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def marker(self, text: str) -> str:
+        self._texts.append(text)
+        return f"@raw{len(self._texts) - 1}@"
+
+    def dump(self, content: object) -> bytes:
+        text = json.dumps(content)
+        for i, raw in enumerate(self._texts):
+            text = text.replace(f'"@raw{i}@"', raw)
+        return text.encode()
+
+
+def shards(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("*.safetensors") if path.is_file())
+
+
+def read_parts(path: Path) -> tuple[dict, bytes]:
+    """Header and data of a safetensors file."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def write_parts(path: Path, header: bytes, data: bytes) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def _tensor_names(header: dict) -> list[str]:
+    return [name for name in header if name != "__metadata__"]
+
+
+def _in_header(change: Callable[[dict, _Raw, Random], None]) -> Callable[[Path, Random], None]:
+    """A mutation of a shard's parsed header."""
+
+    def mutate(directory: Path, rng: Random) -> None:
+        path = rng.choice(shards(directory))
+        header, data = read_parts(path)
+        raw = _Raw()
+        change(header, raw, rng)
+        write_parts(path, raw.dump(header), data)
+
+    return mutate
+
+
+def header_field(header: dict, raw: _Raw, rng: Random) -> None:
+    entry = header[rng.choice(_tensor_names(header))]
+    field = rng.choice(("dtype", "shape", "data_offsets", "more"))
+    if field == "more" or rng.random() < 0.9:
+        entry[field] = raw.marker(rng.choice(VALUES))
+    else:
+        del entry[field]
+
+
+def header_number(header: dict, raw: _Raw, rng: Random) -> None:
+    entry = header[rng.choice(_tensor_names(header))]
+    numbers = entry[rng.choice(("shape", "data_offsets"))]
+    if not numbers or rng.random() < 0.1:
+        numbers.append(raw.marker(rng.choice(NUMBERS)))
+        return
+    i = rng.randrange(len(numbers))
+    numbers[i] = numbers[i] + rng.choice((-1, 1)) if rng.random() < 0.2 else raw.marker(rng.choice(NUMBERS))
+
+
+def header_entry(header: dict, raw: _Raw, rng: Random) -> None:
+    name = rng.choice(_tensor_names(header))
+    kind = rng.choice(("replace", "delete", "add"))
+    if kind == "delete":
+        del header[name]
+    elif kind == "replace":
+        header[name] = raw.marker(rng.choice(VALUES))
+    else:
+        header[rng.choice(NAMES)] = rng.choice((raw.marker(rng.choice(VALUES)), header[name]))
+
+
+def header_name(header: dict, raw: _Raw, rng: Random) -> None:
+    name = rng.choice(_tensor_names(header))
+    header[rng.choice(NAMES)] = header.pop(name)
+
+
+def header_empty_tensor(header: dict, raw: _Raw, rng: Random) -> None:
+    shape = rng.choice(([0], [0, 144], [2**40, 0, 0], [0, 2**62, 2**62], [3, 0, 144], [2**31, 2**31, 0], [0] * 70))
+    end = max(header[name]["data_offsets"][1] for name in _tensor_names(header))
+    entry = {"dtype": rng.choice(list(DTYPES)), "shape": shape, "data_offsets": [end, end]}
+    header[rng.choice([*NAMES, *_tensor_names(header)])] = entry
+
+
+def header_shape(header: dict, raw: _Raw, rng: Random) -> None:
+    entry = header[rng.choice(_tensor_names(header))]
+    shape = entry["shape"]
+    ones = [1] * rng.choice((1, 2, 8, 62, 63, 64, 70, 1000))
+    halved = [shape[0] // 2, 2, *shape[1:]] if shape and shape[0] % 2 == 0 else [1, *shape]
+    entry["shape"] = rng.choice((shape[::-1], ones + shape, shape + ones, [math.prod(shape)], halved))
+
+
+def header_dtype(header: dict, raw: _Raw, rng: Random) -> None:
+    entry = header[rng.choice(_tensor_names(header))]
+    others = ["F4", "F6_E2M3", "C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "f32", "F128", ""]
+    same_width = [name for name, dtype in DTYPES.items() if dtype.itemsize == DTYPES[entry["dtype"]].itemsize]
+    entry["dtype"] = rng.choice(rng.choice((others, same_width)))
+
+
+def header_metadata(header: dict, raw: _Raw, rng: Random) -> None:
+    value = raw.marker(rng.choice(VALUES))
+    header["__metadata__"] = value if rng.random() < 0.5 else {"format": value}
+
+
+def header_text(directory: Path, rng: Random) -> None:
+    path = rng.choice(shards(directory))
+    write_parts(path, rng.choice(TEXTS), read_parts(path)[1])
+
+
+def header_duplicate(directory: Path, rng: Random) -> None:
+    path = rng.choice(shards(directory))
+    header, data = read_parts(path)
+    name = rng.choice(_tensor_names(header))
+    again = json.dumps({name: header[rng.choice(_tensor_names(header))]})
+    write_parts(path, (json.dumps(header)[:-1] + "," + again[1:]).encode(), data)
+
+
+def header_length(directory: Path, rng: Random) -> None:
+    path = rng.choice(shards(directory))
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    lengths = (
+        0,
+        1,
+        2,
+        length - 1,
+        length + 1,
+        len(content),
+        len(content) - 8,
+        10**8,
+        10**8 + 1,
+        2**31,
+        2**63,
+        2**64 - 1,
+    )
+    path.write_bytes(rng.choice(lengths).to_bytes(8, "little") + content[8:])
+
+
+def header_bytes(directory: Path, rng: Random) -> None:
+    path = rng.choice(shards(directory))
+    content = bytearray(path.read_bytes())
+    end = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(rng.randint(1, 4)):
+        content[rng.randrange(end)] = rng.choice((rng.randrange(256), *b'{}[],:"0129 \\'))
+    path.write_bytes(content)
+
+
+def data_bytes(directory: Path, rng: Random) -> None:
+    path = rng.choice(shards(directory))
+    header, data = read_parts(path)
+    data = bytearray(data)
+    for _ in range(rng.randint(1, 20)):
+        data[rng.randrange(len(data))] = rng.choice((0, 0x7F, 0xFF, rng.randrange(256)))
+    write_parts(path, json.dumps(header).encode(), bytes(data))
+
+
+def scale_values(directory: Path, rng: Random) -> None:
+    """Values that no scale can have, in any of the scales; in e8m0 there is only NaN."""
+    path = rng.choice(shards(directory))
+    header, data = read_parts(path)
+    names = [name for name in _tensor_names(header) if name.endswith(("_scale_inv", ".scale"))]
+    if not names:
+        return data_bytes(directory, rng)
+    entry = header[rng.choice(names)]
+    begin, end = entry["data_offsets"]
+    values = torch.frombuffer(bytearray(data[begin:end]), dtype=DTYPES[entry["dtype"]])
+    for _ in range(rng.randint(1, 3)):
+        values[rng.randrange(len(values))] = math.nan if entry["dtype"] == "F8_E8M0" else rng.choice(SCALES)
+    changed = values.view(torch.uint8).numpy().tobytes()
+    write_parts(path, json.dumps(header).encode(), data[:begin] + changed + data[end:])
+
+
+def file_size(directory: Path, rng: Random) -> None:
+    path = rng.choice(list(directory.iterdir()))
+    size = path.stat().st_size
+    size = rng.choice((0, 1, 7, 8, 9, size // 2, size - 1, size + 1, 2 * size, rng.randrange(size), 2**40))
+    with path.open("r+b") as file:
+        file.truncate(size)  # beyond the end it is a hole, which takes no room on the disk
+
+
+def file_contents(directory: Path, rng: Random) -> None:
+    """One file with the contents of another."""
+    first, second = (rng.choice(list(directory.iterdir())) for _ in range(2))
+    first.write_bytes(second.read_bytes())
+
+
+def file_kind(directory: Path, rng: Random) -> None:
+    """Something else than a file where one was."""
+    path = rng.choice(list(directory.iterdir()))
+    content = path.read_bytes()
+    path.unlink()
+    kind = rng.choice(
+        ("none", "directory", "pipe", "socket", "nowhere", "loop", "zero", "null", "parent", "unreadable")
+    )
+    targets = {"nowhere": "nowhere", "loop": path.name, "zero": "/dev/zero", "null": "/dev/null", "parent": "."}
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    elif kind == "unreadable":
+        path.write_bytes(content)
+        path.chmod(0)  # which does not stop root
+    elif kind in targets:
+        path.symlink_to(targets[kind])
+
+
+def _in_json(*files: str) -> Callable[[Path, Random], None]:
+    """A value anywhere in one of these JSON files replaced, deleted or put under another name."""
+
+    def mutate(directory: Path, rng: Random) -> None:
+        paths = [directory / file for file in files if (directory / file).is_file()]
+        if not paths:
+            return header_text(directory, rng)
+        path = rng.choice(paths)
+        raw = _Raw()
+        content = json.loads(path.read_bytes())
+        places = _places(content)
+        owner, key = rng.choice(places)
+        kind = rng.choice(("value", "value", "value", "delete", "rename"))
+        if kind == "value":
+            owner[key] = raw.marker(rng.choice(VALUES))
+        elif kind == "delete" or isinstance(owner, list):
+            del owner[key]
+        else:
+            owner[rng.choice(NAMES)] = owner.pop(key)
+        path.write_bytes(raw.dump(content))
+
+    return mutate
+
+
+def _places(content: dict | list) -> list[tuple[dict | list, str | int]]:
+    """(container, key) of every value in a parsed JSON text."""
+    keys = list(content) if isinstance(content, dict) else range(len(content))
+    inner = [content[key] for key in keys if isinstance(content[key], dict | list)]
+    return [(content, key) for key in keys] + [place for part in inner for place in _places(part)]
+
+
+def _text_of(*files: str) -> Callable[[Path, Random], None]:
+    def mutate(directory: Path, rng: Random) -> None:
+        (directory / rng.choice(files)).write_bytes(rng.choice(TEXTS))
+
+    return mutate
+
+
+def quantization_value(directory: Path, rng: Random) -> None:
+    """quantization_config itself, or one value of it."""
+    raw = _Raw()
+    content = json.loads((directory / CONFIG).read_bytes())
+    names = ("quant_method", "weight_block_size", "activation_scheme", "modules_to_not_convert", "scale_fmt", "fmt")
+    value = raw.marker(rng.choice([*VALUES, "128", "[128]", "[128,64]", "[128,128,128]", '"128"']))
+    if rng.random() < 0.3:
+        content["quantization_config"] = value
+    else:
+        content.setdefault("quantization_config", {"quant_method": "fp8"})[rng.choice(names)] = value
+    (directory / CONFIG).write_bytes(raw.dump(content))
+
+
+def index_file(directory: Path, rng: Random) -> None:
+    """Other files in the index."""
+    path = directory / INDEX
+    index = json.loads(path.read_bytes()) if path.is_file() else {"weight_map": {"x": SINGLE}}
+    places = index["weight_map"]
+    for name in rng.sample(sorted(places), k=min(len(places), rng.choice((1, 1, 3, 1000)))):
+        places[name] = rng.choice([*FILES, *(shard.name for shard in shards(directory))])
+    path.write_text(json.dumps(index))
+
+
+MUTATIONS: dict[str, Callable[[Path, Random], None]] = {
+    "header: field": _in_header(header_field),
+    "header: number": _in_header(header_number),
+    "header: entry": _in_header(header_entry),
+    "header: name": _in_header(header_name),
+    "header: empty tensor": _in_header(header_empty_tensor),
+    "header: shape": _in_header(header_shape),
+    "header: dtype": _in_header(header_dtype),
+    "header: metadata": _in_header(header_metadata),
+    "header: text": header_text,
+    "header: duplicate": header_duplicate,
+    "header: length": header_length,
+    "header: bytes": header_bytes,
+    "data: bytes": data_bytes,
+    "data: scales": scale_values,
+    "file: size": file_size,
+    "file: contents": file_contents,
+    "file: kind": file_kind,
+    "index: value": _in_json(INDEX),
+    "index: file": index_file,
+    "index: text": _text_of(INDEX),
+    "config: value": _in_json(CONFIG, GENERATION_CONFIG),
+    "config: quantization": quantization_value,
+    "config: text": _text_of(CONFIG, GENERATION_CONFIG),
+}
