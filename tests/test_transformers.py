@@ -10,8 +10,8 @@ from torch import nn
 from fp8moe import replace_linears
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint, save_fp8_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.integrations.transformers import experts, load_model, register
 from fp8moe.integrations.transformers import linears as integration
-from fp8moe.integrations.transformers import load_model, register
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.layers import master
 from fp8moe.layers.experts import GroupedExperts
@@ -22,7 +22,6 @@ from tests.transformers_models import BASE, MLA, TOKENS, modules_named, random_m
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
-from transformers.quantizers import quantizer_finegrained_fp8  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "registered")
 
@@ -103,9 +102,9 @@ def test_from_pretrained(checkpoints):
 
 @pytest.fixture
 def built(monkeypatch):
-    """The modules that GroupedExperts.from_experts is called with."""
-    modules, build = [], GroupedExperts.from_experts
-    monkeypatch.setattr(GroupedExperts, "from_experts", lambda module: modules.append(module) or build(module))
+    """The modules that a GroupedExperts is made of."""
+    modules, build = [], experts.grouped_experts
+    monkeypatch.setattr(experts, "grouped_experts", lambda module: modules.append(module) or build(module))
     return modules
 
 
@@ -275,13 +274,6 @@ def test_experts_with_a_gate_of_their_own():
 
 
 # transformers' FP8 models.
-
-
-@pytest.fixture
-def fp8_without_gpu(monkeypatch):
-    """transformers would turn the weights of FP8 checkpoints into bfloat16 here."""
-    quantizer = quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
-    monkeypatch.setattr(quantizer, "validate_environment", lambda self, *arguments, **options: None)
 
 
 @pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])

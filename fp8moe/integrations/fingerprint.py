@@ -1,9 +1,10 @@
 """Whether tensors still lie where they lay and hold what they held, without reading them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8moe.layers import master
 
@@ -15,14 +16,25 @@ class Fingerprint:
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
-        tensors = list(tensors)
+        parts = [part for tensor in tensors for part in _parts(tensor)]
         self._generation = master.generation()
-        self._stamps = [_stamp(tensor) for tensor in tensors]
+        self._stamps = [_stamp(part) for part in parts]
         # Weak references keep no memory alive, but while they exist no new storage gets the address of an old one.
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self._storages = [StorageWeakRef(part.untyped_storage()) for part in parts]
 
     def matches(self, tensors: Iterable[Tensor]) -> bool:
-        return self._generation == master.generation() and self._stamps == [_stamp(tensor) for tensor in tensors]
+        stamps = [_stamp(part) for tensor in tensors for part in _parts(tensor)]
+        return self._generation == master.generation() and self._stamps == stamps
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, and those that a wrapper has its memory from: the local tensor of a DTensor. Each has a version."""
+    yield tensor
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor):  # not a DTensor's mesh
+                yield from _parts(part)
 
 
 def _stamp(tensor: Tensor) -> tuple[int, int, int | None]:

@@ -2,5 +2,6 @@
 
 from fp8moe.integrations.transformers.load import load_model
 from fp8moe.integrations.transformers.registration import register
+from fp8moe.integrations.transformers.reporting import ModuleReport, report
 
-__all__ = ["load_model", "register"]
+__all__ = ["ModuleReport", "load_model", "register", "report"]

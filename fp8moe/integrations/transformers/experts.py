@@ -1,9 +1,12 @@
 """transformers' experts on GroupedExperts: the implementation of experts that `register` makes known to it."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
 from fp8moe.integrations.fingerprint import Fingerprint
+from fp8moe.layers import experts_source
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import autograd
@@ -26,7 +29,10 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
         return kept.layer(hidden_states, top_k_index, top_k_weights)
-    name = f"fp8moe's {type(self).__name__} with weights that require gradients"
+    name = (
+        f"experts_implementation={NAME!r} of {type(self).__name__} (to train its weights, put "
+        "GroupedExperts.from_experts(module, master_dtype=...) in its place)"
+    )
     inputs = (hidden_states, top_k_index, top_k_weights)
     return autograd.run(lambda *args: kept.layer(*args[: len(inputs)]), name, *inputs, *trained)
 
@@ -39,8 +45,12 @@ class _Kept:
         self.weights = weights
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether the layer was made from the weights that the module has now."""
-        return self.weights is not None and self.weights.matches(_weights(module))
+        """Whether the layer was made from the weights that the module has now, as far as anything shows.
+
+        Weights may be exchanged for an evaluation where nothing does: with another mode it is made anew.
+        """
+        same_mode = self.layer is not None and self.layer.training == module.training
+        return same_mode and self.weights is not None and self.weights.matches(_weights(module))
 
     def __reduce__(self):
         return _Kept, ()
@@ -55,13 +65,23 @@ def _keep(module: nn.Module) -> _Kept:
     return _Kept(grouped_experts(module), Fingerprint(_weights(module)))
 
 
+def refusal(module: nn.Module) -> str | None:
+    """Why `grouped_experts` refuses the module, or None. Reads no weights: asks a copy without data."""
+    without_data = {id(value): value.to("meta") for value in (*module.parameters(), *module.buffers())}
+    try:
+        grouped_experts(copy.deepcopy(module, without_data))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def grouped_experts(module: nn.Module) -> GroupedExperts:
     try:
         if getattr(module, "block_size", ()) is None:
             raise ValueError(f"module: one scale per tensor; expected blocks of {BLOCK}x{BLOCK}")
-        return GroupedExperts.from_experts(module)
+        return GroupedExperts.from_source(experts_source.read(module)).train(module.training)
     except (TypeError, ValueError) as error:
         raise type(error)(
             f"{type(module).__name__} cannot run with experts_implementation={NAME!r}: {error}"

@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib.util
 import inspect
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -39,11 +40,29 @@ def route_indexers() -> None:
         if importlib.util.find_spec(path) is None:
             continue
         cls = getattr(importlib.import_module(f"{path}.modeling_{module}"), name, None)
-        if cls is None or hasattr(cls.forward, "_fp8moe"):
+        if cls is None or is_routed(cls):
             continue
         if tuple(inspect.signature(cls.forward).parameters) == _PARAMETERS:
             theirs, cls.forward = cls.forward, _routed(cls.forward)
             _rebind(theirs, cls.forward)
+
+
+def is_routed(cls: type[nn.Module]) -> bool:
+    return hasattr(cls.forward, "_fp8moe")
+
+
+def refusal(indexer: nn.Module) -> str | None:
+    """Why a routed indexer stays with transformers, or None for one that runs on fp8moe."""
+    if indexer.n_heads in NUM_HEADS and indexer.head_dim in HEAD_DIMS:
+        return None
+    return (
+        f"{indexer.n_heads} heads of {indexer.head_dim} values; fp8moe runs {_either(NUM_HEADS)} heads of "
+        f"{_either(HEAD_DIMS)}"
+    )
+
+
+def _either(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sizes))
 
 
 def _rebind(theirs, ours) -> None:
@@ -70,7 +89,7 @@ def _routed(theirs):
         position_ids: Tensor | None,
         past_key_values: Any = None,
     ) -> Tensor:
-        if self.n_heads not in NUM_HEADS or self.head_dim not in HEAD_DIMS:
+        if refusal(self) is not None:
             return theirs(
                 *(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids), past_key_values
             )

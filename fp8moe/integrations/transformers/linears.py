@@ -1,6 +1,7 @@
 """transformers' FP8 linears on fp8moe's kernels."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +12,33 @@ from fp8moe.kernels.linear.forward import linear
 from fp8moe.quant.formats import BLOCK
 
 
+def refusal(weight: Tensor, block_size: Sequence[int] | None, activation_scale: Tensor | None) -> str | None:
+    """Why a linear of transformers in FP8 stays with it, or None for one that runs on fp8moe."""
+    if weight.dtype is not torch.float8_e4m3fn:
+        return f"weights in {weight.dtype}; fp8moe runs torch.float8_e4m3fn"
+    if activation_scale is not None:
+        return "static activation scales; fp8moe runs dynamic ones"
+    if block_size is None or tuple(block_size) != (BLOCK, BLOCK):
+        return f"weight blocks {block_size}; fp8moe runs blocks of {BLOCK}x{BLOCK}"
+    return None
+
+
+def route_linears() -> None:
+    """Run transformers' FP8 linears on fp8moe, where the format is ours. A second call changes nothing."""
+    from transformers.integrations import finegrained_fp8
+
+    # FP8Linear.forward looks this function up in its module at each call. transformers 5.17 calls it with keywords,
+    # 5.23 by position and, where the input needs gradients, inside an autograd function that has a backward.
+    if not is_routed():
+        finegrained_fp8.fp8_linear = routed(finegrained_fp8.fp8_linear)
+
+
+def is_routed() -> bool:
+    from transformers.integrations import finegrained_fp8
+
+    return hasattr(finegrained_fp8.fp8_linear, "_fp8moe")
+
+
 def routed(theirs):
     """transformers' fp8_linear, with fp8moe's in its place where the format is ours."""
 
@@ -18,13 +46,7 @@ def routed(theirs):
     def fp8_linear(
         input, weight, weight_scale_inv, block_size=None, bias=None, activation_scale=None, *arguments, **options
     ):
-        ours = (
-            weight.dtype is torch.float8_e4m3fn
-            and activation_scale is None
-            and block_size is not None
-            and tuple(block_size) == (BLOCK, BLOCK)
-        )
-        if not ours:
+        if refusal(weight, block_size, activation_scale) is not None:
             return theirs(input, weight, weight_scale_inv, block_size, bias, activation_scale, *arguments, **options)
         scale = _float_scale(weight_scale_inv)
         if torch.is_grad_enabled():  # transformers' parameters may ask for gradients; the weights here are constants

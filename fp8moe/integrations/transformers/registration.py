@@ -1,8 +1,11 @@
 """register: transformers runs its experts, FP8 linears and indexers on fp8moe."""
 
+import functools
+
 from fp8moe.integrations.transformers.experts import NAME, experts_forward
 from fp8moe.integrations.transformers.indexers import route_indexers
-from fp8moe.integrations.transformers.linears import routed
+from fp8moe.integrations.transformers.linears import route_linears
+from fp8moe.integrations.transformers.reporting import warn_of_others
 
 
 def register() -> None:
@@ -10,10 +13,12 @@ def register() -> None:
 
     After it, ``AutoModelForCausalLM.from_pretrained(directory, experts_implementation="fp8moe")`` or
     ``model.set_experts_implementation("fp8moe")`` is all it takes. Calling it again changes nothing.
+    `report` tells what runs on fp8moe in a model.
 
     - Experts in bfloat16, float16 or float32 are quantized the first time that they run. The copy is kept beside the
-      module, half the size of bfloat16 weights, until the weights move or change; then it is made anew. Writes through
-      ``weight.data`` are not noticed: call ``fp8moe.layers.master.invalidate()`` after them.
+      module, half the size of bfloat16 weights, until the weights move or change, or the module switches between
+      training and evaluation; then it is made anew. Writes through ``weight.data`` are not noticed: call
+      ``fp8moe.layers.master.invalidate()`` after them.
     - FP8 experts (block size 128x128, dynamic activation scales) run on the module's own weights, with no copy.
     - FP8 linears of every FP8 model in the process, with the same block size and activation scales, run on fp8moe's
       kernels; other formats go on running on transformers' own.
@@ -23,7 +28,8 @@ def register() -> None:
 
     An experts module that GroupedExperts cannot express raises TypeError or ValueError with its class and the reason
     when it runs first. Frozen experts pass gradients on; a backward through experts whose weights require gradients
-    raises RuntimeError.
+    raises RuntimeError. Experts of classes that do not go through transformers' experts interface stay with
+    transformers: a model that has them warns of each class when it is made or asked to change to fp8moe.
 
     Raises ImportError if transformers is missing.
     """
@@ -31,8 +37,30 @@ def register() -> None:
 
     moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    # FP8Linear.forward looks this function up in its module at each call. transformers 5.17 calls it with keywords,
-    # 5.23 by position and, where the input needs gradients, inside an autograd function that has a backward.
-    if not hasattr(finegrained_fp8.fp8_linear, "_fp8moe"):
-        finegrained_fp8.fp8_linear = routed(finegrained_fp8.fp8_linear)
+    route_linears()
     route_indexers()
+    _announce_others()
+
+
+def _announce_others() -> None:
+    """Have models warn of experts that do not run on fp8moe, when they are made for it or asked to change to it."""
+    from transformers import PreTrainedModel
+
+    made, changed = PreTrainedModel.post_init, PreTrainedModel.set_experts_implementation
+    if hasattr(made, "_fp8moe"):
+        return
+
+    @functools.wraps(made)
+    def post_init(self):
+        made(self)
+        if self.config._experts_implementation == NAME:
+            warn_of_others(self)
+
+    @functools.wraps(changed)
+    def set_experts_implementation(self, experts_implementation):
+        changed(self, experts_implementation)
+        if experts_implementation == NAME:
+            warn_of_others(self)
+
+    post_init._fp8moe = True
+    PreTrainedModel.post_init, PreTrainedModel.set_experts_implementation = post_init, set_experts_implementation

@@ -1,0 +1,172 @@
+"""From a checkpoint to the state dict that transformers loads: matched by headers, read when asked for."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from types import EllipsisType
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fp8moe.checkpoints.architecture import Location, convert, locate
+from fp8moe.checkpoints.files import DTYPES, FP8, Checkpoint
+from fp8moe.checkpoints.load import copy_tensor, ignored_names
+from fp8moe.checkpoints.match import Plan, find_place, make_plan, state_of
+from fp8moe.checkpoints.names import SCALE, scale_name, weight_of
+from fp8moe.integrations.transformers.quantizer import replace_modules
+
+
+class Deferred:
+    """A tensor that is made when it is read, which transformers does as with the tensors of safetensors files."""
+
+    def __init__(self, make: Callable[[], Tensor]):
+        self._make = make
+
+    def __getitem__(self, whole: EllipsisType) -> Tensor:
+        return self._make()
+
+
+@dataclass
+class Matched:
+    """A checkpoint and the model that it is for.
+
+    model: on the meta device, with fp8moe's modules in it. replaced: their names. plan: of the tensors that go into the
+    model as they are. conversions: of the others, the sources of each of transformers' and the entries that it makes.
+    problems: all that does not fit.
+    """
+
+    checkpoint: Checkpoint
+    model: nn.Module
+    replaced: list[str]
+    plan: Plan
+    conversions: list[tuple[dict[str, Location], list[str]]]
+    problems: list[str]
+
+    def tensors(self, files: Mapping[str, safe_open], device: torch.device) -> dict[str, Deferred]:
+        """The model's state dict, of tied entries the first. files: the open shards."""
+        state = state_of(self.model)
+        first = {id(value): key for key, value in reversed(state.items())}
+        tensors = {}
+        for key, parts in self.plan.sources.items():
+            read = partial(self._read, key, list(parts.values()), files, device)
+            tensors[first[id(state[key])]] = Deferred(read)
+        for sources, keys in self.conversions:
+            made: dict[str, Tensor] = {}
+            for key in keys:
+                tensors[key] = Deferred(partial(self._convert, key, sources, made, files))
+        return tensors
+
+    def cast_by_transformers(self, dtype: torch.dtype) -> list[str]:
+        """FP8 weights that transformers would make float32, without their scales, in a model of this dtype."""
+        from transformers.core_model_loading import build_glob_alternation
+
+        kept = list(self.model._get_dtype_plan(dtype))
+        cast = build_glob_alternation(kept)[0].search if kept else lambda key: None
+        return [
+            f"{key}: {FP8}, but transformers keeps it in float32 with dtype={dtype}"
+            for key, value in state_of(self.model).items()
+            if value.dtype == torch.float8_e4m3fn and cast(key)
+        ]
+
+    def _read(self, key: str, names: list[str], files: Mapping[str, safe_open], device: torch.device) -> Tensor:
+        """An entry of the state dict, on the device. What is not FP8 keeps the checkpoint's dtype."""
+        target, infos = state_of(self.model)[key], {name: self.checkpoint.tensors[name] for name in names}
+        in_fp8 = target.dtype == torch.float8_e4m3fn or key.endswith(SCALE)
+        stored = reduce(torch.promote_types, [DTYPES[info.dtype] for info in infos.values()]) if not in_fp8 else None
+        value = torch.empty(target.shape, dtype=stored or target.dtype, device=device)
+        for name, info in infos.items():
+            copy_tensor(files[info.file], name, info, self.plan.places[name], value)
+        is_parameter = isinstance(target, nn.Parameter)
+        return nn.Parameter(value, requires_grad=target.requires_grad) if is_parameter else value
+
+    def _convert(
+        self, key: str, sources: dict[str, Location], made: dict[str, Tensor], files: Mapping[str, safe_open]
+    ) -> Tensor:
+        """One of the entries that a conversion makes; ``made`` holds the others until they are asked for."""
+        if key not in made:
+            tensors = self.checkpoint.tensors
+            values = {name: files[tensors[name].file].get_tensor(name) for name in sources}
+            made.update(convert(self.model, sources, values))
+        return made.pop(key)
+
+
+def match_model(checkpoint: Checkpoint, model: nn.Module) -> Matched:
+    """Put fp8moe's modules into a model on the meta device where the checkpoint has FP8 weights, and match the two."""
+    state = state_of(model)
+    weights = {name: _weight_of(name, checkpoint) for name in checkpoint.tensors}
+    locations = locate(model, {weight or name for name, weight in weights.items()})
+
+    def spelled(name: str) -> str:
+        weight = weights[name]
+        return locations[name].name if weight is None else scale_name(locations[weight].name)
+
+    problems: list[str] = []
+    replaced: list[str] = []
+    for module, name in sorted(_fp8_modules(checkpoint, state, spelled).items()):
+        try:
+            replace_modules(model, [module])
+            replaced.append(module)
+        except (TypeError, ValueError) as error:
+            problems.append(f"{name}: {error}")
+
+    groups: dict[str, dict[str, Location]] = defaultdict(dict)
+    for name in checkpoint.tensors:
+        if weights[name] is None and locations[name].converter is not None and locations[name].key in state:
+            groups[locations[name].key][name] = locations[name]
+    conversions = []
+    for group in groups.values():
+        keys, found = _conversion(checkpoint, model, state, group)
+        problems += found
+        conversions.append((group, keys))
+    converted = {key for _, keys in conversions for key in keys}
+    sources = set().union(*groups.values())
+    rest = {name: info for name, info in checkpoint.tensors.items() if name not in sources}
+    plan = make_plan(
+        replace(checkpoint, tensors=rest),
+        {key: value for key, value in state_of(model).items() if key not in converted},
+        ignored_names(model),
+        spelled,
+    )
+    return Matched(checkpoint, model, replaced, plan, conversions, problems + plan.problems)
+
+
+def _weight_of(name: str, checkpoint: Checkpoint) -> str | None:
+    """The weight that this tensor is the scale of; None if it is no scale."""
+    weight = weight_of(name)
+    return weight if weight is not None and (weight in checkpoint.tensors or name.endswith(SCALE)) else None
+
+
+def _fp8_modules(checkpoint: Checkpoint, state: Mapping[str, Tensor], spelled: Callable[[str], str]) -> dict[str, str]:
+    """The modules that FP8 weights go into, each with one of them, where it has a form that fp8moe knows."""
+    modules = {}
+    for name, info in checkpoint.tensors.items():
+        place = find_place(spelled(name), state) if info.dtype == FP8 else None
+        if place is not None:
+            modules.setdefault(place.key.rpartition(".")[0], name)
+    return modules
+
+
+def _conversion(
+    checkpoint: Checkpoint, model: nn.Module, state: Mapping[str, Tensor], sources: dict[str, Location]
+) -> tuple[list[str], list[str]]:
+    """The entries of the state dict that a conversion makes, and what is wrong with it, tried without data."""
+    name, location = next(iter(sources.items()))
+    steps = ", ".join(type(step).__name__ for step in location.converter.operations)
+    quantized = [name for name in sources if checkpoint.tensors[name].dtype == FP8]
+    if quantized:
+        return [], [f"{quantized[0]}: {FP8}, but transformers makes {location.key} of it by {steps}, without its scale"]
+    infos = {name: checkpoint.tensors[name] for name in sources}
+    values = {name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta") for name, info in infos.items()}
+    try:
+        made = convert(model, sources, values)
+    except Exception as error:  # of transformers' operations, given tensors that are too few or misshapen
+        return [location.key], [f"{name}: transformers cannot make {location.key} of it by {steps} ({error})"]
+    problems = [
+        f"{key}: transformers makes {tuple(value.shape)} of {name}, expected "
+        + (f"{tuple(state[key].shape)}" if key in state else "an entry of the model")
+        for key, value in made.items()
+        if key not in state or state[key].shape != value.shape
+    ]
+    return list(made), problems

@@ -1,0 +1,64 @@
+"""docs/models.md: it lists every mixture-of-experts model, nothing in it is wrong, and it is what the tool finds."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+from tests.tiny_moe_models import LEFT_OUT, MODELS, moe_classes  # noqa: E402
+from tools.model_matrix import COLUMNS, MARK, PAGE, ROOT, page, read_page  # noqa: E402
+
+SAMPLE = ("MixtralForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "GraniteMoeForCausalLM")
+"""Rows that are tried anew here: `python -m tools.model_matrix` does all."""
+
+
+@pytest.fixture(scope="module")
+def written():
+    return PAGE.read_text().partition(MARK)[2].lstrip("\n")
+
+
+@pytest.fixture(scope="module")
+def table(written):
+    version, table = read_page(written)
+    if version != metadata.version("transformers"):
+        pytest.skip(f"the page is of transformers {version}")
+    return table
+
+
+def test_every_class_of_the_installed_transformers_is_known():
+    found = moe_classes()
+    assert found - set(LEFT_OUT) == set(MODELS)
+    assert all(reason for reason in LEFT_OUT.values())
+
+
+def test_every_class_is_in_the_table(table, written):
+    assert set(table) == set(MODELS)
+    for name in moe_classes() - set(table):
+        assert f"- {name}: {LEFT_OUT[name]}" in written
+
+
+def test_no_cell_is_wrong(written):
+    _, table = read_page(written)
+    for name, row in table.items():
+        for column in COLUMNS:
+            assert row[column].partition(": ")[0] in ("yes", "refused"), f"{name}, {column}: {row[column]}"
+
+
+def test_the_page_is_as_the_tool_writes_it(table, written):
+    assert page(table, metadata.version("transformers")) == written
+
+
+def test_a_sample_of_the_rows(table):
+    command = [sys.executable, "-m", "tools.model_matrix", *SAMPLE]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    rows = [json.loads(line) for line in output.splitlines()]
+    assert rows == [{name: table[name]} for name in SAMPLE]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tiny_model_is_of_its_class(name):
+    model = MODELS[name]
+    assert model.auto_class._model_mapping[type(model.config())].__name__ == name

@@ -1,0 +1,313 @@
+"""`python -m tools.model_matrix`: what fp8moe does with every mixture-of-experts model of transformers: docs/models.md.
+
+Each model of `tests.tiny_moe_models`, with random weights, goes through everything that the table has a column for, in
+a process of its own, on the CPU. With names of classes it prints their rows and writes nothing.
+
+A cell is "yes", with what it leaves out if there is something, or "refused: " and the reason that fp8moe gives;
+anything else is "wrong: " and what happened: another error than a ValueError or TypeError that fp8moe itself raises,
+logits or gradients that are not close, other tokens.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import fp8moe
+from fp8moe import GroupedExperts, replace_linears
+from fp8moe.checkpoints.files import FP8, open_checkpoint
+from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
+from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.integrations.transformers import load_model, register, report
+from fp8moe.integrations.transformers.reporting import experts_modules
+from tests.tiny_moe_models import LEFT_OUT, MODELS, TinyModel, moe_classes
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
+COLUMNS = ("quantize", "from_pretrained", "load_model", "GraphDecoder", "train")
+LEAST_COSINE = {"logits": 0.95, "gradients": 0.8}  # to those of the unquantized model
+COSINE_WITHOUT_EXPERTS = 0.8
+LARGEST_DIFFERENCE = 1e-5  # of load_model's logits from those of from_pretrained
+TIMEOUT_S = 300
+
+MARK = "<!-- python -m tools.model_matrix writes what follows -->"
+_PACKAGE = str(Path(fp8moe.__file__).parent)
+
+
+class Wrong(Exception):
+    """A result that is not what it must be."""
+
+
+class Trial:
+    """What is tried with one model, column by column; later ones build on what earlier ones have made."""
+
+    def __init__(self, tiny: TinyModel, directory: Path):
+        self.tiny = tiny
+        self.unquantized, self.fp8 = directory / "unquantized", directory / "fp8"
+        self.tokens = torch.randint(3, 128, (2, 32), generator=torch.Generator().manual_seed(0))
+        model = tiny.build()
+        _make_experts_matter(model, self.tokens)
+        # In float32: of FP8 models transformers leaves some weights in the checkpoint's dtype, whatever is asked for.
+        model.save_pretrained(self.unquantized)
+        self.logits = _logits(self._from_pretrained(self.unquantized), self.tokens)
+        self.models: list[nn.Module] = []  # for the decoder: the first is the one to try
+        self.quantized_logits: Tensor | None = None
+
+    def quantize(self) -> str | None:
+        quantize_checkpoint(self.unquantized, self.fp8)
+        quantized = [name for name, info in open_checkpoint(self.fp8).tensors.items() if info.dtype == FP8]
+        return None if any(".experts." in name for name in quantized) else "its experts stay unquantized"
+
+    def from_pretrained(self) -> None:
+        directory = self.fp8 if self.fp8.exists() else self.unquantized
+        model = self._from_pretrained(directory, experts_implementation="fp8moe")
+        logits = _logits(model, self.tokens)
+        _check_close(logits, self.logits)
+        self.models.append(model)
+        others = {(row.module_class, row.why) for row in _experts(model) if row.runs_on != "fp8moe"}
+        if others:
+            raise Refusal("; ".join(f"{name}: {why}" for name, why in sorted(others)))
+        self.quantized_logits = logits
+
+    def load_model(self) -> None:
+        if not self.fp8.exists():
+            raise Refusal("there is no FP8 checkpoint of it")
+        model = load_model(self.fp8, dtype=torch.float32)
+        # Of experts that are not FP8 in the checkpoint:
+        model.set_experts_implementation("eager" if self.quantized_logits is None else "fp8moe")
+        self.models.append(model)
+        logits = _logits(model, self.tokens)
+        _check_close(logits, self.logits)
+        if self.quantized_logits is not None:
+            difference = (logits - self.quantized_logits).abs().max().item()
+            if not difference <= LARGEST_DIFFERENCE:
+                raise Wrong(f"logits differ by {difference:.1e} from those of from_pretrained")
+
+    def GraphDecoder(self) -> None:  # noqa: N802
+        model = self.models[0] if self.models else self._from_pretrained(self.unquantized)
+        prompts = self.tokens[:, :8]
+        tokens = GraphDecoder(model, batch_sizes=(2,), max_length=32).generate(prompts, max_new_tokens=8)
+        expected = model.generate(prompts, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(prompts))
+        if not torch.equal(tokens, expected):
+            raise Wrong(f"{tokens.tolist()} instead of {expected.tolist()}")
+
+    def train(self) -> None:
+        model = self._from_pretrained(self.unquantized).train()
+        expected = self._step(model)
+        for name, module in list(experts_modules(model)):
+            model.set_submodule(name, GroupedExperts.from_experts(module, master_dtype=torch.float32))
+        gradients = self._step(model)
+        for name in expected:
+            if not (cosine := _cosine(gradients[name], expected[name])) >= LEAST_COSINE["gradients"]:
+                raise Wrong(f"the gradient of {name}: a cosine of {cosine:.4f} to the unquantized model's")
+        replaced = replace_linears(model, skip=DEFAULT_SKIP, master_dtype=torch.float32)
+        self._step(model)
+        for name in replaced:
+            gradient = model.get_submodule(name).weight.grad
+            if gradient is not None and not gradient.isfinite().all():
+                raise Wrong(f"the gradient of {name} is not finite")
+
+    def _from_pretrained(self, directory: Path, experts_implementation: str = "eager") -> nn.Module:
+        model, info = self.tiny.auto_class.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            experts_implementation=experts_implementation,
+            output_loading_info=True,
+        )
+        if left := {kind: sorted(map(str, names))[:3] for kind, names in info.items() if names}:
+            raise Wrong(f"transformers reports {left}")
+        return model
+
+    def _step(self, model: nn.Module) -> dict[str, Tensor]:
+        """The gradients of the experts' weights for one batch."""
+        torch.manual_seed(0)  # of dropout
+        model.zero_grad()
+        logits = model(input_ids=self.tokens).logits
+        targets = self.tokens[:, : logits.shape[1]]
+        nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        gradients = {
+            f"{name}.{weight}": value.grad.clone()
+            for name, module in experts_modules(model)
+            for weight, value in module.named_parameters()
+            if value.grad is not None
+        }
+        if not gradients:
+            raise Wrong("its experts get no gradients")
+        return gradients
+
+
+class Refusal(ValueError):
+    """What a model says of itself without an error."""
+
+
+def row_of(name: str) -> dict[str, str]:
+    """The cells of one model, by column."""
+    _prepare()
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            trial = Trial(MODELS[name], Path(directory))
+        except Exception as error:
+            return dict.fromkeys(COLUMNS, f"refused: transformers' own model fails: {_first_line(error)}")
+        return {column: _cell(getattr(trial, column)).replace(f"{directory}/", "") for column in COLUMNS}
+
+
+def _prepare() -> None:
+    """FP8 models on a CPU: transformers would turn their weights into bfloat16 for want of a GPU."""
+    import transformers
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    quantizer = quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
+    quantizer.validate_environment = lambda self, *arguments, **options: None
+    register()
+
+
+def _cell(attempt: Callable[[], str | None]) -> str:
+    try:
+        restriction = attempt()
+    except Wrong as error:
+        return f"wrong: {error}"
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1].filename
+        clean = isinstance(error, Refusal) or (isinstance(error, ValueError | TypeError) and _PACKAGE in where)
+        if clean:
+            return f"refused: {_first_line(error)}"
+        return f"wrong: {type(error).__name__}: {_first_line(error)} ({where.rpartition('site-packages/')[2]})"
+    return f"yes: {restriction}" if restriction else "yes"
+
+
+def _first_line(error: Exception) -> str:
+    text = error.problems[0] if isinstance(error, CheckpointError) and error.problems else str(error)
+    return text.partition("\n")[0]
+
+
+def _experts(model: nn.Module) -> Iterable:
+    names = {name for name, _ in experts_modules(model)}
+    return [row for row in report(model) if row.name in names]
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    torch.manual_seed(0)  # block diffusion begins with random tokens
+    return model(input_ids=tokens).logits
+
+
+@torch.no_grad()
+def _make_experts_matter(model: nn.Module, tokens: Tensor) -> None:
+    """Scale the weights of the experts up until the logits without them are others: wrong ones then show."""
+    weights = [weight for _, module in experts_modules(model) for weight in module.parameters()]
+    kept = [weight.clone() for weight in weights]
+    for weight in weights:
+        weight.zero_()
+    without = _logits(model, tokens)
+    for weight, value in zip(weights, kept, strict=True):
+        weight.copy_(value)
+    for _ in range(20):
+        if _cosine(_logits(model, tokens), without) < COSINE_WITHOUT_EXPERTS:
+            return
+        for weight in weights:
+            weight.mul_(1.3)
+    raise RuntimeError("its logits hardly depend on its experts")
+
+
+def _check_close(logits: Tensor, expected: Tensor) -> None:
+    """Of the median token: one whose routing is nearly a tie may go to another expert."""
+    cosines = nn.functional.cosine_similarity(logits.double(), expected.double(), dim=-1)
+    if not (cosine := cosines.median().item()) >= LEAST_COSINE["logits"]:  # NaN is not
+        raise Wrong(f"the logits of the median token have a cosine of {cosine:.4f} to the unquantized model's")
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0).item()
+
+
+def rows(names: Iterable[str]) -> Iterable[tuple[str, dict[str, str]]]:
+    """Each name with its cells, as they are done; a process that dies or hangs costs its own row only."""
+    context = multiprocessing.get_context("fork")  # what is imported here need not be imported again
+    for name in names:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_send_row, args=(sender, name))
+        process.start()
+        sender.close()
+        try:
+            row = receiver.recv() if receiver.poll(TIMEOUT_S) else dict.fromkeys(COLUMNS, "wrong: does not end")
+        except EOFError:
+            row = dict.fromkeys(COLUMNS, "wrong: the process died")
+        process.kill()
+        process.join()
+        yield name, row
+
+
+def _send_row(sender: Connection, name: str) -> None:
+    with open(os.devnull, "w") as nothing:
+        sys.stdout = sys.stderr = nothing
+        sender.send(row_of(name))
+
+
+def page(table: dict[str, dict[str, str]], version: str) -> str:
+    """What the tool writes below the mark: the table, the reasons as notes, what was left out."""
+    notes: dict[str, int] = {}
+    counts = ", ".join(f"{sum(row[column].startswith('yes') for row in table.values())} {column}" for column in COLUMNS)
+    lines = [
+        f"transformers {version}, {len(table)} model classes; yes: {counts}.",
+        "",
+        "| model class | " + " | ".join(COLUMNS) + " |",
+        "|" + " --- |" * (len(COLUMNS) + 1),
+    ]
+    for name, row in sorted(table.items(), key=lambda item: item[0].lower()):
+        lines.append(f"| {name} | " + " | ".join(_cell_text(row[column], notes) for column in COLUMNS) + " |")
+    lines += ["", "Reasons:", "", *(f"{number}. `{text}`" for text, number in notes.items())]
+    lines += ["", "Left out:", "", *(f"- {name}: {LEFT_OUT[name]}" for name in sorted(moe_classes() - set(table)))]
+    return "\n".join(lines) + "\n"
+
+
+def read_page(text: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """The version of transformers and the table of a page."""
+    version = re.search(r"^transformers (\S+),", text, re.MULTILINE).group(1)
+    notes = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.MULTILINE))
+    table = {}
+    for line in re.findall(r"^\| (\w+ \|.*) \|$", text, re.MULTILINE):
+        name, *cells = line.split(" | ")
+        table[name] = dict(
+            zip(COLUMNS, (re.sub(r" \((\d+)\)$", lambda m: f": {notes[m[1]]}", c) for c in cells), strict=True)
+        )
+    return version, table
+
+
+def _cell_text(cell: str, notes: dict[str, int]) -> str:
+    kind, _, reason = cell.partition(": ")
+    return f"{kind} ({notes.setdefault(reason.replace('`', ''), len(notes) + 1)})" if reason else kind
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m tools.model_matrix", description=__doc__.partition("\n")[0])
+    parser.add_argument("classes", nargs="*", help="print the rows of these classes; without any, all go to the page")
+    names = parser.parse_args().classes
+    if unknown := sorted(moe_classes() - set(MODELS) - set(LEFT_OUT)):
+        raise SystemExit(f"transformers has {', '.join(unknown)}: add them to tests/tiny_moe_models.py")
+    table = {}
+    for name, row in rows(names or MODELS):
+        table[name] = row
+        print(json.dumps({name: row}), flush=True)
+    if not names:
+        head, mark, _ = PAGE.read_text().partition(MARK)
+        PAGE.write_text(f"{head}{mark}\n{page(table, metadata.version('transformers'))}")
+
+
+if __name__ == "__main__":
+    main()
