@@ -11,10 +11,12 @@ from fp8moe.kernels.experts.forward import experts
 from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers import experts_source
 from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
-from fp8moe.layers.parameters import check_no_tangent, dtype_errors, frozen, keep_dtypes
+from fp8moe.layers.parameters import dtype_errors, frozen, keep_dtypes
+from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
-from fp8moe.runtime.checks import FLOATING
+from fp8moe.runtime.autograd import check_derivatives, recorded
+from fp8moe.runtime.checks import FLOATING, check_int, check_tensor
 
 
 class GroupedExperts(MasterModule):
@@ -66,7 +68,8 @@ class GroupedExperts(MasterModule):
             many rows; others, and all by default, put the rows of one expert after those of another. The results are
             the same as long as the experts of each token are distinct.
 
-    Raises ValueError for a size below one, more than 1024 experts, or activation arguments that do not go together.
+    Raises TypeError for a size that is no int, ValueError for a size below one, more than 1024 experts, or activation
+    arguments that do not go together.
     """
 
     def __init__(
@@ -89,8 +92,11 @@ class GroupedExperts(MasterModule):
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
         check_master_dtype(master_dtype)
         sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
-        for name, size in (sizes | {"decode_capacity": decode_capacity}).items():
-            if size is not None and size < 1:
+        if decode_capacity is not None:
+            sizes["decode_capacity"] = decode_capacity
+        for name, size in sizes.items():
+            check_int(name, size)
+            if size < 1:
                 raise ValueError(f"{name}: expected at least 1, got {size}")
         if num_experts > MAX_EXPERTS:
             raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {num_experts}")
@@ -140,7 +146,8 @@ class GroupedExperts(MasterModule):
             - an nn.ModuleList of one-expert MLPs: nn.Linear, FP8Linear or transformers' FP8Linear named gate_proj,
               up_proj and down_proj (or w1, w3 and w2), the gate being optional.
             - GroupedExperts, with FP8 weights, which are shared, or with a master_dtype.
-            The activation with its limit and alpha is recognised by comparing results with the module's own function.
+            The activation with its limit and alpha is recognised by comparing results with the module's own function,
+            in a list with the forward of each MLP, for values up to 9e17.
         scale_format: of the scales made here, "float32" or "ue8m0" (powers of two).
         decode_capacity: see `GroupedExperts`.
         master_dtype: see `GroupedExperts`. Fused weights of that dtype become the masters themselves, the same
@@ -148,9 +155,26 @@ class GroupedExperts(MasterModule):
             Masters require a gradient where the weights do, or are FP8.
 
         Raises TypeError for a module or weights of another kind, ValueError for what these experts cannot express:
-        biases, transposed or interleaved weights, another activation, other block sizes, static activation scales.
+        biases, transposed or interleaved weights, another activation, other block sizes, static activation scales, and
+        hooks, replaced forwards, adapters and parametrizations, which would not run any more.
         """
         source = experts_source.read(module)
+        check_no_hooks("module", module)
+        new = cls.from_source(
+            source, scale_format=scale_format, decode_capacity=decode_capacity, master_dtype=master_dtype
+        )
+        return new.train(module.training)
+
+    @classmethod
+    def from_source(
+        cls,
+        source: experts_source.Source,
+        *,
+        scale_format: str = "float32",
+        decode_capacity: int | None = None,
+        master_dtype: torch.dtype | None = None,
+    ) -> "GroupedExperts":
+        """`from_experts` for what `experts_source.read` has read of a module that goes on running, with its hooks."""
         new = cls(
             num_experts=source.num_experts,
             hidden_size=source.hidden_size,
@@ -172,7 +196,7 @@ class GroupedExperts(MasterModule):
             quantized = weight.quantize(scale_format)
             setattr(new, name, frozen(quantized.data))
             setattr(new, f"{name}_scale_inv", frozen(quantized.scale))
-        return new.train(module.training)
+        return new
 
     @property
     def trainable(self) -> bool:
@@ -218,8 +242,12 @@ class GroupedExperts(MasterModule):
         top_k_weights: float32, bfloat16 or float16, of the same shape.
         Returns (T, H), or (..., H). Equal inputs give equal bits, as do their gradients.
 
-        Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
+        Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
+        forward-mode differentiation and the derivatives of torch.func.
         """
+        inputs = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+        for name, value in inputs.items():
+            check_tensor(name, value)
         shape = hidden_states.shape
         if len(shape) > 2:
             for name, value in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
@@ -232,17 +260,17 @@ class GroupedExperts(MasterModule):
                 value.flatten(0, -2) for value in (hidden_states, top_k_index, top_k_weights)
             )
         parameters = [getattr(self, name) for name in self.weight_names]
-        check_no_tangent(hidden_states, top_k_weights, *parameters)
+        check_derivatives("fp8moe.GroupedExperts", hidden_states, top_k_weights, *parameters)
         up, up_scale, down, down_scale = parameters
         masters = {}
         if down_scale is None:
             masters = {"up_master": up, "down_master": down}
             (up, up_scale), (down, down_scale) = self._quantized()
             # Activation checkpointing runs the first forward without gradients: it must have the same bits.
-            trains = self.training or _recorded(hidden_states, top_k_weights, *masters.values())
+            trains = self.training or recorded(hidden_states, top_k_weights, *masters.values())
         else:
             # If an FP8 weight requires a gradient, the backward of `experts` raises an error: there is none.
-            trains = _recorded(hidden_states, top_k_weights) and not _recorded(*parameters)
+            trains = recorded(hidden_states, top_k_weights) and not recorded(*parameters)
         inputs = (hidden_states, top_k_index, top_k_weights)
         if trains:
             weights = (FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
@@ -294,8 +322,3 @@ class GroupedExperts(MasterModule):
             errors.extend(wrong)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-
-
-def _recorded(*values: Tensor) -> bool:
-    """Whether autograd records what is done with these."""
-    return torch.is_grad_enabled() and any(value.requires_grad for value in values)

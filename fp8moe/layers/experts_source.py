@@ -1,16 +1,18 @@
 """Reads experts modules, ours and those of transformers models: their weights, however stored, and their activation.
 
-Modules are recognised by their attributes, and activations by what they compute: nothing here needs transformers.
+Modules are recognised by their attributes, and activations by what they compute (`experts_activation`): nothing here
+needs transformers.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.kernels.activation import FUNCTIONS, Activation
+from fp8moe.kernels.activation import Activation
+from fp8moe.layers.experts_activation import activation_of, verify_fused, verify_mlp
+from fp8moe.layers.linear import check_linear
+from fp8moe.layers.replaced import check_no_hooks, check_only_weights
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.runtime.checks import FLOATING
@@ -78,7 +80,10 @@ class Source:
 
 
 def read(module: nn.Module) -> Source:
-    """See `GroupedExperts.from_experts`. Raises TypeError or ValueError for a module that cannot be taken over."""
+    """See `GroupedExperts.from_experts`. Raises TypeError or ValueError for a module that cannot be taken over.
+
+    Hooks of the module itself are for the caller to check: where it goes on running, as under transformers, so do they.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an experts module, got {type(module).__name__}")
     if isinstance(module, nn.ModuleList):
@@ -120,11 +125,10 @@ def _read_fused(module: nn.Module) -> Source:
         else:
             _check_dtype(f"module.{name}", weight)
             weights.append(Weight([list(expert.chunk(matrices)) for expert in weight.unbind()], weight))
-    activation = _activation(module, gated)
-    if gated:
-        _verify_gate(module, activation)
-    elif not (hasattr(module, "act_fn") or _is_ours(module)):
-        raise ValueError("module: cannot tell its activation, it has no act_fn")
+    for name, child in module.named_children():
+        check_no_hooks(f"module.{name}", child)
+    activation = activation_of(module, gated)
+    verify_fused(module, activation, size)
     return Source(count, hidden, size, activation, *weights)
 
 
@@ -154,6 +158,7 @@ def _read_list(module: nn.ModuleList) -> Source:
     names = names if gated else names[1:]
     up, down, shape = [], [], None
     for i, expert in enumerate(module):
+        check_no_hooks(f"module[{i}]", expert)
         linears = [_linear(f"module[{i}].{name}", getattr(expert, name, None)) for name in names]
         shapes = [tuple((value if isinstance(value, Tensor) else value.data).shape) for value in linears]
         shape = shape or shapes[-1]
@@ -168,8 +173,9 @@ def _read_list(module: nn.ModuleList) -> Source:
         down.append(linears[-1:])
     if len({isinstance(value, Tensor) for parts in up + down for value in parts}) > 1:
         raise ValueError("module: expected experts that are all quantized or none")
-    activation = _activation(module[0], gated)
-    _verify_mlp(module[0], names, activation)
+    activation = activation_of(module[0], gated)
+    for i, expert in enumerate(module):
+        verify_mlp(f"module[{i}]", expert, names, activation)
     return Source(len(module), *shape, activation, Weight(up), Weight(down))
 
 
@@ -182,9 +188,11 @@ def _linear(name: str, linear: nn.Module | None) -> Tensor | FP8Tensor:
         raise ValueError(f"{name}: expected no bias")
     if getattr(linear, "activation_scheme", "dynamic") != "dynamic":
         raise ValueError(f"{name}: expected dynamic activation scales, got {linear.activation_scheme!r}")
+    check_only_weights(name, linear)
     if weight.dtype == torch.float8_e4m3fn:
         return _quantized(name, weight, getattr(linear, "weight_scale_inv", None), 1)
     _check_dtype(name, weight)
+    check_linear(name, linear)
     return weight
 
 
@@ -210,69 +218,3 @@ def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -
             f"{tuple(scale.shape)}; build the experts from the unquantized weights instead"
         )
     return FP8Tensor(weight.detach(), scale.detach().float())
-
-
-def _activation(module: nn.Module, gated: bool) -> Activation:
-    """The activation that the module's attributes describe. Without an act_fn it is silu, for the caller to verify."""
-    if _is_ours(module):
-        return module.activation
-    act_fn = getattr(module, "act_fn", None)
-    name = "silu" if act_fn is None else _function_name(act_fn)
-    if not gated:
-        return Activation(name=name, gated=False)
-    limit, alpha = (
-        next((getattr(module, name) for name in names if getattr(module, name, None) is not None), None)
-        for names in (("swiglu_limit", "limit"), ("swiglu_alpha", "alpha"))
-    )
-    return Activation(None if limit is None or math.isinf(limit) else limit, alpha, name)
-
-
-def _is_ours(module: nn.Module) -> bool:
-    """Whether it is a GroupedExperts, which states its activation."""
-    return isinstance(getattr(module, "activation", None), Activation)
-
-
-def _function_name(act_fn: Callable[[Tensor], Tensor]) -> str:
-    if not (isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters())):
-        x = torch.linspace(-10, 10, 1001, device="cpu")
-        result = act_fn(x)
-        for name, function in FUNCTIONS.items():
-            if torch.allclose(result, function(x), rtol=1e-4, atol=1e-5):
-                return name
-    raise ValueError(f"module: expected an activation among {', '.join(FUNCTIONS)}, got {act_fn}")
-
-
-def _verify_gate(module: nn.Module, activation: Activation) -> None:
-    """Compare with the function that transformers' experts apply to gate and up."""
-    apply = getattr(module, "_apply_gate", None)
-    if _is_ours(module):
-        return
-    if apply is None:
-        if not hasattr(module, "act_fn"):
-            raise ValueError("module: cannot tell its activation, it has neither act_fn nor _apply_gate")
-        return
-    generator = torch.Generator("cpu").manual_seed(0)
-    probe = torch.randn(64, 64, generator=generator, device="cpu") * _spread(activation)
-    if not torch.allclose(apply(probe), activation(probe), rtol=1e-4, atol=1e-4):
-        raise ValueError(f"module: its activation is none of those that GroupedExperts has; closest is {activation}")
-
-
-def _verify_mlp(expert: nn.Module, names: tuple[str, ...], activation: Activation) -> None:
-    """Compare with what the MLP of one expert computes, where its weights can be run."""
-    *projections, down = (getattr(expert, name) for name in names)
-    if down.weight.is_meta or down.weight.dtype == torch.float8_e4m3fn:
-        if not hasattr(expert, "act_fn"):
-            raise ValueError("module[0]: cannot tell its activation, it has no act_fn")
-        return
-    with torch.no_grad():
-        x = torch.linspace(-1, 1, 16 * down.out_features, device="cpu").view(16, -1).sin().to(down.weight)
-        x *= _spread(activation) / projections[0](x).abs().amax().clamp(min=1e-6)
-        result = expert(x)
-        expected = down(activation(torch.cat([projection(x) for projection in projections], dim=-1)))
-    if not (result - expected).norm() <= 0.03 * expected.norm():
-        raise ValueError(f"module[0]: its activation is none of those that GroupedExperts has; closest is {activation}")
-
-
-def _spread(activation: Activation) -> float:
-    """How large the compared values must be for the limit to make a difference."""
-    return 4.0 if activation.limit is None else 2 * activation.limit

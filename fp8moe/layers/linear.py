@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
-from fp8moe.layers.parameters import check_no_tangent, dtype_errors, frozen, keep_dtypes
+from fp8moe.layers.parameters import dtype_errors, frozen, keep_dtypes
+from fp8moe.layers.replaced import check_no_hooks, check_only_weights
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
-from fp8moe.runtime.checks import FLOATING, check_dtype
+from fp8moe.runtime.autograd import check_derivatives, recorded
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor
 from fp8moe.runtime.patterns import as_patterns, matches
 
 
@@ -43,7 +45,8 @@ class FP8Linear(MasterModule):
     `fp8moe.layers.master.invalidate`.
 
     Args:
-        in_features, out_features, bias, device: as in ``nn.Linear``, which the initialization follows too.
+        in_features, out_features, bias, device: as in ``nn.Linear``, which the initialization follows too. TypeError
+            for a size that is no int, ValueError for a negative one.
         dtype: bfloat16, float16 or float32, the dtype of the bias; TypeError for another.
         master_dtype: bfloat16 or float32, of a weight to train, or None; TypeError for another.
     """
@@ -64,6 +67,10 @@ class FP8Linear(MasterModule):
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
         self.in_features = in_features
         self.out_features = out_features
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            check_int(name, size)
+            if size < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {size}")
         blocks = (ceil_div(out_features, BLOCK), ceil_div(in_features, BLOCK))
         weight_dtype = torch.float8_e4m3fn if master_dtype is None else master_dtype
         weight = torch.empty(out_features, in_features, dtype=weight_dtype, device=device)
@@ -82,7 +89,8 @@ class FP8Linear(MasterModule):
         """The FP8 layer of ``linear``: its weight quantized, or kept to be trained, and its bias (the same Parameter).
 
         linear: nn.Linear with a bfloat16, float16 or float32 weight, on any device, or an FP8Linear with a
-            master_dtype; TypeError otherwise.
+            master_dtype; TypeError otherwise, as for a subclass with a forward of its own, and ValueError for hooks,
+            a replaced forward, adapters and parametrizations.
         scale_format: of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for another, and for
             "ue8m0" with a master_dtype.
         master_dtype: bfloat16 or float32 for a layer to train. Its weight is the Parameter of ``linear``, so that
@@ -90,8 +98,8 @@ class FP8Linear(MasterModule):
             of ``linear`` does.
         """
         check_master_dtype(master_dtype)
-        if not isinstance(linear, nn.Linear | FP8Linear):
-            raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
+        check_linear("linear", linear)
+        check_no_hooks("linear", linear)
         weight = linear.weight
         check_dtype("linear.weight", weight, *FLOATING)
         if master_dtype is not None and scale_format != "float32":
@@ -134,13 +142,18 @@ class FP8Linear(MasterModule):
             self.bias.uniform_(-bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) bfloat16, float16 or float32 -> (..., out_features) in the same dtype."""
+        """x (..., in_features) bfloat16, float16 or float32 -> (..., out_features) in the same dtype.
+
+        Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
+        forward-mode differentiation and the derivatives of torch.func.
+        """
         scale = self.weight_scale_inv
-        check_no_tangent(x, self.weight, self.bias)
+        check_tensor("x", x)
+        check_derivatives("fp8moe.FP8Linear", x, self.weight, self.bias)
         if scale is not None:
             return linear(x, self.weight, scale, self.bias)
         weight = self.weight
-        if torch.is_grad_enabled() and weight.requires_grad:
+        if recorded(weight):
             return linear_training(x, *quantized(weight), self.bias, weight)
         return linear(x, *quantized(weight), self.bias)
 
@@ -164,6 +177,18 @@ class FP8Linear(MasterModule):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
 
+def check_linear(name: str, module: nn.Module) -> None:
+    """TypeError for anything but a linear layer that computes ``x @ weight.T + bias``, ValueError if it has more to it.
+
+    Hooks are apart: `fp8moe.layers.replaced.check_no_hooks`.
+    """
+    if not isinstance(module, nn.Linear | FP8Linear):
+        raise TypeError(f"{name}: expected an nn.Linear, got {type(module).__name__}")
+    if type(module).forward not in (nn.Linear.forward, FP8Linear.forward):
+        raise TypeError(f"{name}: expected the forward of nn.Linear, got that of {type(module).__name__}")
+    check_only_weights(name, module)
+
+
 def replace_linears(
     model: nn.Module, *, skip: Iterable[str] = ("lm_head",), master_dtype: torch.dtype | None = None
 ) -> list[str]:
@@ -178,13 +203,16 @@ def replace_linears(
     weight another module owns too (an output layer tied to the embedding) stays: quantizing it would untie the two and
     cost memory. So do the linears of an nn.TransformerEncoderLayer, which reads their weights itself when it evaluates.
     One nn.Linear under several names becomes one FP8Linear under the same names, unless a name is skipped.
-    Hooks of a replaced module are dropped. Beside the model, memory holds one layer's FP8 copy at a time.
+    Beside the model, memory holds one layer's FP8 copy at a time.
 
-    Raises TypeError, with the model untouched, for a model that is itself a linear (use `FP8Linear.from_linear`),
-    a ``skip`` that is a single string, an nn.Linear of another dtype than bfloat16, float16 and float32, or another
-    master_dtype than bfloat16 and float32.
+    Raises TypeError, with the model untouched, for a model that is no module or itself a linear (use
+    `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear of another dtype than bfloat16, float16
+    and float32, or another master_dtype than bfloat16 and float32; and ValueError, the model untouched too, for an
+    nn.Linear with hooks or a replaced forward, which would not run any more.
     """
     check_master_dtype(master_dtype)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.Linear | FP8Linear):
         kind = type(model).__name__
         raise TypeError(f"model: the {kind} itself cannot be replaced in place; use FP8Linear.from_linear(model)")
@@ -200,7 +228,9 @@ def replace_linears(
             names.setdefault(id(module), []).append(name)
     groups = [group for group in names.values() if not any(matches(name, skip) for name in group)]
     for name, *_ in groups:
-        check_dtype(f"{name}.weight", model.get_submodule(name).weight, *FLOATING)
+        module = model.get_submodule(name)
+        check_dtype(f"{name}.weight", module.weight, *FLOATING)
+        check_no_hooks(name, module)
     for group in groups:
         replacement = FP8Linear.from_linear(model.get_submodule(group[0]), master_dtype=master_dtype)
         for name in group:

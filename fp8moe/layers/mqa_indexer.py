@@ -13,7 +13,7 @@ from fp8moe.kernels.indexer.reference import tokens_seen
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
-from fp8moe.runtime.checks import FLOATING, check_tensor, describe
+from fp8moe.runtime.checks import FLOATING, check_int, check_tensor, describe
 
 LOGITS_AT_A_TIME = 1 << 28
 """How many logits a long prefill holds at a time: 1 GiB of float32."""
@@ -74,8 +74,7 @@ class FP8MQAIndexer(nn.Module):
         positive = {"hidden_size": hidden_size, "q_lora_rank": q_lora_rank, "top_k": top_k}
         heads = {"num_heads": num_heads, "head_dim": head_dim, "rope_head_dim": rope_head_dim}
         for name, size in (positive | heads).items():
-            if not isinstance(size, int):
-                raise TypeError(f"{name}: expected an int, got {describe(size)}")
+            check_int(name, size)
         for name, size in positive.items():
             if size < 1:
                 raise ValueError(f"{name}: expected at least 1, got {size}")

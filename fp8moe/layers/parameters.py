@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from fp8moe.runtime.checks import FLOATING
 
@@ -25,19 +24,6 @@ def keep_dtypes(fn: Callable[[Tensor], Tensor], kept: Iterable[Tensor]) -> Calla
         return fn(value) if probe.dtype == value.dtype else value.to(probe.device)
 
     return apply
-
-
-def check_no_tangent(*values: Tensor | None) -> None:
-    """RuntimeError for a value that has a tangent, or may have one: the operators would silently drop it."""
-    if forward_ad._current_level < 0:  # outside of forward-mode differentiation
-        return
-    if torch.compiler.is_compiling() or any(value is not None and _may_have_tangent(value) for value in values):
-        raise RuntimeError("FP8 layers have no forward-mode derivative (torch.func.jvp); use backward, or vjp")
-
-
-def _may_have_tangent(value: Tensor) -> bool:
-    # Only the innermost of nested jvp can be asked for tangents; values of the outer ones are wrapped.
-    return torch._C._functorch.is_functorch_wrapped_tensor(value) or forward_ad.unpack_dual(value).tangent is not None
 
 
 def dtype_errors(state_dict: dict[str, Tensor], names: Iterable[str], masters: bool, way_out: str) -> list[str]:

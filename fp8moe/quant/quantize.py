@@ -10,7 +10,9 @@ import math
 import torch
 
 from fp8moe.quant import quantize_plan, reference
+from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import BLOCK, SCALE_FORMATS, FP8Tensor, align, ceil_div
+from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_tensor
 from fp8moe.runtime.operators import define
@@ -27,7 +29,7 @@ def quantize_1x128(x: torch.Tensor, *, scale_format: str = "float32") -> FP8Tens
     """
     _check_input("x", x, 1)
     _check_scale_format(scale_format)
-    return FP8Tensor(*torch.ops.fp8moe.quantize_1x128(_detached(x), scale_format))
+    return FP8Tensor(*torch.ops.fp8moe.quantize_1x128(detached(x), scale_format))
 
 
 def quantize_128x128(w: torch.Tensor, *, scale_format: str = "float32") -> FP8Tensor:
@@ -40,7 +42,7 @@ def quantize_128x128(w: torch.Tensor, *, scale_format: str = "float32") -> FP8Te
     """
     _check_input("w", w, 2)
     _check_scale_format(scale_format)
-    return FP8Tensor(*torch.ops.fp8moe.quantize_128x128(_detached(w), scale_format))
+    return FP8Tensor(*torch.ops.fp8moe.quantize_128x128(detached(w), scale_format))
 
 
 def quantize_128x1(x: torch.Tensor) -> FP8Tensor:
@@ -53,7 +55,7 @@ def quantize_128x1(x: torch.Tensor) -> FP8Tensor:
     _check_input("x", x, 2)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (K, M), got {tuple(x.shape)}")
-    return FP8Tensor(*torch.ops.fp8moe.quantize_128x1(_detached(x)))
+    return FP8Tensor(*torch.ops.fp8moe.quantize_128x1(detached(x)))
 
 
 def dequantize(t: FP8Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -62,9 +64,9 @@ def dequantize(t: FP8Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Ten
     t: FP8Tensor or (data, scale). data (..., R, K) float8_e4m3fn; scale float32, any strides,
     (..., R, ceil(K/128)) for 1x128 blocks or (..., ceil(R/128), ceil(K/128)) for 128x128 blocks.
     dtype: floating dtype of the result, shaped as data.
-    Raises TypeError for a wrong dtype, ValueError for a scale of another shape.
+    Raises TypeError for a wrong type or dtype, ValueError for a scale of another shape.
     """
-    data, scale = t
+    data, scale = fp8_operand("t", t)
     check_dtype("t.data", data, torch.float8_e4m3fn)
     check_dtype("t.scale", scale, torch.float32)
     if not dtype.is_floating_point:
@@ -100,10 +102,6 @@ def _check_input(name: str, x: torch.Tensor, min_dim: int) -> None:
 def _check_scale_format(scale_format: str) -> None:
     if scale_format not in SCALE_FORMATS:
         raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
-
-
-def _detached(x: torch.Tensor) -> torch.Tensor:
-    return x.detach() if x.requires_grad else x
 
 
 def _quantize_1x128_op(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:

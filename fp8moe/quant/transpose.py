@@ -13,6 +13,7 @@ from fp8moe.quant import transpose_plan, transpose_reference
 from fp8moe.quant.checks import check_rows
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, padded_rows
 from fp8moe.quant.transpose_reference import Results
+from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
 from fp8moe.runtime.operators import define
@@ -56,10 +57,8 @@ def quantize_with_transpose(
     for name, value in (("group_offsets", group_offsets), ("tokens", tokens), ("row_weights", row_weights)):
         if value is not None:
             check_tensor(name, value)
-    x, row_weights = (
-        value.detach() if value is not None and value.requires_grad else value for value in (x, row_weights)
-    )
-    return transposed(torch.ops.fp8moe.quantize_with_transpose(x, group_offsets, tokens, row_weights))
+    row_weights = row_weights if row_weights is None else detached(row_weights)
+    return transposed(torch.ops.fp8moe.quantize_with_transpose(detached(x), group_offsets, tokens, row_weights))
 
 
 def transposed(results: Results) -> Transposed:

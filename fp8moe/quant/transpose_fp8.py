@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8moe.quant import transpose_fp8_plan
 from fp8moe.quant.checks import check_scale, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_dtype
 from fp8moe.runtime.operators import define
@@ -26,8 +27,7 @@ def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, device or scale shape.
     """
     data, scale = fp8_operand("w", w)
-    data, scale = (value.detach() if value.requires_grad else value for value in (data, scale))
-    return FP8Tensor(*torch.ops.fp8moe.transpose_fp8(data, scale))
+    return FP8Tensor(*torch.ops.fp8moe.transpose_fp8(detached(data), detached(scale)))
 
 
 def _check(data: Tensor, scale: Tensor) -> None:

@@ -1,16 +1,89 @@
-"""Operations without a backward: the forward takes inputs that require gradients, a backward says there is none."""
+"""Operations without a backward: the forward takes inputs that require gradients, a backward says there is none.
+
+Other kinds of differentiation would drop derivatives without a word, or fail inside PyTorch: they are refused.
+"""
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fp8moe.runtime.operators import define
 
 
 def run(op, name: str, *args) -> Tensor:
     """``op(*args)``; where gradients are being recorded, with a result whose backward raises RuntimeError."""
-    if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+    check_derivatives(name, *args)
+    if recorded(*args):
+        if _transformed():
+            raise RuntimeError(f"{name} has no gradients under torch.func or vmap; its arguments must not require any")
         return _ForwardOnly.apply(op, name, *args)
     return op(*args)
+
+
+def recorded(*values: object) -> bool:
+    """Whether autograd records what is done with one of these, also from outside of a vmap."""
+    if not torch.is_grad_enabled():
+        return False
+    transformed = _transformed()
+    return any(
+        isinstance(value, Tensor) and (value.requires_grad or (transformed and _innermost(value).requires_grad))
+        for value in values
+    )
+
+
+def detached(value: Tensor) -> Tensor:
+    """For operations without a derivative: the value, of which nothing is recorded."""
+    return value.detach() if recorded(value) else value
+
+
+def check_derivatives(name: str, *values: object) -> None:
+    """RuntimeError where a value has, or may have, a forward-mode tangent, or a gradient that torch.func computes."""
+    forward_mode = forward_ad._current_level >= 0
+    if not (forward_mode or _transformed()):
+        return
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if forward_mode and (torch.compiler.is_compiling() or any(map(_may_have_tangent, tensors))):
+        raise RuntimeError(f"{name} has no forward-mode derivative (torch.func.jvp); use backward")
+    if any(map(_tracked, tensors)):
+        raise RuntimeError(f"{name} has no derivative under torch.func (grad, vjp, jacrev); use backward")
+
+
+def check_out(name: str, tensors: dict[str, Tensor | None]) -> None:
+    """RuntimeError where writing to ``out``, one of the tensors, would miss a derivative or a transformation."""
+    check_derivatives(name, *tensors.values())
+    if _transformed() and any(_wrapped(value) for value in tensors.values() if value is not None):
+        raise RuntimeError(f"{name}: out= does not work under torch.func or vmap; call it without out")
+    for argument, value in tensors.items():
+        if recorded(value):
+            raise RuntimeError(f"{name}: out= has no automatic differentiation, but {argument} requires a gradient")
+
+
+def _transformed() -> bool:
+    """Whether a transformation of torch.func is running."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _wrapped(value: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _may_have_tangent(value: Tensor) -> bool:
+    # Only the innermost of nested jvp can be asked for tangents; values of the outer ones are wrapped.
+    return _wrapped(value) or forward_ad.unpack_dual(value).tangent is not None
+
+
+def _innermost(value: Tensor) -> Tensor:
+    while _wrapped(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
+def _tracked(value: Tensor) -> bool:
+    while _wrapped(value):
+        if torch._C._functorch.is_gradtrackingtensor(value):
+            return True
+        value = torch._C._functorch.get_unwrapped(value)
+    return False
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -17,6 +17,11 @@ def check_tensor(name: str, value: Tensor) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
 
 
+def check_int(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name}: expected an int, got {describe(value)}")
+
+
 def check_dtype(name: str, value: Tensor, *dtypes: torch.dtype) -> None:
     if value.dtype not in dtypes:
         *first, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -71,10 +76,10 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def describe(value: object) -> str:
-    """What came, for a message."""
+    """What came, for a message: one line."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r:.60}"
+    return f"{type(value).__name__} {' '.join(repr(value).split()):.60}"
 
 
 def _span(value: Tensor) -> tuple[int, int]:

@@ -167,7 +167,7 @@ def cubin(spec: KernelSpec) -> bytes:
     With FP8MOE_PRINT_COMPILER or FP8MOE_DUMP_DIR it is always compiled, so that there is a log to print.
 
     Raises:
-        ValueError, RuntimeError: see `compile_spec`.
+        ValueError, RuntimeError: see `compile_spec`; or FP8MOE_DUMP_DIR is no directory that can be written.
     """
     settings = config.settings
     key = cache_key(spec)
@@ -187,13 +187,21 @@ def cubin(spec: KernelSpec) -> bytes:
 
 
 def _dump(spec: KernelSpec, key: bytes, code: bytes, directory: Path) -> None:
-    """Write NAME-HASH.cu, .ptx and .cubin, and .sass where the toolkit's disassembler is installed."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write NAME-HASH.cu, .ptx and .cubin, and .sass where the toolkit's disassembler is installed.
+
+    Raises ValueError where the directory cannot be made or written.
+    """
     stem = directory / f"{spec.name}-{key.hex()[:12]}"
     text = full_source(spec)
     ptx = compilers.ptx_of(text, _unit_name(spec), config.settings.compiler)
-    for suffix, data in ((".cu", text.encode()), (".ptx", ptx), (".cubin", code)):
-        stem.with_name(stem.name + suffix).write_bytes(data)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for suffix, data in ((".cu", text.encode()), (".ptx", ptx), (".cubin", code)):
+            stem.with_name(stem.name + suffix).write_bytes(data)
+    except OSError as error:
+        raise ValueError(
+            f"FP8MOE_DUMP_DIR is {str(directory)!r}; it must be a directory that can be written: {error.strerror}"
+        ) from error
     for tool, option in (("cuobjdump", "-sass"), ("nvdisasm", "-c")):
         path = compilers.find_tool(tool)
         if path:

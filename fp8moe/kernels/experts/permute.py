@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fp8moe.kernels.experts import checks, permute_plan, reference
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
+from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
 from fp8moe.runtime.operators import define
@@ -24,7 +25,7 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
     """
     check_tensor("x", x)
     check_tensor("rows", rows)
-    return FP8Tensor(*torch.ops.fp8moe.permute_quantize(x.detach() if x.requires_grad else x, rows, num_rows))
+    return FP8Tensor(*torch.ops.fp8moe.permute_quantize(detached(x), rows, num_rows))
 
 
 def _permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose
 from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.runtime.autograd import recorded
 from fp8moe.runtime.operators import define
 
 
@@ -59,11 +60,7 @@ def experts_training(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if a
     master has been changed in place since the forward; so does a backward of the backward.
     """
-    recorded = torch.is_grad_enabled()
-    up_master, down_master = (
-        master if recorded and master is not None and master.requires_grad else None
-        for master in (up_master, down_master)
-    )
+    up_master, down_master = (master if recorded(master) else None for master in (up_master, down_master))
     out, *_ = _op(
         *(hidden_states, top_k_index, top_k_weights, *up_proj, *down_proj, up_master, down_master),
         *(activation.name, activation.gated, activation.limit, activation.alpha),

@@ -52,8 +52,7 @@ def gemm(
     operands = (a_data, a_scale, b_data, b_scale, bias, c)
     if out is None:
         return autograd.run(_gemm_op, "fp8moe.gemm", *operands, out_dtype is torch.float32)
-    if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in (out, bias, c)):
-        raise RuntimeError("fp8moe.gemm: out= has no automatic differentiation, but out, bias or c requires a gradient")
+    autograd.check_out("fp8moe.gemm", dict(zip((*_NAMES, "c", "out"), (*operands, out), strict=True)))
     _gemm_out_op(*operands, out)
     return out
 
@@ -105,7 +104,7 @@ def _gemm_out(*arguments: Tensor | None) -> None:
     plan = dense_plan.find(operands, out.dtype)
     checks.result(out, _check(operands, out.dtype) if plan is None else plan.shape, operands.a.device)
     c = operands.c
-    check_own_memory(out, dict(zip(("a.data", "a.scale", "b.data", "b.scale", "bias"), values, strict=False)))
+    check_own_memory(out, dict(zip(_NAMES, values, strict=False)))
     if c is not None and (c.data_ptr(), c.stride()) != (out.data_ptr(), out.stride()) and overlap(c, out):
         raise ValueError("c: expected out itself or memory of its own, got a tensor that overlaps a part of out")
     if plan is None:
@@ -119,6 +118,7 @@ def _gemm_out_fake(*arguments: Tensor | None) -> None:
     checks.result(out, _check(Operands(*values), out.dtype), values[0].device)
 
 
+_NAMES = ("a.data", "a.scale", "b.data", "b.scale", "bias")
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, Tensor? c"
 # The result's dtype is a bool because PyTorch takes a microsecond to convert a ScalarType.
 _gemm_op = define(f"gemm({_OPERANDS}, bool float32) -> Tensor", _gemm, _gemm_fake, forward_only=True)

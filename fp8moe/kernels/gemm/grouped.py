@@ -115,12 +115,11 @@ def compute(
 
 def _check_out(name: str, out: Tensor, operands: tuple[Tensor, ...]) -> None:
     check_tensor("out", out)
-    if torch.is_grad_enabled() and (out.requires_grad or any(value.requires_grad for value in operands)):
-        raise RuntimeError(f"{name}: out= has no automatic differentiation, but out or an operand requires a gradient")
+    autograd.check_out(name, dict(zip((*_NAMES, "out"), (*operands, out), strict=True)))
 
 
 def _check_memory(out: Tensor, groups: str, *operands: Tensor) -> None:
-    check_own_memory(out, dict(zip(("a.data", "a.scale", "b.data", "b.scale", groups), operands, strict=True)))
+    check_own_memory(out, dict(zip((*_NAMES, groups), operands, strict=True)))
 
 
 def _grouped_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
@@ -197,6 +196,7 @@ def _swiglu_fake(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor]:
     return a.new_empty((m, size), dtype=torch.float8_e4m3fn), scale
 
 
+_NAMES = ("a.data", "a.scale", "b.data", "b.scale")
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
 _grouped_gemm_op = define(
     f"grouped_gemm({_OPERANDS}, Tensor group_offsets) -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True

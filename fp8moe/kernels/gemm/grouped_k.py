@@ -45,8 +45,9 @@ def grouped_gemm_k(
             raise ValueError("accumulate: expected out, the sums to add to, got None")
         return autograd.run(_op, "fp8moe.grouped_gemm_k", *operands, group_offsets)
     check_tensor("out", out)
-    if torch.is_grad_enabled() and out.requires_grad:
-        raise RuntimeError("fp8moe.grouped_gemm_k: out= has no automatic differentiation, but out requires a gradient")
+    autograd.check_out(
+        "fp8moe.grouped_gemm_k", dict(zip((*_NAMES, "out"), (*operands, group_offsets, out), strict=True))
+    )
     _out_op(*operands, group_offsets, out, accumulate)
     return out
 
@@ -86,8 +87,7 @@ def _fake(*operands: Tensor) -> Tensor:
 def _grouped_gemm_k_out(*arguments: Tensor | bool) -> None:
     *operands, out, accumulate = arguments
     _out_fake(*arguments)
-    names = ("a.data", "a.scale", "b.data", "b.scale", "group_offsets")
-    check_own_memory(out, dict(zip(names, operands, strict=True)))
+    check_own_memory(out, dict(zip(_NAMES, operands, strict=True)))
     _compute(operands, out, accumulate)
 
 
@@ -99,6 +99,7 @@ def _out_fake(*arguments: Tensor | bool) -> None:
         raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
 
 
+_NAMES = ("a.data", "a.scale", "b.data", "b.scale", "group_offsets")
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_offsets"
 _op = define(f"grouped_gemm_k({_OPERANDS}) -> Tensor", _grouped_gemm_k, _fake, forward_only=True)
 _out_op = define(

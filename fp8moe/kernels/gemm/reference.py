@@ -23,10 +23,9 @@ def gemm_reference(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: t
     Returns (M, N) in ``out_dtype``.
 
     For each block of 128 along K the unscaled products are summed, multiplied by the two float32 scales and added to a
-    float32 accumulator (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). E4M3 values are exact in TF32 and bfloat16, so
-    the products are exact whatever ``torch.set_float32_matmul_precision`` says. A non-finite scale or value reaches the
-    outputs that depend on it and no other. Columns of the result are computed in chunks: memory beside it is a float32
-    copy of the activations and at most tens of MB, or what 128 columns take where that is more.
+    float32 accumulator (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). A non-finite scale or value reaches the outputs
+    that depend on it and no other. Columns of the result are computed in chunks: memory beside it is a float32 copy of
+    the activations and at most tens of MB, or what 128 columns take where that is more.
     """
     a_data, a_scale = a
     b_data, b_scale = b
@@ -119,20 +118,20 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
         start, end = (min(max(offset, 0), k) for offset in pair)
         if start < end and (start % BLOCK or end % BLOCK):
             raise ValueError(f"group_offsets: expected multiples of {BLOCK}, got group {group} at {start}:{end}")
-        total = out[group] if accumulate else torch.zeros(out.shape[1:], device=out.device)
+        total = out[group] if accumulate else torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
         for block in range(start // BLOCK, end // BLOCK):
-            total += products(_block(a, block), _block(b, block).T)
+            columns = slice(block * BLOCK, (block + 1) * BLOCK)
+            partial = products(to_float32(a[0][:, columns]), to_float32(b[0][:, columns]).T)
+            total.addcmul_(partial, a[1][:, block, None] * b[1][:, block])
         out[group] = total
 
 
-def _block(operand: FP8Tensor, block: int) -> Tensor:
-    """One block of 128 columns, dequantized."""
-    data, scale = operand
-    return data[:, block * BLOCK : (block + 1) * BLOCK].float() * scale[:, block, None]
-
-
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in float32, also under autocast, which operators leave to the functions that they call."""
+    """``a @ b`` of E4M3 values held in float32.
+
+    They are exact in TF32 and bfloat16 too, so that ``torch.set_float32_matmul_precision`` changes no product: scales
+    come afterwards. Autocast, which operators leave to the functions that they call, would round the sums.
+    """
     with torch.autocast(a.device.type, enabled=False):
         return a @ b
 
@@ -146,4 +145,4 @@ def to_float32(data: Tensor) -> Tensor:
 
 @functools.cache
 def _e4m3_values() -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import SCALE_FORMATS
-from fp8moe.runtime.checks import FLOATING, check_device, check_dtype
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int
 
 NUM_HEADS = (32, 64)
 MAX_NEXT_N = 4
@@ -80,8 +80,7 @@ def paged(operands: Paged) -> int:
 
 
 def context_limit(max_context_len: int) -> None:
-    if isinstance(max_context_len, bool) or not isinstance(max_context_len, int | torch.SymInt):
-        raise TypeError(f"max_context_len: expected an int, got {type(max_context_len).__name__}")
+    check_int("max_context_len", max_context_len)
     if not 0 <= max_context_len < 1 << 31:
         raise ValueError(f"max_context_len: expected 0 to 2**31 - 1 tokens, got {max_context_len}")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8moe.kernels.indexer import checks, mqa_cache_plan, reference
 from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, HEAD_DIMS, SCALE_BYTES
 from fp8moe.quant.formats import FP8Tensor
+from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
 from fp8moe.runtime.operators import define
@@ -44,7 +45,7 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, *, scale_format: str =
     """
     for name, value in (("kv_cache", kv_cache), ("k", k), ("slots", slots)):
         check_tensor(name, value)
-    _append_kv_op(kv_cache, k.detach() if k.requires_grad else k, slots, scale_format)
+    _append_kv_op(kv_cache, detached(k), slots, scale_format)
 
 
 def read_kv(kv_cache: Tensor, slots: Tensor) -> FP8Tensor:

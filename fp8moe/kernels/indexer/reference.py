@@ -18,9 +18,8 @@ _INF = float("inf")
 def mqa_logits(operands: Prefill, out: Tensor, *, fill_masked: bool) -> None:
     """Write the logits of ``mqa_logits`` to ``out`` (S, T) float32, any strides. Waits for no GPU.
 
-    E4M3 values are exact in TF32 and bfloat16, so the products are exact whatever
-    ``torch.set_float32_matmul_precision`` says; all sums are in float32. Queries are taken in chunks: memory beside
-    the result is a float32 copy of the keys and tens of MB, or what one query takes where that is more.
+    Products are exact, see `products`; all sums are in float32. Queries are taken in chunks: memory beside the result
+    is a float32 copy of the keys and tens of MB, or what one query takes where that is more.
     """
     q, kv, kv_scale, weights, starts, ends = operands
     keys = to_float32(kv).t()

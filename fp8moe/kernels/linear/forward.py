@@ -26,14 +26,15 @@ def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
     gradients, as `linear_training` describes them. An FP8 weight has none: where it requires one, the backward raises
     RuntimeError.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError under forward-mode
+    differentiation and the derivatives of torch.func.
     """
-    if torch.is_grad_enabled():
-        if weight.requires_grad or weight_scale_inv.requires_grad:
-            name = "fp8moe.FP8Linear with an FP8 weight that requires a gradient, not a master_dtype,"
-            return autograd.run(_linear_op, name, x, weight, weight_scale_inv, bias)
-        if x.requires_grad or (bias is not None and bias.requires_grad):
-            return linear_training(x, weight, weight_scale_inv, bias)
+    autograd.check_derivatives("fp8moe.FP8Linear", x, weight, bias)
+    if autograd.recorded(weight, weight_scale_inv):
+        name = "fp8moe.FP8Linear with an FP8 weight that requires a gradient, not a master_dtype,"
+        return autograd.run(_linear_op, name, x, weight, weight_scale_inv, bias)
+    if autograd.recorded(x, bias):
+        return linear_training(x, weight, weight_scale_inv, bias)
     return _linear_op(x, weight, weight_scale_inv, bias)
 
 

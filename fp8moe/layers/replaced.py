@@ -1,0 +1,35 @@
+"""Modules in whose place others are put: what they compute beside their weights must not get lost."""
+
+from torch import nn
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def check_no_hooks(name: str, module: nn.Module) -> None:
+    """ValueError for hooks and replaced forwards, of the module or of one inside it: they would not run any more.
+
+    Hooks by which accelerate only moves the inputs to a module's device may go: without them another device is an
+    error.
+    """
+    for path, inner in module.named_modules():
+        found = [kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(inner, kind)]
+        if _has_forward_of_its_own(inner):
+            found.append("a forward of its own")
+        if found:
+            where = f"{name}.{path}" if path else name
+            raise ValueError(f"{where}: expected no hooks, as none would run any more, got {' and '.join(found)}")
+
+
+def check_only_weights(name: str, linear: nn.Module) -> None:
+    """ValueError for a linear layer with other parameters than its own: adapters, parametrizations."""
+    extra = sorted({path for path, _ in linear.named_parameters()} - {"weight", "weight_scale_inv", "bias"})
+    if extra:
+        raise ValueError(f"{name}: expected the parameters weight and bias only, got also {extra}")
+
+
+def _has_forward_of_its_own(module: nn.Module) -> bool:
+    own = module.__dict__
+    forward, hook = own.get("forward"), own.get("_hf_hook")
+    if type(hook).__name__ == "AlignDevicesHook" and not hook.offload:
+        forward = own.get("_old_forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
