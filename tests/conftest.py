@@ -57,3 +57,10 @@ def registered():
     from fp8moe.integrations.transformers import register
 
     register()
+
+
+@pytest.fixture
+def fp8_without_gpu(monkeypatch):
+    """transformers keeps the weights of FP8 checkpoints as they are: where there is no GPU it would not."""
+    quantizers = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8")
+    monkeypatch.setattr(quantizers.FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)

@@ -1,6 +1,8 @@
 """Experts layers and their inputs, for tests on the CPU and on a GPU."""
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fp8moe.layers.experts import GroupedExperts
 
@@ -28,6 +30,21 @@ def make_trained(num_experts=4, hidden_size=144, intermediate_size=96, seed=0, m
     torch.manual_seed(seed)
     sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
     return GroupedExperts(**sizes, dtype=torch.float32, master_dtype=master_dtype, **options)
+
+
+class MLP(nn.Module):
+    """One expert as models have them in an nn.ModuleList."""
+
+    def __init__(self, names=("gate_proj", "up_proj", "down_proj"), hidden=144, size=96, act_fn=F.silu, bias=False):
+        super().__init__()
+        self.names, self.act_fn = names, act_fn
+        for name in names:
+            shape = (size, hidden) if name == names[-1] else (hidden, size)
+            setattr(self, name, nn.Linear(*shape, bias=bias, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        first, *rest, down = (getattr(self, name) for name in self.names)
+        return down(self.act_fn(first(x)) * rest[0](x) if rest else self.act_fn(first(x)))
 
 
 def route(tokens, num_experts, top_k, seed=0, *, device="cpu"):

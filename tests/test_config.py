@@ -110,7 +110,7 @@ def test_only_config_reads_the_variables():
     ("code", "message"),
     [
         ("import fp8moe.runtime.config; fp8moe.runtime.config.settings", "ValueError: FP8MOE_BACKEND is 'tpu'"),
-        ("from fp8moe.cli import main; main(['info'])", "fp8moe: FP8MOE_BACKEND is 'tpu'; it must be one of"),
+        ("from fp8moe.cli import main; main(['info'])", "fp8moe info: FP8MOE_BACKEND is 'tpu'; it must be one of"),
     ],
 )
 def test_a_bad_value_is_reported_at_the_first_use(code, message):

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ from torch import nn
 
 from examples.demo import __main__ as demo
 from examples.demo import measure, report, smollm2
+from examples.demo import progress as demo_progress
 from examples.demo.smollm2 import SetupError, cached_directory
 from examples.demo.upcycle import quantize, upcycle
 from fp8moe import GroupedExperts, replace_linears
 from fp8moe.integrations.transformers import load_model
 from fp8moe.runtime import config
+from fp8moe.runtime import progress as runtime_progress
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 
@@ -127,7 +130,9 @@ def test_results_show_graphs_where_they_were_captured():
     plain = report.Measurement("a", "text", 20.0, 5.0, None, None, weights)
     graphs = replace(plain, perplexity=20.3, graph_tokens_per_second=70.0, graph_tokens_equal=report.Count(3, 4))
     assert "graph" not in report.results([plain, graphs, graphs]).lower()
+    assert "decode, tokens/s (reference: no measure of speed)" in report.results([plain, plain, plain])
     text = report.results([replace(graphs, perplexity=20.0), graphs, replace(graphs, perplexity=20.1)])
+    assert "reference" not in text
     assert "70.0     70.0     70.0" in text
     assert "3 of 4" in text
     assert "by +1.50% and the FP8 MoE by +0.50%; the two differ by -0.99%" in text
@@ -145,8 +150,13 @@ def test_run_from_end_to_end(monkeypatch, tmp_path, tiny_model, capsys, graphs):
     monkeypatch.setattr(smollm2, "prepare", lambda gguf, cache: dense)
     monkeypatch.setattr(smollm2, "KEPT_LAYERS", (0, 0))
     monkeypatch.setattr(demo, "passage", lambda: "Alice was beginning to get very tired")
+    for module in (demo_progress, runtime_progress):
+        monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 1e-3)
     demo.run("Why?", new_tokens=3)
-    output = capsys.readouterr().out
+    output, progress = capsys.readouterr()
+    for step in ("preparing the models", "bf16: text", "FP8: perplexity", "FP8 MoE: text", "FP8 MoE: perplexity"):
+        assert re.search(rf"^{step}: .*\d", progress, flags=re.MULTILINE)
+    assert "backend reference: plain PyTorch, no measure of speed" in output
     assert "prompt: Why?" in output
     rows = {cells[0]: cells[1:] for cells in (re.split(r" {2,}", line) for line in output.splitlines())}
     projections = 2 * 48 * (48 + 16 + 16 + 48), 2 * 3 * 48 * 80
@@ -166,6 +176,27 @@ def test_run_from_end_to_end(monkeypatch, tmp_path, tiny_model, capsys, graphs):
     (checkpoint,) = tmp_path.glob("dense-8-experts-*")
     assert str(checkpoint) in output
     assert (checkpoint / "tokenizer.json").is_file()
+
+
+@torch.inference_mode()
+def test_progress_without_a_terminal_counts_layers(tiny_model, monkeypatch, capsys):
+    monkeypatch.setattr(runtime_progress, "SECONDS_BETWEEN_LINES", 0)
+    with demo_progress.passes(tiny_model, 2, "scoring"):
+        for _ in range(2):
+            tiny_model(input_ids=torch.arange(9)[None])
+    counts = re.findall(r"^scoring: .* (\d)/4 ", capsys.readouterr().err, flags=re.MULTILINE)
+    assert list(dict.fromkeys(counts))[-4:] == ["1", "2", "3", "4"]
+    assert not any(layer._forward_hooks for layer in tiny_model.model.layers)
+
+
+def test_steps_that_cannot_be_counted_say_that_they_run(monkeypatch, capsys):
+    monkeypatch.setattr(demo_progress, "SECONDS_BETWEEN_LINES", 0.05)
+    with demo_progress.still_running("converting"):
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 6 and set(lines) == {"converting: 0 s"}
+    time.sleep(0.1)
+    assert not capsys.readouterr().err
 
 
 class Builder:

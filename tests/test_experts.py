@@ -18,7 +18,7 @@ from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from tests import experts_cases
 from tests.compilers import INDUCTOR
 from tests.errors import relative_error
-from tests.experts_cases import make, route
+from tests.experts_cases import MLP, make, route
 from tests.experts_training_reference import Block
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -330,19 +330,6 @@ def fused(experts=3, hidden=144, size=96, gated=True, dtype=torch.bfloat16, act_
     for key, value in attributes.items():
         setattr(module, key, value)
     return module
-
-
-class MLP(nn.Module):
-    def __init__(self, names=("gate_proj", "up_proj", "down_proj"), hidden=144, size=96, act_fn=F.silu, bias=False):
-        super().__init__()
-        self.names, self.act_fn = names, act_fn
-        for name in names:
-            shape = (size, hidden) if name == names[-1] else (hidden, size)
-            setattr(self, name, nn.Linear(*shape, bias=bias, dtype=torch.bfloat16))
-
-    def forward(self, x):
-        first, *rest, down = (getattr(self, name) for name in self.names)
-        return down(self.act_fn(first(x)) * rest[0](x) if rest else self.act_fn(first(x)))
 
 
 # Of each kind: the module in transformers.models, and what its configuration takes besides sizes.

@@ -18,7 +18,7 @@ from fp8moe.layers.experts import GroupedExperts
 from tests import experts_cases
 from tests.compilers import INDUCTOR
 from tests.errors import relative_error
-from tests.experts_cases import inputs
+from tests.experts_cases import MLP, inputs
 from tests.experts_cases import make_trained as make
 from tests.experts_training_reference import (
     Block,
@@ -684,13 +684,7 @@ def test_from_experts(dtype, master_dtype):
 
 
 def test_from_experts_one_by_one():
-    torch.manual_seed(0)
-    modules = nn.ModuleList(nn.Module() for _ in range(4))
-    for module in modules:
-        module.act_fn = nn.SiLU()
-        for name, shape in (("gate_proj", (144, 96)), ("up_proj", (144, 96)), ("down_proj", (96, 144))):
-            setattr(module, name, nn.Linear(*shape, bias=False))
-        module.forward = lambda x, m=module: m.down_proj(F.silu(m.gate_proj(x)) * m.up_proj(x))
+    modules = nn.ModuleList(MLP() for _ in range(4)).float()
     layer = GroupedExperts.from_experts(modules, master_dtype=torch.float32)
     for expert, module in enumerate(modules):
         gate_up = torch.cat([module.gate_proj.weight, module.up_proj.weight])

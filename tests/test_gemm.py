@@ -19,6 +19,7 @@ from tests.backends import on_reference
 from tests.compilers import INDUCTOR
 from tests.errors import error_in_its_dtype
 from tests.gemm_cases import exact, operands
+from tests.global_settings import matmul_precision
 
 DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
@@ -120,12 +121,8 @@ def test_c_that_overlaps_a_part_of_out():
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_float32_matmul_precision_changes_nothing(precision):
     a, b = operands(65, 136, 272)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
+    with matmul_precision(precision):
         out = gemm(a, b, out_dtype=torch.float32)
-    finally:
-        torch.set_float32_matmul_precision(before)
     assert error_in_its_dtype(out, exact(a, b)) < 1e-6
 
 

@@ -561,6 +561,18 @@ def test_dump_dir(tmp_path):
     assert (".sass" in files) == has_disassembler
 
 
+def test_a_dump_dir_that_cannot_be_written(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for directory, reason in ((file, "File exists"), (file / "inner", "Not a directory")):
+        use(dump_dir=directory)
+        with pytest.raises(ValueError) as error:
+            jit.cubin(SCALE)
+        expected = f"FP8MOE_DUMP_DIR is {str(directory)!r}; it must be a directory that can be written: {reason}"
+        assert str(error.value) == expected
+    assert not file.read_bytes()
+
+
 def test_dump_dir_writes_sass_with_the_toolkit(tmp_path, monkeypatch):
     tools = tmp_path / "bin"
     tools.mkdir()

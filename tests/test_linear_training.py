@@ -122,6 +122,20 @@ def test_small_gradients():
         assert torch.equal(actual * 2.0**30, other)
 
 
+def test_gradients_below_the_floor_of_scales():
+    """docs/training.md: they vanish, and a larger loss helps."""
+    layer = make()
+    x, grad = torch.randn(4, 272), torch.randn(4, 136).sign()
+    expected = gradients(layer, x, 1e-6 * grad, [layer.weight])[1]
+    scaled = gradients(layer, x, 2.0**40 * 1e-18 * grad, [layer.weight])[1]
+    for size, kept in ((4e-17, 1), (1e-18, 0)):
+        actual = gradients(layer, x, size * grad, [layer.weight])[1]
+        for value, whole in zip(actual, expected, strict=True):
+            assert relative_error(value / size, kept * whole / 1e-6) < 0.1
+    for value, whole in zip(scaled, expected, strict=True):
+        assert relative_error(value / 2.0**40 / 1e-18, whole / 1e-6) < 0.05
+
+
 def test_equal_inputs_give_equal_bits():
     layer = make(dtype=torch.bfloat16, master_dtype=torch.bfloat16)
     x, grad = torch.randn(300, 272).bfloat16(), torch.randn(300, 136).bfloat16()

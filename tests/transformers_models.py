@@ -35,6 +35,14 @@ def prompts(batch=3, length=LENGTH, seed=0, device="cpu"):
     return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
+def left_padded(ids, *padding):
+    """The mask of prompts with so much padding in each row."""
+    mask = torch.ones_like(ids)
+    for row, count in zip(mask, padding, strict=True):
+        row[:count] = 0
+    return mask
+
+
 TOKENS = prompts(seed=1)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from examples.demo import report, smollm2
 from examples.demo.measure import Measurement, encode, measure, passage, runs_kernels
+from examples.demo.progress import still_running
 from examples.demo.smollm2 import SetupError
 from fp8moe import replace_linears
 from fp8moe.integrations.transformers import load_model
@@ -46,12 +47,13 @@ def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | 
     if new_tokens < 1:
         raise SetupError(f"--new-tokens is {new_tokens}; it must be at least 1")
     place = pick_device(device)
-    dense = smollm2.prepare(smollm2.find_gguf(gguf), config.settings.cache_dir)
-    mixture = smollm2.prepare_mixture(dense)
     # CPUs without bfloat16 matrix units take five times longer in bfloat16, so there all versions compute in float32.
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    model, tokenizer = smollm2.load(dense)
-    model.to(place, dtype)
+    with still_running("preparing the models"):
+        dense = smollm2.prepare(smollm2.find_gguf(gguf), config.settings.cache_dir)
+        mixture = smollm2.prepare_mixture(dense)
+        model, tokenizer = smollm2.load(dense)
+        model.to(place, dtype)
     question = encode(tokenizer, prompt).to(place)
     tokens = tokenizer(passage(), return_tensors="pt")["input_ids"][0].to(place)
 
@@ -60,12 +62,16 @@ def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | 
 
     columns = [measured(model, "bf16")]
     layers = model.config.num_hidden_layers
-    replace_linears(model, skip=("lm_head", *smollm2.kept_in_bf16(layers)))
+    with still_running("quantizing the model"):
+        replace_linears(model, skip=("lm_head", *smollm2.kept_in_bf16(layers)))
     columns.append(measured(model, "FP8"))
     del model
-    columns.append(measured(load_model(mixture, dtype=dtype, device=place), "FP8 MoE"))
+    with still_running("loading the mixture"):
+        model = load_model(mixture, dtype=dtype, device=place)
+    columns.append(measured(model, "FP8 MoE"))
 
-    print(f"SmolLM2-135M-Instruct on {device_name(place)}, backend {'cuda' if runs_kernels(place) else 'reference'}\n")
+    backend = "cuda" if runs_kernels(place) else "reference: plain PyTorch, no measure of speed"
+    print(f"SmolLM2-135M-Instruct on {device_name(place)}, backend {backend}\n")
     print(report.legend(layers, mixture))
     if place.type == "cpu":
         print("\n(on a CPU all of them compute in float32 from the weights that they store)")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
+from examples.demo.progress import passes
 from examples.demo.report import Count, Measurement, weights
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.runtime.backend import use_cuda
@@ -38,22 +38,24 @@ def encode(tokenizer: Any, prompt: str) -> Tensor:
 def measure(model: Any, tokenizer: Any, question: Tensor, tokens: Tensor, new_tokens: int, label: str) -> Measurement:
     """Answer the question (1, T) greedily and score the passage ``tokens`` (T,)."""
     end = tokenizer.eos_token_id
-    list(generate(model, question, 2, end))  # compiles kernels, so that the next run measures only decoding
-
-    answer, clock = [], []
-    for token in progress(generate(model, question, new_tokens, end), new_tokens, f"{label}: text"):
-        answer.append(token)
-        clock.append(time.perf_counter())
+    with passes(model, 2 + new_tokens, f"{label}: text"):
+        list(generate(model, question, 2, end))  # compiles kernels, so that the next run measures only decoding
+        answer, clock = [], []
+        for token in generate(model, question, new_tokens, end):
+            answer.append(token)
+            clock.append(time.perf_counter())
     # The first token includes reading the prompt.
     speed = (len(answer) - 1) / (clock[-1] - clock[0]) if len(answer) > 1 else math.nan
     # The reference reads the routing on the host, which a graph cannot hold.
     graphs = decode_with_graphs(model, question, new_tokens) if runs_kernels(question.device) else None
 
     windows = [window for window in tokens.split(WINDOW) if len(window) > 1]
+    with passes(model, len(windows), f"{label}: perplexity"):
+        perplexity_of_passage = perplexity(model, windows)
     return Measurement(
         label=label,
         text=tokenizer.decode(answer, skip_special_tokens=True).strip(),
-        perplexity=perplexity(model, progress(windows, len(windows), f"{label}: perplexity")),
+        perplexity=perplexity_of_passage,
         tokens_per_second=speed,
         graph_tokens_per_second=graphs and graphs[0],
         graph_tokens_equal=graphs and Count(equal_tokens(answer, graphs[1]), len(answer)),
@@ -64,10 +66,6 @@ def measure(model: Any, tokenizer: Any, question: Tensor, tokens: Tensor, new_to
 def passage() -> str:
     """The text that perplexity is measured on: 3383 tokens for SmolLM2."""
     return Path(__file__).with_name("passage.txt").read_text(encoding="utf-8")
-
-
-def progress(steps: Iterable, total: int, label: str) -> Iterable:
-    return tqdm(steps, total=total, desc=label, leave=False, disable=None)
 
 
 def generate(model: Any, tokens: Tensor, count: int, end: int | None) -> Iterator[int]:

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import replace_linears
 from fp8moe.runtime.patterns import as_patterns, matches
+from fp8moe.runtime.progress import progress
 
 # LlamaConfig's fields that mean the same in MixtralConfig.
 _SHARED = (
@@ -71,6 +71,7 @@ def quantize(moe: Any, keep: Iterable[str] = ()) -> None:
     """
     keep = as_patterns("keep", keep)
     replace_linears(moe, skip=("lm_head", *keep))
-    for index, layer in enumerate(tqdm(moe.model.layers, desc="quantizing", leave=False, disable=None)):
+    layers = moe.model.layers
+    for index, layer in enumerate(progress(layers, total=len(layers), label="quantizing experts", unit=" layers")):
         if not matches(f"model.layers.{index}.mlp.experts", keep):
             layer.mlp.experts = GroupedExperts.from_experts(layer.mlp.experts)

@@ -1,0 +1,138 @@
+"""The code blocks of README.md and docs/*.md, and how they run: as written, page by page, in a directory of their own.
+
+Python blocks of a page share one namespace; ``sh`` blocks run in a shell; ``text`` is no code. Before a block, an HTML
+comment says what is special about it:
+
+    <!-- needs a GPU -->                elsewhere it is compiled, and its names are looked up
+    <!-- needs transformers X.Y -->     left out where transformers is older
+    <!-- save as NAME.py -->            a script, which a later sh block starts
+"""
+
+import ast
+import builtins
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tests import docs_commands
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+LANGUAGES = ("python", "sh", "text")
+NEEDS_GPU = "needs a GPU"
+
+_BLOCK = re.compile(r"((?:^<!-- .* -->\n)*)^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+_SHELL_LIMIT = 600  # seconds
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+    marks: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    def mark(self, beginning: str) -> str | None:
+        """What follows this beginning in one of the marks."""
+        return next((mark.removeprefix(beginning) for mark in self.marks if mark.startswith(beginning)), None)
+
+    def tree(self) -> ast.Module:
+        """The parsed text, with the lines that it has in the page."""
+        return ast.increment_lineno(ast.parse(self.text, str(self.page)), self.line)
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _BLOCK.finditer(text):
+        marks = tuple(re.findall(r"<!-- (.*) -->", match[1]))
+        found.append(Block(page, 1 + text.count("\n", 0, match.end(1)), match[2], match[3], marks))
+    return found
+
+
+def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
+    """Run the blocks of a page in the working directory ``directory``. Returns the names that they define."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    environment = _environment(directory / ".bin")
+    for block in blocks(page):
+        newer = block.mark("needs transformers ")
+        if newer is not None and _version(metadata.version("transformers")) < _version(newer):
+            continue
+        script = block.mark("save as ")
+        if script is not None:
+            block.tree()
+            (directory / script).write_text(block.text)
+        elif block.mark(NEEDS_GPU) is not None and not has_gpu:
+            assert unresolved(block.tree(), names) == [], block.place
+        elif block.language == "python":
+            exec(compile(block.tree(), str(page), "exec"), names)
+        elif block.language == "sh":
+            done = subprocess.run(
+                ["sh", "-ec", block.text], env=environment, capture_output=True, text=True, timeout=_SHELL_LIMIT
+            )
+            assert done.returncode == 0, f"{block.place}\n{done.stdout}\n{done.stderr}"
+    return names
+
+
+def unresolved(tree: ast.Module, names: dict[str, Any]) -> list[str]:
+    """Names in a block that is not run which are not there: neither defined in it or before it, nor to be imported."""
+    nodes = list(ast.walk(tree))
+    known = vars(builtins) | names
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            exec(compile(ast.Module([node], []), "<import>", "exec"), known)
+    defined = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    wrong = {node.id for node in nodes if isinstance(node, ast.Name)} - defined - known.keys()
+    for node in nodes:
+        root, *attributes = _dotted(node)
+        found = known.get(root)
+        if attributes and isinstance(found, ModuleType):  # what calls return is not known here
+            wrong |= set() if _has(found, attributes) else {".".join((root, *attributes))}
+    return sorted(wrong)
+
+
+def _dotted(node: ast.AST) -> list[str]:
+    """The parts of a.b.c, or a part that nothing is called."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    return [*_dotted(node.value), node.attr] if isinstance(node, ast.Attribute) else [""]
+
+
+def _has(value: Any, attributes: list[str]) -> bool:
+    for attribute in attributes:
+        if not hasattr(value, attribute):
+            return False
+        value = getattr(value, attribute)
+    return True
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Of shell blocks: first on the PATH are the commands of tests/docs_commands.py."""
+    folder.mkdir(exist_ok=True)
+    for name in docs_commands.COMMANDS:
+        path = folder / name
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.docs_commands {name} "$@"\n')
+        path.chmod(0o755)
+    first = {"PATH": (folder, Path(sys.executable).parent), "PYTHONPATH": (ROOT,)}
+    settings = {name: os.pathsep.join([*map(str, paths), os.environ.get(name, "")]) for name, paths in first.items()}
+    settings["OMP_NUM_THREADS"] = "1"
+    if torch.cuda.device_count() < 2:
+        settings["CUDA_VISIBLE_DEVICES"] = ""  # two processes cannot share a GPU
+    return os.environ | settings
