@@ -9,11 +9,11 @@ import torch
 
 from examples.demo import report, smollm2
 from examples.demo.measure import Measurement, encode, measure, passage, runs_kernels
-from examples.demo.progress import still_running
 from examples.demo.smollm2 import SetupError
 from fp8moe import replace_linears
 from fp8moe.integrations.transformers import load_model
 from fp8moe.runtime import config
+from fp8moe.runtime.progress import still_running
 
 PROMPT = "Explain in a few sentences why the sky is blue."
 

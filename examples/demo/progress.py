@@ -1,15 +1,10 @@
-"""What the demo says while it works: on a terminal bars, elsewhere lines, at least one every few seconds."""
+"""What the demo counts while it works: decoder layers."""
 
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tqdm import tqdm
-
-from fp8moe.runtime.progress import SECONDS_BETWEEN_LINES, progress
+from fp8moe.runtime.progress import progress
 
 
 @contextmanager
@@ -27,21 +22,3 @@ def passes(model: Any, count: int, label: str) -> Iterator[None]:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-@contextmanager
-def still_running(label: str) -> Iterator[None]:
-    """Say every few seconds how long something takes whose steps cannot be counted."""
-    done, start = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while not done.wait(SECONDS_BETWEEN_LINES):
-            tqdm.write(f"{label}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -42,7 +42,7 @@ from fp8moe.checkpoints.untrusted import printable
 from fp8moe.checkpoints.write import METADATA, Layout, ShardWriter, index_of, json_bytes, write_bytes
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.runtime.patterns import as_patterns, matches
-from fp8moe.runtime.progress import progress
+from fp8moe.runtime.progress import progress, still_running
 
 DEFAULT_SKIP = (
     *("lm_head", "head", "output_layer", "score", "classifier"),
@@ -119,7 +119,8 @@ def quantize_checkpoint(
         raise CheckpointError(f"cannot quantize {source.directory}", problems)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     recipe = Recipe(quantized, scale_format, device, allow_nonfinite)
-    fit = fit_to_transformers(source, quantized, wanted, lambda fit: _plan(source, recipe, fit))
+    with still_running("checking what transformers can load"):
+        fit = fit_to_transformers(source, quantized, wanted, lambda fit: _plan(source, recipe, fit))
     if not fit.quantized:
         raise CheckpointError(f"cannot quantize {source.directory}, nothing would become FP8", fit.lines())
     for line in fit.lines():

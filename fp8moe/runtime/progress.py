@@ -1,7 +1,10 @@
 """Progress on standard error: a bar on a terminal; elsewhere, in a log or a pipe, a line every few seconds."""
 
 import sys
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
@@ -28,3 +31,21 @@ def progress(steps: Iterable | None = None, *, total: float, label: str, unit: s
     if sys.stderr.isatty():
         return tqdm(steps, **options)
     return _Lines(steps, bar_format=_LINE, mininterval=SECONDS_BETWEEN_LINES, miniters=1, **options)
+
+
+@contextmanager
+def still_running(label: str) -> Iterator[None]:
+    """Say every few seconds how long something takes whose steps cannot be counted."""
+    done, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(SECONDS_BETWEEN_LINES):
+            tqdm.write(f"{label}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -50,8 +50,9 @@ class Matched:
         first = {id(value): key for key, value in reversed(state.items())}
         tensors = {}
         for key, parts in self.plan.sources.items():
-            read = partial(self._read, key, list(parts.values()), files, device)
-            tensors[first[id(state[key])]] = Deferred(read)
+            target = state[key]
+            read = partial(self._read, key, target, list(parts.values()), files, device)
+            tensors[first[id(target)]] = Deferred(read)
         for sources, keys in self.conversions:
             made: dict[str, Tensor] = {}
             for key in keys:
@@ -70,9 +71,11 @@ class Matched:
             if value.dtype == torch.float8_e4m3fn and cast(key)
         ]
 
-    def _read(self, key: str, names: list[str], files: Mapping[str, safe_open], device: torch.device) -> Tensor:
-        """An entry of the state dict, on the device. What is not FP8 keeps the checkpoint's dtype."""
-        target, infos = state_of(self.model)[key], {name: self.checkpoint.tensors[name] for name in names}
+    def _read(
+        self, key: str, target: Tensor, names: list[str], files: Mapping[str, safe_open], device: torch.device
+    ) -> Tensor:
+        """What `target`, an entry of the state dict, is to be, on the device. What is not FP8 keeps its dtype."""
+        infos = {name: self.checkpoint.tensors[name] for name in names}
         in_fp8 = target.dtype == torch.float8_e4m3fn or key.endswith(SCALE)
         stored = reduce(torch.promote_types, [DTYPES[info.dtype] for info in infos.values()]) if not in_fp8 else None
         value = torch.empty(target.shape, dtype=stored or target.dtype, device=device)
