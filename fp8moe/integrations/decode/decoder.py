@@ -31,8 +31,9 @@ class GraphDecoder:
     Where the model is on a CPU the same step runs without a graph; the results are the same.
 
     On a GPU flash attention reads the cache where it lies, without a mask and without repeating the key heads, if it
-    serves the model: 16-bit dtypes, keys and values of one size up to 256, no soft cap, no sinks, no masks but causal
-    and sliding ones. Otherwise the model's own attention does. ``attention`` is "flash", or which it is and why.
+    serves the model: 16-bit dtypes, keys and values of one size up to 256, no soft cap, sinks or position bias, no
+    masks but causal and sliding ones. Otherwise the model's own attention does. ``attention`` is "flash", or which
+    other it is and why.
 
     Memory: each batch size has a cache of its own of ``max_length`` tokens a sequence, also for layers with a sliding
     window (the mask cuts the window); the graphs share one memory pool. Closing or deleting the decoder frees both.
