@@ -101,6 +101,17 @@ def test_pad_tokens_without_a_mask(model, decoder, eos):
     )
 
 
+def test_flash_attention_wants_padding_on_the_left(model, decoder, monkeypatch):
+    monkeypatch.setattr(decoder, "attention", "flash")
+    left, amid = padded(prompts(3, 12), 4, 0, 9), prompts(3, 12)
+    amid[0, 5] = 0
+    assert decoder.generate(left, max_new_tokens=2, pad_token_id=0).shape == (3, 14)
+    with pytest.raises(ValueError, match="zeros on the left only, got some between ones"):
+        decoder.generate(amid, max_new_tokens=2, pad_token_id=0)
+    with pytest.raises(ValueError, match="zeros on the left only, got some between ones"):
+        decoder.generate(amid, attention_mask=(amid != 0).long(), max_new_tokens=2)
+
+
 ONE, SEVERAL = 9, [9, 70]
 
 

@@ -213,7 +213,10 @@ class GraphDecoder:
                 "padding_side='left')"
             )
         if mask is not None and self.attention == "flash" and (mask[:, :-1] & ~mask[:, 1:]).any():
-            raise ValueError("attention_mask: expected zeros on the left only, got some between ones")
+            raise ValueError(
+                "attention_mask: expected zeros on the left only, got some between ones (without attention_mask, "
+                "tokens that are pad_token_id count as zeros)"
+            )
         return ids, mask
 
     def _end_tokens(self, eos: Any, pad: Any) -> tuple[list[int], int | None]:
