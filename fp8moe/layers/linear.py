@@ -149,10 +149,10 @@ class FP8Linear(MasterModule):
         """
         scale = self.weight_scale_inv
         check_tensor("x", x)
-        check_derivatives("fp8moe.FP8Linear", x, self.weight, self.bias)
-        if scale is not None:
-            return linear(x, self.weight, scale, self.bias)
         weight = self.weight
+        if scale is not None:
+            return linear(x, weight, scale, self.bias)
+        check_derivatives("fp8moe.FP8Linear", x, weight, self.bias)
         if recorded(weight):
             return linear_training(x, *quantized(weight), self.bias, weight)
         return linear(x, *quantized(weight), self.bias)

@@ -3,6 +3,8 @@
 Other kinds of differentiation would drop derivatives without a word, or fail inside PyTorch: they are refused.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -48,12 +50,12 @@ def check_derivatives(name: str, *values: object) -> None:
         raise RuntimeError(f"{name} has no derivative under torch.func (grad, vjp, jacrev); use backward")
 
 
-def check_out(name: str, tensors: dict[str, Tensor | None]) -> None:
+def check_out(name: str, arguments: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """RuntimeError where writing to ``out``, one of the tensors, would miss a derivative or a transformation."""
-    check_derivatives(name, *tensors.values())
-    if _transformed() and any(_wrapped(value) for value in tensors.values() if value is not None):
+    check_derivatives(name, *tensors)
+    if _transformed() and any(_wrapped(value) for value in tensors if value is not None):
         raise RuntimeError(f"{name}: out= does not work under torch.func or vmap; call it without out")
-    for argument, value in tensors.items():
+    for argument, value in zip(arguments, tensors, strict=True):
         if recorded(value):
             raise RuntimeError(f"{name}: out= has no automatic differentiation, but {argument} requires a gradient")
 

@@ -52,7 +52,7 @@ def gemm(
     operands = (a_data, a_scale, b_data, b_scale, bias, c)
     if out is None:
         return autograd.run(_gemm_op, "fp8moe.gemm", *operands, out_dtype is torch.float32)
-    autograd.check_out("fp8moe.gemm", dict(zip((*_NAMES, "c", "out"), (*operands, out), strict=True)))
+    autograd.check_out("fp8moe.gemm", (*_NAMES, "c", "out"), (*operands, out))
     _gemm_out_op(*operands, out)
     return out
 

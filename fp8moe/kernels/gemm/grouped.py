@@ -115,7 +115,7 @@ def compute(
 
 def _check_out(name: str, out: Tensor, operands: tuple[Tensor, ...]) -> None:
     check_tensor("out", out)
-    autograd.check_out(name, dict(zip((*_NAMES, "out"), (*operands, out), strict=True)))
+    autograd.check_out(name, (*_NAMES, "out"), (*operands, out))
 
 
 def _check_memory(out: Tensor, groups: str, *operands: Tensor) -> None:

@@ -45,9 +45,7 @@ def grouped_gemm_k(
             raise ValueError("accumulate: expected out, the sums to add to, got None")
         return autograd.run(_op, "fp8moe.grouped_gemm_k", *operands, group_offsets)
     check_tensor("out", out)
-    autograd.check_out(
-        "fp8moe.grouped_gemm_k", dict(zip((*_NAMES, "out"), (*operands, group_offsets, out), strict=True))
-    )
+    autograd.check_out("fp8moe.grouped_gemm_k", (*_NAMES, "out"), (*operands, group_offsets, out))
     _out_op(*operands, group_offsets, out, accumulate)
     return out
 
