@@ -196,6 +196,32 @@ def test_bad_weight_touches_tokens_of_its_expert_only():
     assert out[routed].isnan().all() and torch.equal(out[~routed], clean[~routed])
 
 
+@pytest.mark.parametrize("variant", ["gated", "gelu"])
+@pytest.mark.parametrize("hidden_size", [128, 100])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_residual_is_added_to_the_rounded_result(variant, hidden_size, tokens):
+    layer = make(hidden_size=hidden_size, activation="gelu" if variant == "gelu" else "silu")
+    index, weights = route(tokens, 4, 2)
+    x, residual = torch.randn(2, tokens, hidden_size).bfloat16()
+    expected = residual + layer(x, index, weights)
+    assert torch.equal(layer(x, index, weights, residual=residual), expected)
+    assert torch.equal(layer(x[None], index[None], weights[None], residual=residual[None]), expected[None])
+    with pytest.raises(ValueError, match=r"^residual: expected shape"):
+        layer(x, index, weights, residual=residual[:, 1:])
+
+
+def test_residual_gets_its_gradient():
+    layer = make()
+    index, weights = route(9, 4, 2)
+    x = torch.randn(9, layer.hidden_size)
+    residual = torch.randn_like(x).requires_grad_()
+    layer(x, index, weights, residual=residual).sum().backward()
+    assert (residual.grad == 1).all()
+    trained = experts_cases.make_trained()
+    out = trained(x, index, weights, residual=residual.detach())
+    assert torch.equal(out, residual + trained(x, index, weights))
+
+
 def test_leading_dimensions():
     layer = make()
     x = torch.randn(2, 3, 144)

@@ -9,10 +9,16 @@ import torch
 import fp8moe
 from benchmarks import calls
 from benchmarks.calls import Case, Operands
+from fp8moe.kernels.block.merge_splits import merge_splits
+from fp8moe.kernels.block.rms_norm import rms_norm
+from fp8moe.kernels.block.router import route, router_logits
+from fp8moe.kernels.block.sampling import SamplingState, sample
+from fp8moe.quant.formats import ceil_div
 
 DTYPES = ("bfloat16", "float16", "float32")
 ODD_M = (1, 5, 17, 40, 72, 129, 200, 300, 1000, 8192)
 ODD_SHAPES = ((8, 16), (72, 144), (576, 272), (1000, 4096), (2048, 7168))  # n, k
+HEADS = ((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False))
 EXPERTS = {"hidden": 1024, "intermediate": 512, "experts": 16, "top_k": 4}
 ODD_EXPERTS = {"hidden": 200, "intermediate": 72, "experts": 5, "top_k": 2}
 FORMS = (
@@ -94,6 +100,54 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         operands = make.normal(200, 64, dtype=torch.float32), make.zeros(40, 4, dtype=torch.int32)
         yield lambda operands=operands, dtype=dtype: ops.combine(*operands, make.uniform(40, 4, mean=1.0), dtype)
+    yield from block_calls(make)
+
+
+def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Of what surrounds the experts in a decoder layer."""
+    for dtype, rows, hidden in product(DTYPES, (1, 200), (64, 131, 2048, 7168)):
+        x = make.normal(rows, hidden, dtype=getattr(torch, dtype))
+        weight = make.zeros(hidden, dtype=x.dtype)
+        for residual, values, quantized in ((None, True, False), (x, False, True), (x, True, True)):
+            options = {"residual": residual, "values": values, "quantized": quantized}
+            yield lambda x=x, weight=weight, options=options: rms_norm(x, weight, 1e-6, **options)
+    for dtype, out_dtype, tokens, (experts, hidden) in product(
+        DTYPES, DTYPES, (1, 3, 8), ((128, 2048), (256, 7168), (60, 131))
+    ):
+        operands = [make.normal(count, hidden, dtype=getattr(torch, dtype)) for count in (tokens, experts)]
+        yield lambda operands=operands, dtype=out_dtype: router_logits(*operands, dtype=getattr(torch, dtype))
+    for dtype, out_dtype, (experts, groups), score, normalize in product(
+        DTYPES, DTYPES, ((128, 1), (256, 8), (1024, 1)), ("softmax", "sigmoid"), (False, True)
+    ):
+        logits, bias = make.normal(70, experts, dtype=getattr(torch, dtype)), make.uniform(experts, mean=0.0)
+        form = {"score": score, "num_groups": groups, "top_groups": ceil_div(groups, 2), "normalize": normalize}
+        for given in (None, bias):
+            options = form | {"bias": given, "dtype": getattr(torch, out_dtype)}
+            yield lambda logits=logits, options=options: route(logits, 8, **options)
+    for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(
+        DTYPES,
+        (1, 300),
+        ((32, 4, 128, 128, True), (96, 8, 128, 64, True), (8, 2, 256, 256, False), (14, 2, 64, 64, False)),
+    ):
+        dtype = getattr(torch, dtype)
+        q, k, v = (make.normal(1, tokens, count, size, dtype=dtype) for count in (heads, key_heads, key_heads))
+        tables = [make.normal(1, tokens, rotated, dtype=dtype) for _ in range(2)]
+        cache = [make.zeros(1, key_heads, tokens, size, dtype=dtype) for _ in range(2)]
+        weight = make.normal(size, dtype=dtype) if norm else None
+        operands = (q, k, v, *tables, *cache, None, weight, weight, 1e-6)
+        yield lambda operands=operands: torch.ops.fp8moe.rotary(*operands)
+        parts = q[0, :1].view(1, key_heads, 1, -1, size)
+        lse = make.zeros(*parts.shape[:4], dtype=torch.float32)
+        counts = make.zeros(1, key_heads, 1, dtype=torch.int32)
+        for quantized in (False, True):
+            options = {"quantized": quantized}
+            yield lambda operands=(parts, lse, counts), options=options: merge_splits(*operands, **options)
+    for dtype, vocabulary in product(DTYPES, (40_000, 40_001)):
+        logits = make.normal(2, vocabulary, dtype=getattr(torch, dtype))
+        dtypes = (torch.float32, torch.int32, *(torch.float32,) * 4, *(torch.int64,) * 2)
+        state = [make.zeros(2, dtype=field) for field in dtypes]
+        state = SamplingState(*state, make.zeros(2, vocabulary, dtype=torch.uint8))
+        yield lambda logits=logits, state=state: sample(logits, state)
 
 
 def all_calls(make: Operands) -> Iterator[Callable[[], object]]:

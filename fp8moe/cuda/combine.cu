@@ -1,11 +1,11 @@
 // Sums the rows of each token's assignments with their weights: products and sums in float32, each rounded, in the
-// order of the assignments.
+// order of the assignments. The sum, rounded to the output, may be added to a residual.
 //
 // A warp takes 32 vectors of 16 bytes of a token, and loads those of 8 assignments before it adds them up.
 //
 // Compile-time constants: those of input.cuh, where INPUT is the type of y and VECTOR = 1; WEIGHT and OUTPUT (BFloat16,
 // Float16 or Float32); WARPS (of a thread block), WARP_COLUMNS; HIDDEN, the columns, a multiple of 8.
-#include "input.cuh"
+#include "output.cuh"
 #include "warp.cuh"
 
 using Weight = WEIGHT;
@@ -15,29 +15,11 @@ constexpr int AT_ONCE = 8;
 constexpr u32 TOKEN_WARPS = ceil_div(HIDDEN, WARP_COLUMNS);
 static_assert(VECTOR && WARP_COLUMNS == WARP * PER_VECTOR && HIDDEN % 8 == 0);
 
-__device__ u32 pack(BFloat16, float low, float high) { return pack_bfloat16(low, high); }
-
-__device__ u32 pack(Float16, float low, float high) {
-  u32 packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// Rounds 4 values to the type of the output and stores them.
-template <class Type>
-__device__ void store4(typename Type::Element* target, const float* v) {
-  if constexpr (sizeof(typename Type::Element) == 4) {
-    *reinterpret_cast<float4*>(target) = make_float4(v[0], v[1], v[2], v[3]);
-  } else {
-    *reinterpret_cast<uint2*>(target) = make_uint2(pack(Type(), v[0], v[1]), pack(Type(), v[2], v[3]));
-  }
-}
-
 // y (num_rows, HIDDEN); rows, weights (tokens, top_k), an assignment whose row is outside [0, num_rows) adds nothing;
-// out (tokens, HIDDEN). Grid: a warp for each WARP_COLUMNS columns of each token.
+// residual, out (tokens, HIDDEN); residual may be null. Grid: a warp for each WARP_COLUMNS columns of each token.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
-    combine(const Element* y, const int* rows, const Weight::Element* weights, Output::Element* out, u32 tokens,
-            u32 top_k, u32 num_rows) {
+    combine(const Element* y, const int* rows, const Weight::Element* weights, const Output::Element* residual,
+            Output::Element* out, u32 tokens, u32 top_k, u32 num_rows) {
   const u32 unit = blockIdx.x * WARPS + threadIdx.x / WARP;
   const u32 lane = threadIdx.x % WARP;
   const u32 token = unit / TOKEN_WARPS;
@@ -73,7 +55,10 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     }
   }
   if (columns <= 0) return;
-  Output::Element* target = out + i64{token} * HIDDEN + column;
+  const i64 place = i64{token} * HIDDEN + column;
 #pragma unroll
-  for (int c = 0; c < PER_VECTOR; c += 4) store4<Output>(target + c, sum + c);
+  for (int c = 0; c < PER_VECTOR; c += 4) {
+    if (residual) add4<Output>(sum + c, residual + place + c);
+    store4<Output>(out + place + c, sum + c);
+  }
 }

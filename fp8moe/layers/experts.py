@@ -16,7 +16,7 @@ from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.autograd import check_derivatives, recorded
-from fp8moe.runtime.checks import FLOATING, check_int, check_tensor
+from fp8moe.runtime.checks import FLOATING, check_int, check_like, check_tensor
 
 
 class GroupedExperts(MasterModule):
@@ -233,13 +233,16 @@ class GroupedExperts(MasterModule):
                 data[expert].copy_(quantized.data.flatten(0, 1))
                 scale[expert].copy_(quantized.scale.flatten(0, 1))
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, residual: Tensor | None = None
+    ) -> Tensor:
         """The experts' weighted outputs, in the dtype of ``hidden_states``.
 
         hidden_states: (T, H) bfloat16, float16 or float32, or (..., H).
         top_k_index: (T, K) int32 or int64, the experts of each token, or (..., K) with the same leading sizes. An index
             outside [0, E) means an expert that is not here: it adds nothing.
         top_k_weights: float32, bfloat16 or float16, of the same shape.
+        residual: like hidden_states; the result is added to it, after it was rounded. None for none.
         Returns (T, H), or (..., H). Equal inputs give equal bits, as do their gradients.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
@@ -248,6 +251,12 @@ class GroupedExperts(MasterModule):
         inputs = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
         for name, value in inputs.items():
             check_tensor(name, value)
+        if residual is not None:
+            check_like(
+                "residual", residual, (hidden_states.dtype,), hidden_states.shape, hidden_states.device, "hidden_states"
+            )
+            if recorded(residual):
+                return residual + self(hidden_states, top_k_index, top_k_weights)
         shape = hidden_states.shape
         if len(shape) > 2:
             for name, value in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
@@ -259,6 +268,7 @@ class GroupedExperts(MasterModule):
             hidden_states, top_k_index, top_k_weights = (
                 value.flatten(0, -2) for value in (hidden_states, top_k_index, top_k_weights)
             )
+            residual = residual if residual is None else residual.flatten(0, -2)
         parameters = [getattr(self, name) for name in self.weight_names]
         check_derivatives("fp8moe.GroupedExperts", hidden_states, top_k_weights, *parameters)
         up, up_scale, down, down_scale = parameters
@@ -275,11 +285,13 @@ class GroupedExperts(MasterModule):
         if trains:
             weights = (FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
             out = experts_training(*inputs, *weights, activation=self.activation, **masters)
+            out = out if residual is None else residual + out
         else:
             capacity = self.decode_capacity
             if capacity is not None and hidden_states.shape[0] > capacity:
                 capacity = None
-            out = experts(*inputs, up, up_scale, down, down_scale, activation=self.activation, capacity=capacity)
+            weights = (up, up_scale, down, down_scale)
+            out = experts(*inputs, *weights, activation=self.activation, capacity=capacity, residual=residual)
         return out.view(shape) if len(shape) > 2 else out
 
     def _quantized(self) -> tuple[FP8Tensor, FP8Tensor]:

@@ -96,7 +96,7 @@ class _ForwardOnly(torch.autograd.Function):
         return op(*args)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, *_):
         # An operator raises, not this method, which torch.compile traces together with the forward.
         needed = ctx.needs_input_grad[2:]
         inputs = [arg for arg, need in zip(ctx.saved_tensors, needed, strict=True) if need]

@@ -39,7 +39,7 @@ def write(y, rows, weights, out_dtype):
     index = y.get_device()
     with device_guard(index):
         plan = combine_plan.plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, index)
-        plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), out.data_ptr())
+        plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), 0, out.data_ptr())
     assert (out[size:] == MARK).all()
     return out[:size].view(out_dtype).view(tokens, hidden)
 
@@ -82,6 +82,15 @@ def test_unused_values_do_not_leak(y_dtype):
     y[int(rows[rows >= 0].clamp(max=499)[0])] = float("nan")
     y[7, 3] = float("inf")
     assert_matches(y, rows, weights, torch.bfloat16)
+
+
+@pytest.mark.parametrize("out_dtype", FLOATING)
+def test_residual(out_dtype):
+    for tokens, hidden, top_k in SIZES:
+        y, weights = random(tokens * top_k, hidden, dtype=torch.bfloat16), random(tokens, top_k, seed=1)
+        rows, residual = random_rows(tokens, top_k, len(y)), random(tokens, hidden, dtype=out_dtype, seed=2)
+        got = combine(y, rows, weights, out_dtype, residual=residual)
+        assert torch.equal(got, reference.combine(y, rows, weights, out_dtype, residual))
 
 
 def test_rows_out_of_range():

@@ -98,6 +98,16 @@ def test_variants(variant, dtype, capacity):
         check(layer, x, *route(tokens, 8, 2))
 
 
+@pytest.mark.parametrize("tokens,hidden_size", [(1, 272), (40, 272), (7, 200), (300, 1024)])
+def test_residual_is_added_to_the_rounded_result(tokens, hidden_size):
+    layer = make(hidden_size=hidden_size)
+    index, weights = route(tokens, 8, 2)
+    x, residual = torch.randn(2, tokens, hidden_size, device=DEVICE).bfloat16()
+    expected = residual + layer(x, index, weights)
+    for _ in range(2):  # with a new plan and with a kept one
+        assert torch.equal(layer(x, index, weights, residual=residual), expected)
+
+
 @pytest.mark.parametrize("sizes", [(272, 96), (272, 200), (144, 320), (131, 77), (1, 1), (2048, 768)])
 @pytest.mark.parametrize("variant", ["plain", "gelu"])
 def test_sizes(sizes, variant):

@@ -6,15 +6,21 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.integrations.fingerprint import Fingerprint
+from fp8moe.integrations.names import NAME
 from fp8moe.layers import experts_source
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import autograd
 
-NAME = "fp8moe"
 
-
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
     """What transformers calls as the forward of its experts modules, with the arguments of `GroupedExperts.forward`.
 
     Under expert parallelism ``self`` holds this rank's experts, and experts of other ranks have the index num_experts:
@@ -28,13 +34,14 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     # The layer is frozen: a backward must say that weights which require gradients get none.
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
-        return kept.layer(hidden_states, top_k_index, top_k_weights)
+        return kept.layer(hidden_states, top_k_index, top_k_weights, residual=residual)
     name = (
         f"experts_implementation={NAME!r} of {type(self).__name__} (to train its weights, put "
         "GroupedExperts.from_experts(module, master_dtype=...) in its place)"
     )
     inputs = (hidden_states, top_k_index, top_k_weights)
-    return autograd.run(lambda *args: kept.layer(*args[: len(inputs)]), name, *inputs, *trained)
+    out = autograd.run(lambda *args: kept.layer(*args[: len(inputs)]), name, *inputs, *trained)
+    return out if residual is None else residual + out
 
 
 class _Kept:

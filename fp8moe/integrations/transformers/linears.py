@@ -1,26 +1,14 @@
 """transformers' FP8 linears on fp8moe's kernels."""
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp8moe.integrations.finegrained import is_routed, refusal
 from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.kernels.linear.forward import linear
-from fp8moe.quant.formats import BLOCK
-
-
-def refusal(weight: Tensor, block_size: Sequence[int] | None, activation_scale: Tensor | None) -> str | None:
-    """Why a linear of transformers in FP8 stays with it, or None for one that runs on fp8moe."""
-    if weight.dtype is not torch.float8_e4m3fn:
-        return f"weights in {weight.dtype}; fp8moe runs torch.float8_e4m3fn"
-    if activation_scale is not None:
-        return "static activation scales; fp8moe runs dynamic ones"
-    if block_size is None or tuple(block_size) != (BLOCK, BLOCK):
-        return f"weight blocks {block_size}; fp8moe runs blocks of {BLOCK}x{BLOCK}"
-    return None
 
 
 def route_linears() -> None:
@@ -31,12 +19,6 @@ def route_linears() -> None:
     # 5.23 by position and, where the input needs gradients, inside an autograd function that has a backward.
     if not is_routed():
         finegrained_fp8.fp8_linear = routed(finegrained_fp8.fp8_linear)
-
-
-def is_routed() -> bool:
-    from transformers.integrations import finegrained_fp8
-
-    return hasattr(finegrained_fp8.fp8_linear, "_fp8moe")
 
 
 def routed(theirs):

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fp8moe.integrations.transformers import experts, indexers, linears
+from fp8moe.integrations import finegrained
+from fp8moe.integrations.transformers import experts, indexers
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.layers.mqa_indexer import TRANSFORMERS_CLASSES, FP8MQAIndexer
@@ -104,10 +105,10 @@ def _of_linear(module: nn.Module) -> tuple[str, str]:
 
     if type(module).forward is not finegrained_fp8.FP8Linear.forward:
         return _THEIRS, "its forward is not that of transformers' FP8Linear"
-    if not linears.is_routed():
+    if not finegrained.is_routed():
         return _THEIRS, "register() has not been called"
     scale = getattr(module, "activation_scale", None)
-    if (reason := linears.refusal(module.weight, module.block_size, scale)) is not None:
+    if (reason := finegrained.refusal(module.weight, module.block_size, scale)) is not None:
         return _THEIRS, reason
     return _OURS, "on its own FP8 weight"
 

@@ -14,7 +14,7 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 def experts(operands: Operands, gated: bool, capacity: int | None = None) -> None:
     """Dtypes, shapes and devices of the input and the parameters."""
-    hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale = operands
+    hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale, residual = operands
     check_dtype("hidden_states", hidden_states, *FLOATING)
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
@@ -39,6 +39,8 @@ def experts(operands: Operands, gated: bool, capacity: int | None = None) -> Non
     blocks, hidden_blocks = ceil_div(size, BLOCK), ceil_div(hidden, BLOCK)
     check_scale(f"{up_name}_scale_inv", up_scale, (count, projections * blocks, hidden_blocks), device)
     check_scale("down_proj_scale_inv", down_scale, (count, hidden_blocks, blocks), device)
+    if residual is not None:
+        check_like("residual", residual, (hidden_states.dtype,), hidden_states.shape, device, "hidden_states")
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity: expected at least one row an expert, got {capacity}")
 
@@ -72,7 +74,7 @@ def permute(x: Tensor, rows: Tensor, num_rows: int) -> None:
         raise ValueError(f"num_rows: expected 0 to 2**31 - 1, got {num_rows}")
 
 
-def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> None:
+def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> None:
     """Dtypes, sizes and devices of the arguments of `combine`."""
     check_dtype("y", y, torch.bfloat16, torch.float32)
     if y.dim() != 2 or y.shape[1] % 8 or y.shape[0] >= 1 << 31:
@@ -81,6 +83,8 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) ->
     _weights("weights", weights, rows, "rows", "y")
     if out_dtype not in FLOATING:
         raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
+    if residual is not None:
+        check_like("residual", residual, (out_dtype,), (rows.shape[0], y.shape[1]), y.device, "y")
 
 
 def _weights(name: str, weights: Tensor, like: Tensor, like_name: str, beside: str) -> None:

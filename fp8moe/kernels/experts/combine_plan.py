@@ -42,10 +42,11 @@ def plan(
     *,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for y (num_rows, hidden), rows and weights (tokens, top_k), out (tokens, hidden), in this order.
+    """The launcher for y (num_rows, hidden), rows and weights (tokens, top_k), residual and out (tokens, hidden).
 
-    tokens and hidden are not 0, all tensors contiguous, y and out at multiples of 16 bytes, and `device_index` is that
-    of the current device. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
+    In this order; the residual may be 0 for none. tokens and hidden are not 0, all tensors contiguous, y, residual and
+    out at multiples of 16 bytes, and `device_index` is that of the current device. pdl: start before the kernel ahead
+    has ended; nothing is read or written before it has.
     """
     return _plans.get(
         (tokens, hidden, top_k, num_rows, y_dtype, weight_dtype, out_dtype, device_index, pdl),
@@ -54,21 +55,27 @@ def plan(
             grid=ceil_div(tokens * ceil_div(hidden, _warp_columns(y_dtype)), _WARPS),
             block=_WARPS * WARP,
             pdl=pdl,
-            pointers=4,
+            pointers=5,
             args=tuple(map(ctypes.c_uint32, (tokens, top_k, num_rows))),
         ),
     )
 
 
-def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
     """The result of operands in any layout, as ``experts.combine`` describes it."""
     (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
     out = torch.empty((tokens, hidden), dtype=out_dtype, device=y.device)
     if out.numel():
-        y, rows, weights = aligned(y), rows.contiguous(), weights.contiguous()
+        operands = (
+            aligned(y),
+            rows.contiguous(),
+            weights.contiguous(),
+            residual if residual is None else aligned(residual),
+            out,
+        )
         device_index = y.get_device()
         with device_guard(device_index):
             plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, device_index).launch(
-                current_stream(device_index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), out.data_ptr()
+                current_stream(device_index), *(0 if operand is None else operand.data_ptr() for operand in operands)
             )
     return out

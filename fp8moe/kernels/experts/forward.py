@@ -32,6 +32,7 @@ def experts(
     *,
     activation: Activation,
     capacity: int | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """``sum over k of top_k_weights[t, k] * down_e(activation(up_e(hidden_states[t])))`` with e = top_k_index[t, k].
 
@@ -45,6 +46,7 @@ def experts(
     activation: a SwiGLU runs inside GEMM 1 and its quantization; another as PyTorch operations between the two.
     capacity: rows kept free for each expert (the masked layout), instead of rows one group after the other. An
         assignment beyond them adds nothing, so with distinct experts a token it is to be at least T.
+    residual: (T, H) of the dtype of hidden_states, to which the rounded result is added, or None.
     Returns (T, H) in the dtype of hidden_states. Products are summed in float32, results of GEMM 2 rounded to bfloat16
     where hidden_states is bfloat16, and the weighted sum taken in float32 in the order of k.
 
@@ -57,14 +59,14 @@ def experts(
         *(_experts_op, "fp8moe.GroupedExperts"),
         *(hidden_states, top_k_index, top_k_weights),
         *(up_proj, up_proj_scale_inv, down_proj, down_proj_scale_inv),
-        *(activation.name, activation.gated, activation.limit, activation.alpha, capacity),
+        *(activation.name, activation.gated, activation.limit, activation.alpha, capacity, residual),
     )
 
 
 def _arguments(*arguments) -> tuple[Operands, Activation, int | None]:
     """The operator's arguments, in the order of its schema."""
-    name, gated, limit, alpha, capacity = arguments[7:]
-    return Operands(*arguments[:7]), Activation(limit, alpha, name, gated), capacity
+    name, gated, limit, alpha, capacity, *residual = arguments[7:]
+    return Operands(*arguments[:7], *residual), Activation(limit, alpha, name, gated), capacity
 
 
 def _experts(*arguments) -> Tensor:
@@ -76,8 +78,11 @@ def _experts(*arguments) -> Tensor:
     x, up, down = operands.hidden_states, operands.up, operands.down
     hidden = x.shape[1]
     if not (operands.top_k_index.numel() and up.numel() and down.numel()):
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return out if operands.residual is None else operands.residual + out
     up, down = pad_weights(up, down, 16)
+    if up.shape[2] != hidden and operands.residual is not None:
+        return operands.residual + _experts(*arguments[:-1], None)
     operands = operands._replace(hidden_states=pad_columns(x, up.shape[2]), up=up, down=down)
     if activation.is_swiglu and use_cuda(x):
         out = plan.experts(operands, activation, capacity)
@@ -88,7 +93,7 @@ def _experts(*arguments) -> Tensor:
 
 def _composed(operands: Operands, activation: Activation, capacity: int | None) -> Tensor:
     """The layer from its five operators, for any backend."""
-    x, top_k_index, top_k_weights, up, up_scale, down, down_scale = operands
+    x, top_k_index, top_k_weights, up, up_scale, down, down_scale, residual = operands
     count = up.shape[0]
     expected_m = ceil_div(top_k_index.numel(), count)
     num_rows = top_k_index.numel() if capacity is None else count * capacity
@@ -106,7 +111,7 @@ def _composed(operands: Operands, activation: Activation, capacity: int | None) 
     dtype = torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
     y = torch.empty((num_rows, down.shape[1]), dtype=dtype, device=x.device)
     compute(intermediate, FP8Tensor(down, down_scale), groups, y, capacity, expected_m)
-    return combine(y, rows, top_k_weights, x.dtype)
+    return combine(y, rows, top_k_weights, x.dtype, residual=residual)
 
 
 def _project(a: FP8Tensor, up: FP8Tensor, groups: Tensor, gated: bool, capacity: int | None, expected_m: int) -> Tensor:
@@ -131,7 +136,7 @@ def _experts_fake(*arguments) -> Tensor:
 _experts_op = define(
     "experts(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor up_proj, Tensor up_proj_scale_inv, "
     "Tensor down_proj, Tensor down_proj_scale_inv, str activation, bool gated, float? limit, float? alpha, "
-    "SymInt? capacity) -> Tensor",
+    "SymInt? capacity, Tensor? residual=None) -> Tensor",
     _experts,
     _experts_fake,
     forward_only=True,

@@ -17,6 +17,7 @@ class Operands(NamedTuple):
     up_scale: Tensor
     down: Tensor
     down_scale: Tensor
+    residual: Tensor | None = None
 
 
 def pad_weights(up: Tensor, down: Tensor, multiple: int) -> tuple[Tensor, Tensor]:

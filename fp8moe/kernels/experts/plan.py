@@ -14,7 +14,7 @@ from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.plan import Plan as GemmPlan
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime import config
-from fp8moe.runtime.checks import row_major
+from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
 
@@ -29,7 +29,7 @@ class Plan:
     """
 
     def __init__(self, operands: Operands, activation: Activation, capacity: int | None):
-        x, index, weights, up, _, down, _ = operands
+        x, index, weights, up, _, down, *_ = operands
         device = self.index = x.get_device()
         tokens, top_k = index.shape
         count, hidden, size = down.shape
@@ -79,7 +79,7 @@ class Plan:
 
     def run(self, operands: Operands) -> Tensor:
         """Returns (T, H) in the dtype of the input."""
-        x, index, weights, up, up_scale, down, down_scale = operands
+        x, index, weights, up, up_scale, down, down_scale, residual = operands
         # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
         scratch = self.new_scratch()
         out = self.new_out()
@@ -93,7 +93,8 @@ class Plan:
                 stream, a, a_scale, up.data_ptr(), up_scale.data_ptr(), groups, (h, self.size, h_scale, self.pitch)
             )
             self.gemm2.launch(stream, h, h_scale, down.data_ptr(), down_scale.data_ptr(), groups, (y, self.hidden, 0))
-            self.combine.launch(stream, y, rows, weights.data_ptr(), out.data_ptr())
+            added = 0 if residual is None else residual.data_ptr()
+            self.combine.launch(stream, y, rows, weights.data_ptr(), added, out.data_ptr())
         return out
 
 
@@ -102,7 +103,7 @@ _plans: PlanCache[Plan] = PlanCache()
 
 def _key(operands: Operands, activation: Activation, capacity: int | None) -> tuple:
     """All that the checks of the operands and the plan depend on, save addresses."""
-    layouts = ((value.shape, value.stride(), value.dtype, value.get_device()) for value in operands)
+    layouts = (x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in operands)
     return (*layouts, activation, capacity)
 
 
@@ -112,7 +113,8 @@ def find(operands: Operands, activation: Activation, capacity: int | None) -> Pl
     if plan is None or config.settings.backend == "reference":
         return None
     addresses = operands.hidden_states.data_ptr() | operands.up.data_ptr() | operands.down.data_ptr()
-    return None if addresses & 15 else plan
+    added = operands.residual
+    return None if (addresses | (0 if added is None else added.data_ptr())) & 15 else plan
 
 
 def experts(operands: Operands, activation: Activation, capacity: int | None) -> Tensor:
@@ -122,8 +124,7 @@ def experts(operands: Operands, activation: Activation, capacity: int | None) ->
     of the input.
     """
     x, *rest = operands
-    values = (row_major(x), *(value.contiguous() for value in rest))
-    operands = Operands(*(value.clone() if value.data_ptr() & 15 else value for value in values))
+    operands = Operands(row_major(x), *(value if value is None else aligned(value) for value in rest))
 
     def build() -> Plan:
         with device_guard(x.get_device()):

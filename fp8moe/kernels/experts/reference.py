@@ -47,8 +47,11 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Te
     return permuted, out_scale.copy_(scale[source])
 
 
-def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """y (num_rows, H), rows and weights (T, K) -> (T, H). Products and sums are float32, each rounded, k ascending."""
+def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+    """y (num_rows, H), rows and weights (T, K), residual (T, H) or None -> (T, H).
+
+    Products and sums are float32, each rounded, k ascending.
+    """
     num_rows, hidden = y.shape
     tokens, top_k = rows.shape
     total = torch.zeros(tokens, hidden, dtype=torch.float32, device=y.device)
@@ -58,7 +61,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype) ->
         for k in range(top_k):
             product = weights[:, k, None].float() * y[row[:, k]].float()
             total = torch.where(valid[:, k, None], total + product, total)
-    return total.to(out_dtype)
+    return total.to(out_dtype) if residual is None else residual + total.to(out_dtype)
 
 
 def valid_rows(rows: Tensor, num_rows: int) -> Tensor:

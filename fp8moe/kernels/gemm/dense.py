@@ -57,15 +57,18 @@ def gemm(
     return out
 
 
-def compute(operands: Operands, out: Tensor) -> None:
-    """Write the product of checked operands to ``out`` on the backend that takes them."""
+def compute(operands: Operands, out: Tensor, *, pdl: bool = False) -> None:
+    """Write the product of checked operands to ``out`` on the backend that takes them.
+
+    pdl: start before the kernel ahead has ended; then it must not write b or bias.
+    """
     a, a_scale, b, b_scale, bias, c = operands
     if out.numel() == 0:
         return
     if use_cuda(a) and a.shape[1]:
         c = c if c is None else row_major(c)
         a, a_scale, b, b_scale = row_major(a), mn_major(a_scale), row_major(b), b_scale.contiguous()
-        dense_plan.gemm(Operands(a, a_scale, b, b_scale, checks.bias_vector(bias), c), out)
+        dense_plan.gemm(Operands(a, a_scale, b, b_scale, checks.bias_vector(bias), c), out, pdl=pdl)
         return
     dtype = out.dtype if c is None else torch.float32
     sums = gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias, dtype)

@@ -40,9 +40,9 @@ def _key(operands: Operands, *options: torch.dtype | GemmConfig | bool | None) -
     return (*layouts, *options)
 
 
-def find(operands: Operands, out_dtype: torch.dtype) -> Plan | None:
+def find(operands: Operands, out_dtype: torch.dtype, *, pdl: bool = False) -> Plan | None:
     """The plan to `run` on these operands if one like them has run: then there is nothing to check or to copy."""
-    plan = _plans.find(_key(operands, out_dtype, None, False))
+    plan = _plans.find(_key(operands, out_dtype, None, pdl))
     if plan is None or config.settings.backend == "reference":
         return None
     a, a_scale, b, _, _, c = operands
@@ -64,15 +64,15 @@ def make(operands: Operands, out_dtype: torch.dtype, *, cfg: GemmConfig | None =
     return _plans.get(_key(operands, out_dtype, cfg, pdl), build)
 
 
-def gemm(operands: Operands, out: Tensor, *, cfg: GemmConfig | None = None) -> None:
+def gemm(operands: Operands, out: Tensor, *, cfg: GemmConfig | None = None, pdl: bool = False) -> None:
     """``out = a @ b.T + bias + c`` on tensors that ``kernels.gemm.dense`` has checked.
 
     operands: rows of a, b and c at multiples of 16 bytes; a_scale MN-major and at such a multiple; b_scale contiguous;
         bias bfloat16 or float32, contiguous.
     out: (M, N) bfloat16 or float32, rows at multiples of 16 bytes, written. It may be c.
-    cfg: the variant to run instead of the cost model's choice.
+    cfg: the variant to run instead of the cost model's choice. pdl: start before the kernel ahead has ended.
     """
-    run(make(operands, out.dtype, cfg=cfg), operands, out)
+    run(make(operands, out.dtype, cfg=cfg, pdl=pdl), operands, out)
 
 
 def run(plan: Plan, operands: Operands, out: Tensor) -> None:

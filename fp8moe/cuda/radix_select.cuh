@@ -1,0 +1,160 @@
+// Finds the key at which the weights of the largest keys reach a target, over a cluster of thread blocks: radix
+// selection, digit by digit from the highest one (Knuth, The Art of Computer Programming 3, section 5.2.5).
+//
+// Weights are integers and so are their sums: the order in which they are added up cannot show.
+//
+// Compile-time constants: WARPS (of a thread block), CLUSTER (thread blocks), DIGIT_BITS.
+#pragma once
+
+#include "cluster.cuh"
+#include "warp.cuh"
+
+constexpr int BUCKETS = 1 << DIGIT_BITS;
+constexpr int GROUPS = BUCKETS / WARP;
+static_assert(GROUPS == 2 * WARP && GROUPS % WARPS == 0);
+
+// Between what a thread block has written for others and their reads.
+__device__ __forceinline__ void cluster_publish() {
+  cluster_arrive_release();
+  cluster_wait();
+}
+
+// Between reads from other blocks, whose values have come, and what overwrites them; also a barrier of the thread
+// block.
+__device__ __forceinline__ void cluster_done_reading() {
+  __syncthreads();
+  cluster_arrive_relaxed();
+  cluster_wait();
+}
+
+// `value`, which is shared, as thread block `rank` of the cluster has it.
+__device__ __forceinline__ u32 in_block(const u32& value, u32 rank) {
+  return load_from_block(cluster_address(shared_address(&value), rank));
+}
+
+struct Weight {  // 64 bits, as far as atomic additions to shared memory go
+  u32 low, high;
+
+  __device__ __forceinline__ u64 value() const { return u64{high} << 32 | low; }
+
+  __device__ __forceinline__ void add(u64 weight) {
+    const u32 part = static_cast<u32>(weight);
+    const u32 carry = atomicAdd(&low, part) + part < part;
+    const u32 rest = static_cast<u32>(weight >> 32) + carry;
+    if (rest) atomicAdd(&high, rest);
+  }
+
+  __device__ __forceinline__ u64 in_block(u32 rank) const {
+    return u64{::in_block(high, rank)} << 32 | ::in_block(low, rank);
+  }
+
+  // Summed over the cluster.
+  __device__ __forceinline__ u64 in_cluster() const {
+    u64 sum = 0;
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; ++rank) sum += in_block(rank);
+    return sum;
+  }
+};
+
+struct Histogram {
+  Weight buckets[BUCKETS];  // by digit, from the largest one on
+  Weight groups[GROUPS];    // sums of WARP buckets
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < BUCKETS; i += WARPS * WARP) buckets[i + threadIdx.x] = {};
+  }
+
+  __device__ void sum_groups() {
+    const u32 lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < GROUPS; i += WARPS) {
+      const int group = i + threadIdx.x / WARP;
+      const u64 sum = warp_reduce(buckets[group * WARP + lane].value(), [](u64 a, u64 b) { return a + b; });
+      if (lane == 0) groups[group] = {static_cast<u32>(sum), static_cast<u32>(sum >> 32)};
+    }
+  }
+};
+
+// Adds weights to the histogram of a digit, those of keys whose higher digits are `prefix`.
+struct Count {
+  Histogram& histogram;
+  u32 prefix, digits;
+  int known, shift;  // where the digit ends and begins
+
+  // weight() is computed only if it is needed.
+  template <class WeightOf>
+  __device__ void operator()(u32 key, const WeightOf& weight) const {
+    if (static_cast<u32>(u64{key} >> known) != prefix) return;
+    histogram.buckets[BUCKETS - 1 - (key >> shift & digits)].add(weight());
+  }
+};
+
+// Where the weights reach the target.
+struct Selected {
+  u64 rest;    // of the target, less the weights of larger keys
+  u64 inside;  // the weights of the selected keys, at least the rest
+};
+
+struct Digit {
+  u32 value;
+  Selected selected;
+};
+
+// The digit of the keys with which the weights, from the largest digit on, reach target_of(their sum). For one warp.
+template <class Target>
+__device__ Digit find_digit(const Histogram& histogram, const Target& target_of) {
+  const u32 lane = threadIdx.x % WARP;
+  const u64 first = histogram.groups[2 * lane].in_cluster();
+  const u64 both = first + histogram.groups[2 * lane + 1].in_cluster();
+  u64 end = warp_inclusive_sum(both, lane);
+  const u64 target = target_of(__shfl_sync(FULL_WARP, end, WARP - 1));
+  const int pair = __ffs(__ballot_sync(FULL_WARP, end >= target)) - 1;
+  u64 above = __shfl_sync(FULL_WARP, end - both, pair);
+  const u64 half = __shfl_sync(FULL_WARP, first, pair);
+  const bool second = above + half < target;
+  if (second) above += half;
+
+  const int begin = (2 * pair + second) * WARP;
+  const u64 weight = histogram.buckets[begin + lane].in_cluster();
+  end = above + warp_inclusive_sum(weight, lane);
+  const int place = __ffs(__ballot_sync(FULL_WARP, end >= target)) - 1;
+  above = __shfl_sync(FULL_WARP, end - weight, place);
+  return {static_cast<u32>(BUCKETS - 1 - begin - place), {target - above, __shfl_sync(FULL_WARP, weight, place)}};
+}
+
+// Raises `bound` to the largest key at which the weights of keys from there on reach target_of(the sum of all), or to
+// less where the keys between weigh nothing.
+//
+// bits: of a key. each(Count): calls it with key and weight for what this thread has. It is called for every digit and
+// may leave out what is below `bound` then. The target is from 1 to the sum.
+template <class Each, class Target>
+__device__ Selected radix_select(Histogram& histogram, int bits, u32& bound, const Each& each,
+                                 const Target& target_of) {
+  __shared__ Digit found;
+  u32 prefix = 0;
+  Selected selected = {};
+  for (int shift = bits; shift > 0;) {
+    const int known = shift;
+    shift = max(shift - DIGIT_BITS, 0);
+    const u32 digits = (1u << (known - shift)) - 1;
+    histogram.clear();
+    __syncthreads();
+    each(Count{histogram, prefix, digits, known, shift});
+    __syncthreads();
+    histogram.sum_groups();
+    cluster_publish();
+    if (threadIdx.x < WARP) {
+      const Digit digit =
+          find_digit(histogram, [&](u64 sum) { return known == bits ? target_of(sum) : selected.rest; });
+      if (threadIdx.x == 0) found = digit;
+    }
+    cluster_done_reading();
+    prefix = prefix << (known - shift) | found.value;
+    selected = found.selected;
+    bound = max(bound, prefix << shift);
+    if (selected.rest == selected.inside) break;
+  }
+  return selected;
+}

@@ -1,0 +1,107 @@
+"""Attention modules: one projection, then norms of heads, rotary embedding and the cache in one kernel.
+
+What attends is the model's own choice (`model.config._attn_implementation`), called as its own forward calls it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.integrations.models import forms, linears, norms
+from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.kernels.block import rotary
+from fp8moe.kernels.block.rms_norm import Normed
+
+
+def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether `attend` computes what the module does for an input of this dtype."""
+    form = forms.form_of(module, forms.ATTENTION)
+    if form is None or not runs_as_written(module) or not forms.rotates_halves(module) or not position_embeddings:
+        return False
+    cos = position_embeddings[0]
+    if cos.dim() != 3 or cos.dtype is not dtype or not rotary.serves(module.head_dim, cos.shape[-1]):
+        return False
+    return not _has_norms(module, form) or all(norms.serves(part, dtype) for part in (module.q_norm, module.k_norm))
+
+
+def prepare(module: nn.Module) -> str | None:
+    """Move the weights of q, k and v together; what is fused then, None if the module's code is not known."""
+    if forms.form_of(module, forms.ATTENTION) is None or not forms.rotates_halves(module):
+        return None
+    together = runs_as_written(module) and linears.pack(_inputs(module))
+    return "q, k and v as one, heads and cache" if together else "heads and cache"
+
+
+def wants_quantized(module: nn.Module) -> bool:
+    """Whether `attend` reads its input in FP8: then it does not read the values."""
+    return all(linears.weights(part) is not None for part in _inputs(module))
+
+
+def attend(
+    module: nn.Module,
+    normed: Normed,
+    lead: torch.Size,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **options: Any,
+) -> Tensor:
+    """The module's result (B, T, H). normed: of its input's rows, quantized or values; lead: (B, T)."""
+    form = forms.form_of(module, forms.ATTENTION)
+    size = module.head_dim
+    cos, sin = position_embeddings
+    if normed.quantized is None:
+        parts = [part(normed.values) for part in _inputs(module)]
+    else:
+        parts = linears.project(normed.quantized, _inputs(module), cos.dtype)
+    q, k, v = (part.view(*lead, -1, size) for part in parts)
+    layer = _rows_of(past_key_values, module.layer_idx, k, v)
+    if layer is None:
+        batch, tokens, heads, _ = k.shape
+        keys, values = torch.empty((2, batch, heads, tokens, size), dtype=k.dtype, device=k.device)
+        columns = None
+    else:
+        keys, values, columns = layer.keys, layer.values, layer.columns
+    norm = {}
+    if _has_norms(module, form):
+        norm = {
+            "q_weight": module.q_norm.weight,
+            "k_weight": module.k_norm.weight,
+            "eps": module.q_norm.variance_epsilon,
+        }
+    query = rotary.rotary(q, k, v, cos, sin, keys, values, columns=columns, **norm)
+    if layer is not None:
+        end = layer.place.end
+        keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
+    elif past_key_values is not None:
+        keys, values = past_key_values.update(keys, values, module.layer_idx)
+    interface = forms.called(module, "ALL_ATTENTION_FUNCTIONS").get_interface(
+        module.config._attn_implementation, forms.called(module, "eager_attention_forward")
+    )
+    match form.window:
+        case "module":
+            options = {**options, "sliding_window": module.sliding_window}
+        case "config":
+            options = {**options, "sliding_window": getattr(module.config, "sliding_window", None)}
+    query = query.transpose(1, 2)
+    output, _ = interface(module, query, keys, values, attention_mask, dropout=0.0, scaling=module.scaling, **options)
+    return module.o_proj(output.reshape(*lead, -1))
+
+
+def _inputs(module: nn.Module) -> tuple[nn.Module, ...]:
+    return module.q_proj, module.k_proj, module.v_proj
+
+
+def _has_norms(module: nn.Module, form: forms.Attention) -> bool:
+    return form.norm == "always" or (form.norm == "if use_qk_norm" and bool(module.use_qk_norm))
+
+
+def _rows_of(past_key_values: Any, index: int, k: Tensor, v: Tensor) -> Any:
+    """The layer of GraphDecoder's cache that takes k and v (B, T, key heads, D); None if the cache is another's."""
+    layer = None if past_key_values is None else past_key_values.layers[index]
+    if not hasattr(layer, "place"):
+        return None
+    if not layer.is_initialized:
+        layer.lazy_initialization(k.transpose(1, 2), v.transpose(1, 2))
+    return layer

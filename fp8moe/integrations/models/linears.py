@@ -1,0 +1,111 @@
+"""FP8 linears of a model that read the same input: one GEMM where their weights lie next to each other."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.integrations.finegrained import is_routed, refusal
+from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.kernels.linear.projection import projection
+from fp8moe.layers.linear import FP8Linear
+from fp8moe.quant.formats import BLOCK, FP8Tensor
+
+
+class Weights(NamedTuple):
+    """data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32, bias (N,) or None."""
+
+    data: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+def weights(module: nn.Module) -> Weights | None:
+    """Of a linear that fp8moe runs in FP8 with nothing around it; None for any other."""
+    if not runs_as_written(module) or getattr(module, "weight_scale_inv", None) is None:
+        return None
+    found = Weights(module.weight, module.weight_scale_inv, module.bias)
+    if type(module) is not FP8Linear:
+        theirs = type(module).__module__ == "transformers.integrations.finegrained_fp8" and is_routed()
+        block, static = getattr(module, "block_size", None), getattr(module, "activation_scale", None)
+        if not theirs or refusal(found.data, block, static) or found.scale.dtype is not torch.float32:
+            return None
+    n, k = found.data.shape
+    return None if n % 8 or k % 16 else found
+
+
+def project(x: FP8Tensor, modules: Sequence[nn.Module], dtype: torch.dtype) -> list[Tensor]:
+    """The results (M, N) in `dtype` of FP8 linears on x, data (M, K): of one GEMM if their weights allow it."""
+    parts = [weights(module) for module in modules]
+    whole = joined(parts)
+    if whole is None:
+        return [_projection(x, part, dtype) for part in parts]
+    return list(_projection(x, whole, dtype).split([len(part.data) for part in parts], dim=1))
+
+
+def _projection(x: FP8Tensor, part: Weights, dtype: torch.dtype) -> Tensor:
+    wide = torch.float32 if dtype is torch.float16 else dtype
+    return projection(x, FP8Tensor(part.data, part.scale), part.bias, out_dtype=wide).to(dtype)
+
+
+def joined(parts: Sequence[Weights], *, blocks: bool = True) -> Weights | None:
+    """The weights as one, without a copy; None where they do not lie next to each other.
+
+    blocks: blocks of the scale must not span two parts, as for one GEMM; not needed where each part has its own.
+    """
+    if blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
+        return None
+    biases = [part.bias for part in parts]
+    if any(bias is None for bias in biases) and not all(bias is None for bias in biases):
+        return None
+    found = [_neighbours([part.data for part in parts]), _neighbours([part.scale for part in parts])]
+    bias = None if biases[0] is None else _neighbours(biases)
+    if found[0] is None or found[1] is None or (biases[0] is not None and bias is None):
+        return None
+    return Weights(*found, bias)
+
+
+def _neighbours(parts: Sequence[Tensor]) -> Tensor | None:
+    """One tensor over contiguous parts of one storage that follow each other."""
+    first = parts[0]
+    place = first.data_ptr()
+    for part in parts:
+        same = part.dtype is first.dtype and part.shape[1:] == first.shape[1:] and part.is_contiguous()
+        if (
+            not same
+            or part.data_ptr() != place
+            or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        ):
+            return None
+        place += part.nbytes
+    return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
+def pack(modules: Sequence[nn.Module], *, blocks: bool = True) -> bool:
+    """Move the FP8 linears' weights next to each other, in one allocation for each of weight, scale and bias.
+
+    Names, values and state dict stay; memory holds the weights of these modules twice meanwhile. Returns whether they
+    lie so now: not if the linears are not alike, or with `blocks` their sizes no multiples of 128.
+    """
+    parts = [weights(module) for module in modules]
+    if any(part is None for part in parts) or len({part.data.shape[1] for part in parts}) > 1:
+        return False
+    if joined(parts, blocks=blocks) is not None:
+        return True
+    if blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
+        return False
+    for together in _fields(parts):
+        if None in together:
+            if set(together) != {None}:
+                return False
+            continue
+        with torch.no_grad(), torch.inference_mode(False):
+            whole = torch.cat([parameter.detach() for parameter in together])
+            for parameter, place in zip(together, whole.split([len(part) for part in together]), strict=True):
+                parameter.data = place
+    return True
+
+
+def _fields(parts: Sequence[Weights]) -> Iterator[tuple[Tensor | None, ...]]:
+    yield from zip(*parts, strict=True)

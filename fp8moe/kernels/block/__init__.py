@@ -1,0 +1,1 @@
+"""What surrounds the experts in a decoder layer: norms, rotary embedding, router, sampling."""

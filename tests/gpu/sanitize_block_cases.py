@@ -1,0 +1,78 @@
+"""Cases of the kernels around the experts for compute-sanitizer, in the manner of `sanitize_cases.py`, which runs them.
+
+Norms whose rows are of a part of a warp, of a warp, of a thread block, and of no whole vectors; routers with few
+experts and many, with groups and a bias. Results are checked on the CPU.
+"""
+
+import torch
+
+import fp8moe
+from benchmarks.operands import exact, relative_error, rounded_error
+from fp8moe.kernels.block.rms_norm import rms_norm
+from fp8moe.kernels.block.router import route, router_logits
+from tests.gpu.sanitize_moe_cases import on_cpu
+from tests.router_cases import FORMS, arguments, dense
+
+# rows, hidden, type, with a residual
+NORMS = (
+    (1, 7168, torch.bfloat16, True),
+    (5, 2048, torch.float16, False),
+    (33, 72, torch.bfloat16, True),
+    (7, 131, torch.float32, True),
+    (3, 20000, torch.float32, False),
+)
+# tokens, experts, hidden, type, type of the logits
+LOGITS = (
+    (1, 128, 2048, torch.bfloat16, torch.bfloat16),
+    (11, 300, 520, torch.float32, torch.float32),
+    (64, 60, 131, torch.float16, torch.float32),
+)
+E4M3_ERROR = 4e-2
+NORM_ERROR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
+LOGITS_ERROR = 3e-6  # beyond the rounding of the result
+
+
+def normed(rows: int, hidden: int, dtype: torch.dtype, with_residual: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of the kernel and those of its codes, over the exact ones: two relative errors."""
+    x, weight = torch.randn(rows, hidden).to(dtype), torch.randn(hidden).to(dtype)
+    residual = torch.randn(rows, hidden).to(dtype) if with_residual else None
+    got = rms_norm(x.cuda(), weight.cuda(), 1e-6, residual=residual.cuda() if with_residual else None, quantized=True)
+    total = (x + residual if with_residual else x).double()
+    expected = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    if with_residual and not torch.equal(got.sum.cpu(), x + residual):
+        return float("inf"), float("inf")
+    codes = fp8moe.FP8Tensor(*got.quantized)
+    return relative_error(got.values.cpu(), expected), relative_error(exact(on_cpu(codes)), expected)
+
+
+def norm_error(*case) -> float:
+    return normed(*case)[0]
+
+
+def norm_codes_error(*case) -> float:
+    return normed(*case)[1]
+
+
+def logits_error(tokens: int, experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype) -> float:
+    x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(experts, hidden).to(dtype)
+    got = router_logits(x.cuda(), weight.cuda(), dtype=out_dtype)
+    return rounded_error(got.cpu(), x.double() @ weight.double().T)
+
+
+def route_errors(experts: int, top_k: int, form: dict) -> int:
+    """Experts that are chosen by one of the kernel and the reference, and weights that are apart."""
+    logits, form = torch.randn(9, experts), arguments(experts, form) | {"dtype": torch.float32}
+    bias = None if form["bias"] is None else form["bias"].cuda()
+    index, weights = route(logits.cuda(), top_k, **form | {"bias": bias})
+    expected = dense(route(logits, top_k, **form), experts)
+    got = dense((index.cpu(), weights.cpu()), experts)
+    return int((~torch.isclose(got, expected, rtol=1e-5, atol=0.0, equal_nan=True)).sum())
+
+
+# function, its arguments, the largest result that is correct
+CASES = [
+    *((norm_error, case, NORM_ERROR[case[2]]) for case in NORMS),
+    *((norm_codes_error, case, E4M3_ERROR) for case in NORMS),
+    *((logits_error, case, LOGITS_ERROR) for case in LOGITS),
+    *((route_errors, case, 0) for case in FORMS),
+]

@@ -1,0 +1,71 @@
+"""The kernel that merges the parts of an attention, against the whole attention in float64."""
+
+import pytest
+import torch
+
+from fp8moe import quantize_1x128
+from fp8moe.kernels.block.merge_splits import merge_splits
+from fp8moe.runtime.checks import FLOATING
+from tests.test_merge_splits import SHAPES, attention_in_parts
+
+pytestmark = pytest.mark.gpu
+
+LIMITS = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
+
+
+def on_gpu(batch, heads, dtype, seed=0):
+    parts, lse, counts, whole = attention_in_parts(batch, *heads, length=700, dtype=dtype, seed=seed)
+    lse = lse.permute(3, 0, 1, 2).contiguous().cuda().permute(1, 2, 3, 0)  # as flash attention lays it out
+    return parts.cuda(), lse, counts.cuda(), whole.cuda()
+
+
+@pytest.mark.parametrize("batch,heads", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_against_float64(batch, heads, dtype):
+    parts, lse, counts, whole = on_gpu(batch, heads, dtype)
+    parts[counts == 0], lse[counts == 0] = torch.nan, torch.nan
+    torch.full((batch * whole.shape[1],), torch.nan, device="cuda")
+    values = merge_splits(parts, lse, counts, quantized=False)
+    assert (values.double() - whole).norm() <= LIMITS[dtype] * whole.norm()
+    got, expected = merge_splits(parts, lse, counts, quantized=True), quantize_1x128(values)
+    assert torch.equal(got.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(got.scale, expected.scale)
+
+
+def test_nan_stays_in_its_head_and_no_keys_give_zero():
+    parts, lse, counts, _ = on_gpu(3, (4, 33, 8, 128), torch.bfloat16)
+    counts[0] = 0
+    counts[1:] = counts[1:].clamp(min=1)
+    parts.nan_to_num_()
+    lse.fill_(1.0)
+    parts[1, 2, 32, 5, 0] = torch.nan
+    lse[2, 0, 0, 7] = torch.inf
+    out = merge_splits(parts, lse, counts, quantized=False).view(3, 32, 128)
+    assert (out[0] == 0).all() and out[1].isnan().sum() == 1 and out[1, 21, 0].isnan()
+    assert out[2, 7].isnan().all() and out[2].isnan().sum() == 128
+
+
+def test_same_bits_every_time():
+    operands = on_gpu(3, (4, 33, 8, 128), torch.bfloat16)[:3]
+    first = merge_splits(*operands, quantized=False)
+    assert all(torch.equal(merge_splits(*operands, quantized=False), first) for _ in range(20))
+
+
+def test_cuda_graph_with_changed_input():
+    operands = on_gpu(3, (4, 33, 8, 128), torch.bfloat16)[:3]
+
+    def run():
+        return merge_splits(*operands, quantized=True)
+
+    run()  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for seed in range(1, 4):
+        *new, _ = on_gpu(3, (4, 33, 8, 128), torch.bfloat16, seed=seed)
+        for old, value in zip(operands, new, strict=True):
+            old.copy_(value)
+        graph.replay()
+        expected = quantize_1x128(merge_splits(*operands, quantized=False))
+        assert torch.equal(out.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(out.scale, expected.scale)

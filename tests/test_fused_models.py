@@ -1,0 +1,230 @@
+"""Models whose known parts run in fp8moe's kernels give what they gave before, in every class of transformers."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from fp8moe import FP8Linear, GroupedExperts, replace_linears
+from fp8moe.checkpoints import DEFAULT_SKIP, save_fp8_checkpoint
+from fp8moe.integrations.models import layers, linears
+from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.integrations.transformers import optimize
+from tests.tiny_moe_models import MODELS
+
+NAME = "Qwen3MoeForCausalLM"
+WHOLE = "norms and residuals, heads and cache, router"
+WIDE = {"head_dim": 128, "hidden_size": 256, "num_key_value_heads": 1, "num_attention_heads": 2}
+
+# What is fused in some classes: of the layers, and of modules by themselves.
+PARTS = {
+    "Qwen3MoeForCausalLM": {"norm", "router", WHOLE},
+    "MixtralForCausalLM": {"norm", "router", WHOLE},
+    "Qwen2MoeForCausalLM": {"norm", "router", WHOLE},
+    "Glm4MoeForCausalLM": {"norm", "router", "norms and residuals, heads and cache", WHOLE},
+    "DeepseekV3ForCausalLM": {"norm", "router", "norms and residuals", "norms and residuals, router"},
+    "OlmoeForCausalLM": {"norm", "router", "norms and residuals, router"},
+    "JambaForCausalLM": {"norm"},
+    "Qwen3NextForCausalLM": {"router"},
+    "GptOssForCausalLM": set(),
+}
+
+
+def prompt(rows=2, length=12):
+    return torch.randint(3, 120, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model, **arguments):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model(input_ids=prompt(), **arguments).logits
+
+
+def distance(got, expected):
+    return (got - expected).norm() / expected.norm()
+
+
+def in_fp8(name=NAME, dtype=torch.bfloat16, **options):
+    """A tiny model with FP8 experts and linears."""
+    tiny = MODELS[name]
+    model = tiny._replace(options={**tiny.options, **options}).build(dtype)
+    for path, module in list(model.named_modules()):
+        if isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            model.set_submodule(path, GroupedExperts.from_experts(module))
+    replace_linears(model, skip=DEFAULT_SKIP)
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "DiffusionGemmaForBlockDiffusion"])
+def test_logits_of_every_class(name):
+    model = MODELS[name].build()
+    before = logits(model)
+    changed = optimize(model)
+    assert distance(logits(model), before) <= 1e-5
+    changed.restore()
+    assert torch.equal(logits(model), before)
+    assert {row.what for row in changed} == PARTS.get(name, {row.what for row in changed})
+
+
+@pytest.mark.parametrize("name", [name for name, parts in PARTS.items() if len(parts) > 1])
+def test_generate_with_padding_and_a_cache(name):
+    model = MODELS[name].build()
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    before = model.generate(prompt(), **how)
+    optimize(model)
+    assert torch.equal(model.generate(prompt(), **how), before)
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_fp8_models(name):
+    model = in_fp8(name, torch.float32)
+    before, state = logits(model), {name: value.clone() for name, value in model.state_dict().items()}
+    optimize(model)
+    assert distance(logits(model), before) <= 1e-5
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.view(torch.uint8), state[key].view(torch.uint8)), key
+
+
+def test_projections_that_read_the_same_input_are_one():
+    model = in_fp8(**WIDE)
+    before = logits(model)
+    changed = optimize(model)
+    assert {row.what for row in changed} >= {"norms and residuals, q, k and v as one, heads and cache, router"}
+    attention = model.model.layers[0].self_attn
+    parts = [linears.weights(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    whole = linears.joined(parts)
+    assert whole.data.data_ptr() == attention.q_proj.weight.data_ptr() and whole.data.shape == (512, 256)
+    assert torch.equal(logits(model), before)
+    attention.k_proj.weight.data = attention.k_proj.weight.data.clone()
+    assert linears.joined([linears.weights(part) for part in (attention.q_proj, attention.k_proj)]) is None
+    assert torch.equal(logits(model), before)
+
+
+def test_biases_move_together_too():
+    model = in_fp8("Qwen2MoeForCausalLM", torch.float32, **WIDE)
+    before = logits(model)
+    optimize(model)
+    attention = model.model.layers[0].self_attn
+    parts = [linears.weights(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert linears.joined(parts).bias.shape == (512,)
+    assert distance(logits(model), before) <= 1e-5
+
+
+def test_joined_wants_whole_blocks_and_like_neighbours():
+    def weights(n, k=128, bias=False):
+        return FP8Linear(k, n, bias=bias)
+
+    one, other = weights(64), weights(128)
+    assert not linears.pack([one, other]) and linears.pack([one, other], blocks=False)
+    assert not linears.pack([weights(128), weights(128, k=256)])
+    assert not linears.pack([weights(128), weights(128, bias=True)])
+    assert not linears.pack([weights(128), nn.Linear(128, 128)])
+
+
+def test_what_saves_a_model_sees_the_same_tensors(tmp_path):
+    model, plain = in_fp8(**WIDE), in_fp8(**WIDE)
+    optimize(model)
+    for which, path in ((model, tmp_path / "fused"), (plain, tmp_path / "plain")):
+        save_fp8_checkpoint(which, path)
+    from safetensors.torch import load_file
+
+    fused, expected = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("fused", "plain"))
+    assert fused.keys() == expected.keys()
+    assert all(torch.equal(fused[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in fused)
+
+
+def test_a_copy_of_the_model_is_fused_by_itself():
+    model = MODELS[NAME].build()
+    optimize(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    expected = MODELS[NAME].build()
+    expected.load_state_dict(other.state_dict())
+    assert distance(logits(other), logits(expected)) <= 1e-5
+
+
+def test_outputs_that_transformers_records_are_recorded():
+    model = MODELS[NAME].build()
+    how = {"output_router_logits": True, "output_hidden_states": True}
+    with torch.no_grad():
+        before = model(input_ids=prompt(), **how)
+        optimize(model)
+        after = model(input_ids=prompt(), **how)
+    assert len(before.router_logits) == len(after.router_logits) == 2
+    for one, other in zip(
+        before.router_logits + before.hidden_states, after.router_logits + after.hidden_states, strict=True
+    ):
+        assert distance(other, one) <= 1e-5
+    layer = model.model.layers[0]
+    assert layer.mlp.gate._forward_hooks and runs_as_written(layer.mlp.gate)  # those that recorded are idle now
+
+
+def test_hooks_run():
+    model = MODELS[NAME].build()
+    optimize(model)
+    seen = []
+    layer = model.model.layers[0]
+    for module in (layer.input_layernorm, layer.self_attn, layer.self_attn.q_norm, layer.mlp, layer.mlp.gate):
+        handle = module.register_forward_hook(lambda module, inputs, output: seen.append(type(module).__name__))
+        before = len(seen)
+        logits(model)
+        assert len(seen) == before + 1
+        handle.remove()
+        logits(model)
+        assert len(seen) == before + 1
+
+
+def test_gradients_go_through_the_models_own_forward():
+    model, expected = MODELS[NAME].build(), MODELS[NAME].build()
+    optimize(model)
+    for which in (model, expected):
+        which(input_ids=prompt(), labels=prompt()).loss.backward()
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        assert parameter.grad is None or torch.equal(parameter.grad, other.grad), name
+
+
+def test_adapters_run():
+    peft = pytest.importorskip("peft")
+    model = MODELS[NAME].build()
+    optimize(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    expected = peft.get_peft_model(
+        MODELS[NAME].build(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    expected.load_state_dict(adapted.state_dict())
+    assert distance(logits(adapted.eval()), logits(expected.eval())) <= 1e-5
+
+
+def test_a_forward_of_other_code_is_not_known():
+    model = MODELS[NAME].build()
+    layer_class = type(model.model.layers[0])
+
+    class Other(layer_class):
+        def forward(self, hidden_states, **arguments):
+            return super().forward(hidden_states, **arguments) * 2
+
+    model.model.layers[0].__class__ = Other
+    before = logits(model)
+    assert not layers.recognised(model.model.layers[0]) and layers.recognised(model.model.layers[1])
+    optimize(model)
+    assert distance(logits(model), before) <= 1e-5
+
+
+def test_a_model_is_fused_once():
+    model = MODELS[NAME].build()
+    changed = optimize(model)
+    with pytest.raises(ValueError, match="is fused already; call .restore()"):
+        optimize(model)
+    changed.restore()
+    changed.restore()
+    assert optimize(model)
+    with pytest.raises(TypeError, match="^model: expected an nn.Module, got int"):
+        optimize(3)
+    assert optimize(nn.Linear(2, 2)) == ()
