@@ -75,6 +75,13 @@ def test_without_columns_tokens_begin_at_0_and_places_outside_are_not_written():
     assert (keys[0, :, 0] != 7).all() and (keys[1, :, 4:] != 7).all()
 
 
+def test_copies_of_the_queries_of_each_key_head():
+    given, columns, weights = operands(2, 3, (6, 2, 16, 16, True))
+    query = rotary(*given, columns=columns, **weights)
+    copied = rotary(*given, columns=columns, **weights, copies=4).unflatten(2, (2, 4, 3))
+    assert torch.equal(copied, query.unflatten(2, (2, 1, 3)).expand_as(copied))
+
+
 def test_nan_stays_in_its_head():
     given, columns, weights = operands(1, 2, (4, 2, 16, 16, True))
     given[0][0, 1, 2, 3] = float("nan")
@@ -108,6 +115,8 @@ def test_errors():
     message(ValueError, "^values: expected a contiguous tensor", values=given[6].transpose(0, 1))
     message(TypeError, "^columns: expected int64, got torch.int32", columns=columns.int())
     message(ValueError, "^q_weight: expected it with k_weight, or neither", k_weight=None)
+    message(ValueError, "^q: expected a multiple of the 2 key heads, got 3 heads", q=given[0][:, :, :3])
+    message(ValueError, "^copies: expected at least 1, got 0", copies=0)
     message(ValueError, r"^k_weight: expected shape \(32,\), got \(16,\)", k_weight=weights["k_weight"][:16])
 
 
@@ -129,7 +138,7 @@ def test_backward_raises():
 @pytest.mark.parametrize("norm", [False, True])
 def test_opcheck(norm):
     given, columns, weights = operands(2, 3, (2, 1, 16, 16, norm), torch.bfloat16)
-    arguments = (*given, columns, weights.get("q_weight"), weights.get("k_weight"), 1e-6)
+    arguments = (*given, columns, weights.get("q_weight"), weights.get("k_weight"), 1e-6, 2)
     torch.library.opcheck(torch.ops.fp8moe.rotary.default, arguments)
 
 

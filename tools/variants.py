@@ -134,7 +134,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         tables = [make.normal(1, tokens, rotated, dtype=dtype) for _ in range(2)]
         cache = [make.zeros(1, key_heads, tokens, size, dtype=dtype) for _ in range(2)]
         weight = make.normal(size, dtype=dtype) if norm else None
-        operands = (q, k, v, *tables, *cache, None, weight, weight, 1e-6)
+        operands = (q, k, v, *tables, *cache, None, weight, weight, 1e-6, 1)
         yield lambda operands=operands: torch.ops.fp8moe.rotary(*operands)
         parts = q[0, :1].view(1, key_heads, 1, -1, size)
         lse = make.zeros(*parts.shape[:4], dtype=torch.float32)

@@ -12,12 +12,14 @@
 #include "warp.cuh"
 
 constexpr int ALL_HEADS = HEADS + 2 * KEY_HEADS;
+constexpr int GROUP_HEADS = HEADS / KEY_HEADS;  // that share a key head
 constexpr int WARP_HEADS = WARP / HEAD_LANES;
 constexpr int GROUPS = ceil_div(ALL_HEADS, WARP_HEADS* AT_ONCE);
 constexpr u32 SIGNS = sizeof(Element) == 2 ? 0x80008000 : 0x80000000;  // of the elements in a word
 constexpr int PER_LANE = VECTORS * PER_VECTOR;
 constexpr int HALF_LANES = ROTATED / 2 / PER_LANE;
-static_assert(VECTOR && SIZE % PER_LANE == 0 && SIZE <= HEAD_LANES * PER_LANE && ROTATED % (2 * PER_LANE) == 0);
+static_assert(HEADS % KEY_HEADS == 0 && VECTOR && SIZE % PER_LANE == 0 && SIZE <= HEAD_LANES * PER_LANE &&
+              ROTATED % (2 * PER_LANE) == 0);
 
 // The values of a lane.
 struct Values {
@@ -89,8 +91,8 @@ __device__ Values rotated(const Values& x, const Values& cos, const Values& sin,
 
 // Row b * tokens + t of q, k, v holds the heads of token t of sequence b, rows *_stride elements apart.
 // cos, sin: (1 or batch, tokens, ROTATED), one_table: 1. q_weight, k_weight: (SIZE), not read without NORM.
-// query: (batch, tokens, HEADS, SIZE). keys, values: (batch, KEY_HEADS, length, SIZE), where token t of sequence b goes
-// to columns[b] + t, or t if columns is 0; outside of [0, length) it is not written.
+// query: (batch, tokens, KEY_HEADS, copies, HEADS / KEY_HEADS, SIZE). keys, values: (batch, KEY_HEADS, length, SIZE),
+// where token t of sequence b goes to columns[b] + t, or t if columns is 0; outside of [0, length) it is not written.
 struct Arguments {
   const Element *q, *k, *v;
   const Element *cos, *sin;
@@ -98,7 +100,7 @@ struct Arguments {
   Element *query, *keys, *values;
   const i64* columns;
   i64 q_stride, k_stride, v_stride, length;
-  u32 batch, tokens, one_table;
+  u32 batch, tokens, one_table, copies;
   float eps;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES);
@@ -144,15 +146,15 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) rotary(const Arguments
     Values out = x[i];
     if (NORM) out = normalized(out, head < HEADS ? Values(q_weight) : Values(k_weight), a.eps);
     out = rotated(out, cos, sin, lane);
-    Element* target = 0;
+    if (!holds) continue;
     if (head < HEADS) {
-      target = a.query + (row * HEADS + head) * SIZE;
+      const i64 place = row * KEY_HEADS + head / GROUP_HEADS;
+      Element* target = a.query + (place * a.copies * GROUP_HEADS + head % GROUP_HEADS) * SIZE + offset;
+      for (u32 copy = 0; copy < a.copies; ++copy) out.store(target + copy * GROUP_HEADS * SIZE);
     } else if (inside && head < ALL_HEADS) {
       const bool is_key = head < HEADS + KEY_HEADS;
-      const i64 key_head = i64{sequence} * KEY_HEADS + (head - HEADS) % KEY_HEADS;
-      target = (is_key ? a.keys : a.values) + (key_head * a.length + column) * SIZE;
-      if (!is_key) out = x[i];
+      const i64 place = (i64{sequence} * KEY_HEADS + (head - HEADS) % KEY_HEADS) * a.length + column;
+      (is_key ? out : x[i]).store((is_key ? a.keys : a.values) + place * SIZE + offset);
     }
-    if (target && holds) out.store(target + offset);
   }
 }

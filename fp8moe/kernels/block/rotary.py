@@ -6,7 +6,7 @@ from torch import Tensor
 from fp8moe.kernels.block import rotary_plan, rotary_reference
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, check_tensor
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int, check_like, check_tensor
 from fp8moe.runtime.operators import define
 
 MAX_HEAD = 256
@@ -26,6 +26,7 @@ def rotary(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    copies: int = 1,
 ) -> Tensor:
     """RMSNorm of the heads of q and k, if they have weights, and rotary embedding; k and v then go to a cache.
 
@@ -36,7 +37,10 @@ def rotary(
     columns: (B,) int64, the place in L of each sequence's first token; None: 0. A place outside of [0, L) is not
         written.
     q_weight, k_weight: (D,) of its dtype, both or neither. eps: added to the mean of the squares.
-    Returns the queries (B, T, heads, D), contiguous. Each operation rounds to the dtype, as PyTorch does between them.
+    copies: of the queries that share a key head, one after the other: as many as there are parts of the keys that they
+        are to attend to.
+    Returns the queries (B, T, copies * heads, D), contiguous. Each operation rounds to the dtype, as PyTorch does
+        between them.
 
     Rotary embedding: RoFormer, arXiv:2104.09864, in the form of GPT-NeoX. Norms of heads: arXiv:2302.05442, section 2.
     There is no backward: calling it raises RuntimeError.
@@ -46,8 +50,9 @@ def rotary(
     given = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "keys": keys, "values": values}
     for name, value in given.items():
         check_tensor(name, value)
+    check_int("copies", copies)
     return autograd.run(
-        _rotary_op, "fp8moe.kernels.block.rotary", *given.values(), columns, q_weight, k_weight, float(eps)
+        _rotary_op, "fp8moe.kernels.block.rotary", *given.values(), columns, q_weight, k_weight, float(eps), copies
     )
 
 
@@ -56,12 +61,16 @@ def serves(size: int, rotated: int) -> bool:
     return not size % 8 and size <= MAX_HEAD and 0 < rotated <= size and not rotated % MULTIPLE
 
 
-def _check(q, k, v, cos, sin, keys, values, columns, q_weight, k_weight) -> None:
+def _check(q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, copies) -> None:
     check_dtype("q", q, *FLOATING)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q: expected shape (B, T, heads, D), got {tuple(q.shape)} with k {tuple(k.shape)}")
-    batch, tokens, _, size = q.shape
+    batch, tokens, heads, size = q.shape
     key_heads = k.shape[2]
+    if not key_heads or heads % key_heads:
+        raise ValueError(f"q: expected a multiple of the {key_heads} key heads, got {heads} heads")
+    if copies < 1:
+        raise ValueError(f"copies: expected at least 1, got {copies}")
     like = (q.dtype,)
     for name, value in (("k", k), ("v", v)):
         check_like(name, value, like, (batch, tokens, key_heads, size), q.device, "q")
@@ -93,21 +102,22 @@ def _check(q, k, v, cos, sin, keys, values, columns, q_weight, k_weight) -> None
 
 
 def _rotary(*arguments) -> Tensor:
-    *operands, eps = arguments
-    _check(*operands)
+    *operands, eps, copies = arguments
+    _check(*operands, copies)
     backend = rotary_plan if use_cuda(operands[0]) else rotary_reference
-    return backend.rotary(*operands, eps)
+    return backend.rotary(*operands, eps, copies)
 
 
 def _rotary_fake(*arguments) -> Tensor:
-    *operands, _ = arguments
-    _check(*operands)
-    return operands[0].new_empty(operands[0].shape)
+    *operands, _, copies = arguments
+    _check(*operands, copies)
+    batch, tokens, heads, size = operands[0].shape
+    return operands[0].new_empty((batch, tokens, copies * heads, size))
 
 
 _rotary_op = define(
     "rotary(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor? columns, "
-    "Tensor? q_weight, Tensor? k_weight, float eps) -> Tensor",
+    "Tensor? q_weight, Tensor? k_weight, float eps, int copies) -> Tensor",
     _rotary,
     _rotary_fake,
     forward_only=True,

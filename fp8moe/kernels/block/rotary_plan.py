@@ -26,7 +26,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "length")),
-        *((name, ctypes.c_uint32) for name in ("batch", "tokens", "one_table")),
+        *((name, ctypes.c_uint32) for name in ("batch", "tokens", "one_table", "copies")),
         ("eps", ctypes.c_float),
     )
 
@@ -82,9 +82,10 @@ def rotary(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
+    copies: int,
 ) -> Tensor:
     """As ``block.rotary.rotary`` describes it, on operands that it has checked."""
-    query = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    query = torch.empty((*q.shape[:2], copies * q.shape[2], q.shape[3]), dtype=q.dtype, device=q.device)
     if not (q.numel() or k.numel()):
         return query
     batch, tokens, heads, size = q.shape
@@ -94,7 +95,15 @@ def rotary(
     index = q.get_device()
     norm, rotated, dtype = q_weight is not None, cos.shape[2], q.dtype
     strides = {f"{name}_stride": x.stride(1 if tokens > 1 else 0) for name, x in (("q", q), ("k", k), ("v", v))}
-    sizes = {**strides, "length": length, "batch": batch, "tokens": tokens, "one_table": cos.shape[0] == 1, "eps": eps}
+    sizes = {
+        **strides,
+        "length": length,
+        "batch": batch,
+        "tokens": tokens,
+        "one_table": cos.shape[0] == 1,
+        "copies": copies,
+        "eps": eps,
+    }
 
     def build() -> _Plan:
         many = batch * tokens >= _MANY_ROWS

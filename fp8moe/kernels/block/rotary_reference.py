@@ -16,13 +16,15 @@ def rotary(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
+    copies: int,
 ) -> Tensor:
     """As ``block.rotary.rotary`` describes it."""
     if q_weight is not None:
         q, k = normalized(q, q_weight, eps), normalized(k, k_weight, eps)
     _write(keys, _rotated(k, cos, sin), columns)
     _write(values, v, columns)
-    return _rotated(q, cos, sin).contiguous()
+    query = _rotated(q, cos, sin).unflatten(2, (k.shape[2], 1, -1))
+    return query.expand(-1, -1, -1, copies, -1, -1).flatten(2, 4).contiguous()
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
