@@ -1,18 +1,25 @@
 """A whole model under GraphDecoder: `python -m benchmarks.decode [--model M] [--batch B ...] [--prompt L ...]`.
 
-- `ms`: a decode step, the difference between generating MANY new tokens and one, over the tokens between.
+- `ms`: a decode step, from the first of MANY new tokens to the last on the GPU's clock.
 - `floor_ms`: the bytes that a step must read (weights outside the embedding, experts that were hit, keys and values up
   to the middle of the answer) at BANDWIDTH. `x_floor`: `ms` over it.
 - `kernels`: of one step; the columns after it share out the time of a step's kernels by kind.
 - Prefill: prompts read and one token chosen; `tokens_s` counts the prompts' tokens.
+- Sampling: a step whose tokens are drawn, with a penalty, and `over_greedy`, what it takes beyond a greedy one.
+- First: seconds from the constructor for FIRST_SIZES to the first token, in a process of its own, with empty caches on
+  the disk and with those that it left. `beside_gb`: GPU memory then, beside weights and keys and values.
 
 Prompts are random and all different, weights random (`benchmarks/whole_models.py`). With `--bf16` the model is in
 bfloat16 and its experts run on transformers' `grouped_mm`.
 """
 
+import json
+import os
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,19 +36,26 @@ from benchmarks.whole_models import CONFIGS, build
 from fp8moe.integrations.decode import GraphDecoder
 
 BANDWIDTH = 4.2e12  # bytes a second: a copy on the H200 (docs/kernel-notes.md)
-CASES = ((1, 512), (8, 512), (64, 512), (1, 8192))
+CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (64, 8192))
+BF16_CASES = CASES[:3]
 PREFILLS = ((1, 2048), (4, 4096))
 LIMITS = {
     ("decode", 1, 512, "ms"): (2.8, 2.4),
     ("decode", 1, 8192, "ms"): (3.3, 2.7),
     ("decode", 8, 512, "ms"): (5.5, 4.8),
     ("decode", 64, 512, "ms"): (11.0, 10.0),
+    ("decode", 64, 8192, "x_floor"): (1.5, 1.3),
+    ("sampling", 64, 512, "over_greedy"): (0.05, 0.02),
+    ("first", 64, 512, "new_s"): (60, 30),
+    ("first", 64, 512, "again_s"): (15, 8),
+    ("first", 64, 512, "beside_gb"): (2.0, 1.0),
     ("prefill", 4, 4096, "tokens_s"): (100_000, 120_000),
 }
 """What, batch, prompt and column -> limit and aim, on an H200."""
 
 MANY = 65
-PROFILED = 9
+ROOM = 256  # of the cache, for the answer
+PROFILED = 4
 REPEATS = 3
 KINDS = {
     "gemm": re.compile(r"^(gemm|gemm_k)\b"),
@@ -50,6 +64,8 @@ KINDS = {
     "attention": re.compile(r"flash|fmha|attention", re.IGNORECASE),
     "other_gemm": re.compile(r"gemm|cutlass|nvjet|gemv|splitK", re.IGNORECASE),
 }
+FIRST_SIZES = (1, 8, 64)
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "seed": 0}
 COLUMNS = ("what", "batch", "prompt", "ms", "tokens_s", "floor_ms", "x_floor", "kernels", *KINDS, "other")
 
 
@@ -65,17 +81,15 @@ def seconds(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def step_bytes(model: Any, prompts: Tensor, length: int) -> int:
-    """Bytes that a step after these prompts must read."""
+def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
+    """Bytes that a step after these prompts must read; cached: of keys and values."""
     hit = experts_hit(model, prompts)
-    embedding = model.get_input_embeddings().weight
-    total = sum(p.nbytes for p in model.parameters() if p is not embedding)
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    total = sum(p.nbytes for p in model.parameters() if p is head or p is not embedding)
     for module, used in hit.items():
         experts = [p for p in module.parameters() if p.dim() == 3]
         total -= sum(int(p.nbytes * (1 - used / p.shape[0])) for p in experts)
-    config = model.config
-    token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
-    return total + len(prompts) * length * token
+    return total + int(cached)
 
 
 def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
@@ -93,36 +107,55 @@ def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
     return {module: len(indices.unique()) for module, indices in found.items()}
 
 
-def shares(generate: Callable[[int], object]) -> tuple[int, dict[str, float]]:
-    """Kernels of a step, and the share of each kind in their time; generate: so many new tokens."""
-    count, spent = Counter(), Counter()
-    for tokens, sign in ((PROFILED, 1), (1, -1)):
-        for event in timing.profile(partial(generate, tokens)):
-            kind = next((kind for kind, names in KINDS.items() if names.search(event.name)), "other")
-            count[kind] += sign
-            spent[kind] += sign * event.duration_ns
+def shares(replay: Callable[[], object]) -> tuple[int, dict[str, float]]:
+    """Kernels of a step, and the share of each kind in their time; replay: one step."""
+
+    def steps() -> None:
+        for _ in range(PROFILED):
+            replay()
+
+    count, spent = 0, Counter()
+    for event in timing.profile(steps):
+        kind = next((kind for kind, names in KINDS.items() if names.search(event.name)), "other")
+        count += 1
+        spent[kind] += event.duration_ns
     total = sum(spent.values())
-    return sum(count.values()) // (PROFILED - 1), {kind: spent[kind] / total for kind in (*KINDS, "other")}
+    return count // PROFILED, {kind: spent[kind] / total for kind in (*KINDS, "other")}
 
 
 def random_prompts(model: Any, batch: int, length: int) -> Tensor:
     return torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
 
 
+def step_seconds(decoder: GraphDecoder, prompts: Tensor, **how: Any) -> float:
+    """The median of some calls."""
+    times = []
+    for _ in range(REPEATS):
+        before = decoder.stats()
+        decoder.generate(prompts, max_new_tokens=MANY, eos_token_id=(), **how)
+        times.append(decoder.stats().seconds - before.seconds)
+    return statistics.median(times) / (MANY - 1)
+
+
 def measure_decode(model: Any, batch: int, prompt: int) -> dict:
-    decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + 256)
+    decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + ROOM)
     prompts = random_prompts(model, batch, prompt)
-
-    def generate(tokens: int) -> None:
-        decoder.generate(prompts, max_new_tokens=tokens, eos_token_id=())
-
-    generate(2)
-    step = (seconds(partial(generate, MANY)) - seconds(partial(generate, 1))) / (MANY - 1)
-    kernels, kinds = shares(generate)
-    floor = step_bytes(model, prompts, prompt + MANY // 2) / BANDWIDTH
+    step = step_seconds(decoder, prompts)
+    kernels, kinds = shares(decoder.steps[batch].replay)
+    cached = decoder.stats().cache_bytes * (prompt + MANY / 2) / (prompt + ROOM)
+    floor = step_bytes(model, prompts, cached) / BANDWIDTH
     decoder.close()
     rates = {"ms": 1000 * step, "tokens_s": batch / step, "floor_ms": 1000 * floor, "x_floor": step / floor}
     return {"what": "decode", "batch": batch, "prompt": prompt, **rates, "kernels": kernels, **kinds}
+
+
+def measure_sampling(model: Any, batch: int, prompt: int) -> dict:
+    decoder = GraphDecoder(model, batch_sizes=(batch,), max_length=prompt + ROOM)
+    prompts = random_prompts(model, batch, prompt)
+    greedy, sampled = (step_seconds(decoder, prompts, **how) for how in ({}, SAMPLING))
+    decoder.close()
+    rates = {"ms": 1000 * sampled, "tokens_s": batch / sampled, "over_greedy": sampled / greedy - 1}
+    return {"what": "sampling", "batch": batch, "prompt": prompt, **rates}
 
 
 def measure_prefill(model: Any, batch: int, prompt: int) -> dict:
@@ -132,6 +165,40 @@ def measure_prefill(model: Any, batch: int, prompt: int) -> dict:
     spent = seconds(read)
     decoder.close()
     return {"what": "prefill", "batch": batch, "prompt": prompt, "ms": 1000 * spent, "tokens_s": batch * prompt / spent}
+
+
+def measure_first(name: str) -> dict:
+    """In a process of its own, twice, with a directory for all that is kept on the disk."""
+    prompt = CASES[0][1]
+    with tempfile.TemporaryDirectory() as directory:
+        places = ("FP8MOE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+        environment = os.environ | {place: os.path.join(directory, place) for place in places}
+        command_line = [sys.executable, "-m", "benchmarks.decode", "--first-token", "--model", name]
+        found = []
+        for _ in range(2):
+            run = subprocess.run(command_line, env=environment, check=True, capture_output=True, text=True)
+            found.append(json.loads(run.stdout.splitlines()[-1]))
+    new, again = found
+    row = {"what": "first", "batch": max(FIRST_SIZES), "prompt": prompt, "beside_gb": again["beside_gb"]}
+    return {**row, "new_s": new["seconds"], "again_s": again["seconds"]}
+
+
+def first_token(name: str) -> dict:
+    """Seconds from the constructor to the first token, and memory, in this process."""
+    model = build(name)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    prompts = random_prompts(model, max(FIRST_SIZES), CASES[0][1])
+    begin = time.perf_counter()
+    decoder = GraphDecoder(model, batch_sizes=FIRST_SIZES, max_length=CASES[0][1] + ROOM)
+    decoder.generate(prompts[:1], max_new_tokens=1)
+    spent = time.perf_counter() - begin
+    for size in FIRST_SIZES:
+        decoder.generate(prompts[:size], max_new_tokens=2)
+    torch.cuda.empty_cache()
+    beside = free - torch.cuda.mem_get_info()[0] - decoder.stats().cache_bytes
+    return {"seconds": spent, "beside_gb": beside / 1e9}
 
 
 def measure(model: Any, cases: Iterable[tuple[int, int]]) -> list[dict]:
@@ -152,8 +219,14 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
 
 def run() -> dict:
     """What `tools.validate` records."""
-    gpu = command.start()
-    rows = measure(build(next(iter(CONFIGS))), CASES)
+    gpu, name = command.start(), next(iter(CONFIGS))
+    rows = [measure_first(name)]
+    model = build(name)
+    rows += [*measure(model, CASES), measure_sampling(model, 64, 512)]
+    del model
+    torch.cuda.empty_cache()
+    model = build(name, fp8=False)
+    rows += [measure_decode(model, *case) | {"what": "decode_bf16"} for case in BF16_CASES]
     return command.result(gpu, rows, thresholds(rows))
 
 
@@ -163,8 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", help="of decode steps; default: those of CASES")
     parser.add_argument("--prompt", type=int, nargs="+", default=(512,), help="with --batch")
     parser.add_argument("--bf16", action="store_true", help="the model in bfloat16")
+    parser.add_argument("--first-token", action="store_true", help="only the time to the first token, in this process")
     args = parser.parse_args(argv)
     gpu = command.start()
+    if args.first_token:
+        print(json.dumps(first_token(args.model)))
+        return 0
     model = build(args.model, fp8=not args.bf16)
     rows = measure(model, product(args.batch, args.prompt) if args.batch else CASES)
     made = command.result(gpu, rows, () if args.bf16 else thresholds(rows), model=args.model, bf16=args.bf16)

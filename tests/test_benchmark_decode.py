@@ -42,6 +42,78 @@ def test_models_have_their_sizes_and_finite_logits(fp8):
     assert not torch.equal(model(tokens.flip(1).roll(-1)).logits[0, -1], logits[0, -1])
 
 
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "num_experts": 4,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+# In 10^9, as published. Of the last one: SmolLM2's 1.71, and 7 more experts in each layer.
+PARAMETERS = {"qwen3-30b-a3b": 30.5, "glm-4.5-air": 106.9, "deepseek-v3": 671.0, "smollm2-moe": 10.2}
+WHOLE = {"deepseek-v3": {"num_hidden_layers": 61, "first_k_dense_replace": 3}}
+
+
+def shrink(name, monkeypatch):
+    """The sizes of a model that are in SMALL, and all else as it is."""
+    model_type, options = whole_models.CONFIGS[name]
+    small = {key: min(SMALL.get(key, value), value) if key in SMALL else value for key, value in options.items()}
+    if model_type == "deepseek_v3":
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    monkeypatch.setitem(whole_models.CONFIGS, name, (model_type, small))
+
+
+@pytest.mark.parametrize("name", [name for name in whole_models.CONFIGS if name != "tiny"])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_every_model_is_built(name, fp8, monkeypatch):
+    shrink(name, monkeypatch)
+    model = whole_models.build(name, fp8=fp8, device="cpu")
+    assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
+    tied = whole_models.CONFIGS[name][1]["tie_word_embeddings"]
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    assert all(b.eq(0).all() for key, b in model.named_buffers() if not key.endswith("inv_freq"))
+    rotary = model.model.rotary_emb
+    assert torch.equal(rotary.inv_freq, type(rotary)(model.config).inv_freq)
+    logits = model(torch.arange(10)[None]).logits
+    assert logits.isfinite().all() and logits.std() > 0
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_every_model_has_its_published_size(name):
+    model_type, options = whole_models.CONFIGS[name]
+    config = transformers.AutoConfig.for_model(model_type, **options)
+    assert all(getattr(config, key) == value for key, value in options.items() if key != "rope_theta")
+    config.update(WHOLE.get(name, {}))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(PARAMETERS[name], abs=0.06)
+
+
+def test_buffers_of_unknown_values_are_refused(monkeypatch):
+    def with_buffer(self, *args, **kwargs):
+        tie_weights(self, *args, **kwargs)
+        self.register_buffer("steps", torch.zeros(1))
+
+    model_class = transformers.Qwen3MoeForCausalLM
+    tie_weights = model_class.tie_weights
+    monkeypatch.setattr(model_class, "tie_weights", with_buffer)
+    with pytest.raises(ValueError, match="^steps: nothing says which values it has"):
+        whole_models.build("tiny", device="cpu")
+
+
 def test_weights_of_both_kinds_are_spread_alike():
     fp8, bf16 = (whole_models.build("tiny", fp8=fp8, device="cpu") for fp8 in (True, False))
     experts = fp8.model.layers[0].mlp.experts
@@ -59,7 +131,7 @@ def test_floor_counts_the_experts_that_were_hit():
     experts = sum(p.nbytes for module in hit for p in module.parameters())
     others = sum(p.nbytes for p in model.parameters()) - experts - model.get_input_embeddings().weight.nbytes
     keys_and_values = 100 * 2 * 2 * 1 * 64 * 2  # tokens, layers, keys and values, heads, values, bytes
-    assert decode.step_bytes(model, prompts, 100) == others + experts // 2 + keys_and_values
+    assert decode.step_bytes(model, prompts, keys_and_values) == others + experts // 2 + keys_and_values
 
 
 def test_kinds_of_kernels(monkeypatch):
@@ -67,19 +139,21 @@ def test_kinds_of_kernels(monkeypatch):
 
     def profile(work):
         work()
-        return [KernelEvent(name, 0, 10) for _ in range(made.pop()) for name in names] + [KernelEvent("prefill", 0, 99)]
+        return [KernelEvent(name, 0, 10) for _ in steps for name in names]
 
-    made = []
+    steps = []
     monkeypatch.setattr(decode.timing, "profile", profile)
-    kernels, kinds = decode.shares(made.append)
+    kernels, kinds = decode.shares(lambda: steps.append(1))
     assert kernels == len(names)
     assert kinds == {kind: pytest.approx(1 / 6) for kind in (*decode.KINDS, "other")}
 
 
 def test_thresholds_are_of_their_rows():
-    rows = [
-        {"what": what, "batch": batch, "prompt": prompt, column: 0.0} for what, batch, prompt, column in decode.LIMITS
-    ]
+    found = {}
+    for what, batch, prompt, column in decode.LIMITS:
+        row = found.setdefault((what, batch, prompt), {"what": what, "batch": batch, "prompt": prompt})
+        row[column] = 0.0
+    rows = list(found.values())
     assert len(decode.thresholds(rows)) == len(decode.LIMITS)
     passed = {threshold.name: threshold.passed for threshold in decode.thresholds(rows)}
     assert [name for name, good in passed.items() if not good] == ["prefill, batch 4, prompt 4096, tokens_s"]

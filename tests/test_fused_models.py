@@ -24,7 +24,9 @@ PARTS = {
     "MixtralForCausalLM": {"norm", "router", WHOLE},
     "Qwen2MoeForCausalLM": {"norm", "router", WHOLE},
     "Glm4MoeForCausalLM": {"norm", "router", "norms and residuals, heads and cache", WHOLE},
-    "DeepseekV3ForCausalLM": {"norm", "router", "norms and residuals", "norms and residuals, router"},
+    "DeepseekV3ForCausalLM": {
+        *("norm", "router", "norms and residuals, latent attention", "norms and residuals, latent attention, router")
+    },
     "OlmoeForCausalLM": {"norm", "router", "norms and residuals, router"},
     "JambaForCausalLM": {"norm"},
     "Qwen3NextForCausalLM": {"router"},

@@ -149,31 +149,29 @@ def _absorbed(
     if mask is not None:
         # A finite smallest value: a row that sees nothing would give NaN.
         scores.copy_((mask.float() - 1) * torch.finfo(torch.float32).max if mask.dtype is torch.bool else mask)
-    _add_products(scores, q_rot, k_rot, scale, into=mask is not None)
-    _add_products(scores, q_latent, latent, scale, into=True)
+    _add_products(scores, q_rot, k_rot, scale, 0 if mask is None else 1)
+    _add_products(scores, q_latent, latent, scale, 1)
     mean = torch.bmm(scores.softmax(dim=-1).to(latent.dtype), latent)
     return torch.bmm(mean.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
 
 
-def _add_products(scores: Tensor, query: Tensor, keys: Tensor, scale: float, *, into: bool) -> None:
-    """scores (B, heads, L) float32 = scale * query keys^T of (B, heads, D) and (B, L, D); into: added to what is there."""
+def _add_products(scores: Tensor, query: Tensor, keys: Tensor, scale: float, beta: int) -> None:
+    """scores = beta * scores + scale * query keys^T, of (B, heads, L) float32, (B, heads, D) and (B, L, D)."""
     keys = keys.transpose(1, 2)
-    how = {"alpha": scale, "beta": 1 if into else 0, "out": scores}
     if query.is_cuda and query.dtype is not torch.float32:
-        torch.baddbmm(scores, query, keys, torch.float32, **how)
+        torch.baddbmm(scores, query, keys, torch.float32, beta=beta, alpha=scale, out=scores)
     else:  # PyTorch has products of 16 bits in float32 on GPUs only
-        torch.baddbmm(scores, query.float(), keys.float(), **how)
+        torch.baddbmm(scores, query.float(), keys.float(), beta=beta, alpha=scale, out=scores)
 
 
 def _up_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
     """The weight (N, K) of kv_b_proj in this dtype; None if it is no linear that can be absorbed."""
-    if linear.bias is not None:
-        return None
     weights = linears.weights(linear)
     if weights is not None:
-        return _dequantized(linear, weights, dtype)
-    plain = type(linear) is nn.Linear and runs_as_written(linear) and type(linear.weight) is nn.Parameter
-    return linear.weight if plain and linear.weight.dtype is dtype else None
+        return None if weights.bias is not None else _dequantized(linear, weights, dtype)
+    if type(linear) is not nn.Linear or not runs_as_written(linear) or linear.bias is not None:
+        return None
+    return linear.weight if type(linear.weight) is nn.Parameter and linear.weight.dtype is dtype else None
 
 
 class _Kept(NamedTuple):
