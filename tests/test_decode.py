@@ -1,5 +1,6 @@
 """GraphDecoder without a graph: the CPU runs the same step that a GPU captures."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.integrations.decode import GraphDecoder, stats
 from fp8moe.integrations.decode import decoder as decoding
+from fp8moe.integrations.decode.arguments import end_tokens
+from fp8moe.integrations.decode.generation import CHECK_EVERY, NaNLogits
+from fp8moe.integrations.decode.stats import Stats
 from tests.linear_attention_models import build
 from tests.transformers_models import BASE, MLA, left_padded, prompts, random_model
 
@@ -130,8 +134,8 @@ ONE, SEVERAL = 9, [9, 70]
 )
 def test_integers_of_any_kind(model, given, plain):
     decoder = GraphDecoder(model, batch_sizes=np.array([1]), max_length=torch.tensor(30))
-    ends = decoder._end_tokens(given, None)[0]
-    assert sorted(ends) == sorted(decoder._end_tokens(plain, None)[0]) and all(type(end) is int for end in ends)
+    ends, expected = (end_tokens(128, tokens, None, model.generation_config)[0] for tokens in (given, plain))
+    assert sorted(ends) == sorted(expected) and all(type(end) is int for end in ends)
     free = decoder.generate(prompts(1, 9), max_new_tokens=np.int64(8))
     end = free[0, 12]
     assert torch.equal(
@@ -196,13 +200,13 @@ def test_noticing_the_end_late_changes_nothing(model, monkeypatch, steps_to_end)
     end = free[-1]
     expected = free[: free.index(end) + 1]
     decoder._flag = LateFlag()
-    replays, replay = [], decoder._steps[2].replay
-    monkeypatch.setattr(decoder._steps[2], "replay", lambda: replays.append(1) or replay())
+    replays, replay = [], decoder.steps[2].replay
+    monkeypatch.setattr(decoder.steps[2], "replay", lambda: replays.append(1) or replay())
     for _ in range(2):
         replays.clear()
         out = decoder.generate(ids, max_new_tokens=90, eos_token_id=end)
         assert out[0, 4:].tolist() == expected
-        assert len(replays) <= steps_to_end + 2 * decoding.CHECK_EVERY
+        assert len(replays) <= steps_to_end + 2 * CHECK_EVERY
 
 
 def test_end_and_pad_tokens_of_the_generation_config():
@@ -232,7 +236,8 @@ def test_nan_in_one_call_does_not_reach_the_next(build):
     kept = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(torch.nan)
-        decoder.generate(prompts(1, 30), max_new_tokens=8)
+        with pytest.raises(NaNLogits, match=r"^model: its logits became NaN in sequences \[0\]"):
+            decoder.generate(prompts(1, 30), max_new_tokens=8)
         weight.copy_(kept)
     assert torch.equal(decoder.generate(ids, max_new_tokens=8), before)
 
@@ -249,7 +254,7 @@ def test_inference_mode_and_grad_mode_mix(model):
 def test_nothing_in_the_step_goes_through_the_host(name, monkeypatch):
     """What a capture would refuse: the length, the mask and the tokens may not come from Python."""
     decoder = GraphDecoder(make_model(name), max_length=40)
-    step = decoder._steps[1]
+    step = decoder.steps[1]
     used = []
 
     def spy(owner, method):
@@ -276,11 +281,56 @@ def test_what_cannot_be_captured_says_so(model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(decoding, "capture_stream", lambda device: None)
-    monkeypatch.setattr(decoder._steps[2], "capture", capture)
+    monkeypatch.setattr(decoder.steps[2], "capture", capture)
     with pytest.raises(
         RuntimeError, match="of MixtralForCausalLM cannot be captured for batch size 2: .*not permitted"
     ):
         decoder._capture()
+
+
+def test_stats(model):
+    decoder = GraphDecoder(model, batch_sizes=(1, 4), max_length=40)
+    assert decoder.stats() == Stats(0, 0, 0, None, None, cache_bytes=0, graph_bytes=0)
+    ids = prompts(3, 9)
+    free = decoder.generate(ids, max_new_tokens=20)
+    first = decoder.stats()
+    assert (first.calls, first.new_tokens, first.steps) == (1, 60, 19)
+    assert first.time_to_first_token > 0 and first.tokens_per_second > 0
+    assert (
+        first.cache_bytes == 2 * 2 * 4 * 2 * 40 * 16 * 4
+    )  # layers, keys and values, rows, heads, columns, values, bytes
+
+    end = int(free[1, 9 + 4])
+    lengths = [row.index(end) + 1 if end in row else 20 for row in free[:, 9:].tolist()]
+    decoder.generate(ids, max_new_tokens=20, eos_token_id=end)
+    steps = decoder.stream(ids, max_new_tokens=20)
+    for _ in range(5):
+        next(steps)
+    steps.close()
+    with pytest.raises(ValueError):
+        decoder.generate(ids, max_new_tokens=0)
+    now = decoder.stats()
+    assert now.calls == 3 and now.new_tokens == 60 + sum(lengths) + 15 and now.steps == 19 + max(lengths) - 1 + 4
+    assert now.cache_bytes == first.cache_bytes
+    decoder.generate(ids[:1], max_new_tokens=1)
+    assert decoder.stats().cache_bytes == first.cache_bytes * 5 // 4, "the other batch size"
+
+
+def test_times_are_those_of_the_last_calls(monkeypatch):
+    times = itertools.count()
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: float(next(times)))
+    records = stats.Records()
+    assert records.stats(0, 0).tokens_per_second is None
+    for seconds in [100] * 3 + [1] * stats.RECENT:
+        record = stats.Record(torch.device("cpu"))
+        times = itertools.count(next(times) + seconds - 1)
+        record.first_token()
+        times = itertools.count(next(times) + 1)
+        record.end([5, 3])
+        records.add(record)
+    found = records.stats(0, 0)
+    assert found.calls == 3 + stats.RECENT and found.new_tokens == 8 * found.calls
+    assert found.time_to_first_token == 1.0 and found.tokens_per_second == 6 / 2.0
 
 
 def test_closing_frees_the_caches(model):
@@ -288,6 +338,7 @@ def test_closing_frees_the_caches(model):
     decoder.close()
     with pytest.raises(RuntimeError, match="closed"):
         decoder.generate(prompts(1, 3), max_new_tokens=3)
+    assert decoder.stats().cache_bytes == 0
     decoder.close()
 
 

@@ -38,7 +38,7 @@ def test_states_stay_where_they_are(name):
         return [value.data_ptr() for value in tensors + states if isinstance(value, torch.Tensor)]
 
     decoder = GraphDecoder(build(name), batch_sizes=(2,), max_length=32)
-    step = decoder._steps[2]
+    step = decoder.steps[2]
     with torch.no_grad():
         step.start(2, 1, None, [], 0)
         step.advance()
@@ -74,7 +74,6 @@ REFUSED = {
     "bloom": ({"n_layer": 2, "n_head": 4}, TypeError, "takes position_ids, got BloomForCausalLM"),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, TypeError, "takes position_ids, got MptForCausalLM"),
     "prophetnet": (NO_ENCODER, TypeError, "takes position_ids, got ProphetNetForCausalLM"),
-    "falcon": (TWO | {"alibi": True}, ValueError, r"FalconForCausalLM cannot run a decode step \(RuntimeError: "),
 }
 
 
@@ -83,6 +82,16 @@ def test_models_that_are_refused(model_type):
     options, exception, message = REFUSED[model_type]
     with pytest.raises(exception, match=f"^model: .*{message}"):
         GraphDecoder(random_model(model_type, TINY | options), max_length=8)
+
+
+def test_position_biases_of_prompts_that_are_padded():
+    """Falcon's alibi counts the columns of the mask."""
+    model = random_model("falcon", TINY | TWO | {"alibi": True, "initializer_range": 0.3})
+    ids = prompts(3, 12) % TINY["vocab_size"]
+    mask = left_padded(ids, 4, 0, 9)
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=8, eos_token_id=None)
+    decoder = GraphDecoder(model, batch_sizes=(3,), max_length=32)
+    assert torch.equal(decoder.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=()), expected)
 
 
 def test_other_caches_are_refused():

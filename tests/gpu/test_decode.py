@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from fp8moe.integrations.decode import GraphDecoder, attention
+from fp8moe.integrations.decode.cache import Place, static_cache
+from fp8moe.integrations.decode.generation import NaNLogits
+from fp8moe.integrations.decode.masks import take_offsets_of_rows
 from fp8moe.integrations.transformers import register
 from tests import linear_attention_models, transformers_models
+from tests.decode_models import Puts, byte_level_tokenizer
 from tests.transformers_models import BASE, MLA, left_padded, random_model
 
 transformers = pytest.importorskip("transformers")
@@ -49,23 +53,29 @@ def decoder(model):
 def greedy(model, ids, count, mask=None):
     """Token by token without a graph, in a static cache of the same length: the same kernels on the same shapes."""
     name = attention.NAME if model.config.model_type in FLASH else None
+    take_offsets_of_rows()
     batch, length = ids.shape
-    cache = transformers.StaticCache(config=model.config, max_cache_len=MAX_LENGTH)
-    for i, layer in enumerate(cache.layers):
-        if getattr(layer, "is_sliding", False):
-            cache.layers[i] = transformers.cache_utils.StaticLayer(max_cache_len=MAX_LENGTH)
+    place = Place(batch, torch.device(DEVICE), own=True)
+    cache = static_cache(model.config, MAX_LENGTH, place)
+    begin = torch.zeros_like(place.columns)
     positions = torch.arange(length, device=DEVICE).expand(batch, length)
     seen = torch.ones(batch, MAX_LENGTH, dtype=torch.bool, device=DEVICE)
     if mask is not None:
+        begin += (mask == 0).sum(1)
         seen[:, :length] = mask.bool()
         positions = (mask.cumsum(1) - 1).clamp(min=0)
+    rows = attention.Rows(begin, place.columns, MAX_LENGTH)
     arguments = {"attention_mask": mask, "logits_to_keep": 1}
+    place.fix(0, length, length)
     tokens, new = ids, []
     for _ in range(count):
-        with attention.used_by(model, name if new else None):
+        rows.next_call()
+        with attention.used_by(model, name, rows):
             logits = model(
                 input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **arguments
             ).logits
+        place.columns += tokens.shape[1]
+        place.leave_open()
         tokens, positions = logits[:, -1:].argmax(-1), positions[:, -1:] + 1
         arguments = {"attention_mask": seen}
         new.append(tokens)
@@ -76,7 +86,7 @@ def greedy(model, ids, count, mask=None):
 def test_equals_the_uncaptured_model(name):
     model = make_model(name)
     decoder = GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH)
-    assert decoder.captured and all(step.graph is not None for step in decoder._steps.values())
+    assert decoder.captured and all(step.graph is not None for step in decoder.steps.values())
     assert (decoder.attention == "flash") == (name in FLASH), decoder.attention
     for seed, (batch, length) in enumerate([(1, 7), (3, 20), (1, 33), (3, 1), (1, 7)]):
         ids = prompts(batch, length, seed)
@@ -122,6 +132,147 @@ def test_same_tokens_every_time_and_from_another_stream(model, decoder):
     assert torch.equal(decoder.generate(ids.cpu(), max_new_tokens=24), expected.cpu())
 
 
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "presence_penalty": 0.5}
+
+
+def test_sampling_in_the_graph_equals_sampling_without(model, decoder):
+    """With parameters that change from call to call, which are read at each replay."""
+    plain = GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH, capture=False)
+    ids = prompts(3, 9, 10)
+    found = []
+    for how in (SAMPLING, SAMPLING | {"temperature": 0.4, "top_k": 5}, {"repetition_penalty": 1.4}, {}, SAMPLING):
+        how = {"max_new_tokens": 40, "return_logprobs": True} | how | {"seed": [4, 5, 6]}
+        tokens, logprobs = decoder.generate(ids, **how)
+        expected, expected_logprobs = plain.generate(ids, **how)
+        assert torch.equal(tokens, expected) and torch.equal(logprobs, expected_logprobs)
+        found.append(tokens)
+    assert torch.equal(found[0], found[4])
+    assert not any(torch.equal(*pair) for pair in zip(found[:3], found[1:4], strict=True))
+
+
+def test_a_sample_does_not_depend_on_its_row(decoder):
+    ids = prompts(3, 9, 11)
+    expected = decoder.generate(ids, max_new_tokens=40, seed=[4, 5, 6], **SAMPLING)
+    found = decoder.generate(ids[[2, 0, 1]], max_new_tokens=40, seed=[6, 4, 5], **SAMPLING)
+    assert torch.equal(found, expected[[2, 0, 1]])
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLING | {"seed": 3}])
+def test_stream_and_streamers(decoder, how):
+    ids = prompts(3, 9, 12)
+    expected = decoder.generate(ids, max_new_tokens=30, **how)[:, 9:]
+    for given in (ids, ids.cpu()):
+        steps = list(decoder.stream(given, max_new_tokens=30, **how))
+        assert all(step.device == given.device for step in steps)
+        assert torch.equal(torch.stack(steps, 1).to(DEVICE), expected)
+    puts = Puts()
+    assert torch.equal(decoder.generate(ids, max_new_tokens=30, streamer=puts, **how)[:, 9:], expected)
+    assert puts.ended == 1 and torch.equal(puts.values[0], ids.cpu())
+    assert torch.equal(torch.stack(puts.values[1:], 1), expected.cpu())
+
+
+@pytest.mark.parametrize("steps_to_end", [0, 1, 8, 20])
+def test_stream_stops_one_step_after_the_end(decoder, monkeypatch, steps_to_end):
+    ids = prompts(3, 9, 4)
+    free = decoder.generate(ids, max_new_tokens=40)[:, 9:]
+    how = {"max_new_tokens": 40, "eos_token_id": free[:, steps_to_end], "pad_token_id": 1}
+    expected = decoder.generate(ids, **how)[:, 9:]
+    replays, replay = [], decoder.steps[3].replay
+    monkeypatch.setattr(decoder.steps[3], "replay", lambda: replays.append(1) or replay())
+    steps = list(decoder.stream(ids, **how))
+    assert torch.equal(torch.stack(steps, 1), expected)
+    assert len(replays) == len(steps)
+
+
+def test_a_stream_from_changing_streams_of_the_caller(decoder):
+    ids = prompts(3, 9, 13)
+    expected = decoder.generate(ids, max_new_tokens=30)[:, 9:]
+    torch.cuda.synchronize()
+    found, steps = [], decoder.stream(ids, max_new_tokens=30)
+    for number in range(30):
+        with torch.cuda.stream(torch.cuda.Stream()) if number % 3 else torch.cuda.stream(None):
+            found.append(next(steps) + 0)  # a yielded tensor is ready on every stream
+            torch.cuda.current_stream().synchronize()
+    assert torch.equal(torch.stack(found, 1), expected) and next(steps, None) is None
+
+
+def test_leaving_a_stream_frees_the_decoder(decoder):
+    ids = prompts(3, 9, 14)
+    expected = decoder.generate(ids, max_new_tokens=30)
+    for _ in range(3):
+        steps = decoder.stream(ids, max_new_tokens=30)
+        next(steps), next(steps)
+        with pytest.raises(RuntimeError, match="this thread has a stream"):
+            decoder.generate(ids, max_new_tokens=2)
+        steps.close()
+        assert torch.equal(decoder.generate(ids, max_new_tokens=30), expected)
+
+
+def test_stop_strings(decoder):
+    tokenizer = byte_level_tokenizer()
+    ids = prompts(3, 9, 15)
+    free = decoder.generate(ids, max_new_tokens=40)
+    words = tokenizer.convert_ids_to_tokens(free[1, 9:].tolist())
+    texts = [tokenizer.convert_tokens_to_string(words[first : first + 3]) for first in range(30)]
+    whole = [first for first, text in enumerate(texts) if "\N{REPLACEMENT CHARACTER}" not in text]
+    for first in whole[:2] + whole[-1:]:
+        stop = texts[first]
+        how = {"max_new_tokens": 40, "stop_strings": stop, "tokenizer": tokenizer, "pad_token_id": 0}
+        criteria = transformers.StopStringCriteria(tokenizer, stop)
+        lengths = [
+            next((end for end in range(1, 41) if criteria(row[None, : 9 + end], None)), 40) for row in free.cpu()
+        ]
+        expected = free[:, : 9 + max(lengths)].clone()
+        for row, length in enumerate(lengths):
+            expected[row, 9 + length :] = 0
+        assert lengths[1] <= first + 3
+        assert torch.equal(decoder.generate(ids, **how), expected)
+        assert torch.equal(torch.stack(list(decoder.stream(ids, **how)), 1), expected[:, 9:])
+
+
+def test_nan_ends_its_own_sequence():
+    model = make_model("mixtral")
+    decoder = GraphDecoder(model, batch_sizes=(3,), max_length=MAX_LENGTH)
+    ids = prompts(3, 9, 16)
+    free = decoder.generate(ids, max_new_tokens=30)
+    new = free[:, 9:].tolist()
+    probed = torch.linspace(32, 96, 11).long()  # what a constructor reads
+    others = {*new[0], *new[2], *ids.flatten().tolist(), *probed.tolist()}
+    at, poison = next((at, token) for at, token in enumerate(new[1]) if token not in others)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[poison] = torch.nan
+    decoder = GraphDecoder(model, batch_sizes=(3,), max_length=MAX_LENGTH)
+    with pytest.raises(NaNLogits, match=r"in sequences \[1\]") as error:
+        decoder.generate(ids, max_new_tokens=30, pad_token_id=2)
+    free[1, 9 + at + 1 :] = 2
+    assert torch.equal(error.value.tokens, free)
+
+
+def test_custom_generate(model, decoder):
+    ids = prompts(3, 9, 17)
+    expected = decoder.generate(ids, max_new_tokens=30)
+    assert torch.equal(model.generate(ids, max_new_tokens=30, do_sample=False, custom_generate=decoder), expected)
+
+
+def test_stats(model):
+    decoder = GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH)
+    config = model.config
+    row = config.num_key_value_heads * MAX_LENGTH * config.head_dim * 2
+    before = decoder.stats()
+    assert before.cache_bytes == 2 * config.num_hidden_layers * 4 * row and before.graph_bytes > 0
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    decoder.generate(prompts(3, 9, 18), max_new_tokens=40)
+    end.record()
+    stats = decoder.stats()
+    end.synchronize()
+    assert (stats.calls, stats.new_tokens, stats.steps) == (1, 120, 39)
+    seconds = stats.time_to_first_token + 117 / stats.tokens_per_second
+    assert 0.5 < seconds / (begin.elapsed_time(end) / 1e3) < 1.01
+    decoder.close()
+    assert decoder.stats().graph_bytes == 0 and decoder.stats().new_tokens == 120
+
+
 def test_changed_weights_are_noticed():
     model = make_model("mixtral")
     decoder = GraphDecoder(model, max_length=MAX_LENGTH)
@@ -155,7 +306,7 @@ def test_linear_attention(name):
             GraphDecoder(model, max_length=MAX_LENGTH)
         return
     decoder = GraphDecoder(model, batch_sizes=(1, 3), max_length=MAX_LENGTH)
-    assert all(step.graph is not None for step in decoder._steps.values())
+    assert all(step.graph is not None for step in decoder.steps.values())
     for batch, length, padding in linear_attention_models.PROMPTS:
         ids = prompts(batch, length, length)
         mask = left_padded(ids, *padding)

@@ -1,10 +1,11 @@
-"""Flash attention of a decode step against float64 and against the model's own attention."""
+"""Flash attention over a static cache against float64 and against the model's own attention."""
 
 import pytest
 import torch
 
 from fp8moe.integrations.decode import attention
-from fp8moe.integrations.decode.step import Step
+from fp8moe.integrations.decode.attention import Rows
+from fp8moe.integrations.decode.step import Step, Way
 from fp8moe.integrations.transformers import register
 from tests.transformers_models import BASE, left_padded, prompts, random_model
 
@@ -15,34 +16,57 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 
-def operands(batch, key_heads, groups, size, length, dtype, seed=0):
+def operands(batch, key_heads, groups, size, length, dtype, new=1, seed=0):
+    """query (B, heads, new, D), key and value (B, key heads, length, D)."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def draw(*shape):
         return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.float32).to(dtype)
 
     cache = (batch, key_heads, length, size)
-    return draw(batch, key_heads * groups, 1, size), draw(*cache), draw(*cache)
+    return draw(batch, new, key_heads * groups, size).transpose(1, 2), draw(*cache), draw(*cache)
 
 
-def reference(query, key, value, begin, end):
-    """(B, 1, heads, D) in float64, a sequence and head at a time."""
-    batch, heads, _, size = query.shape
+def reference(query, key, value, begin, columns, window=None):
+    """(B, new, heads, D) in float64, a row and head at a time."""
+    batch, heads, new, size = query.shape
     groups = heads // key.shape[1]
-    out = torch.empty(batch, 1, heads, size, dtype=torch.float64, device=query.device)
+    out = torch.zeros(batch, new, heads, size, dtype=torch.float64, device=query.device)
     for b in range(batch):
+        first, end = int(begin[b]), int(columns[b]) + new
+        if first >= end:
+            continue
+        last = torch.arange(end - new, end, device=query.device)[:, None]
+        column = torch.arange(first, end, device=query.device)
+        hidden = (column > last) | (False if window is None else column <= last - window)
         for head in range(heads):
-            rows = slice(int(begin[b]), int(end[b]))
-            keys, values = (x[b, head // groups, rows].double() for x in (key, value))
-            weights = (keys @ query[b, head, 0].double() * size**-0.5).softmax(0)
-            out[b, 0, head] = weights @ values
+            keys, values = (x[b, head // groups, first:end].double() for x in (key, value))
+            scores = (query[b, head].double() @ keys.T * size**-0.5).masked_fill(hidden, -torch.inf)
+            out[b, :, head] = scores.softmax(1).nan_to_num(0) @ values
     return out
 
 
-def rows_of(begin, end, key_heads, length):
-    first = torch.arange(len(begin) * key_heads, device=DEVICE) * length
-    rows = torch.stack([first + begin.repeat_interleave(key_heads), (end - begin).repeat_interleave(key_heads)])
-    return torch.nn.functional.pad(rows, (0, 1)).int()
+def poison(caches, begin, columns, new):
+    """What no query of a row sees has no say."""
+    column = torch.arange(caches[0].shape[2], device=DEVICE)
+    hidden = (column < begin[:, None]) | (column >= columns[:, None] + new)
+    for cache in caches:
+        cache.masked_fill_(hidden[:, None, :, None], float("nan"))
+
+
+def check(query, key, value, begin, columns, window=None, end=None, repeats=20):
+    new, size, dtype = query.shape[2], query.shape[3], query.dtype
+    expected = reference(query, key, value, begin, columns, window)
+    poison((key, value), begin, columns, new)
+    rows = Rows(begin, columns, key.shape[2]).visible(new, key.shape[1], window)
+    seen = (key, value) if end is None else (key[:, :, :end], value[:, :, :end])
+    results = [attention.attend(None, query, *seen, rows, scaling=size**-0.5)[0] for _ in range(repeats)]
+    assert results[0].shape == expected.shape and results[0].dtype == dtype
+    assert all(torch.equal(result, results[0]) for result in results)
+    error = (results[0].double() - expected).norm() / expected.norm()
+    assert error <= 4 * torch.finfo(dtype).eps
+    assert torch.equal(results[0].isnan(), torch.zeros_like(results[0], dtype=torch.bool))
+    return results[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -50,28 +74,64 @@ def rows_of(begin, end, key_heads, length):
     ("batch", "key_heads", "groups", "size", "length"),
     [(1, 4, 8, 128, 5000), (3, 2, 1, 64, 257), (5, 1, 7, 40, 100), (2, 3, 4, 256, 640), (64, 2, 8, 128, 300)],
 )
-def test_against_float64(batch, key_heads, groups, size, length, dtype):
+def test_a_step_against_float64(batch, key_heads, groups, size, length, dtype):
     query, key, value = operands(batch, key_heads, groups, size, length, dtype)
     generator = torch.Generator(DEVICE).manual_seed(1)
-    end = torch.randint(1, length + 1, (batch,), generator=generator, device=DEVICE)
-    begin = (torch.rand(batch, generator=generator, device=DEVICE) * end).long()
-    begin[0], end[0] = 0, length
-    begin[-1] = end[-1] - 1  # a single token
-    expected = reference(query, key, value, begin, end)
-    column = torch.arange(length, device=DEVICE)
-    hidden = (column < begin[:, None]) | (column >= end[:, None])
-    for cache in (key, value):  # what is not visible has no say
-        cache.masked_fill_(hidden[:, None, :, None], float("nan"))
-    rows = rows_of(begin, end, key_heads, length)
-    results = [attention.attend(None, query, key, value, rows, scaling=size**-0.5)[0] for _ in range(20)]
-    assert results[0].shape == expected.shape and results[0].dtype == dtype
-    assert all(torch.equal(result, results[0]) for result in results)
-    error = (results[0].double() - expected).norm() / expected.norm()
-    assert error <= 4 * torch.finfo(dtype).eps
+    columns = torch.randint(0, length, (batch,), generator=generator, device=DEVICE)
+    begin = (torch.rand(batch, generator=generator, device=DEVICE) * (columns + 1)).long()
+    begin[0], columns[0] = 0, length - 1
+    begin[-1] = columns[-1]  # a single token
+    check(query, key, value, begin, columns)
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 10_000])
+def test_a_step_with_a_window(window):
+    query, key, value = operands(3, 2, 4, 64, 300, torch.bfloat16)
+    begin, columns = (torch.tensor(values, device=DEVICE) for values in ([0, 40, 299], [299, 45, 299]))
+    check(query, key, value, torch.maximum(begin, columns + 1 - window), columns)
+    expected = reference(query, *operands(3, 2, 4, 64, 300, torch.bfloat16)[1:], begin, columns, window)
+    query, key, value = operands(3, 2, 4, 64, 300, torch.bfloat16)
+    rows = Rows(begin, columns, 300).visible(1, 2, window)
+    found = attention.attend(None, query, key, value, rows, scaling=64**-0.5)[0]
+    assert (found.double() - expected).norm() <= 4 * torch.finfo(torch.bfloat16).eps * expected.norm()
+
+
+SHAPES = [(1, 4, 8, 128), (3, 2, 1, 64), (5, 1, 7, 40), (2, 3, 4, 256)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("batch", "key_heads", "groups", "size"), SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize("new", [2, 63, 300])
+def test_prompts_against_float64(batch, key_heads, groups, size, dtype, new, window):
+    """First chunks with padding on the left, and later ones, in a cache with room after them."""
+    length = 700
+    query, key, value = operands(batch, key_heads, groups, size, length, dtype, new)
+    for first in (0, 129):
+        begin = torch.tensor([0, 1, new - 1, first, new + first - 1], device=DEVICE)[:batch]
+        columns = torch.full_like(begin, first)
+        for end in (None, first + new):
+            out = check(query, key.clone(), value.clone(), begin, columns, window, end, repeats=3)
+            padded = torch.arange(first, first + new, device=DEVICE) < begin[:, None]
+            assert (out[padded] == 0).all(), "padding"
+
+
+def test_rows_of_their_own_columns():
+    """After a prefix: chunks that begin in other columns in each row; one row that is padding alone."""
+    query, key, value = operands(4, 2, 4, 128, 500, torch.bfloat16, 100)
+    begin, columns = (torch.tensor(values, device=DEVICE) for values in ([0, 3, 0, 120], [0, 77, 400, 0]))
+    out = check(query, key, value, begin, columns)
+    assert (out[3] == 0).all()
+
+
+def test_long_prompts():
+    query, key, value = operands(2, 1, 2, 128, 20_000, torch.bfloat16, 4096)
+    check(query, key, value, *(torch.tensor(values, device=DEVICE) for values in ([0, 9000], [9000, 9000])), repeats=3)
 
 
 @pytest.mark.parametrize("window", [None, 8])
-def test_a_step_equals_that_with_the_models_own_attention(window):
+@pytest.mark.parametrize("chunk", [None, 6])
+def test_a_step_equals_that_with_the_models_own_attention(window, chunk):
     register()
     options = BASE | {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 4, "num_key_value_heads": 2}
     options |= {"sliding_window": window, "max_position_embeddings": 128}
@@ -82,11 +142,12 @@ def test_a_step_equals_that_with_the_models_own_attention(window):
     logits = []
     with torch.no_grad():
         for name in (None, attention.NAME):
-            step = Step(model, 3, 48, torch.device(DEVICE), name)
+            way = Way(name, rows=True, chunks=chunk is not None)
+            step = Step(model, 3, 48, torch.device(DEVICE), way, chunk)
             step.start(3, 20, mask, [], 0)
-            step.prefill(ids, mask)
+            found = [step.prefill(ids, mask).float()]
             step.tokens.copy_(ids[:, :1])
-            logits.append([step.read().float() for _ in range(5)])
+            logits.append(found + [step.read().float() for _ in range(5)])
     for own, flash in zip(*logits, strict=True):
         assert not own.isnan().any()
-        assert (own - flash).norm() <= 0.02 * own.norm()
+        assert (own - flash).norm() <= 0.15 * own.norm(), "more than rounding, which 16 bits and experts multiply"

@@ -1,5 +1,6 @@
-"""Greedy generation with transformers models whose decode step is replayed from a CUDA graph."""
+"""Generation with transformers models whose decode step is replayed from a CUDA graph."""
 
 from fp8moe.integrations.decode.decoder import GraphDecoder
+from fp8moe.integrations.decode.generation import NaNLogits
 
-__all__ = ["GraphDecoder"]
+__all__ = ["GraphDecoder", "NaNLogits"]

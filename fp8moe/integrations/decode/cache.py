@@ -3,68 +3,212 @@
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
-def static_cache(config: Any, max_length: int) -> Any:
-    """A StaticCache whose attention layers all hold `max_length` tokens.
+class Place:
+    """Where the new tokens of a call go, in all attention layers of a cache alike.
 
-    transformers' sliding-window layers count tokens on the host, which a graph cannot follow. Full-length layers take
-    their place, and the mask limits attention to the window. Layers of linear attention hold states of a fixed size.
+    columns (B,) int64: the column of each row's first new token. Whoever calls the model advances it, after the call.
+    own: the rows may differ in it; otherwise all are equal.
+    """
+
+    def __init__(self, size: int, device: torch.device, own: bool):
+        self.columns = torch.zeros(size, dtype=torch.int64, device=device)
+        self.own = own
+        self.leave_open()
+
+    def leave_open(self) -> None:
+        """The next call reads one token a row, and the host does not know where."""
+        self._set(None, None, 1)
+
+    def fix(self, start: int | None, count: int, end: int) -> None:
+        """The next call reads `count` tokens a row, all before column `end`; from `start` on, if all rows share it."""
+        self._set(start, end, count)
+
+    def _set(self, start: int | None, end: int | None, count: int) -> None:
+        self.start, self.end, self.count = start, end, count
+        self.call = object()
+        if start is None:  # (B, 1, count, 1): the column of each new token, computed once for all layers
+            index = self.columns[:, None]
+            if count > 1:
+                index = index + torch.arange(count, device=index.device)
+            self.index = index[:, None, :, None]
+
+    def length(self, written: bool) -> int | Tensor:
+        """The tokens in the cache, before or after those of the call are written, as transformers' masks take them.
+
+        An int, a tensor of no dimension or, for rows of their own, one of shape (B,).
+        """
+        before = self.start
+        if before is None:
+            before = self.columns if self.own else self.columns[0]
+        return before + self.count if written else before
+
+    def write(self, target: Tensor, dim: int, values: Tensor) -> Tensor:
+        """Put (B, Hk, count, D) or, with dim 1, (B, count, D) into the columns; what the new tokens may see."""
+        if self.start is None:
+            index = self.index if dim == 2 else self.index[:, 0]
+            target.scatter_(dim, index.expand(values.shape), values)
+        else:
+            target.narrow(dim, self.start, values.shape[dim]).copy_(values)
+        return self.seen(target, dim)
+
+    def seen(self, target: Tensor, dim: int) -> Tensor:
+        """The columns that the new tokens may see, and others after them."""
+        return target if self.end is None else target.narrow(dim, 0, self.end)
+
+
+def static_cache(config: Any, max_length: int, place: Place) -> Any:
+    """A StaticCache whose attention layers all hold `max_length` tokens and write where `place` says.
+
+    transformers' layers write all rows at one column, and those of sliding windows count tokens on the host, which a
+    graph cannot follow. Full-length layers of our own take their place; the mask limits attention to the window.
+    Layers of linear attention hold states of a fixed size.
 
     Raises ValueError for layers of other kinds.
     """
+    from transformers import StaticCache
+
     try:
-        cache = _cache_class()(config=config, max_cache_len=max_length)
+        cache = StaticCache(config=config, max_cache_len=max_length)
     except KeyError as error:
         raise ValueError(f"model: transformers has no static cache for its layers of type {error}") from error
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    for index, layer in enumerate(cache.layers):
-        if "chunked_attention" not in kinds:
-            cache.layers[index] = _full_length(layer, max_length)
-        _check_layer(index, cache.layers[index])
+    chunked = "chunked_attention" in (getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
+    cache.layers[:] = [_layer(index, layer, max_length, place, chunked) for index, layer in enumerate(cache.layers)]
     return cache
 
 
-@functools.cache
-def _cache_class() -> type:
-    from transformers import StaticCache
-
-    class FixedAddressCache(StaticCache):
-        """A StaticCache whose lengths stay as they were read: transformers' change when the layer is updated."""
-
-        def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
-            length = super().get_seq_length(layer_idx)
-            return length.clone() if isinstance(length, Tensor) else length
-
-    return FixedAddressCache
-
-
-def _full_length(layer: Any, max_length: int) -> Any:
-    """The layer, or one of full length in the place of a sliding window."""
+def _layer(index: int, layer: Any, max_length: int, place: Place, chunked: bool) -> Any:
+    """The layer that takes the place of transformers'."""
     from transformers import cache_utils
 
-    if type(layer) is cache_utils.StaticSlidingWindowLayer:
-        return cache_utils.StaticLayer(max_cache_len=max_length)
-    if type(layer) is cache_utils.LinearAttentionAndStaticSlidingWindowAttentionLayer:
-        return cache_utils.LinearAttentionAndStaticFullAttentionLayer(
-            max_cache_len=max_length, number_of_states=layer.number_of_states
-        )
-    return layer
-
-
-def _check_layer(index: int, layer: Any) -> None:
-    from transformers import cache_utils
-
-    served = (
-        cache_utils.StaticLayer,
-        cache_utils.StaticIndexedLayer,
-        cache_utils.LinearAttentionLayer,
-        cache_utils.LinearAttentionAndStaticFullAttentionLayer,
-        getattr(cache_utils, "DummyLayer", None),  # transformers 5.17 has none
-    )
-    if type(layer) not in served:
+    kept = (cache_utils.LinearAttentionLayer, getattr(cache_utils, "DummyLayer", None))  # transformers 5.17 has none
+    if type(layer) in kept:
+        return layer
+    name = type(layer).__name__
+    if name not in _own_layers() or (chunked and layer.is_sliding):
         raise ValueError(
-            f"model: layer {index} keeps a {type(layer).__name__}; GraphDecoder serves full, sliding-window, indexed "
-            "and linear attention"
+            f"model: layer {index} keeps a {name}; GraphDecoder serves full, sliding-window, indexed and linear "
+            "attention"
         )
+    own = _own_layers()[name](max_cache_len=max_length, number_of_states=getattr(layer, "number_of_states", 0))
+    own.place, own.columns = place, place.columns
+    return own
+
+
+def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor, length: int) -> None:
+    """Copy the rows `chosen` (n,) of a cache, their first `length` columns and all states, to `rows` (n,) of another.
+
+    size: rows of the target. Raises ValueError if a layer of the source keeps what cannot be copied.
+    """
+    for index, (mine, theirs) in enumerate(zip(target.layers, source.layers, strict=True)):
+        kept = _kept(index, theirs)
+        _allocate(mine, {name: tensor[:1].expand(size, *tensor.shape[1:]) for name, tensor in kept.items()})
+        targets = _kept(index, mine)
+        for name, values in kept.items():
+            to, columns = targets[name], _COLUMNS.get(name)
+            if columns is not None:
+                to, values = to.narrow(columns, 0, length), values.narrow(columns, 0, length)
+            to.index_copy_(0, rows, values.index_select(0, chosen))
+        if hasattr(theirs, "has_previous_state"):
+            mine.has_previous_state.update(theirs.has_previous_state)
+
+
+def reset(cache: Any, masked: bool) -> None:
+    """Begin again, with states of zeros. masked: in keys and values too, for attention that multiplies them by 0."""
+    for layer in cache.layers:
+        if masked or hasattr(layer, "has_previous_state"):
+            layer.reset()
+
+
+def clear_rows(cache: Any, rows: Tensor) -> None:
+    """Write zeros into these rows: what is masked is multiplied by 0, which would leave a NaN."""
+    for index, layer in enumerate(cache.layers):
+        for tensor in _kept(index, layer).values():
+            tensor.index_fill_(0, rows, 0)
+
+
+def has_states(cache: Any) -> bool:
+    """Whether layers of it keep states of linear attention."""
+    return any(hasattr(layer, kind) for layer in cache.layers for kind in STATES)
+
+
+_COLUMNS = {"keys": 2, "values": 2, "indexer_keys": 1}
+"""What a layer keeps of each token, and along which dimension."""
+STATES = ("conv_states", "recurrent_states")
+"""What a layer keeps of a whole sequence: dicts."""
+
+
+def _kept(index: int, layer: Any) -> dict[Any, Tensor]:
+    """The tensors of a layer with a row for each sequence: by their names, states by (name, key)."""
+    kept = {}
+    for name, value in vars(layer).items():
+        if name in STATES:
+            kept |= {(name, key): state for key, state in value.items() if state is not None}
+        elif isinstance(value, Tensor) and value.dim() and name != "columns":
+            kept[name] = value
+    unknown = [name for name in kept if name not in _COLUMNS and name[0] not in STATES]
+    if unknown:
+        raise ValueError(f"model: layer {index} keeps {', '.join(unknown)}, which cannot be copied")
+    return kept
+
+
+def _allocate(layer: Any, examples: dict[Any, Tensor]) -> None:
+    """What the layer has not allocated yet, with the shapes of these."""
+    if "keys" in examples and not layer.is_initialized:
+        layer.lazy_initialization(examples["keys"], examples["values"])
+    if "indexer_keys" in examples and not layer.is_indexer_initialized:
+        layer.lazy_initialization_indexer(examples["indexer_keys"])
+    for kind, key in (name for name in examples if isinstance(name, tuple)):
+        if getattr(layer, kind)[key] is None:
+            layer.lazy_initialization(**{kind: examples[kind, key], "state_idx": key})
+
+
+@functools.cache
+def _own_layers() -> dict[str, type]:
+    """Our layer for each class of transformers'."""
+    from transformers import cache_utils
+
+    class Rows:
+        """keys (B, key heads, max_length, D) and values at fixed addresses; new tokens go to `columns` (B,) of theirs.
+
+        Writing does not change `columns`: the cache's owner advances it once for all layers.
+        """
+
+        written_in = None
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.written_in = self.place.call
+            return self.place.write(self.keys, 2, key_states), self.place.write(self.values, 2, value_states)
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.max_cache_len if self.place.end is None else self.place.end, 0
+
+        def get_seq_length(self) -> int | Tensor:
+            return self.place.length(self.written_in is self.place.call)
+
+    class RowLayer(Rows, cache_utils.StaticLayer):
+        pass
+
+    class RowIndexedLayer(Rows, cache_utils.StaticIndexedLayer):
+        """With the keys of an indexer, (B, max_length, D)."""
+
+        def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+            if not self.is_indexer_initialized:
+                self.lazy_initialization_indexer(indexer_key_states)
+            return self.place.write(self.indexer_keys, 1, indexer_key_states)
+
+    class RowHybridLayer(Rows, cache_utils.LinearAttentionAndStaticFullAttentionLayer):
+        """With states of linear attention."""
+
+    return {
+        "StaticLayer": RowLayer,
+        "StaticSlidingWindowLayer": RowLayer,
+        "StaticIndexedLayer": RowIndexedLayer,
+        "LinearAttentionAndStaticFullAttentionLayer": RowHybridLayer,
+        "LinearAttentionAndStaticSlidingWindowAttentionLayer": RowHybridLayer,
+    }

@@ -73,6 +73,16 @@ def integers(name: str, values: Any) -> list[int]:
     return [integer(name, values)]
 
 
+def number(name: str, value: Any) -> float:
+    """A float from any real number: Python's, numpy's, a tensor of one element."""
+    try:
+        if not isinstance(value, bool | str | bytes) and getattr(value, "dtype", None) is not torch.bool:
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a complex tensor
+        pass
+    raise TypeError(f"{name}: expected a number, got {describe(value)}")
+
+
 def check_prompt(ids: Tensor, mask: Tensor | None) -> None:
     check_tensor("input_ids", ids)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:

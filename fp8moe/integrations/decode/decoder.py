@@ -1,32 +1,39 @@
-"""GraphDecoder: greedy generation with a transformers model whose decode step is replayed from a CUDA graph."""
+"""GraphDecoder: generation with a transformers model whose decode step is replayed from a CUDA graph."""
 
-import threading
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8moe.integrations.decode import custom_generate
+from fp8moe.integrations.decode.arguments import Call, parse
 from fp8moe.integrations.decode.attention import NAME as FLASH
-from fp8moe.integrations.decode.checks import check_eval, check_model, check_prompt, device_of, integer, integers
+from fp8moe.integrations.decode.checks import check_eval, check_model, device_of, integer
 from fp8moe.integrations.decode.flag import EndFlag
-from fp8moe.integrations.decode.probe import check_step
-from fp8moe.integrations.decode.step import Step, capture_stream, vocabulary
+from fp8moe.integrations.decode.generation import Generation
+from fp8moe.integrations.decode.prefix import Prefix, read_prefix
+from fp8moe.integrations.decode.probe import find_way
+from fp8moe.integrations.decode.requests import Result, run
+from fp8moe.integrations.decode.stats import Records, Stats, cache_bytes, pool_bytes
+from fp8moe.integrations.decode.step import Step, Way, capture_stream
+from fp8moe.integrations.decode.turns import Turns
 from fp8moe.integrations.fingerprint import Fingerprint
-
-# Steps between two checks of whether every sequence has ended. A check does not stall the GPU: see `EndFlag`.
-CHECK_EVERY = 8
+from fp8moe.integrations.models import FusedModule, find_fused
 
 
 class GraphDecoder:
-    """Generates greedily with a causal language model of transformers, one CUDA graph replay per token.
+    """Generates with a causal language model of transformers, one CUDA graph replay per token.
 
-    The decode step (one token per sequence: the model, argmax, end-of-sequence bookkeeping) is captured once for each
-    of ``batch_sizes`` with a static cache; a step then costs the CPU one graph launch. The prompt is read eagerly into
-    the same cache. Nothing in the step depends on host values: lengths, masks and expert routing are read on the
-    device, so they may differ at every replay. A batch is padded up to the next captured size with copies of its first
-    sequence, which choose the same experts and so read no further weights.
+    The decode step (one token per sequence: the model, the choice of the token, end-of-sequence bookkeeping) is
+    captured once for each of ``batch_sizes`` with a static cache; a step then costs the CPU one graph launch. The
+    prompt is read eagerly into the same cache. Nothing in the step depends on host values: lengths, masks, expert
+    routing and sampling parameters are read on the device, so they may differ at every replay. A batch is padded up to
+    the next captured size with copies of its first sequence, which choose the same experts and so read no further
+    weights.
 
     Where the model is on a CPU the same step runs without a graph; the results are the same.
 
@@ -39,7 +46,10 @@ class GraphDecoder:
     window (the mask cuts the window); the graphs share one memory pool. Closing or deleting the decoder frees both.
 
     The graphs read the weights where they lay at the capture: after moving or changing them, make a new decoder;
-    `generate` raises RuntimeError until then. Threads may share a decoder: their calls take turns.
+    `generate` raises RuntimeError until then. Threads may share a decoder: their calls take turns. A stream or run
+    holds its turn until it ends or is closed.
+
+    ``model.generate(..., custom_generate=decoder)`` works too: see `__call__`.
 
     Args:
         model: a causal language model of transformers in eval mode, all of it on one device, with attention
@@ -49,6 +59,13 @@ class GraphDecoder:
         batch_sizes: of the captured steps; any smaller batch is served by the next larger one.
         max_length: most tokens of a sequence, prompt and answer together.
         capture: False runs the step without a graph on a GPU too.
+        fuse: the parts of the model that surround its experts run in fp8moe's kernels where it has known code, as
+            after `fp8moe.integrations.transformers.optimize`, in the decoder's own steps and prompts; outside of them
+            the model stays as it is. For that FP8 weights of projections that read the same input move next to each
+            other. ``fused`` lists the modules. False: none.
+        prefill_chunk: columns of a batch of prompts that are read at a time, which bounds the memory that they take.
+            None: chosen from the free memory. Models that cannot go on from their cache with several tokens, as some
+            with linear attention, read a prompt in one piece.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the model cannot be captured; says why. The model reads a few
@@ -57,7 +74,16 @@ class GraphDecoder:
     """
 
     @torch.inference_mode(False)  # whatever the caller's mode: what is kept here must stay writable outside it
-    def __init__(self, model: Any, *, batch_sizes: Sequence[int] = (1,), max_length: int, capture: bool = True):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch_sizes: Sequence[int] = (1,),
+        max_length: int,
+        capture: bool = True,
+        fuse: bool = True,
+        prefill_chunk: int | None = None,
+    ):
         if not isinstance(batch_sizes, Iterable):
             raise TypeError(f"batch_sizes: expected a sequence of integers, got {batch_sizes!r}")
         sizes = sorted({integer("batch_sizes", size) for size in batch_sizes})
@@ -66,22 +92,26 @@ class GraphDecoder:
         self.max_length = integer("max_length", max_length)
         if self.max_length < 2:
             raise ValueError(f"max_length: expected at least 2, got {max_length}")
+        self.prefill_chunk = None if prefill_chunk is None else integer("prefill_chunk", prefill_chunk)
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk: expected at least 1, got {prefill_chunk}")
         self.device = device_of(model)
         self.captured = capture and self.device.type == "cuda"
         check_model(model, self.captured)
         self.model = model
         self.batch_sizes = tuple(sizes)
-        self._lock = threading.Lock()
-        with self._on_device():
-            flash = self._choose_attention()
-        self._steps = {size: Step(model, size, self.max_length, self.device, flash) for size in sizes}
+        self._lock = Turns()
+        self._records = Records()
+        self._pool: tuple[int, int] | None = None
+        with self.on_device():
+            self.way = self._choose_way(fuse)
+        self.fused: tuple[FusedModule, ...] = self.way.fused or ()
+        self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
         self._flag = EndFlag() if self.captured else None
         if self.captured:
             self._capture()
         self._weights = Fingerprint(model.parameters())
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def generate(
         self,
         input_ids: Tensor,
@@ -90,8 +120,21 @@ class GraphDecoder:
         attention_mask: Tensor | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         pad_token_id: int | None = None,
-    ) -> Tensor:
-        """The prompts, each followed by its greedy continuation: what ``model.generate(do_sample=False)`` returns.
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        seed: int | Iterable[int] | None = None,
+        streamer: Any = None,
+        stop_strings: str | Iterable[str] | None = None,
+        tokenizer: Any = None,
+        prefix: Prefix | None = None,
+        return_logprobs: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The prompts, each followed by its continuation: what ``model.generate`` returns.
 
         input_ids: (B, L) integers. Shorter prompts are padded on the left.
         attention_mask: (B, L), 0 where a prompt is padded. None: where it has the pad token, if that is no end token;
@@ -99,33 +142,128 @@ class GraphDecoder:
         eos_token_id: a sequence ends after any of these tokens. None: those of ``model.generation_config``; (): none.
         pad_token_id: what follows the end of a sequence while others go on. None: that of ``model.generation_config``,
             else the first end token.
+        do_sample: False: the most probable token. True: a random one of those that top_k, top_p and min_p leave, as
+            transformers defines them, with probabilities at this temperature (below 1e-5: as without do_sample). What
+            is None comes from ``model.generation_config``; what is None there too is off. So are penalties.
+        repetition_penalty: above 1, logits of tokens in the prompt or the answer are divided by it, or multiplied where
+            they are negative, as by transformers. presence_penalty: subtracted from logits of tokens in the answer.
+            Both also without do_sample, where ``model.generation_config`` says nothing.
+        seed: an integer of 64 bits for all sequences, or one for each. What a sequence draws depends on its own seed
+            and logits alone: the same prompt twice in a batch gives the same answer twice if the seed is one integer.
+            None: PyTorch's default generator draws one for each.
+        streamer: of transformers, such as TextStreamer: gets the prompts, then the tokens (B,) of each step.
+        stop_strings: a sequence ends after the token that completes one of these in the text of ``tokenizer``.
+        prefix: of `prefix`: the prompts follow it. It is not in what is returned.
+        return_logprobs: also return the logarithms of the probabilities that the model gave the new tokens, (B, n)
+            float32, before penalties, temperature and filters; 0 after the end of a sequence.
         Integers may be of any kind: Python's, numpy's, tensors of one element.
         Returns (B, L + n) int64 on the device of ``input_ids``; n is max_new_tokens, or less if every sequence ended.
 
         Other settings of ``model.generation_config`` are not applied.
 
         Raises TypeError or ValueError for wrong arguments: more than max_length tokens, more sequences than the largest
-        captured batch, padding on the right; ValueError if the model is in training mode. RuntimeError if the weights
-        have changed since the capture, or the decoder is closed.
+        captured batch, padding on the right; ValueError if the model is in training mode; NaNLogits, a ValueError with
+        what was generated, if the logits of a sequence become NaN. RuntimeError if the weights have changed since the
+        capture, or the decoder is closed.
         """
-        ends, pad = self._end_tokens(eos_token_id, pad_token_id)
-        new_tokens = integer("max_new_tokens", max_new_tokens)
-        tokens, mask = self._prompt(input_ids, attention_mask, new_tokens, None if pad in ends else pad)
-        batch, length = tokens.shape
-        with self._lock, self._on_device():
-            if not self._steps:
-                raise RuntimeError("the decoder is closed")
-            check_eval(self.model)
-            if self.captured and not self._weights.matches(self.model.parameters()):
-                raise RuntimeError(
-                    "the model's weights have moved or changed since the capture: make a new GraphDecoder"
-                )
-            step = self._steps[next(size for size in self.batch_sizes if size >= batch)]
-            step.start(batch, length, mask, ends, 0 if pad is None else pad)
-            step.accept(step.prefill(tokens, mask))
-            self._decode(step, new_tokens - 1, bool(ends))
-            new = step.result(batch)
-        return torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)
+        return self._generate(parse(self, locals(), self.model.generation_config))
+
+    def stream(self, input_ids: Tensor, **arguments: Any) -> Iterator[Tensor]:
+        """The new tokens of each step, (B,) int64 on the device of ``input_ids``, until every sequence has ended.
+
+        After its end a sequence has pad tokens. Arguments and errors are those of `generate`, but for return_logprobs;
+        what is wrong is raised here, what happens on the way from the iterator. A step is yielded while the GPU is at
+        work on the next one. Leaving the loop or closing the iterator frees the decoder.
+        """
+        call = parse(self, self.bind(input_ids, **arguments), self.model.generation_config)
+        if call.return_logprobs:
+            raise ValueError("return_logprobs: stream yields tokens alone; generate returns logprobs")
+        return self._stream(call)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def prefix(self, input_ids: Tensor) -> Prefix:
+        """Read the beginning of many prompts once: (n,) or (1, n) integers. For `generate`, `stream` and `run`.
+
+        What `generate` returns after it is what it returns for the whole prompt, without the prefix. It holds keys,
+        values and states of n tokens, in memory of its own, and serves this decoder until the weights change.
+
+        Raises TypeError or ValueError for other tensors, for no room after it, and for a model that cannot read several
+        tokens after others. RuntimeError as `generate`.
+        """
+        with self.turn(), self.on_device():
+            return read_prefix(self, input_ids)
+
+    def run(
+        self, requests: Iterable[Mapping[str, Any]], *, progress: bool | Callable[[int, int | None], None] | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        """Serve many requests over the rows of the largest batch: one that ends frees its row for one that waits.
+
+        requests: dicts of `generate`'s arguments, each for one prompt, input_ids (length,), and without a streamer.
+            The iterable may be lazy and have no end: no more are taken than can wait.
+        progress: True for a bar on standard error; or a function, given the number of results and of requests, None
+            where that is not known.
+
+        Yields (index of the request, new tokens (n,) without padding) as they end, with return_logprobs (index,
+        (tokens, logprobs)). A request that is refused, or whose logits become NaN, gives (index, ValueError), and the
+        others go on. A request's tokens do not depend on the others but for rounding. Closing the iterator, or leaving
+        the loop and dropping it, frees the rows.
+
+        Raises TypeError for wrong arguments, ValueError for a model whose rows cannot have lengths of their own;
+        the iterator RuntimeError as `generate`.
+        """
+        return run(self, requests, progress)
+
+    def stats(self) -> Stats:
+        """Calls, tokens, times and memory so far: see `stats.Stats`. Waits for nothing but calls that have ended."""
+        return self._records.stats(cache_bytes(step.cache for step in self.steps.values()), pool_bytes(self._pool))
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *,
+        generation_config: Any,
+        logits_processor: Iterable[Callable] = (),
+        stopping_criteria: Iterable[Callable] = (),
+        streamer: Any = None,
+        stop_strings: str | Iterable[str] | None = None,
+        tokenizer: Any = None,
+        presence_penalty: float | None = None,
+        seed: int | Iterable[int] | None = None,
+        prefix: Prefix | None = None,
+        return_logprobs: bool = False,
+        **model_arguments: Any,
+    ) -> Any:
+        """For ``model.generate(..., custom_generate=decoder)``, which calls this with what it has prepared.
+
+        Settings come from ``generation_config``; presence_penalty, seed, prefix and return_logprobs may be given to
+        ``model.generate`` as well. It passes no tokenizer on: for stop strings give it
+        ``custom_generate=functools.partial(decoder, tokenizer=tokenizer, stop_strings=...)``.
+
+        Returns what `generate` does; with return_dict_in_generate the tokens are in a GenerateDecoderOnlyOutput.
+
+        Raises ValueError naming what is not served: another model, beams, several sequences for a prompt, logits
+        processors and stopping criteria that `generate` has no argument for, scores, model arguments.
+        """
+        if model is not self.model:
+            raise ValueError(f"custom_generate: this decoder was made for another {type(self.model).__name__}")
+        custom_generate.check_processors(logits_processor, generation_config)
+        custom_generate.check_criteria(stopping_criteria, generation_config)
+        callers = custom_generate.streamer_of_caller()  # has been given the prompts
+        arguments = custom_generate.translate(input_ids, generation_config, model_arguments)
+        arguments |= dict(streamer=streamer or callers, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed)
+        arguments |= dict(presence_penalty=presence_penalty, prefix=prefix, return_logprobs=return_logprobs)
+        call = parse(self, self.bind(**arguments), generation_config)
+        result = self._generate(replace(call, streamer_has_prompts=callers is not None))
+        return custom_generate.as_output(result) if generation_config.return_dict_in_generate else result
+
+    @classmethod
+    def bind(cls, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        """All arguments of `generate` by name, defaults too. Raises TypeError for names that it does not take."""
+        bound = inspect.signature(cls.generate).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
 
     def close(self) -> None:
         """Free the graphs and the caches."""
@@ -136,98 +274,83 @@ class GraphDecoder:
         self._release()
 
     def _release(self) -> None:
-        for step in getattr(self, "_steps", {}).values():  # the constructor may have raised
+        for step in getattr(self, "steps", {}).values():  # the constructor may have raised
             step.release()
-        self._steps = {}
+        self.steps = {}
+        self._pool = None
 
-    def _on_device(self) -> AbstractContextManager:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """This thread's turn, once those of others are over. Raises if the decoder or its model is not ready."""
+        with self._lock:
+            if not self.steps:
+                raise RuntimeError("the decoder is closed")
+            check_eval(self.model)
+            if self.captured and not self._weights.matches(self.model.parameters()):
+                raise RuntimeError(
+                    "the model's weights have moved or changed since the capture: make a new GraphDecoder"
+                )
+            yield
 
-    def _choose_attention(self) -> str | None:
-        """Check the step with the model's own attention, then take flash attention if it serves the model too."""
-        check_step(self.model, self.device, self.captured)
-        own = self.model.config.get_text_config(decoder=True)._attn_implementation
-        self.attention = f"{own}: on a GPU only"
-        if self.device.type == "cuda":
-            try:
-                check_step(self.model, self.device, self.captured, FLASH)
-            except ValueError as error:
-                self.attention = f"{own}: {error}"
+    def step_of(self, size: int, max_length: int) -> Step:
+        """A step that is not captured, with a cache of its own."""
+        return Step(self.model, size, max_length, self.device, self.way, self.prefill_chunk)
+
+    def on_device(self, stream: torch.cuda.Stream | None = None) -> AbstractContextManager:
+        """Within it the model's device is the current one, and on it this stream."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.device(self.device) if stream is None else torch.cuda.stream(stream)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _generate(self, call: Call) -> Tensor | tuple[Tensor, Tensor]:
+        with self.turn(), self.on_device(), self._generation(call) as generation:
+            if call.streamer is None and call.stop is None:
+                generation.run(self._flag)
             else:
-                self.attention = "flash"
-        return FLASH if self.attention == "flash" else None
+                for _ in generation.follow():
+                    pass
+            tokens, logprobs = generation.result()
+        return (tokens, logprobs) if call.return_logprobs else tokens
 
-    def _decode(self, step: Step, count: int, may_end: bool) -> None:
-        for number in range(1, count + 1):
-            step.replay()
-            if not may_end:
-                continue
-            if self._flag is None:
-                if step.finished.all():
-                    return
-            elif number % CHECK_EVERY == 0 and self._flag.was_set_then_watch(step.finished):
-                self._flag.forget()
-                return
-        if self._flag is not None:
-            self._flag.forget()
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _stream(self, call: Call) -> Iterator[Tensor]:
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        with self.turn(), self._generation(call) as generation:
+            steps = generation.follow()
+            while True:
+                with self.on_device(stream):  # only here: the caller's own is in force while it holds the tokens
+                    tokens = next(steps, None)
+                    if tokens is None:
+                        generation.result()  # raises if logits became NaN
+                        return
+                yield tokens
+
+    def _generation(self, call: Call) -> Generation:
+        size = next(size for size in self.batch_sizes if size >= len(call.tokens))
+        return Generation(self.steps[size], call, self._records)
+
+    def _choose_way(self, fuse: bool) -> Way:
+        """How the model reads; flash attention in it where it serves the model too."""
+        flash = FLASH if self.device.type == "cuda" else None
+        fused = (find_fused(self.model) or None) if fuse else None
+        way, refusal = find_way(self.model, self.device, self.captured, flash, fused)
+        own = self.model.config.get_text_config(decoder=True)._attn_implementation
+        self.attention = "flash" if way.attention else f"{own}: {refusal or 'on a GPU only'}"
+        return way
 
     def _capture(self) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        with self._on_device(), torch.no_grad():
+        self._pool = torch.cuda.graph_pool_handle()
+        with self.on_device(), torch.no_grad():
             stream = capture_stream(torch.cuda.current_device())
             # The largest first: the smaller ones then find room in the pool.
             for size in reversed(self.batch_sizes):
                 try:
-                    self._steps[size].capture(stream, pool)
+                    self.steps[size].capture(stream, self._pool)
                 except RuntimeError as error:
                     raise RuntimeError(
                         f"the decode step of {type(self.model).__name__} cannot be captured for batch size {size}: "
                         f"{error}"
                     ) from error
-
-    def _prompt(
-        self, ids: Tensor, mask: Tensor | None, new_tokens: int, padding: int | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The prompts and their mask on the model's device; without a mask, tokens `padding` are masked."""
-        check_prompt(ids, mask)
-        batch, length = ids.shape
-        if new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected at least 1, got {new_tokens}")
-        if length + new_tokens > self.max_length:
-            raise ValueError(
-                f"max_new_tokens: {length} tokens of prompt and {new_tokens} new ones are more than max_length, "
-                f"{self.max_length}"
-            )
-        if batch > self.batch_sizes[-1]:
-            raise ValueError(
-                f"input_ids: {batch} sequences are more than the largest captured batch, {self.batch_sizes[-1]}"
-            )
-        ids = ids.to(self.device, torch.int64)
-        if mask is not None:
-            mask = mask.to(self.device, torch.bool)
-        elif padding is not None and (ids == padding).any():
-            mask = ids != padding
-        if mask is not None and not mask[:, -1].all():
-            raise ValueError(
-                "attention_mask: expected ones in the last column, as of prompts padded on the left (a tokenizer's "
-                "padding_side='left')"
-            )
-        if mask is not None and self.attention == "flash" and (mask[:, :-1] & ~mask[:, 1:]).any():
-            raise ValueError(
-                "attention_mask: expected zeros on the left only, got some between ones (without attention_mask, "
-                "tokens that are pad_token_id count as zeros)"
-            )
-        return ids, mask
-
-    def _end_tokens(self, eos: Any, pad: Any) -> tuple[list[int], int | None]:
-        """The end tokens and the pad token, None where there is neither."""
-        defaults = self.model.generation_config
-        eos = defaults.eos_token_id if eos is None else eos
-        ends = [] if eos is None else integers("eos_token_id", eos)
-        pad = defaults.pad_token_id if pad is None else pad
-        pad = integer("pad_token_id", pad) if pad is not None else ends[0] if ends else None
-        size = vocabulary(self.model)
-        for name, tokens in (("eos_token_id", ends), ("pad_token_id", [] if pad is None else [pad])):
-            if not all(0 <= token < size for token in tokens):
-                raise ValueError(f"{name}: expected tokens between 0 and {size - 1}, got {tokens}")
-        return ends, pad

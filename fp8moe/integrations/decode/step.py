@@ -1,71 +1,173 @@
 """The decode step of one batch size: one token for each sequence, with nothing that depends on the host."""
 
 import inspect
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.decode.attention import used_by
-from fp8moe.integrations.decode.cache import static_cache
+from fp8moe.integrations.decode.attention import Rows, used_by
+from fp8moe.integrations.decode.cache import Place, clear_rows, copy_rows, reset, static_cache
+from fp8moe.integrations.decode.chunks import columns_at_a_time
+from fp8moe.integrations.decode.masks import take_offsets_of_rows
+from fp8moe.integrations.decode.sampling import Sampling, empty_state, write
+from fp8moe.integrations.decode.transfer import integers_on
+from fp8moe.integrations.models import Optimized
+from fp8moe.kernels.block.sampling import sample
 
 WARM_UP_RUNS = 3
+GREEDY = Sampling()
+
+
+class Way(NamedTuple):
+    """How a model reads, as `probe.find_way` finds it out.
+
+    attention: implementation that reads the cache, None for the model's own.
+    rows: whether the rows of a batch may have lengths of their own.
+    chunks: whether a call may read several tokens after others.
+    fused: modules that run in fp8moe's kernels meanwhile; None: the model's own forwards do.
+    """
+
+    attention: str | None = None
+    rows: bool = False
+    chunks: bool = False
+    fused: Optimized | None = None
+
+
+PLAIN = Way()
 
 
 class Step:
     """The cache of a batch, the tensors that the step reads and writes in place, and its graph.
 
-    tokens, positions (B, 1): what the model reads. mask (B, max_length): False where the prompt is padded; the causal
-    mask hides the columns that are still to come. generated (B, max_length): the first `count` columns are known.
-    finished (B,). attention: implementation that reads the cache, None for the model's own.
+    tokens, positions (B, 1): what the model reads. columns (B,): the column of the cache where that token goes.
+    begin (B,): how many columns of the row's prompt are padding; with flash attention they are the first ones.
+    mask (B, max_length): False where the prompt is padded; the causal mask hides the columns that are still to come.
+    generated, logprobs (B, max_length): of row b the first count[b] are known, and `pad` and 0 follow.
+    limit (B,): a row ends with its limit[b]-th new token. ends (B, vocabulary): or after one of these tokens.
+    finished (B,): the row has ended. failed (B,): because its logits were NaN.
+    sampling: how the next token is chosen. prefill_chunk: columns of a prompt at a time; None: as the memory allows.
     """
 
-    def __init__(self, model: Any, size: int, max_length: int, device: torch.device, attention: str | None = None):
+    def __init__(
+        self,
+        model: Any,
+        size: int,
+        max_length: int,
+        device: torch.device,
+        way: Way = PLAIN,
+        prefill_chunk: int | None = None,
+    ):
+        if way.rows:
+            take_offsets_of_rows()
         self.model = model
-        self.attention = attention
         self.size = size
-        self.cache = static_cache(model.config, max_length)
+        self.way = way
+        self.prefill_chunk = prefill_chunk
+        self.place = Place(size, device, way.rows)
+        self.cache = static_cache(model.config, max_length, self.place)
         integers = partial(torch.zeros, dtype=torch.int64, device=device)
+        booleans = partial(torch.zeros, dtype=torch.bool, device=device)
         self.tokens = integers(size, 1)
         self.positions = integers(size, 1)
-        self.mask = torch.ones(size, max_length, dtype=torch.bool, device=device)
+        self.columns = self.place.columns
+        self.begin = integers(size)
+        self.mask = ~booleans(size, max_length)
         self.generated = integers(size, max_length)
-        self.count = integers(1)
-        self.finished = torch.zeros(size, dtype=torch.bool, device=device)
-        self.is_end = torch.zeros(vocabulary(model), dtype=torch.bool, device=device)
+        self.logprobs = torch.zeros(size, max_length, device=device)
+        self.count = integers(size)
+        self.limit = integers(size)
+        self.finished = booleans(size)
+        self.failed = booleans(size)
+        self.ends = booleans(size, vocabulary(model))
         self.pad = integers(())
+        self.sampling = empty_state(size, vocabulary(model), device)
+        self.seen = Rows(self.begin, self.columns, max_length)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def start(self, batch: int, length: int, mask: Tensor | None, ends: list[int], pad: int) -> None:
-        """Set everything for a batch of prompts; rows from `batch` on are copies of row 0."""
-        self.cache.reset()  # writes zeros: masked values are multiplied by 0, which would leave a NaN
-        self.count.zero_()
+    def start(
+        self,
+        batch: int,
+        length: int,
+        mask: Tensor | None,
+        ends: list[int],
+        pad: int,
+        samplings: Sequence[Sampling] = (),
+    ) -> None:
+        """Set everything for a batch of prompts of `length` columns; rows from `batch` on are copies of row 0.
+
+        Copies choose the same tokens and experts, so they read no further weights. samplings: of each sequence; ():
+        greedy.
+        """
+        reset(self.cache, masked=self.way.attention is None)  # a NaN that is masked would stay
         self.mask.fill_(True)
         if mask is None:
-            self.positions.fill_(length - 1)
+            self.begin.zero_()
         else:
             self.mask[:, :length] = self.rows(mask)
-            self.positions.copy_(self.mask[:, :length].sum(1, keepdim=True) - 1)
-        self.is_end.zero_()
-        if ends:
-            self.is_end[ends] = True
+            torch.sum(~self.mask, 1, out=self.begin)
+        for tensor in (self.columns, self.count, self.logprobs, self.finished, self.failed, self.ends):
+            tensor.zero_()
+        self.generated.fill_(pad)
+        self.limit.fill_(self.generated.shape[1])
+        self.ends.index_fill_(1, integers_on(self.ends.device, ends), True)
         self.pad.fill_(pad)
-        self.finished.zero_()
-        self.finished[batch:] = True
+        self.samplings = [*samplings, *samplings[:1] * (self.size - len(samplings))]
+        for tensor, greedy in zip(self.sampling, empty_state(1, vocabulary(self.model), self.pad.device), strict=True):
+            tensor.copy_(greedy.expand_as(tensor))
 
-    def prefill(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """Read the prompts; the logits (B, vocabulary) after them."""
-        length = tokens.shape[1]
+    def prefill(self, tokens: Tensor, mask: Tensor | None, prefix: Any = None) -> Tensor:
+        """Read the prompts (batch, length), after a prefix if there is one: the logits (B, vocabulary) of what follows.
+
+        prefix: a prefix.Prefix. Raises ValueError for a prefix that this model or these prompts cannot follow.
+        """
+        tokens = self.rows(tokens)
+        self._note_prompts(tokens, None if mask is None else self.rows(mask), prefix)
+        start: int | None = 0
+        if prefix is not None:
+            tokens, start = prefix.put(self, tokens, mask)
+        padded = mask is not None
+        known = 0 if prefix is None else prefix.length
+        count = tokens.shape[1]
+        at_a_time = self._chunk(known + count)
+        for first in range(0, count, at_a_time):
+            piece = tokens[:, first : first + at_a_time]
+            logits = self.read_several(piece, None if start is None else start + first, known + first, padded)
+        return logits
+
+    def _chunk(self, end: int) -> int:
+        """Columns to read at a time, of prompts that end at this column."""
+        if not self.way.chunks:
+            return end
+        config = self.model.config.get_text_config(decoder=True)
+        columns = self.prefill_chunk or columns_at_a_time(
+            config, self.size, end, self.columns.device, self.model.dtype, self.way.attention is None
+        )
+        return max(columns, 2)  # one token alone is a decode step's, which has no padding
+
+    def read_several(self, tokens: Tensor, start: int | None, before: int, padded: bool) -> Tensor:
+        """Read tokens (B, T) of prompts, from column `start` on if all rows share it; after at most `before` others."""
+        count = tokens.shape[1]
+        end = before + count
+        self.place.fix(start, count, end)
         arguments = {}
-        if mask is None:
-            positions = torch.arange(length, device=tokens.device).expand(self.size, length)
+        if padded:
+            arguments["attention_mask"] = self.mask[:, :end].long()
+        if start is None:
+            new = self.columns[:, None] + torch.arange(count, device=tokens.device)
+            positions = (new - self.begin[:, None]).clamp(min=0)
+        elif padded:
+            positions = positions_of(arguments["attention_mask"])[:, start:]
         else:
-            arguments["attention_mask"] = self.mask[:, :length].long()
-            positions = positions_of(arguments["attention_mask"])
+            positions = torch.arange(start, end, device=tokens.device).expand(self.size, count)
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             arguments["logits_to_keep"] = 1
-        return self.run(self.rows(tokens), positions, **arguments)
+        logits = self._run(tokens, positions, whole=start == 0 and not padded, **arguments)
+        self.columns.add_(count)
+        return logits
 
     def replay(self) -> None:
         """One more token for each sequence."""
@@ -79,23 +181,33 @@ class Step:
 
     def read(self) -> Tensor:
         """Read `tokens`; the logits (B, vocabulary) after them."""
-        self.positions.add_(1)
-        with used_by(self.model, self.attention):
-            return self.run(self.tokens, self.positions, attention_mask=self.mask)
+        self.place.leave_open()
+        torch.sub(self.columns[:, None], self.begin[:, None], out=self.positions)
+        logits = self._run(self.tokens, self.positions, attention_mask=self.mask)
+        self.columns.add_(~self.finished if self.way.rows else 1)
+        return logits
 
-    def run(self, tokens: Tensor, positions: Tensor, **arguments) -> Tensor:
-        output = self.model(
-            input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, **arguments
-        )
+    def _run(self, tokens: Tensor, positions: Tensor, *, whole: bool = False, **arguments) -> Tensor:
+        self.seen.next_call(whole=whole)
+        fused = nullcontext() if self.way.fused is None else self.way.fused.in_force()
+        with used_by(self.model, self.way.attention, self.seen), fused:
+            output = self.model(
+                input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, **arguments
+            )
         return output.logits[:, -1]
 
     def accept(self, logits: Tensor) -> None:
         """Choose the next token of each sequence."""
-        chosen = torch.where(self.finished, self.pad, logits.argmax(-1))
-        self.finished.logical_or_(self.is_end[chosen])
-        self.tokens.copy_(chosen[:, None])
-        self.generated.index_copy_(1, self.count, self.tokens)
-        self.count.add_(1)
+        chosen, logprobs = sample(logits, self.sampling)
+        stopped = self.finished | (chosen < 0)
+        self.failed.logical_or_(stopped ^ self.finished)
+        torch.where(stopped, self.pad, chosen, out=self.tokens[:, 0])
+        column = self.count[:, None]
+        self.generated.scatter_(1, column, self.tokens)
+        self.logprobs.scatter_(1, column, logprobs.masked_fill_(stopped, 0)[:, None])
+        self.count.add_(~stopped)
+        ended = self.ends.gather(1, self.tokens)[:, 0]
+        torch.logical_or(stopped | ended, self.count >= self.limit, out=self.finished)
 
     def rows(self, values: Tensor) -> Tensor:
         """(batch, ...) -> (size, ...): copies of row 0 below."""
@@ -104,11 +216,43 @@ class Step:
 
     def result(self, batch: int) -> Tensor:
         """The new tokens (batch, n), up to the end of the sequence that ended last."""
-        count = int(self.count)
-        new = self.generated[:batch, :count]
-        ended = self.is_end[new]
-        lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, count)
-        return new[:, : int(lengths.max())].clone()
+        return self.generated[:batch, : int(self.count[:batch].max())].clone()
+
+    def adopt(self, rows: Tensor, source: "Step", chosen: Tensor, length: int) -> None:
+        """Go on here, in `rows` (n,), with the sequences in the rows `chosen` (n,) of another step of the model.
+
+        length: no sequence of them has a token in that column or after it.
+        """
+        copy_rows(self.cache, self.size, rows, source.cache, chosen, length)
+        self.mask.index_fill_(0, rows, True)
+        for name in _OF_EACH_ROW:
+            _copy(getattr(self, name), rows, getattr(source, name), chosen)
+        for mine, theirs in zip(self.sampling, source.sampling, strict=True):
+            _copy(mine, rows, theirs, chosen)
+
+    def leave(self, rows: Tensor) -> None:
+        """Nothing of these rows is needed further: each sees one column."""
+        if self.way.attention is None:
+            clear_rows(self.cache, rows)  # they may hold NaN, and masked values are multiplied by 0
+        self.finished.index_fill_(0, rows, True)
+        for tensor in (self.columns, self.begin, self.count, self.failed):
+            tensor.index_fill_(0, rows, 0)
+
+    def clear(self) -> None:
+        """No row has a sequence; `adopt` brings them."""
+        self.start(self.size, 1, None, [], 0)
+        self.finished.fill_(True)
+
+    def _note_prompts(self, tokens: Tensor, mask: Tensor | None, prefix: Any) -> None:
+        """Begin each sequence in the state of sampling; greedy ones, as `start` left it, need no prompt."""
+        for row, sampling in enumerate(self.samplings):
+            if sampling == GREEDY:
+                continue
+            ids, shown = tokens[row], None if mask is None else mask[row]
+            if prefix is not None:
+                ids = torch.cat([prefix.tokens, ids])
+                shown = None if shown is None else torch.cat([torch.ones_like(prefix.tokens, dtype=torch.bool), shown])
+            write(self.sampling, row, sampling, ids, shown)
 
     def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
         stream.wait_stream(torch.cuda.current_stream())
@@ -130,12 +274,27 @@ class Step:
             self.graph = None
 
 
+_OF_EACH_ROW = (
+    *("tokens", "columns", "begin", "mask", "generated", "logprobs", "count", "limit"),
+    *("finished", "failed", "ends"),
+)
+
+
+def _copy(target: Tensor, rows: Tensor, source: Tensor, chosen: Tensor) -> None:
+    """Rows of (B, ...) tensors; the target may be wider or narrower."""
+    values = source.index_select(0, chosen)
+    if target.dim() > 1 and target.shape[1] != values.shape[1]:
+        width = min(target.shape[1], values.shape[1])
+        target, values = target[:, :width], values[:, :width]
+    target.index_copy_(0, rows, values)
+
+
 def vocabulary(model: Any) -> int:
     return model.config.get_text_config(decoder=True).vocab_size
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """The positions (B, L) of tokens where the mask (B, L) of integers has 0 for padding, as generate() counts them."""
+    """The positions (B, L) of tokens where the mask (B, L) of integers has 0 for padding, as generate() count them."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 

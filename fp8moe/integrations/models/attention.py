@@ -70,23 +70,31 @@ def attend(
             "k_weight": module.k_norm.weight,
             "eps": module.q_norm.variance_epsilon,
         }
-    query = rotary.rotary(q, k, v, cos, sin, keys, values, columns=columns, **norm)
+    interface = forms.called(module, "ALL_ATTENTION_FUNCTIONS").get_interface(
+        module.config._attn_implementation, forms.called(module, "eager_attention_forward")
+    )
+    # GraphDecoder's attention takes copies of the queries from here, and gives what the projection behind it reads.
+    one_token = getattr(interface, "one_token", None) if lead[1] == 1 else None
+    copies = attention_mask.parts if one_token else 1
+    query = rotary.rotary(q, k, v, cos, sin, keys, values, columns=columns, copies=copies, **norm).transpose(1, 2)
     if layer is not None:
         end = layer.place.end
         keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
     elif past_key_values is not None:
         keys, values = past_key_values.update(keys, values, module.layer_idx)
-    interface = forms.called(module, "ALL_ATTENTION_FUNCTIONS").get_interface(
-        module.config._attn_implementation, forms.called(module, "eager_attention_forward")
-    )
     match form.window:
         case "module":
             options = {**options, "sliding_window": module.sliding_window}
         case "config":
             options = {**options, "sliding_window": getattr(module.config, "sliding_window", None)}
-    query = query.transpose(1, 2)
-    output, _ = interface(module, query, keys, values, attention_mask, dropout=0.0, scaling=module.scaling, **options)
-    return module.o_proj(output.reshape(*lead, -1))
+    options = {**options, "dropout": 0.0, "scaling": module.scaling}
+    if one_token is None:
+        output, _ = interface(module, query, keys, values, attention_mask, **options)
+        return module.o_proj(output.reshape(*lead, -1))
+    quantized = linears.weights(module.o_proj) is not None
+    output = one_token(module, query, keys, values, attention_mask, quantized=quantized, **options)
+    out = linears.project(output, [module.o_proj], cos.dtype)[0] if quantized else module.o_proj(output)
+    return out.view(*lead, -1)
 
 
 def _inputs(module: nn.Module) -> tuple[nn.Module, ...]:

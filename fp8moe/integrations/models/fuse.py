@@ -1,6 +1,8 @@
 """Putting the fused forwards in place of a model's own, and back."""
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import nn
@@ -20,21 +22,33 @@ class FusedModule(NamedTuple):
 class Optimized(tuple[FusedModule, ...]):
     """What `optimize` changed, module by module."""
 
-    _modules: list[nn.Module]
+    _forwards: list[tuple[nn.Module, Callable]]
 
     def restore(self) -> None:
         """Give the modules their own forwards back. A second call changes nothing."""
-        while self._modules:
-            self._modules.pop().__dict__.pop("forward", None)
+        for module, forward in self._forwards:
+            if module.__dict__.get("forward") is forward:
+                del module.__dict__["forward"]
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Within it the modules run what `find_fused` found for them, if they do not run something else already."""
+        for module, forward in self._forwards:
+            module.__dict__.setdefault("forward", forward)
+        try:
+            yield
+        finally:
+            self.restore()
 
 
 def optimize(model: nn.Module) -> Optimized:
     """Run the parts of a transformers model that surround its experts in fp8moe's kernels, where it has known code.
 
     Fused: RMSNorm with the residual before and the FP8 quantization behind it; the projections q, k and v as one GEMM;
-    norms of heads, rotary embedding and the new keys' places in the cache; router; gate and up of FP8 feed-forward
-    modules as one GEMM with its activation. Modules are known by the code of their forward; what is not known, has
-    hooks or has changed runs as before, as does everything while gradients are on or in training mode.
+    norms of heads, rotary embedding and the new keys' places in the cache; MLA's attention of one new token; router;
+    gate and up of FP8 feed-forward modules as one GEMM with its activation. Modules are known by the code of their
+    forward; what is not known, has hooks or has changed runs as before, as does everything while gradients are on or in
+    training mode.
 
     For that the FP8 weights of projections that read the same input move next to each other; names, values and
     `state_dict()` stay. Where they are moved apart again (`.to()`, loading) they are separate GEMMs.
@@ -45,29 +59,35 @@ def optimize(model: nn.Module) -> Optimized:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    found = [(name, module) for name, module in model.named_modules() if "forward" not in module.__dict__]
     for name, module in model.named_modules():
         if is_fused(module):
             raise ValueError(f"model: {name} is fused already; call .restore() of what optimize returned")
-    changed, modules = [], []
-    for name, module in found:
-        if what := _fuse(module):
+    found = find_fused(model)
+    for module, forward in found._forwards:
+        module.forward = forward
+    return found
+
+
+def find_fused(model: nn.Module) -> Optimized:
+    """What `optimize` would change; weights move together, forwards stay."""
+    changed, forwards = [], []
+    for name, module in model.named_modules():
+        known = None if "forward" in module.__dict__ else _fused_form(module)
+        if known is not None:
+            forward, what = known
             changed.append(FusedModule(name, type(module).__name__, what))
-            modules.append(module)
+            forwards.append((module, functools.partial(forward, module)))
     result = Optimized(changed)
-    result._modules = modules
+    result._forwards = forwards
     return result
 
 
-def _fuse(module: nn.Module) -> str | None:
-    """Give a module that is known its fused forward, and say what runs there."""
+def _fused_form(module: nn.Module) -> tuple[Callable, str] | None:
+    """The fused forward of a module that is known, and what runs there."""
     if layers.recognised(module):
-        forward, what = layers.forward, layers.prepare(module)
-    elif forms.form_of(module, forms.RMS_NORM):
-        forward, what = norms.forward, "norm"
-    elif forms.form_of(module, forms.ROUTER):
-        forward, what = moe.forward_router, "router"
-    else:
-        return None
-    module.forward = functools.partial(forward, module)
-    return what
+        return layers.forward, layers.prepare(module)
+    if forms.form_of(module, forms.RMS_NORM):
+        return norms.forward, "norm"
+    if forms.form_of(module, forms.ROUTER):
+        return moe.forward_router, "router"
+    return None

@@ -1,0 +1,158 @@
+"""One call of GraphDecoder under way: its prompts in the rows of a step."""
+
+from collections.abc import Iterator
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fp8moe.integrations.decode.arguments import Call
+from fp8moe.integrations.decode.flag import EndFlag
+from fp8moe.integrations.decode.readback import Readback
+from fp8moe.integrations.decode.stats import Record, Records
+from fp8moe.integrations.decode.step import Step
+from fp8moe.integrations.decode.stop_strings import Tail
+
+# Steps between two checks of whether every sequence has ended. A check does not stall the GPU: see `EndFlag`.
+CHECK_EVERY = 8
+
+
+class NaNLogits(ValueError):
+    """The logits of some sequences, `rows`, became NaN: these end before that token, the others were finished.
+
+    tokens, logprobs: what the call would have returned; logprobs is None where they were not asked for.
+    """
+
+    def __init__(self, rows: list[int], tokens: Tensor, logprobs: Tensor | None):
+        super().__init__(
+            f"model: its logits became NaN in sequences {rows}, which end there; this error has the tokens of all "
+            "sequences as its attribute tokens"
+        )
+        self.rows = rows
+        self.tokens = tokens
+        self.logprobs = logprobs
+
+
+class Generation:
+    """A context in which a step runs until every sequence of a call has ended.
+
+    lengths: new tokens of each sequence, as far as they are known on the host.
+    """
+
+    def __init__(self, step: Step, call: Call, records: Records):
+        self.step = step
+        self.call = call
+        self.batch = len(call.tokens)
+        self.pad = 0 if call.pad is None else call.pad
+        self.lengths = [0] * self.batch
+        self._stopped: set[int] = set()  # rows with a stop string
+        self._records = records
+        self._record = Record(step.tokens.device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if any(self.lengths):
+            self._record.end(self.lengths)
+            self._records.add(self._record)
+        if self.call.streamer is not None:
+            self.call.streamer.end()  # after an error too: another thread may wait for it
+
+    def run(self, flag: EndFlag | None) -> None:
+        """Decode, looking now and then whether every sequence has ended; without a flag, after each step."""
+        self._begin()
+        try:
+            for number in range(1, self.call.new_tokens):
+                self._advance()
+                if flag is None:
+                    if self.step.finished.all():
+                        break
+                elif number % CHECK_EVERY == 0 and flag.was_set_then_watch(self.step.finished):
+                    break
+        finally:
+            if flag is not None:
+                flag.forget()
+        self.lengths = self.step.count[: self.batch].tolist()
+
+    def follow(self) -> Iterator[Tensor]:
+        """Decode; the tokens (B,) of each step, on the device of the prompts, padded after the end of a sequence.
+
+        While a step is read here, the GPU is at work on the next one.
+        """
+        if self.call.streamer is not None and not self.call.streamer_has_prompts:
+            self.call.streamer.put(self.call.given.cpu())
+        readback = Readback(self.step.tokens.device)
+        alive = self._alive()
+        self._begin()
+        for number in range(self.call.new_tokens):
+            if number:
+                self._advance()
+            readback.push(torch.stack([self.step.tokens[:, 0], self.step.finished, self.step.failed])[:, : self.batch])
+            if len(readback) > readback.lag:
+                yield from self._read(readback, alive)
+            if not alive:
+                return
+        while alive and len(readback):
+            yield from self._read(readback, alive)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The new tokens (B, n) and their logprobs, up to the end of the sequence that ended last.
+
+        Raises NaNLogits, with the prompts before the tokens.
+        """
+        device = self.step.tokens.device
+        lengths = torch.tensor(self.lengths, device=device)[:, None]
+        longest = max(self.lengths)
+        ended = torch.arange(longest, device=device) >= lengths
+        new = self.step.generated[: self.batch, :longest].masked_fill(ended, self.pad).to(self.call.given.device)
+        logprobs = self.step.logprobs[: self.batch, :longest].masked_fill(ended, 0).to(self.call.given.device)
+        tokens = torch.cat([self.call.given.long(), new], dim=1)
+        failed = self.step.failed[: self.batch].nonzero()[:, 0].tolist()
+        failed = [row for row in failed if row not in self._stopped]  # NaN in the step after its end is no matter
+        if failed:
+            raise NaNLogits(failed, tokens, logprobs if self.call.return_logprobs else None)
+        return tokens, logprobs
+
+    def _begin(self) -> None:
+        """Read the prompts and choose the first token of each sequence."""
+        call = self.call
+        self.step.start(self.batch, call.tokens.shape[1], call.mask, call.ends, self.pad, call.samplings)
+        self.step.accept(self.step.prefill(call.tokens, call.mask, call.prefix))
+        self._record.first_token()
+
+    def _advance(self) -> None:
+        self.step.replay()
+        self._record.steps += 1
+
+    def _alive(self) -> dict[int, Tail | None]:
+        """The rows whose sequences go on, with the tails in which stop strings are looked for."""
+        if self.call.stop is None:
+            return dict.fromkeys(range(self.batch))
+        before = [] if self.call.prefix is None else self.call.prefix.tokens.tolist()
+        prompts = self.call.tokens if self.call.mask is None else self.call.tokens.masked_fill(~self.call.mask, -1)
+        tails = (before + [token for token in prompt if token >= 0] for prompt in prompts.tolist())
+        return {row: Tail(self.call.stop, tail) for row, tail in enumerate(tails)}
+
+    def _read(self, readback: Readback, alive: dict[int, Tail | None]) -> Iterator[Tensor]:
+        """The next step's tokens, if any sequence got one; those that end with it are taken from `alive`."""
+        device, host = readback.pop()
+        tokens, finished, failed = host.tolist()
+        for row in range(self.batch):
+            if row not in alive or failed[row]:
+                if tokens[row] != self.pad:  # when a stop string was found the GPU had begun this step
+                    host[0, row] = device[0, row] = self.pad
+                continue
+            self.lengths[row] += 1
+            tail = alive[row]
+            if tail is not None and tail.ends_with(tokens[row]):
+                self.step.finished[row].fill_(True)
+                finished[row] = True
+                self._stopped.add(row)
+        progress = not all(failed[row] for row in alive)
+        for row in [row for row in alive if finished[row]]:
+            del alive[row]
+        if progress:
+            if self.call.streamer is not None:
+                self.call.streamer.put(host[0])
+            yield host[0] if self.call.given.device.type == "cpu" else device[0].to(self.call.given.device)
