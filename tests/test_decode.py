@@ -290,7 +290,7 @@ def test_what_cannot_be_captured_says_so(model, monkeypatch):
 
 def test_stats(model):
     decoder = GraphDecoder(model, batch_sizes=(1, 4), max_length=40)
-    assert decoder.stats() == Stats(0, 0, 0, None, None, cache_bytes=0, graph_bytes=0)
+    assert decoder.stats() == Stats(0, 0, 0, 0.0, None, None, cache_bytes=0, graph_bytes=0)
     ids = prompts(3, 9)
     free = decoder.generate(ids, max_new_tokens=20)
     first = decoder.stats()

@@ -81,6 +81,7 @@ def columns(monkeypatch, free, batch=1, end=100_000, mask=False, **changes):
 
 
 def test_chunks_follow_the_memory(monkeypatch):
+    assert columns(monkeypatch, 40 * GIB, batch=8, end=8000) == 8000  # in one piece
     assert columns(monkeypatch, 40 * GIB) == chunks.MOST_TOKENS
     assert columns(monkeypatch, 40 * GIB, batch=8) == chunks.MOST_TOKENS // 8
     some = [columns(monkeypatch, free * GIB) for free in (0, 0.25, 0.5, 1)]

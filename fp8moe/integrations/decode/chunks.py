@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 
+MOST_WHOLE_TOKENS = 65536
+"""Of a batch together, in one piece, if memory allows it: attention is fastest then."""
 MOST_TOKENS = 8192
-"""Of a batch together: beyond it the kernels gain little."""
+"""In one of several pieces: beyond it the kernels gain little."""
 LEAST_COLUMNS = 64
 SHARE = 0.5
 """Of the free memory."""
@@ -23,20 +25,28 @@ def columns_at_a_time(config: Any, batch: int, end: int, device: torch.device, d
     heads, size = config.num_attention_heads, _head_size(config)
     room = SHARE * free
     each = _values_of_a_token(config) * dtype.itemsize
+    if getattr(config, "kv_lora_rank", None):  # all latents are expanded, then put together with the rotated part
+        room -= batch * end * heads * (2 * size + 2 * config.v_head_dim) * dtype.itemsize
     if mask:
         room -= 2 * batch * end * heads * size * dtype.itemsize
         each += (1 + heads * (config._attn_implementation == "eager")) * 2 * end * dtype.itemsize
-    tokens = min(MOST_TOKENS, int(room / each))
-    return max(tokens // batch, LEAST_COLUMNS)
+    tokens = int(room / each)
+    if batch * end <= min(tokens, MOST_WHOLE_TOKENS):
+        return end
+    return max(min(tokens, MOST_TOKENS) // batch, LEAST_COLUMNS)
 
 
 def _values_of_a_token(config: Any) -> int:
     """An upper estimate of the values that a layer holds at once for a token."""
     chosen = getattr(config, "num_experts_per_tok", None) or 1
-    inner = max(getattr(config, name, None) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
+    dense = getattr(config, "intermediate_size", None) or 0
+    experts = getattr(config, "moe_intermediate_size", None) or dense
     attention = 6 * config.num_attention_heads * _head_size(config)
-    return 8 * config.hidden_size + attention + chosen * (2 * config.hidden_size + 4 * inner)
+    inner = max(4 * dense, chosen * (2 * config.hidden_size + 4 * experts))
+    return 8 * config.hidden_size + attention + inner
 
 
 def _head_size(config: Any) -> int:
+    if getattr(config, "kv_lora_rank", None):
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,5 +1,6 @@
 """What GraphDecoder measures of its calls, and the memory that it holds. Nothing here makes the GPU wait."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -90,7 +91,7 @@ class Records:
     def stats(self, cache_bytes: int, graph_bytes: int) -> Stats:
         records = [*self._recent]
         times = [record.times() for record in records]
-        seconds = sum(after for _, after in times)
+        seconds = math.fsum(after for _, after in times)
         return Stats(
             calls=self._calls,
             new_tokens=self._tokens,
