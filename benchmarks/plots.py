@@ -2,8 +2,8 @@
 
 What compares fp8moe with DeepGEMM and cuBLAS is drawn from medians of one run, benchmarks/baselines/same_run.json; bars
 of what is slower than DeepGEMM have a colour of their own. The rest is read from a validation file (default:
-validation/h200.json), or from a directory of `quantize.json`, `experts.json` and `training.json` that the benchmarks
-wrote; the picture of one without rows there is left alone.
+validation/h200.json), or from a directory of files like `quantize.json` that the benchmarks wrote; the picture of one
+without rows there is left alone.
 """
 
 import argparse
@@ -86,8 +86,8 @@ def _ratio_bars(axes: plt.Axes, labels: Sequence[str], ratios: Sequence[float], 
     axes.set_xlabel("DeepGEMM's time / ours (more is better)")
 
 
-def draw_overview(path: Path) -> None:
-    """How many times faster the experts layer is than others by tokens, and a whole model than in bfloat16."""
+def draw_overview(rows: Sequence[dict], path: Path) -> None:
+    """How many times faster the experts layer is than others, by tokens; tokens a second of a whole model."""
     cases = baselines.cases("experts")
     tokens = list(dict.fromkeys(case.sizes["tokens"] for case in cases))
     series = {
@@ -108,18 +108,35 @@ def draw_overview(path: Path) -> None:
         left.set_xticks(range(len(tokens)), [str(count) for count in tokens])
         left.set_xlabel("tokens")
         left.set_title("Experts layer of DeepSeek-V3 and Qwen3 models")
-        speedups = baselines.whole_model_speedups()
-        for position, ratio in enumerate(speedups.values()):
-            right.barh(position, ratio, 0.62, color=OURS)
-            right.annotate(
-                f"{ratio:.2f}", (0, position), (5, 0), textcoords="offset points", va="center", color="white"
-            )
-        right.axvline(1, color=DEEP_GEMM, linewidth=1.2)
-        _categories(right, [f"decode, batch {name}" if name.isdigit() else "prompt" for name in speedups])
-        right.set_title("Whole model, Qwen3-30B-A3B: than bfloat16")
+        _rates_panel(right, rows)
         legend = [Patch(color=colour, label=label) for colour, label in series.values()]
         legend.append(Line2D([], [], color=FLOOR, marker="o", markersize=2.5, linestyle="", label="one of four models"))
-        figure.legend(handles=legend, loc="lower center", ncols=3, frameon=False)
+        legend.append(Patch(color=BFLOAT16, label="bfloat16"))
+        legend.append(Line2D([], [], color=FLOOR, linewidth=1.6, label="reading its bytes alone"))
+        figure.legend(handles=legend, loc="lower center", ncols=5, frameon=False)
+
+
+def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """Tokens a second of decode steps, ours and in bfloat16, and what reading the bytes alone would allow ours."""
+    decoded, plain = ({row["batch"]: row for row in select(rows, what)} for what in ("decode", "decode_bf16"))
+    batches = [batch for batch in plain if batch in decoded]
+    found = {
+        batch: next(r for r in select(rows, "decode") if (r["batch"], r["prompt"]) == (batch, plain[batch]["prompt"]))
+        for batch in batches
+    }
+    for position, batch in enumerate(batches):
+        row = found[batch]
+        for shift, value, colour in ((-0.2, row["tokens_s"], OURS), (0.2, plain[batch]["tokens_s"], BFLOAT16)):
+            axes.bar(position + shift, value, 0.38, color=colour)
+            axes.annotate(f"{value:.0f}", (position + shift, value), ha="center", va="bottom", size=8)
+        axes.plot(
+            [position - 0.39, position - 0.01], [row["tokens_s"] * row["x_floor"]] * 2, color=FLOOR, linewidth=1.6
+        )
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=30)
+    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    axes.set_xlabel("sequences")
+    axes.set_title("Qwen3-30B-A3B's sizes, tokens/s")
 
 
 def _gemm_panel(axes: plt.Axes, cases: Sequence[baselines.Case]) -> None:
@@ -345,8 +362,14 @@ def draw_mqa(path: Path) -> None:
         right.set_title("paged_mqa_logits")
 
 
-OF_BASELINES = {"overview": draw_overview, "gemm": draw_gemm, "grouped_gemm": draw_grouped, "mqa": draw_mqa}
-OF_RESULTS = {"quantize": draw_quantize, "experts": draw_experts, "training": draw_training}
+OF_BASELINES = {"gemm": draw_gemm, "grouped_gemm": draw_grouped, "mqa": draw_mqa}
+OF_RESULTS = {
+    "overview": ("decode", draw_overview),
+    "quantize": ("quantize", draw_quantize),
+    "experts": ("experts", draw_experts),
+    "training": ("training", draw_training),
+}
+"""Picture -> the benchmark that it is drawn from, and how."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -356,8 +379,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for name, draw in OF_BASELINES.items():
         draw(args.out / f"{name}.png")
-    for name, draw in OF_RESULTS.items():
-        if rows := load(args.results, name):
+    for name, (benchmark, draw) in OF_RESULTS.items():
+        if rows := load(args.results, benchmark):
             draw(rows, args.out / f"{name}.png")
 
 

@@ -183,25 +183,53 @@ def others(benchmarks: dict) -> str:
     )
 
 
-def decode(rows: Sequence[dict]) -> str:
+def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
+    plain = {(row["batch"], row["prompt"]): f"{row['ms']:.1f} ms" for row in select(rows, "decode_bf16")}
     found = [
         (
             f"a step, batch {row['batch']}, prompts of {row['prompt']}",
             f"{row['ms']:.1f} ms",
             f"{row['tokens_s']:.0f}",
             f"{row['x_floor']:.1f}",
+            plain.get((row["batch"], row["prompt"]), ""),
         )
         for row in select(rows, "decode")
     ]
     found += [
-        (f"{row['batch']} x {row['prompt']} tokens of prompt", f"{row['ms']:.0f} ms", f"{row['tokens_s']:.0f}", "")
+        (
+            f"the same drawn with top_k, top_p, a penalty, batch {row['batch']}",
+            f"{row['ms']:.1f} ms",
+            f"{row['tokens_s']:.0f}",
+            "",
+            "",
+        )
+        for row in select(rows, "sampling")
+    ]
+    found += [
+        (f"{row['batch']} x {row['prompt']} tokens of prompt", f"{row['ms']:.0f} ms", f"{row['tokens_s']:.0f}", "", "")
         for row in select(rows, "prefill")
     ]
-    return table(("Qwen3-30B-A3B's sizes, 48 layers", "time", "tokens/s", "time over that of the bytes read"), found)
+    found += [
+        (
+            f"{row['requests']} requests over {row['slots']} slots, new tokens",
+            f"{row['seconds']:.0f} s",
+            f"{row['tokens_s']:.0f}",
+            "",
+            "",
+        )
+        for row in requests
+    ]
+    for row in select(rows, "first"):
+        found.append(("constructor, three batch sizes, to the first token", f"{row['new_s']:.0f} s", "", "", ""))
+        found.append(("the same with compiled kernels on the disk", f"{row['again_s']:.0f} s", "", "", ""))
+        found.append(("GPU memory beside weights and keys and values", f"{row['beside_gb']:.1f} GB", "", "", ""))
+    header = ("Qwen3-30B-A3B's sizes, 48 layers", "time", "tokens/s", "time over that of the bytes read", "bfloat16")
+    return table(header, found)
 
 
 def readme(benchmarks: dict) -> str:
-    layer, passes, model = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training, decode))
+    layer, passes = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training))
+    model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
     return "\n".join([gemm(), grouped_gemm(), layer, index_scores(), passes, model, others(benchmarks)])
 
 

@@ -337,12 +337,6 @@ def test_experts_in_use_are_counted_from_the_weights_that_were_read():
     assert baselines.bf16_experts_us("dsv3", 8, 58) is None  # it had 56
 
 
-def test_whole_models_are_compared_with_bfloat16():
-    speedups = baselines.whole_model_speedups()
-    assert list(speedups) == ["1", "8", "64", "prefill"]
-    assert speedups["1"] == pytest.approx(13.5 / 9.4) and speedups["prefill"] == pytest.approx(539 / 300)
-
-
 def test_random_operands_are_normal_and_have_the_layouts_of_the_quantizers():
     torch.manual_seed(0)
     a = operands.random_rows(301, 400, std=2.0, device="cpu")
@@ -895,11 +889,18 @@ def quantize_rows():
     return [quantize.make_row(op, m, 7168, 2.0 + m / 100, 0.0) for op, m in sizes]
 
 
+def decode_rows():
+    rates = {"prompt": 512, "ms": 2.0, "tokens_s": 500.0, "x_floor": 3.0}
+    kinds = [("decode", 1), ("decode", 8), ("decode_bf16", 1), ("decode_bf16", 8)]
+    return [{"what": what, "batch": batch, **rates} for what, batch in kinds]
+
+
 def test_pictures_are_drawn_of_the_baselines_and_of_what_there_is(tmp_path):
     benchmarks = {
         "quantize": {"rows": quantize_rows()},
         "experts": {"rows": experts_rows(lambda name, tokens: 1.1)},
         "training": {"rows": training_rows()},
+        "decode": {"rows": decode_rows()},
     }
     write_json(tmp_path / "new.json", {"benchmarks": benchmarks})
     plots.main(["--results", str(tmp_path / "new.json"), "--out", str(tmp_path / "new")])

@@ -30,7 +30,10 @@ from tools.digest import digest
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-BENCHMARKS = ("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa", "decode")
+BENCHMARKS = (
+    *("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa"),
+    *("sampling", "decode", "requests"),
+)
 TIMEOUT_S = 570
 TEST_PROCESSES = 6
 TAIL_LINES = 30

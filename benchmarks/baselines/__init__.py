@@ -154,20 +154,6 @@ def reading_us(n: int, k: int) -> float | None:
     return None
 
 
-def whole_model_speedups() -> dict[str, float]:
-    """Speed of a whole model over transformers' in bfloat16 on "grouped_mm", both decoded by GraphDecoder.
-
-    Widths of Qwen3-30B-A3B, 48 layers, random weights: a decode step of so many sequences after a prompt of 512 tokens,
-    and "prefill" of 4 x 4096 tokens.
-    """
-    measured = json.loads(SAME_RUN.read_text())["meta"]["whole_model_h200"]
-    ours, bf16 = (measured[f"ms a step, {name}"] for name in ("fp8moe", "bf16 grouped_mm"))
-    prefill = measured["prefill tokens/s, 4 x 4096"]
-    return {batch: bf16[batch] / ms for batch, ms in ours.items()} | {
-        "prefill": prefill["fp8moe"] / prefill["bf16 grouped_mm"]
-    }
-
-
 def copy_tbps() -> float:
     """Bandwidth of a large device copy on the H200 in TB/s, bytes read plus bytes written."""
     return _means()["meta"]["copy_TBps"]

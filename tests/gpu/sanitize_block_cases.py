@@ -1,17 +1,22 @@
 """Cases of the kernels around the experts for compute-sanitizer, in the manner of `sanitize_cases.py`, which runs them.
 
 Norms whose rows are of a part of a warp, of a warp, of a thread block, and of no whole vectors; routers with few
-experts and many, with groups and a bias. Results are checked on the CPU.
+experts and many, with groups and a bias; heads that fill a part of a warp, a warp, two vectors of a lane, at places
+inside and outside of the cache; attention in one part and in many. Results are checked on the CPU.
 """
 
 import torch
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
+from fp8moe.kernels.block.merge_splits import merge_splits
 from fp8moe.kernels.block.rms_norm import rms_norm
+from fp8moe.kernels.block.rotary import rotary
 from fp8moe.kernels.block.router import route, router_logits
 from tests.gpu.sanitize_moe_cases import on_cpu
 from tests.router_cases import FORMS, arguments, dense
+from tests.test_merge_splits import attention_in_parts
+from tests.test_rotary import operands
 
 # rows, hidden, type, with a residual
 NORMS = (
@@ -27,6 +32,14 @@ LOGITS = (
     (11, 300, 520, torch.float32, torch.float32),
     (64, 60, 131, torch.float16, torch.float32),
 )
+# sequences, tokens, (heads, key heads, size, rotated, norm), type
+HEADS = (
+    (1, 1, (32, 4, 128, 128, True), torch.bfloat16),
+    (3, 5, (6, 2, 80, 48, True), torch.float16),
+    (2, 150, (4, 1, 256, 256, False), torch.float32),
+)
+# sequences, key heads, parts, heads of each, size; type
+PARTS = (((1, 4, 33, 8, 128), torch.bfloat16), ((3, 2, 1, 7, 40), torch.float16), ((2, 1, 9, 2, 64), torch.float32))
 E4M3_ERROR = 4e-2
 NORM_ERROR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
 LOGITS_ERROR = 3e-6  # beyond the rounding of the result
@@ -69,10 +82,35 @@ def route_errors(experts: int, top_k: int, form: dict) -> int:
     return int((~torch.isclose(got, expected, rtol=1e-5, atol=0.0, equal_nan=True)).sum())
 
 
+def rotary_error(batch: int, tokens: int, form: tuple, dtype: torch.dtype) -> float:
+    """Of the queries' copies, keys and values together; the last sequence's tokens fall out of the cache."""
+    given, columns, weights = operands(batch, tokens, form, dtype)
+    columns[-1] = given[5].shape[2] - tokens // 2
+    copied = [value.cuda() for value in given]
+    options = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in weights.items()}
+    query = rotary(*copied, columns=columns.cuda(), copies=3, **options)
+    expected = rotary(*given, columns=columns, copies=3, **weights)
+    got = torch.cat([value.cpu().flatten() for value in (query, *copied[5:])])
+    return relative_error(got, torch.cat([value.flatten() for value in (expected, *given[5:])]).double())
+
+
+def merge_error(sizes: tuple, dtype: torch.dtype) -> float:
+    parts, lse, counts, whole = attention_in_parts(*sizes, dtype=dtype)
+    parts[counts == 0] = torch.nan
+    arguments = [value.cuda() for value in (parts, lse, counts)]
+    codes = merge_splits(*arguments, quantized=True)
+    values = merge_splits(*arguments, quantized=False).cpu()
+    if relative_error(exact(on_cpu(codes)), values.double()) > E4M3_ERROR:
+        return float("inf")
+    return relative_error(values, whole)
+
+
 # function, its arguments, the largest result that is correct
 CASES = [
     *((norm_error, case, NORM_ERROR[case[2]]) for case in NORMS),
     *((norm_codes_error, case, E4M3_ERROR) for case in NORMS),
     *((logits_error, case, LOGITS_ERROR) for case in LOGITS),
     *((route_errors, case, 0) for case in FORMS),
+    *((rotary_error, case, 2 * NORM_ERROR[case[3]]) for case in HEADS),
+    *((merge_error, case, 2 * NORM_ERROR[case[1]]) for case in PARTS),
 ]
