@@ -21,6 +21,7 @@ from fp8moe.integrations.decode import GraphDecoder
 
 REQUESTS = 1000
 SLOTS = 64
+SIZES = (4, 16, SLOTS)  # the smaller ones for the last requests
 PROMPTS, ANSWERS = (16, 2048), (16, 512)  # shortest and longest
 STEADY_PROMPT = 512
 LIMIT, AIM = 0.6, 0.72
@@ -35,7 +36,7 @@ def lengths(count: int) -> Iterator[tuple[int, int]]:
 
 
 def measure(model: Any, count: int = REQUESTS) -> dict:
-    decoder = GraphDecoder(model, batch_sizes=(SLOTS,), max_length=PROMPTS[1] + ANSWERS[1])
+    decoder = GraphDecoder(model, batch_sizes=SIZES, max_length=PROMPTS[1] + ANSWERS[1])
     steady = SLOTS / step_seconds(decoder, random_prompts(model, SLOTS, STEADY_PROMPT))
     requests = [
         {"input_ids": random_prompts(model, 1, prompt)[0], "max_new_tokens": answer, "eos_token_id": ()}

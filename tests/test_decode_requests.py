@@ -260,6 +260,10 @@ def test_newcomers_are_read_together_where_their_lengths_are_similar(decoder, mo
     monkeypatch.setattr(decoder, "step_of", lambda size, length: read.append((size, length)) or step_of(size, length))
     given = [{"input_ids": prompts(1, length)[0], "max_new_tokens": 2} for length in (40, 10, 38, 12, 30)]
     assert len(dict(decoder.run(given))) == 5
+    assert read == [(5, 40)]  # so few columns cost nothing
+    read.clear()
+    monkeypatch.setattr(requests, "FREE_COLUMNS", 0)
+    assert len(dict(decoder.run(given))) == 5
     assert read == [(3, 40), (2, 12)]
 
 

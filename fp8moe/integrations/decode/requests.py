@@ -23,10 +23,12 @@ from fp8moe.runtime.progress import progress as progress_bar
 
 CHECK_EVERY = 2
 """Steps between two looks at which rows have ended. A look does not stall the GPU: see `Readback`."""
-LEAST_SHARE = 16
+LEAST_SHARE = 8
 """Newcomers are read when one of so many rows is free: reading several at once costs little more than one."""
 MOST_PADDING = 1.25
-"""Newcomers are read together if their columns are no more than so many times their tokens."""
+FREE_COLUMNS = 4096
+"""Newcomers are read together if their columns are no more than MOST_PADDING times their tokens, or so few that the GPU
+waits for the host anyway."""
 
 Result = Tensor | tuple[Tensor, Tensor] | ValueError
 
@@ -208,7 +210,7 @@ class _Slots:
             new = max(sequence.call.new_tokens for sequence in together)
             if len(together) > len(self._free) or columns > MOST_TOKENS:
                 break
-            if columns <= MOST_PADDING * tokens and longest + new <= self._decoder.max_length:
+            if columns <= max(MOST_PADDING * tokens, FREE_COLUMNS) and longest + new <= self._decoder.max_length:
                 group = together
         return group
 
