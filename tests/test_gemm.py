@@ -223,7 +223,7 @@ def test_what_the_cuda_kernel_is_given(monkeypatch):
     a, b = operands(33, 24, 272)
     given = []
     monkeypatch.setattr(dense, "use_cuda", lambda *tensors: True)
-    monkeypatch.setattr(dense_plan, "gemm", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(dense_plan, "gemm", lambda *arguments, pdl: given.append(arguments))
     bias = torch.arange(24, dtype=torch.float16)
     gemm(a, b, bias=bias)
     gemm(

@@ -448,7 +448,8 @@ def test_graph_decoder_on_a_loaded_model(checkpoints):
     """Routing, FP8 experts and linears inside the decoder's step."""
     _, _, directory = checkpoints
     model = load_model(directory, dtype=torch.float32)
-    out = GraphDecoder(model, batch_sizes=(4,), max_length=24).generate(TOKENS, max_new_tokens=10)
+    fuse = model.config.model_type != "deepseek_v3"  # absorbed attention does not quantize the latents
+    out = GraphDecoder(model, batch_sizes=(4,), max_length=24, fuse=fuse).generate(TOKENS, max_new_tokens=10)
     expected = model.generate(
         TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=10, do_sample=False, eos_token_id=None
     )

@@ -11,6 +11,7 @@ from benchmarks import calls
 from benchmarks.calls import Case, Operands
 from fp8moe.kernels.block.merge_splits import merge_splits
 from fp8moe.kernels.block.rms_norm import rms_norm
+from fp8moe.kernels.block.rotary import rotary
 from fp8moe.kernels.block.router import route, router_logits
 from fp8moe.kernels.block.sampling import SamplingState, sample
 from fp8moe.quant.formats import ceil_div
@@ -134,8 +135,9 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         tables = [make.normal(1, tokens, rotated, dtype=dtype) for _ in range(2)]
         cache = [make.zeros(1, key_heads, tokens, size, dtype=dtype) for _ in range(2)]
         weight = make.normal(size, dtype=dtype) if norm else None
-        operands = (q, k, v, *tables, *cache, None, weight, weight, 1e-6, 1)
-        yield lambda operands=operands: torch.ops.fp8moe.rotary(*operands)
+        operands = (q, k, v, *tables, *cache)
+        norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-6}
+        yield lambda operands=operands, norms=norms: rotary(*operands, **norms)
         parts = q[0, :1].view(1, key_heads, 1, -1, size)
         lse = make.zeros(*parts.shape[:4], dtype=torch.float32)
         counts = make.zeros(1, key_heads, 1, dtype=torch.int32)
