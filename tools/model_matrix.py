@@ -18,6 +18,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +31,7 @@ from fp8moe import GroupedExperts, replace_linears
 from fp8moe.checkpoints.files import FP8, open_checkpoint
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.integrations.models import find_fused
 from fp8moe.integrations.transformers import load_model, register, report
 from fp8moe.integrations.transformers.reporting import experts_modules
 from tests.tiny_moe_models import LEFT_OUT, MODELS, TinyModel, moe_classes
@@ -101,10 +103,13 @@ class Trial:
     def GraphDecoder(self) -> None:  # noqa: N802
         model = self.models[0] if self.models else self._from_pretrained(self.unquantized)
         prompts = self.tokens[:, :8]
-        tokens = GraphDecoder(model, batch_sizes=(2,), max_length=32).generate(prompts, max_new_tokens=8)
-        expected = model.generate(prompts, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(prompts))
-        if not torch.equal(tokens, expected):
-            raise Wrong(f"{tokens.tolist()} instead of {expected.tolist()}")
+        how = {"max_new_tokens": 8, "do_sample": False}
+        for fuse in (False, True):
+            tokens = GraphDecoder(model, batch_sizes=(2,), max_length=32, fuse=fuse).generate(prompts, **how)
+            with find_fused(model).in_force() if fuse else nullcontext():
+                expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), **how)
+            if not torch.equal(tokens, expected):
+                raise Wrong(f"{tokens.tolist()} instead of {expected.tolist()}, fuse={fuse}")
 
     def train(self) -> None:
         model = self._from_pretrained(self.unquantized).train()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib import import_module, metadata
@@ -155,18 +155,27 @@ def run_sanitizer(root: Path) -> dict:
         return dict(zip(SANITIZERS, pool.map(run, SANITIZERS), strict=True))
 
 
-def run_benchmarks() -> dict:
-    """Rows and thresholds of every benchmark; one that raises is recorded with its error and the others still run."""
+def run_benchmarks(save: Callable[[dict], object] = lambda results: None) -> dict:
+    """Rows and thresholds of every benchmark; one that raises is recorded with its error and the others still run.
+
+    save: called with the results after each.
+    """
     results = {}
     for name in BENCHMARKS:
         try:
             results[name] = import_module(f"benchmarks.{name}").run()
         except Exception:
             results[name] = {"error": traceback.format_exc()}
+        save(results)
     return results
 
 
-PARTS = {"tests": run_tests, "sanitizer": run_sanitizer, "benchmarks": lambda root: run_benchmarks()}
+PARTS = {
+    "tests": lambda root, save: run_tests(root),
+    "sanitizer": lambda root, save: run_sanitizer(root),
+    "benchmarks": lambda root, save: run_benchmarks(save),
+}
+"""What is recorded, and how: with the checkout, and what writes the file while a part goes on."""
 
 
 def merge(stored: dict, current: str, part: str, result: dict) -> dict:
@@ -249,10 +258,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     content = json.loads(path.read_text()) if path.exists() else {}
     measured_with = versions()
     for part in chosen:
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        result = {"date": date, "versions": measured_with, **PARTS[part](ROOT)}
-        content = merge(content, current, part, result)
-        write_json(path, content)
+        head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": measured_with}
+
+        def save(result: dict, part: str = part, head: dict = head, before: dict = content) -> dict:
+            after = merge(before, current, part, {**head, **result})
+            write_json(path, after)
+            return after
+
+        content = save(PARTS[part](ROOT, save))
     print(summary(content, current))
     return int(bool(problems(content, current, needed=chosen)))
 
