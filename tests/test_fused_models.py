@@ -81,6 +81,20 @@ def test_generate_with_padding_and_a_cache(name):
     assert torch.equal(model.generate(prompt(), **how), before)
 
 
+def test_caches_that_add_their_layers_later():
+    from transformers import DynamicCache
+
+    model = MODELS[NAME].build()
+    found = []
+    for fuse in (False, True):
+        cache = DynamicCache()
+        changed = optimize(model) if fuse else None
+        first = logits(model, past_key_values=cache, use_cache=True)
+        found.append(torch.cat([first, logits(model, past_key_values=cache, use_cache=True)]))
+        assert cache.get_seq_length() == 24
+    assert changed and distance(found[1], found[0]) <= 1e-5
+
+
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
 def test_fp8_models(name):
     model = in_fp8(name, torch.float32)

@@ -107,7 +107,7 @@ def _has_norms(module: nn.Module, form: forms.Attention) -> bool:
 
 def _rows_of(past_key_values: Any, index: int, k: Tensor, v: Tensor) -> Any:
     """The layer of GraphDecoder's cache that takes k and v (B, T, key heads, D); None if the cache is another's."""
-    layer = None if past_key_values is None else past_key_values.layers[index]
+    layer = next(iter(getattr(past_key_values, "layers", ())[index : index + 1]), None)  # some caches add layers later
     if not hasattr(layer, "place"):
         return None
     if not layer.is_initialized:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fp8moe.kernels.block import checks, rms_norm_plan
-from fp8moe.kernels.block.rotary_reference import normalized
+from fp8moe.kernels.block.rms_norm_reference import normalized
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.block.rms_norm_reference import normalized
+
 
 def rotary(
     q: Tensor,
@@ -25,11 +27,6 @@ def rotary(
     _write(values, v, columns)
     query = _rotated(q, cos, sin).unflatten(2, (k.shape[2], 1, -1))
     return query.expand(-1, -1, -1, copies, -1, -1).flatten(2, 4).contiguous()
-
-
-def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    values = x.float()
-    return weight * (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
