@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe.integrations.models.interface import WITHOUT_EFFECT
 from fp8moe.kernels.block.merge_splits import merge_splits
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
@@ -31,12 +32,6 @@ DTYPES = (torch.bfloat16, torch.float16)  # of the kernel
 HEAD_DIM_ALIGNMENT, MAX_HEAD_DIM = 8, 256
 PART_ALIGNMENT = 64  # keys
 MIN_PARTS = 8  # with fewer, the kernel's own split is as fast or faster
-
-_WITHOUT_EFFECT = (
-    *("is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"),
-    *("output_attentions", "output_hidden_states", "output_router_logits"),
-)
-"""Arguments that models pass on to the attention, and that say nothing which the visible rows do not say."""
 
 
 class NotServed(ValueError):
@@ -224,7 +219,7 @@ attend.one_token = attend_one_token  # for who calls attend as an interface
 def _check(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, dropout: float, others: dict[str, Any]) -> None:
     _, _, new, size = query.shape
     key_heads = key.shape[1]
-    given = sorted(name for name, other in others.items() if other is not None and name not in _WITHOUT_EFFECT)
+    given = sorted(name for name, other in others.items() if other is not None and name not in WITHOUT_EFFECT)
     if given or dropout:
         raise NotServed(f"attention with {', '.join(given) or 'dropout'}")
     if query.dtype not in DTYPES or value.shape != key.shape:

@@ -14,15 +14,10 @@ from torch import Tensor, nn
 from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.models import forms, linears, norms
 from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.integrations.models.interface import WITHOUT_EFFECT
 from fp8moe.kernels.block.rms_norm import Normed
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
-
-_WITHOUT_EFFECT = (
-    *("is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"),
-    *("output_attentions", "output_hidden_states", "output_router_logits"),
-)
-"""Arguments that models pass on to the attention, and that change nothing for one token."""
 
 
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
@@ -114,7 +109,7 @@ def _is_plain(module: nn.Module, mask: Any, length: int, options: dict[str, Any]
 
     if _interface(module) not in (sdpa_attention_forward, forms.called(module, "eager_attention_forward")):
         return False
-    if any(value is not None and name not in _WITHOUT_EFFECT for name, value in options.items()):
+    if any(value is not None and name not in WITHOUT_EFFECT for name, value in options.items()):
         return False
     if mask is None:
         return True
