@@ -236,6 +236,21 @@ def test_a_forward_of_other_code_is_not_known():
     assert distance(logits(model), before) <= 1e-5
 
 
+def test_a_decoder_says_that_it_cannot_fuse(monkeypatch):
+    from fp8moe.integrations.decode import decoder
+
+    monkeypatch.setattr(decoder, "find_way", lambda *arguments: (decoder.Way(), ""))
+    with pytest.warns(UserWarning, match="^GraphDecoder: Qwen3MoeForCausalLM runs unfused"):
+        made = decoder.GraphDecoder(MODELS[NAME].build(), max_length=16)
+    assert made.fused == ()
+
+
+def test_linears_that_cannot_be_one_stay_where_they_are():
+    one, other = FP8Linear(128, 128, bias=False), FP8Linear(128, 128)
+    places = one.weight.data_ptr(), other.weight.data_ptr()
+    assert not linears.pack([one, other]) and places == (one.weight.data_ptr(), other.weight.data_ptr())
+
+
 def test_a_model_is_fused_once():
     model = MODELS[NAME].build()
     changed = optimize(model)

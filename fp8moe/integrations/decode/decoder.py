@@ -1,6 +1,7 @@
 """GraphDecoder: generation with a transformers model whose decode step is replayed from a CUDA graph."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -337,6 +338,10 @@ class GraphDecoder:
         flash = FLASH if self.device.type == "cuda" else None
         fused = (find_fused(self.model) or None) if fuse else None
         way, refusal = find_way(self.model, self.device, self.captured, flash, fused)
+        if fused and not way.fused:
+            name = type(self.model).__name__
+            text = f"GraphDecoder: {name} runs unfused, as a step with its known parts fused has other logits than it"
+            warnings.warn(text, stacklevel=3)
         own = self.model.config.get_text_config(decoder=True)._attn_implementation
         self.attention = "flash" if way.attention else f"{own}: {refusal or 'on a GPU only'}"
         return way

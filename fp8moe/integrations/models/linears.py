@@ -1,6 +1,6 @@
 """FP8 linears of a model that read the same input: one GEMM where their weights lie next to each other."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,19 +93,15 @@ def pack(modules: Sequence[nn.Module], *, blocks: bool = True) -> bool:
         return False
     if joined(parts, blocks=blocks) is not None:
         return True
-    if blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
+    if (blocks and any(len(part.data) % BLOCK for part in parts[:-1])) or len(
+        {part.bias is None for part in parts}
+    ) > 1:
         return False
-    for together in _fields(parts):
-        if None in together:
-            if set(together) != {None}:
-                return False
+    for together in zip(*parts, strict=True):
+        if together[0] is None:
             continue
         with torch.no_grad(), torch.inference_mode(False):
             whole = torch.cat([parameter.detach() for parameter in together])
             for parameter, place in zip(together, whole.split([len(part) for part in together]), strict=True):
                 parameter.data = place
     return True
-
-
-def _fields(parts: Sequence[Weights]) -> Iterator[tuple[Tensor | None, ...]]:
-    yield from zip(*parts, strict=True)
