@@ -14,16 +14,20 @@ from fp8moe.integrations.decode import custom_generate
 from fp8moe.integrations.decode.arguments import Call, parse
 from fp8moe.integrations.decode.attention import NAME as FLASH
 from fp8moe.integrations.decode.checks import check_eval, check_model, device_of, integer
+from fp8moe.integrations.decode.compile_ahead import compile_for_prompts
 from fp8moe.integrations.decode.flag import EndFlag
 from fp8moe.integrations.decode.generation import Generation
 from fp8moe.integrations.decode.prefix import Prefix, read_prefix
 from fp8moe.integrations.decode.probe import find_way
-from fp8moe.integrations.decode.requests import Result, run
+from fp8moe.integrations.decode.ranks import ranks_of
+from fp8moe.integrations.decode.requests import LEAST_SHARE, Result, run
+from fp8moe.integrations.decode.short_prompts import MOST_TOKENS
 from fp8moe.integrations.decode.stats import Records, Stats, cache_bytes, pool_bytes
 from fp8moe.integrations.decode.step import Step, Way, capture_stream
 from fp8moe.integrations.decode.turns import Turns
 from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.models import FusedModule, find_fused
+from fp8moe.quant.formats import ceil_div
 
 
 class GraphDecoder:
@@ -31,10 +35,10 @@ class GraphDecoder:
 
     The decode step (one token per sequence: the model, the choice of the token, end-of-sequence bookkeeping) is
     captured once for each of ``batch_sizes`` with a static cache; a step then costs the CPU one graph launch. The
-    prompt is read eagerly into the same cache. Nothing in the step depends on host values: lengths, masks, expert
-    routing and sampling parameters are read on the device, so they may differ at every replay. A batch is padded up to
-    the next captured size with copies of its first sequence, which choose the same experts and so read no further
-    weights.
+    prompt is read into the same cache, eagerly, or a short one from graphs of its own (`short_prompts`). Nothing in
+    the step depends on host values: lengths, masks, expert routing and sampling parameters are read on the device,
+    so they may differ at every replay. A batch is padded up to the next captured size with copies of its first
+    sequence, which choose the same experts and so read no further weights.
 
     Where the model is on a CPU the same step runs without a graph; the results are the same.
 
@@ -51,6 +55,10 @@ class GraphDecoder:
     holds its turn until it ends or is closed.
 
     ``model.generate(..., custom_generate=decoder)`` works too: see `__call__`.
+
+    Where several ranks hold the model together, by tensor or expert parallelism, each makes a decoder and the same
+    calls with the same prompts and arguments. They get the same tokens and end at the same step. A rank that leaves a
+    stream or run before the others do leaves them waiting.
 
     Args:
         model: a causal language model of transformers in eval mode, all of it on one device, with attention
@@ -100,10 +108,12 @@ class GraphDecoder:
         self.captured = capture and self.device.type == "cuda"
         check_model(model, self.captured)
         self.model = model
+        self.ranks = ranks_of(model)
         self.batch_sizes = tuple(sizes)
         self._lock = Turns()
         self._records = Records()
         self._pool: tuple[int, int] | None = None
+        self._reader: Step | None = None
         with self.on_device():
             self.way = self._choose_way(fuse)
         self.fused: tuple[FusedModule, ...] = self.way.fused or ()
@@ -111,6 +121,7 @@ class GraphDecoder:
         self._flag = EndFlag() if self.captured else None
         if self.captured:
             self._capture()
+            compile_for_prompts(model, self.device.index, self.batch_sizes[-1] * self.max_length)
         self._weights = Fingerprint(model.parameters())
 
     def generate(
@@ -151,7 +162,7 @@ class GraphDecoder:
             Both also without do_sample, where ``model.generation_config`` says nothing.
         seed: an integer of 64 bits for all sequences, or one for each. What a sequence draws depends on its own seed
             and logits alone: the same prompt twice in a batch gives the same answer twice if the seed is one integer.
-            None: PyTorch's default generator draws one for each.
+            None: PyTorch's default generator draws one for each, on several ranks that of the first.
         streamer: of transformers, such as TextStreamer: gets the prompts, then the tokens (B,) of each step.
         stop_strings: a sequence ends after the token that completes one of these in the text of ``tokenizer``.
         prefix: of `prefix`: the prompts follow it. It is not in what is returned.
@@ -278,6 +289,9 @@ class GraphDecoder:
         for step in getattr(self, "steps", {}).values():  # the constructor may have raised
             step.release()
         self.steps = {}
+        if getattr(self, "_reader", None) is not None:
+            self._reader.release()
+        self._reader = None
         self._pool = None
 
     @contextmanager
@@ -296,6 +310,14 @@ class GraphDecoder:
     def step_of(self, size: int, max_length: int) -> Step:
         """A step that is not captured, with a cache of its own."""
         return Step(self.model, size, max_length, self.device, self.way, self.prefill_chunk)
+
+    def reader(self) -> Step | None:
+        """The step that reads short prompts from graphs for `run`; None where none can be captured."""
+        if self._pool is not None and self._reader is None:
+            size = ceil_div(self.batch_sizes[-1], LEAST_SHARE)
+            self._reader = self.step_of(size, MOST_TOKENS // size)
+            self._reader.keep_short_prompts(capture_stream(torch.cuda.current_device()), self._pool)
+        return None if self._reader is None or self._reader.short_prompts is None else self._reader
 
     def on_device(self, stream: torch.cuda.Stream | None = None) -> AbstractContextManager:
         """Within it the model's device is the current one, and on it this stream."""
@@ -354,6 +376,7 @@ class GraphDecoder:
             for size in reversed(self.batch_sizes):
                 try:
                     self.steps[size].capture(stream, self._pool)
+                    self.steps[size].keep_short_prompts(stream, self._pool)
                 except RuntimeError as error:
                     raise RuntimeError(
                         f"the decode step of {type(self.model).__name__} cannot be captured for batch size {size}: "

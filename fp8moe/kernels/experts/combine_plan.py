@@ -1,10 +1,12 @@
 """Launches ``cuda/combine.cu``."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.experts.peer_table import no_meeting, peer_defines
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
 from fp8moe.runtime.checks import aligned
@@ -23,11 +25,24 @@ def _warp_columns(y_dtype: torch.dtype) -> int:
     return WARP * 16 // y_dtype.itemsize
 
 
-def kernel_spec(hidden: int, y_dtype: torch.dtype, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
-    """The kernel for rows of `hidden` columns and these dtypes."""
+def kernel_spec(
+    hidden: int,
+    y_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    peers: int = 1,
+    to_all: bool = False,
+) -> KernelSpec:
+    """The kernel for rows of `hidden` columns and these dtypes; peers, to_all: see `plan`."""
     types = (("WEIGHT", INPUT_TYPES[weight_dtype]), ("OUTPUT", INPUT_TYPES[out_dtype]))
     sizes = (("WARPS", _WARPS), ("WARP_COLUMNS", _warp_columns(y_dtype)), ("HIDDEN", hidden))
-    return KernelSpec("combine.cu", "combine", (*input_defines(y_dtype), *types, *sizes))
+    targets = (*peer_defines(peers), ("TO_ALL", int(to_all)))
+    return KernelSpec("combine.cu", "combine", (*input_defines(y_dtype), *types, *sizes, *targets))
+
+
+def blocks(tokens: int, hidden: int, y_dtype: torch.dtype) -> int:
+    """Thread blocks of the kernel."""
+    return ceil_div(tokens * ceil_div(hidden, _warp_columns(y_dtype)), _WARPS)
 
 
 def plan(
@@ -40,6 +55,8 @@ def plan(
     out_dtype: torch.dtype,
     device_index: int,
     *,
+    peers: int = 1,
+    to_all: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
     """The launcher for y (num_rows, hidden), rows and weights (tokens, top_k), residual and out (tokens, hidden).
@@ -47,15 +64,19 @@ def plan(
     In this order; the residual may be 0 for none. tokens and hidden are not 0, all tensors contiguous, y, residual and
     out at multiples of 16 bytes, and `device_index` is that of the current device. pdl: start before the kernel ahead
     has ended; nothing is read or written before it has.
+
+    peers: with more than one there are so many outs, then the meeting (`peer_table`). Each out is of float32, on a GPU
+    of its own: with to_all (tokens, hidden), or (tokens / peers, hidden), the next so many tokens of each.
     """
     return _plans.get(
-        (tokens, hidden, top_k, num_rows, y_dtype, weight_dtype, out_dtype, device_index, pdl),
+        (tokens, hidden, top_k, num_rows, y_dtype, weight_dtype, out_dtype, device_index, peers, to_all, pdl),
         lambda: PointerLauncher(
-            load(kernel_spec(hidden, y_dtype, weight_dtype, out_dtype)),
-            grid=ceil_div(tokens * ceil_div(hidden, _warp_columns(y_dtype)), _WARPS),
+            load(kernel_spec(hidden, y_dtype, weight_dtype, out_dtype, peers, to_all)),
+            grid=blocks(tokens, hidden, y_dtype),
             block=_WARPS * WARP,
             pdl=pdl,
-            pointers=5,
+            pointers=4,
+            table=1 if peers == 1 else 2 * peers + 1,
             args=tuple(map(ctypes.c_uint32, (tokens, top_k, num_rows))),
         ),
     )
@@ -79,3 +100,30 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
                 current_stream(device_index), *(0 if operand is None else operand.data_ptr() for operand in operands)
             )
     return out
+
+
+def combine_to(
+    y: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    buffers: Sequence[Tensor],
+    rank: int,
+    to_all: bool,
+    partial: Tensor | None,
+) -> None:
+    """Of operands in any layout, as ``experts.combine`` describes it."""
+    (num_rows, hidden), (tokens, top_k), peers = y.shape, rows.shape, len(buffers)
+    if not tokens * hidden:
+        return
+    y, rows, weights = aligned(y), rows.contiguous(), weights.contiguous()
+    partial = partial if partial is None else aligned(partial)
+    first = rank * (tokens if to_all else tokens // peers)
+    outs = (buffer[first:].data_ptr() for buffer in buffers)
+    device_index = y.get_device()
+    dtypes = (y.dtype, weights.dtype, torch.float32)
+    options = {"peers": peers, "to_all": to_all}
+    with device_guard(device_index):
+        plan(tokens, hidden, top_k, num_rows, *dtypes, device_index, **options).launch(
+            *(current_stream(device_index), y.data_ptr(), rows.data_ptr(), weights.data_ptr()),
+            *(0 if partial is None else partial.data_ptr(), *outs, *(no_meeting(peers) if peers > 1 else ())),
+        )

@@ -13,14 +13,14 @@ from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
 
-_WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block, columns that one takes
+WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block, columns that one takes
 _READ_AHEAD_TOKENS = 512  # more fill the GPU, and reading those without a row costs more than waiting does
 
 _plans: PlanCache[PointerLauncher] = PlanCache()
 
 
-class _Sizes(ctypes.Structure):
-    """``struct Sizes`` of the kernel."""
+class Sizes(ctypes.Structure):
+    """``struct PermuteSizes`` of the kernels."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("tokens", "top_k", "num_rows", "read_ahead")),
@@ -30,9 +30,25 @@ class _Sizes(ctypes.Structure):
 
 def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
     """The kernel for tokens of `hidden` columns and `dtype`."""
-    sizes = (("WARPS", _WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden))
-    defines = (*quantizer_defines(dtype), *sizes, ("SIZES_BYTES", ctypes.sizeof(_Sizes)))
+    defines = (*quantizer_defines(dtype), *permute_defines(hidden), ("SIZES_BYTES", ctypes.sizeof(Sizes)))
     return KernelSpec("permute_quantize.cu", "permute_quantize", defines)
+
+
+def permute_defines(hidden: int) -> tuple[tuple[str, int], ...]:
+    """What cuda/permute.cuh wants defined, save BLOCK."""
+    return ("WARPS", WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden)
+
+
+def blocks(tokens: int, hidden: int) -> int:
+    """Thread blocks for so many tokens: a warp for each part of one."""
+    return ceil_div(tokens * ceil_div(hidden, _WARP_COLUMNS), WARPS)
+
+
+def sizes(tokens: int, top_k: int, num_rows: int, row_stride: int) -> Sizes:
+    """As for `plan`."""
+    # The kernel finds the rows of as many assignments as a warp has lanes at a time.
+    read_ahead = tokens <= _READ_AHEAD_TOKENS or top_k > WARP
+    return Sizes(tokens, top_k, num_rows, read_ahead, row_stride, align(num_rows, 4))
 
 
 def plan(
@@ -54,19 +70,17 @@ def plan(
     multiples of 16 bytes. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
     """
 
-    def build() -> PointerLauncher:
-        # The kernel finds the rows of as many assignments as a warp has lanes at a time.
-        read_ahead = tokens <= _READ_AHEAD_TOKENS or top_k > WARP
-        return PointerLauncher(
+    return _plans.get(
+        (tokens, hidden, top_k, num_rows, row_stride, dtype, device_index, pdl),
+        lambda: PointerLauncher(
             load(kernel_spec(hidden, dtype)),
-            grid=ceil_div(tokens * ceil_div(hidden, _WARP_COLUMNS), _WARPS),
-            block=_WARPS * WARP,
+            grid=blocks(tokens, hidden),
+            block=WARPS * WARP,
             pdl=pdl,
             pointers=4,
-            args=(_Sizes(tokens, top_k, num_rows, read_ahead, row_stride, align(num_rows, 4)),),
-        )
-
-    return _plans.get((tokens, hidden, top_k, num_rows, row_stride, dtype, device_index, pdl), build)
+            args=(sizes(tokens, top_k, num_rows, row_stride),),
+        ),
+    )
 
 
 def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

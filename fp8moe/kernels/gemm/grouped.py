@@ -48,6 +48,26 @@ def grouped_gemm(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, *, out: Tens
     return out
 
 
+def grouped_rows(
+    a: FP8Tensor,
+    b: FP8Tensor,
+    group_offsets: Tensor,
+    dtype: torch.dtype,
+    *,
+    expected_m: int | None = None,
+    others_zero: bool = False,
+) -> Tensor:
+    """`grouped_gemm` with a result of `dtype`, bfloat16 or float32, inside of operators.
+
+    expected_m: about how many rows a group has; None: the rows of a, evenly. Only the speed depends on it.
+    others_zero: rows of no group are zeros, not uninitialized.
+    """
+    new = torch.zeros if others_zero else torch.empty
+    out = new((a.data.shape[0], b.data.shape[1]), dtype=dtype, device=a.data.device)
+    _grouped_gemm_out_op(*a, *b, group_offsets, out, expected_m)
+    return out
+
+
 def grouped_gemm_masked(
     a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, *, expected_m: int | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -133,15 +153,21 @@ def _grouped_gemm_fake(*operands: Tensor) -> Tensor:
 
 
 def _grouped_gemm_out(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    group_offsets: Tensor,
+    out: Tensor,
+    expected_m: int | None = None,
 ) -> None:
     _grouped_gemm_out_fake(a, a_scale, b, b_scale, group_offsets, out)
     _check_memory(out, "group_offsets", a, a_scale, b, b_scale, group_offsets)
-    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out)
+    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, expected_m=expected_m)
 
 
-def _grouped_gemm_out_fake(*arguments: Tensor) -> None:
-    *operands, out = arguments
+def _grouped_gemm_out_fake(*arguments: Tensor | int | None) -> None:
+    *operands, out = arguments[:6]
     checks.result(out, checks.contiguous(*operands), operands[0].device)
 
 
@@ -202,7 +228,7 @@ _grouped_gemm_op = define(
     f"grouped_gemm({_OPERANDS}, Tensor group_offsets) -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True
 )
 _grouped_gemm_out_op = define(
-    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out) -> ()",
+    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, SymInt? expected_m=None) -> ()",
     _grouped_gemm_out,
     _grouped_gemm_out_fake,
     forward_only=True,
