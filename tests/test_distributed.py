@@ -147,7 +147,7 @@ def several_passes(world):
             calls.clear()
             check(layer, [tokens] * world, method=method, **route)
             needed = tokens * 2 * world if here else 0
-            expected = [(room, first) for first in range(0, max(needed, 1), room)]
+            expected = [(room, first) for first in reversed(range(0, max(needed, 1), room))]
             if method == "all_to_all":
                 expected = [(min(room, needed), first) for _, first in expected]
             assert calls == 2 * expected and len(expected) == (-(-needed // room) if here else 1)

@@ -76,6 +76,32 @@ def test_passes_over_windows_of_rows_add_up(tokens, top_k, num_rows, first_exper
     torch.testing.assert_close(total, part(*arguments), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+@pytest.mark.parametrize("hidden", [144, 131])
+def test_passes_of_which_some_tokens_have_sums(hidden, variant):
+    layer = make(6, hidden, 96, **VARIANTS[variant])
+    x, index, weights, _ = inputs(hidden=hidden)
+    arguments = (layer, x, index, weights, 1, 4)
+    total = known = None
+    for first_row in (60, 30, 15):
+        now = torch.zeros(40, dtype=torch.bool)
+        options = {"first_row": first_row, "num_rows": 15 if first_row == 15 else 30}
+        total = part(*arguments, **options, partial=total, partial_known=known, known=now)
+        total[~now] = float("nan")
+        known = now
+    total = part(*arguments, num_rows=15, partial=total, partial_known=known)
+    torch.testing.assert_close(total, part(*arguments), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["partial_known", "known"])
+def test_wrong_known(name):
+    layer = make()
+    x, index, weights, _ = inputs()
+    for wrong in (torch.ones(39, dtype=torch.bool), torch.ones(40)):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            part(layer, x, index, weights, 0, 2, **{name: wrong})
+
+
 @pytest.mark.parametrize("hidden", [144, 131])
 def test_window_leaves_out_what_is_outside(hidden):
     layer = make(4, hidden, 96)
@@ -174,6 +200,7 @@ def test_opcheck(variant, quantized):
     up, down = weights_of(layer, 1, 3)
     form = (layer.activation.name, True, None, None)
     arguments = (*x, index, weights, *up, *down, *form, 1, 4, torch.bfloat16, 3, 30, torch.zeros(40, 144))
+    arguments += (torch.ones(40, dtype=torch.bool), torch.zeros(40, dtype=torch.bool))
     # Schema checks compare inputs with kernels that PyTorch lacks for float8.
     utils = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.fp8moe.experts_partial.default, arguments, test_utils=utils)

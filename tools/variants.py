@@ -134,6 +134,10 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
         ):
             options = share | options | {"row_dtype": dtype}
             yield lambda operands=(x, index, routing, *weights), options=options: experts_partial(*operands, **options)
+        some = {name: make.zeros(tokens, dtype=torch.bool) for name in ("partial_known", "known")}
+        options = share | window | some | {"row_dtype": torch.bfloat16}
+        operands = make.normal(tokens, hidden), index, routing, *weights
+        yield lambda operands=operands, options=options: experts_partial(*operands, **options)
         if hidden > 1024:
             continue
         offsets = make.integers([tokens * group // here for group in range(here + 1)])

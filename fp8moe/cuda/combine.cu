@@ -5,6 +5,9 @@
 //
 // With PEERS > 1 the sums go to the memory of peers: each to the peer whose token it is, or to all.
 //
+// A residual may hold sums of some tokens only, and the result too: those of tokens without a row are then left alone,
+// so that a pass over few rows costs little.
+//
 // Compile-time constants: those of input.cuh, where INPUT is the type of y and VECTOR = 1; WEIGHT and OUTPUT (BFloat16,
 // Float16 or Float32); WARPS (of a thread block), WARP_COLUMNS; HIDDEN, the columns, a multiple of 8; those of
 // peers.cuh; TO_ALL (every sum goes to all peers).
@@ -25,9 +28,16 @@ struct Place {
   int column, columns;  // the first of them, and how many there are from it on
 };
 
+// For each token whether there is a sum of it; null: there is of all.
+struct Known {
+  const u8* residual;
+  u8* sums;  // written
+};
+
 // Where the sums go.
 template <int Peers>
 struct Targets {
+  Known known;
   Output::Element* out[Peers];  // of each peer (tokens, HIDDEN) if TO_ALL, else (tokens / Peers, HIDDEN)
   Meeting meeting;
 
@@ -69,6 +79,7 @@ struct Targets {
 
 template <>
 struct Targets<1> {
+  Known known;
   Output::Element* out;  // (tokens, HIDDEN)
 
   __device__ __forceinline__ void store(float (&sum)[PER_VECTOR], const Output::Element* residual,
@@ -101,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   const auto sum_up = [&] {
     if (token >= tokens) return;
     float sum[PER_VECTOR] = {};
+    bool has_row = false;
     for (u32 first = 0; first < top_k; first += WARP) {
       // One assignment a lane.
       const bool some = first + lane < top_k;
@@ -108,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
       int lane_row = some ? rows[assignment] : -1;
       const float lane_weight = some ? Weight::value(weights[assignment]) : 0.0f;
       if (static_cast<u32>(lane_row) >= num_rows) lane_row = -1;
+      has_row |= __any_sync(FULL_WARP, lane_row >= 0);
       for (u32 k = 0; k < min(top_k - first, WARP); k += AT_ONCE) {
         Vector v[AT_ONCE];
 #pragma unroll
@@ -124,7 +137,13 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
         }
       }
     }
-    targets.store(sum, residual, {token, tokens, lane, column, columns});
+    const Known& known = targets.known;
+    const bool adds = residual && (!known.residual || known.residual[token]);
+    if (known.sums) {
+      if (column == 0) known.sums[token] = has_row || adds;
+      if (!has_row && !adds) return;
+    }
+    targets.store(sum, adds ? residual : nullptr, {token, tokens, lane, column, columns});
   };
   sum_up();
   targets.finish();

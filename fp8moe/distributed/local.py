@@ -41,16 +41,26 @@ class LocalExperts(NamedTuple):
 
     def partial_sums(self, tokens: Tokens, share: int, rows: int | None) -> Tensor:
         """(N, H) float32: each token's sum over the experts here, in as many `passes` as it takes."""
-        partial = None
-        for options in self.passes(tokens, share, rows):
-            partial = experts_partial(*tokens, self.weights.up, self.weights.down, **options, partial=partial)
-        return partial
+        options = self.last_pass(tokens, share, rows)
+        return experts_partial(*tokens, self.weights.up, self.weights.down, **options)
+
+    def last_pass(self, tokens: Tokens, share: int, rows: int | None = None) -> dict[str, Any]:
+        """The arguments of the last of the `passes`, with the sums of those before it."""
+        *before, last = self.passes(tokens, share, rows)
+        sums = known = None
+        for options in before:
+            now = torch.empty(len(tokens.top_k_index), dtype=torch.bool, device=tokens.top_k_index.device)
+            options |= {"partial": sums, "partial_known": known, "known": now}
+            sums = experts_partial(*tokens, self.weights.up, self.weights.down, **options)
+            known = now
+        return last | {"partial": sums, "partial_known": known}
 
     def passes(self, tokens: Tokens, share: int, rows: int | None = None) -> list[dict[str, Any]]:
         """What `experts_partial` takes in each pass over the rows that there is room for, besides tokens and weights.
 
         share: assignments to this rank if routing is even. rows: how many there are; None: the device knows, and is
-        asked where one pass may not do. In a CUDA graph, which cannot ask, passes run for all that there could be.
+        asked where one pass may not do. In a CUDA graph, which cannot ask, passes run for all that there could be: the
+        first rows come last, as passes before it that find none cost little.
         """
         room = max(int(share * _SLACK), _ALWAYS * max(tokens.top_k_index.shape[1], 1))
         most = tokens.top_k_index.numel()
@@ -58,7 +68,7 @@ class LocalExperts(NamedTuple):
             rows = most if most <= room or capturing(tokens.top_k_index) else self.rows_here(tokens)
         options = {"activation": self.activation, "first_expert": self.first, "num_experts": self.total}
         options |= {"row_dtype": row_dtype(self.dtype), "num_rows": min(room, most)}
-        return [options | {"first_row": row} for row in range(0, max(rows, 1), room)]
+        return [options | {"first_row": row} for row in reversed(range(0, max(rows, 1), room))]
 
     def partial_sums_with_gradients(self, tokens: Tokens, rows: int | None) -> Tensor:
         """The same for a backward, which needs room for all rows."""

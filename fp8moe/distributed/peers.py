@@ -14,7 +14,6 @@ from fp8moe.distributed.local import LocalExperts
 from fp8moe.distributed.packet import Tokens
 from fp8moe.kernels.experts import combine_plan, dispatch_plan
 from fp8moe.kernels.experts.dispatch import Received
-from fp8moe.kernels.experts.partial import experts_partial
 from fp8moe.kernels.experts.partial_to import experts_partial_to
 from fp8moe.kernels.experts.peer_table import MAX_PEERS, SIGNALS_BYTES, Targets, can_meet, meeting, no_meeting
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
@@ -169,14 +168,11 @@ class Peers:
 
     def _partial_sums(self, local: LocalExperts, tokens: Tokens, share: int, sums: _Sums, *, to_all: bool) -> None:
         """What the experts here add to tokens, to the ranks of the tokens or to all; then all ranks wait."""
-        operands, partial = (*tokens, local.weights.up, local.weights.down), None
-        *before, last = local.passes(tokens, share)
-        for options in before:
-            partial = experts_partial(*operands, **options, partial=partial)
+        last = local.last_pass(tokens, share)
         hidden = local.weights.down.data.shape[1]
         meets = can_meet(combine_plan.blocks(len(tokens.top_k_index), hidden, last["row_dtype"]))
         targets = Targets(self.world, to_all, (*sums.own, *self._meeting(meets)))
-        experts_partial_to(targets, *operands, **last, partial=partial)
+        experts_partial_to(targets, *tokens, local.weights.up, local.weights.down, **last)
         if not meets:
             sums.barrier()
 
@@ -193,7 +189,7 @@ class Peers:
             plan = combine_plan.plan(tokens, hidden, self.world, sums.rows, *dtypes, device, pdl=True)
             operands = (value.data_ptr() for value in (sums.memory, sums.places, sums.ones))
             added = 0 if residual is None else residual.data_ptr()
-            plan.launch(current_stream(device), *operands, added, out.data_ptr())
+            plan.launch(current_stream(device), *operands, added, 0, 0, out.data_ptr())
         return out
 
     def _meeting(self, meets: bool) -> tuple[int, ...]:

@@ -258,10 +258,10 @@ def partial_error(tokens: int, hidden: int, size: int, num_experts: int, top_k: 
         up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
         projections = fp8moe.FP8Tensor(up, up_scale), fp8moe.FP8Tensor(down, down_scale)
         form = {"activation": layer.activation, "row_dtype": torch.float32}
-        total = None
-        for first_row in (0, num_rows):
-            options = form | {"first_row": first_row, "num_rows": num_rows, "partial": total}
-            total = experts_partial(*inputs, *projections, first_expert=2, num_experts=num_experts + 4, **options)
+        share = form | {"first_expert": 2, "num_experts": num_experts + 4, "num_rows": num_rows}
+        known = torch.zeros(tokens, dtype=torch.bool, device=up.device)
+        total = experts_partial(*inputs, *projections, **share, first_row=num_rows, known=known)
+        total = experts_partial(*inputs, *projections, **share, partial=total, partial_known=known)
         starts = torch.linspace(-5, tokens + 5, num_experts + 1).int().to(up.device)
         return total, experts_rows(inputs[0], starts, *projections, **form)
 

@@ -39,7 +39,7 @@ def write(y, rows, weights, out_dtype):
     index = y.get_device()
     with device_guard(index):
         plan = combine_plan.plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, index)
-        plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), 0, out.data_ptr())
+        plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), 0, 0, 0, out.data_ptr())
     assert (out[size:] == MARK).all()
     return out[:size].view(out_dtype).view(tokens, hidden)
 

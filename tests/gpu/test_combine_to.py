@@ -122,6 +122,6 @@ def test_meeting(to_all):
             addresses = (value.data_ptr() for value in (y, rows, weights))
             outs = (buffer[rank * each :].data_ptr() for buffer in buffers)
             words = meeting([row.data_ptr() for row in signals], rank)
-            plan.launch(current_stream(index), *addresses, 0, *outs, *words)
+            plan.launch(current_stream(index), *addresses, 0, 0, 0, *outs, *words)
             assert signals[:, rank].tolist() == [meetings] * ranks and signals[rank, 8:].tolist() == [meetings, 0]
             assert_equal(buffers, expected)

@@ -107,6 +107,17 @@ def test_passes_over_windows_of_rows_add_up(dtype, variant, hidden):
             window = {"first_row": first_row, "num_rows": num_rows}
             total = part(layer, x, index, weights, 2, 5, row_dtype=dtype, **window, partial=total)
         assert relative_error(total, whole) <= (SUMS if dtype is torch.float32 else GEMMS)
+        total = known = None
+        for first_row in reversed(range(0, used + num_rows, num_rows)):
+            window = {"first_row": first_row, "num_rows": num_rows}
+            now = torch.empty(200, dtype=torch.bool, device=DEVICE) if first_row else None
+            sums = {"partial": total, "partial_known": known, "known": now}
+            total, known = part(layer, x, index, weights, 2, 5, row_dtype=dtype, **window, **sums), now
+            if first_row:
+                rows = sort_by_expert(index, 3, first_expert=2).rows
+                assert torch.equal(now, (rows >= first_row).any(1)) or hidden % 16 or variant != "plain"
+                total[~now] = NAN
+        assert relative_error(total, whole) <= (SUMS if dtype is torch.float32 else GEMMS)
     before = torch.randn(200, hidden, device=DEVICE)
     beyond = {"first_row": used, "num_rows": 64}
     assert torch.equal(part(layer, x, index, weights, 2, 5, **beyond, partial=before), before)

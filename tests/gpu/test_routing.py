@@ -205,7 +205,7 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
         for _ in range(3):
             sort.launch(stream, top_k_index.data_ptr(), groups.data_ptr(), addresses["rows"])
             permute.launch(stream, x.data_ptr(), *addresses.values())
-            combine.launch(stream, y.data_ptr(), addresses["rows"], weights.data_ptr(), 0, out.data_ptr())
+            combine.launch(stream, y.data_ptr(), addresses["rows"], weights.data_ptr(), 0, 0, 0, out.data_ptr())
         results.append(buffer.clone())
     for (top_k_index, x), result in zip(inputs, results, strict=True):
         views = [result[start : start + size] for start, size in zip(starts, sizes, strict=False)]

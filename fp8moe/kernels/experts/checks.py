@@ -33,6 +33,9 @@ def partial(operands: Operands, gated: bool, share: Share) -> None:
     _layer("x", operands, gated)
     if total is not None:
         check_like("partial", total, (torch.float32,), x.shape, x.device, "x")
+    for name, known in (("partial_known", operands.residual_known), ("known", operands.known)):
+        if known is not None:
+            check_like(name, known, (torch.bool,), x.shape[:1], x.device, "x")
     row_dtype(share.row_dtype)
     of_rank(share, operands.up.shape[0])
 

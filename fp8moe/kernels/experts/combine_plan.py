@@ -61,9 +61,11 @@ def plan(
 ) -> PointerLauncher:
     """The launcher for y (num_rows, hidden), rows and weights (tokens, top_k), residual and out (tokens, hidden).
 
-    In this order; the residual may be 0 for none. tokens and hidden are not 0, all tensors contiguous, y, residual and
-    out at multiples of 16 bytes, and `device_index` is that of the current device. pdl: start before the kernel ahead
-    has ended; nothing is read or written before it has.
+    In this order, with two more addresses before out, of bool (tokens,): of which tokens the residual has a sum,
+    and where that is written of out, which then gets no other sums; 0 for all. The residual may be 0 for none.
+    tokens and hidden are not 0, all tensors contiguous, y, residual and out at multiples of 16 bytes, and
+    `device_index` is that of the current device. pdl: start before the kernel ahead has ended; nothing is read or
+    written before it has.
 
     peers: with more than one there are so many outs, then the meeting (`peer_table`). Each out is of float32, on a GPU
     of its own: with to_all (tokens, hidden), or (tokens / peers, hidden), the next so many tokens of each.
@@ -76,7 +78,7 @@ def plan(
             block=_WARPS * WARP,
             pdl=pdl,
             pointers=4,
-            table=1 if peers == 1 else 2 * peers + 1,
+            table=3 if peers == 1 else 2 * peers + 3,
             args=tuple(map(ctypes.c_uint32, (tokens, top_k, num_rows))),
         ),
     )
@@ -88,11 +90,8 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
     out = torch.empty((tokens, hidden), dtype=out_dtype, device=y.device)
     if out.numel():
         operands = (
-            aligned(y),
-            rows.contiguous(),
-            weights.contiguous(),
-            residual if residual is None else aligned(residual),
-            out,
+            *(aligned(y), rows.contiguous(), weights.contiguous()),
+            *(residual if residual is None else aligned(residual), None, None, out),
         )
         device_index = y.get_device()
         with device_guard(device_index):
@@ -125,5 +124,6 @@ def combine_to(
     with device_guard(device_index):
         plan(tokens, hidden, top_k, num_rows, *dtypes, device_index, **options).launch(
             *(current_stream(device_index), y.data_ptr(), rows.data_ptr(), weights.data_ptr()),
-            *(0 if partial is None else partial.data_ptr(), *outs, *(no_meeting(peers) if peers > 1 else ())),
+            *(0 if partial is None else partial.data_ptr(), 0, 0),
+            *(*outs, *(no_meeting(peers) if peers > 1 else ())),
         )

@@ -22,23 +22,38 @@ from fp8moe.runtime.backend import use_cuda
 
 def run(operands: Operands, activation: Activation, capacity: int | None, share: Share) -> Tensor:
     """The weighted sums (T, H), with the residual where there is one."""
-    x, up, down, residual = operands.hidden_states, operands.up, operands.down, operands.residual
-    tokens, hidden = x.shape
+    x, hidden = operands.hidden_states, operands.hidden_states.shape[1]
     num_rows = share.rows(operands.top_k_index.numel())
-    if not (num_rows and up.numel() and down.numel()):
-        out = x.new_zeros((tokens, hidden), dtype=share.dtypes(x.dtype)[1])
-        return out if residual is None else residual + out
-    up, down = pad_weights(up, down, 16)
-    if up.shape[2] != hidden and residual is not None:
-        return residual + run(operands._replace(residual=None), activation, capacity, share)
-    operands = operands._replace(hidden_states=pad_columns(x, up.shape[2]), up=up, down=down)
-    steps = plan.experts if activation.is_swiglu and use_cuda(x) else _composed
-    return without_padding(steps(operands, activation, capacity, share), hidden)
+    some = num_rows and operands.up.numel() and operands.down.numel()
+    if some:
+        up, down = pad_weights(operands.up, operands.down, 16)
+        operands = operands._replace(up=up, down=down)
+    by_plan = some and activation.is_swiglu and use_cuda(x)
+    if by_plan and operands.up.shape[2] == hidden:
+        return plan.experts(operands, activation, capacity, share)
+    operands = _of_all_tokens(operands)
+    if not some:
+        out = x.new_zeros(x.shape, dtype=share.dtypes(x.dtype)[1])
+        return out if operands.residual is None else operands.residual + out
+    if operands.up.shape[2] != hidden and operands.residual is not None:
+        return operands.residual + run(operands._replace(residual=None), activation, capacity, share)
+    operands = operands._replace(hidden_states=pad_columns(x, operands.up.shape[2]))
+    return without_padding((plan.experts if by_plan else _composed)(operands, activation, capacity, share), hidden)
+
+
+def _of_all_tokens(operands: Operands) -> Operands:
+    """With zeros for a residual that is not known, and a result that is known for all tokens."""
+    if operands.known is not None:
+        operands.known.fill_(True)
+    residual = operands.residual
+    if operands.residual_known is not None:
+        residual = torch.where(operands.residual_known[:, None], residual, 0)
+    return operands._replace(residual=residual, residual_known=None, known=None)
 
 
 def _composed(operands: Operands, activation: Activation, capacity: int | None, share: Share) -> Tensor:
     """The layer from its five operators, for any backend."""
-    x, top_k_index, top_k_weights, up, up_scale, down, down_scale, residual, x_scale = operands
+    x, top_k_index, top_k_weights, up, up_scale, down, down_scale, residual, x_scale, *_ = operands
     count, assignments = up.shape[0], top_k_index.numel()
     expected_m = ceil_div(assignments, share.num_experts or count)
     num_rows = share.rows(assignments) if capacity is None else count * capacity

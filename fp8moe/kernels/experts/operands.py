@@ -11,6 +11,8 @@ class Operands(NamedTuple):
     """The input, its routing and the FP8 weights of an experts layer, as `forward.experts` describes them.
 
     hidden_scale: of hidden_states that are quantized in blocks of 1x128 already.
+    residual_known: bool (T,), of which tokens there is a residual; None: of all.
+    known: bool (T,), written: for which tokens there is a result, those with a row or a residual; None: for all.
     """
 
     hidden_states: Tensor
@@ -22,6 +24,8 @@ class Operands(NamedTuple):
     down_scale: Tensor
     residual: Tensor | None = None
     hidden_scale: Tensor | None = None
+    residual_known: Tensor | None = None
+    known: Tensor | None = None
 
 
 class Share(NamedTuple):

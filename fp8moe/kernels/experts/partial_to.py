@@ -26,13 +26,14 @@ def experts_partial_to(
     num_rows: int,
     first_row: int,
     partial: Tensor | None,
+    partial_known: Tensor | None = None,
 ) -> None:
     """Write what `experts_partial` returns of the same arguments to `targets`.
 
     The callers have checked them; there is at least one token, and H is a multiple of 16.
     """
     data, scale = (x, None) if isinstance(x, Tensor) else x
-    operands = Operands(data, top_k_index, top_k_weights, *up_proj, *down_proj, partial, scale)
+    operands = Operands(data, top_k_index, top_k_weights, *up_proj, *down_proj, partial, scale, partial_known)
     share = Share(first_expert, num_experts, first_row, num_rows, row_dtype, torch.float32)
     known = plan.find(operands, activation, None, share, targets)
     if known is not None:
@@ -52,6 +53,6 @@ def _write(sums: Tensor, targets: Targets) -> None:
     options = {"peers": targets.peers, "to_all": targets.to_all}
     with device_guard(device_index):
         combine_plan.plan(tokens, hidden, 1, tokens, *dtypes, device_index, **options).launch(
-            *(current_stream(device_index), sums.data_ptr(), rows.data_ptr(), ones.data_ptr(), 0),
+            *(current_stream(device_index), sums.data_ptr(), rows.data_ptr(), ones.data_ptr(), 0, 0, 0),
             *targets.addresses,
         )

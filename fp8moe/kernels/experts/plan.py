@@ -44,7 +44,7 @@ class Plan:
         share: Share,
         targets: Targets | None = None,
     ):
-        x, index, weights, up, _, down, *_, x_scale = operands
+        x, index, weights, up, _, down, _, _, x_scale, *_ = operands
         device = self.index = x.get_device()
         tokens, top_k = index.shape
         count, hidden, size = down.shape
@@ -101,7 +101,7 @@ class Plan:
 
     def run(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
         """Returns (T, H) in the dtype of the input, or of the share; None if the sums go to the targets."""
-        x, index, weights, up, up_scale, down, down_scale, residual, x_scale = operands
+        x, index, weights, up, up_scale, down, down_scale, residual, x_scale, *known = operands
         # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
         scratch = self.new_scratch()
         out = self.new_out() if targets is None else None
@@ -116,9 +116,9 @@ class Plan:
                 stream, a, a_scale, up.data_ptr(), up_scale.data_ptr(), groups, (h, self.size, h_scale, self.pitch)
             )
             self.gemm2.launch(stream, h, h_scale, down.data_ptr(), down_scale.data_ptr(), groups, (y, self.hidden, 0))
-            added = 0 if residual is None else residual.data_ptr()
+            added = (0 if value is None else value.data_ptr() for value in (residual, *known))
             outs = (out.data_ptr(),) if targets is None else targets.addresses
-            self.combine.launch(stream, y, rows, weights.data_ptr(), added, *outs)
+            self.combine.launch(stream, y, rows, weights.data_ptr(), *added, *outs)
         return out
 
 
@@ -152,8 +152,9 @@ def experts(
 
     H and I are multiples of 16. Those in layouts that the kernels do not take are copied. Returns what `Plan.run` does.
     """
-    x, *rest, x_scale = operands
-    operands = Operands(row_major(x), *(value if value is None else aligned(value) for value in rest), x_scale)
+    x, *rest, x_scale, residual_known, known = operands
+    rest = (value if value is None else aligned(value) for value in rest)
+    operands = Operands(row_major(x), *rest, x_scale, residual_known, known)
 
     def build() -> Plan:
         with device_guard(x.get_device()):
