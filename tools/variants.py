@@ -20,6 +20,7 @@ from fp8moe.kernels.experts.combine import combine_to
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.partial_to import experts_partial_to
 from fp8moe.kernels.experts.peer_table import Targets
+from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -228,6 +229,12 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         for quantized in (False, True):
             options = {"quantized": quantized}
             yield lambda operands=(parts, lse, counts), options=options: merge_splits(*operands, **options)
+    for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):
+        operands = make.rows(tokens, hidden), make.weights(columns, hidden)
+        for bias in (None, make.zeros(columns, dtype=torch.bfloat16)):
+            for dtype in (torch.bfloat16, torch.float32):
+                options = {"bias": bias, "out_dtype": dtype}
+                yield lambda operands=operands, options=options: projection(*operands, **options)
     for dtype, vocabulary in product(DTYPES, (40_000, 40_001)):
         logits = make.normal(2, vocabulary, dtype=getattr(torch, dtype))
         dtypes = (torch.float32, torch.int32, *(torch.float32,) * 4, *(torch.int64,) * 2)
