@@ -11,9 +11,9 @@ CUDA := fp8moe/cuda/*.cu fp8moe/cuda/*.cuh
 demo: .venv/.installed
 	$(BIN)/python -m examples.demo
 
-# With -m "" the GPU tests are selected too; without a Hopper GPU they are skipped and say so.
+# A process for each CPU. With -m "" the GPU tests are selected too; without a Hopper GPU they are skipped and say so.
 test: lint
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -m "" -n auto --dist loadfile
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -4,11 +4,13 @@ Nothing here needs a GPU but `load`.
 """
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -229,6 +231,15 @@ def load(spec: KernelSpec) -> "Kernel":
             if kernel is None:
                 kernel = _kernels[spec] = _load_cubin(cubin(spec), spec.name)
     return kernel
+
+
+def load_all(specs: Iterable[KernelSpec]) -> None:
+    """`load` all of them, several compiled at a time."""
+    missing = [spec for spec in specs if spec not in _kernels]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(cubin, missing))
+    for spec in missing:
+        load(spec)
 
 
 def _load_cubin(code: bytes, name: str) -> "Kernel":

@@ -14,16 +14,19 @@ from fp8moe.integrations.decode import custom_generate
 from fp8moe.integrations.decode.arguments import Call, parse
 from fp8moe.integrations.decode.attention import NAME as FLASH
 from fp8moe.integrations.decode.checks import check_eval, check_model, device_of, integer
+from fp8moe.integrations.decode.compile_ahead import compile_for_prompts
 from fp8moe.integrations.decode.flag import EndFlag
 from fp8moe.integrations.decode.generation import Generation
 from fp8moe.integrations.decode.prefix import Prefix, read_prefix
 from fp8moe.integrations.decode.probe import find_way
-from fp8moe.integrations.decode.requests import Result, run
+from fp8moe.integrations.decode.requests import LEAST_SHARE, Result, run
+from fp8moe.integrations.decode.short_prompts import MOST_TOKENS
 from fp8moe.integrations.decode.stats import Records, Stats, cache_bytes, pool_bytes
 from fp8moe.integrations.decode.step import Step, Way, capture_stream
 from fp8moe.integrations.decode.turns import Turns
 from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.models import FusedModule, find_fused
+from fp8moe.quant.formats import ceil_div
 
 
 class GraphDecoder:
@@ -31,10 +34,10 @@ class GraphDecoder:
 
     The decode step (one token per sequence: the model, the choice of the token, end-of-sequence bookkeeping) is
     captured once for each of ``batch_sizes`` with a static cache; a step then costs the CPU one graph launch. The
-    prompt is read eagerly into the same cache. Nothing in the step depends on host values: lengths, masks, expert
-    routing and sampling parameters are read on the device, so they may differ at every replay. A batch is padded up to
-    the next captured size with copies of its first sequence, which choose the same experts and so read no further
-    weights.
+    prompt is read into the same cache, eagerly, or a short one from graphs of its own (`short_prompts`). Nothing in
+    the step depends on host values: lengths, masks, expert routing and sampling parameters are read on the device,
+    so they may differ at every replay. A batch is padded up to the next captured size with copies of its first
+    sequence, which choose the same experts and so read no further weights.
 
     Where the model is on a CPU the same step runs without a graph; the results are the same.
 
@@ -104,6 +107,7 @@ class GraphDecoder:
         self._lock = Turns()
         self._records = Records()
         self._pool: tuple[int, int] | None = None
+        self._reader: Step | None = None
         with self.on_device():
             self.way = self._choose_way(fuse)
         self.fused: tuple[FusedModule, ...] = self.way.fused or ()
@@ -111,6 +115,7 @@ class GraphDecoder:
         self._flag = EndFlag() if self.captured else None
         if self.captured:
             self._capture()
+            compile_for_prompts(model, self.device.index, self.batch_sizes[-1] * self.max_length)
         self._weights = Fingerprint(model.parameters())
 
     def generate(
@@ -278,6 +283,9 @@ class GraphDecoder:
         for step in getattr(self, "steps", {}).values():  # the constructor may have raised
             step.release()
         self.steps = {}
+        if getattr(self, "_reader", None) is not None:
+            self._reader.release()
+        self._reader = None
         self._pool = None
 
     @contextmanager
@@ -296,6 +304,14 @@ class GraphDecoder:
     def step_of(self, size: int, max_length: int) -> Step:
         """A step that is not captured, with a cache of its own."""
         return Step(self.model, size, max_length, self.device, self.way, self.prefill_chunk)
+
+    def reader(self) -> Step | None:
+        """The step that reads short prompts from graphs for `run`; None where none can be captured."""
+        if self._pool is not None and self._reader is None:
+            size = ceil_div(self.batch_sizes[-1], LEAST_SHARE)
+            self._reader = self.step_of(size, MOST_TOKENS // size)
+            self._reader.keep_short_prompts(capture_stream(torch.cuda.current_device()), self._pool)
+        return None if self._reader is None or self._reader.short_prompts is None else self._reader
 
     def on_device(self, stream: torch.cuda.Stream | None = None) -> AbstractContextManager:
         """Within it the model's device is the current one, and on it this stream."""
@@ -354,6 +370,7 @@ class GraphDecoder:
             for size in reversed(self.batch_sizes):
                 try:
                     self.steps[size].capture(stream, self._pool)
+                    self.steps[size].keep_short_prompts(stream, self._pool)
                 except RuntimeError as error:
                     raise RuntimeError(
                         f"the decode step of {type(self.model).__name__} cannot be captured for batch size {size}: "

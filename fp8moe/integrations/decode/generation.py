@@ -117,8 +117,11 @@ class Generation:
     def _begin(self) -> None:
         """Read the prompts and choose the first token of each sequence."""
         call = self.call
-        self.step.start(self.batch, call.tokens.shape[1], call.mask, call.ends, self.pad, call.samplings)
-        self.step.accept(self.step.prefill(call.tokens, call.mask, call.prefix))
+        tokens, mask = call.tokens, call.mask
+        if call.prefix is None:
+            tokens, mask = self.step.fit(tokens, mask, self.step.mask.shape[1] - call.new_tokens)
+        self.step.start(self.batch, tokens.shape[1], mask, call.ends, self.pad, call.samplings)
+        self.step.accept(self.step.prefill(tokens, mask, call.prefix))
         self._record.first_token()
 
     def _advance(self) -> None:

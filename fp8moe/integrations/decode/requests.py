@@ -26,7 +26,7 @@ CHECK_EVERY = 2
 LEAST_SHARE = 8
 """Newcomers are read when one of so many rows is free: reading several at once costs little more than one."""
 MOST_PADDING = 1.25
-FREE_COLUMNS = 4096
+FREE_COLUMNS = 2048
 """Newcomers are read together if their columns are no more than MOST_PADDING times their tokens, or so few that the GPU
 waits for the host anyway."""
 
@@ -130,6 +130,7 @@ class _Slots:
         self._reports, self._reported = Readback(decoder.device), deque[list[tuple[_Sequence, int]]]()
         self._copies, self._left = Readback(decoder.device), deque[tuple[int, list[_Sequence]]]()
         self._record, self._lengths = Record(decoder.device), []
+        self._reader = decoder.reader()
 
     def close(self) -> None:
         """Free the rows."""
@@ -183,8 +184,7 @@ class _Slots:
         if not self._waiting or len(self._free) < (pays if self._alive else 1):
             return False
         group = self._group()
-        source = self._read(group)
-        length = max(sequence.length for sequence in group)
+        source, length = self._read(group)
         self._move(group, source, range(len(group)), length)
         for sequence in group:
             self._waiting.remove(sequence)
@@ -208,14 +208,19 @@ class _Slots:
             longest = max(sequence.length for sequence in together)
             columns, tokens = len(together) * longest, sum(sequence.length for sequence in together)
             new = max(sequence.call.new_tokens for sequence in together)
-            if len(together) > len(self._free) or columns > MOST_TOKENS:
+            if len(together) > len(self._free) or columns > MOST_TOKENS or self._graphed(len(group), longest):
                 break
             if columns <= max(MOST_PADDING * tokens, FREE_COLUMNS) and longest + new <= self._decoder.max_length:
                 group = together
         return group
 
-    def _read(self, group: list[_Sequence]) -> Step:
-        """A step of their own that has read their prompts, padded on the left, and chosen their first tokens."""
+    def _graphed(self, rows: int, columns: int) -> bool:
+        """Whether so many prompts fill the step that reads those of this length from graphs."""
+        reader = self._reader
+        return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
+
+    def _read(self, group: list[_Sequence]) -> tuple[Step, int]:
+        """Another step that has read their prompts, padded on the left, and chosen their first tokens; its columns."""
         calls = [sequence.call for sequence in group]
         lengths = [call.tokens.shape[1] for call in calls]
         longest = max(lengths)
@@ -224,15 +229,21 @@ class _Slots:
         if min(lengths) < longest:
             padding = self._integers(longest - length for length in lengths)
             mask = torch.arange(longest, device=tokens.device) >= padding[:, None]
-        step = self._decoder.step_of(len(group), max(sequence.length for sequence in group))
-        step.start(len(group), longest, mask, [], 0, [call.samplings[0] for call in calls])
-        step.limit.copy_(self._integers(call.new_tokens for call in calls))
+        prefix, most = calls[0].prefix, max(sequence.length for sequence in group)
+        step = self._reader
+        if step is None or prefix is not None or len(group) > step.size or most > step.short_prompts.most:
+            step = self._decoder.step_of(len(group), most)
+        if prefix is None:
+            room = self._decoder.max_length - max(call.new_tokens for call in calls)
+            tokens, mask = step.fit(tokens, mask, room)
+        step.start(len(group), tokens.shape[1], mask, [], 0, [call.samplings[0] for call in calls])
+        step.limit[: len(group)] = self._integers(call.new_tokens for call in calls)
         for row, call in enumerate(calls):
             step.ends[row].index_fill_(0, self._integers(call.ends), True)
-        step.accept(step.prefill(tokens, mask, calls[0].prefix))
+        step.accept(step.prefill(tokens, mask, prefix))
         if not self._record.steps:
             self._record.first_token()
-        return step
+        return step, tokens.shape[1] + (0 if prefix is None else prefix.length)
 
     def _move(self, sequences: list[_Sequence], source: Step, chosen: Sequence[int], length: int) -> None:
         """From the rows `chosen` of another step to free ones; none has a token in column `length` or after it."""

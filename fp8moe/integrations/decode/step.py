@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations.decode.attention import Rows, used_by
-from fp8moe.integrations.decode.cache import Place, clear_rows, copy_rows, reset, static_cache
+from fp8moe.integrations.decode.cache import Place, clear_rows, copy_rows, has_states, reset, static_cache
 from fp8moe.integrations.decode.chunks import columns_at_a_time
 from fp8moe.integrations.decode.masks import take_offsets_of_rows
 from fp8moe.integrations.decode.sampling import Sampling, empty_state, write
+from fp8moe.integrations.decode.short_prompts import ShortPrompts
 from fp8moe.integrations.decode.transfer import integers_on
 from fp8moe.integrations.models import Optimized
 from fp8moe.kernels.block.sampling import sample
@@ -50,6 +51,7 @@ class Step:
     limit (B,): a row ends with its limit[b]-th new token. ends (B, vocabulary): or after one of these tokens.
     finished (B,): the row has ended. failed (B,): because its logits were NaN.
     sampling: how the next token is chosen. prefill_chunk: columns of a prompt at a time; None: as the memory allows.
+    graph: of the step. short_prompts: those of prompts. None without graphs.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Step:
         self.sampling = empty_state(size, vocabulary(model), device)
         self.seen = Rows(self.begin, self.columns, max_length)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.short_prompts: ShortPrompts | None = None
 
     def start(
         self,
@@ -119,6 +122,13 @@ class Step:
         for tensor, greedy in zip(self.sampling, empty_state(1, vocabulary(self.model), self.pad.device), strict=True):
             tensor.copy_(greedy.expand_as(tensor))
 
+    def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
+        """Prompts (batch, length) and their mask for `start` and `prefill`, padded where these have a graph for it.
+
+        room: most columns.
+        """
+        return (tokens, mask) if self.short_prompts is None else self.short_prompts.fit(tokens, mask, room)
+
     def prefill(self, tokens: Tensor, mask: Tensor | None, prefix: Any = None) -> Tensor:
         """Read the prompts (batch, length), after a prefix if there is one: the logits (B, vocabulary) of what follows.
 
@@ -133,6 +143,9 @@ class Step:
         known = 0 if prefix is None else prefix.length
         count = tokens.shape[1]
         at_a_time = self._chunk(known + count)
+        graphs = self.short_prompts if padded and prefix is None and count <= at_a_time else None
+        if graphs is not None and graphs.takes(count):
+            return graphs.read(tokens, lambda piece: self.read_several(piece, 0, 0, True))
         for first in range(0, count, at_a_time):
             piece = tokens[:, first : first + at_a_time]
             logits = self.read_several(piece, None if start is None else start + first, known + first, padded)
@@ -254,6 +267,11 @@ class Step:
                 shown = None if shown is None else torch.cat([torch.ones_like(prefix.tokens, dtype=torch.bool), shown])
             write(self.sampling, row, sampling, ids, shown)
 
+    def keep_short_prompts(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+        """Read short prompts from graphs, where rows may be padded as is convenient."""
+        if self.way.attention is not None and self.way.rows and not has_states(self.cache):
+            self.short_prompts = ShortPrompts(self.size, stream, pool)
+
     def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -272,6 +290,8 @@ class Step:
         if self.graph is not None:
             self.graph.reset()
             self.graph = None
+        if self.short_prompts is not None:
+            self.short_prompts.release()
 
 
 _OF_EACH_ROW = (

@@ -12,6 +12,7 @@ from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import arguments_type, kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, raster_group, row_tiles_bound
+from fp8moe.kernels.gemm.variants import Family, families
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import load
@@ -56,6 +57,8 @@ class Plan:
             torch.empty_strided, self.shape, out.stride(), dtype=out.dtype, device=out.device
         )
         sms = num_sms(self.index)
+        if cfg is None and max_m is None:
+            families.add(Family(n, k, groups, epilogue))
         if groups:
             expected_m = m / groups if expected_m is None else expected_m
             cfg = cfg or choose_grouped(m, groups, expected_m, n, k, sms, max_m=max_m, swiglu=epilogue.gated)

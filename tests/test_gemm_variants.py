@@ -1,0 +1,52 @@
+"""Every kernel that the cost model chooses for some number of rows is among the variants of its family."""
+
+import random
+
+import pytest
+import torch
+
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
+from fp8moe.kernels.gemm.variants import Family
+from fp8moe.runtime import jit
+
+SMS = 132
+MOST = 16384
+
+
+@pytest.mark.parametrize("n, k", [(5120, 2048), (2112, 7168)])
+def test_dense(n, k):
+    epilogue = PlainStore(torch.bfloat16)
+    variants = Family(n, k, 0, epilogue).variants(MOST, SMS)
+    draw = random.Random(0)
+    missing = [
+        m
+        for m in [*range(1, 300), *(draw.randint(300, MOST) for _ in range(200))]
+        if kernel_spec(choose_dense(m, n, k, SMS), n, k, epilogue) not in variants
+    ]
+    assert len(missing) <= 5  # where the choice is a near tie between two neighbours of the ladder
+    assert 4 < len(variants) < 25
+
+
+@pytest.mark.parametrize("epilogue", [SwigluQuantize(Activation()), PlainStore(torch.bfloat16)])
+def test_grouped(epilogue):
+    n, k, groups = 1536, 2048, 128
+    variants = Family(n, k, groups, epilogue).variants(8 * MOST, SMS)
+    draw = random.Random(0)
+    rows = [*range(8, 2048, 24), *(draw.randint(2048, 8 * MOST) for _ in range(100))]
+    options = {"max_m": None, "swiglu": epilogue.gated}
+    chosen = {m: choose_grouped(m, groups, m / groups, n, k, SMS, **options) for m in rows}
+    missing = [m for m, config in chosen.items() if kernel_spec(config, n, k, epilogue) not in variants]
+    assert len(missing) <= 3
+    assert 4 < len(variants) < 25
+
+
+def test_load_all_compiles_each_once(monkeypatch):
+    compiled, loaded = [], []
+    monkeypatch.setattr(jit, "cubin", lambda spec: compiled.append(spec) or b"")
+    monkeypatch.setattr(jit, "load", loaded.append)
+    specs = {jit.KernelSpec("gemm.cu", "gemm", (("A", number),)) for number in range(5)}
+    jit.load_all(specs)
+    assert set(compiled) == set(loaded) == specs and len(compiled) == len(loaded) == 5
