@@ -1,5 +1,7 @@
 """Shared by all tests: reproducible hypothesis runs, seeds, GPU tests skipped where they cannot run, and fixtures."""
 
+import os
+
 import pytest
 import torch
 import torch.compiler.config
@@ -7,6 +9,9 @@ from hypothesis import settings
 
 settings.register_profile("fp8moe", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("fp8moe")
+
+# Of several processes each has its share of the CPUs.
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
 
 
 def why_no_hopper() -> str | None:
