@@ -262,7 +262,7 @@ def test_newcomers_are_read_together_where_their_lengths_are_similar(decoder, mo
     assert len(dict(decoder.run(given))) == 5
     assert read == [(5, 40)]  # so few columns cost nothing
     read.clear()
-    monkeypatch.setattr(requests, "FREE_COLUMNS", 0)
+    monkeypatch.setattr(requests, "FEW_TOKENS", 0)
     assert len(dict(decoder.run(given))) == 5
     assert read == [(3, 40), (2, 12)]
 

@@ -8,7 +8,7 @@ import torch
 
 from fp8moe.integrations.decode import GraphDecoder, short_prompts
 from fp8moe.integrations.decode import decoder as decoder_module
-from fp8moe.integrations.decode.short_prompts import COLUMNS, MOST_TOKENS, ShortPrompts, _Graph
+from fp8moe.integrations.decode.short_prompts import COLUMNS, FEW_TOKENS, ShortPrompts, _Graph
 from fp8moe.integrations.decode.step import Step
 from tests.decode_models import VOCABULARY, tiny_mixtral
 from tests.transformers_models import prompts
@@ -23,8 +23,8 @@ MAX_LENGTH = 128
 class Recorded(ShortPrompts):
     """replays: how often the graph of each number of columns has run."""
 
-    def __init__(self, size):
-        super().__init__(size, None, None)
+    def __init__(self, size, chunk=None):
+        super().__init__(size, chunk, None, None)
         self.replays = {}
 
     def _capture(self, tokens, eagerly):
@@ -105,16 +105,20 @@ def test_what_reads_values_on_the_host_is_not_captured():
         return torch.full((1, 99), float(tokens.sum()))
 
     tokens = torch.arange(16)[None]
-    for _ in range(4):
+    for _ in range(2):
         assert short.read(tokens, reads)[0, 0] == 120
-    assert not short.replays
+    # Nor is it asked again, and nothing is padded for it.
+    assert not short.replays and not short.takes(16) and not short.most
+    assert short.fit(tokens, None, 64)[0] is tokens
 
 
 def test_columns_that_have_a_graph():
-    assert ShortPrompts(1, None, None).most == max(COLUMNS) == MOST_TOKENS
-    assert ShortPrompts(8, None, None).most == 256
-    assert ShortPrompts(MOST_TOKENS, None, None).most == 0
-    tokens, mask = ShortPrompts(8, None, None).fit(torch.ones(2, 100, dtype=torch.int64), None, 128)
+    assert ShortPrompts(1, None, None, None).most == max(COLUMNS) == FEW_TOKENS
+    assert ShortPrompts(8, None, None, None).most == 256
+    assert ShortPrompts(FEW_TOKENS, None, None, None).most == 0
+    tokens, mask = ShortPrompts(8, None, None, None).fit(torch.ones(2, 100, dtype=torch.int64), None, 128)
     assert tokens.shape == mask.shape == (2, 128) and mask.sum() == 200 and mask[:, 28:].all()
+    assert ShortPrompts(1, 100, None, None).most == 96  # prompts that are read in chunks have none
+    assert ShortPrompts(1, 8, None, None).most == 0
     longer = torch.ones(2, 100, dtype=torch.int64)
-    assert ShortPrompts(8, None, None).fit(longer, None, 127) == (longer, None)
+    assert ShortPrompts(8, None, None, None).fit(longer, None, 127) == (longer, None)

@@ -21,7 +21,7 @@ from fp8moe.integrations.decode.prefix import Prefix, read_prefix
 from fp8moe.integrations.decode.probe import find_way
 from fp8moe.integrations.decode.ranks import ranks_of
 from fp8moe.integrations.decode.requests import LEAST_SHARE, Result, run
-from fp8moe.integrations.decode.short_prompts import MOST_TOKENS
+from fp8moe.integrations.decode.short_prompts import FEW_TOKENS
 from fp8moe.integrations.decode.stats import Records, Stats, cache_bytes, pool_bytes
 from fp8moe.integrations.decode.step import Step, Way, capture_stream
 from fp8moe.integrations.decode.turns import Turns
@@ -315,7 +315,7 @@ class GraphDecoder:
         """The step that reads short prompts from graphs for `run`; None where none can be captured."""
         if self._pool is not None and self._reader is None:
             size = ceil_div(self.batch_sizes[-1], LEAST_SHARE)
-            self._reader = self.step_of(size, MOST_TOKENS // size)
+            self._reader = self.step_of(size, FEW_TOKENS // size)
             self._reader.keep_short_prompts(capture_stream(torch.cuda.current_device()), self._pool)
         return None if self._reader is None or self._reader.short_prompts is None else self._reader
 

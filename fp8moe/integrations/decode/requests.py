@@ -14,6 +14,7 @@ from fp8moe.integrations.decode.arguments import Call, parse
 from fp8moe.integrations.decode.chunks import MOST_TOKENS
 from fp8moe.integrations.decode.generation import NaNLogits
 from fp8moe.integrations.decode.readback import Readback
+from fp8moe.integrations.decode.short_prompts import FEW_TOKENS
 from fp8moe.integrations.decode.stats import Record
 from fp8moe.integrations.decode.step import Step
 from fp8moe.integrations.decode.stop_strings import Tail
@@ -26,9 +27,7 @@ CHECK_EVERY = 2
 LEAST_SHARE = 8
 """Newcomers are read when one of so many rows is free: reading several at once costs little more than one."""
 MOST_PADDING = 1.25
-FREE_COLUMNS = 2048
-"""Newcomers are read together if their columns are no more than MOST_PADDING times their tokens, or so few that the GPU
-waits for the host anyway."""
+"""Newcomers are read together if their columns are no more than MOST_PADDING times their tokens, or FEW_TOKENS."""
 
 Result = Tensor | tuple[Tensor, Tensor] | ValueError
 
@@ -210,7 +209,7 @@ class _Slots:
             new = max(sequence.call.new_tokens for sequence in together)
             if len(together) > len(self._free) or columns > MOST_TOKENS or self._graphed(len(group), longest):
                 break
-            if columns <= max(MOST_PADDING * tokens, FREE_COLUMNS) and longest + new <= self._decoder.max_length:
+            if columns <= max(MOST_PADDING * tokens, FEW_TOKENS) and longest + new <= self._decoder.max_length:
                 group = together
         return group
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from fp8moe.integrations.decode.host_reads import HostReads
 
-MOST_TOKENS = 2048
+FEW_TOKENS = 2048
 """Of a batch: with more the GPU takes as long as the host."""
 COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
@@ -25,16 +25,20 @@ class _Graph(NamedTuple):
 
 
 class ShortPrompts:
-    """The graphs of a step of `size` rows, in one memory pool."""
+    """The graphs of a step of `size` rows, in one memory pool; none if the model reads values on the host.
 
-    def __init__(self, size: int, stream: torch.cuda.Stream, pool: tuple[int, int]):
+    chunk: most columns that may be read at a time.
+    """
+
+    def __init__(self, size: int, chunk: int | None, stream: torch.cuda.Stream, pool: tuple[int, int]):
         self._stream, self._pool = stream, pool
-        self._columns = [columns for columns in COLUMNS if size * columns <= MOST_TOKENS]
-        self._graphs: dict[int, _Graph | None] = {}  # None: seen once, or reads values on the host
+        most = min(FEW_TOKENS // size, chunk or FEW_TOKENS)
+        self._columns = [columns for columns in COLUMNS if columns <= most]
+        self._graphs: dict[int, _Graph | None] = {}  # None: seen once
 
     @property
     def most(self) -> int:
-        """Columns of the longest prompts that have a graph; 0 if the rows are too many for any."""
+        """Columns of the longest prompts that may have a graph; 0 if none may."""
         return max(self._columns, default=0)
 
     def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
@@ -42,7 +46,7 @@ class ShortPrompts:
 
         room: most columns.
         """
-        batch, length = tokens.shape
+        length = tokens.shape[1]
         columns = next((columns for columns in self._columns if columns >= length), None)
         if columns is None or columns > room:
             return tokens, mask
@@ -67,7 +71,9 @@ class ShortPrompts:
             return eagerly(tokens)
         with HostReads(tokens.device) as reads:
             logits = eagerly(tokens)
-        if not reads.found:
+        if reads.found:
+            self._columns.clear()
+        else:
             self._capture(tokens, eagerly)
         return logits
 

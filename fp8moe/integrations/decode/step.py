@@ -273,7 +273,7 @@ class Step:
     def keep_short_prompts(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
         """Read short prompts from graphs, where rows may be padded as is convenient."""
         if self.way.attention is not None and self.way.rows and not has_states(self.cache):
-            self.short_prompts = ShortPrompts(self.size, stream, pool)
+            self.short_prompts = ShortPrompts(self.size, self.prefill_chunk, stream, pool)
 
     def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
         stream.wait_stream(torch.cuda.current_stream())
