@@ -32,13 +32,23 @@ def random_tokens(
     *,
     device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, top_k_index and top_k_weights of these dtypes; some indices are negative."""
+    """x, top_k_index and top_k_weights of these dtypes; some indices are of no expert, all are less than 300."""
     dtype, index_dtype, weight_dtype = dtypes
     x = random_values.random(tokens, hidden, dtype=dtype, seed=seed, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     index = torch.randint(-3, 300, (tokens, top_k), generator=generator, device=device).to(index_dtype)
     weights = torch.rand(tokens, top_k, generator=generator, device=device).to(weight_dtype)
     return x, index, weights
+
+
+def owners(index: torch.Tensor, ranks: int, num_experts: int) -> torch.Tensor:
+    """Which ranks have an expert of each token, one assignment at a time: (T, W) bool."""
+    found = torch.zeros(len(index), ranks, dtype=torch.bool)
+    for token, experts in enumerate(index.tolist()):
+        for expert in experts:
+            if 0 <= expert < num_experts:
+                found[token, expert // (num_experts // ranks)] = True
+    return found
 
 
 def as_bytes(received: Received) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from fp8moe.runtime import jit
 from fp8moe.runtime.checks import FLOATING
 
 Y_DTYPES = (torch.bfloat16, torch.float32)
+OLD = -1e30  # what a place held before
 
 
 def operands(tokens, hidden, top_k, num_rows, dtypes=(torch.bfloat16, torch.float32), seed=0):
@@ -23,21 +24,26 @@ def operands(tokens, hidden, top_k, num_rows, dtypes=(torch.bfloat16, torch.floa
 
 
 @given(
-    ranks=st.integers(1, 8),
+    ranks=st.integers(2, 8),
     tokens=st.integers(0, 5),
     hidden=st.integers(1, 20).map(lambda i: 8 * i),
+    top_k=st.integers(0, 3),
     dtypes=st.tuples(st.sampled_from(Y_DTYPES), st.sampled_from(FLOATING)),
     to_all=st.booleans(),
     added=st.booleans(),
 )
-def test_sums_of_all_ranks_arrive(ranks, tokens, hidden, dtypes, to_all, added):
+def test_sums_of_all_ranks_arrive(ranks, tokens, hidden, top_k, dtypes, to_all, added):
     count = tokens if to_all else ranks * tokens
-    buffers = [torch.full((ranks * tokens, hidden), float("nan")) for _ in range(ranks)]
+    buffers = [torch.full((ranks * tokens, hidden), OLD) for _ in range(ranks)]
     sums = []
     for rank in range(ranks):
-        y, rows, weights = operands(count, hidden, 3, 9, dtypes, seed=rank)
+        y, rows, weights = operands(count, hidden, top_k, 9, dtypes, seed=rank)
         partial = torch.randn(count, hidden) if added else None
-        sums.append(combine(y, rows, weights, torch.float32, residual=partial))
+        written = combine(y, rows, weights, torch.float32, residual=partial)
+        for token, places in enumerate(rows.tolist()):
+            if not added and not any(0 <= row < 9 for row in places):
+                written[token] = OLD
+        sums.append(written)
         combine_to(y, rows, weights, buffers, rank, to_all=to_all, partial=partial)
     for owner, buffer in enumerate(buffers):
         own = slice(None) if to_all else slice(owner * tokens, (owner + 1) * tokens)
@@ -51,7 +57,9 @@ def test_sums_of_all_ranks_arrive(ranks, tokens, hidden, dtypes, to_all, added):
         (dict(y=torch.zeros(9, 12)), ValueError, "^y: expected shape .* multiple of 8"),
         (dict(rows=torch.zeros(4, 3)), TypeError, "^rows: expected int32"),
         (dict(partial=torch.zeros(4, 8)), ValueError, "^residual: expected shape .4, 16."),
-        (dict(buffers=[]), ValueError, "^buffers: expected those of 1 to 8 ranks, got 0"),
+        (dict(buffers=[]), ValueError, "^buffers: expected those of 2 to 8 ranks, got 0"),
+        (dict(buffers=[torch.zeros(4, 16)], rank=0), ValueError, "^buffers: expected those of 2 to 8 ranks, got 1"),
+        (dict(buffers=[torch.zeros(4, 16)] * 9), ValueError, "^buffers: expected those of 2 to 8 ranks, got 9"),
         (
             dict(buffers=[torch.zeros(4, 16)] * 3),
             ValueError,

@@ -10,7 +10,7 @@ from fp8moe.kernels.experts import dispatch_plan
 from fp8moe.kernels.experts.dispatch import dispatch
 from fp8moe.runtime import jit
 from fp8moe.runtime.checks import FLOATING
-from tests.peer_cases import MARK, as_bytes, new_received, random_tokens
+from tests.peer_cases import MARK, as_bytes, new_received, owners, random_tokens
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -21,25 +21,30 @@ INDEX_DTYPES = (torch.int32, torch.int64)
     top_k=st.integers(1, 9),
     dtypes=st.tuples(st.sampled_from(FLOATING), st.sampled_from(INDEX_DTYPES), st.sampled_from(FLOATING)),
     more=st.integers(0, 2),
+    experts=st.integers(0, 60),
 )
-def test_every_rank_receives_the_tokens_of_all(tokens, hidden, top_k, dtypes, more):
+def test_every_rank_receives_the_tokens_of_its_experts_and_the_routing_of_all(
+    tokens, hidden, top_k, dtypes, more, experts
+):
     ranks, room = len(tokens), max(tokens) + more
     buffers = [new_received(ranks * room, hidden, top_k) for _ in range(ranks)]
     for rank, count in enumerate(tokens):
         x, index, weights = random_tokens(count, hidden, top_k, dtypes, seed=rank)
         before = [[part.clone() for part in as_bytes(buffer)] for buffer in buffers]
-        dispatch(x, index, weights, buffers, rank)
+        dispatch(x, index, weights, buffers, rank, ranks * experts)
         slots, free = slice(rank * room, rank * room + count), slice(rank * room + count, (rank + 1) * room)
         quantized = quantize_1x128(x)
-        for buffer, old in zip(buffers, before, strict=True):
-            assert torch.equal(buffer.data[slots].view(torch.uint8), quantized.data.view(torch.uint8))
-            assert torch.equal(buffer.scale[slots], quantized.scale)
+        for buffer, old, wanted in zip(buffers, before, owners(index, ranks, ranks * experts).t(), strict=True):
+            assert torch.equal(buffer.data[slots].view(torch.uint8)[wanted], quantized.data.view(torch.uint8)[wanted])
+            assert torch.equal(buffer.scale[slots][wanted], quantized.scale[wanted])
             assert torch.equal(buffer.index[slots], index.int()) and torch.equal(buffer.weights[slots], weights.float())
             assert (buffer.index[free] == -1).all() and (buffer.weights[free] == 0).all()
             for i, (now, then) in enumerate(zip(as_bytes(buffer), old, strict=True)):
-                # Of free slots only the routing is written; the slots of other ranks stay as they are.
+                # Of free slots, and of tokens without an expert there, only the routing is written; the slots of other
+                # ranks stay as they are.
                 written = torch.zeros(len(now), dtype=torch.bool)
-                written[rank * room : slots.stop if i < 2 else free.stop] = True
+                written[slots] = wanted if i < 2 else True
+                written[free] = i >= 2
                 assert torch.equal(now[~written], then[~written])
 
 
@@ -47,15 +52,26 @@ def test_an_index_that_is_no_int32_is_none_of_an_expert():
     x, index, weights = random_tokens(2, 16, 3)
     index[0] = torch.tensor([2**32 + 1, -(2**40), 2**31])
     buffer = new_received(2, 16, 3)
-    dispatch(x, index, weights, [buffer], 0)
+    dispatch(x, index, weights, [buffer], 0, 300)
     assert buffer.index[0].tolist() == [-1, -1, -1] and torch.equal(buffer.index[1], index[1].int())
+    assert (buffer.data[0].view(torch.uint8) == MARK).all() and (buffer.scale[0].view(torch.uint8) == MARK).all()
+
+
+def test_experts_of_each_rank():
+    """Both ends of what a rank has, and what lies beside all of them."""
+    index = torch.tensor([[0], [2], [3], [5], [6], [8], [9], [-1]])
+    buffers = [new_received(24, 16, 1) for _ in range(3)]
+    dispatch(torch.zeros(8, 16), index, torch.ones(8, 1), buffers, 1, 9)
+    written = [(buffer.data.view(torch.uint8) != MARK).all(1).nonzero().flatten().tolist() for buffer in buffers]
+    assert written == [[8, 9], [10, 11], [12, 13]]
+    assert all(buffer.index[8:16].tolist() == index.tolist() for buffer in buffers)
 
 
 def test_nan_stays_in_its_block():
     x, index, weights = random_tokens(3, 272, 2)
     x[1, 130] = float("nan")
     buffer = new_received(3, 272, 2)
-    dispatch(x, index, weights, [buffer], 0)
+    dispatch(x, index.abs(), weights, [buffer], 0, 300)
     assert buffer.scale.isnan().nonzero().tolist() == [[1, 1]]
 
 
@@ -72,6 +88,9 @@ def test_nan_stays_in_its_block():
         (dict(rank=2), ValueError, "^rank: expected 0 to 1, the buffers there are, got 2"),
         (dict(rank=-1), ValueError, "^rank: expected 0 to 1"),
         (dict(rank=True), TypeError, "^rank: expected an int"),
+        (dict(num_experts=7), ValueError, "^num_experts: expected a multiple of 2, the ranks, got 7"),
+        (dict(num_experts=-2), ValueError, "^num_experts: expected a multiple of 2, the ranks, got -2"),
+        (dict(num_experts=8.0), TypeError, "^num_experts: expected an int, got float 8.0"),
         (dict(buffers=[]), ValueError, "^buffers: expected those of 1 to 8 ranks, got 0"),
         (dict(buffers=[new_received(27, 32, 2)] * 9), ValueError, "^buffers: expected those of 1 to 8 ranks, got 9"),
         (dict(buffers=[new_received(4, 32, 2)] * 2), ValueError, "^buffers: expected 2 . T slots with T at least 3"),
@@ -95,10 +114,8 @@ def test_nan_stays_in_its_block():
 )
 def test_errors_name_the_argument_and_write_nothing(change, error, message):
     x, index, weights = random_tokens(3, 32, 2)
-    good = dict(x=x, top_k_index=index, top_k_weights=weights, buffers=[new_received(6, 32, 2)] * 2, rank=0)
-    arguments = good | change
-    if change.get("buffers") and len(change["buffers"]) == 1:
-        arguments["rank"] = 0
+    good = dict(x=x, top_k_index=index, top_k_weights=weights, rank=0, num_experts=8)
+    arguments = good | dict(buffers=[new_received(6, 32, 2)] * 2) | change
     with pytest.raises(error, match=message):
         dispatch(**arguments)
     for buffer in arguments["buffers"]:

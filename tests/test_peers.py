@@ -7,7 +7,7 @@ from fp8moe.distributed import peers
 from fp8moe.distributed.peers import Peers, received_bytes
 from fp8moe.kernels.experts.dispatch import dispatch
 from fp8moe.kernels.experts.peer_table import MAX_PEERS, SIGNALS_BYTES, meeting, no_meeting
-from tests.peer_cases import new_received, random_tokens
+from tests.peer_cases import MARK, new_received, random_tokens
 from tests.processes import in_processes
 
 
@@ -43,7 +43,7 @@ def received_on_the_cpu(world, rank, room, hidden, top_k):
     """The class without symmetric memory: this rank's buffer only."""
     buffer = object.__new__(peers._Received)
     buffer.world, buffer.rank = world, rank
-    buffer.memory = torch.zeros(received_bytes(world * room, hidden, top_k), dtype=torch.uint8)
+    buffer.memory = torch.full((received_bytes(world * room, hidden, top_k),), MARK, dtype=torch.uint8)
     buffer.addresses = [buffer.memory.data_ptr()] * world
     return buffer
 
@@ -59,8 +59,9 @@ def test_parts_of_a_buffer_and_addresses_of_slots():
         # Parts do not overlap: what is written to all of them is there.
         expected = [new_received(world * room, hidden, top_k)]
         x, index, weights = random_tokens(world * room, hidden, top_k)
-        dispatch(x, index, weights, expected, 0)
-        dispatch(x, index, weights, [peers.Received(*parts)], 0)
+        index = index.abs()  # all tokens have an expert
+        dispatch(x, index, weights, expected, 0, 300)
+        dispatch(x, index, weights, [peers.Received(*parts)], 0, 300)
         for part, other in zip(parts, expected[0], strict=True):
             assert torch.equal(part.view(torch.uint8), other.view(torch.uint8))
         # A smaller call fits in the same memory.

@@ -116,5 +116,5 @@ def test_compile_fullgraph(dynamic):
 def test_every_variant_compiles_without_spills(hidden):
     report = jit.compile_spec(permute_fp8_plan.kernel_spec(hidden))
     assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
-    # 64 warps on an SM of 65536 registers, each with 512 bytes of loads in flight.
-    assert report.registers <= 32
+    # 48 warps or more on an SM of 65536 registers, each with 512 bytes of loads in flight.
+    assert report.registers <= 40

@@ -20,6 +20,7 @@ from fp8moe.kernels.experts.combine import combine_to
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.partial_to import experts_partial_to
 from fp8moe.kernels.experts.peer_table import Targets
+from fp8moe.kernels.experts.sum_partials import sum_partials
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
 
@@ -165,7 +166,7 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
             data, scale = make.rows(peers * tokens, hidden)
             routing = (make.zeros(peers * tokens, 8, dtype=kind) for kind in (torch.int32, torch.float32))
             buffer = Received(data, make.zeros(*scale.shape, dtype=torch.float32), *routing)
-            operands = (x, make.zeros(tokens, 8, dtype=index_dtype), weights, [buffer] * peers, peers - 1)
+            operands = (x, make.zeros(tokens, 8, dtype=index_dtype), weights, [buffer] * peers, peers - 1, 8 * peers)
             yield lambda operands=operands: dispatch(*operands)
     for peers, dtype, to_all in product((2, 8), ("bfloat16", "float32"), (False, True)):
         tokens = 16 if to_all else 16 * peers
@@ -181,6 +182,12 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
             options = share | {"activation": Activation(name=activation)}
             operands = (make.rows(tokens, 1040), rows, make.uniform(tokens, 8, mean=1.0), *weights)
             yield lambda to=targets, operands=operands, options=options: experts_partial_to(to, *operands, **options)
+    for ranks, dtype, index_dtype, hidden in product((1, 2, 8), DTYPES, (torch.int32, torch.int64), (272, 7168)):
+        residual = make.normal(300, hidden, dtype=getattr(torch, dtype))
+        partials = make.zeros(ranks * 301, hidden, dtype=torch.float32)
+        operands = partials, make.zeros(300, 8, dtype=index_dtype), ranks, 8 * ranks, residual.dtype
+        for added in (None, residual):
+            yield lambda operands=operands, added=added: sum_partials(*operands, added)
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:

@@ -1,15 +1,15 @@
-// Quantizes the tokens of this GPU, one scale per 128 columns, and stores them, with their routing, to the memory of
-// all peers. Values and scales are those of quantize_1x128.cu, bit for bit.
+// Quantizes the tokens of this GPU, one scale per 128 columns, and stores them to the memory of the peers that have an
+// expert of theirs, their routing to that of all. Values and scales are those of quantize_1x128.cu, bit for bit.
 //
 // A warp takes WARP_COLUMNS columns of a token and stores 512 bytes to each peer in one instruction: whole lines of 128
-// bytes, which is what NVLink carries best.
+// bytes, which is what NVLink carries best. It goes on to others, whose peers it knows by then.
 //
-// Compile-time constants: those of quantize_token.cuh and peers.cuh; INDEX (int or long long) and WEIGHT (BFloat16,
-// Float16 or Float32), types of the routing; SIZES_BYTES.
+// Compile-time constants: those of quantize_token.cuh, peers.cuh and owners.cuh; WEIGHT (BFloat16, Float16 or Float32),
+// the type of the routing's weights; SIZES_BYTES.
+#include "owners.cuh"
 #include "peers.cuh"
 #include "quantize_token.cuh"
 
-using Index = INDEX;
 using Weight = WEIGHT;
 
 constexpr int K_BLOCKS = ceil_div(HIDDEN, BLOCK);
@@ -30,7 +30,7 @@ struct Peers {
 };
 
 struct Sizes {
-  u32 tokens, slots, top_k;
+  u32 tokens, slots, top_k, experts;  // of each peer
   i64 row_stride;
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
@@ -41,14 +41,17 @@ __device__ int to_int(Index index) {
   return result == index ? result : -1;
 }
 
-__device__ void send_columns(const Element* token, const Peers& peers, const Place& place) {
+// wanted: a bit for each peer that the token goes to.
+__device__ void send_columns(const Element* token, const Peers& peers, const Place& place, u32 wanted) {
   const QuantizedColumns part(token, place);
 #pragma unroll
-  for (const Slots& slots : peers.slots) {
-    if (part.column < HIDDEN) store_16(slots.data + i64{place.token} * HIDDEN + part.column, part.values);
+  for (int peer = 0; peer < PEERS; ++peer) {
+    if (part.column < HIDDEN && (wanted >> peer & 1)) {
+      store_16(peers.slots[peer].data + i64{place.token} * HIDDEN + part.column, part.values);
+    }
   }
   // Each of the lanes that share a scale stores it to another peer.
-  if (place.block_lane < PEERS && place.block_column < HIDDEN) {
+  if (place.block_lane < PEERS && (wanted >> place.block_lane & 1) && place.block_column < HIDDEN) {
     peers.slots[place.block_lane].scale[i64{place.token} * K_BLOCKS + place.k_block] = part.scale;
   }
 }
@@ -69,17 +72,24 @@ __device__ void send_routing(const Index* index, const Weight::Element* weights,
 }
 
 // x (tokens, HIDDEN), rows `row_stride` apart; index, weights (tokens, top_k). Slots past `tokens` get -1 for experts
-// and zeros for weights, and keep their data and scale.
-// Grid: a warp for each WARP_COLUMNS columns of each slot.
+// and zeros for weights; they, and those of tokens without an expert on a peer, keep their data and scale. Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     dispatch(const Element* x, const Index* index, const Weight::Element* weights, const __grid_constant__ Peers peers,
              const __grid_constant__ Sizes sizes) {
-  const Place place;
+  const Units units;
+  const auto owners_of = [&](u32 unit) {
+    const u32 token = unit / TOKEN_WARPS;
+    return token < sizes.tokens ? owners(index + i64{token} * sizes.top_k, sizes.top_k, sizes.experts) : 0;
+  };
   wait_for_previous_kernel();
   allow_next_kernel();
-  if (place.token < sizes.tokens) send_columns(x + place.token * sizes.row_stride, peers, place);
-  if (place.token < sizes.slots && place.k_block / (WARP_COLUMNS / BLOCK) == 0) {
-    send_routing(index, weights, peers, sizes, place);
+  u32 next = owners_of(units.first);
+  for (u32 unit = units.first; unit < sizes.slots * TOKEN_WARPS; unit += units.step) {
+    const Place place(unit / TOKEN_WARPS, unit % TOKEN_WARPS);
+    const u32 wanted = next;
+    next = owners_of(unit + units.step);
+    if (wanted) send_columns(x + place.token * sizes.row_stride, peers, place, wanted);
+    if (unit % TOKEN_WARPS == 0) send_routing(index, weights, peers, sizes, place);
   }
   meet(peers.meeting);
 }

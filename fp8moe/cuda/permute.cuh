@@ -1,9 +1,10 @@
 // The rows that the assignments of a token have, and a quantized token written to each of them.
 //
-// Compile-time constants: BLOCK (columns of a scale), WARPS (of a thread block), WARP_COLUMNS (of a token, those that a
-// warp takes); HIDDEN, the columns, a multiple of 16.
+// Compile-time constants: BLOCK (columns of a scale), WARP_COLUMNS (of a token, those that a warp takes at a time);
+// those of units.cuh; HIDDEN, the columns, a multiple of 16.
 #pragma once
 
+#include "units.cuh"
 #include "vector.cuh"
 #include "warp.cuh"
 
@@ -17,11 +18,11 @@ struct Place {
   int block_column;  // the first of its block
   u32 block_lane;    // among those of its block
 
-  __device__ __forceinline__ Place() {
-    const u32 unit = blockIdx.x * WARPS + threadIdx.x / WARP;
+  // part: of TOKEN_WARPS.
+  __device__ __forceinline__ Place(u32 of_token, u32 part) {
     lane = threadIdx.x % WARP;
-    token = unit / TOKEN_WARPS;
-    k_block = unit % TOKEN_WARPS * (WARP_COLUMNS / BLOCK) + lane / BLOCK_LANES;
+    token = of_token;
+    k_block = part * (WARP_COLUMNS / BLOCK) + lane / BLOCK_LANES;
     block_column = static_cast<int>(k_block) * BLOCK;
     block_lane = lane % BLOCK_LANES;
   }
@@ -30,6 +31,7 @@ struct Place {
 struct PermuteSizes {
   u32 tokens, top_k, num_rows;
   u32 read_ahead;  // load a token before it is known to have a row: quicker where few warps run
+  u32 warps;       // that share a token: 1 to TOKEN_WARPS
   i64 row_stride, scale_pitch;
 };
 
@@ -41,10 +43,17 @@ struct Rows {
   float* scale;
   const PermuteSizes& sizes;
 
-  // The rows of 32 assignments of the token, from the k-th on, one a lane; -1 for none.
-  __device__ __forceinline__ int from(u32 k, const Place& place) const {
-    const int row = k + place.lane < sizes.top_k ? rows[i64{place.token} * sizes.top_k + k + place.lane] : -1;
+  // The rows of 32 assignments of a token, from the k-th on, one a lane; -1 for none.
+  __device__ __forceinline__ int from(u32 k, u32 token) const {
+    const u32 lane = threadIdx.x % WARP;
+    if (token >= sizes.tokens || k + lane >= sizes.top_k) return -1;
+    const int row = rows[i64{token} * sizes.top_k + k + lane];
     return static_cast<u32>(row) < sizes.num_rows ? row : -1;
+  }
+
+  // Whether a token with these rows may have to be read.
+  __device__ __forceinline__ bool wanted(int lane_row) const {
+    return sizes.read_ahead || __any_sync(FULL_WARP, lane_row >= 0);
   }
 
   // Writes 16 values of a lane, the columns from `column` on, and the scale of its block to all rows of the token.
@@ -65,7 +74,7 @@ struct Rows {
       }
       k += WARP;
       if (k >= sizes.top_k) return;
-      lane_row = from(k, place);
+      lane_row = from(k, place.token);
     }
   }
 };

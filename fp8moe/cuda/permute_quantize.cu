@@ -1,7 +1,7 @@
 // Quantizes every token once, one scale per 128 columns, and writes it to each row that one of its assignments has in
 // the sorted order. Values and scales are those of quantize_1x128.cu, bit for bit.
 //
-// A warp takes WARP_COLUMNS columns of a token.
+// A warp takes WARP_COLUMNS columns of a token at a time, and may go on to others whose rows it has loaded by then.
 //
 // Compile-time constants: those of quantize_token.cuh; SIZES_BYTES.
 #include "quantize_token.cuh"
@@ -10,20 +10,26 @@ static_assert(sizeof(PermuteSizes) == SIZES_BYTES);
 
 // x (tokens, HIDDEN), rows `row_stride` apart; the others as for Rows of permute.cuh.
 // read_ahead must be set where top_k > 32: without it, a token whose first 32 assignments have no row is left out.
-// Grid: a warp for each WARP_COLUMNS columns of each token.
+// Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     permute_quantize(const Element* x, const int* rows, u8* data, float* scale,
                      const __grid_constant__ PermuteSizes sizes) {
-  const Place place;
+  const Rows targets{rows, data, scale, sizes};
+  const Units units;
 
   wait_for_previous_kernel();
   allow_next_kernel();
-  if (place.token >= sizes.tokens) return;
-
-  const Rows targets{rows, data, scale, sizes};
-  const int lane_row = targets.from(0, place);
-  if (!sizes.read_ahead && !__any_sync(FULL_WARP, lane_row >= 0)) return;
-
-  const QuantizedColumns part(x + place.token * sizes.row_stride, place);
-  targets.write(part.values, part.column, part.scale, place, lane_row);
+  const u32 warps = sizes.warps;
+  int next_row = targets.from(0, units.first / warps);
+  for (u32 unit = units.first; unit < sizes.tokens * warps; unit += units.step) {
+    const u32 token = unit / warps;
+    const int lane_row = next_row;
+    next_row = targets.from(0, (unit + units.step) / warps);
+    if (!targets.wanted(lane_row)) continue;
+    for (u32 part = unit % warps; part < TOKEN_WARPS; part += warps) {
+      const Place place(token, part);
+      const QuantizedColumns columns(x + token * sizes.row_stride, place);
+      targets.write(columns.values, columns.column, columns.scale, place, lane_row);
+    }
+  }
 }

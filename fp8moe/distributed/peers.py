@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from fp8moe.distributed.agreement import Agreement
 from fp8moe.distributed.local import LocalExperts
 from fp8moe.distributed.packet import Tokens
-from fp8moe.kernels.experts import combine_plan, dispatch_plan
+from fp8moe.kernels.experts import dispatch_plan, sum_partials_plan
 from fp8moe.kernels.experts.dispatch import Received
 from fp8moe.kernels.experts.partial_to import experts_partial_to
-from fp8moe.kernels.experts.peer_table import MAX_PEERS, SIGNALS_BYTES, Targets, can_meet, meeting, no_meeting
+from fp8moe.kernels.experts.peer_table import MAX_PEERS, SIGNALS_BYTES, Targets, meeting
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import aligned, row_major
@@ -70,20 +70,13 @@ class _Received(_Buffer):
 
 
 class _Sums(_Buffer):
-    """Room for the partial sums that all ranks have for `capacity` tokens of this one, (W * capacity, H) float32.
-
-    places, ones: where those of each token lie, in the order of ranks, (capacity, W), and the weights that they have.
-    """
+    """Room for the partial sums that all ranks have for `capacity` tokens of this one, (W * capacity, H) float32."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, capacity: int, hidden: int):
-        world = dist.get_world_size(group)
-        super().__init__(group, device, world * capacity * hidden * 4)
-        self.capacity, self.rows = capacity, world * capacity
+        super().__init__(group, device, dist.get_world_size(group) * capacity * hidden * 4)
+        self.capacity = capacity
         begin = dist.get_rank(group) * capacity * hidden * 4
         self.own = [address + begin for address in self.addresses]  # those that this rank writes
-        rows = torch.arange(self.rows, dtype=torch.int32, device=device)
-        self.places = rows.view(world, capacity).t().contiguous()
-        self.ones = torch.ones(self.places.shape, dtype=torch.float32, device=device)
 
 
 class Peers:
@@ -145,55 +138,49 @@ class Peers:
         hidden, top_k = x.shape[1], index.shape[1]
         buffer, sums = self._received(room, hidden, top_k), self._sums(room, hidden)
         received, slots = buffer.parts(room, hidden, top_k)
-        meets = can_meet(dispatch_plan.blocks(room, hidden))
         dtypes, device = (x.dtype, index.dtype, weights.dtype), self.device.index
         with device_guard(device):
-            plan = dispatch_plan.plan(len(x), room, hidden, top_k, x.stride(0), dtypes, self.world, device)
+            sizes = (len(x), room, hidden, top_k, x.stride(0))
+            plan = dispatch_plan.plan(*sizes, dtypes, self.world, local.total // self.world, device)
             operands = (value.data_ptr() for value in (x, index, weights))
-            plan.launch(current_stream(device), *operands, *slots, *self._meeting(meets))
-        if not meets:
-            buffer.barrier()
+            plan.launch(current_stream(device), *operands, *slots, *self._meeting())
         self._partial_sums(local, received, share, sums, to_all=False)
-        return self._add_up(sums, x, residual)
+        return self._add_up(sums, local, x, index, residual)
 
     def replicated(self, local: LocalExperts, tokens: Tokens, share: int, residual: Tensor | None = None) -> Tensor:
         """The same for tokens that are on all ranks: (T, H), equal on all of them."""
-        x = tokens.hidden_states
+        x, index = tokens.hidden_states, tokens.top_k_index.contiguous()
         if not len(x):
             return _nothing(tokens, residual)
         sums = self._sums(*x.shape)
         sums.barrier()
         self._partial_sums(local, tokens, share, sums, to_all=True)
-        return self._add_up(sums, x, residual)
+        return self._add_up(sums, local, x, index, residual)
 
     def _partial_sums(self, local: LocalExperts, tokens: Tokens, share: int, sums: _Sums, *, to_all: bool) -> None:
         """What the experts here add to tokens, to the ranks of the tokens or to all; then all ranks wait."""
-        last = local.last_pass(tokens, share)
-        hidden = local.weights.down.data.shape[1]
-        meets = can_meet(combine_plan.blocks(len(tokens.top_k_index), hidden, last["row_dtype"]))
-        targets = Targets(self.world, to_all, (*sums.own, *self._meeting(meets)))
-        experts_partial_to(targets, *tokens, local.weights.up, local.weights.down, **last)
-        if not meets:
-            sums.barrier()
+        targets = Targets(self.world, to_all, (*sums.own, *self._meeting()))
+        operands = (*tokens, local.weights.up, local.weights.down)
+        experts_partial_to(targets, *operands, **local.last_pass(tokens, share))
 
-    def _add_up(self, sums: _Sums, like: Tensor, residual: Tensor | None) -> Tensor:
+    def _add_up(self, sums: _Sums, local: LocalExperts, like: Tensor, index: Tensor, residual: Tensor | None) -> Tensor:
         """(T, H): what has come from all ranks for tokens like these, in the order of ranks."""
         tokens, hidden = like.shape
         out = torch.empty((tokens, hidden), dtype=like.dtype, device=self.device)
         if not tokens:
             return out
         residual = None if residual is None else aligned(residual)
-        device = self.device.index
+        device, sizes = self.device.index, (tokens, sums.capacity, index.shape[1])
         with device_guard(device):
-            dtypes = torch.float32, torch.float32, like.dtype
-            plan = combine_plan.plan(tokens, hidden, self.world, sums.rows, *dtypes, device, pdl=True)
-            operands = (value.data_ptr() for value in (sums.memory, sums.places, sums.ones))
+            form = (hidden, index.dtype, like.dtype, self.world, local.total // self.world, device)
             added = 0 if residual is None else residual.data_ptr()
-            plan.launch(current_stream(device), *operands, added, 0, 0, out.data_ptr())
+            sum_partials_plan.plan(sizes, *form, pdl=True).launch(
+                current_stream(device), sums.memory.data_ptr(), index.data_ptr(), added, out.data_ptr()
+            )
         return out
 
-    def _meeting(self, meets: bool) -> tuple[int, ...]:
-        return meeting(self._signals.addresses, self.rank) if meets else no_meeting(self.world)
+    def _meeting(self) -> tuple[int, ...]:
+        return meeting(self._signals.addresses, self.rank)
 
     def _received(self, room: int, hidden: int, top_k: int) -> _Received:
         nbytes = received_bytes(self.world * room, hidden, top_k)

@@ -211,6 +211,11 @@ def num_sms(device_index: int) -> int:
     return count if limit is None else min(limit, count)
 
 
+def resident_blocks(blocks_per_sm: int, device_index: int) -> int:
+    """A grid that runs all at once, of a kernel whose thread blocks go on until all work is done."""
+    return blocks_per_sm * num_sms(device_index)
+
+
 class Launcher:
     """A kernel with its launch configuration and arguments, built once and launched many times, on one device.
 

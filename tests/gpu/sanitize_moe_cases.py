@@ -1,9 +1,10 @@
 """Cases of the mixture-of-experts kernels for compute-sanitizer, in the manner of `sanitize_cases.py`, which runs them.
 
 Every kernel and way of launching it: one block and a cluster, packed rows and a capacity, tokens without a row, rows
-out of range; groups of few rows and of many, uneven, empty, with offsets and masks that mean nothing. Results are
-checked on the CPU. Those of routing are to have the bits of the reference: their functions return the number of values
-that differ, the others a relative error, which is infinite if a row outside the groups was written.
+out of range, more tokens than warps; groups of few rows and of many, uneven, empty, with offsets and masks that mean
+nothing. Results are checked on the CPU. Those of routing are to have the bits of the reference: their functions return
+the number of values that differ, the others a relative error, which is infinite if a row outside the groups was
+written.
 """
 
 import copy
@@ -19,6 +20,7 @@ from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.permute_fp8 import permute_fp8
 from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.experts.sum_partials import sum_partials
 from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
 from fp8moe.kernels.gemm.reference import group_rows, grouped_gemm_swiglu_reference
 from fp8moe.quant.reference import quantize_1x128 as quantize_reference
@@ -38,23 +40,33 @@ PERMUTATIONS = (
     (1, 7168, 8, 16, torch.bfloat16),
     (33, 272, 40, 7, torch.float16),
     (600, 1040, 6, 3, torch.float32),
+    (520, 7168, 2, 3, torch.bfloat16),
 )
 # tokens, hidden, top_k, experts, types of y, weights and result
 COMBINATIONS = (
     (1, 7168, 8, 16, torch.bfloat16, torch.float32, torch.bfloat16),
     (33, 264, 40, 7, torch.float32, torch.bfloat16, torch.float16),
     (300, 1048, 6, 3, torch.bfloat16, torch.float16, torch.float32),
+    (200, 7168, 6, 3, torch.bfloat16, torch.float32, torch.bfloat16),
 )
 # tokens, slots, hidden, top_k, ranks, types of x and of the index
 DISPATCHES = (
     (1, 1, 7168, 8, 1, torch.bfloat16, torch.int64),
     (30, 33, 272, 40, 2, torch.float16, torch.int32),
     (0, 3, 1040, 6, 8, torch.float32, torch.int64),
+    (400, 402, 7168, 2, 2, torch.bfloat16, torch.int64),
 )
 # tokens of a rank, hidden, top_k, ranks, to all, types of y and weights
 COMBINATIONS_TO = (
     (1, 7168, 8, 8, False, torch.bfloat16, torch.float32),
     (33, 264, 40, 2, True, torch.float32, torch.bfloat16),
+    (100, 7168, 2, 2, False, torch.bfloat16, torch.float32),
+)
+# tokens, slots of a rank, hidden, top_k, ranks, types of the index and of the result
+SUMS = (
+    (1, 1, 7168, 8, 8, torch.int64, torch.bfloat16),
+    (33, 40, 264, 40, 2, torch.int32, torch.float16),
+    (200, 203, 7168, 2, 3, torch.int64, torch.float32),
 )
 # group offsets, rows, n, k, output type
 GROUPED = (
@@ -159,7 +171,7 @@ def dispatch_errors(
             for _ in range(ranks)
         ]
         buffers = [Received(data.view(torch.float8_e4m3fn), *others) for data, *others in parts]
-        dispatch(*(value.to(device) for value in (x, index, weights)), buffers, ranks - 1)
+        dispatch(*(value.to(device) for value in (x, index, weights)), buffers, ranks - 1, 200)
         received.append([part for buffer in parts for part in buffer])
     return sum(map(differing, received[1], received[0]))
 
@@ -172,11 +184,36 @@ def combine_to_errors(
     rows = torch.randint(-3, count * top_k + 3, (count, top_k), dtype=torch.int32)
     sums = []
     for device in ("cpu", "cuda"):
-        buffers = [torch.zeros(tokens * ranks, hidden, device=device) for _ in range(ranks)]
-        operands = (value.to(device) for value in (y, rows, weights))
-        combine_to(*operands, buffers, ranks - 1, to_all=to_all, partial=torch.ones(count, hidden, device=device))
+        buffers = [torch.zeros(tokens * ranks, hidden, device=device) for _ in range(2 * ranks)]
+        for to, partial in ((buffers[:ranks], None), (buffers[ranks:], torch.ones(count, hidden, device=device))):
+            operands = (value.to(device) for value in (y, rows, weights))
+            combine_to(*operands, to, ranks - 1, to_all=to_all, partial=partial)
         sums.append(buffers)
     return sum(map(differing, sums[1], sums[0]))
+
+
+def sum_errors(
+    tokens: int,
+    slots: int,
+    hidden: int,
+    top_k: int,
+    ranks: int,
+    index_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> int:
+    """With NaN wherever nothing is to be read."""
+    each = 5
+    index = random_index(tokens, top_k, ranks * each, index_dtype)
+    partials = torch.full((ranks, slots, hidden), float("nan"))
+    there = reference.owners(index, ranks, ranks * each).t()
+    partials[:, :tokens][there] = torch.randn(int(there.sum()), hidden)
+    partials, added = partials.flatten(0, 1), torch.randn(tokens, hidden).to(out_dtype)
+    errors = 0
+    for residual in (None, added):
+        on_gpu = None if residual is None else residual.cuda()
+        got = sum_partials(partials.cuda(), index.cuda(), ranks, ranks * each, out_dtype, on_gpu)
+        errors += differing(got, reference.sum_partials(partials, index, ranks, ranks * each, out_dtype, residual))
+    return errors
 
 
 def random_rows(*shape: int) -> fp8moe.FP8Tensor:
@@ -276,6 +313,7 @@ CASES = [
     *((combine_errors, case, 0) for case in COMBINATIONS),
     *((dispatch_errors, case, 0) for case in DISPATCHES),
     *((combine_to_errors, case, 0) for case in COMBINATIONS_TO),
+    *((sum_errors, case, 0) for case in SUMS),
     *((grouped_error, case, GEMM_ERROR) for case in GROUPED),
     *((masked_error, case, GEMM_ERROR) for case in MASKED),
     *((swiglu_error, case, CODES_ERROR) for case in SWIGLUS),

@@ -60,6 +60,18 @@ def test_sizes(tokens, hidden, top_k, dtypes):
         assert_matches(y, random_rows(tokens, top_k, num_rows), weights, out_dtype)
 
 
+@pytest.mark.parametrize("y_dtype", Y_DTYPES)
+def test_more_tokens_than_warps(y_dtype):
+    for tokens, hidden, top_k in ((3000, 7168, 8), (4000, 1040, 40)):
+        y, weights = random(tokens * top_k, hidden, dtype=y_dtype), random(tokens, top_k, seed=1)
+        rows = random_rows(tokens, top_k, len(y))
+        for out_dtype in FLOATING:
+            assert_matches(y, rows, weights, out_dtype)
+        residual = random(tokens, hidden, dtype=torch.bfloat16, seed=2)
+        got = combine(y, rows, weights, torch.bfloat16, residual=residual)
+        assert torch.equal(got, reference.combine(y, rows, weights, torch.bfloat16, residual))
+
+
 def test_equals_the_reference_on_the_cpu():
     y, weights, rows = random(300, 1000, dtype=torch.bfloat16), random(40, 8), random_rows(40, 8, 300)
     for out_dtype in FLOATING:

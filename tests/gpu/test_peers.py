@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from fp8moe.distributed import peers as module
 from fp8moe.distributed.local import LocalExperts
 from fp8moe.distributed.packet import Tokens
 from fp8moe.distributed.peers import Peers
@@ -101,7 +100,7 @@ def gather_eager(peers):
     for dtype, options in ((torch.bfloat16, {}), (torch.float32, {}), (torch.bfloat16, dict(activation="gelu"))):
         layer = make_layer(**options)
         local = local_experts(peers, layer, dtype)
-        # One meets at the end of a kernel, the others behind it; a rank without tokens, uneven ones, growing buffers.
+        # A rank without tokens, uneven ones, growing buffers, more than all warps take at a time.
         for seed, counts in enumerate(((1, 1), (0, 5), (3, 0), (64, 64), (0, 0), (33, 40), (900, 700), (2000, 2000))):
             tokens = tokens_of(counts, dtype, seed)
             mine = tokens[peers.rank]
@@ -192,18 +191,30 @@ def layers_in_a_graph(peers, count):
         peers.gather(locals_[0], more, count + 500, 2 * count)
 
 
-def without_meetings(peers):
-    """The barrier of symmetric memory gives what the meetings give."""
+def what_earlier_calls_left(peers):
+    """Tokens go only to the ranks of their experts: what lies in the other places is not read."""
     layer = make_layer()
     local = local_experts(peers, layer, torch.bfloat16)
-    mine = tokens_of((16, 16), torch.bfloat16, 0)[peers.rank]
-    first = peers.gather(local, mine, 16, share((16, 16)))
-    module.can_meet = lambda blocks: False
-    for _ in range(20):
-        assert torch.equal(peers.gather(local, mine, 16, share((16, 16))), first)
+    counts = (70, 70)
+    for seed, dtype in enumerate((torch.int64, torch.int32)):
+        tokens = [
+            own._replace(top_k_index=own.top_k_index.to(dtype)) for own in tokens_of(counts, torch.bfloat16, seed)
+        ]
+        everywhere = torch.tensor([[0, EACH, -1]], dtype=dtype, device="cuda").repeat(70, 1)
+        spoilt = Tokens(torch.full_like(tokens[0].hidden_states, float("nan")), everywhere, tokens[0].top_k_weights)
+        assert peers.gather(local, spoilt, 70, share(counts)).isnan().all()
+        assert peers.replicated(local, spoilt, share((70,))).isnan().all()
+        # Of each token the experts of one rank, of some those of none.
+        routed = []
+        for own in tokens:
+            first = torch.arange(70, device="cuda")[:, None] % (WORLD + 1) * EACH
+            index = own.top_k_index % EACH + first
+            routed.append(own._replace(top_k_index=torch.where(first < EXPERTS, index, -1).to(dtype)))
+        assert close(peers.gather(local, routed[peers.rank], 70, share(counts)), on_one_gpu(layer, routed)[peers.rank])
+        assert close(peers.replicated(local, routed[0], share((70,))), layer(*routed[0]))
 
 
-@pytest.mark.parametrize("work", [gather_eager, skewed, replicated_eager, without_meetings])
+@pytest.mark.parametrize("work", [gather_eager, skewed, replicated_eager, what_earlier_calls_left])
 def test_eager(work):
     in_processes(work)
 

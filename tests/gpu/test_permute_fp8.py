@@ -60,14 +60,15 @@ def test_sizes(tokens, hidden, top_k):
         assert_matches(x, random_rows(tokens, top_k, num_rows), num_rows)
 
 
-def test_many_tokens():
-    # Beyond the number of tokens that are read before they are known to have a row.
-    x = random(1500, 1552)
+# Beyond the number of tokens that are read before they are known to have a row; and of what all warps take at a time.
+@pytest.mark.parametrize("tokens,hidden", [(1500, 1552), (3000, 7168)])
+def test_many_tokens(tokens, hidden):
+    x = random(tokens, hidden)
     for seed in range(3):
-        index = torch.randint(0, 64 << seed, (1500, 8), device="cuda")  # the more experts, the fewer are local
-        assert_matches(x, sort_by_expert(index, 16, first_expert=8).rows, 12000)
+        index = torch.randint(0, 64 << seed, (tokens, 8), device="cuda")  # the more experts, the fewer are local
+        assert_matches(x, sort_by_expert(index, 16, first_expert=8).rows, 8 * tokens)
         assert_matches(x, sort_by_expert(index, 16, first_row=50, num_rows=300).rows, 300)
-    assert_matches(x, random_rows(1500, 35, 50000), 50000)
+    assert_matches(x, random_rows(tokens, 35, 50000), 50000)
 
 
 def test_equals_quantizing_while_permuting():

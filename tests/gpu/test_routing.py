@@ -166,7 +166,7 @@ def test_two_streams():
         assert all(map(torch.equal, got, reference.sort_by_expert(index, 256, None)))
 
 
-@pytest.mark.parametrize("tokens,hidden", [(1, 7168), (5, 576), (700, 1040)])
+@pytest.mark.parametrize("tokens,hidden", [(1, 7168), (5, 576), (700, 1040), (3000, 2064)])
 def test_chain_over_memory_of_the_caller(tokens, hidden):
     """Sort, permute and combine, each started before the one ahead has ended, over one buffer and many times over."""
     num_experts, top_k, guard = 24, 8, 256

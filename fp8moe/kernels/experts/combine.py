@@ -47,8 +47,9 @@ def combine_to(
     """Write the float32 sums of `combine` to the buffers of W ranks: each to the rank whose token it is, or to all.
 
     y, rows, weights: as for `combine`. Of the tokens, the first T / W are rank 0's, and so on.
-    buffers: of 1 to 8 ranks, (T, H) or with to_all (W * T, H), contiguous float32 that the device of y can write. The
-        sums of `rank`, T / W rows or T, go to its place in each, from rank * T / W or rank * T on.
+    buffers: of 2 to 8 ranks, (T, H) or with to_all (W * T, H), contiguous float32 that the device of y can write. The
+        sums of `rank`, T / W rows or T, go to its place in each, from rank * T / W or rank * T on. Without `partial`,
+        the place of a token that has no row keeps what it held.
     rank: whose sums these are, 0 to W - 1.
     partial: (T, H) float32 that is added to the sums, or None.
 

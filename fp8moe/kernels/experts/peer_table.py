@@ -7,7 +7,6 @@ SIGNALS_BYTES = 4 * (MAX_PEERS + 2)
 """Of ``struct Signals``, which each GPU has once, zero at first."""
 
 _ARRIVED_BYTES = 4  # of a word of Signals.arrived
-_MEETING_BLOCKS = 1024  # about as many as run at once
 
 
 class Targets(NamedTuple):
@@ -39,8 +38,3 @@ def meeting(signals: list[int], rank: int) -> tuple[int, ...]:
 def no_meeting(peers: int) -> tuple[int, ...]:
     """``struct Meeting`` of a kernel that ends without waiting for the others."""
     return (0,) * (peers + 1)
-
-
-def can_meet(blocks: int) -> bool:
-    """Whether a grid of so many thread blocks is to end with a meeting: of many, each would wait for its stores."""
-    return blocks <= _MEETING_BLOCKS

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts.permute_plan import WARPS, Sizes, blocks, permute_defines, sizes
+from fp8moe.kernels.experts.permute_plan import WARPS, Sizes, permute_defines, shape
 from fp8moe.quant.formats import BLOCK, ceil_div, empty_mn_major
 from fp8moe.runtime.checks import row_major
 from fp8moe.runtime.hopper import WARP
@@ -37,23 +37,21 @@ def plan(
     scale_strides: tuple[int, int],
     device_index: int,
     *,
+    sparse: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
     """The launcher for the data of x, its scale, rows, data and scale, in this order.
 
     scale_strides: of the scale of x, in elements. The others, and what it reads and writes, as for `permute_plan.plan`.
     """
-    return _plans.get(
-        (tokens, hidden, top_k, num_rows, row_stride, scale_strides, device_index, pdl),
-        lambda: PointerLauncher(
-            load(kernel_spec(hidden)),
-            grid=blocks(tokens, hidden),
-            block=WARPS * WARP,
-            pdl=pdl,
-            pointers=5,
-            args=(_Sizes(sizes(tokens, top_k, num_rows, row_stride), *scale_strides),),
-        ),
-    )
+
+    def build() -> PointerLauncher:
+        blocks, sizes = shape(tokens, hidden, top_k, num_rows, row_stride, sparse, device_index)
+        args, kernel = (_Sizes(sizes, *scale_strides),), load(kernel_spec(hidden))
+        return PointerLauncher(kernel, grid=blocks, block=WARPS * WARP, pdl=pdl, pointers=5, args=args)
+
+    key = (tokens, hidden, top_k, num_rows, row_stride, scale_strides, device_index, sparse, pdl)
+    return _plans.get(key, build)
 
 
 def permute_fp8(x: Tensor, x_scale: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

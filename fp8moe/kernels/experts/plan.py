@@ -88,15 +88,16 @@ class Plan:
         window["pdl"] = targets is not None
         self.sort = routing_plan.plan(tokens * top_k, count, capacity, index.dtype, device, **window)
         sizes = (tokens, hidden, top_k, num_rows, x.stride(0))
+        launch = {"sparse": share.first_row > 0, "pdl": True}  # those rows are there only if routing is uneven
         if x_scale is None:
-            self.permute = permute_plan.plan(*sizes, x.dtype, device, pdl=True)
+            self.permute = permute_plan.plan(*sizes, x.dtype, device, **launch)
         else:
-            self.permute = permute_fp8_plan.plan(*sizes, x_scale.stride(), device, pdl=True)
+            self.permute = permute_fp8_plan.plan(*sizes, x_scale.stride(), device, **launch)
         self.gemm1 = GemmPlan(a, a_scale, up, h, SwigluQuantize(activation), **grouped)
         self.gemm2 = GemmPlan(h, h_scale, down, y, PlainStore(row_dtype), **grouped)
         peers = {} if targets is None else {"peers": targets.peers, "to_all": targets.to_all}
         self.combine = combine_plan.plan(
-            tokens, hidden, top_k, num_rows, row_dtype, weights.dtype, out_dtype, device, **peers, pdl=True
+            tokens, hidden, top_k, num_rows, row_dtype, weights.dtype, out_dtype, device, **peers, **launch
         )
 
     def run(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:

@@ -14,7 +14,7 @@ from fp8moe.runtime.plans import PlanCache
 
 _STEPS = 4  # assignments that a lane keeps in registers
 _MAX_WARPS = 32
-_INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
+INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
 
 _plans: PlanCache[PointerLauncher] = PlanCache()
 
@@ -40,7 +40,7 @@ def variant(assignments: int, num_experts: int) -> tuple[int, int, int]:
 def kernel_spec(counters: int, warps: int, cluster: int, dtype: torch.dtype, masked: bool) -> KernelSpec:
     """The kernel for a `variant`. dtype: of the indices; masked: experts have a capacity."""
     defines = {
-        "INDEX": _INDEX_TYPES[dtype],
+        "INDEX": INDEX_TYPES[dtype],
         "EXPERTS": counters,
         "WARPS": warps,
         "STEPS": _STEPS,
