@@ -32,9 +32,8 @@ def _run(rank, world, backend, port, work, arguments):
         options["device_id"] = torch.device("cuda", rank)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, **options)
-    try:
-        work(*arguments)
-        if backend == "nccl":
-            torch.cuda.synchronize()
-    finally:
-        dist.destroy_process_group()
+    # Not where work raises: NCCL would wait for the other ranks, which then wait for this one.
+    work(*arguments)
+    if backend == "nccl":
+        torch.cuda.synchronize()
+    dist.destroy_process_group()

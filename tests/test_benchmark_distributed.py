@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from benchmarks import distributed, roofline, tables
 from benchmarks.baselines import MODELS, Model
+from tests.processes import in_processes
 
-# Names of thresholds: kind of row, column, bar.
+# Names of thresholds on two ranks: kind of row, column, bar.
 BARS = {
     "layer, 1 tokens a rank, beyond_us": ("layer", "beyond_us", 18.0),
     "layer, 64 tokens a rank, over_local": ("layer", "over_local", 1.04),
@@ -39,13 +40,13 @@ def made_up_rows():
     return rows
 
 
-def missed(rows):
-    return [threshold.name for threshold in distributed.thresholds(rows) if not threshold.passed]
+def missed(rows, ranks=2):
+    return [threshold.name for threshold in distributed.thresholds(rows, ranks) if not threshold.passed]
 
 
 def test_a_run_at_its_bars_passes():
     rows = made_up_rows()
-    assert missed(rows) == [] and BARS.keys() <= {threshold.name for threshold in distributed.thresholds(rows)}
+    assert missed(rows) == [] and BARS.keys() <= {threshold.name for threshold in distributed.thresholds(rows, 2)}
 
 
 @pytest.mark.parametrize("name", BARS)
@@ -59,12 +60,38 @@ def test_a_run_beyond_a_bar_misses_it_alone(name):
     assert missed(rows) == [name]
 
 
-def test_the_faster_way_of_gather_counts():
+def test_the_fastest_way_counts():
     rows = made_up_rows()
-    (row,) = (row for row in rows if row.get("method") == "gather" and row["tokens"] == 1)
-    row["beyond_us"] = 40.0
+    for row in rows:
+        if row["what"] == "layer" and row["tokens"] == 1:
+            row["beyond_us"] = 40.0
     assert missed(rows) == ["layer, 1 tokens a rank, beyond_us"]
-    assert missed([*rows, {**row, "method": "gather, NCCL", "beyond_us": 17.0}]) == []
+    more = {"what": "layer", "tokens": 1, "equal": 1.0, "farther": 0.0, "beyond_us": 17.0}
+    assert missed([*rows, {**more, "method": "gather, NCCL"}]) == []
+    # Tokens that are on all ranks already are no way for those that are not.
+    assert missed([*rows, {**more, "method": "replicated"}]) == ["layer, 1 tokens a rank, beyond_us"]
+
+
+def test_bars_of_times_are_those_of_the_number_of_ranks():
+    rows = [row for row in made_up_rows() if row["what"] in ("layer", "decode")]
+    for row in rows:
+        for column, value in (("beyond_us", 100.0), ("over_one_gpu", 2.0)):
+            if column in row:
+                row[column] = value
+        if "over_local" in row:
+            row["over_local"] = {64: 1.15, 4096: 1.25}[row["tokens"]]
+    assert len(missed(rows)) == 4 and missed(rows, 8) == missed(rows, 4) == []
+    for tokens in (64, 4096):
+        for row in rows:
+            if row.get("tokens") == tokens and "over_local" in row:
+                row["over_local"] += 0.01
+    assert missed(rows, 8) == ["layer, 64 tokens a rank, over_local", "layer, 4096 tokens a rank, over_local"]
+    assert missed(rows, 4) == []
+
+
+def test_ranks_that_hold_a_model_together_have_the_same_tokens():
+    rows = [{"what": "node", "batch": batch, "same": same} for batch, same in ((1, True), (8, False), (256, None))]
+    assert missed(rows, 8) == ["node, batch 8, the same tokens on all ranks"]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +118,10 @@ def test_gradients_must_repeat():
 
 
 def test_what_was_not_measured_has_no_threshold():
-    assert distributed.thresholds([]) == []
-    assert distributed.thresholds([{"what": "training", "tokens": 4096, "method": "local", "us": 1.0}]) == []
+    for ranks in (2, 4, 8):
+        assert distributed.thresholds([], ranks) == []
+        rows = [{"what": "training", "tokens": 4096, "method": "local", "us": 1.0}]
+        assert distributed.thresholds(rows, ranks) == []
 
 
 @pytest.fixture
@@ -140,11 +169,67 @@ def test_inputs_of_ranks_are_parts_of_all():
     assert every.of(2, 2).hidden_states.tolist() == [[8, 9], [10, 11]]
 
 
+def run_on_cpus(path):
+    """The parts layer and training, tiny and without clocks, on a rank of two: its rows."""
+    distributed.MODEL, distributed.MANY = Model(256, 128, 8, 2), 16
+    distributed.captured = lambda call: call
+    distributed.microseconds = lambda call, repeats=0: (call(), 1.0)[1]
+    distributed.measure_scratch = lambda layer, given: {"what": "scratch", "tokens": len(layer(*given))}
+    rows = [*distributed.measure_layers((1, 24)), *distributed.measure_training(24, 3)]
+    (path / f"{dist.get_rank()}.json").write_text(json.dumps(rows))
+
+
+@pytest.fixture(scope="module")
+def rows_of_two(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows")
+    in_processes(run_on_cpus, path)
+    first, second = (json.loads((path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    return first
+
+
+def test_all_methods_give_what_one_layer_gives(rows_of_two):
+    layers = {(row["method"], row["tokens"]): row for row in rows_of_two if row["what"] == "layer"}
+    assert layers.keys() == {(name, n) for name in ("one_gpu", "local", *distributed.METHODS) for n in (1, 24)}
+    assert all(row.get("equal", 1.0) > 0.999 and row.get("farther", 0.0) == 0.0 for row in layers.values())
+    assert layers["all_to_all, exact, eager", 24]["equal"] == 1.0
+    assert [row["tokens"] for row in rows_of_two if row["what"] == "scratch"] == [16]
+    chosen = [row for row in rows_of_two if row["what"] == "auto"]
+    assert [(row["tokens"], row["method"]) for row in chosen] == [(1, "gather"), (24, "gather")]
+    assert all("eager" in row["fastest"] for row in chosen)
+
+
+def test_layers_are_trained_one_after_another(rows_of_two):
+    rows = [row for row in rows_of_two if row["what"] == "training"]
+    assert [row["method"] for row in rows] == ["local", "gather", "all_to_all"]
+    assert all(row["layers"] == 3 for row in rows)
+    assert all(row["gradient_error"] < 3e-2 and row["repeats"] for row in rows[1:])
+
+
+def test_rows_are_kept_as_they_are_measured(monkeypatch, tmp_path):
+    def measure(args):
+        yield {"what": "layer", "tokens": 64, "method": "gather", "over_local": 1.1}
+        raise RuntimeError("a kernel")
+
+    monkeypatch.setattr(distributed, "measure", measure)
+    monkeypatch.setattr(distributed.command, "start", lambda: "a GPU")
+    for name, value in (("init_process_group", None), ("get_rank", 0), ("get_world_size", 8)):
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match="a kernel"):
+        distributed.main(["--out", str(tmp_path)])
+    result = json.loads((tmp_path / "distributed.json").read_text())
+    assert [row["method"] for row in result["rows"]] == ["gather"] and result["ranks"] == 8
+    assert [threshold["name"] for threshold in result["thresholds"]] == ["layer, 64 tokens a rank, over_local"]
+
+
 def test_the_command_line_needs_no_gpu():
     command = [sys.executable, "-m", "benchmarks.distributed", "--only", "layer", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "invalid choice: 'nothing'" in done.stderr
-    assert all(option in done.stderr for option in ("--ranks", "--only", "--tokens", "--model", "--out"))
+    options = ("--ranks", "--only", "--tokens", "--layers", "--batch", "--model", "--out")
+    assert all(option in done.stderr for option in options)
 
 
 def test_a_process_without_a_gpu_says_what_is_missing(monkeypatch):

@@ -12,8 +12,7 @@ if not dist.is_available():
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import decode, whole_models
-from fp8moe import FP8Linear
+from benchmarks import decode, node, whole_models
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.layers.parameters import local
 from tests.processes import in_processes
@@ -24,6 +23,7 @@ TINY = {
     "intermediate_size": 512,
     "moe_intermediate_size": 128,
     "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "q_lora_rank": 128,
@@ -55,8 +55,22 @@ def begin():
     whole_models.CONFIGS["tiny"] = model_type, options | TINY
 
 
+def rows(path):
+    """Those of the part, tiny and without what only GPUs have."""
+    from types import SimpleNamespace
+
+    node.PROMPT, node.ROOM, decode.MANY = 12, 20, 5
+    node.AT_ONCE, node.MANY = 24, decode.MANY
+    node.torch.cuda.mem_get_info = lambda: (5e9, 6e9)
+    kernels = [("gemm", 6), ("combine", 1), ("ncclDevKernel_AllReduce", 2), ("sum_partials", 1)]
+    node.timing.profile = lambda work: work() or [SimpleNamespace(name=name, duration_ns=ns) for name, ns in kernels]
+    found = list(node.measure((1, 4), **TINY))
+    (path / f"rows{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
 @torch.no_grad()
 def measure(path):
+    rows(path)
     begin()
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     alone = whole_models.build("tiny", device="cpu")
@@ -70,10 +84,12 @@ def measure(path):
         for dim in dims:
             whole = whole.chunk(2, dim)[rank]
         parts[name] = [dims, bool(value.equal(whole))]
-    logits, want = model(IDS).logits, alone(IDS).logits
     decoders = [GraphDecoder(one, batch_sizes=(2,), max_length=32) for one in (alone, model)]
     answers = [one.generate(IDS, max_new_tokens=8, eos_token_id=(), return_logprobs=True) for one in decoders]
     hit = decode.experts_hit(model, IDS)
+    size = decode.step_bytes(model, IDS, 1000), sum(local(value).nbytes for value in model.parameters())
+    embedding = model.get_input_embeddings().weight.nbytes
+    logits, want = (one.float()(IDS).logits for one in (model, alone))  # where bfloat16 would hide small errors
     found = {
         "parts": parts,
         "sizes": sizes,
@@ -87,10 +103,9 @@ def measure(path):
         "likely": (answers[1][1][:, 0] - answers[0][1][:, 0]).abs().max().item(),
         "hit": list(hit.values()),
         "hit alone": list(decode.experts_hit(alone, IDS).values()),
-        "bytes": decode.step_bytes(model, IDS, 1000),
-        "own bytes": sum(local(value).nbytes for value in model.parameters()),
+        "bytes": size,
         "experts": [local(value).nbytes for value in model.model.layers[1].mlp.experts.parameters()],
-        "embedding": model.get_input_embeddings().weight.nbytes,
+        "embedding": embedding,
     }
     (path / f"{rank}.json").write_text(json.dumps(found))
 
@@ -99,7 +114,8 @@ def measure(path):
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("node")
     in_processes(measure, path)
-    return [json.loads((path / f"{rank}.json").read_text()) for rank in range(2)]
+    ranks = [json.loads((path / f"{rank}.json").read_text()) for rank in range(2)]
+    return [found | {"rows": json.loads((path / f"rows{rank}.json").read_text())} for rank, found in enumerate(ranks)]
 
 
 def test_parameters_are_parts_of_the_whole_model(found):
@@ -119,16 +135,17 @@ def test_parts_of_the_ranks_differ(found):
 
 def test_logits_are_those_of_the_whole_model(found):
     assert found[0]["logits"] == found[1]["logits"] and found[0]["shape"] == [2, 12, 96]
-    assert found[0]["error"] < 0.02
+    assert found[0]["error"] < 1e-3
 
 
 def test_the_decoder_fuses_what_it_fuses_of_the_whole_model(found):
     for rank in found:
         alone, here = rank["fused"]
-        print(alone, here)
-        assert rank["ranks"] == [2] and rank["plain"][0] == rank["plain"][1]
-        assert any("latent attention" in what for what in here) and here == alone
-        assert rank["likely"] < 0.05
+        assert rank["ranks"] == [2] and all(rank["plain"])
+        # But for the dense module, whose result the ranks add up.
+        assert here == [what.removesuffix(", feed-forward") for what in alone]
+        assert any("latent attention" in what for what in here)
+        assert rank["likely"] < 0.2
     assert found[0]["tokens"] == found[1]["tokens"]
 
 
@@ -136,7 +153,8 @@ def test_the_floor_counts_what_this_rank_reads(found):
     for rank in found:
         experts = len(rank["hit"]) * sum(rank["experts"])
         read = sum(sum(rank["experts"]) * hit // 4 for hit in rank["hit"])
-        assert rank["bytes"] == rank["own bytes"] - rank["embedding"] - experts + read + 1000
+        bytes_read, bytes_here = rank["bytes"]
+        assert bytes_read == bytes_here - rank["embedding"] - experts + read + 1000
     both = [sum(pair) for pair in zip(found[0]["hit"], found[1]["hit"], strict=True)]
     assert both == found[0]["hit alone"] == found[1]["hit alone"]
 
@@ -150,3 +168,19 @@ def test_sizes_that_ranks_cannot_share_are_refused():
 
     with pytest.raises(ValueError, match="num_attention_heads: expected a multiple of the 3 ranks, got 4"):
         whole_models.build("tiny", device="cpu", mesh=Two())
+
+
+def test_rows_are_those_of_the_whole_model_and_all_ranks(found):
+    first, second = (rank["rows"] for rank in found)
+    assert first == second
+    assert [(row["what"], row["batch"]) for row in first] == [
+        ("node", 1),
+        ("traffic", 1),
+        ("node", 4),
+        ("traffic", 4),
+    ]
+    one, traffic, four, _ = first
+    assert (one["same"], four["same"]) == (True, None)  # only prompts of few tokens are read twice
+    assert one["x_floor"] == pytest.approx(one["ms"] / one["floor_ms"])
+    assert 0 < one["floor_ms"] < four["floor_ms"] and one["free_gb"] == 5
+    assert traffic["share"] == pytest.approx(0.4)

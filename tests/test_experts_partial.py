@@ -131,7 +131,7 @@ def test_memory_is_for_the_window(monkeypatch):
 
     found = []
     compute = steps.compute
-    monkeypatch.setattr(steps, "compute", lambda *arguments: found.append(arguments[3]) or compute(*arguments))
+    monkeypatch.setattr(steps, "compute", lambda *a, **options: found.append(a[3]) or compute(*a, **options))
     layer = make()
     x, index, weights, _ = inputs()
     for row_dtype in (torch.bfloat16, torch.float32):
@@ -142,19 +142,19 @@ def test_memory_is_for_the_window(monkeypatch):
 
 
 def test_tiles_are_chosen_for_the_rows_of_a_share(monkeypatch):
-    """An expert is expected to have T * K / E rows, E on all ranks."""
+    """An expert is expected to have T * K / E rows, E on all ranks, and K is summed as with all of them."""
     from fp8moe.kernels.experts import layer as steps
 
     found = []
     swiglu = steps.grouped_gemm_swiglu
     monkeypatch.setattr(
-        steps, "grouped_gemm_swiglu", lambda *a, **options: found.append(options["expected_m"]) or swiglu(*a, **options)
+        steps, "grouped_gemm_swiglu", lambda *a, **options: found.append(options["whole"]) or swiglu(*a, **options)
     )
     layer = make()
     x, index, weights, _ = inputs(40, top_k=2)
     part(layer, x, index, weights, 0, 2)
     part(layer, x, index, weights, 0, 2, num_experts=16)
-    assert found == [20, 5]
+    assert found == [(80, 4), (80, 16)]
 
 
 def test_errors():

@@ -226,7 +226,7 @@ def test_opcheck(variant, quantized):
     utils = ("test_autograd_registration", "test_faketensor")
     ops, arguments = torch.ops.fp8moe, (*pair, offsets(), *up, *down)
     torch.library.opcheck(
-        ops.experts_rows_training.default, (*arguments, *masters, *form, torch.bfloat16, 7), test_utils=utils
+        ops.experts_rows_training.default, (*arguments, *masters, *form, torch.bfloat16, (18, 8)), test_utils=utils
     )
     torch.library.opcheck(
         ops.experts_rows.default,

@@ -819,12 +819,13 @@ def test_tiles_are_chosen_for_the_rows_of_a_share(monkeypatch):
     found = []
     multiply = kernels.grouped_rows
     monkeypatch.setattr(
-        kernels, "grouped_rows", lambda *a, **options: found.append(options["expected_m"]) or multiply(*a, **options)
+        kernels, "grouped_rows", lambda *a, **options: found.append(options["whole"]) or multiply(*a, **options)
     )
     share(make(), 0, 2, *inputs(), num_experts=16)
-    assert found == [5] * 4
-    backward(make(), *inputs())
-    assert found[4:] == [None] * 4
+    assert found == [(80, 16)] * 4
+    layer = make()
+    backward(layer, *inputs())
+    assert found[4:] == [(80, len(layer.down_proj))] * 4
 
 
 @pytest.mark.parametrize(

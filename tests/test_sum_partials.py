@@ -114,8 +114,16 @@ def test_strided_operands():
         (dict(ranks=0), ValueError, "^ranks: expected 1 to 8, got 0"),
         (dict(ranks=9), ValueError, "^ranks: expected 1 to 8, got 9"),
         (dict(num_experts=None), TypeError, "^num_experts: expected an int, got NoneType"),
-        (dict(num_experts=7), ValueError, "^num_experts: expected a multiple of 2, the ranks, got 7"),
-        (dict(num_experts=-8), ValueError, "^num_experts: expected a multiple of 2, the ranks, got -8"),
+        (
+            dict(num_experts=7),
+            ValueError,
+            "^num_experts: expected a multiple of 2, the ranks, up to 1024 for each, got 7",
+        ),
+        (
+            dict(num_experts=-8),
+            ValueError,
+            "^num_experts: expected a multiple of 2, the ranks, up to 1024 for each, got -8",
+        ),
         (dict(top_k_index=torch.zeros(3, 2)), TypeError, "^top_k_index: expected int32 or int64, got torch.float32"),
         (dict(top_k_index=torch.zeros(3).long()), ValueError, r"^top_k_index: expected shape \(T, K\) .* got \(3,\)"),
         (
@@ -129,6 +137,7 @@ def test_strided_operands():
             "^top_k_index: expected on cpu like partials, got meta",
         ),
         (dict(out_dtype=torch.float64), TypeError, "^out_dtype: expected bfloat16, float16 or float32, got"),
+        (dict(residual=1.0), TypeError, "^residual: expected a torch.Tensor, got float"),
         (dict(residual=torch.zeros(3, 16)), TypeError, "^residual: expected bfloat16, got torch.float32"),
         (
             dict(residual=torch.zeros(4, 16).bfloat16()),

@@ -90,7 +90,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     yield lambda: fp8moe.grouped_gemm(rows, experts, offsets, out=make.zeros(200, 512, dtype=torch.float32))
     yield lambda: fp8moe.grouped_gemm_masked(masked, experts, sizes)
     yield lambda: fp8moe.grouped_gemm_k(rows, make.rows(72, 1024), make.integers([0, 512, 1024]))
-    yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None)
+    yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
         yield lambda keys=keys, scale_format=scale_format: ops.append_kv(
@@ -144,7 +144,7 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
             continue
         offsets = make.integers([tokens * group // here for group in range(here + 1)])
         for x, training in product((make.normal(tokens, hidden), make.rows(tokens, hidden)), (False, True)):
-            options = form | {"training": training, "expected_m": 3}
+            options = form | {"training": training, "whole": (2 * tokens, experts)}
             yield lambda operands=(x, offsets, *weights), options=options: experts_rows(*operands, **options)
         up, down = (make.zeros(*weight.data.shape, dtype=torch.bfloat16).requires_grad_() for weight in weights)
         trained = {"up_master": up, "down_master": down}

@@ -118,13 +118,13 @@ class Dispatcher:
             arguments = (x, routing, *inputs.local.weights.tensors())
             return autograd.run(lambda *_: self._infer(inputs, counts), _NAME, *arguments)
         if self.options.exact:
-            return _exact_with_gradients(self._pairs(index, counts), inputs)
+            return _exact_with_gradients(self._pairs(index, counts), inputs, sum(counts))
         return _sum_with_gradients(self._transport(index, counts), inputs)
 
     def _infer(self, inputs: Inputs, counts: list[int]) -> Tensor:
         x, index, _ = inputs.tokens
         if self.options.exact:
-            return _exact(self._pairs(index, counts), self._quantized(inputs))
+            return _exact(self._pairs(index, counts), self._quantized(inputs), sum(counts))
         tokens = counts[0] if self.options.method == "replicated" else sum(counts)
         share = ceil_div(tokens * index.shape[1], self.world)
         transport = self._transport(index, counts)
@@ -173,17 +173,20 @@ def _sum_with_gradients(transport: Transport, inputs: Inputs) -> Tensor:
     return collect(transport, partial, inputs.local.dtype)
 
 
-def _exact(pairs: Pairs, inputs: Inputs) -> Tensor:
+def _exact(pairs: Pairs, inputs: Inputs, total: int) -> Tensor:
+    """total: tokens of all ranks."""
     local = inputs.local
     tokens = pairs.transport.send(inputs.tokens)
     groups, rows, count = local.sort(tokens, pairs.transport.rows)
-    y = local.results(local.quantized_rows(tokens, rows, count), groups, tokens, False)
+    assignments = total * tokens.top_k_index.shape[1]
+    y = local.results(local.quantized_rows(tokens, rows, count), groups, assignments, False)
     return weighted_sum(pairs.back(y, rows), pairs.places, inputs.tokens.top_k_weights, local.dtype, inputs.residual)
 
 
-def _exact_with_gradients(pairs: Pairs, inputs: Inputs) -> Tensor:
+def _exact_with_gradients(pairs: Pairs, inputs: Inputs, total: int) -> Tensor:
     local, routing = inputs.local, inputs.tokens.top_k_weights
     tokens = send(pairs.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
     groups, rows, count = local.sort(tokens, pairs.transport.rows)
-    y = local.results(permute(tokens.hidden_states, rows, count), groups, tokens, True)
+    assignments = total * tokens.top_k_index.shape[1]
+    y = local.results(permute(tokens.hidden_states, rows, count), groups, assignments, True)
     return combine_pairs(pairs, y, rows, routing, local.dtype)

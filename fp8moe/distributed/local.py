@@ -15,7 +15,7 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.rows import experts_rows
 from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers.experts_call import Weights
-from fp8moe.quant.formats import FP8Tensor, align, ceil_div
+from fp8moe.quant.formats import FP8Tensor, align
 
 # More rows than a rank's even share that it makes room for, and the tokens whose rows always have room.
 _SLACK = 1.25
@@ -106,8 +106,8 @@ class LocalExperts(NamedTuple):
         a = permute_quantize(data, rows, count) if scale is None else permute_fp8(FP8Tensor(data, scale), rows, count)
         return FP8Tensor(a.data[:, :hidden], a.scale)
 
-    def results(self, x: Tensor | FP8Tensor, groups: Tensor, tokens: Tokens, training: bool) -> Tensor:
-        """The results (R, H) of rows x in the order of experts."""
+    def results(self, x: Tensor | FP8Tensor, groups: Tensor, assignments: int, training: bool) -> Tensor:
+        """The results (R, H) of rows x in the order of experts. assignments: of the tokens of all ranks."""
         return experts_rows(
             x,
             groups,
@@ -115,7 +115,7 @@ class LocalExperts(NamedTuple):
             self.weights.down,
             activation=self.activation,
             row_dtype=row_dtype(self.dtype),
-            expected_m=ceil_div(tokens.top_k_index.numel(), self.total),
+            whole=(assignments, self.total),
             up_master=self.weights.up_master,
             down_master=self.weights.down_master,
             training=training,

@@ -40,7 +40,7 @@ PERMUTATIONS = (
     (1, 7168, 8, 16, torch.bfloat16),
     (33, 272, 40, 7, torch.float16),
     (600, 1040, 6, 3, torch.float32),
-    (520, 7168, 2, 3, torch.bfloat16),
+    (700, 7168, 2, 3, torch.bfloat16),
 )
 # tokens, hidden, top_k, experts, types of y, weights and result
 COMBINATIONS = (
@@ -54,7 +54,7 @@ DISPATCHES = (
     (1, 1, 7168, 8, 1, torch.bfloat16, torch.int64),
     (30, 33, 272, 40, 2, torch.float16, torch.int32),
     (0, 3, 1040, 6, 8, torch.float32, torch.int64),
-    (400, 402, 7168, 2, 2, torch.bfloat16, torch.int64),
+    (700, 702, 7168, 2, 2, torch.bfloat16, torch.int64),
 )
 # tokens of a rank, hidden, top_k, ranks, to all, types of y and weights
 COMBINATIONS_TO = (

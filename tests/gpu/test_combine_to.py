@@ -59,7 +59,7 @@ def test_sizes(tokens, hidden, top_k, ranks, to_all):
 @pytest.mark.parametrize(("ranks", "to_all"), [(2, False), (8, False), (2, True)])
 @pytest.mark.parametrize("y_dtype", Y_DTYPES)
 def test_more_tokens_than_warps(y_dtype, ranks, to_all):
-    for tokens, hidden, top_k in ((3000, 7168, 8), (4000, 1040, 40)):
+    for tokens, hidden, top_k in ((3000, 7168, 8), (2000, 1040, 40)):
         values = operands(tokens, hidden, top_k, (y_dtype, torch.float32), seed=ranks)
         values[1][torch.rand(tokens, device="cuda") < 0.5] = -1  # half of the tokens have no row
         assert_matches(values, ranks, 1, to_all)
@@ -129,8 +129,8 @@ def test_cuda_graph_with_changed_input(to_all):
 
 
 @pytest.mark.parametrize("to_all", [False, True])
-@pytest.mark.parametrize("tokens", [2, 64, 2000])
-def test_meeting(tokens, to_all):
+@pytest.mark.parametrize(("tokens", "sparse"), [(2, False), (64, True), (2000, False), (10_000, True)])
+def test_meeting(tokens, sparse, to_all):
     """The other ranks have come already, so that a rank alone passes; each time it tells all of them."""
     ranks, rank, hidden = 2, 1, 1040
     y, rows, weights = operands(tokens, hidden, 8)
@@ -141,7 +141,7 @@ def test_meeting(tokens, to_all):
     index = torch.cuda.current_device()
     with device_guard(index):
         dtypes = y.dtype, weights.dtype, torch.float32
-        options = {"peers": ranks, "to_all": to_all}
+        options = {"peers": ranks, "to_all": to_all, "sparse": sparse}
         plan = combine_plan.plan(tokens, hidden, 8, len(y), *dtypes, index, **options)
         for meetings in range(1, 21):
             signals[rank, 0] = meetings

@@ -1,12 +1,8 @@
 """GPUs that write to each other's memory: the results of one GPU's layer. Two GPUs, a process each."""
 
-import os
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from fp8moe.distributed.local import LocalExperts
@@ -14,7 +10,7 @@ from fp8moe.distributed.packet import Tokens
 from fp8moe.distributed.peers import Peers
 from fp8moe.layers.experts_call import Weights
 from fp8moe.quant.formats import FP8Tensor, ceil_div
-from tests import experts_cases
+from tests import experts_cases, processes
 from tests.errors import equal_but_for_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")]
@@ -22,31 +18,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2
 WORLD, EACH, TOP_K = 2, 4, 3  # ranks, experts of each
 EXPERTS = WORLD * EACH
 HIDDEN, SIZE = 1040, 208
-# Multicast stays off: on some hosts a program that uses it harms others.
-ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def in_processes(work, *arguments):
     """Calls work(peers, *arguments) in a process for each GPU."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_run, (port, work, arguments), nprocs=WORLD)
+    processes.in_processes(_run, work, arguments, world=WORLD, backend="nccl")
 
 
-def _run(rank, port, work, arguments):
-    os.environ.update(ENVIRONMENT)
-    torch.cuda.set_device(rank)
-    address = f"tcp://127.0.0.1:{port}"
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=WORLD, device_id=device)
-    try:
-        peers = Peers.of(dist.group.WORLD, torch.empty(1, device=device))
-        assert peers is not None and Peers.of(dist.group.WORLD, torch.empty(1, device=device)) is peers
-        work(peers, *arguments)
-        torch.cuda.synchronize()
-    finally:
-        dist.destroy_process_group()
+def _run(work, arguments):
+    like = torch.empty(1, device="cuda")
+    peers = Peers.of(dist.group.WORLD, like)
+    assert peers is not None and Peers.of(dist.group.WORLD, like) is peers
+    work(peers, *arguments)
 
 
 def make_layer(**options):

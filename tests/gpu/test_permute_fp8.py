@@ -24,7 +24,7 @@ def random(tokens: int, hidden: int, seed: int = 0) -> FP8Tensor:
     return FP8Tensor(x.data, x.scale.contiguous())
 
 
-def write(x: FP8Tensor, rows: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def write(x: FP8Tensor, rows: torch.Tensor, num_rows: int, sparse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Data (num_rows, H) and scale (blocks, pitch) as bytes and words, marked where the kernel has not written."""
     tokens, hidden = x.data.shape
     k_blocks, pitch, guard = ceil_div(hidden, 128), align(num_rows, 4), 256
@@ -34,13 +34,14 @@ def write(x: FP8Tensor, rows: torch.Tensor, num_rows: int) -> tuple[torch.Tensor
     with device_guard(index):
         sizes = (tokens, hidden, rows.shape[1], num_rows, x.data.stride(0), x.scale.stride())
         addresses = (value.data_ptr() for value in (*x, rows, data, scale))
-        permute_fp8_plan.plan(*sizes, index).launch(current_stream(index), *addresses)
+        permute_fp8_plan.plan(*sizes, index, sparse=sparse).launch(current_stream(index), *addresses)
     assert (data[-guard:] == MARK).all() and (scale[-guard:] == MARK).all()
     return data[:-guard].view(num_rows, hidden), scale[:-guard].view(torch.int32).view(k_blocks, pitch)
 
 
 def assert_matches(x: FP8Tensor, rows: torch.Tensor, num_rows: int) -> None:
     data, scale = write(x, rows, num_rows)
+    assert all(map(torch.equal, write(x, rows, num_rows, sparse=True), (data, scale)))
     expected_data, expected_scale = reference.permute_fp8(*x, rows, num_rows)
     used = torch.zeros(num_rows + 1, dtype=torch.bool, device="cuda")
     used[torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).flatten().long()] = True
@@ -61,7 +62,7 @@ def test_sizes(tokens, hidden, top_k):
 
 
 # Beyond the number of tokens that are read before they are known to have a row; and of what all warps take at a time.
-@pytest.mark.parametrize("tokens,hidden", [(1500, 1552), (3000, 7168)])
+@pytest.mark.parametrize("tokens,hidden", [(1500, 1552), (3000, 7168), (20_000, 528)])
 def test_many_tokens(tokens, hidden):
     x = random(tokens, hidden)
     for seed in range(3):

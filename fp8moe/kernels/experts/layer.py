@@ -4,18 +4,20 @@ Assignments of tokens to experts are sorted by expert; tokens are quantized 1x12
 and quantization; GEMM 2; each token's weighted sum over its rows.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import plan
 from fp8moe.kernels.experts.combine import combine
-from fp8moe.kernels.experts.operands import Operands, Share, pad_columns, pad_weights, without_padding
+from fp8moe.kernels.experts.operands import Operands, Share, pad_columns, pad_weights, tiles_of, without_padding
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.permute_fp8 import permute_fp8
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.gemm.grouped import compute, grouped_gemm_swiglu
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.backend import use_cuda
 
@@ -55,16 +57,16 @@ def _composed(operands: Operands, activation: Activation, capacity: int | None, 
     """The layer from its five operators, for any backend."""
     x, top_k_index, top_k_weights, up, up_scale, down, down_scale, residual, x_scale, *_ = operands
     count, assignments = up.shape[0], top_k_index.numel()
-    expected_m = ceil_div(assignments, share.num_experts or count)
     num_rows = share.rows(assignments) if capacity is None else count * capacity
     window = {} if capacity is not None else {"first_row": share.first_row, "num_rows": num_rows}
     groups, rows = sort_by_expert(top_k_index, count, capacity=capacity, first_expert=share.first_expert, **window)
     permuted = permute_quantize(x, rows, num_rows) if x_scale is None else permute_fp8((x, x_scale), rows, num_rows)
-    h = hidden_rows(permuted, FP8Tensor(up, up_scale), groups, activation, capacity, expected_m)
+    tiles = tiles_of(assignments, share.num_experts or count, capacity)
+    h = hidden_rows(permuted, FP8Tensor(up, up_scale), groups, activation, tiles)
     del permuted  # its memory may serve the result of GEMM 2
     row_dtype, out_dtype = share.dtypes(x.dtype)
     y = torch.empty((num_rows, down.shape[1]), dtype=row_dtype, device=x.device)
-    compute(h, FP8Tensor(down, down_scale), groups, y, capacity, expected_m)
+    compute(h, FP8Tensor(down, down_scale), groups, y, **tiles)
     return combine(y, rows, top_k_weights, out_dtype, residual=residual)
 
 
@@ -73,19 +75,19 @@ def hidden_rows(
     up: FP8Tensor,
     groups: Tensor,
     activation: Activation,
-    capacity: int | None = None,
-    expected_m: int | None = None,
+    tiles: dict[str, Any],
 ) -> FP8Tensor:
-    """GEMM 1, the activation and its quantization: rows a (R, H) of groups -> (R, I). H and I are multiples of 16."""
+    """GEMM 1, the activation and its quantization: rows a (R, H) of groups -> (R, I). H and I are multiples of 16.
+
+    tiles: max_m, expected_m and whole of `compute`.
+    """
     if activation.is_swiglu:
-        return grouped_gemm_swiglu(a, up, groups, activation=activation, max_m=capacity, expected_m=expected_m)
-    projected = _project(a, up, groups, activation.gated, capacity, expected_m)
+        return grouped_gemm_swiglu(a, up, groups, activation=activation, **tiles)
+    projected = _project(a, up, groups, activation.gated, tiles)
     return quantize_1x128(activation(projected))
 
 
-def _project(
-    a: FP8Tensor, up: FP8Tensor, groups: Tensor, gated: bool, capacity: int | None, expected_m: int | None
-) -> Tensor:
+def _project(a: FP8Tensor, up: FP8Tensor, groups: Tensor, gated: bool, tiles: dict[str, Any]) -> Tensor:
     """GEMM 1 in float32: (rows, 2I), gate and up, or (rows, I)."""
     width = up.data.shape[1]
     parts = [up]
@@ -94,5 +96,5 @@ def _project(
         parts = list(zip(up.data.chunk(2, dim=1), up.scale.chunk(2, dim=1), strict=True))
     projected = torch.empty((a.data.shape[0], width), dtype=torch.float32, device=a.data.device)
     for out, part in zip(projected.chunk(len(parts), dim=1), parts, strict=True):
-        compute(a, FP8Tensor(*part), groups, out, capacity, expected_m)
+        compute(a, FP8Tensor(*part), groups, out, **tiles)
     return projected

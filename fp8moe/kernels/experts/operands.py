@@ -1,10 +1,12 @@
 """What an experts layer computes with, which part of it, and the sizes that its kernels want."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fp8moe.quant.formats import ceil_div
 
 
 class Operands(NamedTuple):
@@ -54,6 +56,16 @@ class Share(NamedTuple):
 
 
 WHOLE = Share()
+
+
+def tiles_of(assignments: int, num_experts: int, capacity: int | None = None) -> dict[str, Any]:
+    """What GEMMs over rows of some of `num_experts` experts choose their tiles by, and the order in which K is summed.
+
+    assignments: of all tokens to all of these experts. capacity: of the masked layout.
+    """
+    if capacity is None:
+        return {"whole": (assignments, num_experts)}
+    return {"max_m": capacity, "expected_m": ceil_div(assignments, num_experts)}
 
 
 def row_dtype(hidden_dtype: torch.dtype) -> torch.dtype:

@@ -59,7 +59,10 @@ def combine_to(
     """The same of `combine_to`."""
     for name, value in (("y", y), ("rows", rows), ("weights", weights)):
         check_tensor(name, value)
-    checks.combine(y, rows, weights, torch.float32, partial)
+    if partial is not None:
+        check_tensor("partial", partial)
+        check_like("partial", partial, (torch.float32,), (len(rows), y.shape[-1]), y.device, "y")
+    checks.combine(y, rows, weights, torch.float32, None)
     _peers(buffers, rank, least=2)
     tokens, count = rows.shape[0], len(buffers)
     if tokens % count and not to_all:
@@ -93,14 +96,16 @@ def sum_partials(
     check_device("top_k_index", index, partials.device, "partials")
     checks.of_sums(out_dtype)
     if residual is not None:
+        check_tensor("residual", residual)
         shape = (len(index), partials.shape[1])
         check_like("residual", residual, (out_dtype,), shape, partials.device, "partials")
 
 
 def _experts(num_experts: int, ranks: int) -> None:
     check_int("num_experts", num_experts)
-    if num_experts < 0 or num_experts % ranks:
-        raise ValueError(f"num_experts: expected a multiple of {ranks}, the ranks, got {num_experts}")
+    if not 0 <= num_experts <= ranks * checks.MAX_EXPERTS or num_experts % ranks:
+        most = f"{checks.MAX_EXPERTS} for each"
+        raise ValueError(f"num_experts: expected a multiple of {ranks}, the ranks, up to {most}, got {num_experts}")
 
 
 def _peers(buffers: Sequence, rank: int, least: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import combine_plan, permute_fp8_plan, permute_plan, routing_plan
-from fp8moe.kernels.experts.operands import Operands, Share
+from fp8moe.kernels.experts.operands import Operands, Share, tiles_of
 from fp8moe.kernels.experts.peer_table import Targets
 from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.plan import Plan as GemmPlan
@@ -83,7 +83,7 @@ class Plan:
         a_scale = part("a_scale", torch.float32, ceil_div(hidden, 128))
         h_scale = part("h_scale", torch.float32, ceil_div(size, 128))
         y = part("y", row_dtype, hidden)
-        grouped = {"max_m": capacity, "expected_m": tokens * top_k / (share.num_experts or count), "pdl": True}
+        grouped = {**tiles_of(tokens * top_k, share.num_experts or count, capacity), "pdl": True}
         window = {"first_expert": share.first_expert, "first_row": share.first_row, "num_rows": num_rows}
         window["pdl"] = targets is not None
         self.sort = routing_plan.plan(tokens * top_k, count, capacity, index.dtype, device, **window)

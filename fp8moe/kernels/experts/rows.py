@@ -35,7 +35,7 @@ def experts_rows(
     *,
     activation: Activation,
     row_dtype: torch.dtype = torch.bfloat16,
-    expected_m: int | None = None,
+    whole: tuple[int, int] | None = None,
     up_master: Tensor | None = None,
     down_master: Tensor | None = None,
     training: bool = False,
@@ -48,7 +48,8 @@ def experts_rows(
         ``group_offsets[e+1]``; see `grouped_gemm`.
     up_proj, down_proj: the FP8 weights, data and scale, as for `fp8moe.kernels.experts.forward.experts`; any I.
     row_dtype: bfloat16 or float32, of the result.
-    expected_m: about how many rows an expert has; None: all R, evenly. Only the speed depends on it.
+    whole: rows and experts of a layer of which these are a part, on other ranks as well: each row has the bits that it
+        would have there. None: this is all of it.
     up_master, down_master: as for `experts_training`.
     training: compute as with gradients, also where none are recorded: the result of GEMM 1 is rounded to bfloat16.
     Returns (R, H) in row_dtype; rows of no expert are zeros. Equal inputs give equal bits.
@@ -64,16 +65,16 @@ def experts_rows(
     form = (activation.name, activation.gated, activation.limit, activation.alpha)
     if training or recorded(data, up_master, down_master):
         masters = (up_master, down_master)
-        arguments = (data, scale, group_offsets, *up_proj, *down_proj, *masters, *form, row_dtype, expected_m)
+        arguments = (data, scale, group_offsets, *up_proj, *down_proj, *masters, *form, row_dtype, whole)
         return _training_op(*arguments)[0]
     return autograd.run(
         *(_op, "fp8moe.GroupedExperts.forward_rows"),
-        *(data, scale, group_offsets, *up_proj, *down_proj, *form, row_dtype, expected_m),
+        *(data, scale, group_offsets, *up_proj, *down_proj, *form, row_dtype, whole),
     )
 
 
 def _experts_rows(rows: Tensor, rows_scale: Tensor | None, group_offsets: Tensor, *arguments) -> Tensor:
-    up, up_scale, down, down_scale, name, gated, limit, alpha, row_dtype, expected_m = arguments
+    up, up_scale, down, down_scale, name, gated, limit, alpha, row_dtype, whole = arguments
     out = _experts_rows_fake(rows, rows_scale, group_offsets, *arguments)
     if not (out.numel() and down.numel()):
         return out.zero_()
@@ -81,10 +82,9 @@ def _experts_rows(rows: Tensor, rows_scale: Tensor | None, group_offsets: Tensor
     data = pad_columns(rows, up.shape[2])
     a = quantize_1x128(data) if rows_scale is None else FP8Tensor(data, rows_scale)
     activation = Activation(limit, alpha, name, gated)
-    h = hidden_rows(a, FP8Tensor(up, up_scale), group_offsets, activation, expected_m=expected_m)
+    h = hidden_rows(a, FP8Tensor(up, up_scale), group_offsets, activation, {"whole": whole})
     del a
-    options = {"expected_m": expected_m, "others_zero": True}
-    y = grouped_rows(h, FP8Tensor(down, down_scale), group_offsets, row_dtype, **options)
+    y = grouped_rows(h, FP8Tensor(down, down_scale), group_offsets, row_dtype, whole=whole, others_zero=True)
     return without_padding(y, out.shape[1])
 
 
@@ -96,25 +96,25 @@ def _experts_rows_fake(rows: Tensor, rows_scale: Tensor | None, group_offsets: T
 
 
 def _forward(rows: Tensor, rows_scale: Tensor | None, group_offsets: Tensor, *arguments) -> tuple[Tensor, ...]:
-    """The result (R, H) and `Kept`. arguments: those that `LAYER` names, row_dtype and expected_m."""
-    *layer, row_dtype, expected_m = arguments
+    """The result (R, H) and `Kept`. arguments: those that `LAYER` names, row_dtype and whole."""
+    *layer, row_dtype, whole = arguments
     layer = Layer.of(*layer)
     checks.sorted_rows(rows, rows_scale, group_offsets, (*layer.up, *layer.down), layer.activation.gated)
     checks.row_dtype(row_dtype)
     layer.check_masters()
     x = rows if rows_scale is None else FP8Tensor(rows, rows_scale)
-    out, kept = forward(x, Order(group_offsets, expected_m=expected_m), layer, None, (row_dtype, row_dtype))
+    out, kept = forward(x, Order(group_offsets, whole=whole), layer, None, (row_dtype, row_dtype))
     return out, *kept
 
 
 def _backward(grad: Tensor, group_offsets: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of rows, up_master and down_master, empty where nothing asks for them.
 
-    grad: (R, H). arguments: `Kept`, those that `LAYER` names, expected_m, and the dtype of rows if they ask.
+    grad: (R, H). arguments: `Kept`, those that `LAYER` names, whole, and the dtype of rows if they ask.
     """
-    *arguments, expected_m, input_dtype = arguments
+    *arguments, whole, input_dtype = arguments
     kept, layer = Kept(*arguments[:5]), Layer.of(*arguments[5:])
-    order = Order(group_offsets, expected_m=expected_m)
+    order = Order(group_offsets, whole=whole)
     ones = torch.ones(grad.shape[0], dtype=torch.float32, device=grad.device)
     grads = backward(grad, order, layer, kept, ones, input_dtype, False)
     return grads.hidden_states, grads.up, grads.down
@@ -127,7 +127,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(*columns)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(group_offsets, projected, *columns, *weights)
-    ctx.saved, ctx.expected_m, ctx.dtype = Saved(*inputs[3:13]), inputs[14], rows.dtype
+    ctx.saved, ctx.whole, ctx.dtype = Saved(*inputs[3:13]), inputs[14], rows.dtype
 
 
 def _run_backward(ctx, grad, *_):
@@ -137,7 +137,7 @@ def _run_backward(ctx, grad, *_):
     saved = ctx.saved
     saved.check_unchanged()
     grads = _backward_op(
-        *(grad.contiguous(), *ctx.saved_tensors, *saved.masters, *saved.form, ctx.expected_m),
+        *(grad.contiguous(), *ctx.saved_tensors, *saved.masters, *saved.form, ctx.whole),
         ctx.dtype if needed[0] else None,
     )
     by_input = dict(zip((0, 7, 8), grads, strict=True))
@@ -149,14 +149,14 @@ _WEIGHTS = "Tensor up_proj, Tensor up_proj_scale_inv, Tensor down_proj, Tensor d
 _KEPT = ", ".join(f"Tensor {name}" for name in Kept._fields)
 _op = define(
     f"experts_rows({_ROWS}, {_WEIGHTS}, str activation, bool gated, float? limit, float? alpha, ScalarType row_dtype, "
-    "SymInt? expected_m) -> Tensor",
+    "SymInt[]? whole) -> Tensor",
     _experts_rows,
     _experts_rows_fake,
     forward_only=True,
 )
 # Made of operators that have fakes of their own.
 _training_op = define(
-    f"experts_rows_training({_ROWS}, {LAYER}, ScalarType row_dtype, SymInt? expected_m) "
+    f"experts_rows_training({_ROWS}, {LAYER}, ScalarType row_dtype, SymInt[]? whole) "
     f"-> ({', '.join(['Tensor'] * (1 + len(Kept._fields)))})",
     _forward,
     _forward,
@@ -164,7 +164,7 @@ _training_op = define(
     setup_context=_setup_context,
 )
 _backward_op = define(
-    f"experts_rows_training_backward(Tensor grad, Tensor group_offsets, {_KEPT}, {LAYER}, SymInt? expected_m, "
+    f"experts_rows_training_backward(Tensor grad, Tensor group_offsets, {_KEPT}, {LAYER}, SymInt[]? whole, "
     "ScalarType? input_dtype) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward,

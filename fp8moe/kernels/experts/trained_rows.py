@@ -62,13 +62,13 @@ class Order(NamedTuple):
     """Which rows there are: offsets of the experts' groups (E + 1,), and where tokens are sorted into them, rows (T, K)
     of their assignments and the token (R,) of each row, -1 where there is none. Otherwise they lie in this order.
 
-    expected_m: about how many rows a group has; None: all of them, evenly.
+    whole: rows and groups of a layer of which these are a part; None: this is all of it.
     """
 
     groups: Tensor
     rows: Tensor | None = None
     tokens: Tensor | None = None
-    expected_m: int | None = None
+    whole: tuple[int, int] | None = None
 
     def gather(
         self, x: Tensor | FP8Tensor, columns: int, row_weights: Tensor | None, transposed: bool
@@ -93,7 +93,7 @@ class Order(NamedTuple):
 
     def multiply(self, a: FP8Tensor, b: FP8Tensor, dtype: torch.dtype, *, others_zero: bool = False) -> Tensor:
         """``a[rows of e] @ b[e].T``; see `grouped_rows`."""
-        return grouped_rows(a, b, self.groups, dtype, expected_m=self.expected_m, others_zero=others_zero)
+        return grouped_rows(a, b, self.groups, dtype, whole=self.whole, others_zero=others_zero)
 
     def sum(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Rows y (R, H) to tokens (T, H), or themselves."""

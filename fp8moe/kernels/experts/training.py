@@ -17,7 +17,7 @@ from fp8moe.kernels.experts.trained_rows import (
     forward,
     no_double_backward,
 )
-from fp8moe.quant.formats import FP8Tensor, ceil_div
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.autograd import recorded
 from fp8moe.runtime.operators import define
 
@@ -116,8 +116,7 @@ def _share(first_expert: int, num_experts: int | None, num_rows: int | None, out
 
 def _order(groups: Tensor, rows: Tensor, assignments: Tensor, share: Share) -> Order:
     tokens = assignments.div(max(rows.shape[1], 1), rounding_mode="floor")
-    expected_m = None if share.num_experts is None else ceil_div(rows.numel(), share.num_experts)
-    return Order(groups, rows, tokens, expected_m)
+    return Order(groups, rows, tokens, (rows.numel(), share.num_experts or len(groups) - 1))
 
 
 def _assignments(rows: Tensor, share: Share) -> Tensor:
