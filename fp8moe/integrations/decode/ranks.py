@@ -16,6 +16,11 @@ class Ranks(NamedTuple):
     groups: tuple[Any, ...] = ()
     key_heads: int = 1
 
+    @property
+    def most(self) -> int:
+        """The ranks of the largest group."""
+        return max((dist.get_world_size(group) for group in self.groups), default=1)
+
     def least(self, value: int, device: torch.device) -> int:
         """The smallest of the ranks' values. device: of the model, which the groups communicate on."""
         if not self.groups:

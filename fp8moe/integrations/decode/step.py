@@ -160,7 +160,8 @@ class Step:
         columns = self.prefill_chunk
         if columns is None:
             config, device = self.model.config.get_text_config(decoder=True), self.columns.device
-            free = columns_at_a_time(config, self.size, end, device, self.model.dtype, self.way.attention is None)
+            form = (self.model.dtype, self.way.attention is None, self.ranks.most)
+            free = columns_at_a_time(config, self.size, end, device, *form)
             columns = self.ranks.least(free, device)
         return max(columns, 2)  # one token alone is a decode step's, which has no padding
 
