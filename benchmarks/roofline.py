@@ -39,15 +39,16 @@ def sent_bytes(model: baselines.Model, method: str, ranks: int) -> float:
     """To each other rank for a token, the mean over even routing; method as `benchmarks.distributed` names it.
 
     A quantized token goes out with its scales and routing. Back comes a float32 row from each rank that it went to, or
-    with exact=True a bfloat16 row for each expert. all_to_all sends only to ranks that have an expert of the token.
+    with exact=True a bfloat16 row for each expert. Tokens go to ranks that have an expert of them; over NCCL, gather
+    sends to all, and in a node it sends the routing to all.
     """
-    out = model.hidden + 4 * ceil_div(model.hidden, BLOCK) + 8 * model.top_k
-    if method.startswith("gather"):
-        return out + 4 * model.hidden
+    token, routing = model.hidden + 4 * ceil_div(model.hidden, BLOCK), 8 * model.top_k
+    if method == "gather, NCCL":
+        return token + routing + 4 * model.hidden
     share = model.experts // ranks
     needed = 1 - math.comb(model.experts - share, model.top_k) / math.comb(model.experts, model.top_k)
     back = 2 * model.hidden * model.top_k / ranks if "exact" in method else 4 * model.hidden * needed
-    return needed * out + back
+    return needed * (token + (0 if method == "gather" else routing)) + (routing if method == "gather" else 0) + back
 
 
 def predicted(rows: Iterable[dict], model: baselines.Model) -> list[dict]:
@@ -76,9 +77,9 @@ def predicted(rows: Iterable[dict], model: baselines.Model) -> list[dict]:
                 way = "gather" if method == "gather" and not far else "gather, NCCL"
                 a_byte = (beyond[way, MANY] - beyond[way, FEW]) / ((MANY - FEW) * sent_bytes(model, way, 2))
                 known, count, least = (way, FEW, 0) if method == "gather" else (method, MANY, us[method, FEW])
-                fixed = beyond[known, count] - count * sent_bytes(model, method, 2) * a_byte
+                fixed = beyond[known, count] - count * sent_bytes(model, known, 2) * a_byte
                 fixed += NETWORK_US * COLLECTIVES[method] if far else 0
-                sent = tokens * sent_bytes(model, method, ranks)
+                sent = tokens * sent_bytes(model, known, ranks)
                 total = local + fixed + max(near * sent * a_byte, far * sent / (1e3 * NETWORK_GBPS))
                 found.append(_row(ranks, tokens, method, max(total, least), local))
     return found

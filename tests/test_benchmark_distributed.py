@@ -253,16 +253,19 @@ def test_the_processes_are_started_with_the_same_arguments(monkeypatch):
 
 
 DSV3 = MODELS["dsv3"]
-FP8_ROW = 7168 + 4 * 56 + 8 * 8
+ROUTING = 8 * 8
+FP8_ROW = 7168 + 4 * 56 + ROUTING
 
 
 def test_bytes_of_each_method():
-    assert all(roofline.sent_bytes(DSV3, "gather", ranks) == FP8_ROW + 4 * 7168 for ranks in (2, 8, 64))
+    assert all(roofline.sent_bytes(DSV3, "gather, NCCL", ranks) == FP8_ROW + 4 * 7168 for ranks in (2, 8, 64))
     # Over all ranks as many bfloat16 rows as a token has experts; as many tokens go out as a rank has an expert of.
     for ranks in (2, 8, 64):
         needed = (roofline.sent_bytes(DSV3, "all_to_all, eager", ranks)) / (FP8_ROW + 4 * 7168)
         found = torch.rand(20000, 256, generator=torch.Generator().manual_seed(ranks)).topk(8).indices
         assert needed == pytest.approx(float((found < 256 // ranks).any(1).double().mean()), rel=0.05)
+        stored = roofline.sent_bytes(DSV3, "gather", ranks)
+        assert stored == pytest.approx(needed * (FP8_ROW - ROUTING + 4 * 7168) + ROUTING)
         exact = roofline.sent_bytes(DSV3, "all_to_all, exact, eager", ranks)
         assert ranks * (exact - needed * FP8_ROW) == pytest.approx(8 * 2 * 7168)
 
@@ -306,8 +309,10 @@ def test_predictions_add_up_experts_latency_and_bytes():
     local = {key[:2]: us for key, us in found.items() if key[2] == "local"}
     assert local[8, 4096] == pytest.approx(3600, rel=0.2) and local[64, 1] < local[8, 1] < 100
     a_token = (700 - 10) / 4095  # us, of its bytes to one rank: what 4096 tokens take longer than one
+    fewer = roofline.sent_bytes(DSV3, "gather", 8) / roofline.sent_bytes(DSV3, "gather", 2)
+    assert 0.6 < fewer < 0.7
     for tokens in (1, 4096):
-        beyond = 10 - a_token + 7 * tokens * a_token
+        beyond = 10 - a_token + 7 * tokens * a_token * fewer
         assert found[8, tokens, "gather"] - local[8, tokens] == pytest.approx(beyond)
     over_network = 56 * 4096 * (FP8_ROW + 4 * 7168) / 45e3
     assert found[64, 4096, "gather"] - local[64, 4096] == pytest.approx(40 + 2 * 20 + over_network, rel=1e-3)
