@@ -34,6 +34,7 @@ from benchmarks import command, timing
 from benchmarks.report import Threshold, format_table, select
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.layers.parameters import local
 
 BANDWIDTH = 4.2e12  # bytes a second: a copy on the H200 (docs/kernel-notes.md)
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (64, 8192))
@@ -83,18 +84,18 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def step_bytes(model: Any, prompts: Tensor, cached: float) -> int:
-    """Bytes that a step after these prompts must read; cached: of keys and values."""
+    """Bytes that this rank must read for a step after these prompts; cached: of keys and values."""
     hit = experts_hit(model, prompts)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    total = sum(p.nbytes for p in model.parameters() if p is head or p is not embedding)
+    total = sum(local(p).nbytes for p in model.parameters() if p is head or p is not embedding)
     for module, used in hit.items():
-        experts = [p for p in module.parameters() if p.dim() == 3]
-        total -= sum(int(p.nbytes * (1 - used / p.shape[0])) for p in experts)
+        experts = [local(p) for p in module.parameters() if p.dim() == 3]
+        total -= sum(int(p.nbytes * (1 - used / len(p))) for p in experts)
     return total + int(cached)
 
 
 def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
-    """How many experts of each module the first step after the prompts uses."""
+    """How many experts of each module, of those that this rank has, the first step after the prompts uses."""
     found: dict[nn.Module, Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(lambda module, inputs: found.update({module: inputs[1]}))
@@ -105,7 +106,17 @@ def experts_hit(model: Any, prompts: Tensor) -> dict[nn.Module, int]:
         model(prompts[:, -1:], use_cache=False)
     for hook in hooks:
         hook.remove()
-    return {module: len(indices.unique()) for module, indices in found.items()}
+    return {
+        module: sum(index in _experts_here(module) for index in used.unique().tolist())
+        for module, used in found.items()
+    }
+
+
+def _experts_here(module: nn.Module) -> range:
+    count = len(local(module.down_proj))
+    parallel = getattr(module, "parallel", None)
+    first = 0 if parallel is None else parallel.rank * count
+    return range(first, first + count)
 
 
 def shares(replay: Callable[[], object]) -> tuple[int, dict[str, float]]:

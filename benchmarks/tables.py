@@ -1,7 +1,8 @@
-"""The figures of README.md, docs/experts.md and docs/mqa.md: `python -m benchmarks.tables` writes them.
+"""The figures of README.md and of pages in docs/: `python -m benchmarks.tables` writes them.
 
 Ratios to DeepGEMM and cuBLAS are of medians of one run, benchmarks/baselines/same_run.json, bold where we are slower.
-The rest is from validation/h200.json. The tables stand between BEGIN and END in their file; a test keeps them as these
+The rest is from validation/h200.json, of two GPUs from h200_x2.json beside it: where that is not there, what is written
+stays. The tables stand between BEGIN and END in their file; a test keeps them as these
 two have them.
 """
 
@@ -11,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import baselines
-from benchmarks.mqa import TFLOPS
 from benchmarks.report import geomean, select
+from benchmarks.roofline import NODE, least_us, predicted
 
 ROOT = Path(__file__).parent.parent
 VALIDATION = ROOT / "validation" / "h200.json"
+TWO_GPUS = VALIDATION.with_name("h200_x2.json")
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
 
 
@@ -233,22 +235,6 @@ def readme(benchmarks: dict) -> str:
     return "\n".join([gemm(), grouped_gemm(), layer, index_scores(), passes, model, others(benchmarks)])
 
 
-def least_us(model: baselines.Model, tokens: int, active: int) -> list[float]:
-    """Of permute, GEMM 1, GEMM 2 and combine: the larger of bytes at a copy's rate and operations at TFLOPS."""
-    hidden, intermediate, _, top_k = model
-    rows, fp8 = tokens * top_k, 1 + 4 / 128  # bytes of an E4M3 value with its share of a 1x128 scale
-    weight = hidden * intermediate * active * (1 + 4 / 128**2)
-    moved = (
-        2 * tokens * hidden + fp8 * rows * hidden,
-        2 * weight + fp8 * rows * (hidden + intermediate),
-        weight + rows * (fp8 * intermediate + 2 * hidden),
-        2 * (rows + tokens) * hidden,
-    )
-    flops = (0, 4 * rows * hidden * intermediate, 2 * rows * hidden * intermediate, 0)
-    pairs = zip(moved, flops, strict=True)
-    return [max(size / baselines.copy_tbps(), work / TFLOPS) / 1e6 for size, work in pairs]
-
-
 def roofline(benchmarks: dict) -> str:
     rows = []
     for case in baselines.cases("experts"):
@@ -294,22 +280,94 @@ def mqa(benchmarks: dict) -> str:
     )
 
 
-FILES: dict[str, Callable[[dict], str]] = {"README.md": readme, "docs/experts.md": roofline, "docs/mqa.md": mqa}
+def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
+    """A line for each number of tokens, a column for each of `names` that was measured: us, and over `local`."""
+    us = {(row["tokens"], row["method"]): row["us"] for row in rows}
+    names = {name: shown for name, shown in names.items() if name in {method for _, method in us}}
+
+    def cell(tokens: int, name: str) -> str:
+        if (tokens, name) not in us:
+            return ""
+        ratio = us[tokens, name] / us[tokens, "local"]
+        return f"{us[tokens, name]:.0f}" + ("" if name in ("local", "one_gpu") else f" ({ratio:.2f})")
+
+    lines = ([str(tokens), *(cell(tokens, name) for name in names)] for tokens in sorted({tokens for tokens, _ in us}))
+    return table((title, *names.values()), lines)
 
 
-def with_tables(text: str, tables: str) -> str:
-    """The text of a file, with these tables between its marks. ValueError unless it has each mark once."""
+def others_of_two(rows: Sequence[dict]) -> str:
+    layers = [row for row in select(rows, "layer") if "equal" in row]
+    rounded, exact = ([row["equal"] for row in layers if ("exact" in row["method"]) == kind] for kind in (False, True))
+    lines = [
+        ("values equal to one GPU's, the least of all methods", f"{min(rounded):.4%}"),
+        ("the same, `exact=True`", f"{min(exact):.4%}"),
+    ]
+    lines += [
+        (f"scratch memory, {row['tokens']} tokens a rank, over that of its even share", f"{row['over_share']:.2f}")
+        for row in select(rows, "scratch")
+    ]
+    lines += [
+        (
+            f"training, {row['method']}, {row['tokens']} tokens a rank, forward and backward, over the experts alone",
+            f"{row['over_local']:.2f}",
+        )
+        for row in select(rows, "training")
+        if row["method"] != "local"
+    ]
+    lines += [
+        (
+            f"a step of {row['model']}, batch {row['batch']} in all: two GPUs, one GPU",
+            f"{row['ms']:.1f} ms, {row['one_gpu_ms']:.1f} ms ({row['over_one_gpu']:.2f})",
+        )
+        for row in select(rows, "decode")
+    ]
+    return table(("two GPUs", ""), lines)
+
+
+def distributed(benchmarks: dict) -> str | None:
+    if "distributed" not in benchmarks:
+        return None
+    rows = benchmarks["distributed"]["rows"]
+    sent = {"gather": "gather", "all_to_all, eager": "all_to_all", "all_to_all, exact, eager": "exact"}
+    alone = {"local": "experts alone"}
+    measured = {"one_gpu": "all on one GPU", **alone, "gather": "gather", "gather, NCCL": "over NCCL"}
+    measured |= {"replicated": "replicated, all tokens"} | sent
+    parts = [by_method("2 GPUs, tokens a rank", select(rows, "layer"), measured), others_of_two(rows)]
+    found = predicted(rows, baselines.MODELS["dsv3"])
+    for ranks in sorted({row["ranks"] for row in found}):
+        shown = alone | sent | ({} if ranks <= NODE else {"gather": "gather, NCCL"})
+        title = f"{ranks} GPUs, predicted"
+        parts.append(by_method(title, [row for row in found if row["ranks"] == ranks], shown))
+    return "\n".join(parts)
+
+
+FILES: dict[str, Callable[[dict], str | None]] = {
+    "README.md": readme,
+    "docs/experts.md": roofline,
+    "docs/mqa.md": mqa,
+    "docs/distributed.md": distributed,
+}
+
+
+def stored() -> dict[str, dict]:
+    """The results of the benchmarks by their names."""
+    several = {"distributed": json.loads(TWO_GPUS.read_text())} if TWO_GPUS.exists() else {}
+    return json.loads(VALIDATION.read_text())["benchmarks"] | several
+
+
+def with_tables(text: str, tables: str | None) -> str:
+    """The text of a file, with these tables between its marks, or those it has. ValueError unless it has each once."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end) or BEGIN in rest or END in before + after:
         raise ValueError(f"expected {BEGIN.strip()!r} and then {END.strip()!r}, once each")
-    return before + begin + tables + end + after
+    return text if tables is None else before + begin + tables + end + after
 
 
 def main() -> None:
     description = f"write the figures of {', '.join(FILES)}"
     argparse.ArgumentParser(prog="python -m benchmarks.tables", description=description).parse_args()
-    benchmarks = json.loads(VALIDATION.read_text())["benchmarks"]
+    benchmarks = stored()
     for name, tables in FILES.items():
         path = ROOT / name
         path.write_text(with_tables(path.read_text(encoding="utf-8"), tables(benchmarks)), encoding="utf-8")

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,6 +114,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def balance(self, rate: float) -> None:
         load = self.load.float()
+        if dist.is_initialized():
+            dist.all_reduce(load)
         self.bias += rate * (load.mean() - load).sign()
 
 

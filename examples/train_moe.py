@@ -1,7 +1,7 @@
 """Trains a small mixture-of-experts language model twice, in bfloat16 and in FP8: `python examples/train_moe.py`.
 
 Both runs start from the same float32 weights and see the same batches in the same order; see examples/README.md. In the
-directory --out they leave bf16.pt and fp8.pt, to resume from, and once both are done losses.json and losses.png.
+directory --out they leave bf16/ and fp8/, to resume from, and once both are done losses.json and losses.png.
 """
 
 import argparse
@@ -21,9 +21,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import loss_report
 import python_text
+import run_state
 import torch
-from loss_report import Result, replacing
+from loss_report import Result
 from moe_model import Config, LanguageModel, MoE
+from processes import Processes, start
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -166,78 +168,86 @@ def stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def restore(path: Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The checkpoint. SystemExit if it is of a run with other settings."""
-    state = torch.load(path, map_location=device, weights_only=True)
-    if state["settings"] != settings:
-        different = [key for key, value in settings.items() if state["settings"].get(key) != value]
+def check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """SystemExit if the checkpoint is of a run with other settings."""
+    found = run_state.read(path, {"settings": dict.fromkeys(settings)})["settings"]
+    different = [key for key, value in settings.items() if found[key] != value]
+    if different:
         raise SystemExit(f"{path} is of a run with another {', '.join(different)}: start anew without --resume")
-    return state
 
 
 def train(
-    label: str, preset: Preset, settings: dict[str, Any], text: python_text.Text, path: Path, *, resume: bool
+    label: str,
+    preset: Preset,
+    settings: dict[str, Any],
+    text: python_text.Text,
+    directory: Path,
+    processes: Processes,
+    *,
+    resume: bool,
 ) -> Result:
-    """Runs the steps that are left, saving to `path` every SAVE_EVERY steps, when it is interrupted, and at the end.
+    """Runs the steps that are left, saving to `directory` every SAVE_EVERY, when it is interrupted, and at the end.
 
-    Raises Interrupted after the step in which an interrupt or a request to terminate came.
+    Each process takes its part of every batch. Raises Interrupted after the step in which an interrupt or a request to
+    terminate came to one of them.
     """
     steps, device = settings["steps"], text.train.device
     model = make_model(label, preset, settings["seed"], device)
+    processes.shard(model, model.blocks)
     optimizer = make_optimizer(model, preset.learning_rate)
     starts = draw_starts(text.train, steps, preset, settings["seed"])
     losses = torch.zeros(steps, device=device)  # on the device: reading one on the host would wait for its step
     watch = Stopwatch(device)
     first = 0
-    if resume and path.exists():
-        state = restore(path, settings, device)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first, watch.steps, watch.seconds = state["step"], state["timed_steps"], state["seconds"]
-        losses[:first] = state["losses"]
+    path = run_state.latest(directory) if resume else None
+    if path is not None:
+        check_settings(path, settings)
+        progress = run_state.read(path, {"step": 0, "timed_steps": 0, "seconds": 0.0, "losses": losses})
+        first, watch.steps, watch.seconds = progress["step"], progress["timed_steps"], progress["seconds"]
+        run_state.load(path, model, optimizer)
     model.train()
-    with stop_requests() as stop, tqdm(total=steps, initial=first, desc=label, unit="step", disable=None) as bar:
+    quiet = True if processes.rank else None
+    with stop_requests() as stop, tqdm(total=steps, initial=first, desc=label, unit="step", disable=quiet) as bar:
         for step in range(first, steps):
             if step == first + UNTIMED_STEPS:
                 watch.resume(step)
             factor = schedule(step, steps)
             for group in optimizer.param_groups:
                 group["lr"] = factor * preset.learning_rate
-            loss = model(python_text.windows(text.train, starts[step], preset.model.sequence + 1))
+            loss = model(python_text.windows(text.train, processes.part(starts[step]), preset.model.sequence + 1))
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
             model.balance(factor * BALANCE_RATE)
-            losses[step] = loss.detach()
+            losses[step] = processes.mean(loss.detach())
             done = step + 1
             bar.update()
             if done % SHOW_EVERY == 0 and not bar.disable:
                 bar.set_postfix(loss=f"{losses[done - SHOW_EVERY : done].mean().item():.3f}")
-            if stop or done % SAVE_EVERY == 0 or done == steps:
+            stopping = processes.any(bool(stop))
+            if stopping or done % SAVE_EVERY == 0 or done == steps:
                 timed = watch.pause(done)
-                state = {"settings": settings, "step": done, "timed_steps": watch.steps, "seconds": watch.seconds}
-                state |= {"losses": losses[:done].clone()}
-                state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                with replacing(path) as temporary:
-                    torch.save(state, temporary)
+                progress = {"settings": settings, "step": done, "timed_steps": watch.steps, "seconds": watch.seconds}
+                run_state.save(directory, done, progress | {"losses": losses}, model, optimizer)
                 if timed:
                     watch.resume(done)
-            if stop and done < steps:
+            if stopping and done < steps:
                 raise Interrupted(f"{label} stopped after {done} of {steps} steps; --resume continues")
     tokens = watch.steps * preset.batch * preset.model.sequence
     speed = tokens / watch.seconds if watch.steps else None
-    return Result(losses.tolist(), validate(model, text.validation, preset), speed)
+    return Result(losses.tolist(), validate(model, text.validation, preset, processes), speed)
 
 
 @torch.no_grad()
-def validate(model: nn.Module, text: Tensor, preset: Preset) -> float:
+def validate(model: nn.Module, text: Tensor, preset: Preset, processes: Processes) -> float:
     """Mean loss of evenly spaced sequences of the text."""
     model.eval()
     length = preset.model.sequence + 1
     starts = torch.linspace(0, len(text) - length, VALIDATION_BATCHES * preset.batch, device=text.device).long()
-    losses = [model(python_text.windows(text, part, length)) for part in starts.split(preset.batch)]
-    return torch.stack(losses).mean().item()
+    parts = map(processes.part, starts.split(preset.batch))
+    losses = [model(python_text.windows(text, part, length)) for part in parts]
+    return processes.mean(torch.stack(losses).mean()).item()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -247,6 +257,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", choices=PRESETS, help="default: small on a GPU, tiny on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("train_moe"), metavar="DIR")
+    parser.add_argument(
+        "--ep", type=int, default=1, metavar="N", help="processes, started by torchrun, to share the experts"
+    )
     parser.add_argument("--resume", action="store_true", help="continue the runs that --out holds")
     args = parser.parse_args(argv)
     if args.steps < 1:
@@ -254,8 +267,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
         raise SystemExit("--device cuda, but PyTorch finds no usable GPU here: use --device cpu")
-    device = torch.device("cuda" if has_gpu and args.device != "cpu" else "cpu")
-    name = args.preset or ("small" if device.type == "cuda" else "tiny")
+    kind = "cuda" if has_gpu and args.device != "cpu" else "cpu"
+    name = args.preset or ("small" if kind == "cuda" else "tiny")
+    preset = PRESETS[name]
+    if args.ep < 1 or preset.batch % args.ep or preset.model.experts % args.ep:
+        parser.error(
+            f"--ep is {args.ep}; it must divide the batch of {preset.batch} and the {preset.model.experts} experts"
+        )
+    processes, device = start(args.ep, kind)
     # A resumed run repeats what an uninterrupted one does to the last bit.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -265,14 +284,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     results = {}
     for label in LABELS:
-        path = args.out / f"{label}.pt"
+        directory = args.out / label
         try:
-            results[label] = train(label, PRESETS[name], settings, text, path, resume=args.resume)
+            results[label] = train(label, preset, settings, text, directory, processes, resume=args.resume)
         except Interrupted as interrupted:
-            print(interrupted)
+            if processes.rank == 0:
+                print(interrupted)
             return 1
+    if processes.rank:
+        return 0
     about = {
-        "config": asdict(PRESETS[name]),
+        "config": asdict(preset),
+        "processes": processes.world,
         "text": {"files": text.files, "train_bytes": len(text.train), "validation_bytes": len(text.validation)},
         "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
         "python": platform.python_version(),

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from tests import docs_commands
+from tests.processes import WITHOUT_MULTICAST
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -135,4 +136,4 @@ def _environment(folder: Path) -> dict[str, str]:
     settings["OMP_NUM_THREADS"] = "1"
     if torch.cuda.device_count() < 2:
         settings["CUDA_VISIBLE_DEVICES"] = ""  # two processes cannot share a GPU
-    return os.environ | settings
+    return os.environ | WITHOUT_MULTICAST | settings

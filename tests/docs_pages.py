@@ -103,6 +103,7 @@ def check_finetuning(names):
 def check_distributed(names):
     from transformers import AutoModelForCausalLM
 
+    assert names["results"].any() and torch.equal(names["results"], names["again"])
     trained = AutoModelForCausalLM.from_pretrained("trained").state_dict()
     before = AutoModelForCausalLM.from_pretrained(MODEL).state_dict()
     assert before.keys() == trained.keys()

@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8moe.kernels.experts import experts_partial
 from fp8moe.layers.experts import GroupedExperts
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import quantize_128x128
 
 VARIANTS = {
     "plain": {},
@@ -30,6 +33,32 @@ def make_trained(num_experts=4, hidden_size=144, intermediate_size=96, seed=0, m
     torch.manual_seed(seed)
     sizes = dict(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
     return GroupedExperts(**sizes, dtype=torch.float32, master_dtype=master_dtype, **options)
+
+
+def weights_of(layer, start=0, end=None):
+    """The FP8 weights of frozen experts [start, end)."""
+    up, up_scale, down, down_scale = (getattr(layer, name)[start:end] for name in layer.weight_names)
+    return FP8Tensor(up, up_scale), FP8Tensor(down, down_scale)
+
+
+def quantized_weights(layer):
+    """The FP8 copies of masters, gate and up apart."""
+    up = quantize_128x128(getattr(layer, layer.up_name).detach().unflatten(1, (-1, layer.intermediate_size)))
+    return FP8Tensor(*(part.flatten(1, 2) for part in up)), quantize_128x128(layer.down_proj.detach())
+
+
+def part(layer, x, index, weights, start, end, **options):
+    """What experts [start, end) add to the layer's result."""
+    form = {"activation": layer.activation, "num_experts": layer.num_experts, "row_dtype": torch.bfloat16}
+    return experts_partial(x, index, weights, *weights_of(layer, start, end), first_expert=start, **form | options)
+
+
+def in_order(parts):
+    """Their sum, the first ones first."""
+    total = torch.zeros_like(parts[0])
+    for value in parts:
+        total = total + value
+    return total
 
 
 class MLP(nn.Module):

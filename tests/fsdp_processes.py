@@ -1,11 +1,9 @@
-"""Two processes on the CPU for the FSDP2 tests, and what they compare with unsharded layers."""
+"""Layers sharded by FSDP2 in two processes on the CPU, and what they are compared with: unsharded layers."""
 
-import socket
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -87,20 +85,3 @@ def train(sharded, plain, optimizers, data, targets, *, steps, limit, quantized)
         for optimizer in optimizers:
             optimizer.step()
     return losses
-
-
-def _run(rank, port, work):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
-    try:
-        work()
-    finally:
-        dist.destroy_process_group()
-
-
-def in_processes(work):
-    """Calls work(), a function of a module, in WORLD processes of one group."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_run, (port, work), nprocs=WORLD)

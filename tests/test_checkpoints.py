@@ -195,46 +195,6 @@ def test_model_on_meta(tmp_path, saved):
         save_fp8_checkpoint(model, tmp_path / "new")
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    """A process group of this process alone."""
-    if not torch.distributed.is_available():
-        pytest.skip("needs torch.distributed")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_sharded_model(tmp_path, saved, one_process):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    write(tmp_path / "saved", saved[1])
-    model = Model()
-    load_fp8_checkpoint(model, tmp_path / "saved")
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(
-        ValueError, match=r"^model: is sharded \(DTensor\): embed_tokens\.weight, .*get_model_state_dict"
-    ):
-        save_fp8_checkpoint(model, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-    unsharded = Model()
-    unsharded.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
-    save_fp8_checkpoint(unsharded, tmp_path / "new")
-    same(read(tmp_path / "new"), saved[1])
-
-    before = {name: value.full_tensor().clone() for name, value in model.named_parameters()}
-    write(tmp_path / "other", {name: torch.ones_like(value) for name, value in saved[1].items()})
-    with pytest.raises(CheckpointError) as error:
-        load_fp8_checkpoint(model, tmp_path / "other")
-    assert error.value.problems == [
-        f"{name}: sharded (a DTensor); load the checkpoint before fully_shard" for name in before
-    ]
-    same({name: value.full_tensor() for name, value in model.named_parameters()}, before)
-
-
 def refused_on_meta(directory, model):
     with pytest.raises(CheckpointError) as error:
         load_fp8_checkpoint(model, directory)

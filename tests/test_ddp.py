@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
-from tests.fsdp_processes import WORLD, close, in_processes
+from tests.fsdp_processes import WORLD, close
+from tests.processes import in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 

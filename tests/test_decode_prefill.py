@@ -72,12 +72,12 @@ def test_a_model_that_forgets_between_chunks_reads_prompts_in_one_piece():
 GPU, GIB = torch.device("cuda"), 2**30
 
 
-def columns(monkeypatch, free, batch=1, end=100_000, mask=False, **changes):
+def columns(monkeypatch, free, batch=1, end=100_000, mask=False, ranks=1, **changes):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     config = transformers.AutoConfig.for_model("qwen3_moe", **changes)
-    return chunks.columns_at_a_time(config, batch, end, GPU, torch.bfloat16, mask)
+    return chunks.columns_at_a_time(config, batch, end, GPU, torch.bfloat16, mask, ranks)
 
 
 def test_chunks_follow_the_memory(monkeypatch):
@@ -87,6 +87,7 @@ def test_chunks_follow_the_memory(monkeypatch):
     some = [columns(monkeypatch, free * GIB) for free in (0, 0.25, 0.5, 1)]
     assert chunks.LEAST_COLUMNS == some[0] < some[1] < some[2] < some[3] < chunks.MOST_TOKENS
     assert columns(monkeypatch, GIB, hidden_size=8192) < some[3]
+    assert columns(monkeypatch, GIB, ranks=8) < columns(monkeypatch, GIB, ranks=2) < some[3]
     assert columns(monkeypatch, GIB, end=10_000, mask=True) < columns(monkeypatch, GIB, end=10_000)
     assert chunks.columns_at_a_time(transformers.AutoConfig.for_model("llama"), 1, 77, CPU, torch.float32, True) == 77
 

@@ -164,10 +164,9 @@ def test_every_source_is_covered(kernels, one_of_each):
 
 def test_every_operator_is_covered(recorded):
     defined = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fp8moe::")}
-    # One raises, one is that of compiled graphs and quantizes as eager code does, and projection, where something has
-    # imported it, launches what linear launches behind its quantizer.
+    # One raises, the other is that of compiled graphs and quantizes as eager code does.
     others = {"fp8moe::no_backward", "fp8moe::quantized_master"}
-    assert others <= defined - set(recorded["operators"]) <= others | {"fp8moe::projection"}
+    assert defined - set(recorded["operators"]) == others
 
 
 def test_calls_launch_what_they_are_made_for(recorded):

@@ -3,7 +3,6 @@ environment variables. Their code blocks run in tests/test_docs_examples.py.
 """
 
 import ast
-import json
 import re
 from dataclasses import fields
 from importlib import import_module, util
@@ -113,7 +112,7 @@ def test_commands_exist(page):
 
 @pytest.mark.parametrize("name", tables.FILES)
 def test_figures_are_those_of_the_stored_files(name):
-    benchmarks = json.loads(tables.VALIDATION.read_text())["benchmarks"]
+    benchmarks = tables.stored()
     text = (ROOT / name).read_text(encoding="utf-8")
     assert tables.with_tables(text, tables.FILES[name](benchmarks)) == text, "run python -m benchmarks.tables"
 
@@ -121,6 +120,7 @@ def test_figures_are_those_of_the_stored_files(name):
 def test_tables_need_their_place():
     text = f"a\n{tables.BEGIN}old\n{tables.END}b\n"
     assert tables.with_tables(text, "new\n") == text.replace("old", "new")
+    assert tables.with_tables(text, None) == text
     for wrong in ("a\n", tables.BEGIN, tables.END + tables.BEGIN, text + text):
         with pytest.raises(ValueError, match="once each"):
             tables.with_tables(wrong, "new\n")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from fp8moe import FP8Linear, GroupedExperts
+from tests.processes import free_port
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -24,6 +26,8 @@ from train_moe import PRESETS  # noqa: E402
 TINY = PRESETS["tiny"]
 STEPS = 8
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 @pytest.fixture(autouse=True)
 def usual_algorithms():
@@ -34,10 +38,15 @@ def usual_algorithms():
 
 @pytest.fixture
 def short_text(monkeypatch):
+    shorten(monkeypatch)
+
+
+def shorten(patch):
+    """Less text to train on and to validate with."""
     text = python_text.load()
     text = text._replace(train=text.train[: 1 << 20], validation=text.validation[: 1 << 16])
-    monkeypatch.setattr(python_text, "load", lambda: text)
-    monkeypatch.setattr(train_moe, "VALIDATION_BATCHES", 2)
+    patch.setattr(python_text, "load", lambda: text)
+    patch.setattr(train_moe, "VALIDATION_BATCHES", 2)
 
 
 def run(directory, *options):
@@ -82,11 +91,44 @@ def test_an_interrupted_run_resumes_to_the_same_losses(tmp_path, monkeypatch, ca
     assert fp8 != bf16 and fp8 == pytest.approx(bf16, rel=5e-3)
     assert expected["ratio"] == pytest.approx(1, abs=5e-3)
     assert (whole / "losses.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in parts.iterdir()} == {"bf16.pt", "fp8.pt", "losses.json", "losses.png"}
+    assert {path.name for path in parts.iterdir()} == {"bf16", "fp8", "losses.json", "losses.png"}
+    assert [path.name for path in (parts / "fp8").iterdir()] == [f"step-{STEPS:08}"]
     assert "FP8 against bf16" in capsys.readouterr().out
 
     with pytest.raises(SystemExit, match="another seed"):
         run(parts, "--resume", "--seed", "1")
+
+
+def go_on(rank, port, directory):
+    """One of two processes, as torchrun starts them."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    shorten(pytest.MonkeyPatch())
+    assert run(directory, "--ep", "2", "--resume") == 0
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_two_processes_that_share_the_experts_train_as_one_does(tmp_path, monkeypatch, short_text):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(whole) == 0
+    with monkeypatch.context() as patched:  # one process begins with bf16, two go on, and make FP8 from the start
+        interrupt_at(patched, 3)
+        assert run(parts, "--resume") == 1
+    torch.multiprocessing.spawn(go_on, (free_port(), parts), nprocs=2)
+    expected, found = (json.loads((directory / "losses.json").read_text()) for directory in (whole, parts))
+    assert (expected["processes"], found["processes"]) == (1, 2)
+    bf16, fp8 = (found["runs"][label]["losses"] for label in ("bf16", "fp8"))
+    assert bf16[:3] == expected["runs"]["bf16"]["losses"][:3] and bf16[3:] != expected["runs"]["bf16"]["losses"][3:]
+    assert bf16[-1] != fp8[-1]
+    for label in ("bf16", "fp8"):
+        ours, theirs = found["runs"][label], expected["runs"][label]
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
+        assert ours["validation"] == pytest.approx(theirs["validation"], rel=1e-3)
+    assert run(parts, "--resume") == 0  # one process has what two have saved
+    again = json.loads((parts / "losses.json").read_text())
+    for label in ("bf16", "fp8"):
+        assert again["runs"][label]["losses"] == found["runs"][label]["losses"]
+        assert again["runs"][label]["validation"] == pytest.approx(found["runs"][label]["validation"], rel=1e-4)
 
 
 def test_fp8_has_the_parameters_of_bf16():
@@ -204,7 +246,7 @@ def test_losses_are_compared_by_the_mean_of_the_last_tenth():
     assert lines[3].endswith("+0.250%")
 
 
-@pytest.mark.parametrize("options", [["--steps", "0"], ["--device", "cuda"]])
+@pytest.mark.parametrize("options", [["--steps", "0"], ["--device", "cuda"], ["--ep", "3"], ["--ep", "2"]])
 def test_bad_options_end_with_a_sentence(tmp_path, monkeypatch, options):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):

@@ -11,10 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe.kernels.activation import FUNCTIONS, Activation
-from fp8moe.kernels.experts import training as kernels
+from fp8moe.kernels.experts import trained_rows as kernels
 from fp8moe.kernels.experts.activation_backward import activation_backward
+from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
+from fp8moe.quant.formats import FP8Tensor
 from tests import experts_cases
 from tests.compilers import INDUCTOR
 from tests.errors import relative_error
@@ -395,7 +398,7 @@ def kept_bytes(layer, x, index, weights):
     """Bytes of the tensors that autograd saves, but for parameters, FP8 weights and routing weights."""
     left_out = {value.untyped_storage().data_ptr() for value in (*layer.parameters(), weights)}
     if layer.trainable:
-        left_out |= {value.untyped_storage().data_ptr() for copy in layer._quantized() for value in copy}
+        left_out |= {value.untyped_storage().data_ptr() for copy in layer.local_weights()[:2] for value in copy}
     kept = {}
 
     def pack(value):
@@ -724,20 +727,127 @@ def test_decode_capacity_is_for_calls_without_gradients(monkeypatch):
     assert given == [64]
 
 
+@pytest.mark.parametrize("share", [(0, None, None, None), (2, 9, 70, torch.float32)])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("variant", ["plain", "gelu"])
-def test_opcheck(variant, frozen):
+def test_opcheck(variant, frozen, share):
     layer = make(hidden_size=131, **VARIANTS[variant])
     x, index, weights, _ = inputs(hidden=131, dtype=torch.float32)
-    up, down = layer._quantized()
+    up, down, *_ = layer.local_weights()
     trained = (None, None) if frozen else (layer.gate_up_proj, layer.down_proj)
-    activation = layer.activation
+    form = (layer.activation.name, True, None, None)
     # Schema checks compare inputs with kernels that PyTorch lacks for float8.
     torch.library.opcheck(
         torch.ops.fp8moe.experts_training.default,
-        (x.requires_grad_(), index, weights.requires_grad_(), *up, *down, *trained, activation.name, True, None, None),
+        (x.requires_grad_(), index, weights.requires_grad_(), *up, *down, *trained, *form, *share),
         test_utils=("test_autograd_registration", "test_faketensor"),
     )
+
+
+# A rank's share of the experts.
+
+
+def share(layer, start, end, x, index, weights, grad, **options):
+    """The result of experts [start, end), and gradients by name."""
+    up, down, *_ = layer.local_weights()
+    up, down = (FP8Tensor(*(part[start:end] for part in weight)) for weight in (up, down))
+    masters = [value.detach()[start:end].requires_grad_() for value in (layer.gate_up_proj, layer.down_proj)]
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    out = experts_training(
+        *(x, index, weights, up, down),
+        **{"activation": layer.activation, "up_master": masters[0], "down_master": masters[1]},
+        **{"first_expert": start, "num_experts": layer.num_experts, "out_dtype": torch.float32} | options,
+    )
+    grads = torch.autograd.grad(out, (x, weights, *masters), grad.to(out.dtype))
+    return out.detach(), dict(zip(("x", "routing", "up", "down"), grads, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(144, 96), (131, 77)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+def test_shares_add_up_to_the_layer(variant, dtype, sizes):
+    layer = make(6, *sizes, **VARIANTS[variant])
+    arguments = inputs(40, 6, 3, sizes[0], dtype)
+    index = arguments[1]
+    expected, whole = backward(layer, *arguments)
+    total, d_x = torch.zeros(40, sizes[0]), torch.zeros(40, sizes[0])
+    for start in (0, 2, 4):
+        local = (index >= start) & (index < start + 2)
+        out, grads = share(layer, start, start + 2, *arguments, num_rows=int(local.sum()))
+        assert out.dtype == torch.float32 and grads["x"].dtype == dtype
+        total, d_x = total + out, d_x + grads["x"].float()
+        for name in ("up", "down"):
+            assert torch.equal(grads[name], whole[name][start : start + 2]), name
+        assert torch.equal(grads["routing"], torch.where(local, whole["routing"], 0))
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(total.to(dtype), expected, rtol=step, atol=1e-6)
+    torch.testing.assert_close(d_x, whole["x"].float(), rtol=0, atol=2 * step * whole["x"].abs().max().item())
+
+
+def test_sums_are_not_rounded_with_a_wider_out_dtype():
+    layer, arguments = make(), inputs()
+    narrow, expected = share(layer, 0, 4, *arguments, out_dtype=None)
+    wide, grads = share(layer, 0, 4, *arguments)
+    assert narrow.dtype == torch.bfloat16 and torch.equal(wide.bfloat16(), narrow)
+    assert not torch.equal(wide, wide.bfloat16().float())
+    equal(grads, expected)
+
+
+def test_assignments_beyond_the_rows_add_nothing():
+    layer = make()
+    x, index, weights, grad = inputs()
+    kept = sort_by_expert(index, 3, first_expert=1, num_rows=25).rows >= 0
+    assert 0 < kept.sum() == 25 < (index >= 1).sum()
+    got, grads = share(layer, 1, 4, x, index, weights, grad, num_rows=25)
+    out, expected = share(layer, 1, 4, x, torch.where(kept, index, -1), weights, grad)
+    assert torch.equal(got, out)
+    equal(grads, expected)
+
+
+def test_memory_kept_is_that_of_the_rows(monkeypatch):
+    layer, arguments = make(), inputs()
+    found = []
+    multiply = kernels.grouped_rows
+    monkeypatch.setattr(
+        kernels, "grouped_rows", lambda a, *rest, **options: found.append(len(a.data)) or multiply(a, *rest, **options)
+    )
+    share(layer, 0, 2, *arguments, num_rows=60)
+    assert found == [60] * 4
+
+
+def test_tiles_are_chosen_for_the_rows_of_a_share(monkeypatch):
+    found = []
+    multiply = kernels.grouped_rows
+    monkeypatch.setattr(
+        kernels, "grouped_rows", lambda *a, **options: found.append(options["whole"]) or multiply(*a, **options)
+    )
+    share(make(), 0, 2, *inputs(), num_experts=16)
+    assert found == [(80, 16)] * 4
+    layer = make()
+    backward(layer, *inputs())
+    assert found[4:] == [(80, len(layer.down_proj))] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "exception", "message"),
+    [
+        (
+            {"num_experts": 3},
+            ValueError,
+            "^first_expert: expected that the 2 experts here are among 3 from 0 on, got 2",
+        ),
+        ({"first_expert": -1}, ValueError, "^first_expert: .* got -1"),
+        ({"num_rows": -1}, ValueError, "^num_rows: expected 0 to"),
+        (
+            {"out_dtype": torch.float64},
+            TypeError,
+            "^out_dtype: expected bfloat16, float16 or float32, got torch.float64",
+        ),
+    ],
+)
+def test_bad_share(options, exception, message):
+    with pytest.raises(exception, match=message):
+        share(make(), 2, 4, *inputs(), **options)
 
 
 # Bad input.
@@ -770,11 +880,11 @@ def test_bad_input(change, exception, message):
 
 def test_bad_master():
     layer = make()
-    up, down = layer._quantized()
+    up, down, *_ = layer.local_weights()
     x, index, weights, _ = inputs()
     for name in ("up_master", "down_master"):
         with pytest.raises(ValueError, match=rf"^{name}: expected shape \(4, .* like the FP8 weight, got \(4, 3\)"):
-            kernels.experts_training(
+            experts_training(
                 x,
                 index,
                 weights,

@@ -9,7 +9,8 @@ from torch import nn
 
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear
-from tests.fsdp_processes import WORLD, close, in_processes, quantizations, shard, train
+from tests.fsdp_processes import WORLD, close, quantizations, shard, train
+from tests.processes import in_processes
 
 MICRO_BATCHES = 2
 

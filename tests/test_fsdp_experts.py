@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fp8moe.layers.experts import GroupedExperts
-from tests.fsdp_processes import WORLD, close, in_processes, shard, train
+from tests.fsdp_processes import WORLD, close, shard, train
+from tests.processes import in_processes
 
 MICRO_BATCHES = 2
 

@@ -304,17 +304,17 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
         grouped_gemm_masked([t.unflatten(0, (2, 11)) for t in odd_a], odd_b, odd_groups, expected_m=5)
     activation = Activation(limit=7.0)
     gate_up = gate_up_weights(2, 16, 272)
-    grouped_gemm_swiglu(a, gate_up, groups, activation=activation, max_m=max_m, expected_m=5)
+    grouped_gemm_swiglu(a, gate_up, groups, activation=activation, max_m=max_m, expected_m=5, whole=(44, 4))
     *plain, (swiglu, swiglu_options) = given
     for (given_a, given_b, given_groups, out), options in plain:
         for value, like in zip((*given_a, *given_b, given_groups), (*a, *b, groups), strict=True):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
         assert out.shape == (22, 32) and out.stride() == (32, 1)
-        assert options == {"max_m": max_m, "expected_m": None if max_m is None else 5}
+        assert options == {"max_m": max_m, "expected_m": None if max_m is None else 5, "whole": None}
     (first_a, first_b, first_groups, _), _ = plain[0]
     pairs = zip((*first_a, *first_b, first_groups), (*a, *b, groups), strict=True)
     assert all(value.data_ptr() == like.data_ptr() for value, like in pairs)
-    assert swiglu_options == {"max_m": max_m, "expected_m": 5} and swiglu[4] == activation
+    assert swiglu_options == {"max_m": max_m, "expected_m": 5, "whole": (44, 4)} and swiglu[4] == activation
     data, scale = swiglu[3]
     assert data.shape == (22, 16) and scale.shape == (22, 1) and scale.stride(0) == 1
 
@@ -342,8 +342,8 @@ def test_opcheck():
         (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.zeros(8, 32))),
         (ops.grouped_gemm_masked.default, (*a3, *b, int32([4, 4]), None)),
         (ops.grouped_gemm_masked_out.default, (*a3, *b, int32([4, 3]), 3, torch.zeros(2, 4, 32))),
-        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([0, 3, 8]), None, None, None, None)),
-        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([4, 4]), 7.0, 1.702, 4, 2)),
+        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([0, 3, 8]), None, None, None, None, (16, 4))),
+        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([4, 4]), 7.0, 1.702, 4, 2, None)),
     ):
         torch.library.opcheck(op, arguments, test_utils=OPCHECKS)
 

@@ -1,5 +1,6 @@
 """The tile configurations of the grouped GEMMs: what the cost model may choose, and that all of it compiles well."""
 
+import itertools
 import math
 
 import pytest
@@ -88,6 +89,23 @@ CHOICES = [
 def test_choices_on_an_h200(groups, weight, swiglu, expected_m, tile):
     chosen = choose_grouped(round(groups * expected_m), groups, expected_m, *weight, SMS, max_m=None, swiglu=swiglu)
     assert (chosen.block_m, chosen.block_n, chosen.swap) == tile
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_a_part_sums_k_as_the_whole_does(swiglu):
+    """For every part of some experts, with few rows or many."""
+    splits = set()
+    for rows, experts, (n, k) in itertools.product((1, 3, 16, 100, 5000), (2, 8, 64), ((208, 1040), (4096, 7168))):
+        expected_m, options = rows / experts, {"max_m": None, "swiglu": swiglu}
+        whole = choose_grouped(rows, experts, expected_m, n, k, SMS, **options)
+        splits.add(whole.split_k)
+        for ranks in (2, experts):
+            for rows_here in {1, max(rows // ranks, 1), rows}:
+                part = choose_grouped(
+                    rows_here, experts // ranks, expected_m, n, k, SMS, whole=(rows, experts), **options
+                )
+                assert part.split_k == whole.split_k and part.groups == experts // ranks
+    assert len(splits) > 1
 
 
 @pytest.mark.parametrize("swiglu", [False, True])

@@ -13,10 +13,12 @@ from fp8moe.runtime import jit
 DTYPES = (torch.int32, torch.int64)
 
 
-def expected(index: torch.Tensor, num_experts: int, capacity: int | None) -> tuple[list[int], list[list[int]]]:
+def expected(
+    index: torch.Tensor, num_experts: int, capacity: int | None, first_expert: int = 0
+) -> tuple[list[int], list[list[int]]]:
     """Groups and rows, one assignment at a time."""
     flat = index.flatten().tolist()
-    members = [[i for i, expert in enumerate(flat) if expert == e] for e in range(num_experts)]
+    members = [[i for i, expert in enumerate(flat) if expert == first_expert + e] for e in range(num_experts)]
     rows, groups, start = [-1] * len(flat), [0], 0
     for e, found in enumerate(members):
         kept = found if capacity is None else found[:capacity]
@@ -36,18 +38,39 @@ def expected(index: torch.Tensor, num_experts: int, capacity: int | None) -> tup
     top_k=st.integers(0, 9),
     num_experts=st.integers(1, 12),
     capacity=st.none() | st.integers(0, 9),
+    first_expert=st.integers(0, 5),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 1000),
 )
-def test_equals_one_at_a_time(tokens, top_k, num_experts, capacity, dtype, seed):
+def test_equals_one_at_a_time(tokens, top_k, num_experts, capacity, first_expert, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
-    index = torch.randint(-2, num_experts + 3, (tokens, top_k), dtype=dtype, generator=generator)
-    routing = sort_by_expert(index, num_experts, capacity=capacity)
-    groups, rows = expected(index, num_experts, capacity)
+    index = torch.randint(-2, first_expert + num_experts + 3, (tokens, top_k), dtype=dtype, generator=generator)
+    routing = sort_by_expert(index, num_experts, capacity=capacity, first_expert=first_expert)
+    groups, rows = expected(index, num_experts, capacity, first_expert)
     assert routing.groups.dtype == routing.rows.dtype == torch.int32
     assert routing.groups.tolist() == groups
     assert routing.rows.tolist() == rows
     assert routing.rows.shape == index.shape
+
+
+@given(
+    tokens=st.integers(0, 20),
+    num_experts=st.integers(1, 12),
+    first_row=st.integers(0, 70),
+    num_rows=st.none() | st.integers(0, 70),
+    seed=st.integers(0, 1000),
+)
+def test_window_is_a_part_of_all_rows(tokens, num_experts, first_row, num_rows, seed):
+    index = torch.randint(-2, num_experts + 3, (tokens, 3), generator=torch.Generator().manual_seed(seed))
+    all_groups, all_rows = sort_by_expert(index, num_experts)
+    groups, rows = sort_by_expert(index, num_experts, first_row=first_row, num_rows=num_rows)
+    length = 3 * tokens if num_rows is None else num_rows
+    assert groups.tolist() == [min(max(start - first_row, 0), length) for start in all_groups.tolist()]
+    inside = (all_rows >= first_row) & (all_rows < first_row + length)
+    assert torch.equal(rows, torch.where(inside, all_rows - first_row, -1))
+    # Each row of the window has its place among the groups of experts.
+    for expert, (start, end) in enumerate(zip(groups.tolist(), groups.tolist()[1:], strict=False)):
+        assert sorted(rows[(index == expert) & (rows >= 0)].tolist()) == list(range(start, end))
 
 
 @given(tokens=st.integers(1, 60), num_experts=st.integers(1, MAX_EXPERTS), seed=st.integers(0, 1000))
@@ -94,6 +117,15 @@ def test_errors():
     for capacity in (-1, 1 << 29):
         with pytest.raises(ValueError, match=rf"^capacity: expected 0 <= 4 \* capacity < 2\*\*31, got {capacity}"):
             sort_by_expert(index, 4, capacity=capacity)
+    for first_expert in (-1, (1 << 31) - 4):
+        with pytest.raises(ValueError, match=rf"^first_expert: .* < 2\*\*31 - 4, got {first_expert}"):
+            sort_by_expert(index, 4, first_expert=first_expert)
+    for name in ("first_row", "num_rows"):
+        for value in (-1, 1 << 31):
+            with pytest.raises(ValueError, match=rf"^{name}: expected 0 to 2\*\*31 - 1, got {value}"):
+                sort_by_expert(index, 4, **{name: value})
+        with pytest.raises(ValueError, match="^capacity: expected None with a window of rows, got 3 with first_row"):
+            sort_by_expert(index, 4, capacity=3, **{name: 1})
 
 
 # ---- operator ----
@@ -104,12 +136,16 @@ def test_errors():
 def test_opcheck(shape, capacity):
     index = torch.randint(-1, 6, shape)
     torch.library.opcheck(torch.ops.fp8moe.sort_by_expert.default, (index, 5, capacity))
+    if capacity is None:
+        torch.library.opcheck(torch.ops.fp8moe.sort_by_expert.default, (index, 5, None, 3, 2, 7))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(dynamic):
     def both(index):
-        return *sort_by_expert(index, 5), *sort_by_expert(index, 5, capacity=index.shape[0])
+        tokens = index.shape[0]
+        window = sort_by_expert(index, 3, first_expert=2, first_row=tokens, num_rows=tokens + 1)
+        return *sort_by_expert(index, 5), *sort_by_expert(index, 5, capacity=tokens), *window
 
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for tokens in (5, 9):

@@ -132,7 +132,9 @@ class Recorder:
 
 
 def _layout(kind: type) -> str | list:
-    """A ctypes type: a letter and a size, or of a structure size and fields with their offsets."""
+    """A ctypes type: a letter and a size; of an array its elements, of a structure size and fields with offsets."""
+    if issubclass(kind, ctypes.Array):
+        return [kind._length_, _layout(kind._type_)]
     if not issubclass(kind, ctypes.Structure):
         return f"{kind._type_}{ctypes.sizeof(kind)}"
     fields = [[name, getattr(kind, name).offset, _layout(of)] for name, of, *_ in kind._fields_]

@@ -9,11 +9,19 @@ import torch
 import fp8moe
 from benchmarks import calls
 from benchmarks.calls import Case, Operands
+from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.block.merge_splits import merge_splits
 from fp8moe.kernels.block.rms_norm import rms_norm
 from fp8moe.kernels.block.rotary import rotary
 from fp8moe.kernels.block.router import route, router_logits
 from fp8moe.kernels.block.sampling import SamplingState, sample
+from fp8moe.kernels.experts import experts_partial, experts_rows, experts_training
+from fp8moe.kernels.experts.combine import combine_to
+from fp8moe.kernels.experts.dispatch import Received, dispatch
+from fp8moe.kernels.experts.partial_to import experts_partial_to
+from fp8moe.kernels.experts.peer_table import Targets
+from fp8moe.kernels.experts.sum_partials import sum_partials
+from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -82,7 +90,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     yield lambda: fp8moe.grouped_gemm(rows, experts, offsets, out=make.zeros(200, 512, dtype=torch.float32))
     yield lambda: fp8moe.grouped_gemm_masked(masked, experts, sizes)
     yield lambda: fp8moe.grouped_gemm_k(rows, make.rows(72, 1024), make.integers([0, 512, 1024]))
-    yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None)
+    yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
         yield lambda keys=keys, scale_format=scale_format: ops.append_kv(
@@ -101,7 +109,91 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         operands = make.normal(200, 64, dtype=torch.float32), make.zeros(40, 4, dtype=torch.int32)
         yield lambda operands=operands, dtype=dtype: ops.combine(*operands, make.uniform(40, 4, mean=1.0), dtype)
+    yield from share_calls(make)
+    yield from peer_calls(make)
     yield from block_calls(make)
+
+
+def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Of one rank's experts."""
+    for tokens, hidden, top_k in product((1, 70, 1000), (16, 1040, 7168), (8, 40)):
+        operands = (*make.rows(tokens, hidden), make.zeros(tokens, top_k, dtype=torch.int32), tokens * top_k)
+        yield lambda operands=operands: torch.ops.fp8moe.permute_fp8(*operands)
+    for (hidden, size, experts, top_k), tokens, activation in (
+        *product(((1024, 512, 16, 4), (200, 72, 5, 2)), (1, 70), ("silu", "gelu")),
+        *product(((7168, 2048, 256, 8),), (8, 512, 32768), ("silu",)),
+    ):
+        here = ceil_div(experts, 2)
+        form = {"activation": Activation(name=activation)}
+        weights = make.weights(here, 2 * size, hidden), make.weights(here, hidden, size)
+        index, routing = make.zeros(tokens, top_k, dtype=torch.int64), make.uniform(tokens, top_k, mean=1.0)
+        share = form | {"first_expert": experts - here, "num_experts": experts}
+        window = {"first_row": tokens, "num_rows": tokens, "partial": make.zeros(tokens, hidden, dtype=torch.float32)}
+        for x, dtype, options in (
+            (make.normal(tokens, hidden), torch.bfloat16, {}),
+            (make.rows(tokens, hidden), torch.bfloat16, window),
+            (make.rows(tokens, hidden), torch.float32, {}),
+        ):
+            options = share | options | {"row_dtype": dtype}
+            yield lambda operands=(x, index, routing, *weights), options=options: experts_partial(*operands, **options)
+        some = {name: make.zeros(tokens, dtype=torch.bool) for name in ("partial_known", "known")}
+        options = share | window | some | {"row_dtype": torch.bfloat16}
+        operands = make.normal(tokens, hidden), index, routing, *weights
+        yield lambda operands=operands, options=options: experts_partial(*operands, **options)
+        if hidden > 1024:
+            continue
+        offsets = make.integers([tokens * group // here for group in range(here + 1)])
+        for x, training in product((make.normal(tokens, hidden), make.rows(tokens, hidden)), (False, True)):
+            options = form | {"training": training, "whole": (2 * tokens, experts)}
+            yield lambda operands=(x, offsets, *weights), options=options: experts_rows(*operands, **options)
+        up, down = (make.zeros(*weight.data.shape, dtype=torch.bfloat16).requires_grad_() for weight in weights)
+        trained = {"up_master": up, "down_master": down}
+        x, grad = make.normal(tokens, hidden), make.zeros(tokens, hidden, dtype=torch.float32)
+        options = form | trained | {"row_dtype": torch.float32}
+        yield _backward(experts_rows, (x, offsets, *weights), options, grad)
+        options = share | trained | {"num_rows": tokens, "out_dtype": torch.float32}
+        yield _backward(experts_training, (x, index, routing, *weights), options, grad)
+    index = make.zeros(100, 4, dtype=torch.int64)
+    yield lambda: torch.ops.fp8moe.sort_by_expert(index, 64, None, 32, 50, 200)
+
+
+def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Of what goes to the memory of several GPUs."""
+    for peers, dtype, index_dtype, tokens in product((1, 2, 8), DTYPES, (torch.int32, torch.int64), (1, 300)):
+        for hidden in (272, 7168):
+            x = make.normal(tokens, hidden, dtype=getattr(torch, dtype))
+            weights = make.zeros(tokens, 8, dtype=x.dtype)
+            data, scale = make.rows(peers * tokens, hidden)
+            routing = (make.zeros(peers * tokens, 8, dtype=kind) for kind in (torch.int32, torch.float32))
+            buffer = Received(data, make.zeros(*scale.shape, dtype=torch.float32), *routing)
+            operands = (x, make.zeros(tokens, 8, dtype=index_dtype), weights, [buffer] * peers, peers - 1, 8 * peers)
+            yield lambda operands=operands: dispatch(*operands)
+    for peers, dtype, to_all in product((2, 8), ("bfloat16", "float32"), (False, True)):
+        tokens = 16 if to_all else 16 * peers
+        y, rows = make.normal(400, 1040, dtype=getattr(torch, dtype)), make.zeros(tokens, 8, dtype=torch.int32)
+        buffers = [make.zeros(16 * peers, 1040, dtype=torch.float32)] * peers
+        operands = (y, rows, make.uniform(tokens, 8, mean=1.0), buffers, 1)
+        yield lambda operands=operands, to_all=to_all: combine_to(*operands, to_all=to_all)
+        targets = Targets(peers, to_all, (0,) * (2 * peers + 1))
+        share = {"first_expert": 4, "num_experts": 8, "first_row": 0, "num_rows": 100, "partial": None}
+        share["row_dtype"] = y.dtype
+        weights = make.weights(4, 416, 1040), make.weights(4, 1040, 208)
+        for activation in ("silu", "gelu"):
+            options = share | {"activation": Activation(name=activation)}
+            operands = (make.rows(tokens, 1040), rows, make.uniform(tokens, 8, mean=1.0), *weights)
+            yield lambda to=targets, operands=operands, options=options: experts_partial_to(to, *operands, **options)
+    for ranks, dtype, index_dtype, hidden in product((1, 2, 8), DTYPES, (torch.int32, torch.int64), (272, 7168)):
+        residual = make.normal(300, hidden, dtype=getattr(torch, dtype))
+        partials = make.zeros(ranks * 301, hidden, dtype=torch.float32)
+        operands = partials, make.zeros(300, 8, dtype=index_dtype), ranks, 8 * ranks, residual.dtype
+        for added in (None, residual):
+            yield lambda operands=operands, added=added: sum_partials(*operands, added)
+
+
+def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:
+    """Forward and backward, with gradients of the first operand too."""
+    x = operands[0].requires_grad_()
+    return lambda: call(x, *operands[1:], **options).backward(grad)
 
 
 def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
@@ -144,6 +236,12 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         for quantized in (False, True):
             options = {"quantized": quantized}
             yield lambda operands=(parts, lse, counts), options=options: merge_splits(*operands, **options)
+    for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):
+        operands = make.rows(tokens, hidden), make.weights(columns, hidden)
+        for bias in (None, make.zeros(columns, dtype=torch.bfloat16)):
+            for dtype in (torch.bfloat16, torch.float32):
+                options = {"bias": bias, "out_dtype": dtype}
+                yield lambda operands=operands, options=options: projection(*operands, **options)
     for dtype, vocabulary in product(DTYPES, (40_000, 40_001)):
         logits = make.normal(2, vocabulary, dtype=getattr(torch, dtype))
         dtypes = (torch.float32, torch.int32, *(torch.float32,) * 4, *(torch.int64,) * 2)

@@ -57,6 +57,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used. ``problems`` lists everything that is wrong, the message the first hundred."""
 
     def __init__(self, what: str, problems: Iterable[str]):
+        self.what = what
         self.problems = [printable(problem) for problem in problems]
         start = " " if len(self.problems) == 1 else "\n  "
         lines = [start + problem for problem in self.problems[:_SHOWN_PROBLEMS]]
@@ -257,17 +258,20 @@ def _tensor_info(name: str, entry: object, file: str) -> TensorInfo:
     raise ValueError(f"{name} has {shown(entry)}, expected dtype, shape and data_offsets of a tensor")
 
 
-def read_pieces(file: safe_open, name: str, info: TensorInfo) -> Iterator[tuple[int | None, Tensor]]:
-    """A tensor of an open file: (None, all of it), or (index, slice) for each index of three dimensions or more.
+def read_pieces(
+    file: safe_open, name: str, info: TensorInfo, part: tuple[slice, ...] | None = None
+) -> Iterator[tuple[int | None, Tensor]]:
+    """A part of a tensor, all of it by default: (None, the part), or (index in it, slice) if there are 3 dimensions.
 
     Fused experts can take gigabytes: so memory holds one expert at a time.
     """
-    if len(info.shape) < 3 or not info.nbytes:
-        yield None, file.get_tensor(name)
-        return
+    part = tuple(slice(0, size) for size in info.shape) if part is None else part
     view = file.get_slice(name)
-    for index in range(info.shape[0]):
-        yield index, view[index]
+    if len(info.shape) < 3 or not info.nbytes:
+        yield None, view[part]
+        return
+    for index in range(part[0].start, part[0].stop):
+        yield index - part[0].start, view[index, *part[1:]]
 
 
 def read_json(path: Path, problems: list[str]) -> dict:

@@ -4,13 +4,16 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from itertools import chain
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from fp8moe.checkpoints.files import Checkpoint, CheckpointError, TensorInfo, open_checkpoint, read_pieces
-from fp8moe.checkpoints.match import Place, is_sharded, make_plan, state_of
+from fp8moe.checkpoints.match import Place, make_plan, state_of
+from fp8moe.checkpoints.ranks import Ranks
+from fp8moe.layers.master import invalidate_masters
 from fp8moe.runtime.patterns import as_patterns
 
 
@@ -19,8 +22,7 @@ def load_fp8_checkpoint(
 ) -> None:
     """Load a DeepSeek-style FP8 checkpoint into a model with FP8Linear and GroupedExperts in it.
 
-    model: not sharded yet (fully_shard comes after loading). Its state dict must have what the checkpoint has, with the
-        names and shapes that it has there. Besides:
+    model: its state dict must have what the checkpoint has, with the names and shapes that it has there. Besides:
         - experts one by one (experts.7.gate_proj.weight or w1, w3, w2) go into the fused parameters;
         - a weight's scale is called weight_scale_inv or scale, and is float32, bfloat16 or float8_e8m0fnu;
         - Mixtral's block_sparse_moe is transformers' mlp;
@@ -36,17 +38,31 @@ def load_fp8_checkpoint(
     and readable, that every scale is finite and positive. Beside the model, memory holds one tensor at a time, of fused
     experts one expert.
 
+    A model with sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`), also on the meta
+    device: all processes of the default group call this, each with a directory that it can read, and read what they
+    hold. If one process fails, all raise the same error.
+
     Raises CheckpointError, which lists all that is wrong by name, with the model untouched.
     """
-    ignore = as_patterns("ignore", ignore)
-    checkpoint = open_checkpoint(directory)
     state = state_of(model)
-    plan = make_plan(checkpoint, state, ignored_names(model, ignore))
-    plan.problems += _bufferless(model, state) + _sharded(state)
-    if plan.problems:
-        raise CheckpointError(f"cannot load {checkpoint.directory}, the model is unchanged", plan.problems)
-    _materialize(model, torch.device(device))
-    _copy(checkpoint, plan.places, state_of(model))
+    ranks = Ranks(state.values())
+    with ranks.step():
+        ignored = ignored_names(model, as_patterns("ignore", ignore))
+        device = torch.device(device)
+        what, problems = f"cannot load {directory}, the model is unchanged", []
+        try:
+            checkpoint = open_checkpoint(directory)
+            plan = make_plan(checkpoint, state, ignored)
+            problems += plan.problems + _bufferless(model, state)
+        except CheckpointError as error:
+            what, problems = error.what, error.problems
+    found = [(what, problems) for what, problems in ranks.gather((what, problems)) if problems]
+    if found:
+        raise CheckpointError(found[0][0], dict.fromkeys(chain.from_iterable(problems for _, problems in found)))
+    with ranks.step():
+        _materialize(model, device)
+        _copy(checkpoint, plan.places, state_of(model))
+        invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
 
 
 def ignored_names(model: nn.Module, patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
@@ -64,14 +80,6 @@ def _bufferless(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
         f"{name}: a buffer on the meta device that no checkpoint has; create the model with its buffers on a real one"
         for name, buffer in model.named_buffers()
         if buffer.is_meta and name not in state
-    ]
-
-
-def _sharded(state: Mapping[str, Tensor]) -> list[str]:
-    return [
-        f"{name}: sharded (a DTensor); load the checkpoint before fully_shard"
-        for name, value in state.items()
-        if is_sharded(value)
     ]
 
 
@@ -98,7 +106,14 @@ def _copy(checkpoint: Checkpoint, places: Mapping[str, Place], state: Mapping[st
 
 
 def copy_tensor(file: safe_open, name: str, info: TensorInfo, place: Place, target: Tensor) -> None:
-    """Read a tensor of an open shard into its place in ``target``."""
-    whole = info.shape != place.shape  # a scale with more or fewer sizes of one
-    for index, value in [(None, file.get_tensor(name))] if whole else read_pieces(file, name, info):
-        place.copy(target, value, index)
+    """Read a tensor of an open shard into its place in ``target``: of a DTensor, what this process holds."""
+    local, part = place.held_by(target)
+    if not local.numel():
+        return
+    if info.shape != place.shape:  # a scale with more or fewer sizes of one
+        pieces = [(None, file.get_tensor(name).view(place.shape)[part])]
+    else:
+        pieces = read_pieces(file, name, info, part)
+    for index, value in pieces:
+        piece = local if index is None else local[index]
+        piece.copy_(value.to(piece.dtype))

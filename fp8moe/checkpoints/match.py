@@ -24,6 +24,7 @@ from fp8moe.checkpoints.names import (
     weight_of,
 )
 from fp8moe.checkpoints.scales import value_problems
+from fp8moe.checkpoints.sharding import Box, held, inside, overlap, whole
 
 EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
 
@@ -43,12 +44,20 @@ class Place:
     def part(self) -> tuple:
         return WHOLE if self.rows is None else (self.expert, self.rows.start)
 
-    def copy(self, target: Tensor, value: Tensor, index: int | None) -> None:
-        """Copy a piece of the tensor: all of it, or its slice at ``index`` of the first dimension."""
-        if self.expert is not None:
-            target = target[self.expert, self.rows]
-        target = target if index is None else target[index]
-        target.copy_(value.to(target.dtype).view(target.shape))
+    @property
+    def box(self) -> Box:
+        """Of ``state[key]``."""
+        if self.rows is None:
+            return whole(self.shape)
+        rows = range(self.rows.start, self.rows.stop)
+        return range(self.expert, self.expert + 1), rows, range(self.shape[1])
+
+    def held_by(self, target: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+        """What this process has of the tensor in ``target``, which is ``state[key]``, and which part of it that is."""
+        local, box = held(target)
+        part = overlap(self.box, box)
+        local, index = local[inside(part, box)], inside(part, self.box)
+        return (local, index) if self.expert is None else (local.flatten(0, 1), index[1:])
 
 
 @dataclass
@@ -70,15 +79,6 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor, as FSDP2 makes them: its data are shared out among processes."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 def make_plan(
     checkpoint: Checkpoint,
     state: Mapping[str, Tensor],
@@ -88,8 +88,8 @@ def make_plan(
     """Match the checkpoint with a model's state dict, which has the parameters themselves under all of their names.
 
     ignored: whether a tensor of this name may be left over. spelled: from the checkpoint's name of a tensor to one that
-    the model knows. Only scales, and tensors that the model ties together, are read, once all names, shapes and dtypes
-    fit.
+    the model knows. Only scales that this process holds a part of, and tensors that the model ties together, are read,
+    once all names, shapes and dtypes fit.
     """
     plan = Plan(config_problems(checkpoint.quantization) + checkpoint.problems + unmappable(checkpoint))
     extra, wrong = [], set()
@@ -111,7 +111,11 @@ def make_plan(
             plan.problems.append(f"{name}: {EXTRA}")
     if not plan.problems:
         _check_tied(checkpoint, plan, state)
-        scales = [name for name, place in plan.places.items() if _is_scale(place.key, state)]
+        scales = [
+            name
+            for name, place in plan.places.items()
+            if _is_scale(place.key, state) and all(overlap(place.box, held(state[place.key])[1]))
+        ]
         plan.problems += value_problems(checkpoint, scales)
     if not checkpoint.incomplete:
         plan.problems += _missing(plan, state)

@@ -1,58 +1,27 @@
 """save_fp8_checkpoint: a model's tensors in shards, written one at a time."""
 
+import hashlib
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.files import (
-    CONFIG,
-    DTYPE_NAMES,
-    DTYPES,
-    FLOATS,
-    FP8,
-    GENERATION_CONFIG,
-    INDEX,
-    SINGLE,
-)
-from fp8moe.checkpoints.match import is_sharded, state_of
-from fp8moe.checkpoints.names import (
-    DOWN,
-    GATE,
-    GATE_UP,
-    SCALE,
-    UP,
-    module_of,
-    parse_fused,
-    quantization_config,
-    scale_name,
-)
+from fp8moe.checkpoints.collect import Collector
+from fp8moe.checkpoints.entries import Entry, groups, shards
+from fp8moe.checkpoints.files import CONFIG, DTYPE_NAMES, DTYPES, FLOATS, FP8, GENERATION_CONFIG, INDEX, SINGLE
+from fp8moe.checkpoints.match import state_of
+from fp8moe.checkpoints.names import SCALE, module_of, quantization_config, scale_name
+from fp8moe.checkpoints.ranks import Ranks
+from fp8moe.checkpoints.sharding import class_of, held
 from fp8moe.checkpoints.share import warn_if_hardly_fp8
-from fp8moe.checkpoints.spelling import Spelling, spelling_of
-from fp8moe.checkpoints.write import METADATA, ShardWriter, index_of, json_bytes, write_bytes
+from fp8moe.checkpoints.spelling import spelling_of
+from fp8moe.checkpoints.write import METADATA, Layout, ShardWriter, index_of, json_bytes, write_bytes
+from fp8moe.layers.parameters import is_sharded
 from fp8moe.quant.formats import SCALE_FORMATS
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor to be written: a view of the model's, and the safetensors dtype it is stored in."""
-
-    name: str
-    tensor: Tensor
-    dtype: str
-
-    @property
-    def layout(self) -> tuple[str, tuple[int, ...]]:
-        return self.dtype, tuple(self.tensor.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.tensor.shape) * DTYPES[self.dtype].itemsize
 
 
 def save_fp8_checkpoint(
@@ -75,114 +44,78 @@ def save_fp8_checkpoint(
     max_shard_size: bytes of a shard, unless a single tensor and its scale are larger.
 
     Every file is written under a temporary name, synced and renamed; what makes the directory a checkpoint, the index
-    or model.safetensors, comes last. Memory holds one tensor beside the model.
+    or model.safetensors, comes last. Memory holds one tensor beside the model, of fused experts one expert.
+
+    A model with sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`): all processes of the
+    default group call this, and the first writes what one process with the whole model would. The others send it what
+    they hold, through their CPUs, a tensor or an expert at a time; what is not sharded it takes from its own model.
+    Only its directory counts. If one process fails, all raise the same ValueError.
 
     Warns (UserWarning) if less than half of the parameters in matrices are FP8; without any, config.json gets no
     quantization_config.
 
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
-    model with parameters on the meta device or sharded (DTensor), or "ue8m0" with other scales.
+    model with parameters on the meta device, "ue8m0" with other scales, or another model on one of the processes.
     """
     directory = Path(directory)
+    state = state_of(model)
+    owners = {id(value): name for name, value in reversed(state.items())}
+    stored = {name: value for name, value in state.items() if owners[id(value)] == name}
+    ranks = Ranks(stored.values())
+    with ranks.step():
+        _check(directory if ranks.first else None, state, experts, scale_format)
+        fp8 = (name for name, value in stored.items() if value.dtype == torch.float8_e4m3fn)
+        scales = set(map(scale_name, fp8)) & stored.keys()
+        if scale_format == "ue8m0":
+            _check_powers_of_two({name: held(stored[name])[0] for name in scales})
+        spelling = spelling_of(model) if experts == "separate" else None
+        scale_dtype = "F8_E8M0" if scale_format == "ue8m0" else "F32"
+        files = shards(groups(stored, scales, spelling, scale_dtype), max_shard_size)
+    layouts = {file: {entry.name: entry.layout for entry in entries} for file, entries in files.items()}
+    tensors = {name: layout for layouts_of_file in layouts.values() for name, layout in layouts_of_file.items()}
+    sharded = [name for name, value in stored.items() if is_sharded(value)]
+    digest = hashlib.sha256(repr((layouts, sharded)).encode()).hexdigest()[:8]
+    ranks.check_same("model: expected the same tensors and options on all ranks", f"{len(tensors)} tensors ({digest})")
+    collector = Collector(stored, ranks)
+    with ranks.step():
+        if ranks.first:
+            directory.mkdir(parents=True, exist_ok=True)
+            if hasattr(model, "config"):
+                tied = {name: value for name, value in state.items() if name not in stored}
+                _write_configs(model, directory, stored, _quantization(tensors, tied, scale_format))
+    for file, entries in files.items():
+        with ranks.step():
+            slices = collector.collect(entries)
+            try:
+                if ranks.first:
+                    _write_shard(directory / file, layouts[file], slices)
+            finally:
+                deque(slices, maxlen=0)  # the others wait until what they send is received
+    with ranks.step():
+        if ranks.first and len(files) > 1:
+            write_bytes(directory / INDEX, index_of(layouts))
+    if ranks.first:
+        warn_if_hardly_fp8(tensors)
+
+
+def _check(directory: Path | None, state: Mapping[str, Tensor], experts: str, scale_format: str) -> None:
+    """directory: None where another process writes."""
     if experts not in ("separate", "fused"):
         raise ValueError(f"experts: expected 'separate' or 'fused', got {experts!r}")
     if scale_format not in SCALE_FORMATS:
         raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
     for name in (SINGLE, INDEX):
-        if (directory / name).exists():
+        if directory is not None and (directory / name).exists():
             raise ValueError(f"directory: {directory} already holds a checkpoint ({name}); give another one")
-    state = state_of(model)
     meta = [name for name, value in state.items() if value.is_meta]
     if meta:
         raise ValueError(f"model: has no data, on the meta device: {', '.join(meta[:10])}")
-    sharded = [name for name, value in state.items() if is_sharded(value)]
-    if sharded:
-        raise ValueError(
-            f"model: is sharded (DTensor): {', '.join(sharded[:10])}; load its full state dict into an unsharded model "
-            "and save that one (torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True)"
-        )
-    owners = {id(value): name for name, value in reversed(state.items())}
-    stored = {name: value.detach() for name, value in state.items() if owners[id(value)] == name}
-    tied = [name for name, value in state.items() if name not in stored and value.dtype != torch.float8_e4m3fn]
-    scales = {scale_name(name) for name, value in stored.items() if value.dtype == torch.float8_e4m3fn} & stored.keys()
-    if scale_format == "ue8m0":
-        _check_powers_of_two({name: stored[name] for name in scales})
-
-    spelling = spelling_of(model) if experts == "separate" else None
-    shards = _shards(_groups(stored, scales, spelling, "F8_E8M0" if scale_format == "ue8m0" else "F32"), max_shard_size)
-    layouts = {file: {entry.name: entry.layout for entry in entries} for file, entries in shards.items()}
-    tensors = {name: layout for layouts_of_file in layouts.values() for name, layout in layouts_of_file.items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    if hasattr(model, "config"):
-        has_fp8 = any(dtype == FP8 for dtype, _ in tensors.values())
-        others = filter(None, map(module_of, tied))
-        quantization = quantization_config(tensors, scale_format == "ue8m0", others) if has_fp8 else None
-        _write_configs(model, directory, stored, quantization)
-    for file, entries in shards.items():
-        with ShardWriter(directory / file, layouts[file], METADATA) as writer:
-            for entry in entries:
-                writer.put(entry.name, entry.tensor.cpu().to(DTYPES[entry.dtype]))
-    if len(shards) > 1:
-        write_bytes(directory / INDEX, index_of(layouts))
-    warn_if_hardly_fp8(tensors)
 
 
-def _groups(
-    stored: Mapping[str, Tensor], scales: set[str], spelling: Spelling | None, scale_dtype: str
-) -> Iterator[list[Entry]]:
-    """Each weight with its scale, under their names in the checkpoint; other tensors by themselves."""
-    for name, value in stored.items():
-        if name in scales:
-            continue
-        scale = stored[scale_name(name)] if scale_name(name) in scales else None
-        splits = spelling is not None and _splits(name, stored)
-        parts = _one_by_one(name, value, scale) if splits else [(name, value, scale)]
-        for own_name, part, part_scale in parts:
-            part_name = own_name if spelling is None else spelling.name(own_name)
-            group = [Entry(part_name, part, DTYPE_NAMES[part.dtype])]
-            if part_scale is not None:
-                group.append(Entry(scale_name(part_name), part_scale, scale_dtype))
-            yield group
-
-
-def _splits(name: str, stored: Mapping[str, Tensor]) -> bool:
-    """Whether this is a weight of fused experts that can be stored one by one.
-
-    Not so in GPT-OSS, where weights are transposed and have biases.
-    """
-    fused = parse_fused(name, tuple(stored[name].shape))
-    if fused is None or any(f"{fused[0]}.{projection}_bias" in stored for projection in (GATE_UP, UP, DOWN)):
-        return False
-    gate_up, up, down = (stored.get(f"{fused[0]}.{projection}") for projection in (GATE_UP, UP, DOWN))
-    if down is None or (gate_up is None) == (up is None):
-        return False
-    count, hidden, size = down.shape
-    return gate_up.shape == (count, 2 * size, hidden) if up is None else up.shape == (count, size, hidden)
-
-
-def _one_by_one(name: str, value: Tensor, scale: Tensor | None) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    module, fused = parse_fused(name, tuple(value.shape))
-    projections = (GATE, UP) if fused == GATE_UP else (fused,)
-    for expert in range(value.shape[0]):
-        rows = value[expert].chunk(len(projections))
-        scales = [None] * len(projections) if scale is None else scale[expert].chunk(len(projections))
-        for projection, part, part_scale in zip(projections, rows, scales, strict=True):
-            yield f"{module}.{expert}.{projection}.weight", part, part_scale
-
-
-def _shards(groups: Iterable[list[Entry]], max_shard_size: int) -> dict[str, list[Entry]]:
-    """Fill one shard after the other; a group stays together."""
-    shards, size = [[]], 0
-    for group in groups:
-        nbytes = sum(entry.nbytes for entry in group)
-        if shards[-1] and size + nbytes > max_shard_size:
-            shards.append([])
-            size = 0
-        shards[-1] += group
-        size += nbytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+def _write_shard(path: Path, layout: Layout, slices: Iterable[tuple[Entry, Tensor]]) -> None:
+    with ShardWriter(path, layout, METADATA) as writer:
+        for entry, value in slices:
+            writer.put(entry.name, value.to(DTYPES[entry.dtype]))
 
 
 def _check_powers_of_two(scales: Mapping[str, Tensor]) -> None:
@@ -194,9 +127,17 @@ def _check_powers_of_two(scales: Mapping[str, Tensor]) -> None:
         )
 
 
+def _quantization(tensors: Layout, tied: Mapping[str, Tensor], scale_format: str) -> dict | None:
+    """The quantization_config, None for a checkpoint without FP8. tied: what has other names among ``tensors``."""
+    if all(dtype != FP8 for dtype, _ in tensors.values()):
+        return None
+    others = (module_of(name) for name, value in tied.items() if value.dtype != torch.float8_e4m3fn)
+    return quantization_config(tensors, scale_format == "ue8m0", filter(None, others))
+
+
 def _write_configs(model: nn.Module, directory: Path, stored: Mapping[str, Tensor], quantization: dict | None) -> None:
     config = json.loads(model.config.to_json_string())
-    config["architectures"] = [type(model).__name__]
+    config["architectures"] = [class_of(model).__name__]
     floats = (
         value.dtype for name, value in stored.items() if DTYPE_NAMES[value.dtype] in FLOATS and not name.endswith(SCALE)
     )

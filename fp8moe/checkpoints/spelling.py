@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fp8moe.checkpoints.names import BLOCK_IN_MODEL, W_BLOCK, W_NAMES, parse_expert
+from fp8moe.checkpoints.sharding import class_of
 
 _ONE_EXPERT = "experts.*."
 
@@ -35,7 +36,7 @@ def spelling_of(model: nn.Module) -> Spelling | None:
     """DeepSeek's spelling, or for transformers' own models what its registry says; None if it says fused experts."""
     transformers = sys.modules.get("transformers")
     own = transformers is not None and isinstance(model, transformers.PreTrainedModel)
-    if not own or not type(model).__module__.startswith("transformers."):
+    if not own or not class_of(model).__module__.startswith("transformers."):
         return Spelling()
     from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -13,11 +13,12 @@
 // Compile-time constants: INDEX (int or long long), EXPERTS (a power of two from 32 to 1024), WARPS (of a thread block,
 // 32 * WARPS >= EXPERTS), STEPS (assignments that a lane takes at a time), CLUSTER (1 thread block for at most
 // 32 * WARPS * STEPS assignments, or 8 for any number), MASKED (every expert has `capacity` rows), PITCH (counters of
-// a warp), SHARED_BYTES.
+// a warp), SHARED_BYTES, SIZES_BYTES.
 #include "cluster.cuh"
 #include "warp.cuh"
 
 using Index = INDEX;
+using UnsignedIndex = unsigned INDEX;
 
 constexpr bool IN_REGISTERS = CLUSTER == 1;
 constexpr u32 NO_EXPERT = EXPERTS;  // counted like one, in a place of its own
@@ -29,17 +30,25 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
+struct Sizes {
+  u32 count, experts, capacity;
+  u32 first_expert;         // the index of the first of `experts`
+  u32 first_row, num_rows;  // the window of packed rows that is kept
+};
+static_assert(sizeof(Sizes) == SIZES_BYTES);
+
 // The expert of assignment i, NO_EXPERT for one that is not of this rank or past the end.
-__device__ u32 expert_of(const Index* index, u32 i, u32 end, u32 experts) {
+__device__ u32 expert_of(const Index* index, u32 i, u32 end, const Sizes& sizes) {
   if (i >= end) return NO_EXPERT;
-  const Index expert = index[i];
-  return expert >= 0 && expert < static_cast<Index>(experts) ? static_cast<u32>(expert) : NO_EXPERT;
+  // Unsigned: what lies before the first is far behind the last.
+  const UnsignedIndex expert = static_cast<UnsignedIndex>(index[i]) - sizes.first_expert;
+  return expert < sizes.experts ? static_cast<u32>(expert) : NO_EXPERT;
 }
 
-// index, rows (count,). groups: the first row of each expert and the end of the last, (experts + 1,); or with MASKED
-// the number of rows in use of each, (experts,). Grid: one cluster.
+// index, rows (count,). groups: the first row of each expert and the end of the last, (experts + 1,), in the window; or
+// with MASKED the number of rows in use of each, (experts,). Grid: one cluster.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
-    sort_by_expert(const Index* index, int* groups, int* rows, u32 count, u32 experts, u32 capacity) {
+    sort_by_expert(const Index* index, int* groups, int* rows, const __grid_constant__ Sizes sizes) {
   extern __shared__ uint4 dynamic_shared[];
   __shared__ u32 starts[EXPERTS];
   __shared__ u32 section_counts[WARP];  // a section: 32 experts, those of one warp
@@ -51,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   for (u32 i = lane; i < PITCH / 4; i += WARP) reinterpret_cast<uint4*>(own)[i] = uint4{};
   __syncwarp();
 
-  const u32 chunk = ((count + WARP - 1) / WARP + CLUSTER * WARPS - 1) / (CLUSTER * WARPS) * WARP;
-  const u32 begin = min((block * WARPS + warp) * chunk, count);
-  const u32 end = min(begin + chunk, count);
+  const u32 chunk = ((sizes.count + WARP - 1) / WARP + CLUSTER * WARPS - 1) / (CLUSTER * WARPS) * WARP;
+  const u32 begin = min((block * WARPS + warp) * chunk, sizes.count);
+  const u32 end = min(begin + chunk, sizes.count);
   u32 expert[STEPS], rank[STEPS];
 
   wait_for_previous_kernel();
@@ -62,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   u32 first = begin;
   do {
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) expert[s] = expert_of(index, first + s * WARP + lane, end, experts);
+    for (int s = 0; s < STEPS; ++s) expert[s] = expert_of(index, first + s * WARP + lane, end, sizes);
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       if (first + s * WARP >= end) continue;
@@ -127,11 +136,12 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
   }
   if (block == 0) {
     const u32 group_end = section_end + __shfl_sync(FULL_WARP, section_start, warp);
-    if (threadIdx.x < experts) {
+    if (threadIdx.x < sizes.experts) {
       if constexpr (MASKED) {
-        groups[threadIdx.x] = static_cast<int>(min(total, capacity));
+        groups[threadIdx.x] = static_cast<int>(min(total, sizes.capacity));
       } else {
-        groups[threadIdx.x + 1] = static_cast<int>(group_end);
+        groups[threadIdx.x + 1] =
+            static_cast<int>(min(max(group_end, sizes.first_row) - sizes.first_row, sizes.num_rows));
         if (threadIdx.x == 0) groups[0] = 0;
       }
     }
@@ -143,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
         const u32 i = first + s * WARP + lane;
-        expert[s] = expert_of(index, i, end, experts);
+        expert[s] = expert_of(index, i, end, sizes);
         if (expert[s] != NO_EXPERT) rank[s] = static_cast<u32>(rows[i]);
       }
     }
@@ -155,7 +165,11 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
       u32 row = NO_ROW;
       if (expert[s] != NO_EXPERT) {
         row = start + starts[expert[s]] + own[expert[s]] + rank[s];
-        if constexpr (MASKED) row = row < capacity ? expert[s] * capacity + row : NO_ROW;
+        if constexpr (MASKED) {
+          row = row < sizes.capacity ? expert[s] * sizes.capacity + row : NO_ROW;
+        } else {
+          row = row - sizes.first_row < sizes.num_rows ? row - sizes.first_row : NO_ROW;
+        }
       }
       if (i < end) rows[i] = static_cast<int>(row);
     }

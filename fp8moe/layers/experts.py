@@ -8,15 +8,20 @@ from torch import Tensor, nn
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
 from fp8moe.kernels.experts.forward import experts
+from fp8moe.kernels.experts.operands import row_dtype
+from fp8moe.kernels.experts.rows import experts_rows
 from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers import experts_source
-from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
-from fp8moe.layers.parameters import dtype_errors, frozen, keep_dtypes
+from fp8moe.layers.experts_call import Parallel, Weights, flattened
+from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, part_of, quantized
+from fp8moe.layers.parameters import dtype_errors, frozen, keep_dtypes, local
 from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.autograd import check_derivatives, recorded
-from fp8moe.runtime.checks import FLOATING, check_int, check_like, check_tensor
+from fp8moe.runtime.checks import FLOATING, check_int
+
+_NAME = "fp8moe.GroupedExperts"
 
 
 class GroupedExperts(MasterModule):
@@ -48,6 +53,9 @@ class GroupedExperts(MasterModule):
     and the decode_capacity plays no part. `fp8moe.kernels.experts.training` says what is kept for the backward. The
     backward raises RuntimeError if a master has changed in place since the forward, and for second derivatives.
 
+    `fp8moe.distributed.ExpertParallel` spreads the experts over several GPUs; `forward_rows` runs them on rows that
+    another library has dispatched.
+
     Memory of a call without gradients beside its result: at most ``R * (3H + I)`` bytes for bfloat16 inputs,
     ``R * (5H + I)`` for others, with R = T * top_k rows (E * decode_capacity in the masked layout), plus 4 bytes for
     each 128 FP8 values among them and 8 for each row and expert. Activations other than SwiGLU take ``R * 24I`` bytes
@@ -71,6 +79,9 @@ class GroupedExperts(MasterModule):
     Raises TypeError for a size that is no int, ValueError for a size below one, more than 1024 experts, or activation
     arguments that do not go together.
     """
+
+    # Set by `fp8moe.distributed.ExpertParallel`: the parameters are then DTensors, and each rank has E/W experts.
+    parallel: Parallel | None = None
 
     def __init__(
         self,
@@ -146,6 +157,8 @@ class GroupedExperts(MasterModule):
             - an nn.ModuleList of one-expert MLPs: nn.Linear, FP8Linear or transformers' FP8Linear named gate_proj,
               up_proj and down_proj (or w1, w3 and w2), the gate being optional.
             - GroupedExperts, with FP8 weights, which are shared, or with a master_dtype.
+            Weights that are sharded by experts, DTensors, become DTensors of the same placements, and calls go over the
+            ranks as those of ``module`` do.
             The activation with its limit and alpha is recognised by comparing results with the module's own function,
             in a list with the forward of each MLP, for values up to 9e17.
         scale_format: of the scales made here, "float32" or "ue8m0" (powers of two).
@@ -155,14 +168,17 @@ class GroupedExperts(MasterModule):
             Masters require a gradient where the weights do, or are FP8.
 
         Raises TypeError for a module or weights of another kind, ValueError for what these experts cannot express:
-        biases, transposed or interleaved weights, another activation, other block sizes, static activation scales, and
-        hooks, replaced forwards, adapters and parametrizations, which would not run any more.
+        biases, transposed or interleaved weights, another activation, other block sizes, static activation scales,
+        experts that are in parts on several ranks, and hooks, replaced forwards, adapters and parametrizations, which
+        would not run any more.
         """
         source = experts_source.read(module)
         check_no_hooks("module", module)
         new = cls.from_source(
             source, scale_format=scale_format, decode_capacity=decode_capacity, master_dtype=master_dtype
         )
+        own = isinstance(module, GroupedExperts)
+        new.parallel = getattr(module, "parallel" if own else "_fp8moe_parallel", None)
         return new.train(module.training)
 
     @classmethod
@@ -226,8 +242,8 @@ class GroupedExperts(MasterModule):
             if self.trainable:
                 data.uniform_(-bound, bound)
                 continue
-            scale = getattr(self, f"{name}_scale_inv")
-            for expert in range(self.num_experts):
+            data, scale = local(data), local(getattr(self, f"{name}_scale_inv"))
+            for expert in range(len(data)):
                 weight = torch.empty(shape, dtype=self.dtype, device=data.device).uniform_(-bound, bound)
                 quantized = quantize_128x128(weight)
                 data[expert].copy_(quantized.data.flatten(0, 1))
@@ -248,58 +264,75 @@ class GroupedExperts(MasterModule):
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
         forward-mode differentiation and the derivatives of torch.func.
         """
-        inputs = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
-        for name, value in inputs.items():
-            check_tensor(name, value)
-        if residual is not None:
-            check_like(
-                "residual", residual, (hidden_states.dtype,), hidden_states.shape, hidden_states.device, "hidden_states"
-            )
-            if recorded(residual):
-                return residual + self(hidden_states, top_k_index, top_k_weights)
-        shape = hidden_states.shape
-        if len(shape) > 2:
-            for name, value in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-                if value.shape[:-1] != shape[:-1]:
-                    raise ValueError(
-                        f"{name}: expected shape ({', '.join(map(str, shape[:-1]))}, top_k) to match hidden_states, "
-                        f"got {tuple(value.shape)}"
-                    )
-            hidden_states, top_k_index, top_k_weights = (
-                value.flatten(0, -2) for value in (hidden_states, top_k_index, top_k_weights)
-            )
-            residual = residual if residual is None else residual.flatten(0, -2)
-        parameters = [getattr(self, name) for name in self.weight_names]
-        check_derivatives("fp8moe.GroupedExperts", hidden_states, top_k_weights, *parameters)
-        up, up_scale, down, down_scale = parameters
-        masters = {}
-        if down_scale is None:
-            masters = {"up_master": up, "down_master": down}
-            (up, up_scale), (down, down_scale) = self._quantized()
-            # Activation checkpointing runs the first forward without gradients: it must have the same bits.
-            trains = self.training or recorded(hidden_states, top_k_weights, *masters.values())
-        else:
-            # If an FP8 weight requires a gradient, the backward of `experts` raises an error: there is none.
-            trains = recorded(hidden_states, top_k_weights) and not recorded(*parameters)
-        inputs = (hidden_states, top_k_index, top_k_weights)
-        if trains:
-            weights = (FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
-            out = experts_training(*inputs, *weights, activation=self.activation, **masters)
+        arguments = (hidden_states, top_k_index, top_k_weights, residual)
+        if self.parallel is not None:
+            return self.parallel.forward(self, *arguments)
+        x, index, routing, residual = flattened(*arguments)
+        if recorded(residual):
+            return residual.view_as(hidden_states) + self(hidden_states, top_k_index, top_k_weights)
+        weights = self.local_weights()
+        check_derivatives(_NAME, x, routing, *weights.tensors())
+        if self.trains(weights, x, routing):
+            masters = {"up_master": weights.up_master, "down_master": weights.down_master}
+            out = experts_training(x, index, routing, weights.up, weights.down, activation=self.activation, **masters)
             out = out if residual is None else residual + out
         else:
             capacity = self.decode_capacity
-            if capacity is not None and hidden_states.shape[0] > capacity:
+            if capacity is not None and x.shape[0] > capacity:
                 capacity = None
-            weights = (up, up_scale, down, down_scale)
-            out = experts(*inputs, *weights, activation=self.activation, capacity=capacity, residual=residual)
-        return out.view(shape) if len(shape) > 2 else out
+            options = {"activation": self.activation, "capacity": capacity, "residual": residual}
+            out = experts(x, index, routing, *weights.up, *weights.down, **options)
+        return out.view(hidden_states.shape)
 
-    def _quantized(self) -> tuple[FP8Tensor, FP8Tensor]:
-        """The FP8 copies of the masters."""
+    def forward_rows(self, rows: Tensor | FP8Tensor, group_offsets: Tensor) -> Tensor:
+        """The results of the experts on rows that lie in their order already, without routing weights.
+
+        rows: (R, H) bfloat16, float16 or float32, or an FP8Tensor quantized 1x128.
+        group_offsets: int32 (E + 1,) on the device of rows, E being the number of experts on this rank: rows
+            group_offsets[e]:group_offsets[e + 1] are those of its expert e. Any sizes; nothing waits for them.
+        Returns (R, H) in the dtype of rows, bfloat16 for an FP8Tensor; zeros in rows of no expert. Equal inputs give
+        equal bits, as do the gradients, of rows that are no FP8Tensor and of masters.
+
+        Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError as `forward`.
+        """
+        weights = self.local_weights()
+        inputs = tuple(rows) if isinstance(rows, tuple) else (rows,)
+        check_derivatives(_NAME, *inputs, *weights.tensors())
+        dtype = rows.dtype if isinstance(rows, Tensor) else torch.bfloat16
+        out = experts_rows(
+            rows,
+            group_offsets,
+            weights.up,
+            weights.down,
+            activation=self.activation,
+            row_dtype=row_dtype(dtype),
+            up_master=weights.up_master,
+            down_master=weights.down_master,
+            training=self.trainable and self.training,
+        )
+        return out.to(dtype)
+
+    def local_weights(self) -> Weights:
+        """The FP8 weights that are on this rank, and their masters."""
+        parameters = [getattr(self, name) for name in self.weight_names]
+        if not self.trainable:
+            up, up_scale, down, down_scale = map(local, parameters)
+            return Weights(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
+        up, _, down, _ = parameters
+        masters = [part_of(f"{_NAME}: {self.up_name}", up), part_of(f"{_NAME}: down_proj", down)]
         # Gate and up apart, so that no block holds rows of both.
-        up = getattr(self, self.up_name).detach().unflatten(1, (-1, self.intermediate_size))
-        data, scale = quantized(up)
-        return FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2)), quantized(self.down_proj)
+        both = masters[0].detach().unflatten(1, (-1, self.intermediate_size))
+        data, scale = quantized(both, parameter=up)
+        down_copy = quantized(masters[1].detach(), parameter=down)
+        return Weights(FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2)), down_copy, *masters)
+
+    def trains(self, weights: Weights, *inputs: Tensor) -> bool:
+        """Whether a call is one that can have a backward."""
+        if self.trainable:
+            # Activation checkpointing runs the first forward without gradients: it must have the same bits.
+            return self.training or recorded(*inputs, *weights.tensors())
+        # If an FP8 weight requires a gradient, the backward of `experts` raises an error: there is none.
+        return recorded(*inputs) and not recorded(*weights.tensors())
 
     def extra_repr(self) -> str:
         text = (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fp8moe.kernels.activation import Activation
 from fp8moe.layers.experts_activation import activation_of, verify_fused, verify_mlp
 from fp8moe.layers.linear import check_linear
+from fp8moe.layers.parameters import check_not_sharded, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks, check_only_weights
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import dequantize, quantize_128x128
@@ -25,46 +26,56 @@ _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of the l
 class Weight:
     """One projection of all experts, or gate and up one after the other.
 
-    parts: for each expert its matrices (rows, columns) from top to bottom, in a floating dtype; or, quantized already,
-        their FP8Tensor. ``fused`` is all of it as one (E, rows, columns) where it lies so in memory.
+    parts: for each expert on this rank its matrices (rows, columns) from top to bottom, in a floating dtype; or,
+        quantized already, their FP8Tensor.
+    shape: (matrices, rows, columns) of an expert. trains: whether masters made of the weights require a gradient.
+    fused: all of it as one (E, matrices * rows, columns) where it lies so in memory, DTensors where it is sharded.
     """
 
     parts: list[list[Tensor | FP8Tensor]]
+    shape: tuple[int, int, int]
+    device: torch.device
+    trains: bool
     fused: Tensor | FP8Tensor | None = None
 
     def quantize(self, scale_format: str) -> FP8Tensor:
-        """data (E, rows, columns) and scale, every matrix with blocks of its own. One expert at a time."""
+        """data (E, matrices * rows, columns) and scale, every matrix with blocks of its own. One expert at a time."""
         if isinstance(self.fused, FP8Tensor):
             return self.fused
-        first = self.parts[0][0]
-        values = first if isinstance(first, Tensor) else first.data
-        rows, columns = values.shape
-        count, matrices = len(self.parts), len(self.parts[0])
-        data = values.new_empty((count, matrices * rows, columns), dtype=torch.float8_e4m3fn)
+        matrices, rows, columns = self.shape
         blocks = ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
-        scale = values.new_empty((count, matrices * blocks[0], blocks[1]), dtype=torch.float32)
+        count = len(self.parts)
+        data = torch.empty((count, matrices * rows, columns), dtype=torch.float8_e4m3fn, device=self.device)
+        scale = torch.empty((count, matrices * blocks[0], blocks[1]), dtype=torch.float32, device=self.device)
         for expert, parts in enumerate(self.parts):
             for i, part in enumerate(parts):
                 if isinstance(part, Tensor):
                     part = quantize_128x128(part.detach(), scale_format=scale_format)
                 data[expert, i * rows : (i + 1) * rows].copy_(part.data)
                 scale[expert, i * blocks[0] : (i + 1) * blocks[0]].copy_(part.scale)
-        return FP8Tensor(data, scale)
+        return FP8Tensor(self._sharded(data), self._sharded(scale))
 
     def master(self, dtype: torch.dtype) -> nn.Parameter:
-        """The weights (E, rows, columns) unquantized: ``fused`` itself where it is a parameter of that dtype."""
+        """The weights (E, matrices * rows, columns) unquantized: ``fused`` itself, if a parameter of that dtype."""
         if isinstance(self.fused, nn.Parameter) and self.fused.dtype == dtype:
             return self.fused
-        first = self.parts[0][0]
-        values = first if isinstance(first, Tensor) else first.data
-        rows, columns = values.shape
-        shape = len(self.parts), len(self.parts[0]) * rows, columns
-        weight = torch.empty(shape, dtype=dtype, device=values.device)
+        matrices, rows, columns = self.shape
+        weight = torch.empty((len(self.parts), matrices * rows, columns), dtype=dtype, device=self.device)
         for expert, parts in zip(weight, self.parts, strict=True):
             for out, part in zip(expert.split(rows), parts, strict=True):
                 out.copy_(part.detach() if isinstance(part, Tensor) else dequantize(part))
-        wanted = any(isinstance(part, FP8Tensor) or part.requires_grad for parts in self.parts for part in parts)
-        return nn.Parameter(weight, requires_grad=wanted)
+        return nn.Parameter(self._sharded(weight), requires_grad=self.trains)
+
+    def _sharded(self, values: Tensor) -> Tensor:
+        """``values`` (E, ...) of the experts on this rank, as a DTensor sharded like the weights, if they are."""
+        like = self.fused.data if isinstance(self.fused, FP8Tensor) else self.fused
+        if like is None or not is_sharded(like):
+            return values
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size((like.shape[0], *values.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(values, like.device_mesh, like.placements, shape=shape, stride=stride)
 
 
 @dataclass(frozen=True)
@@ -115,21 +126,36 @@ def _read_fused(module: nn.Module) -> Source:
     quantized = torch.float8_e4m3fn in (up.dtype, down.dtype)
     weights = []
     for name, matrices in ((up_name, projections), ("down_proj", 1)):
-        weight = getattr(module, name)
+        fused = getattr(module, name)
+        _check_whole_experts(f"module.{name}", fused, down)
         if quantized:
-            scale = getattr(module, f"{name}_scale_inv", None)
-            fused = _quantized(f"module.{name}", weight, scale, matrices)
-            chunks = [[value.chunk(matrices) for value in expert] for expert in zip(*fused, strict=True)]
+            fused = _quantized(f"module.{name}", fused, getattr(module, f"{name}_scale_inv", None), matrices)
+            _check_whole_experts(f"module.{name}_scale_inv", fused.scale, down)
+            held = zip(*map(local, fused), strict=True)
+            chunks = [[value.chunk(matrices) for value in expert] for expert in held]
             parts = [[FP8Tensor(*part) for part in zip(*expert, strict=True)] for expert in chunks]
-            weights.append(Weight(parts, fused))
         else:
-            _check_dtype(f"module.{name}", weight)
-            weights.append(Weight([list(expert.chunk(matrices)) for expert in weight.unbind()], weight))
+            _check_dtype(f"module.{name}", fused)
+            parts = [list(expert.chunk(matrices)) for expert in local(fused.detach()).unbind()]
+        _, rows, columns = getattr(module, name).shape
+        shape = matrices, rows // matrices, columns
+        weights.append(Weight(parts, shape, up.device, quantized or fused.requires_grad, fused))
     for name, child in module.named_children():
         check_no_hooks(f"module.{name}", child)
     activation = activation_of(module, gated)
     verify_fused(module, activation, size)
     return Source(count, hidden, size, activation, *weights)
+
+
+def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
+    """ValueError unless the weight is sharded as down_proj is, if at all, and by experts."""
+    placements, expected = (getattr(value, "placements", None) for value in (weight, down))
+    if placements != expected:
+        raise ValueError(f"{name}: expected placements {expected}, as of down_proj, got {placements}")
+    if local(weight).shape[1:] != weight.shape[1:]:
+        raise ValueError(
+            f"{name}: expected whole experts on each rank, sharded by the first dimension, got {placements}"
+        )
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
@@ -176,7 +202,14 @@ def _read_list(module: nn.ModuleList) -> Source:
     activation = activation_of(module[0], gated)
     for i, expert in enumerate(module):
         verify_mlp(f"module[{i}]", expert, names, activation)
-    return Source(len(module), *shape, activation, Weight(up), Weight(down))
+    weights = (_weight_of_list(parts) for parts in (up, down))
+    return Source(len(module), *shape, activation, *weights)
+
+
+def _weight_of_list(parts: list[list[Tensor | FP8Tensor]]) -> Weight:
+    first, *_ = values = [part if isinstance(part, Tensor) else part.data for expert in parts for part in expert]
+    trains = any(value.dtype == torch.float8_e4m3fn or value.requires_grad for value in values)
+    return Weight(parts, (len(parts[0]), *first.shape), first.device, trains)
 
 
 def _linear(name: str, linear: nn.Module | None) -> Tensor | FP8Tensor:
@@ -184,6 +217,7 @@ def _linear(name: str, linear: nn.Module | None) -> Tensor | FP8Tensor:
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise TypeError(f"{name}: expected a linear layer, got {type(linear).__name__}")
+    check_not_sharded(f"{name}.weight", weight)
     if getattr(linear, "bias", None) is not None:
         raise ValueError(f"{name}: expected no bias")
     if getattr(linear, "activation_scheme", "dynamic") != "dynamic":

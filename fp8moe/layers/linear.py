@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
-from fp8moe.layers.parameters import dtype_errors, frozen, keep_dtypes
+from fp8moe.layers.parameters import check_not_sharded, dtype_errors, frozen, keep_dtypes
 from fp8moe.layers.replaced import check_no_hooks, check_only_weights
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
@@ -112,6 +112,7 @@ class FP8Linear(MasterModule):
             master_dtype=master_dtype,
         )
         if master_dtype is None:
+            check_not_sharded("linear.weight", weight)
             data, scale = quantize_128x128(weight.detach(), scale_format=scale_format)
             new.weight, new.weight_scale_inv = frozen(data), frozen(scale)
         elif weight.dtype == master_dtype:
@@ -208,7 +209,7 @@ def replace_linears(
     Raises TypeError, with the model untouched, for a model that is no module or itself a linear (use
     `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear of another dtype than bfloat16, float16
     and float32, or another master_dtype than bfloat16 and float32; and ValueError, the model untouched too, for an
-    nn.Linear with hooks or a replaced forward, which would not run any more.
+    nn.Linear with hooks or a replaced forward, which would not run any more, and for a DTensor to quantize.
     """
     check_master_dtype(master_dtype)
     if not isinstance(model, nn.Module):
@@ -230,6 +231,8 @@ def replace_linears(
     for name, *_ in groups:
         module = model.get_submodule(name)
         check_dtype(f"{name}.weight", module.weight, *FLOATING)
+        if master_dtype is None:
+            check_not_sharded(f"{name}.weight", module.weight)
         check_no_hooks(name, module)
     for group in groups:
         replacement = FP8Linear.from_linear(model.get_submodule(group[0]), master_dtype=master_dtype)

@@ -17,8 +17,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8moe.layers.parameters import local
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x128
+from fp8moe.runtime.autograd import recorded
 from fp8moe.runtime.operators import define
 
 MASTER_DTYPES = (torch.bfloat16, torch.float32)
@@ -31,19 +33,20 @@ _master_generation = 0  # calls of invalidate_masters, of which invalidate makes
 class _Copies:
     """The FP8 copies of the weights in one storage.
 
-    by_layout: (offset, shape, strides, dtype) of a weight -> its copy, and (version, generation) when that was made.
+    by_layout: (offset, shape, strides, dtype) of a weight -> its copy, and versions and generation when it was made.
     captured: a CUDA graph quantizes or changes one of the weights. Its replays change no version.
     """
 
     def __init__(self):
-        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple[int, int]]] = {}
+        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple[int, int | None, int]]] = {}
         self.captured = False
 
 
-def quantized(weight: Tensor) -> FP8Tensor:
+def quantized(weight: Tensor, *, parameter: Tensor | None = None) -> FP8Tensor:
     """``quantize_128x128(weight)``, from the last call if the weight has not changed since.
 
     weight: a master, or a view of one, (..., N, K) bfloat16, float16 or float32.
+    parameter: what the weight is this rank's part of. Changes of a DTensor show in no other version than its own.
     Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), detached. They must not be written to.
 
     A weight has changed if its version has, or if an optimizer, any optimizer, has made a step. Some changes show in
@@ -52,7 +55,16 @@ def quantized(weight: Tensor) -> FP8Tensor:
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_master(weight.detach()))
-    return _quantized(weight)
+    return _quantized(weight, parameter)
+
+
+def part_of(name: str, weight: nn.Parameter) -> Tensor:
+    """A master, or what this rank has of one that is a DTensor, to which its gradient comes back.
+
+    The backward raises RuntimeError if the DTensor, called `name`, has been changed in place since.
+    """
+    part = local(weight)
+    return part if part is weight or not recorded(part) else _Part.apply(part, (name, weight))
 
 
 def invalidate() -> None:
@@ -89,7 +101,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> 
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 if weight.layout is torch.strided:
-                    _copies(weight.untyped_storage()).captured = True
+                    _copies(local(weight).untyped_storage()).captured = True
 
 
 class MasterModule(nn.Module):
@@ -105,8 +117,8 @@ class MasterModule(nn.Module):
 
     def __setattr__(self, name: str, value: object) -> None:
         old = self.__dict__.get("_parameters", {}).get(name)
-        if type(old) is nn.Parameter and old is not value:  # FSDP2's shards are of another class
-            _forget(old)
+        if isinstance(old, nn.Parameter) and old is not value:
+            _forget(local(old))
         super().__setattr__(name, value)  # registers the new one, and so marks it; it may have the same memory
 
     # Wherever a master gets its memory, its storage is marked by the attribute, which compiled graphs look for.
@@ -126,8 +138,8 @@ class MasterModule(nn.Module):
 
     def _mark_masters(self) -> None:
         for value in self._parameters.values():
-            if type(value) is nn.Parameter and value.dtype in MASTER_DTYPES and not value.is_meta:
-                _copies(value.untyped_storage())
+            if isinstance(value, nn.Parameter) and value.dtype in MASTER_DTYPES and not value.is_meta:
+                _copies(local(value).untyped_storage())
 
 
 def check_master_dtype(dtype: torch.dtype | None) -> None:
@@ -144,7 +156,24 @@ def _copies(storage: torch.UntypedStorage) -> _Copies:
     return copies
 
 
-def _quantized(weight: Tensor) -> FP8Tensor:
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, named):
+        ctx.named, ctx.version = named, named[1]._version
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx, grad):
+        name, weight = ctx.named
+        if weight._version != ctx.version:
+            raise RuntimeError(
+                f"{name}, shape {tuple(weight.shape)}, has been changed in place between forward and backward: call "
+                "the backward before the optimizer's step, or the forward again"
+            )
+        return grad, None
+
+
+def _quantized(weight: Tensor, parameter: Tensor | None = None) -> FP8Tensor:
     try:
         copies = _copies(weight.untyped_storage())
     except NotImplementedError:  # under torch.func.vmap
@@ -155,7 +184,7 @@ def _quantized(weight: Tensor) -> FP8Tensor:
         copies.by_layout.clear()
         return _quantize(weight)
     layout = (weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
-    state = (weight._version, _master_generation)
+    state = (weight._version, None if parameter is None else parameter._version, _master_generation)
     copy, copied_state = copies.by_layout.get(layout, (None, None))
     if copied_state != state:
         copy = None

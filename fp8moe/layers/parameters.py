@@ -1,4 +1,7 @@
-"""What modules with FP8 parameters share: keeping them FP8 and frozen, and refusing what would not respect that."""
+"""What modules with FP8 parameters share: keeping them FP8 and frozen, and refusing what would not respect that.
+
+Parameters may be DTensors: their shards are told by `to_local`, which needs no part of torch.distributed.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -12,6 +15,22 @@ def frozen(value: Tensor) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=False)
 
 
+def local(value: Tensor) -> Tensor:
+    """The part of a DTensor that is on this rank, to which gradients of the DTensor come back; other tensors as is."""
+    return value.to_local() if is_sharded(value) else value
+
+
+def is_sharded(value: Tensor) -> bool:
+    """Whether this is a DTensor."""
+    return hasattr(value, "to_local")
+
+
+def check_not_sharded(name: str, value: Tensor) -> None:
+    """ValueError for a DTensor: what a rank holds of it need not be whole blocks."""
+    if is_sharded(value):
+        raise ValueError(f"{name}: expected a whole weight to quantize, got a DTensor with {value.placements}")
+
+
 def keep_dtypes(fn: Callable[[Tensor], Tensor], kept: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
     """``fn`` of nn.Module._apply, except that it does not change the dtype of the parameters ``kept``."""
     kept_ids = {id(value) for value in kept}
@@ -20,7 +39,7 @@ def keep_dtypes(fn: Callable[[Tensor], Tensor], kept: Iterable[Tensor]) -> Calla
         if id(value) not in kept_ids:
             return fn(value)
         # An empty tensor shows what fn does to the dtype, without casting the whole weight.
-        probe = fn(value.new_empty(0))
+        probe = fn(local(value).new_empty(0))
         return fn(value) if probe.dtype == value.dtype else value.to(probe.device)
 
     return apply

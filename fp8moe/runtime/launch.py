@@ -211,6 +211,11 @@ def num_sms(device_index: int) -> int:
     return count if limit is None else min(limit, count)
 
 
+def resident_blocks(blocks_per_sm: int, device_index: int) -> int:
+    """A grid that runs all at once, of a kernel whose thread blocks go on until all work is done."""
+    return blocks_per_sm * num_sms(device_index)
+
+
 class Launcher:
     """A kernel with its launch configuration and arguments, built once and launched many times, on one device.
 
@@ -275,13 +280,16 @@ class PointerLauncher:
     Args:
         kernel, options: as for `Launcher`.
         pointers: how many.
-        args: for the parameters after them.
+        table: how many more there are in the parameter after them, a structure of nothing but pointers; 0 for none.
+        args: for the parameters after these.
     """
 
-    def __init__(self, kernel: "Kernel", *, pointers: int, args: Sequence[Any], **options: Any):
+    def __init__(self, kernel: "Kernel", *, pointers: int, table: int = 0, args: Sequence[Any], **options: Any):
         # As one array they are set at once, in less time than one by one.
-        self._addresses = (ctypes.c_int64 * pointers)()
-        first = (ctypes.c_int64.from_buffer(self._addresses, 8 * i) for i in range(pointers))
+        self._addresses = (ctypes.c_int64 * (pointers + table))()
+        first = [ctypes.c_int64.from_buffer(self._addresses, 8 * i) for i in range(pointers)]
+        if table:
+            first.append((ctypes.c_int64 * table).from_buffer(self._addresses, 8 * pointers))
         self._launcher = Launcher(kernel, args=(*first, *args), **options)
 
     def launch(self, stream: int, *addresses: int) -> None:

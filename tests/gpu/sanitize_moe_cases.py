@@ -1,9 +1,10 @@
 """Cases of the mixture-of-experts kernels for compute-sanitizer, in the manner of `sanitize_cases.py`, which runs them.
 
 Every kernel and way of launching it: one block and a cluster, packed rows and a capacity, tokens without a row, rows
-out of range; groups of few rows and of many, uneven, empty, with offsets and masks that mean nothing. Results are
-checked on the CPU. Those of routing are to have the bits of the reference: their functions return the number of values
-that differ, the others a relative error, which is infinite if a row outside the groups was written.
+out of range, more tokens than warps; groups of few rows and of many, uneven, empty, with offsets and masks that mean
+nothing. Results are checked on the CPU. Those of routing are to have the bits of the reference: their functions return
+the number of values that differ, the others a relative error, which is infinite if a row outside the groups was
+written.
 """
 
 import copy
@@ -13,33 +14,59 @@ import torch
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import reference
-from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts import experts_partial, experts_rows, reference
+from fp8moe.kernels.experts.combine import combine, combine_to
+from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.permute import permute_quantize
+from fp8moe.kernels.experts.permute_fp8 import permute_fp8
 from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.experts.sum_partials import sum_partials
 from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
 from fp8moe.kernels.gemm.reference import group_rows, grouped_gemm_swiglu_reference
+from fp8moe.quant.reference import quantize_1x128 as quantize_reference
 
-# tokens, top_k, experts, capacity, index type
+# tokens, top_k, experts, capacity, index type, the first expert, first row and rows of a window
 SORTS = (
-    (1, 8, 256, None, torch.int64),
-    (0, 8, 7, 3, torch.int32),
-    (100, 8, 60, 9, torch.int32),
-    (400, 9, 256, None, torch.int64),
-    (1301, 8, 200, None, torch.int64),
-    (5001, 8, 1024, 50, torch.int32),
+    (1, 8, 256, None, torch.int64, 0, 0, None),
+    (0, 8, 7, 3, torch.int32, 0, 0, None),
+    (100, 8, 60, 9, torch.int32, 5, 0, None),
+    (100, 8, 60, None, torch.int64, 20, 100, 150),
+    (400, 9, 256, None, torch.int64, 0, 0, None),
+    (1301, 8, 200, None, torch.int64, 90, 5000, 6000),
+    (5001, 8, 1024, 50, torch.int32, 0, 0, None),
 )
 # tokens, hidden, top_k, experts, input type
 PERMUTATIONS = (
     (1, 7168, 8, 16, torch.bfloat16),
     (33, 272, 40, 7, torch.float16),
     (600, 1040, 6, 3, torch.float32),
+    (700, 7168, 2, 3, torch.bfloat16),
 )
 # tokens, hidden, top_k, experts, types of y, weights and result
 COMBINATIONS = (
     (1, 7168, 8, 16, torch.bfloat16, torch.float32, torch.bfloat16),
     (33, 264, 40, 7, torch.float32, torch.bfloat16, torch.float16),
     (300, 1048, 6, 3, torch.bfloat16, torch.float16, torch.float32),
+    (200, 7168, 6, 3, torch.bfloat16, torch.float32, torch.bfloat16),
+)
+# tokens, slots, hidden, top_k, ranks, types of x and of the index
+DISPATCHES = (
+    (1, 1, 7168, 8, 1, torch.bfloat16, torch.int64),
+    (30, 33, 272, 40, 2, torch.float16, torch.int32),
+    (0, 3, 1040, 6, 8, torch.float32, torch.int64),
+    (700, 702, 7168, 2, 2, torch.bfloat16, torch.int64),
+)
+# tokens of a rank, hidden, top_k, ranks, to all, types of y and weights
+COMBINATIONS_TO = (
+    (1, 7168, 8, 8, False, torch.bfloat16, torch.float32),
+    (33, 264, 40, 2, True, torch.float32, torch.bfloat16),
+    (100, 7168, 2, 2, False, torch.bfloat16, torch.float32),
+)
+# tokens, slots of a rank, hidden, top_k, ranks, types of the index and of the result
+SUMS = (
+    (1, 1, 7168, 8, 8, torch.int64, torch.bfloat16),
+    (33, 40, 264, 40, 2, torch.int32, torch.float16),
+    (200, 203, 7168, 2, 3, torch.int64, torch.float32),
 )
 # group offsets, rows, n, k, output type
 GROUPED = (
@@ -86,10 +113,13 @@ def differing(got: torch.Tensor, expected: torch.Tensor) -> int:
     return int((got.cpu() != expected).sum())
 
 
-def sort_errors(tokens: int, top_k: int, num_experts: int, capacity: int | None, dtype: torch.dtype) -> int:
+def sort_errors(
+    tokens: int, top_k: int, num_experts: int, capacity: int | None, dtype: torch.dtype, *window: int | None
+) -> int:
     index = random_index(tokens, top_k, num_experts, dtype)
-    got = sort_by_expert(index.cuda(), num_experts, capacity=capacity)
-    expected = reference.sort_by_expert(index, num_experts, capacity)
+    options = dict(zip(("first_expert", "first_row", "num_rows"), window, strict=True))
+    got = sort_by_expert(index.cuda(), num_experts, capacity=capacity, **options)
+    expected = reference.sort_by_expert(index, num_experts, capacity, **options)
     return sum(map(differing, got, expected))
 
 
@@ -99,10 +129,16 @@ def permute_errors(tokens: int, hidden: int, top_k: int, num_experts: int, dtype
     num_rows = int(groups[-1]) * 3 // 4 + 1  # some rows are past the end
     used = torch.zeros(num_rows, dtype=torch.bool)
     used[rows[(rows >= 0) & (rows < num_rows)].long()] = True
-    data, scale = permute_quantize(x.cuda(), rows.cuda(), num_rows)
     expected_data, expected_scale = reference.permute_quantize(x, rows, num_rows)
-    data_errors = differing(data.cpu().view(torch.uint8)[used], expected_data.view(torch.uint8)[used])
-    return data_errors + differing(scale.cpu()[used], expected_scale[used])
+    quantized = fp8moe.FP8Tensor(*(part.cuda() for part in quantize_reference(x, False)))
+    errors = 0
+    for data, scale in (
+        permute_quantize(x.cuda(), rows.cuda(), num_rows),
+        permute_fp8((quantized.data, quantized.scale.contiguous()), rows.cuda(), num_rows),
+    ):
+        errors += differing(data.cpu().view(torch.uint8)[used], expected_data.view(torch.uint8)[used])
+        errors += differing(scale.cpu()[used], expected_scale[used])
+    return errors
 
 
 def combine_errors(
@@ -119,6 +155,65 @@ def combine_errors(
     weights = torch.rand(tokens, top_k).to(weight_dtype)
     got = combine(y.cuda(), rows.cuda(), weights.cuda(), out_dtype)
     return differing(got, reference.combine(y, rows, weights, out_dtype))
+
+
+def dispatch_errors(
+    tokens: int, slots: int, hidden: int, top_k: int, ranks: int, dtype: torch.dtype, index_dtype: torch.dtype
+) -> int:
+    x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, top_k)
+    index = random_index(tokens, top_k, 200, index_dtype)
+    received = []
+    for device in ("cpu", "cuda"):
+        sizes = {"data": (hidden, torch.uint8), "scale": (-(-hidden // 128), torch.float32)}
+        sizes |= {"index": (top_k, torch.int32), "weights": (top_k, torch.float32)}
+        parts = [
+            [torch.zeros(ranks * slots, columns, dtype=kind, device=device) for columns, kind in sizes.values()]
+            for _ in range(ranks)
+        ]
+        buffers = [Received(data.view(torch.float8_e4m3fn), *others) for data, *others in parts]
+        dispatch(*(value.to(device) for value in (x, index, weights)), buffers, ranks - 1, 200)
+        received.append([part for buffer in parts for part in buffer])
+    return sum(map(differing, received[1], received[0]))
+
+
+def combine_to_errors(
+    tokens: int, hidden: int, top_k: int, ranks: int, to_all: bool, y_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> int:
+    count = tokens if to_all else tokens * ranks
+    y, weights = torch.randn(count * top_k, hidden).to(y_dtype), torch.rand(count, top_k).to(weight_dtype)
+    rows = torch.randint(-3, count * top_k + 3, (count, top_k), dtype=torch.int32)
+    sums = []
+    for device in ("cpu", "cuda"):
+        buffers = [torch.zeros(tokens * ranks, hidden, device=device) for _ in range(2 * ranks)]
+        for to, partial in ((buffers[:ranks], None), (buffers[ranks:], torch.ones(count, hidden, device=device))):
+            operands = (value.to(device) for value in (y, rows, weights))
+            combine_to(*operands, to, ranks - 1, to_all=to_all, partial=partial)
+        sums.append(buffers)
+    return sum(map(differing, sums[1], sums[0]))
+
+
+def sum_errors(
+    tokens: int,
+    slots: int,
+    hidden: int,
+    top_k: int,
+    ranks: int,
+    index_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> int:
+    """With NaN wherever nothing is to be read."""
+    each = 5
+    index = random_index(tokens, top_k, ranks * each, index_dtype)
+    partials = torch.full((ranks, slots, hidden), float("nan"))
+    there = reference.owners(index, ranks, ranks * each).t()
+    partials[:, :tokens][there] = torch.randn(int(there.sum()), hidden)
+    partials, added = partials.flatten(0, 1), torch.randn(tokens, hidden).to(out_dtype)
+    errors = 0
+    for residual in (None, added):
+        on_gpu = None if residual is None else residual.cuda()
+        got = sum_partials(partials.cuda(), index.cuda(), ranks, ranks * each, out_dtype, on_gpu)
+        errors += differing(got, reference.sum_partials(partials, index, ranks, ranks * each, out_dtype, residual))
+    return errors
 
 
 def random_rows(*shape: int) -> fp8moe.FP8Tensor:
@@ -189,13 +284,39 @@ def experts_error(
     return relative_error(got.cpu(), layer(x, index, weights).double())
 
 
+def partial_error(tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype) -> float:
+    """Of one rank's experts, in two passes, and of rows that are in their order."""
+    layer = fp8moe.GroupedExperts(num_experts=num_experts, hidden_size=hidden, intermediate_size=size)
+    x, weights = torch.randn(tokens, hidden, dtype=dtype), torch.rand(tokens, top_k)
+    index = random_index(tokens, top_k, num_experts + 4)
+    num_rows = tokens * top_k // 2 + 1
+
+    def run(layer: fp8moe.GroupedExperts, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
+        projections = fp8moe.FP8Tensor(up, up_scale), fp8moe.FP8Tensor(down, down_scale)
+        form = {"activation": layer.activation, "row_dtype": torch.float32}
+        share = form | {"first_expert": 2, "num_experts": num_experts + 4, "num_rows": num_rows}
+        known = torch.zeros(tokens, dtype=torch.bool, device=up.device)
+        total = experts_partial(*inputs, *projections, **share, first_row=num_rows, known=known)
+        total = experts_partial(*inputs, *projections, **share, partial=total, partial_known=known)
+        starts = torch.linspace(-5, tokens + 5, num_experts + 1).int().to(up.device)
+        return total, experts_rows(inputs[0], starts, *projections, **form)
+
+    got = run(copy.deepcopy(layer).cuda(), x.cuda(), index.cuda(), weights.cuda())
+    return max(relative_error(a.cpu(), b.double()) for a, b in zip(got, run(layer, x, index, weights), strict=True))
+
+
 # function, its arguments, the largest result that is correct
 CASES = [
     *((sort_errors, case, 0) for case in SORTS),
     *((permute_errors, case, 0) for case in PERMUTATIONS),
     *((combine_errors, case, 0) for case in COMBINATIONS),
+    *((dispatch_errors, case, 0) for case in DISPATCHES),
+    *((combine_to_errors, case, 0) for case in COMBINATIONS_TO),
+    *((sum_errors, case, 0) for case in SUMS),
     *((grouped_error, case, GEMM_ERROR) for case in GROUPED),
     *((masked_error, case, GEMM_ERROR) for case in MASKED),
     *((swiglu_error, case, CODES_ERROR) for case in SWIGLUS),
     *((experts_error, case, LAYER_ERROR) for case in EXPERTS),
+    *((partial_error, case[:6], LAYER_ERROR) for case in EXPERTS[:2]),
 ]

@@ -31,21 +31,23 @@ def random_rows(tokens: int, top_k: int, num_rows: int, seed: int = 0) -> torch.
     return rows
 
 
-def write(y, rows, weights, out_dtype):
+def write(y, rows, weights, out_dtype, sparse=False):
     """The result (tokens, H) of the kernel, in memory marked before and with nothing written behind it."""
     (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
     size, guard = tokens * hidden * out_dtype.itemsize, 256
     out = torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda")
     index = y.get_device()
     with device_guard(index):
-        plan = combine_plan.plan(tokens, hidden, top_k, num_rows, y.dtype, weights.dtype, out_dtype, index)
-        plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), 0, out.data_ptr())
+        dtypes = y.dtype, weights.dtype, out_dtype
+        plan = combine_plan.plan(tokens, hidden, top_k, num_rows, *dtypes, index, sparse=sparse)
+        plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), 0, 0, 0, out.data_ptr())
     assert (out[size:] == MARK).all()
     return out[:size].view(out_dtype).view(tokens, hidden)
 
 
 def assert_matches(y, rows, weights, out_dtype):
     out = write(y, rows, weights, out_dtype)
+    assert torch.equal(*(values.view(torch.uint8) for values in (write(y, rows, weights, out_dtype, sparse=True), out)))
     expected = reference.combine(y, rows, weights, out_dtype)
     assert out.dtype == expected.dtype and torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
@@ -58,6 +60,18 @@ def test_sizes(tokens, hidden, top_k, dtypes):
     for num_rows in (1, tokens * top_k):
         y, weights = random(num_rows, hidden, dtype=y_dtype), random(tokens, top_k, dtype=weight_dtype, seed=1)
         assert_matches(y, random_rows(tokens, top_k, num_rows), weights, out_dtype)
+
+
+@pytest.mark.parametrize("y_dtype", Y_DTYPES)
+def test_more_tokens_than_warps(y_dtype):
+    for tokens, hidden, top_k in ((3000, 7168, 8), (9000, 1040, 40)):
+        y, weights = random(tokens * top_k, hidden, dtype=y_dtype), random(tokens, top_k, seed=1)
+        rows = random_rows(tokens, top_k, len(y))
+        for out_dtype in FLOATING:
+            assert_matches(y, rows, weights, out_dtype)
+        residual = random(tokens, hidden, dtype=torch.bfloat16, seed=2)
+        got = combine(y, rows, weights, torch.bfloat16, residual=residual)
+        assert torch.equal(got, reference.combine(y, rows, weights, torch.bfloat16, residual))
 
 
 def test_equals_the_reference_on_the_cpu():
@@ -91,6 +105,31 @@ def test_residual(out_dtype):
         rows, residual = random_rows(tokens, top_k, len(y)), random(tokens, hidden, dtype=out_dtype, seed=2)
         got = combine(y, rows, weights, out_dtype, residual=residual)
         assert torch.equal(got, reference.combine(y, rows, weights, out_dtype, residual))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("top_k", [3, 40])
+def test_sums_of_some_tokens(top_k, sparse):
+    """The residual has sums of some tokens only, and so does the result."""
+    tokens, hidden, num_rows = 9000, 1040, 4000
+    y, weights = random(num_rows, hidden, dtype=torch.bfloat16), random(tokens, top_k, seed=1)
+    rows, residual = random_rows(tokens, top_k, num_rows), random(tokens, hidden, seed=2)
+    rows[torch.rand(tokens, device="cuda") < 0.7, : top_k - 1] = -1
+    rows[torch.rand(tokens, device="cuda") < 0.7, top_k - 1] = -1
+    known = torch.rand(tokens, device="cuda") < 0.4
+    residual[~known] = float("nan")
+    out = torch.full((tokens, 4 * hidden), MARK, dtype=torch.uint8, device="cuda")
+    now = torch.full((tokens,), MARK, dtype=torch.uint8, device="cuda")
+    index = y.get_device()
+    with device_guard(index):
+        dtypes = y.dtype, weights.dtype, torch.float32
+        plan = combine_plan.plan(tokens, hidden, top_k, num_rows, *dtypes, index, sparse=sparse)
+        addresses = (value.data_ptr() for value in (y, rows, weights, residual, known, now, out))
+        plan.launch(current_stream(index), *addresses)
+    there = reference.valid_rows(rows, num_rows).any(1) | known
+    assert there.any() and not there.all() and torch.equal(now, there.to(torch.uint8))
+    expected = reference.combine(y, rows, weights, torch.float32, torch.where(known[:, None], residual, 0))
+    assert torch.equal(out.view(torch.float32)[there], expected[there]) and (out[~there] == MARK).all()
 
 
 def test_rows_out_of_range():

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8moe.kernels.experts import experts_training, sort_by_expert
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
+from fp8moe.quant.formats import FP8Tensor
 from tests import experts_cases
 from tests.backends import on_reference
 from tests.errors import relative_error
-from tests.experts_cases import VARIANTS
+from tests.experts_cases import VARIANTS, quantized_weights
 from tests.experts_training_reference import Block, backward, equal, gradients, recipe, straight_through
 from tests.waiting import no_waiting
 
@@ -129,6 +131,53 @@ def test_agrees_with_the_layer_on_the_cpu():
     _, expected = backward(copy.deepcopy(layer).cpu(), *(value.cpu() for value in arguments))
     for name, grad in backward(layer, *arguments)[1].items():
         assert relative_error(grad.cpu(), expected[name]) <= TOLERANCE, name
+
+
+def share(layer, start, end, x, index, weights, grad, **options):
+    """The result of experts [start, end) in float32, and gradients by name."""
+    up, down = (FP8Tensor(*(part[start:end] for part in weight)) for weight in quantized_weights(layer))
+    masters = [value.detach()[start:end].requires_grad_() for value in (layer.gate_up_proj, layer.down_proj)]
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    out = experts_training(
+        *(x, index, weights, up, down),
+        **{"activation": layer.activation, "up_master": masters[0], "down_master": masters[1]},
+        **{"first_expert": start, "num_experts": layer.num_experts, "out_dtype": torch.float32} | options,
+    )
+    grads = torch.autograd.grad(out, (x, weights, *masters), grad.to(out.dtype))
+    return out.detach(), dict(zip(("x", "routing", "up", "down"), grads, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [9, 500])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["plain", "alpha", "gelu"])
+def test_shares_add_up_to_the_layer(variant, dtype, tokens):
+    layer = make(**VARIANTS[variant])
+    arguments = inputs(tokens, dtype=dtype)
+    index = arguments[1]
+    expected, whole = backward(layer, *arguments)
+    total, d_x, d_weights = (torch.zeros(shape, device=DEVICE) for shape in (expected.shape,) * 2 + (index.shape,))
+    for start in range(0, 8, 2):
+        local = (index >= start) & (index < start + 2)
+        for num_rows in (None, int(local.sum())):
+            out, grads = share(layer, start, start + 2, *arguments, num_rows=num_rows)
+            assert out.dtype == torch.float32 and grads["x"].dtype == dtype
+            assert not grads["routing"][~local].any()
+            for name in ("up", "down"):
+                assert relative_error(grads[name], whole[name][start : start + 2]) <= TOLERANCE
+        total, d_x, d_weights = total + out, d_x + grads["x"].float(), d_weights + grads["routing"]
+    for actual, value in ((total, expected), (d_x, whole["x"]), (d_weights, whole["routing"])):
+        assert relative_error(actual, value) <= TOLERANCE
+
+
+def test_assignments_beyond_the_rows_add_nothing():
+    layer = make()
+    x, index, weights, grad = inputs()
+    kept = sort_by_expert(index, 3, first_expert=1, num_rows=150).rows >= 0
+    assert int(kept.sum()) == 150
+    out, grads = share(layer, 1, 4, x, index, weights, grad, num_rows=150)
+    expected_out, expected = share(layer, 1, 4, x, torch.where(kept, index, -1), weights, grad, num_rows=150)
+    assert torch.equal(out, expected_out)
+    equal(grads, expected)
 
 
 # What must not happen.

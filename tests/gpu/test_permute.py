@@ -39,7 +39,9 @@ def random_rows(tokens: int, top_k: int, num_rows: int, seed: int = 0) -> torch.
     return rows
 
 
-def write(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def write(
+    x: torch.Tensor, rows: torch.Tensor, num_rows: int, sparse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Data (num_rows, H) and scale (blocks, pitch) as bytes and words, marked where the kernel has not written."""
     tokens, hidden = x.shape
     k_blocks, pitch, guard = ceil_div(hidden, 128), align(num_rows, 4), 256
@@ -47,7 +49,8 @@ def write(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> tuple[torch.Ten
     scale = torch.full((4 * k_blocks * pitch + guard,), MARK, dtype=torch.uint8, device="cuda")
     index = x.get_device()
     with device_guard(index):
-        plan = permute_plan.plan(tokens, hidden, rows.shape[1], num_rows, x.stride(0), x.dtype, index)
+        sizes = (tokens, hidden, rows.shape[1], num_rows, x.stride(0))
+        plan = permute_plan.plan(*sizes, x.dtype, index, sparse=sparse)
         plan.launch(current_stream(index), x.data_ptr(), rows.data_ptr(), data.data_ptr(), scale.data_ptr())
     assert (data[-guard:] == MARK).all() and (scale[-guard:] == MARK).all()
     return data[:-guard].view(num_rows, hidden), scale[:-guard].view(torch.int32).view(k_blocks, pitch)
@@ -55,6 +58,7 @@ def write(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> tuple[torch.Ten
 
 def assert_matches(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
     data, scale = write(x, rows, num_rows)
+    assert all(map(torch.equal, write(x, rows, num_rows, sparse=True), (data, scale)))
     expected_data, expected_scale = reference.permute_quantize(x, rows, num_rows)
     used = torch.zeros(num_rows + 1, dtype=torch.bool, device="cuda")
     used[torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).flatten().long()] = True
@@ -78,16 +82,17 @@ def test_sizes(tokens, hidden, top_k, dtype):
         assert_matches(x, random_rows(tokens, top_k, num_rows), num_rows)
 
 
+# Beyond the number of tokens that are read before they are known to have a row; and of what all warps take at a time.
+@pytest.mark.parametrize("tokens,hidden", [(1500, 1552), (3000, 7168), (20_000, 528)])
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_many_tokens(dtype):
-    # Beyond the number of tokens that are read before they are known to have a row.
-    x = random(1500, 1552, dtype=dtype)
+def test_many_tokens(tokens, hidden, dtype):
+    x = random(tokens, hidden, dtype=dtype)
     for seed in range(3):
-        index = torch.randint(0, 64 << seed, (1500, 8), device="cuda")  # the more experts, the fewer are local
+        index = torch.randint(0, 64 << seed, (tokens, 8), device="cuda")  # the more experts, the fewer are local
         rows = sort_by_expert(index, 16).rows
-        assert_matches(x, rows, 12000)
+        assert_matches(x, rows, 8 * tokens)
         assert_matches(x, sort_by_expert(index, 16, capacity=100).rows, 1600)
-    assert_matches(x, random_rows(1500, 35, 50000), 50000)
+    assert_matches(x, random_rows(tokens, 35, 50000), 50000)
 
 
 @pytest.mark.parametrize("dtype", FLOATING)

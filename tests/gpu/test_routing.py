@@ -31,10 +31,10 @@ def poison(numel: int) -> None:
         torch.full((size,), -1, dtype=torch.int32, device="cuda").add_(12345)
 
 
-def assert_matches(index, num_experts, capacity=None):
+def assert_matches(index, num_experts, capacity=None, **window):
     poison(index.numel())
-    got = sort_by_expert(index, num_experts, capacity=capacity)
-    expected = reference.sort_by_expert(index, num_experts, capacity)
+    got = sort_by_expert(index, num_experts, capacity=capacity, **window)
+    expected = reference.sort_by_expert(index, num_experts, capacity, **window)
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == torch.int32 and a.is_contiguous() and torch.equal(a, b)
 
@@ -56,6 +56,36 @@ def test_numbers_of_experts(num_experts, dtype):
         index = random_index(tokens, 8, num_experts, dtype, margin=num_experts // 4)
         assert_matches(index, num_experts)
         assert_matches(index, num_experts, 17)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 600, 9000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_first_expert_and_window_of_rows(tokens, dtype):
+    for num_experts, first_expert in ((1, 255), (32, 0), (32, 64), (128, 100)):
+        index = random_index(tokens, 8, 256, dtype)
+        assert_matches(index, num_experts, first_expert=first_expert)
+        assert_matches(index, num_experts, 17, first_expert=first_expert)
+        used = tokens * num_experts // 32
+        for first_row, num_rows in (
+            (0, used // 2),
+            (used // 3, used // 3),
+            (max(used - 1, 0), 5),
+            (8 * tokens, 7),
+            (3, None),
+        ):
+            window = {"first_row": first_row, "num_rows": num_rows}
+            assert_matches(index, num_experts, first_expert=first_expert, **window)
+
+
+@pytest.mark.parametrize("tokens", [1, 5000])
+def test_limits_of_first_expert_and_index(tokens):
+    values = (-(1 << 31), -1, 0, (1 << 31) - 3, (1 << 31) - 2, (1 << 31) - 1)
+    for dtype in DTYPES:
+        index = torch.tensor(values, dtype=dtype, device="cuda").expand(tokens, -1).contiguous()
+        for first_expert in (0, 1, (1 << 31) - 3):
+            assert_matches(index, 2, first_expert=first_expert)
+    wide = torch.tensor([[1 << 32, -(1 << 40), (1 << 32) + 7, torch.iinfo(torch.int64).min, 7]], device="cuda")
+    assert_matches(wide.expand(tokens, -1).contiguous(), 3, first_expert=6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,7 +166,7 @@ def test_two_streams():
         assert all(map(torch.equal, got, reference.sort_by_expert(index, 256, None)))
 
 
-@pytest.mark.parametrize("tokens,hidden", [(1, 7168), (5, 576), (700, 1040)])
+@pytest.mark.parametrize("tokens,hidden", [(1, 7168), (5, 576), (700, 1040), (3000, 2064)])
 def test_chain_over_memory_of_the_caller(tokens, hidden):
     """Sort, permute and combine, each started before the one ahead has ended, over one buffer and many times over."""
     num_experts, top_k, guard = 24, 8, 256
@@ -175,7 +205,7 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
         for _ in range(3):
             sort.launch(stream, top_k_index.data_ptr(), groups.data_ptr(), addresses["rows"])
             permute.launch(stream, x.data_ptr(), *addresses.values())
-            combine.launch(stream, y.data_ptr(), addresses["rows"], weights.data_ptr(), 0, out.data_ptr())
+            combine.launch(stream, y.data_ptr(), addresses["rows"], weights.data_ptr(), 0, 0, 0, out.data_ptr())
         results.append(buffer.clone())
     for (top_k_index, x), result in zip(inputs, results, strict=True):
         views = [result[start : start + size] for start, size in zip(starts, sizes, strict=False)]

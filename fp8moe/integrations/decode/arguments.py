@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8moe.integrations.decode.checks import check_prompt, integer, integers
 from fp8moe.integrations.decode.prefix import Prefix
-from fp8moe.integrations.decode.sampling import Sampling, parameters
+from fp8moe.integrations.decode.sampling import Sampling, parameters, random_seeds
 from fp8moe.integrations.decode.step import vocabulary
 from fp8moe.integrations.decode.stop_strings import StopStrings
 from fp8moe.integrations.decode.transfer import moved
@@ -50,7 +50,9 @@ def parse(decoder: Any, arguments: Mapping[str, Any], generation_config: Any) ->
     ends, pad = end_tokens(
         vocabulary(decoder.model), arguments["eos_token_id"], arguments["pad_token_id"], generation_config
     )
-    samplings = parameters(arguments, generation_config, batch)
+    samplings = parameters(
+        arguments, generation_config, batch, lambda count: decoder.ranks.first(random_seeds(count), decoder.device)
+    )
     strings, tokenizer = arguments["stop_strings"], arguments["tokenizer"]
     stop = None if strings is None else StopStrings(strings, tokenizer)
     if stop is not None and batch > 1 and pad is None:

@@ -41,12 +41,13 @@ class NotServed(ValueError):
 class Rows:
     """The rows of a cache of `length` columns: row b sees those from begin[b] on, up to the new token itself.
 
-    begin, columns (B,) int64: of the first token, and of the first new one. What is `visible` is computed once a call
-    of the model for each kind of layer; `next_call` forgets it.
+    begin, columns (B,) int64: of the first token, and of the first new one. ranks: over how many the key heads of the
+    model are spread. What is `visible` is computed once a call of the model for each kind of layer; `next_call` forgets
+    it.
     """
 
-    def __init__(self, begin: Tensor, columns: Tensor, length: int):
-        self.begin, self.columns, self.length = begin, columns, length
+    def __init__(self, begin: Tensor, columns: Tensor, length: int, ranks: int = 1):
+        self.begin, self.columns, self.length, self.ranks = begin, columns, length, ranks
         self._of_steps: dict[tuple, tuple[Tensor, Tensor, Tensor]] = {}  # kept, with what never changes of it
         self._found: dict[tuple, Tensor] = {}
         self._whole = False
@@ -160,7 +161,8 @@ def visible(
     rows = _rows.get()
     if rows is None or batch_size != len(rows.begin):
         raise NotServed("attention outside of a decode step")
-    return rows.visible(q_length, config.get_text_config(decoder=True).num_key_value_heads, local_size)
+    heads = config.get_text_config(decoder=True).num_key_value_heads // rows.ranks
+    return rows.visible(q_length, heads, local_size)
 
 
 def attend(

@@ -11,12 +11,16 @@ MOST_TOKENS = 8192
 LEAST_COLUMNS = 64
 SHARE = 0.5
 """Of the free memory."""
+_RECEIVED, _SUM = 1.1, 4  # bytes of a quantized token's column with its scale, and of a partial sum's
 
 
-def columns_at_a_time(config: Any, batch: int, end: int, device: torch.device, dtype: torch.dtype, mask: bool) -> int:
+def columns_at_a_time(
+    config: Any, batch: int, end: int, device: torch.device, dtype: torch.dtype, mask: bool, ranks: int = 1
+) -> int:
     """Columns of a batch of prompts that end at column `end`; all of them where the device is a CPU.
 
-    mask: the attention takes a mask, and its keys are repeated for all heads.
+    mask: the attention takes a mask, and its keys are repeated for all heads. ranks: that share the experts: each has
+    room for the tokens that all send and for the sums that all return.
     """
     if device.type != "cuda":
         return end
@@ -25,6 +29,8 @@ def columns_at_a_time(config: Any, batch: int, end: int, device: torch.device, d
     heads, size = config.num_attention_heads, _head_size(config)
     room = SHARE * free
     each = _values_of_a_token(config) * dtype.itemsize
+    if ranks > 1:
+        each += ranks * (_RECEIVED + _SUM) * config.hidden_size
     if getattr(config, "kv_lora_rank", None):  # all latents are expanded, then put together with the rotated part
         room -= batch * end * heads * (2 * size + 2 * config.v_head_dim) * dtype.itemsize
     if mask:

@@ -19,6 +19,7 @@ from fp8moe.integrations.decode.flag import EndFlag
 from fp8moe.integrations.decode.generation import Generation
 from fp8moe.integrations.decode.prefix import Prefix, read_prefix
 from fp8moe.integrations.decode.probe import find_way
+from fp8moe.integrations.decode.ranks import ranks_of
 from fp8moe.integrations.decode.requests import LEAST_SHARE, Result, run
 from fp8moe.integrations.decode.short_prompts import FEW_TOKENS
 from fp8moe.integrations.decode.stats import Records, Stats, cache_bytes, pool_bytes
@@ -54,6 +55,10 @@ class GraphDecoder:
     holds its turn until it ends or is closed.
 
     ``model.generate(..., custom_generate=decoder)`` works too: see `__call__`.
+
+    Where several ranks hold the model together, by tensor or expert parallelism, each makes a decoder and the same
+    calls with the same prompts and arguments. They get the same tokens and end at the same step. A rank that leaves a
+    stream or run before the others do leaves them waiting.
 
     Args:
         model: a causal language model of transformers in eval mode, all of it on one device, with attention
@@ -103,6 +108,7 @@ class GraphDecoder:
         self.captured = capture and self.device.type == "cuda"
         check_model(model, self.captured)
         self.model = model
+        self.ranks = ranks_of(model)
         self.batch_sizes = tuple(sizes)
         self._lock = Turns()
         self._records = Records()
@@ -156,7 +162,7 @@ class GraphDecoder:
             Both also without do_sample, where ``model.generation_config`` says nothing.
         seed: an integer of 64 bits for all sequences, or one for each. What a sequence draws depends on its own seed
             and logits alone: the same prompt twice in a batch gives the same answer twice if the seed is one integer.
-            None: PyTorch's default generator draws one for each.
+            None: PyTorch's default generator draws one for each, on several ranks that of the first.
         streamer: of transformers, such as TextStreamer: gets the prompts, then the tokens (B,) of each step.
         stop_strings: a sequence ends after the token that completes one of these in the text of ``tokenizer``.
         prefix: of `prefix`: the prompts follow it. It is not in what is returned.

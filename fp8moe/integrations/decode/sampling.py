@@ -35,11 +35,21 @@ class Sampling:
     seed: int = 0
 
 
-def parameters(arguments: Mapping[str, Any], generation_config: Any, batch: int) -> list[Sampling]:
+def random_seeds(batch: int) -> list[int]:
+    """From PyTorch's default generator, so that torch.manual_seed makes them repeatable."""
+    return torch.randint(_SEEDS.start, _SEEDS.stop - 1, (batch,)).tolist()
+
+
+def parameters(
+    arguments: Mapping[str, Any],
+    generation_config: Any,
+    batch: int,
+    draw: Callable[[int], list[int]] = random_seeds,
+) -> list[Sampling]:
     """Those of each sequence, from the arguments of generate: do_sample, seed and NAMES; None or absent: not given.
 
     With do_sample what is not given comes from the generation config, and is off where that says nothing either.
-    Without it nothing does.
+    Without it nothing does. draw: makes so many seeds where none is given.
 
     Raises TypeError or ValueError with the name of an argument (or generation_config.NAME) that is wrong, or that would
     change nothing because do_sample is False.
@@ -59,7 +69,7 @@ def parameters(arguments: Mapping[str, Any], generation_config: Any, batch: int)
         if name not in values and default is not None and (name, default) != ("top_k", 0):  # there 0 means off
             values[name] = _checked(f"generation_config.{name}", default)
     values = {"temperature": 1.0} | values
-    return [Sampling(**values, seed=seed) for seed in seeds or _random_seeds(batch)]
+    return [Sampling(**values, seed=seed) for seed in seeds or draw(batch)]
 
 
 def empty_state(size: int, vocabulary: int, device: torch.device) -> SamplingState:
@@ -133,8 +143,3 @@ def _seeds(seed: Any, batch: int) -> list[int]:
     if wrong is not None:
         raise ValueError(f"seed: expected an integer of 64 bits, got {wrong}")
     return seeds
-
-
-def _random_seeds(batch: int) -> list[int]:
-    """From PyTorch's default generator, so that torch.manual_seed makes them repeatable."""
-    return torch.randint(_SEEDS.start, _SEEDS.stop - 1, (batch,)).tolist()

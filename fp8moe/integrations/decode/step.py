@@ -13,6 +13,7 @@ from fp8moe.integrations.decode.attention import Rows, used_by
 from fp8moe.integrations.decode.cache import Place, clear_rows, copy_rows, has_states, reset, static_cache
 from fp8moe.integrations.decode.chunks import columns_at_a_time
 from fp8moe.integrations.decode.masks import take_offsets_of_rows
+from fp8moe.integrations.decode.ranks import ranks_of
 from fp8moe.integrations.decode.sampling import Sampling, empty_state, write
 from fp8moe.integrations.decode.short_prompts import ShortPrompts
 from fp8moe.integrations.decode.transfer import integers_on
@@ -69,6 +70,7 @@ class Step:
         self.size = size
         self.way = way
         self.prefill_chunk = prefill_chunk
+        self.ranks = ranks_of(model)
         self.place = Place(size, device, way.rows)
         self.cache = static_cache(model.config, max_length, self.place)
         integers = partial(torch.zeros, dtype=torch.int64, device=device)
@@ -87,7 +89,7 @@ class Step:
         self.ends = booleans(size, vocabulary(model))
         self.pad = integers(())
         self.sampling = empty_state(size, vocabulary(model), device)
-        self.seen = Rows(self.begin, self.columns, max_length)
+        self.seen = Rows(self.begin, self.columns, max_length, self.ranks.key_heads)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.short_prompts: ShortPrompts | None = None
 
@@ -155,10 +157,12 @@ class Step:
         """Columns to read at a time, of prompts that end at this column."""
         if not self.way.chunks:
             return end
-        config = self.model.config.get_text_config(decoder=True)
-        columns = self.prefill_chunk or columns_at_a_time(
-            config, self.size, end, self.columns.device, self.model.dtype, self.way.attention is None
-        )
+        columns = self.prefill_chunk
+        if columns is None:
+            config, device = self.model.config.get_text_config(decoder=True), self.columns.device
+            form = (self.model.dtype, self.way.attention is None, self.ranks.most)
+            free = columns_at_a_time(config, self.size, end, device, *form)
+            columns = self.ranks.least(free, device)
         return max(columns, 2)  # one token alone is a decode step's, which has no padding
 
     def read_several(self, tokens: Tensor, start: int | None, before: int, padded: bool) -> Tensor:

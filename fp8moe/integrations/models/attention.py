@@ -27,8 +27,11 @@ def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Ten
 
 def prepare(module: nn.Module) -> str | None:
     """Move the weights of q, k and v together; what is fused then, None if the module's code is not known."""
-    if forms.form_of(module, forms.ATTENTION) is None or not forms.rotates_halves(module):
+    form = forms.form_of(module, forms.ATTENTION)
+    if form is None or not forms.rotates_halves(module):
         return None
+    if _has_norms(module, form) and not (runs_as_written(module.q_norm) and runs_as_written(module.k_norm)):
+        return None  # as under transformers' tensor parallelism, which has a forward of its own there
     together = runs_as_written(module) and linears.pack(_inputs(module))
     return "q, k and v as one, heads and cache" if together else "heads and cache"
 

@@ -34,7 +34,6 @@ def feed_forward(module: nn.Module, x: FP8Tensor, dtype: torch.dtype) -> Tensor:
         FP8Tensor(gate_up.data[None], gate_up.scale[None]),
         torch.arange(0, 2 * rows, max(rows, 1), dtype=torch.int32, device=x.data.device),
         activation=Activation(),
-        expected_m=rows,
     )
     return linears.project(hidden, [module.down_proj], dtype)[0]
 

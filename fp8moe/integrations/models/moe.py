@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from fp8moe.integrations.models import forms, mlp
 from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.integrations.models.second_stream import SecondStream
 from fp8moe.integrations.names import NAME
 from fp8moe.kernels.block.rms_norm import Normed
 from fp8moe.kernels.block.router import Routing, route, router_logits
@@ -45,17 +46,26 @@ def mix(module: nn.Module, normed: Normed) -> Tensor:
     _, routing = _route(module.gate, x)
     if form.shared is None and _adds(module.experts):
         return module.experts(x, routing.index, routing.weights, residual=normed.sum)
+    beside = SecondStream(x.device) if form.shared and x.is_cuda and _sends(module.experts) else None
     out = module.experts(x, routing.index, routing.weights)
     if form.shared is None:
         return normed.sum + out
-    module_shared = _shared(module)
-    if normed.quantized is None:
-        shared = module_shared(x)
-    else:
-        shared = mlp.feed_forward(module_shared, normed.quantized, x.dtype)
-    if form.gated:
-        shared = torch.sigmoid(module.shared_expert_gate(x)) * shared
-    return normed.sum + (out + shared)
+
+    def shared() -> Tensor:
+        return _run_shared(module, form, normed)
+
+    return normed.sum + (out + (shared() if beside is None else beside.run(shared)))
+
+
+def _run_shared(module: nn.Module, form: forms.Block, normed: Normed) -> Tensor:
+    shared, x = _shared(module), normed.values
+    out = shared(x) if normed.quantized is None else mlp.feed_forward(shared, normed.quantized, x.dtype)
+    return torch.sigmoid(module.shared_expert_gate(x)) * out if form.gated else out
+
+
+def _sends(experts: nn.Module) -> bool:
+    """Whether the experts are spread over several ranks, whose tokens and sums they wait for."""
+    return any(getattr(experts, name, None) is not None for name in ("parallel", "_fp8moe_parallel"))
 
 
 def _adds(experts: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.names import NAME
 from fp8moe.layers import experts_source
 from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.parameters import local
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import autograd
 
@@ -23,8 +24,9 @@ def experts_forward(
 ) -> Tensor:
     """What transformers calls as the forward of its experts modules, with the arguments of `GroupedExperts.forward`.
 
-    Under expert parallelism ``self`` holds this rank's experts, and experts of other ranks have the index num_experts:
-    outside the range, so they add nothing.
+    ``self`` may hold the experts of one rank only. Where `fp8moe.distributed.ExpertParallel` has spread them, arguments
+    and result are those of all experts. Otherwise experts of other ranks have an index outside the range, as
+    transformers gives them the index num_experts, and add nothing.
     """
     kept = self.__dict__.get("_fp8moe")
     # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
@@ -85,11 +87,22 @@ def refusal(module: nn.Module) -> str | None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def grouped_experts(module: nn.Module) -> GroupedExperts:
+    """Of the experts on this rank."""
     try:
         if getattr(module, "block_size", ()) is None:
             raise ValueError(f"module: one scale per tensor; expected blocks of {BLOCK}x{BLOCK}")
-        return GroupedExperts.from_source(experts_source.read(module)).train(module.training)
+        layer = GroupedExperts.from_source(experts_source.read(_on_this_rank(module))).train(module.training)
+        layer.parallel = getattr(module, "_fp8moe_parallel", None)
+        return layer
     except (TypeError, ValueError) as error:
         raise type(error)(
             f"{type(module).__name__} cannot run with experts_implementation={NAME!r}: {error}"
         ) from error
+
+
+def _on_this_rank(module: nn.Module) -> nn.Module:
+    """The module with its parameters, or with their local parts where they are DTensors."""
+    parameters = {name: value if value is None else local(value) for name, value in module._parameters.items()}
+    twin = object.__new__(type(module))  # FSDP2's modules cannot be copied
+    twin.__dict__ = {**vars(module), "_parameters": parameters}
+    return twin

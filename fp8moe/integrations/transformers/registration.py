@@ -5,6 +5,7 @@ import functools
 from fp8moe.integrations.transformers.experts import NAME, experts_forward
 from fp8moe.integrations.transformers.indexers import route_indexers
 from fp8moe.integrations.transformers.linears import route_linears
+from fp8moe.integrations.transformers.parallel import route_parallelism
 from fp8moe.integrations.transformers.reporting import warn_of_others
 
 
@@ -25,6 +26,8 @@ def register() -> None:
     - The indexers of every DeepSeek-V3.2 and GLM-MoE-DSA model in the process, with 32 or 64 heads of 32, 64 or 128
       values, score in FP8, and the model's cache holds their keys in FP8; those of other sizes run as before. A cache
       made before this call cannot be continued after it.
+    - Experts that transformers' expert parallelism shards run on `fp8moe.distributed`. A model whose tensor-parallel
+      plan cuts FP8 weights inside their blocks raises ValueError on all ranks before anything is read.
 
     An experts module that GroupedExperts cannot express raises TypeError or ValueError with its class and the reason
     when it runs first. Frozen experts pass gradients on; a backward through experts whose weights require gradients
@@ -39,6 +42,7 @@ def register() -> None:
     finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     route_linears()
     route_indexers()
+    route_parallelism()
     _announce_others()
 
 

@@ -1,9 +1,11 @@
 """Checks of the arguments of an experts layer and of its steps, in the manner of `runtime.checks`."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts.operands import Operands
+from fp8moe.kernels.experts.operands import Operands, Share
 from fp8moe.quant.checks import check_groups, check_scale, check_vector, fp8_data
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
@@ -14,46 +16,120 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 def experts(operands: Operands, gated: bool, capacity: int | None = None) -> None:
     """Dtypes, shapes and devices of the input and the parameters."""
-    hidden_states, top_k_index, top_k_weights, up, up_scale, down, down_scale, residual = operands
+    hidden_states, residual = operands.hidden_states, operands.residual
     check_dtype("hidden_states", hidden_states, *FLOATING)
+    _layer("hidden_states", operands, gated)
+    if residual is not None:
+        device = hidden_states.device
+        check_like("residual", residual, (hidden_states.dtype,), hidden_states.shape, device, "hidden_states")
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"capacity: expected at least one row an expert, got {capacity}")
+
+
+def partial(operands: Operands, gated: bool, share: Share) -> None:
+    """The same of `experts_partial`, whose `partial` is the residual."""
+    x, x_scale, total = operands.hidden_states, operands.hidden_scale, operands.residual
+    _floating_or_fp8("x", x, x_scale)
+    _layer("x", operands, gated)
+    if total is not None:
+        check_like("partial", total, (torch.float32,), x.shape, x.device, "x")
+    for name, known in (("partial_known", operands.residual_known), ("known", operands.known)):
+        if known is not None:
+            check_like(name, known, (torch.bool,), x.shape[:1], x.device, "x")
+    row_dtype(share.row_dtype)
+    of_rank(share, operands.up.shape[0])
+
+
+def of_rank(share: Share, count: int) -> None:
+    """That the `count` experts which are here are among all of them, and the window of rows."""
+    first, total = share.first_expert, share.num_experts
+    if first < 0 or (total is not None and first + count > total):
+        raise ValueError(
+            f"first_expert: expected that the {count} experts here are among {total} from 0 on, got {first}"
+        )
+    window(share.first_row, share.num_rows)
+
+
+def sorted_rows(
+    rows: Tensor, rows_scale: Tensor | None, group_offsets: Tensor, weights: tuple[Tensor, ...], gated: bool
+) -> None:
+    """The same of `experts_rows`; weights: data and scale of both projections."""
+    _floating_or_fp8("rows", rows, rows_scale)
+    count = _projections("rows", rows, weights, gated)
+    check_vector("group_offsets", group_offsets, torch.int32, None, rows.device)
+    if group_offsets.shape[0] != count + 1:
+        expected = f"({count + 1},), for {count} experts"
+        raise ValueError(f"group_offsets: expected shape {expected}, got {tuple(group_offsets.shape)}")
+    check_groups(group_offsets, rows.shape[0], rows.device)
+
+
+def row_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"row_dtype: expected bfloat16 or float32, got {dtype}")
+
+
+def of_sums(out_dtype: torch.dtype) -> None:
+    if out_dtype not in FLOATING:
+        raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
+
+
+def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
+    """Dtype of a matrix, and the scale of one that is quantized 1x128."""
+    if scale is None:
+        check_dtype(name, x, *FLOATING)
+    elif len(fp8_data(f"{name}.data", x, "(M, H)")) == 2:
+        check_scale(f"{name}.scale", scale, (x.shape[0], ceil_div(x.shape[1], BLOCK)), x.device)
+
+
+def _layer(name: str, operands: Operands, gated: bool) -> None:
+    """Routing and weights of the input, which the caller calls `name`."""
+    hidden_states, top_k_index, top_k_weights, *weights = operands[:7]
+    _projections(name, hidden_states, weights, gated)
+    routed(top_k_index, top_k_weights, hidden_states, name)
+
+
+def _projections(name: str, x: Tensor, weights: Sequence[Tensor], gated: bool) -> int:
+    """Weights that fit together and to x (M, H), which the caller calls `name`. Returns E."""
+    up, up_scale, down, down_scale = weights
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
     count, rows, hidden = fp8_data(up_name, up, "(E, 2I, H)" if gated else "(E, I, H)")
     if rows % projections:
         raise ValueError(f"{up_name}: expected shape (E, 2I, H), gate rows then up rows, got {tuple(up.shape)}")
     size = rows // projections
-    if hidden_states.dim() != 2 or hidden_states.shape[1] != hidden:
-        raise ValueError(
-            f"hidden_states: expected shape (T, {hidden}) to match {up_name} {tuple(up.shape)}, "
-            f"got {tuple(hidden_states.shape)}"
-        )
-    _routed(top_k_index, top_k_weights, hidden_states)
+    if x.dim() != 2 or x.shape[1] != hidden:
+        expected = f"({'R' if name == 'rows' else 'T'}, {hidden}) to match {up_name} {tuple(up.shape)}"
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
     if fp8_data("down_proj", down, "(E, H, I)") != (count, hidden, size):
         raise ValueError(
             f"down_proj: expected shape {(count, hidden, size)} to match {up_name} {tuple(up.shape)}, "
             f"got {tuple(down.shape)}"
         )
-    device = hidden_states.device
-    for name, value in ((up_name, up), ("down_proj", down)):
-        check_device(name, value, device, "hidden_states")
+    for weight_name, value in ((up_name, up), ("down_proj", down)):
+        check_device(weight_name, value, x.device, name)
     blocks, hidden_blocks = ceil_div(size, BLOCK), ceil_div(hidden, BLOCK)
-    check_scale(f"{up_name}_scale_inv", up_scale, (count, projections * blocks, hidden_blocks), device)
-    check_scale("down_proj_scale_inv", down_scale, (count, hidden_blocks, blocks), device)
-    if residual is not None:
-        check_like("residual", residual, (hidden_states.dtype,), hidden_states.shape, device, "hidden_states")
-    if capacity is not None and capacity < 1:
-        raise ValueError(f"capacity: expected at least one row an expert, got {capacity}")
+    check_scale(f"{up_name}_scale_inv", up_scale, (count, projections * blocks, hidden_blocks), x.device)
+    check_scale("down_proj_scale_inv", down_scale, (count, hidden_blocks, blocks), x.device)
+    return count
 
 
-def _routed(index: Tensor, weights: Tensor, hidden_states: Tensor) -> None:
+def routed(index: Tensor, weights: Tensor, x: Tensor, name: str) -> None:
+    """That there are an expert and a weight for each of top_k assignments of the tokens x, the argument `name`."""
     check_dtype("top_k_index", index, *_INDEX_DTYPES)
-    if index.dim() != 2 or index.shape[0] != hidden_states.shape[0]:
-        raise ValueError(f"top_k_index: expected shape ({hidden_states.shape[0]}, top_k), got {tuple(index.shape)}")
-    check_device("top_k_index", index, hidden_states.device, "hidden_states")
-    _weights("top_k_weights", weights, index, "top_k_index", "hidden_states")
+    if index.dim() != 2 or index.shape[0] != x.shape[0]:
+        raise ValueError(f"top_k_index: expected shape ({x.shape[0]}, top_k), got {tuple(index.shape)}")
+    check_device("top_k_index", index, x.device, name)
+    _weights("top_k_weights", weights, index, "top_k_index", name)
 
 
-def routing(top_k_index: Tensor, num_experts: int, capacity: int | None) -> None:
+def routing(
+    top_k_index: Tensor,
+    num_experts: int,
+    capacity: int | None,
+    first_expert: int = 0,
+    first_row: int = 0,
+    num_rows: int | None = None,
+) -> None:
     """Dtype and sizes of the arguments of `sort_by_expert`."""
     check_dtype("top_k_index", top_k_index, *_INDEX_DTYPES)
     if top_k_index.dim() != 2 or top_k_index.shape[0] * top_k_index.shape[1] >= 1 << 31:
@@ -62,14 +138,43 @@ def routing(top_k_index: Tensor, num_experts: int, capacity: int | None) -> None
         raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
     if capacity is not None and not 0 <= num_experts * capacity < 1 << 31:
         raise ValueError(f"capacity: expected 0 <= {num_experts} * capacity < 2**31, got {capacity}")
+    if not 0 <= first_expert < (1 << 31) - num_experts:
+        raise ValueError(f"first_expert: expected 0 <= first_expert < 2**31 - {num_experts}, got {first_expert}")
+    window(first_row, num_rows)
+    if capacity is not None and (first_row != 0 or num_rows is not None):
+        got = f"first_row {first_row} and num_rows {num_rows}"
+        raise ValueError(f"capacity: expected None with a window of rows, got {capacity} with {got}")
+
+
+def window(first_row: int, num_rows: int | None) -> None:
+    """That it is a range of rows."""
+    if not 0 <= first_row < 1 << 31:
+        raise ValueError(f"first_row: expected 0 to 2**31 - 1, got {first_row}")
+    if num_rows is not None:
+        _num_rows(num_rows)
 
 
 def permute(x: Tensor, rows: Tensor, num_rows: int) -> None:
     """Dtypes, sizes and devices of the arguments of `permute_quantize`."""
     check_dtype("x", x, *FLOATING)
+    _permuted("x", x, rows, num_rows)
+
+
+def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
+    """The same of `permute_fp8`."""
+    check_dtype("x.data", data, torch.float8_e4m3fn)
+    _permuted("x.data", data, rows, num_rows)
+    check_scale("x.scale", scale, (data.shape[0], ceil_div(data.shape[1], BLOCK)), data.device)
+
+
+def _permuted(name: str, x: Tensor, rows: Tensor, num_rows: int) -> None:
     if x.dim() != 2 or x.shape[1] % 16:
-        raise ValueError(f"x: expected shape (T, H) with H a multiple of 16, got {tuple(x.shape)}")
-    _rows(rows, x.shape[0], x.device, "x")
+        raise ValueError(f"{name}: expected shape (T, H) with H a multiple of 16, got {tuple(x.shape)}")
+    _rows(rows, x.shape[0], x.device, name)
+    _num_rows(num_rows)
+
+
+def _num_rows(num_rows: int) -> None:
     if not 0 <= num_rows < 1 << 31:
         raise ValueError(f"num_rows: expected 0 to 2**31 - 1, got {num_rows}")
 
@@ -81,8 +186,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
         raise ValueError(f"y: expected shape (R, H) with R < 2**31 and H a multiple of 8, got {tuple(y.shape)}")
     _rows(rows, None, y.device, "y")
     _weights("weights", weights, rows, "rows", "y")
-    if out_dtype not in FLOATING:
-        raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
+    of_sums(out_dtype)
     if residual is not None:
         check_like("residual", residual, (out_dtype,), (rows.shape[0], y.shape[1]), y.device, "y")
 

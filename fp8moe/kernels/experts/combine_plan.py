@@ -1,33 +1,56 @@
 """Launches ``cuda/combine.cu``."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.experts.peer_table import no_meeting, peer_defines
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
 from fp8moe.runtime.checks import aligned
 from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
-from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
+from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, resident_blocks
 from fp8moe.runtime.plans import PlanCache
 
 _WARPS = 4  # of a thread block
+_BLOCKS_PER_SM = 8  # as many as run at once
+
+
+class _Sizes(ctypes.Structure):
+    """``struct Sizes`` of the kernel."""
+
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("tokens", "top_k", "num_rows", "warps"))
+
 
 _plans: PlanCache[PointerLauncher] = PlanCache()
 
 
 def _warp_columns(y_dtype: torch.dtype) -> int:
-    """Columns that a warp takes: 16 bytes for each lane."""
+    """Columns that a warp takes at a time: 16 bytes for each lane."""
     return WARP * 16 // y_dtype.itemsize
 
 
-def kernel_spec(hidden: int, y_dtype: torch.dtype, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
-    """The kernel for rows of `hidden` columns and these dtypes."""
+def kernel_spec(
+    hidden: int,
+    y_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    peers: int = 1,
+    to_all: bool = False,
+) -> KernelSpec:
+    """The kernel for rows of `hidden` columns and these dtypes; peers, to_all: see `plan`."""
     types = (("WEIGHT", INPUT_TYPES[weight_dtype]), ("OUTPUT", INPUT_TYPES[out_dtype]))
-    sizes = (("WARPS", _WARPS), ("WARP_COLUMNS", _warp_columns(y_dtype)), ("HIDDEN", hidden))
-    return KernelSpec("combine.cu", "combine", (*input_defines(y_dtype), *types, *sizes))
+    sizes = (
+        ("WARPS", _WARPS),
+        ("WARP_COLUMNS", _warp_columns(y_dtype)),
+        ("HIDDEN", hidden),
+        ("SIZES_BYTES", ctypes.sizeof(_Sizes)),
+    )
+    targets = (*peer_defines(peers), ("TO_ALL", int(to_all)))
+    return KernelSpec("combine.cu", "combine", (*input_defines(y_dtype), *types, *sizes, *targets))
 
 
 def plan(
@@ -40,25 +63,41 @@ def plan(
     out_dtype: torch.dtype,
     device_index: int,
     *,
+    peers: int = 1,
+    to_all: bool = False,
+    sparse: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
     """The launcher for y (num_rows, hidden), rows and weights (tokens, top_k), residual and out (tokens, hidden).
 
-    In this order; the residual may be 0 for none. tokens and hidden are not 0, all tensors contiguous, y, residual and
-    out at multiples of 16 bytes, and `device_index` is that of the current device. pdl: start before the kernel ahead
-    has ended; nothing is read or written before it has.
+    In this order, with two more addresses before out, of bool (tokens,): of which tokens the residual has a sum,
+    and where that is written of out, which then gets no other sums; 0 for all. The residual may be 0 for none.
+    tokens and hidden are not 0, all tensors contiguous, y, residual and out at multiples of 16 bytes, and
+    `device_index` is that of the current device. sparse: most tokens have no row; only the speed depends on it. pdl:
+    start before the kernel ahead has ended; nothing is read or written before it has.
+
+    peers: with more than one there are so many outs, then the meeting (`peer_table`). Each out is of float32, on a GPU
+    of its own: with to_all (tokens, hidden), or (tokens / peers, hidden), the next so many tokens of each. Tokens that
+    have neither a row nor a residual are then left alone.
     """
-    return _plans.get(
-        (tokens, hidden, top_k, num_rows, y_dtype, weight_dtype, out_dtype, device_index, pdl),
-        lambda: PointerLauncher(
-            load(kernel_spec(hidden, y_dtype, weight_dtype, out_dtype)),
-            grid=ceil_div(tokens * ceil_div(hidden, _warp_columns(y_dtype)), _WARPS),
+
+    def build() -> PointerLauncher:
+        warps = 1 if sparse else ceil_div(hidden, _warp_columns(y_dtype))  # that share a token
+        blocks = ceil_div(tokens * warps, _WARPS)
+        if sparse or peers > 1:
+            blocks = min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index))
+        return PointerLauncher(
+            load(kernel_spec(hidden, y_dtype, weight_dtype, out_dtype, peers, to_all)),
+            grid=blocks,
             block=_WARPS * WARP,
             pdl=pdl,
-            pointers=5,
-            args=tuple(map(ctypes.c_uint32, (tokens, top_k, num_rows))),
-        ),
-    )
+            pointers=4,
+            table=3 if peers == 1 else 2 * peers + 3,
+            args=(_Sizes(tokens, top_k, num_rows, warps),),
+        )
+
+    form = (y_dtype, weight_dtype, out_dtype, device_index, peers, to_all, sparse, pdl)
+    return _plans.get((tokens, hidden, top_k, num_rows, *form), build)
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
@@ -67,11 +106,8 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
     out = torch.empty((tokens, hidden), dtype=out_dtype, device=y.device)
     if out.numel():
         operands = (
-            aligned(y),
-            rows.contiguous(),
-            weights.contiguous(),
-            residual if residual is None else aligned(residual),
-            out,
+            *(aligned(y), rows.contiguous(), weights.contiguous()),
+            *(residual if residual is None else aligned(residual), None, None, out),
         )
         device_index = y.get_device()
         with device_guard(device_index):
@@ -79,3 +115,31 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
                 current_stream(device_index), *(0 if operand is None else operand.data_ptr() for operand in operands)
             )
     return out
+
+
+def combine_to(
+    y: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    buffers: Sequence[Tensor],
+    rank: int,
+    to_all: bool,
+    partial: Tensor | None,
+) -> None:
+    """Of operands in any layout, as ``experts.combine`` describes it."""
+    (num_rows, hidden), (tokens, top_k), peers = y.shape, rows.shape, len(buffers)
+    if not tokens * hidden:
+        return
+    y, rows, weights = aligned(y), rows.contiguous(), weights.contiguous()
+    partial = partial if partial is None else aligned(partial)
+    first = rank * (tokens if to_all else tokens // peers)
+    outs = (buffer[first:].data_ptr() for buffer in buffers)
+    device_index = y.get_device()
+    dtypes = (y.dtype, weights.dtype, torch.float32)
+    options = {"peers": peers, "to_all": to_all}
+    with device_guard(device_index):
+        plan(tokens, hidden, top_k, num_rows, *dtypes, device_index, **options).launch(
+            *(current_stream(device_index), y.data_ptr(), rows.data_ptr(), weights.data_ptr()),
+            *(0 if partial is None else partial.data_ptr(), 0, 0),
+            *(*outs, *no_meeting(peers)),
+        )

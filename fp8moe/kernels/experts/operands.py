@@ -1,14 +1,21 @@
-"""What an experts layer computes with, and the sizes that its kernels want."""
+"""What an experts layer computes with, which part of it, and the sizes that its kernels want."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8moe.quant.formats import ceil_div
+
 
 class Operands(NamedTuple):
-    """The input, its routing and the FP8 weights of an experts layer, as `forward.experts` describes them."""
+    """The input, its routing and the FP8 weights of an experts layer, as `forward.experts` describes them.
+
+    hidden_scale: of hidden_states that are quantized in blocks of 1x128 already.
+    residual_known: bool (T,), of which tokens there is a residual; None: of all.
+    known: bool (T,), written: for which tokens there is a result, those with a row or a residual; None: for all.
+    """
 
     hidden_states: Tensor
     top_k_index: Tensor
@@ -18,6 +25,52 @@ class Operands(NamedTuple):
     down: Tensor
     down_scale: Tensor
     residual: Tensor | None = None
+    hidden_scale: Tensor | None = None
+    residual_known: Tensor | None = None
+    known: Tensor | None = None
+
+
+class Share(NamedTuple):
+    """Which part of a layer is computed, and in which dtypes; by default all of it.
+
+    num_experts: how many there are on all ranks; None: those here. first_expert: the index of the first one here.
+    first_row, num_rows: of the assignments that are sorted by expert, only so many from this one on; None: T * K.
+    row_dtype: of the results of GEMM 2; None: bfloat16 where hidden_states is bfloat16, otherwise float32.
+    out_dtype: of the weighted sums; None: that of hidden_states.
+    """
+
+    first_expert: int = 0
+    num_experts: int | None = None
+    first_row: int = 0
+    num_rows: int | None = None
+    row_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
+
+    def rows(self, assignments: int) -> int:
+        """Rows to make room for, of so many assignments."""
+        return assignments if self.num_rows is None else min(self.num_rows, assignments)
+
+    def dtypes(self, hidden_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Of the results of GEMM 2 and of the weighted sums."""
+        return self.row_dtype or row_dtype(hidden_dtype), self.out_dtype or hidden_dtype
+
+
+WHOLE = Share()
+
+
+def tiles_of(assignments: int, num_experts: int, capacity: int | None = None) -> dict[str, Any]:
+    """What GEMMs over rows of some of `num_experts` experts choose their tiles by, and the order in which K is summed.
+
+    assignments: of all tokens to all of these experts. capacity: of the masked layout.
+    """
+    if capacity is None:
+        return {"whole": (assignments, num_experts)}
+    return {"max_m": capacity, "expected_m": ceil_div(assignments, num_experts)}
+
+
+def row_dtype(hidden_dtype: torch.dtype) -> torch.dtype:
+    """Of rows that are summed to results like hidden_states."""
+    return torch.bfloat16 if hidden_dtype is torch.bfloat16 else torch.float32
 
 
 def pad_weights(up: Tensor, down: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +90,11 @@ def pad_weights(up: Tensor, down: Tensor, multiple: int) -> tuple[Tensor, Tensor
 
 def pad_columns(x: Tensor, columns: int) -> Tensor:
     """x (M, H) itself or a copy with `columns` columns, the last ones zeros."""
-    return x if x.shape[1] == columns else F.pad(x, (0, columns - x.shape[1]))
+    if x.shape[1] == columns:
+        return x
+    # PyTorch pads no float8: its bytes, of which 0 is 0.
+    values = x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x
+    return F.pad(values, (0, columns - x.shape[1])).view(x.dtype)
 
 
 def without_padding(out: Tensor, columns: int) -> Tensor:

@@ -36,6 +36,11 @@ def _permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, T
 
 def _permute_quantize_fake(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     checks.permute(x, rows, num_rows)
+    return empty_rows(x, num_rows)
+
+
+def empty_rows(x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Uninitialized data (num_rows, H) and MN-major scale for rows of x (T, H), on its device."""
     hidden = x.shape[1]
     scale = x.new_empty_strided((num_rows, ceil_div(hidden, BLOCK)), (1, align(num_rows, 4)), dtype=torch.float32)
     return x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn), scale

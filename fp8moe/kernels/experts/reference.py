@@ -3,25 +3,37 @@
 None waits for a GPU. Arguments are checked by the callers.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fp8moe.quant import reference
-from fp8moe.quant.formats import BLOCK, ceil_div, empty_mn_major
+from fp8moe.quant.formats import empty_mn_major
 
 
-def sort_by_expert(top_k_index: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor]:
+def sort_by_expert(
+    top_k_index: Tensor,
+    num_experts: int,
+    capacity: int | None,
+    first_expert: int = 0,
+    first_row: int = 0,
+    num_rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """top_k_index (T, K) -> groups (E + 1,) or, with a capacity, (E,); rows (T, K); both int32."""
     expert = top_k_index.flatten().long()
-    local = (expert >= 0) & (expert < num_experts)
-    expert = torch.where(local, expert, num_experts)
+    local = (expert >= first_expert) & (expert < first_expert + num_experts)
+    expert = torch.where(local, expert - first_expert, num_experts)
     order = expert.sort(stable=True).indices
     row = torch.empty_like(order)
     row[order] = torch.arange(order.numel(), device=order.device)
     counts = row.new_zeros(num_experts + 1).index_add_(0, expert, torch.ones_like(expert))
     offsets = counts.cumsum(0) - counts  # the last one is the number of local assignments
-    groups = offsets
-    if capacity is not None:
+    if capacity is None:
+        num_rows = row.numel() if num_rows is None else num_rows
+        groups, row = (offsets - first_row).clamp(0, num_rows), row - first_row
+        local &= valid_rows(row, num_rows)
+    else:
         groups = counts[:-1].clamp(max=capacity)
         rank = row - offsets[expert]
         local &= rank < capacity
@@ -34,17 +46,20 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Te
 
     A row that nothing maps to holds some token.
     """
-    data, scale = reference.quantize_1x128(x, False)
+    return permute_fp8(*reference.quantize_1x128(x, False), rows, num_rows)
+
+
+def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The same of tokens that are quantized: data (T, H), scale (T, ceil(H/128))."""
+    out_scale = empty_mn_major(num_rows, scale.shape[1], device=data.device)
     tokens, top_k = rows.shape
     if tokens * top_k * num_rows == 0:
-        return data.new_empty(num_rows, x.shape[1]), empty_mn_major(num_rows, scale.shape[1], device=x.device)
+        return data.new_empty(num_rows, data.shape[1]), out_scale
     # Assignments without a row share one past the end.
     target = torch.where(valid_rows(rows, num_rows), rows, num_rows).flatten().long()
-    token = torch.arange(tokens, device=x.device).repeat_interleave(top_k)
+    token = torch.arange(tokens, device=data.device).repeat_interleave(top_k)
     source = token.new_zeros(num_rows + 1).scatter_(0, target, token)[:num_rows]
-    permuted = data.view(torch.uint8)[source].view(data.dtype)
-    out_scale = empty_mn_major(num_rows, ceil_div(x.shape[1], BLOCK), device=x.device)
-    return permuted, out_scale.copy_(scale[source])
+    return data.view(torch.uint8)[source].view(data.dtype), out_scale.copy_(scale[source])
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
@@ -61,6 +76,66 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
         for k in range(top_k):
             product = weights[:, k, None].float() * y[row[:, k]].float()
             total = torch.where(valid[:, k, None], total + product, total)
+    return total.to(out_dtype) if residual is None else residual + total.to(out_dtype)
+
+
+def dispatch(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    buffers: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
+    rank: int,
+    num_experts: int,
+) -> None:
+    """x (N, H), index and weights (N, K) -> the slots of `rank` in buffers as `Received` describes them."""
+    slots = buffers[0][0].shape[0] // len(buffers)
+    end = rank * slots + x.shape[0]
+    own, free = slice(rank * slots, end), slice(end, (rank + 1) * slots)
+    values = reference.quantize_1x128(x, False)
+    wanted = owners(index, len(buffers), num_experts)
+    index = torch.where(index == index.int(), index, -1)
+    for peer, received in enumerate(buffers):
+        for part, value in zip(received[:2], values, strict=True):
+            part, value = (v.view(torch.uint8) if v.itemsize == 1 else v for v in (part[own], value))
+            part.copy_(torch.where(wanted[:, peer, None].to(part.device), value.to(part.device), part))
+        for part, value, none in zip(received[2:], (index, weights), (-1, 0), strict=True):
+            part[own].copy_(value)
+            part[free] = none
+
+
+def owners(index: Tensor, ranks: int, num_experts: int) -> Tensor:
+    """Which of the ranks have an expert of each token: index (T, K) -> (T, W) bool."""
+    first = torch.arange(ranks, device=index.device)[:, None] * (num_experts // ranks)
+    inside = (index[:, None] >= first) & (index[:, None] < first + num_experts // ranks)
+    return inside.any(-1)
+
+
+def combine_to(
+    y: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    buffers: Sequence[Tensor],
+    rank: int,
+    to_all: bool,
+    partial: Tensor | None,
+) -> None:
+    """The float32 sums of `combine` to the rows of `rank` in buffers of all ranks."""
+    sums = combine(y, rows, weights, torch.float32, partial)
+    some = valid_rows(rows, len(y)).any(-1) | (partial is not None)
+    parts, there = ([x] * len(buffers) if to_all else x.tensor_split(len(buffers)) for x in (sums, some))
+    for buffer, part, which in zip(buffers, parts, there, strict=True):
+        own = buffer[rank * len(part) :][: len(part)]
+        own.copy_(torch.where(which[:, None].to(own.device), part.to(own.device), own))
+
+
+def sum_partials(
+    partials: Tensor, index: Tensor, ranks: int, num_experts: int, out_dtype: torch.dtype, residual: Tensor | None
+) -> Tensor:
+    """partials (W * S, H) float32, index (T, K), residual (T, H) or None -> (T, H); sums in the order of ranks."""
+    there = owners(index, ranks, num_experts)
+    total = torch.zeros(len(index), partials.shape[1], dtype=torch.float32, device=partials.device)
+    for rank, part in enumerate(partials.tensor_split(ranks)):
+        total = torch.where(there[:, rank, None], total + part[: len(index)], total)
     return total.to(out_dtype) if residual is None else residual + total.to(out_dtype)
 
 

@@ -14,9 +14,17 @@ from fp8moe.runtime.plans import PlanCache
 
 _STEPS = 4  # assignments that a lane keeps in registers
 _MAX_WARPS = 32
-_INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
+INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
 
 _plans: PlanCache[PointerLauncher] = PlanCache()
+
+
+class _Sizes(ctypes.Structure):
+    """``struct Sizes`` of the kernel."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint32) for name in ("count", "experts", "capacity", "first_expert", "first_row", "num_rows")
+    )
 
 
 def variant(assignments: int, num_experts: int) -> tuple[int, int, int]:
@@ -32,7 +40,7 @@ def variant(assignments: int, num_experts: int) -> tuple[int, int, int]:
 def kernel_spec(counters: int, warps: int, cluster: int, dtype: torch.dtype, masked: bool) -> KernelSpec:
     """The kernel for a `variant`. dtype: of the indices; masked: experts have a capacity."""
     defines = {
-        "INDEX": _INDEX_TYPES[dtype],
+        "INDEX": INDEX_TYPES[dtype],
         "EXPERTS": counters,
         "WARPS": warps,
         "STEPS": _STEPS,
@@ -40,6 +48,7 @@ def kernel_spec(counters: int, warps: int, cluster: int, dtype: torch.dtype, mas
         "MASKED": int(masked),
         "PITCH": _pitch(counters),
         "SHARED_BYTES": shared_bytes(counters, warps),
+        "SIZES_BYTES": ctypes.sizeof(_Sizes),
     }
     return KernelSpec("sort_by_expert.cu", "sort_by_expert", tuple(defines.items()))
 
@@ -61,13 +70,19 @@ def plan(
     dtype: torch.dtype,
     device_index: int,
     *,
+    first_expert: int = 0,
+    first_row: int = 0,
+    num_rows: int | None = None,
     pdl: bool = False,
 ) -> PointerLauncher:
     """The launcher for indices of `dtype`, `assignments` = T * K >= 0 of them, groups and rows, in this order.
 
     All are contiguous. It writes groups (E + 1,) or, with a capacity, (E,), and rows (T, K). device_index: of the
-    current device. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
+    current device. first_expert, first_row, num_rows: as for ``experts.routing``. pdl: start before the kernel ahead
+    has ended; nothing is read or written before it has.
     """
+    num_rows = assignments if num_rows is None else num_rows
+    sizes = (assignments, num_experts, capacity or 0, first_expert, first_row, num_rows)
 
     def build() -> PointerLauncher:
         counters, warps, cluster = variant(assignments, num_experts)
@@ -79,20 +94,28 @@ def plan(
             smem=shared_bytes(counters, warps),
             pdl=pdl,
             pointers=3,
-            args=tuple(map(ctypes.c_uint32, (assignments, num_experts, capacity or 0))),
+            args=(_Sizes(*sizes),),
         )
 
-    return _plans.get((assignments, num_experts, capacity, dtype, device_index, pdl), build)
+    return _plans.get((*sizes, capacity is None, dtype, device_index, pdl), build)
 
 
-def sort_by_expert(top_k_index: Tensor, num_experts: int, capacity: int | None) -> tuple[Tensor, Tensor]:
+def sort_by_expert(
+    top_k_index: Tensor,
+    num_experts: int,
+    capacity: int | None,
+    first_expert: int = 0,
+    first_row: int = 0,
+    num_rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """Groups and rows of indices (T, K) in any layout, as ``experts.routing`` describes them."""
     top_k_index = top_k_index.contiguous()
     allocate = functools.partial(torch.empty, dtype=torch.int32, device=top_k_index.device)
     groups, rows = allocate(num_experts + (capacity is None)), allocate(top_k_index.shape)
     device_index = top_k_index.get_device()
+    window = {"first_expert": first_expert, "first_row": first_row, "num_rows": num_rows}
     with device_guard(device_index):
-        plan(top_k_index.numel(), num_experts, capacity, top_k_index.dtype, device_index).launch(
+        plan(top_k_index.numel(), num_experts, capacity, top_k_index.dtype, device_index, **window).launch(
             current_stream(device_index), top_k_index.data_ptr(), groups.data_ptr(), rows.data_ptr()
         )
     return groups, rows

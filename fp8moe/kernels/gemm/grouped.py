@@ -3,6 +3,8 @@
 The operator ``fp8moe::grouped_gemm_swiglu`` is the first GEMM of an experts layer with its activation.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,26 @@ def grouped_gemm(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, *, out: Tens
     return out
 
 
+def grouped_rows(
+    a: FP8Tensor,
+    b: FP8Tensor,
+    group_offsets: Tensor,
+    dtype: torch.dtype,
+    *,
+    whole: tuple[int, int] | None = None,
+    others_zero: bool = False,
+) -> Tensor:
+    """`grouped_gemm` with a result of `dtype`, bfloat16 or float32, inside of operators.
+
+    whole: rows and groups of a GEMM of which this is a part, in whose order K is summed; None: this is all of it.
+    others_zero: rows of no group are zeros, not uninitialized.
+    """
+    new = torch.zeros if others_zero else torch.empty
+    out = new((a.data.shape[0], b.data.shape[1]), dtype=dtype, device=a.data.device)
+    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole)
+    return out
+
+
 def grouped_gemm_masked(
     a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, *, expected_m: int | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -84,6 +106,7 @@ def grouped_gemm_swiglu(
     activation: Activation,
     max_m: int | None = None,
     expected_m: int | None = None,
+    whole: tuple[int, int] | None = None,
 ) -> FP8Tensor:
     """The gate and up projections of every expert's rows, `activation` in float32, and the result quantized 1x128.
 
@@ -92,23 +115,32 @@ def grouped_gemm_swiglu(
         the blocks of the gate rows, then those of the up rows.
     groups: group_offsets (E+1,) int32, or with max_m, where M = E * max_m, masked_m (E,) int32.
     activation: a SwiGLU; ValueError for another.
-    expected_m: about how many rows a group has; only the speed depends on it.
+    expected_m: with max_m, about how many rows a group has; only the speed depends on it. whole: without it, see
+        `grouped_rows`.
     Returns data (M, I) and MN-major scale (M, ceil(I/128)); rows of no group are uninitialized.
     """
     if not activation.is_swiglu:
         raise ValueError(f"activation: expected a gated silu, got {activation}")
-    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, activation.limit, activation.alpha, max_m, expected_m))
+    limits = activation.limit, activation.alpha
+    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, *limits, max_m, expected_m, whole))
 
 
 def compute(
-    a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, max_m: int | None = None, expected_m: int | None = None
+    a: FP8Tensor,
+    b: FP8Tensor,
+    groups: Tensor,
+    out: Tensor,
+    max_m: int | None = None,
+    expected_m: int | None = None,
+    whole: Sequence[int] | None = None,
 ) -> None:
     """Write the products of checked operands to ``out`` on the backend that takes them; all rows in two dimensions."""
     if out.numel() == 0 or b[0].shape[0] == 0:
         return
     if use_cuda(a[0]):
         a, b = checks.activations(*a), FP8Tensor(aligned(b[0]), b[1].contiguous())
-        grouped_plan.grouped_gemm(a, b, groups.contiguous(), out, max_m=max_m, expected_m=expected_m)
+        options = {"max_m": max_m, "expected_m": expected_m, "whole": whole and tuple(whole)}
+        grouped_plan.grouped_gemm(a, b, groups.contiguous(), out, **options)
     else:
         grouped_gemm_reference(a, b, groups, out, max_m=max_m)
 
@@ -133,15 +165,21 @@ def _grouped_gemm_fake(*operands: Tensor) -> Tensor:
 
 
 def _grouped_gemm_out(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    group_offsets: Tensor,
+    out: Tensor,
+    whole: Sequence[int] | None = None,
 ) -> None:
     _grouped_gemm_out_fake(a, a_scale, b, b_scale, group_offsets, out)
     _check_memory(out, "group_offsets", a, a_scale, b, b_scale, group_offsets)
-    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out)
+    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, whole=whole)
 
 
-def _grouped_gemm_out_fake(*arguments: Tensor) -> None:
-    *operands, out = arguments
+def _grouped_gemm_out_fake(*arguments: Tensor | Sequence[int] | None) -> None:
+    *operands, out = arguments[:6]
     checks.result(out, checks.contiguous(*operands), operands[0].device)
 
 
@@ -174,22 +212,23 @@ def _compute_masked(*arguments: Tensor | int | None) -> None:
     compute(checks.activations(a, a_scale), FP8Tensor(b, b_scale), masked_m, rows, out.shape[1], expected_m)
 
 
-def _swiglu(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    a, a_scale, b, b_scale, groups, limit, alpha, max_m, expected_m = arguments
+def _swiglu(*arguments: Tensor | float | Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    a, a_scale, b, b_scale, groups, limit, alpha, max_m, expected_m, whole = arguments
     out, activation = FP8Tensor(*_swiglu_fake(*arguments)), Activation(limit, alpha)
     if not out.data.numel() or not b.shape[0]:
         return tuple(out)
     if use_cuda(a):
         operands = (checks.activations(a, a_scale), FP8Tensor(aligned(b), b_scale.contiguous()), groups.contiguous())
-        grouped_plan.grouped_gemm_swiglu(*operands, out, activation, max_m=max_m, expected_m=expected_m)
+        options = {"max_m": max_m, "expected_m": expected_m, "whole": whole and tuple(whole)}
+        grouped_plan.grouped_gemm_swiglu(*operands, out, activation, **options)
     else:
         operands = (FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups)
         grouped_gemm_swiglu_reference(*operands, activation, out, max_m=max_m)
     return tuple(out)
 
 
-def _swiglu_fake(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    *operands, _, _, max_m, _ = arguments
+def _swiglu_fake(*arguments: Tensor | float | Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    *operands, _, _, max_m, _, _ = arguments
     a = operands[0]
     _, m, size = checks.swiglu(*operands, max_m)
     scale = a.new_empty_strided((m, ceil_div(size, 128)), (1, align(m, 4)), dtype=torch.float32)
@@ -202,7 +241,7 @@ _grouped_gemm_op = define(
     f"grouped_gemm({_OPERANDS}, Tensor group_offsets) -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True
 )
 _grouped_gemm_out_op = define(
-    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out) -> ()",
+    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, SymInt[]? whole=None) -> ()",
     _grouped_gemm_out,
     _grouped_gemm_out_fake,
     forward_only=True,
@@ -220,8 +259,8 @@ _masked_out_op = define(
     forward_only=True,
 )
 _swiglu_op = define(
-    f"grouped_gemm_swiglu({_OPERANDS}, Tensor groups, float? limit, float? alpha, SymInt? max_m, SymInt? expected_m) "
-    "-> (Tensor, Tensor)",
+    f"grouped_gemm_swiglu({_OPERANDS}, Tensor groups, float? limit, float? alpha, SymInt? max_m, SymInt? expected_m, "
+    "SymInt[]? whole) -> (Tensor, Tensor)",
     _swiglu,
     _swiglu_fake,
     forward_only=True,

@@ -13,7 +13,7 @@ from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.launch import current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
 
-Option = float | GemmConfig | None
+Option = float | tuple[int, int] | GemmConfig | None
 
 _plans: PlanCache[Plan] = PlanCache()
 
@@ -26,7 +26,7 @@ def grouped_gemm(a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, **opti
         b: (E, N, K) float8_e4m3fn; (E, ceil(N / 128), ceil(K / 128)) float32; contiguous.
         groups: int32, offsets (E + 1,), or with `max_m`, where M = E * max_m, rows in use (E,).
         out: (M, N) bfloat16 or float32, rows 16-byte aligned, written.
-        options: max_m, expected_m and cfg, as for `Plan`.
+        options: max_m, expected_m, whole and cfg, as for `Plan`.
     """
     if a.data.shape[1] == 0:
         _zero_groups(groups, out, options.get("max_m"))

@@ -28,6 +28,8 @@ class Plan:
         out: a result, (M, N) of the epilogue's dtype, or (M, N / 2) where the epilogue joins gate and up.
         max_m: of the masked layout of groups, where M = E * max_m. expected_m: rows that a group is expected to have;
             by default M / E.
+        whole: of the contiguous layout: rows and groups of a GEMM of which this is a part. A group is expected to have
+            as many rows as there, and K is summed in the same order.
         cfg: the variant instead of the cost model's choice.
         pdl: start before the kernel in front of this one has ended.
 
@@ -45,6 +47,7 @@ class Plan:
         *,
         max_m: int | None = None,
         expected_m: float | None = None,
+        whole: tuple[int, int] | None = None,
         cfg: GemmConfig | None = None,
         pdl: bool = False,
     ):
@@ -60,8 +63,11 @@ class Plan:
         if cfg is None and max_m is None:
             families.add(Family(n, k, groups, epilogue))
         if groups:
-            expected_m = m / groups if expected_m is None else expected_m
-            cfg = cfg or choose_grouped(m, groups, expected_m, n, k, sms, max_m=max_m, swiglu=epilogue.gated)
+            if expected_m is None:
+                rows, of = whole or (m, groups)
+                expected_m = rows / of
+            options = {"max_m": max_m, "swiglu": epilogue.gated, "whole": whole}
+            cfg = cfg or choose_grouped(m, groups, expected_m, n, k, sms, **options)
         else:
             cfg = cfg or choose_dense(m, n, k, sms)
         if config.settings.print_configs:

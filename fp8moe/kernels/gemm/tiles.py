@@ -116,10 +116,26 @@ def grouped_candidates(
 
 @lru_cache(maxsize=4096)
 def choose_grouped(
-    rows: int, groups: int, expected_m: float, n: int, k: int, num_sms: int, *, max_m: int | None, swiglu: bool
+    rows: int,
+    groups: int,
+    expected_m: float,
+    n: int,
+    k: int,
+    num_sms: int,
+    *,
+    max_m: int | None,
+    swiglu: bool,
+    whole: tuple[int, int] | None = None,
 ) -> GemmConfig:
-    """The candidate that the cost model expects to be fastest."""
+    """The candidate that the cost model expects to be fastest.
+
+    whole: rows and groups of which these are a part: K is split as it would be for all of them, so that equal operands
+    have equal results.
+    """
     found = grouped_candidates(rows, groups, expected_m, n, k, num_sms, max_m=max_m, swiglu=swiglu)
+    if whole is not None:
+        split_k = choose_grouped(*whole, expected_m, n, k, num_sms, max_m=max_m, swiglu=swiglu).split_k
+        found = [config for config in found if config.split_k == split_k]
     return min(found, key=lambda config: grouped_time(config, groups, expected_m, n, k, num_sms))
 
 

@@ -1,0 +1,95 @@
+"""What the experts of a layer take at least, and what more GPUs would take, computed from what two have measured."""
+
+import math
+from collections.abc import Iterable
+
+from benchmarks import baselines
+from benchmarks.mqa import TFLOPS
+from benchmarks.report import select
+from fp8moe.quant.formats import BLOCK, ceil_div
+
+NODE = 8  # GPUs that reach each other over NVLink
+# Between nodes, assumed: a 400 Gb/s adapter for each GPU, at 90%, and what a collective takes longer for it.
+NETWORK_GBPS = 45.0
+NETWORK_US = 20.0
+RANKS = (8, 64)
+FEW, MANY = 1, 4096  # tokens on each rank
+# Methods of `benchmarks.distributed`, and their collectives.
+COLLECTIVES = {"gather": 2, "gather, NCCL": 2, "all_to_all, eager": 3, "all_to_all, exact, eager": 3}
+METHODS = ("gather", "all_to_all, eager", "all_to_all, exact, eager")
+
+
+def least_us(model: baselines.Model, tokens: int, active: float) -> list[float]:
+    """Of permute, GEMM 1, GEMM 2 and combine: the larger of bytes at a copy's rate and operations at TFLOPS."""
+    hidden, intermediate, _, top_k = model
+    rows, fp8 = tokens * top_k, 1 + 4 / 128  # bytes of an E4M3 value with its share of a 1x128 scale
+    weight = hidden * intermediate * active * (1 + 4 / 128**2)
+    moved = (
+        2 * tokens * hidden + fp8 * rows * hidden,
+        2 * weight + fp8 * rows * (hidden + intermediate),
+        weight + rows * (fp8 * intermediate + 2 * hidden),
+        2 * (rows + tokens) * hidden,
+    )
+    flops = (0, 4 * rows * hidden * intermediate, 2 * rows * hidden * intermediate, 0)
+    pairs = zip(moved, flops, strict=True)
+    return [max(size / baselines.copy_tbps(), work / TFLOPS) / 1e6 for size, work in pairs]
+
+
+def sent_bytes(model: baselines.Model, method: str, ranks: int) -> float:
+    """To each other rank for a token, the mean over even routing; method as `benchmarks.distributed` names it.
+
+    A quantized token goes out with its scales and routing. Back comes a float32 row from each rank that it went to, or
+    with exact=True a bfloat16 row for each expert. Tokens go to ranks that have an expert of them; over NCCL, gather
+    sends to all, and in a node it sends the routing to all.
+    """
+    token, routing = model.hidden + 4 * ceil_div(model.hidden, BLOCK), 8 * model.top_k
+    if method == "gather, NCCL":
+        return token + routing + 4 * model.hidden
+    share = model.experts // ranks
+    needed = 1 - math.comb(model.experts - share, model.top_k) / math.comb(model.experts, model.top_k)
+    back = 2 * model.hidden * model.top_k / ranks if "exact" in method else 4 * model.hidden * needed
+    return needed * (token + (0 if method == "gather" else routing)) + (routing if method == "gather" else 0) + back
+
+
+def predicted(rows: Iterable[dict], model: baselines.Model) -> list[dict]:
+    """What `benchmarks.distributed` would measure on RANKS, from its rows of two; none where it lacks FEW or MANY.
+
+    A call takes the time of the experts of a rank, a fixed time, and that of its bytes.
+
+    - The experts: `local` on two ranks, times what `least_us` makes of their smaller number; a rank has as many rows.
+    - Bytes: to the ranks of the node at the bandwidth that gather has from FEW to MANY tokens, to all others at
+      NETWORK_GBPS in the meantime.
+    - Fixed: the rest of the call on two ranks, of gather with FEW tokens, of all_to_all with MANY. With FEW tokens
+      all_to_all waits for the host: it takes at least as long. Each collective between nodes adds NETWORK_US.
+    """
+    us = {(row["method"], row["tokens"]): row["us"] for row in select(rows, "layer")}
+    if not {(name, tokens) for name in ("local", *COLLECTIVES) for tokens in (FEW, MANY)} <= us.keys():
+        return []
+    beyond = {(name, tokens): value - us["local", tokens] for (name, tokens), value in us.items()}
+    found = []
+    for ranks in RANKS:
+        near = min(ranks, NODE) - 1
+        far = ranks - 1 - near
+        for tokens in sorted({tokens for _, tokens in us}):
+            local = us["local", tokens] * _least_of_rank(model, tokens, ranks) / _least_of_rank(model, tokens, 2)
+            found.append(_row(ranks, tokens, "local", local, local))
+            for method in METHODS:
+                way = "gather" if method == "gather" and not far else "gather, NCCL"
+                a_byte = (beyond[way, MANY] - beyond[way, FEW]) / ((MANY - FEW) * sent_bytes(model, way, 2))
+                known, count, least = (way, FEW, 0) if method == "gather" else (method, MANY, us[method, FEW])
+                fixed = beyond[known, count] - count * sent_bytes(model, known, 2) * a_byte
+                fixed += NETWORK_US * COLLECTIVES[method] if far else 0
+                sent = tokens * sent_bytes(model, known, ranks)
+                total = local + fixed + max(near * sent * a_byte, far * sent / (1e3 * NETWORK_GBPS))
+                found.append(_row(ranks, tokens, method, max(total, least), local))
+    return found
+
+
+def _least_of_rank(model: baselines.Model, tokens: int, ranks: int) -> float:
+    """Of the experts of one rank on its share of the rows, with even routing."""
+    in_use = model.experts / ranks * (1 - (1 - model.top_k / model.experts) ** (ranks * tokens))
+    return sum(least_us(model, tokens, in_use))
+
+
+def _row(ranks: int, tokens: int, method: str, us: float, local: float) -> dict:
+    return {"what": "predicted", "ranks": ranks, "tokens": tokens, "method": method, "us": us, "over_local": us / local}

@@ -1,0 +1,60 @@
+// What kernels share that store to the memory of peers: GPUs of one node, each with a process of its own.
+//
+// Compile-time constants: PEERS, this GPU among them; MEETING_BYTES.
+#pragma once
+
+#include "vector.cuh"
+
+constexpr int MAX_PEERS = 8;
+
+// Words on each GPU, zero at first. All peers run the same kernels in the same order, so their counts agree.
+struct Signals {
+  u32 arrived[MAX_PEERS];  // by rank: the meetings that a peer has come to, written by that peer
+  u32 met;                 // the meetings that this GPU has left
+  u32 blocks;              // of the kernel that runs, those that are done
+};
+
+struct Meeting {
+  u32* here[PEERS];  // the words of the peers' Signals that this GPU writes
+  Signals* own;      // null: no meeting
+};
+static_assert(PEERS <= MAX_PEERS && sizeof(Meeting) == MEETING_BYTES);
+
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ void store_release_system(u32* target, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 load_acquire_system(const u32* source) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+// The end of a kernel that all peers run: it ends on none before the stores of all have arrived on all. All threads of
+// all blocks call it. The last block that does tells the peers, and waits for their last blocks. By then none of this
+// grid has still to be scheduled, and a peer waits for nothing else of this GPU: so the wait ends.
+__device__ __forceinline__ void meet(const Meeting& meeting) {
+  if (!meeting.own) return;
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    fence_system();
+    last = atomicAdd(&meeting.own->blocks, 1) == gridDim.x - 1;
+    fence_system();
+  }
+  __syncthreads();
+  if (!last) return;
+  const u32 count = meeting.own->met + 1;
+  if (threadIdx.x < PEERS) {
+    store_release_system(meeting.here[threadIdx.x], count);
+    // A peer may be a meeting ahead; counts wrap around.
+    while (static_cast<int>(load_acquire_system(&meeting.own->arrived[threadIdx.x]) - count) < 0) continue;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    meeting.own->met = count;
+    meeting.own->blocks = 0;
+  }
+}

@@ -1,0 +1,80 @@
+// The rows that the assignments of a token have, and a quantized token written to each of them.
+//
+// Compile-time constants: BLOCK (columns of a scale), WARP_COLUMNS (of a token, those that a warp takes at a time);
+// those of units.cuh; HIDDEN, the columns, a multiple of 16.
+#pragma once
+
+#include "units.cuh"
+#include "vector.cuh"
+#include "warp.cuh"
+
+constexpr int BLOCK_LANES = WARP * BLOCK / WARP_COLUMNS;  // lanes that share a scale
+constexpr u32 TOKEN_WARPS = ceil_div(HIDDEN, WARP_COLUMNS);
+static_assert(BLOCK_LANES == 8 && HIDDEN % 16 == 0);
+
+// Which part of which token a lane has.
+struct Place {
+  u32 lane, token, k_block;
+  int block_column;  // the first of its block
+  u32 block_lane;    // among those of its block
+
+  // part: of TOKEN_WARPS.
+  __device__ __forceinline__ Place(u32 of_token, u32 part) {
+    lane = threadIdx.x % WARP;
+    token = of_token;
+    k_block = part * (WARP_COLUMNS / BLOCK) + lane / BLOCK_LANES;
+    block_column = static_cast<int>(k_block) * BLOCK;
+    block_lane = lane % BLOCK_LANES;
+  }
+};
+
+struct PermuteSizes {
+  u32 tokens, top_k, num_rows;
+  u32 read_ahead;  // load a token before it is known to have a row: quicker where few warps run
+  u32 warps;       // that share a token: 1 to TOKEN_WARPS
+  i64 row_stride, scale_pitch;
+};
+
+// rows (tokens, top_k), those outside [0, num_rows) are none; data (num_rows, HIDDEN); scale (num_rows,
+// ceil(HIDDEN / 128)), columns `scale_pitch` apart.
+struct Rows {
+  const int* rows;
+  u8* data;
+  float* scale;
+  const PermuteSizes& sizes;
+
+  // The rows of 32 assignments of a token, from the k-th on, one a lane; -1 for none.
+  __device__ __forceinline__ int from(u32 k, u32 token) const {
+    const u32 lane = threadIdx.x % WARP;
+    if (token >= sizes.tokens || k + lane >= sizes.top_k) return -1;
+    const int row = rows[i64{token} * sizes.top_k + k + lane];
+    return static_cast<u32>(row) < sizes.num_rows ? row : -1;
+  }
+
+  // Whether a token with these rows may have to be read.
+  __device__ __forceinline__ bool wanted(int lane_row) const {
+    return sizes.read_ahead || __any_sync(FULL_WARP, lane_row >= 0);
+  }
+
+  // Writes 16 values of a lane, the columns from `column` on, and the scale of its block to all rows of the token.
+  // lane_row: what from(0) has returned.
+  __device__ __forceinline__ void write(const Bytes16& values, int column, float block_scale, const Place& place,
+                                        int lane_row) const {
+    for (u32 k = 0;;) {
+      u32 used = __ballot_sync(FULL_WARP, lane_row >= 0);
+      // Each of the 8 lanes that share a scale writes it to another row.
+      for (u32 i = 0; i < min(sizes.top_k - k, WARP); i += BLOCK_LANES) {
+        const int row = __shfl_sync(FULL_WARP, lane_row, i + place.block_lane);
+        if (row >= 0 && place.block_column < HIDDEN) scale[place.k_block * sizes.scale_pitch + row] = block_scale;
+      }
+      while (used) {
+        const int row = __shfl_sync(FULL_WARP, lane_row, __ffs(used) - 1);
+        used &= used - 1;
+        if (column < HIDDEN) store_16(data + i64{row} * HIDDEN + column, values);
+      }
+      k += WARP;
+      if (k >= sizes.top_k) return;
+      lane_row = from(k, place.token);
+    }
+  }
+};

@@ -1,0 +1,47 @@
+// Writes every token, which is quantized with one scale per 128 columns, to each row that one of its assignments has in
+// the sorted order. A token is read once.
+//
+// A warp takes WARP_COLUMNS columns of a token, 16 neighbouring ones a lane, 8 lanes for each block of 128. It goes on
+// to others whose rows it has loaded by then.
+//
+// Compile-time constants: those of permute.cuh; SIZES_BYTES.
+#include "permute.cuh"
+
+static_assert(WARP_COLUMNS == WARP * 16);
+
+struct Sizes {
+  PermuteSizes permute;
+  i64 scale_row_stride, scale_block_stride;  // of x_scale
+};
+static_assert(sizeof(Sizes) == SIZES_BYTES);
+
+// x (tokens, HIDDEN), rows `row_stride` apart; x_scale (tokens, ceil(HIDDEN / 128)); the others as for Rows of
+// permute.cuh. read_ahead must be set where top_k > 32: without it, a token whose first 32 assignments have no row is
+// left out. Any grid.
+extern "C" __global__ void __launch_bounds__(WARPS* WARP)
+    permute_fp8(const u8* x, const float* x_scale, const int* rows, u8* data, float* scale,
+                const __grid_constant__ Sizes sizes) {
+  const Rows targets{rows, data, scale, sizes.permute};
+  const Units units;
+
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const u32 warps = sizes.permute.warps;
+  int next_row = targets.from(0, units.first / warps);
+  for (u32 unit = units.first; unit < sizes.permute.tokens * warps; unit += units.step) {
+    const u32 token = unit / warps;
+    const int lane_row = next_row;
+    next_row = targets.from(0, (unit + units.step) / warps);
+    if (!targets.wanted(lane_row)) continue;
+    for (u32 part = unit % warps; part < TOKEN_WARPS; part += warps) {
+      const Place place(token, part);
+      const int column = place.block_column + place.block_lane * 16;
+      const Bytes16 values = load_elements<true>(x + token * sizes.permute.row_stride + column, HIDDEN - column);
+      float block_scale = 0.0f;
+      if (place.block_column < HIDDEN) {
+        block_scale = x_scale[token * sizes.scale_row_stride + place.k_block * sizes.scale_block_stride];
+      }
+      targets.write(values, column, block_scale, place, lane_row);
+    }
+  }
+}

@@ -1,0 +1,192 @@
+"""Forwards a layer whose experts are spread over the ranks of a group."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fp8moe.distributed.agreement import Agreement, Call
+from fp8moe.distributed.all_to_all import AllToAll
+from fp8moe.distributed.choose import choose
+from fp8moe.distributed.collectives import weighted_sum
+from fp8moe.distributed.gather import Gather
+from fp8moe.distributed.local import LocalExperts, capturing
+from fp8moe.distributed.packet import Tokens
+from fp8moe.distributed.pairs import CountedPairs, FixedPairs, Pairs, combine_pairs, permute
+from fp8moe.distributed.peers import Peers
+from fp8moe.distributed.replicated import Replicated
+from fp8moe.distributed.transport import Transport, collect, send
+from fp8moe.kernels.experts import checks
+from fp8moe.kernels.experts.operands import Operands
+from fp8moe.layers.experts_call import flattened
+from fp8moe.quant.formats import ceil_div
+from fp8moe.quant.quantize import quantize_1x128
+from fp8moe.runtime import autograd
+from fp8moe.runtime.autograd import check_derivatives, recorded
+from fp8moe.runtime.checks import FLOATING
+
+_NAME = "fp8moe.GroupedExperts"
+
+
+class Options(NamedTuple):
+    """As `ExpertParallel` describes them."""
+
+    method: str
+    payload: str
+    exact: bool
+    uniform: bool
+
+
+class Inputs(NamedTuple):
+    """A call's arguments, flat and checked, and whether it is one that can have a backward."""
+
+    tokens: Tokens
+    residual: Tensor | None
+    local: LocalExperts
+    trains: bool
+
+    def call(self, layer: int) -> Call:
+        x, index, routing = self.tokens
+        gradients = sum(bit << place for place, bit in enumerate((self.trains, recorded(x), recorded(routing))))
+        return Call(len(x), 0, layer, FLOATING.index(x.dtype), index.shape[1], gradients)
+
+
+class Dispatcher:
+    """What `parallel` of one layer is. Ranks must call it together, with the same residual or none.
+
+    group: of the ranks that share the experts, in the order of experts. num_experts: E, of all of them.
+    """
+
+    def __init__(self, group: ProcessGroup, num_experts: int, options: Options):
+        self.group, self.num_experts, self.options = group, num_experts, options
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.agreement = Agreement.of(group)
+        self.layer = self.agreement.new_layer()
+
+    def __deepcopy__(self, memo: dict) -> "Dispatcher":
+        return self
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        experts: nn.Module,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """What a `GroupedExperts` with all experts returns for the tokens of this rank."""
+        inputs, counts = self._agreed(experts, hidden_states, top_k_index, top_k_weights, residual)
+        if inputs.trains or recorded(inputs.residual):
+            out = self._run(inputs._replace(residual=None), counts)
+            out = out if inputs.residual is None else inputs.residual + out
+        else:
+            out = self._run(inputs, counts)
+        return out.view(hidden_states.shape)
+
+    def _agreed(self, experts: nn.Module, *arguments: Tensor | None) -> tuple[Inputs, list[int]]:
+        """This rank's call, and how many tokens each rank has; the same error on all ranks."""
+        alone = self.options.uniform or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        try:
+            inputs, error = self._inputs(experts, *arguments), None
+        except (TypeError, ValueError, RuntimeError) as caught:
+            if alone:
+                raise
+            inputs, error = None, caught
+        if alone:
+            return inputs, [len(inputs.tokens.top_k_index)] * self.world
+        counts = self.agreement.calls(Call() if error else inputs.call(self.layer), error)
+        if self.options.method == "replicated" and len(set(counts)) > 1:
+            raise ValueError(f"hidden_states: expected the same tokens on all ranks, got {counts} tokens")
+        return inputs, counts
+
+    def _inputs(self, experts: nn.Module, *arguments: Tensor | None) -> Inputs:
+        x, index, routing, residual = flattened(*arguments)
+        weights = experts.local_weights()
+        check_derivatives(_NAME, x, routing, *weights.tensors())
+        checks.experts(Operands(x, index, routing, *weights.up, *weights.down, residual), experts.activation.gated)
+        first = self.rank * (self.num_experts // self.world)
+        local = LocalExperts(weights, experts.activation, first, self.num_experts, x.dtype)
+        return Inputs(Tokens(x, index, routing), residual, local, experts.trains(weights, x, routing))
+
+    def _run(self, inputs: Inputs, counts: list[int]) -> Tensor:
+        index = inputs.tokens.top_k_index
+        if not inputs.trains:
+            x, _, routing = inputs.tokens
+            arguments = (x, routing, *inputs.local.weights.tensors())
+            return autograd.run(lambda *_: self._infer(inputs, counts), _NAME, *arguments)
+        if self.options.exact:
+            return _exact_with_gradients(self._pairs(index, counts), inputs, sum(counts))
+        return _sum_with_gradients(self._transport(index, counts), inputs)
+
+    def _infer(self, inputs: Inputs, counts: list[int]) -> Tensor:
+        x, index, _ = inputs.tokens
+        if self.options.exact:
+            return _exact(self._pairs(index, counts), self._quantized(inputs), sum(counts))
+        tokens = counts[0] if self.options.method == "replicated" else sum(counts)
+        share = ceil_div(tokens * index.shape[1], self.world)
+        transport = self._transport(index, counts)
+        peers = self._peers(transport, x)
+        if peers is None:
+            return _sum(transport, self._quantized(inputs), share)
+        if isinstance(transport, Replicated):
+            return peers.replicated(inputs.local, inputs.tokens, share, inputs.residual)
+        return peers.gather(inputs.local, inputs.tokens, transport.room, share, inputs.residual)
+
+    def _quantized(self, inputs: Inputs) -> Inputs:
+        """With tokens as they are sent."""
+        if self.options.payload == "bf16":
+            return inputs
+        x = quantize_1x128(inputs.tokens.hidden_states)
+        return inputs._replace(tokens=inputs.tokens._replace(hidden_states=x))
+
+    def _peers(self, transport: Transport, x: Tensor) -> Peers | None:
+        """The GPUs of one node that can serve the call in place of the transport."""
+        served = isinstance(transport, Replicated) or (isinstance(transport, Gather) and self.options.payload == "fp8")
+        return Peers.of(self.group, x) if served and x.is_cuda and x.shape[1] % 16 == 0 else None
+
+    def _transport(self, index: Tensor, counts: list[int]) -> Transport:
+        method = self.options.method
+        if method == "replicated":
+            return Replicated(self.group, counts)
+        if method == "auto":
+            method = choose(max(counts), index.shape[1], self.world)
+        if method == "gather" or capturing(index):
+            return Gather(self.group, counts)
+        return AllToAll(self.group, index, self.num_experts)
+
+    def _pairs(self, index: Tensor, counts: list[int]) -> Pairs:
+        if capturing(index):
+            return FixedPairs(self.group, counts, index, self.num_experts)
+        return CountedPairs(self.group, index, self.num_experts)
+
+
+def _sum(transport: Transport, inputs: Inputs, share: int) -> Tensor:
+    partial = inputs.local.partial_sums(transport.send(inputs.tokens), share, transport.rows)
+    return transport.back(partial, inputs.local.dtype, inputs.residual)
+
+
+def _sum_with_gradients(transport: Transport, inputs: Inputs) -> Tensor:
+    partial = inputs.local.partial_sums_with_gradients(send(transport, inputs.tokens), transport.rows)
+    return collect(transport, partial, inputs.local.dtype)
+
+
+def _exact(pairs: Pairs, inputs: Inputs, total: int) -> Tensor:
+    """total: tokens of all ranks."""
+    local = inputs.local
+    tokens = pairs.transport.send(inputs.tokens)
+    groups, rows, count = local.sort(tokens, pairs.transport.rows)
+    assignments = total * tokens.top_k_index.shape[1]
+    y = local.results(local.quantized_rows(tokens, rows, count), groups, assignments, False)
+    return weighted_sum(pairs.back(y, rows), pairs.places, inputs.tokens.top_k_weights, local.dtype, inputs.residual)
+
+
+def _exact_with_gradients(pairs: Pairs, inputs: Inputs, total: int) -> Tensor:
+    local, routing = inputs.local, inputs.tokens.top_k_weights
+    tokens = send(pairs.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
+    groups, rows, count = local.sort(tokens, pairs.transport.rows)
+    assignments = total * tokens.top_k_index.shape[1]
+    y = local.results(permute(tokens.hidden_states, rows, count), groups, assignments, True)
+    return combine_pairs(pairs, y, rows, routing, local.dtype)

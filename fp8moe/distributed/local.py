@@ -1,0 +1,127 @@
+"""What the experts of one rank compute of the tokens that have come to it."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8moe.distributed.packet import Tokens
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.operands import pad_columns, row_dtype
+from fp8moe.kernels.experts.partial import experts_partial
+from fp8moe.kernels.experts.permute import permute_quantize
+from fp8moe.kernels.experts.permute_fp8 import permute_fp8
+from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.experts.rows import experts_rows
+from fp8moe.kernels.experts.training import experts_training
+from fp8moe.layers.experts_call import Weights
+from fp8moe.quant.formats import FP8Tensor, align
+
+# More rows than a rank's even share that it makes room for, and the tokens whose rows always have room.
+_SLACK = 1.25
+_ALWAYS = 256
+
+
+class LocalExperts(NamedTuple):
+    """The experts of one rank in one call.
+
+    first: the index of the first of them. total: E, of all ranks.
+    dtype: of the tokens before they were quantized.
+    """
+
+    weights: Weights
+    activation: Activation
+    first: int
+    total: int
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return len(self.weights.down.data)
+
+    def partial_sums(self, tokens: Tokens, share: int, rows: int | None) -> Tensor:
+        """(N, H) float32: each token's sum over the experts here, in as many `passes` as it takes."""
+        options = self.last_pass(tokens, share, rows)
+        return experts_partial(*tokens, self.weights.up, self.weights.down, **options)
+
+    def last_pass(self, tokens: Tokens, share: int, rows: int | None = None) -> dict[str, Any]:
+        """The arguments of the last of the `passes`, with the sums of those before it."""
+        *before, last = self.passes(tokens, share, rows)
+        sums = known = None
+        for options in before:
+            now = torch.empty(len(tokens.top_k_index), dtype=torch.bool, device=tokens.top_k_index.device)
+            options |= {"partial": sums, "partial_known": known, "known": now}
+            sums = experts_partial(*tokens, self.weights.up, self.weights.down, **options)
+            known = now
+        return last | {"partial": sums, "partial_known": known}
+
+    def passes(self, tokens: Tokens, share: int, rows: int | None = None) -> list[dict[str, Any]]:
+        """What `experts_partial` takes in each pass over the rows that there is room for, besides tokens and weights.
+
+        share: assignments to this rank if routing is even. rows: how many there are; None: the device knows, and is
+        asked where one pass may not do. In a CUDA graph, which cannot ask, passes run for all that there could be: the
+        first rows come last, as passes before it that find none cost little.
+        """
+        room = max(int(share * _SLACK), _ALWAYS * max(tokens.top_k_index.shape[1], 1))
+        most = tokens.top_k_index.numel()
+        if rows is None:
+            rows = most if most <= room or capturing(tokens.top_k_index) else self.rows_here(tokens)
+        options = {"activation": self.activation, "first_expert": self.first, "num_experts": self.total}
+        options |= {"row_dtype": row_dtype(self.dtype), "num_rows": min(room, most)}
+        return [options | {"first_row": row} for row in reversed(range(0, max(rows, 1), room))]
+
+    def partial_sums_with_gradients(self, tokens: Tokens, rows: int | None) -> Tensor:
+        """The same for a backward, which needs room for all rows."""
+        if rows is None and not capturing(tokens.top_k_index):
+            rows = self.rows_here(tokens)
+        return experts_training(
+            *tokens,
+            self.weights.up,
+            self.weights.down,
+            activation=self.activation,
+            up_master=self.weights.up_master,
+            down_master=self.weights.down_master,
+            first_expert=self.first,
+            num_experts=self.total,
+            num_rows=None if rows is None else min(align(rows, 128), tokens.top_k_index.numel()),
+            out_dtype=torch.float32,
+        )
+
+    def rows_here(self, tokens: Tokens) -> int:
+        """Assignments to the experts here. It waits for the device."""
+        index = tokens.top_k_index
+        return int(((index >= self.first) & (index < self.first + self.count)).sum())
+
+    def sort(self, tokens: Tokens, rows: int | None) -> tuple[Tensor, Tensor, int]:
+        """Groups and rows of the assignments to the experts here, and for how many rows there is room."""
+        count = tokens.top_k_index.numel() if rows is None else rows
+        return *sort_by_expert(tokens.top_k_index, self.count, first_expert=self.first, num_rows=count), count
+
+    def quantized_rows(self, tokens: Tokens, rows: Tensor, count: int) -> FP8Tensor:
+        """The tokens in the order of experts, quantized."""
+        x = tokens.hidden_states
+        data, scale = x if isinstance(x, FP8Tensor) else (x, None)
+        hidden = data.shape[1]
+        data = pad_columns(data, align(hidden, 16))
+        a = permute_quantize(data, rows, count) if scale is None else permute_fp8(FP8Tensor(data, scale), rows, count)
+        return FP8Tensor(a.data[:, :hidden], a.scale)
+
+    def results(self, x: Tensor | FP8Tensor, groups: Tensor, assignments: int, training: bool) -> Tensor:
+        """The results (R, H) of rows x in the order of experts. assignments: of the tokens of all ranks."""
+        return experts_rows(
+            x,
+            groups,
+            self.weights.up,
+            self.weights.down,
+            activation=self.activation,
+            row_dtype=row_dtype(self.dtype),
+            whole=(assignments, self.total),
+            up_master=self.weights.up_master,
+            down_master=self.weights.down_master,
+            training=training,
+        )
+
+
+def capturing(like: Tensor) -> bool:
+    """Whether the call becomes part of a CUDA graph."""
+    return like.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,232 @@
+"""One node: tokens and partial sums go straight to the memory of the other GPUs, over PyTorch's symmetric memory."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8moe.distributed.agreement import Agreement
+from fp8moe.distributed.local import LocalExperts
+from fp8moe.distributed.packet import Tokens
+from fp8moe.kernels.experts import dispatch_plan, sum_partials_plan
+from fp8moe.kernels.experts.dispatch import Received
+from fp8moe.kernels.experts.partial_to import experts_partial_to
+from fp8moe.kernels.experts.peer_table import MAX_PEERS, SIGNALS_BYTES, Targets, meeting
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
+from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import aligned, row_major
+from fp8moe.runtime.launch import current_stream, device_guard
+
+
+class _Buffer:
+    """Symmetric memory: as many zeros on each rank of a group, bytes at `addresses`. All ranks make it together.
+
+    Raises ValueError in the capture of a CUDA graph.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "hidden_states: expected at most as many tokens in a CUDA graph as in a call before its capture, which "
+                "makes the buffers between the GPUs, got more"
+            )
+        self.memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+        self._handle = symmetric_memory.rendezvous(self.memory, group.group_name)
+        ranks = range(dist.get_world_size(group))
+        self.addresses = [self._handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in ranks]
+        # No rank writes before all have come here: the memory may have served another buffer, which one still reads.
+        torch.cuda.synchronize(device)
+        Agreement.of(group).gather(None)
+
+    def barrier(self) -> None:
+        """On the current stream: what ranks have written before it is there for all after it."""
+        self._handle.barrier(channel=0)
+
+
+class _Received(_Buffer):
+    """Room for the tokens of all ranks (`Received`)."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
+        super().__init__(group, device, nbytes)
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def parts(self, room: int, hidden: int, top_k: int) -> tuple[Tokens, list[int]]:
+        """All tokens, `room` of each rank, and the addresses of the slots of this rank on each peer."""
+        slots, begin, parts, offsets = self.world * room, 0, [], []
+        for dtype, columns in received_columns(hidden, top_k):
+            nbytes = columns * dtype.itemsize
+            parts.append(self.memory[begin : begin + slots * nbytes].view(dtype).view(slots, columns))
+            offsets.append(begin + self.rank * room * nbytes)
+            begin += align(slots * nbytes, 256)
+        received = Received(*parts)
+        tokens = Tokens(FP8Tensor(received.data, received.scale), received.index, received.weights)
+        return tokens, [address + offset for address in self.addresses for offset in offsets]
+
+
+class _Sums(_Buffer):
+    """Room for the partial sums that all ranks have for `capacity` tokens of this one, (W * capacity, H) float32."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device, capacity: int, hidden: int):
+        super().__init__(group, device, dist.get_world_size(group) * capacity * hidden * 4)
+        self.capacity = capacity
+        begin = dist.get_rank(group) * capacity * hidden * 4
+        self.own = [address + begin for address in self.addresses]  # those that this rank writes
+
+
+class Peers:
+    """The GPUs of a group, one for each rank, and the buffers that they write to each other.
+
+    One object serves all layers of a group, on one stream at a time: their calls come after one another. Each rank has
+    room for the tokens of all (`Received`), and for the partial sums that all have for its own tokens.
+
+    A buffer is written again only when all have read it. In `gather` there are two points at which all ranks wait for
+    each other: after the tokens, before the experts read them; and after the partial sums, before they are added up.
+    Who writes tokens has passed the second point of the call before, to which all came after they had read their
+    tokens. Who writes partial sums has passed the first point of this call, to which all came after they had added up
+    those of the call before. So it is enough that tokens and partial sums lie in different memory. `replicated` sends
+    no tokens, and waits at its beginning instead.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
+        self._group, self.device = ref(group), device  # peers live as long as their group
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._signals = _Buffer(group, device, SIGNALS_BYTES)
+        self._buffers: dict[Hashable, _Buffer] = {}
+        self._outgrown: list[_Buffer] = []  # CUDA graphs may have their addresses
+        self._captured = False
+
+    @classmethod
+    def of(cls, group: ProcessGroup, x: Tensor) -> "Peers | None":
+        """The peers that serve tokens like x, or None where a GPU cannot reach the memory of all others.
+
+        The first time all ranks must ask, and not in a CUDA graph.
+        """
+        if group not in _peers:
+            reached = cls.reaches(group, x)
+            _peers[group] = cls(group, x.device) if reached else None
+        return _peers[group]
+
+    @staticmethod
+    def reaches(group: ProcessGroup, x: Tensor) -> bool:
+        """Whether each rank has a GPU of its own, the kernels run there, and it can write the memory of all others."""
+        agreement = Agreement.of(group)
+        mine = str(torch.cuda.get_device_properties(x.device).uuid) if use_cuda(x) else None
+        uuids = agreement.gather(mine)
+        reached = 1 < len(uuids) <= MAX_PEERS and None not in uuids and len(set(uuids)) == len(uuids)
+        return all(agreement.gather(reached and _can_write(x.device.index, set(uuids) - {mine})))
+
+    def gather(
+        self, local: LocalExperts, tokens: Tokens, room: int, share: int, residual: Tensor | None = None
+    ) -> Tensor:
+        """The sums over all experts for the tokens of this rank, (T, H) in their dtype, plus a residual of that dtype.
+
+        tokens: not quantized; H a multiple of 16. room: the tokens of the rank that has most; share: see
+        `LocalExperts.passes`; the same on all ranks. Nothing waits for the device but for what `passes` asks.
+
+        Raises ValueError in a CUDA graph for more tokens than any call before its capture has had.
+        """
+        if not room:
+            return _nothing(tokens, residual)
+        x = row_major(tokens.hidden_states)
+        index, weights = tokens.top_k_index.contiguous(), tokens.top_k_weights.contiguous()
+        hidden, top_k = x.shape[1], index.shape[1]
+        buffer, sums = self._received(room, hidden, top_k), self._sums(room, hidden)
+        received, slots = buffer.parts(room, hidden, top_k)
+        dtypes, device = (x.dtype, index.dtype, weights.dtype), self.device.index
+        with device_guard(device):
+            sizes = (len(x), room, hidden, top_k, x.stride(0))
+            plan = dispatch_plan.plan(*sizes, dtypes, self.world, local.total // self.world, device)
+            operands = (value.data_ptr() for value in (x, index, weights))
+            plan.launch(current_stream(device), *operands, *slots, *self._meeting())
+        self._partial_sums(local, received, share, sums, to_all=False)
+        return self._add_up(sums, local, x, index, residual)
+
+    def replicated(self, local: LocalExperts, tokens: Tokens, share: int, residual: Tensor | None = None) -> Tensor:
+        """The same for tokens that are on all ranks: (T, H), equal on all of them."""
+        x, index = tokens.hidden_states, tokens.top_k_index.contiguous()
+        if not len(x):
+            return _nothing(tokens, residual)
+        sums = self._sums(*x.shape)
+        sums.barrier()
+        self._partial_sums(local, tokens, share, sums, to_all=True)
+        return self._add_up(sums, local, x, index, residual)
+
+    def _partial_sums(self, local: LocalExperts, tokens: Tokens, share: int, sums: _Sums, *, to_all: bool) -> None:
+        """What the experts here add to tokens, to the ranks of the tokens or to all; then all ranks wait."""
+        targets = Targets(self.world, to_all, (*sums.own, *self._meeting()))
+        operands = (*tokens, local.weights.up, local.weights.down)
+        experts_partial_to(targets, *operands, **local.last_pass(tokens, share))
+
+    def _add_up(self, sums: _Sums, local: LocalExperts, like: Tensor, index: Tensor, residual: Tensor | None) -> Tensor:
+        """(T, H): what has come from all ranks for tokens like these, in the order of ranks."""
+        tokens, hidden = like.shape
+        out = torch.empty((tokens, hidden), dtype=like.dtype, device=self.device)
+        if not tokens:
+            return out
+        residual = None if residual is None else aligned(residual)
+        device, sizes = self.device.index, (tokens, sums.capacity, index.shape[1])
+        with device_guard(device):
+            form = (hidden, index.dtype, like.dtype, self.world, local.total // self.world, device)
+            added = 0 if residual is None else residual.data_ptr()
+            sum_partials_plan.plan(sizes, *form, pdl=True).launch(
+                current_stream(device), sums.memory.data_ptr(), index.data_ptr(), added, out.data_ptr()
+            )
+        return out
+
+    def _meeting(self) -> tuple[int, ...]:
+        return meeting(self._signals.addresses, self.rank)
+
+    def _received(self, room: int, hidden: int, top_k: int) -> _Received:
+        nbytes = received_bytes(self.world * room, hidden, top_k)
+
+        def make() -> _Received:
+            return _Received(self._group(), self.device, nbytes)
+
+        return self._buffer("tokens", lambda buffer: buffer.memory.numel() >= nbytes, make)
+
+    def _sums(self, room: int, hidden: int) -> _Sums:
+        def make() -> _Sums:
+            return _Sums(self._group(), self.device, room, hidden)
+
+        return self._buffer(("sums", hidden), lambda buffer: buffer.capacity >= room, make)
+
+    def _buffer(self, key: Hashable, suffices: Callable[[Any], bool], make: Callable[[], _Buffer]) -> Any:
+        """The buffer of this name, which grows where it does not suffice."""
+        self._captured |= torch.cuda.is_current_stream_capturing()
+        found = self._buffers.get(key)
+        if found is None or not suffices(found):
+            if found is not None and self._captured:
+                self._outgrown.append(found)
+            found = self._buffers[key] = make()
+        return found
+
+
+_peers: WeakKeyDictionary[ProcessGroup, Peers | None] = WeakKeyDictionary()
+
+
+def received_columns(hidden: int, top_k: int) -> tuple[tuple[torch.dtype, int], ...]:
+    """Dtype and columns of the parts of `Received`."""
+    scales = torch.float32, ceil_div(hidden, BLOCK)
+    return (torch.float8_e4m3fn, hidden), scales, (torch.int32, top_k), (torch.float32, top_k)
+
+
+def received_bytes(slots: int, hidden: int, top_k: int) -> int:
+    """Of so many slots, each part at a multiple of 256 bytes."""
+    return sum(align(slots * columns * dtype.itemsize, 256) for dtype, columns in received_columns(hidden, top_k))
+
+
+def _nothing(tokens: Tokens, residual: Tensor | None) -> Tensor:
+    """The result for no tokens on any rank."""
+    return torch.zeros_like(tokens.hidden_states) if residual is None else residual.clone()
+
+
+def _can_write(device: int, uuids: set[str]) -> bool:
+    """Whether the GPU can write the memory of those with these ids; it cannot tell of one that it does not see."""
+    visible = {str(torch.cuda.get_device_properties(other).uuid): other for other in range(torch.cuda.device_count())}
+    return uuids <= visible.keys() and all(torch.cuda.can_device_access_peer(device, visible[uuid]) for uuid in uuids)

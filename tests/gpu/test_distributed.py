@@ -1,0 +1,197 @@
+"""ExpertParallel on two GPUs, a process each, against the layer of one: NCCL, and GPUs that write to each other."""
+
+import copy
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fp8moe.distributed import ExpertParallel
+from fp8moe.distributed.peers import Peers
+from tests.errors import equal_but_for_steps, relative_error
+from tests.experts_cases import inputs, make, make_trained
+from tests.processes import in_processes
+from tests.waiting import no_waiting
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")]
+
+WORLD, EXPERTS, TOP_K, HIDDEN, SIZE = 2, 8, 3, 1040, 208
+METHODS = (
+    {"method": "gather"},
+    {"method": "gather", "payload": "bf16"},
+    {"method": "gather", "uniform": True},
+    {"method": "all_to_all"},
+    {"method": "replicated"},
+    {"exact": True},
+)
+GRADIENTS = 3e-2
+
+
+def without_peers():
+    """All traffic over NCCL."""
+    return patch.object(Peers, "of", lambda group, x: None)
+
+
+def parallel(layer, **options):
+    mesh = init_device_mesh("cuda", (WORLD,))
+    return parallelize_module(copy.deepcopy(layer), mesh, ExpertParallel(**options))
+
+
+def tokens(counts, seed=0, **options):
+    """hidden_states, top_k_index, top_k_weights and a gradient for all ranks."""
+    return inputs(sum(counts), EXPERTS, TOP_K, HIDDEN, seed=seed, device="cuda", **options)
+
+
+def mine(values, counts, options):
+    """This rank's rows; all of them if all ranks have the same tokens."""
+    if options.get("method") == "replicated":
+        return list(values)
+    return [value.split(counts)[dist.get_rank()] for value in values]
+
+
+def agree(got, expected, exact=False):
+    """The same bits; or at least 99.99% of them, the others one step of bfloat16 away."""
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    if exact or not got.numel():
+        assert torch.equal(got, expected)
+    elif got.dtype is torch.float32:
+        assert relative_error(got, expected) <= 1e-3
+    else:
+        assert equal_but_for_steps(got, expected)
+
+
+def eager():
+    for make_layer in (lambda: make(EXPERTS, HIDDEN, SIZE, device="cuda"), odd_sizes):
+        layer = make_layer()
+        for way in (nullcontext, without_peers):
+            for options in METHODS:
+                spread = parallel(layer, **options)
+                for counts in ((40, 40), *([] if options.get("uniform") else ((0, 5), (33, 700), (0, 0)))):
+                    for dtype in (torch.bfloat16, torch.float32):
+                        check(layer, spread, counts, dtype, options, way)
+
+
+def odd_sizes():
+    return make(EXPERTS, HIDDEN, SIZE, device="cuda", activation="gelu")
+
+
+def check(layer, spread, counts, dtype, options, way):
+    x, index, weights, added = tokens(counts, dtype=dtype)
+    expected = mine([layer(x, index, weights, residual=added)], counts, options)[0]
+    *arguments, residual = mine([x, index, weights, added], counts, options)
+    with way():
+        outs = [spread(*arguments, residual=residual) for _ in range(5)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    agree(outs[0], expected, options.get("exact", False))
+
+
+def skewed():
+    """All tokens to the experts of one rank: several passes, nothing is lost."""
+    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), (600, 600)
+    x, index, weights, _ = tokens(counts)
+    index = index % (EXPERTS // WORLD)
+    expected = layer(x, index, weights)
+    for way in (nullcontext, without_peers):
+        for options in METHODS:
+            with way():
+                out = parallel(layer, **options)(*mine([x, index, weights], counts, options))
+            # Passes add up in the order of experts, not of k.
+            assert relative_error(out, *mine([expected], counts, options)) <= 3e-3
+
+
+def graphs():
+    """Captured once, replayed with tokens and routing that change, also to one rank's experts."""
+    layer = make(EXPERTS, HIDDEN, SIZE, device="cuda")
+    for way in (nullcontext, without_peers):
+        for options in METHODS:
+            for count in (1, 64, 400):
+                with way():
+                    replay(layer, parallel(layer, **options), (count, count), options)
+
+
+def replay(layer, spread, counts, options):
+    static = [value.clone() for value in mine(tokens(counts)[:3], counts, options)]
+    spread(*static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = spread(*static)
+    for seed in range(5):
+        x, index, weights, _ = tokens(counts, seed=seed)
+        index = index % (EXPERTS // WORLD) if seed == 3 else index
+        for value, new in zip(static, mine([x, index, weights], counts, options), strict=True):
+            value.copy_(new)
+        out.fill_(float("nan"))
+        graph.replay()
+        (expected,) = mine([layer(x, index, weights)], counts, options)
+        if seed == 3 and counts[0] > 256:
+            assert relative_error(out, expected) <= 3e-3
+        else:
+            agree(out, expected, options.get("exact", False))
+
+
+def nothing_waits():
+    """Gather and replicated, for tokens that one pass has room for."""
+    layer, counts = make(EXPERTS, HIDDEN, SIZE, device="cuda"), (40, 40)
+    for way in (nullcontext, without_peers):
+        for options in ({"method": "gather"}, {"method": "replicated"}):
+            spread, arguments = parallel(layer, **options), mine(tokens(counts)[:3], counts, options)
+            with way():
+                spread(*arguments)
+                with no_waiting():
+                    spread(*arguments)
+
+
+def training():
+    counts = (300, 170)
+    for master_dtype in (torch.bfloat16, torch.float32):
+        layer = make_trained(EXPERTS, HIDDEN, SIZE, master_dtype=master_dtype, device="cuda")
+        x, index, weights, grad = tokens(counts)
+        out, expected = backward(layer, x, index, weights, grad)
+        for options in ({"method": "gather"}, {"method": "all_to_all"}, {"exact": True}, {"method": "replicated"}):
+            spread = parallel(layer, **options)
+            arguments = mine([x, index, weights, grad], counts, options)
+            ours, grads = backward(spread, *arguments)
+            agree(ours, *mine([out], counts, options), options.get("exact", False))
+            for name, value in grads.items():
+                whole = isinstance(value, DTensor)
+                like = expected[name] if whole else mine([expected[name]], counts, options)[0]
+                assert relative_error(value.full_tensor() if whole else value, like) <= GRADIENTS, (options, name)
+            for _ in range(5):
+                again, repeated = backward(spread, *arguments)
+                assert torch.equal(again, ours)
+                for name, value in grads.items():
+                    one, other = (v.to_local() if isinstance(v, DTensor) else v for v in (value, repeated[name]))
+                    assert torch.equal(one, other), (options, name)
+
+
+def backward(layer, x, index, weights, grad):
+    x, weights = (value.detach().clone().requires_grad_() for value in (x, weights))
+    layer.zero_grad()
+    out = layer(x, index, weights)
+    out.backward(grad)
+    grads = {"x": x.grad, "weights": weights.grad}
+    return out.detach(), grads | {name: value.grad.clone() for name, value in layer.named_parameters()}
+
+
+def wrong_on_one_rank():
+    """Errors travel over the CPU: nothing is launched, and the next call is right."""
+    layer = make(EXPERTS, HIDDEN, SIZE, device="cuda")
+    x, index, weights, _ = tokens((40,))
+    for options in ({"method": "gather"}, {"method": "all_to_all"}, {"method": "replicated"}, {"exact": True}):
+        spread = parallel(layer, **options)
+        times = 1 if options.get("method") == "replicated" else WORLD
+        expected = layer(*(torch.cat([value] * times) for value in (x, index, weights)))[: len(x)]
+        with pytest.raises(ValueError, match="^rank 1: top_k_index: expected int32 or int64, got torch.float32$"):
+            spread(x, index.float() if dist.get_rank() == 1 else index, weights)
+        agree(spread(x, index, weights), expected, options.get("exact", False))
+
+
+@pytest.mark.parametrize("work", [eager, skewed, graphs, nothing_waits, training, wrong_on_one_rank])
+def test_two_gpus(work):
+    in_processes(work, world=WORLD, backend="nccl")

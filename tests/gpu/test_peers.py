@@ -1,0 +1,219 @@
+"""GPUs that write to each other's memory: the results of one GPU's layer. Two GPUs, a process each."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fp8moe.distributed.local import LocalExperts
+from fp8moe.distributed.packet import Tokens
+from fp8moe.distributed.peers import Peers
+from fp8moe.layers.experts_call import Weights
+from fp8moe.quant.formats import FP8Tensor, ceil_div
+from tests import experts_cases, processes
+from tests.errors import equal_but_for_steps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")]
+
+WORLD, EACH, TOP_K = 2, 4, 3  # ranks, experts of each
+EXPERTS = WORLD * EACH
+HIDDEN, SIZE = 1040, 208
+
+
+def in_processes(work, *arguments):
+    """Calls work(peers, *arguments) in a process for each GPU."""
+    processes.in_processes(_run, work, arguments, world=WORLD, backend="nccl")
+
+
+def _run(work, arguments):
+    like = torch.empty(1, device="cuda")
+    peers = Peers.of(dist.group.WORLD, like)
+    assert peers is not None and Peers.of(dist.group.WORLD, like) is peers
+    work(peers, *arguments)
+
+
+def make_layer(**options):
+    return experts_cases.make(EXPERTS, HIDDEN, SIZE, device="cuda", **options)
+
+
+def local_experts(peers, layer, dtype):
+    """This rank's part of a layer that all ranks have."""
+    first = peers.rank * EACH
+    own = slice(first, first + EACH)
+    up, up_scale, down, down_scale = (getattr(layer, name)[own] for name in layer.weight_names)
+    weights = Weights(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
+    return LocalExperts(weights, layer.activation, first, EXPERTS, dtype)
+
+
+def tokens_of(counts, dtype, seed):
+    """Those of each rank, equal on all ranks."""
+    found = []
+    for rank, count in enumerate(counts):
+        x, index, weights, _ = experts_cases.inputs(
+            count, EXPERTS, TOP_K, HIDDEN, dtype, seed=WORLD * seed + rank, device="cuda"
+        )
+        found.append(Tokens(x, index, weights))
+    return found
+
+
+def share(counts):
+    return ceil_div(sum(counts) * TOP_K, WORLD)
+
+
+def on_one_gpu(layer, tokens):
+    """The results for the tokens of each rank, all in one call, in which ranks have as many as the one with most."""
+    room = max(len(own.top_k_index) for own in tokens)
+
+    def padded(values, fill):
+        return torch.cat([F.pad(value, (0, 0, 0, room - len(value)), value=fill) for value in values])
+
+    x, index, weights = zip(*tokens, strict=True)
+    out = layer(padded(x, 0), padded(index, -1), padded(weights, 0))
+    return [part[: len(own)] for part, own in zip(out.split(room), x, strict=True)] if room else list(x)
+
+
+def close(out, expected):
+    assert out.shape == expected.shape and out.dtype == expected.dtype
+    if out.dtype is torch.float32 or not out.numel():
+        return (out - expected).norm() <= 1e-3 * expected.norm()
+    return equal_but_for_steps(out, expected)
+
+
+def gather_eager(peers):
+    for dtype, options in ((torch.bfloat16, {}), (torch.float32, {}), (torch.bfloat16, dict(activation="gelu"))):
+        layer = make_layer(**options)
+        local = local_experts(peers, layer, dtype)
+        # A rank without tokens, uneven ones, growing buffers, more than all warps take at a time.
+        for seed, counts in enumerate(((1, 1), (0, 5), (3, 0), (64, 64), (0, 0), (33, 40), (900, 700), (2000, 2000))):
+            tokens = tokens_of(counts, dtype, seed)
+            mine = tokens[peers.rank]
+            residual = torch.randn_like(mine.hidden_states) if seed % 2 else None
+            expected = on_one_gpu(layer, tokens)[peers.rank]
+            expected = expected if residual is None else residual + expected
+            first = peers.gather(local, mine, max(counts), share(counts), residual)
+            assert close(first, expected), (dtype, options, counts)
+            for _ in range(20):
+                assert torch.equal(peers.gather(local, mine, max(counts), share(counts), residual), first)
+
+
+def skewed(peers):
+    """All tokens to the experts of one rank: more than one pass, nothing lost."""
+    layer = make_layer()
+    local = local_experts(peers, layer, torch.bfloat16)
+    counts = (1500, 1500)
+    for owner in range(WORLD):
+        tokens = [
+            own._replace(top_k_index=own.top_k_index % EACH + owner * EACH)
+            for own in tokens_of(counts, torch.bfloat16, owner)
+        ]
+        everything = Tokens(*map(torch.cat, zip(*tokens, strict=True)))
+        assert len(local.passes(everything, share(counts))) == (2 if peers.rank == owner else 1)
+        out = peers.gather(local, tokens[peers.rank], max(counts), share(counts))
+        assert close(out, on_one_gpu(layer, tokens)[peers.rank])
+
+
+def replicated_eager(peers):
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = make_layer()
+        local = local_experts(peers, layer, dtype)
+        for seed, count in enumerate((1, 0, 40, 700, 3, 64)):
+            tokens = tokens_of((count,), dtype, seed)[0]
+            residual = torch.ones_like(tokens.hidden_states) if seed % 2 else None
+            expected = layer(*tokens, residual=residual)
+            first = peers.replicated(local, tokens, share((count,)), residual)
+            assert close(first, expected), (dtype, count)
+            for _ in range(20):
+                assert torch.equal(peers.replicated(local, tokens, share((count,)), residual), first)
+
+
+def layers_in_a_graph(peers, count):
+    """Both methods one after the other over the same buffers, replayed with tokens and routing that change."""
+    layers = [make_layer(seed=seed) for seed in range(4)]
+    locals_ = [local_experts(peers, layer, torch.bfloat16) for layer in layers]
+    counts = (count,) * WORLD
+    static = [Tokens(*(value.clone() for value in tokens)) for tokens in tokens_of(counts, torch.bfloat16, 0)]
+    mine, shared = static[peers.rank], static[0]
+
+    def run():
+        gathered = [peers.gather(local, mine, count, share(counts)) for local in locals_]
+        gathered.append(peers.replicated(locals_[0], shared, share((count,))))
+        gathered.append(peers.gather(locals_[1], mine, count, share(counts)))
+        gathered.extend(peers.replicated(local, shared, share((count,))) for local in locals_[:3])
+        return gathered
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    for seed in range(1, 30):
+        for old, new in zip(static, tokens_of(counts, torch.bfloat16, seed), strict=True):
+            for value, other in zip(old, new, strict=True):
+                value.copy_(other)
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        if seed % 7 == 0:
+            peers.gather(locals_[0], mine, count, share(counts))  # between replays
+        expected = [on_one_gpu(layer, static)[peers.rank] for layer in layers]
+        expected += [layers[0](*shared), expected[1], *(layer(*shared) for layer in layers[:3])]
+        assert all(map(close, outs, expected)), seed
+        if seed % 5 == peers.rank:
+            torch.cuda._sleep(20_000_000)  # one rank is late
+    # Larger ones do not touch what the graph has; a graph cannot make them.
+    peers.gather(locals_[0], tokens_of((count + 50,) * WORLD, torch.bfloat16, 1)[peers.rank], count + 50, 2 * count)
+    for out in outs:
+        out.fill_(float("nan"))
+    graph.replay()
+    assert all(map(close, outs, expected))
+    torch.cuda.synchronize()
+    more = tokens_of((count + 500,) * WORLD, torch.bfloat16, 1)[peers.rank]
+    refused = torch.cuda.CUDAGraph()
+    message = "^hidden_states: expected at most as many tokens in a CUDA graph"
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(refused):
+        peers.gather(locals_[0], more, count + 500, 2 * count)
+
+
+def what_earlier_calls_left(peers):
+    """Tokens go only to the ranks of their experts: what lies in the other places is not read."""
+    layer = make_layer()
+    local = local_experts(peers, layer, torch.bfloat16)
+    counts = (70, 70)
+    for seed, dtype in enumerate((torch.int64, torch.int32)):
+        tokens = [
+            own._replace(top_k_index=own.top_k_index.to(dtype)) for own in tokens_of(counts, torch.bfloat16, seed)
+        ]
+        everywhere = torch.tensor([[0, EACH, -1]], dtype=dtype, device="cuda").repeat(70, 1)
+        spoilt = Tokens(torch.full_like(tokens[0].hidden_states, float("nan")), everywhere, tokens[0].top_k_weights)
+        assert peers.gather(local, spoilt, 70, share(counts)).isnan().all()
+        assert peers.replicated(local, spoilt, share((70,))).isnan().all()
+        # Of each token the experts of one rank, of some those of none.
+        routed = []
+        for own in tokens:
+            first = torch.arange(70, device="cuda")[:, None] % (WORLD + 1) * EACH
+            index = own.top_k_index % EACH + first
+            routed.append(own._replace(top_k_index=torch.where(first < EXPERTS, index, -1).to(dtype)))
+        assert close(peers.gather(local, routed[peers.rank], 70, share(counts)), on_one_gpu(layer, routed)[peers.rank])
+        assert close(peers.replicated(local, routed[0], share((70,))), layer(*routed[0]))
+
+
+@pytest.mark.parametrize("work", [gather_eager, skewed, replicated_eager, what_earlier_calls_left])
+def test_eager(work):
+    in_processes(work)
+
+
+@pytest.mark.parametrize("count", [1, 64, 600])
+def test_graph(count):
+    in_processes(layers_in_a_graph, count)
+
+
+def one_gpu_for_both(peers):
+    assert peers.world == WORLD
+    # A GPU that two ranks share, or a tensor on no GPU, is reached by none.
+    assert not Peers.reaches(dist.group.WORLD, torch.empty(1))
+    assert not Peers.reaches(dist.group.WORLD, torch.empty(1, device="cuda:0"))
+    assert Peers.reaches(dist.group.WORLD, torch.empty(1, device=peers.device))
+
+
+def test_reaches():
+    in_processes(one_gpu_for_both)

@@ -1,0 +1,120 @@
+"""Tiny models on several ranks by transformers' tensor and expert parallelism, and what a rank finds of them."""
+
+import contextlib
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny_moe_models import MODELS
+
+NAMES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+FORMS = ("bf16", "fp8")
+HALVES = {"intermediate_size": 256, "moe_intermediate_size": 256, "hidden_size": 256}
+"""Half of each is a block."""
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+
+
+def write_checkpoints(root: Path) -> None:
+    """Of each model in bfloat16 and in FP8; broken-fp8: half of its experts is no block; odd: with seven experts."""
+    from fp8moe.integrations.checkpoints import quantize_checkpoint
+
+    def write(name: str, directory: str, **options: Any) -> None:
+        tiny = MODELS[name]
+        tiny._replace(options=tiny.options | HALVES | options).build(torch.bfloat16).save_pretrained(root / directory)
+
+    for name in NAMES:
+        write(name, f"{name}-bf16", **({} if "Deepseek" in name else HEADS))
+        quantize_checkpoint(root / f"{name}-bf16", root / f"{name}-fp8")
+    write("Qwen3MoeForCausalLM", "broken-bf16", **HEADS, moe_intermediate_size=128)
+    quantize_checkpoint(root / "broken-bf16", root / "broken-fp8")
+    write("MixtralForCausalLM", "odd-bf16", **HEADS, num_local_experts=7)
+
+
+def load(directory: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, experts_implementation="fp8moe", dtype=dtype, **options)
+    for parameter in model.parameters():
+        if parameter.dtype is torch.bfloat16:  # transformers 5.17 keeps the dtype that an FP8 checkpoint has
+            parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+WAYS = ("tp", "tp and ep", "ep")
+"""Tensor parallelism, with whole experts, and experts alone."""
+
+
+def has_sizes() -> bool:
+    """Whether transformers' DistributedConfig has an ep_size: from 5.21 on."""
+    from transformers.distributed import DistributedConfig
+
+    return "ep_size" in DistributedConfig.__dataclass_fields__
+
+
+def config_of(way: str, directory: Path) -> Any:
+    """The DistributedConfig for a model on two ranks."""
+    from transformers import AutoConfig
+    from transformers.distributed import DistributedConfig
+
+    if way == "tp":
+        return DistributedConfig(tp_size=2)
+    if has_sizes():
+        return DistributedConfig(tp_size=2, ep_size=2, tp_plan={} if way == "ep" else None)
+    if way == "ep":
+        return DistributedConfig(tp_size=2, enable_expert_parallel=True)
+    config = AutoConfig.from_pretrained(directory)
+    rules = config.base_model_tp_plan | config.base_model_ep_plan
+    return DistributedConfig(tp_size=2, tp_plan={f"model.{name}": style for name, style in rules.items()})
+
+
+@contextlib.contextmanager
+def bytes_read():
+    """Name of a tensor -> [bytes that were read of it, bytes that it has], of what transformers loads meanwhile."""
+    from transformers import modeling_utils
+
+    from fp8moe.checkpoints.files import DTYPES
+
+    found, theirs = {}, modeling_utils.safe_open
+
+    class Slice:
+        def __init__(self, name, inner):
+            self.name, self.inner = name, inner
+            found[name] = [0, math.prod(inner.get_shape()) * DTYPES[inner.get_dtype()].itemsize]
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def __getitem__(self, index):
+            value = self.inner[index]
+            found[self.name][0] += value.nbytes
+            return value
+
+    class File:
+        def __init__(self, *arguments, **options):
+            self.inner = theirs(*arguments, **options)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def __enter__(self):
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *exception):
+            return self.inner.__exit__(*exception)
+
+        def get_slice(self, name):
+            return Slice(name, self.inner.get_slice(name))
+
+    modeling_utils.safe_open = File
+    try:
+        yield found
+    finally:
+        modeling_utils.safe_open = theirs
+
+
+def digest(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.float().numpy().tobytes()).hexdigest()

@@ -1,0 +1,39 @@
+"""Several processes of one group, on the CPU or on a GPU each."""
+
+import os
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# NVLink multicast stays off: on some hosts a program that uses it harms others.
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+def in_processes(work: Callable, *arguments, world: int = 2, backend: str = "gloo"):
+    """Calls work(*arguments), a function of a module, in `world` processes of one group."""
+    mp.spawn(_run, (world, backend, free_port(), work, arguments), nprocs=world)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run(rank, world, backend, port, work, arguments):
+    torch.set_num_threads(1)
+    options = {}
+    if backend == "nccl":
+        os.environ.update(WITHOUT_MULTICAST)
+        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device("cuda", rank)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, **options)
+    # Not where work raises: NCCL would wait for the other ranks, which then wait for this one.
+    work(*arguments)
+    if backend == "nccl":
+        torch.cuda.synchronize()
+    dist.destroy_process_group()

@@ -1,0 +1,367 @@
+"""benchmarks.distributed: everything but the timing; and what benchmarks.roofline and benchmarks.tables make of it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import distributed, roofline, tables
+from benchmarks.baselines import MODELS, Model
+from tests.processes import in_processes
+
+# Names of thresholds on two ranks: kind of row, column, bar.
+BARS = {
+    "layer, 1 tokens a rank, beyond_us": ("layer", "beyond_us", 18.0),
+    "layer, 64 tokens a rank, over_local": ("layer", "over_local", 1.04),
+    "layer, 4096 tokens a rank, over_local": ("layer", "over_local", 1.13),
+    "scratch of a rank, 4096 tokens a rank, over its share": ("scratch", "over_share", 1.3),
+    "training, forward and backward, over_local": ("training", "over_local", 1.25),
+    "training, relative error of gradients": ("training", "gradient_error", 3e-2),
+    "decode, whole model, step over one GPU's": ("decode", "over_one_gpu", 0.80),
+}
+
+
+def made_up_rows():
+    """A run whose every figure is exactly at its bar."""
+    rows = [
+        {"what": "layer", "tokens": tokens, "method": method, "equal": 1.0, "farther": 0.0, **column}
+        for tokens, column in ((1, {"beyond_us": 18.0}), (64, {"over_local": 1.04}), (4096, {"over_local": 1.13}))
+        for method in ("gather", "all_to_all, exact, eager")
+    ]
+    rows += [{"what": "layer", "tokens": tokens, "method": "local", "us": 100.0} for tokens in (1, 64, 4096)]
+    rows.append({"what": "scratch", "tokens": 4096, "over_share": 1.3})
+    rows.append({"what": "training", "tokens": 4096, "method": "local", "us": 100.0})
+    trained = {"over_local": 1.25, "gradient_error": 3e-2, "repeats": True}
+    rows.append({"what": "training", "tokens": 4096, "method": "gather", **trained})
+    rows.append({"what": "decode", "batch": 64, "over_one_gpu": 0.80})
+    return rows
+
+
+def missed(rows, ranks=2):
+    return [threshold.name for threshold in distributed.thresholds(rows, ranks) if not threshold.passed]
+
+
+def test_a_run_at_its_bars_passes():
+    rows = made_up_rows()
+    assert missed(rows) == [] and BARS.keys() <= {threshold.name for threshold in distributed.thresholds(rows, 2)}
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_a_run_beyond_a_bar_misses_it_alone(name):
+    what, column, limit = BARS[name]
+    rows = made_up_rows()
+    tokens = int(name.split()[1]) if what == "layer" else None
+    for row in rows:
+        if row["what"] == what and column in row and tokens in (None, row.get("tokens")):
+            row[column] = 1.01 * limit
+    assert missed(rows) == [name]
+
+
+def test_the_fastest_way_counts():
+    rows = made_up_rows()
+    for row in rows:
+        if row["what"] == "layer" and row["tokens"] == 1:
+            row["beyond_us"] = 40.0
+    assert missed(rows) == ["layer, 1 tokens a rank, beyond_us"]
+    more = {"what": "layer", "tokens": 1, "equal": 1.0, "farther": 0.0, "beyond_us": 17.0}
+    assert missed([*rows, {**more, "method": "gather, NCCL"}]) == []
+    # Tokens that are on all ranks already are no way for those that are not.
+    assert missed([*rows, {**more, "method": "replicated"}]) == ["layer, 1 tokens a rank, beyond_us"]
+
+
+def test_bars_of_times_are_those_of_the_number_of_ranks():
+    rows = [row for row in made_up_rows() if row["what"] in ("layer", "decode")]
+    for row in rows:
+        for column, value in (("beyond_us", 100.0), ("over_one_gpu", 2.0)):
+            if column in row:
+                row[column] = value
+        if "over_local" in row:
+            row["over_local"] = {64: 1.15, 4096: 1.25}[row["tokens"]]
+    assert len(missed(rows)) == 4 and missed(rows, 8) == missed(rows, 4) == []
+    for tokens in (64, 4096):
+        for row in rows:
+            if row.get("tokens") == tokens and "over_local" in row:
+                row["over_local"] += 0.01
+    assert missed(rows, 8) == ["layer, 64 tokens a rank, over_local", "layer, 4096 tokens a rank, over_local"]
+    assert missed(rows, 4) == []
+
+
+def test_ranks_that_hold_a_model_together_have_the_same_tokens():
+    rows = [{"what": "node", "batch": batch, "same": same} for batch, same in ((1, True), (8, False), (256, None))]
+    assert missed(rows, 8) == ["node, batch 8, the same tokens on all ranks"]
+
+
+@pytest.mark.parametrize(
+    "method, column, worst, rest",
+    [
+        ("gather", "equal", 0.9999, "values equal to one GPU's"),
+        ("all_to_all, exact, eager", "equal", 1.0, "values equal to one GPU's"),
+        ("gather", "farther", 0.0, "values farther than a step"),
+    ],
+)
+def test_results_must_be_those_of_one_gpu(method, column, worst, rest):
+    rows = made_up_rows()
+    (row,) = (row for row in rows if row.get("method") == method and row["tokens"] == 64)
+    row[column] = worst
+    assert missed(rows) == []
+    row[column] = worst + (1e-6 if column == "farther" else -1e-6)
+    assert missed(rows) == [f"layer, 64 tokens a rank, {method}, {rest}"]
+
+
+def test_gradients_must_repeat():
+    rows = made_up_rows()
+    rows[-2]["repeats"] = False
+    assert missed(rows) == ["training, gradients equal on repeat"]
+
+
+def test_what_was_not_measured_has_no_threshold():
+    for ranks in (2, 4, 8):
+        assert distributed.thresholds([], ranks) == []
+        rows = [{"what": "training", "tokens": 4096, "method": "local", "us": 1.0}]
+        assert distributed.thresholds(rows, ranks) == []
+
+
+@pytest.fixture
+def of_two(monkeypatch):
+    """This process is rank 1 of two; rank 0 has the same values."""
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda value, *_: value.mul_(2))
+
+
+def test_agreement_counts_equal_and_farther_values(of_two):
+    expected = torch.ones(2, 8, dtype=torch.bfloat16)
+    expected[:, 0] = 2.0**-20  # sums that cancel: their steps are those of the token
+    ours = expected.clone()
+    assert distributed.agreement(ours, expected) == {"equal": 1.0, "farther": 0.0}
+    ours[0, 0] += 2.0**-9
+    ours[0, 1] += 2.0**-7  # a step of 1.0
+    assert distributed.agreement(ours, expected) == {"equal": 14 / 16, "farther": 0.0}
+    ours[1, 1] += 2.0**-6
+    assert distributed.agreement(ours, expected) == {"equal": 13 / 16, "farther": 1 / 16}
+
+
+@pytest.mark.parametrize("tokens, room", [(4, 4 * 2), (300, 256 * 2), (4096, 4096 * 2 * 5 // 8)])
+def test_local_experts_have_room_for_a_quarter_more_than_their_share(of_two, monkeypatch, tokens, room):
+    monkeypatch.setattr(distributed, "MODEL", Model(128, 128, 8, 2))
+    part = distributed.GroupedExperts(num_experts=4, hidden_size=128, intermediate_size=128)
+    index = torch.arange(2 * tokens).view(tokens, 2) % 8
+    given = distributed.Inputs(torch.randn(tokens, 128).bfloat16(), index, torch.ones(tokens, 2))
+    calls, experts_partial = [], distributed.experts_partial
+
+    def recording(*arguments, **options):
+        calls.append(options)
+        return experts_partial(*arguments, **options)
+
+    monkeypatch.setattr(distributed, "experts_partial", recording)
+    sums = distributed.local_call(part, given)()
+    (options,) = calls
+    assert options["num_rows"] == room and (options["first_expert"], options["num_experts"]) == (4, 8)
+    assert (sums.abs().sum(1) > 0).equal((index >= 4).any(1))
+
+
+def test_inputs_of_ranks_are_parts_of_all():
+    every = distributed.Inputs(torch.arange(12.0).view(6, 2), torch.arange(6), torch.arange(6))
+    assert [every.of(rank, 2).top_k_index.tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert every.of(2, 2).hidden_states.tolist() == [[8, 9], [10, 11]]
+
+
+def run_on_cpus(path):
+    """The parts layer and training, tiny and without clocks, on a rank of two: its rows."""
+    distributed.MODEL, distributed.MANY = Model(256, 128, 8, 2), 16
+    distributed.captured = lambda call: call
+    distributed.microseconds = lambda call, repeats=0: (call(), 1.0)[1]
+    distributed.measure_scratch = lambda layer, given: {"what": "scratch", "tokens": len(layer(*given))}
+    rows = [*distributed.measure_layers((1, 24)), *distributed.measure_training(24, 3)]
+    (path / f"{dist.get_rank()}.json").write_text(json.dumps(rows))
+
+
+@pytest.fixture(scope="module")
+def rows_of_two(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows")
+    in_processes(run_on_cpus, path)
+    first, second = (json.loads((path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    return first
+
+
+def test_all_methods_give_what_one_layer_gives(rows_of_two):
+    layers = {(row["method"], row["tokens"]): row for row in rows_of_two if row["what"] == "layer"}
+    assert layers.keys() == {(name, n) for name in ("one_gpu", "local", *distributed.METHODS) for n in (1, 24)}
+    assert all(row.get("equal", 1.0) > 0.999 and row.get("farther", 0.0) == 0.0 for row in layers.values())
+    assert layers["all_to_all, exact, eager", 24]["equal"] == 1.0
+    assert [row["tokens"] for row in rows_of_two if row["what"] == "scratch"] == [16]
+    chosen = [row for row in rows_of_two if row["what"] == "auto"]
+    assert [(row["tokens"], row["method"]) for row in chosen] == [(1, "gather"), (24, "gather")]
+    assert all("eager" in row["fastest"] for row in chosen)
+
+
+def test_layers_are_trained_one_after_another(rows_of_two):
+    rows = [row for row in rows_of_two if row["what"] == "training"]
+    assert [row["method"] for row in rows] == ["local", "gather", "all_to_all"]
+    assert all(row["layers"] == 3 for row in rows)
+    assert all(row["gradient_error"] < 3e-2 and row["repeats"] for row in rows[1:])
+
+
+def test_rows_are_kept_as_they_are_measured(monkeypatch, tmp_path):
+    def measure(args):
+        yield {"what": "layer", "tokens": 64, "method": "gather", "over_local": 1.1}
+        raise RuntimeError("a kernel")
+
+    monkeypatch.setattr(distributed, "measure", measure)
+    monkeypatch.setattr(distributed.command, "start", lambda: "a GPU")
+    for name, value in (("init_process_group", None), ("get_rank", 0), ("get_world_size", 8)):
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match="a kernel"):
+        distributed.main(["--out", str(tmp_path)])
+    result = json.loads((tmp_path / "distributed.json").read_text())
+    assert [row["method"] for row in result["rows"]] == ["gather"] and result["ranks"] == 8
+    assert [threshold["name"] for threshold in result["thresholds"]] == ["layer, 64 tokens a rank, over_local"]
+
+
+def test_the_command_line_needs_no_gpu():
+    command = [sys.executable, "-m", "benchmarks.distributed", "--only", "layer", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "invalid choice: 'nothing'" in done.stderr
+    options = ("--ranks", "--only", "--tokens", "--layers", "--batch", "--model", "--out")
+    assert all(option in done.stderr for option in options)
+
+
+def test_a_process_without_a_gpu_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(SystemExit, match="needs a Hopper GPU"):
+        distributed.main([])
+
+
+def test_the_processes_are_started_with_the_same_arguments(monkeypatch):
+    runs = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setattr(distributed.subprocess, "run", lambda *a, **k: runs.append((a, k)) or distributed)
+    monkeypatch.setattr(distributed, "returncode", 3, raising=False)
+    assert distributed.main(["--ranks", "4", "--only", "layer"]) == 3
+    (((command,), options),) = runs
+    assert "--nproc-per-node=4" in command and command[-4:] == ["--ranks", "4", "--only", "layer"]
+    assert (options["env"]["NCCL_NVLS_ENABLE"], options["env"]["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) == ("1", "1")
+
+
+DSV3 = MODELS["dsv3"]
+ROUTING = 8 * 8
+FP8_ROW = 7168 + 4 * 56 + ROUTING
+
+
+def test_bytes_of_each_method():
+    assert all(roofline.sent_bytes(DSV3, "gather, NCCL", ranks) == FP8_ROW + 4 * 7168 for ranks in (2, 8, 64))
+    # Over all ranks as many bfloat16 rows as a token has experts; as many tokens go out as a rank has an expert of.
+    for ranks in (2, 8, 64):
+        needed = (roofline.sent_bytes(DSV3, "all_to_all, eager", ranks)) / (FP8_ROW + 4 * 7168)
+        found = torch.rand(20000, 256, generator=torch.Generator().manual_seed(ranks)).topk(8).indices
+        assert needed == pytest.approx(float((found < 256 // ranks).any(1).double().mean()), rel=0.05)
+        stored = roofline.sent_bytes(DSV3, "gather", ranks)
+        assert stored == pytest.approx(needed * (FP8_ROW - ROUTING + 4 * 7168) + ROUTING)
+        exact = roofline.sent_bytes(DSV3, "all_to_all, exact, eager", ranks)
+        assert ranks * (exact - needed * FP8_ROW) == pytest.approx(8 * 2 * 7168)
+
+
+def layers(**us):
+    """Rows of two GPUs with one token and 4096 a rank."""
+    return [
+        {"what": "layer", "method": method, "tokens": tokens, "us": float(value)}
+        for method, values in us.items()
+        for tokens, value in zip((1, 4096), values, strict=True)
+    ]
+
+
+MADE_UP = {
+    "one_gpu": (190, 7900),
+    "local": (100, 3600),
+    "gather": (110, 4300),
+    "gather, NCCL": (140, 4600),
+    "replicated": (110, 4500),
+    "all_to_all, eager": (2700, 5100),
+    "all_to_all, exact, eager": (3600, 6000),
+}
+
+
+def by_key(rows):
+    return {(row["ranks"], row["tokens"], row["method"]): row["us"] for row in rows}
+
+
+def test_predictions_for_two_gpus_are_what_they_are_made_from(monkeypatch):
+    monkeypatch.setattr(roofline, "RANKS", (2,))
+    found = by_key(roofline.predicted(layers(**MADE_UP), DSV3))
+    assert found == {
+        (2, tokens, method): pytest.approx(us, rel=1e-3)
+        for method in ("local", *roofline.METHODS)
+        for tokens, us in zip((1, 4096), MADE_UP[method], strict=True)
+    }
+
+
+def test_predictions_add_up_experts_latency_and_bytes():
+    found = by_key(roofline.predicted(layers(**MADE_UP), DSV3))
+    local = {key[:2]: us for key, us in found.items() if key[2] == "local"}
+    assert local[8, 4096] == pytest.approx(3600, rel=0.2) and local[64, 1] < local[8, 1] < 100
+    a_token = (700 - 10) / 4095  # us, of its bytes to one rank: what 4096 tokens take longer than one
+    fewer = roofline.sent_bytes(DSV3, "gather", 8) / roofline.sent_bytes(DSV3, "gather", 2)
+    assert 0.6 < fewer < 0.7
+    for tokens in (1, 4096):
+        beyond = 10 - a_token + 7 * tokens * a_token * fewer
+        assert found[8, tokens, "gather"] - local[8, tokens] == pytest.approx(beyond)
+    over_network = 56 * 4096 * (FP8_ROW + 4 * 7168) / 45e3
+    assert found[64, 4096, "gather"] - local[64, 4096] == pytest.approx(40 + 2 * 20 + over_network, rel=1e-3)
+    assert found[8, 1, "all_to_all, eager"] == 2700 and found[8, 1, "all_to_all, exact, eager"] == 3600
+    # Where a rank has few of a token's experts, bfloat16 rows for each are fewer bytes than float32 sums for each rank.
+    assert found[64, 4096, "all_to_all, exact, eager"] < found[64, 4096, "all_to_all, eager"]
+    assert found[64, 4096, "all_to_all, eager"] < found[64, 4096, "gather"]
+
+
+@pytest.mark.parametrize("missing", ["local", "gather", "gather, NCCL", "all_to_all, eager"])
+def test_no_prediction_without_its_measurements(missing):
+    rows = layers(**MADE_UP)
+    assert roofline.predicted([row for row in rows if row["method"] != missing], DSV3) == []
+    few = [row for row in rows if (row["method"], row["tokens"]) != (missing, 4096)]
+    assert roofline.predicted(few, DSV3) == []
+
+
+def a_result():
+    rows = layers(**MADE_UP)
+    for row in rows:
+        if row["method"] not in ("one_gpu", "local"):
+            row["equal"] = 1.0 if "exact" in row["method"] else 0.99993
+    rows.append({"what": "scratch", "tokens": 4096, "over_share": 1.176})
+    rows.append({"what": "training", "tokens": 4096, "method": "local", "us": 1.0})
+    rows.append({"what": "training", "tokens": 4096, "method": "gather", "over_local": 1.2})
+    rows.append(
+        {"what": "decode", "model": "a-model", "batch": 64, "ms": 8.0, "one_gpu_ms": 10.7, "over_one_gpu": 0.75}
+    )
+    return {"rows": rows}
+
+
+def test_tables_of_a_result():
+    text = tables.distributed({"distributed": a_result()})
+    lines = text.splitlines()
+    assert lines[0].startswith("| 2 GPUs, tokens a rank | all on one GPU | experts alone | gather | over NCCL |")
+    assert "| 1 | 190 | 100 | 110 (1.10) | 140 (1.40) | 110 (1.10) | 2700 (27.00) | 3600 (36.00) |" in lines
+    assert any(line.endswith("| 99.9930% |") for line in lines) and any(
+        line.endswith("| 100.0000% |") for line in lines
+    )
+    assert any(line.endswith("| 1.18 |") for line in lines) and any(line.endswith("| 1.20 |") for line in lines)
+    assert "| a step of a-model, batch 64 in all: two GPUs, one GPU | 8.0 ms, 10.7 ms (0.75) |" in lines
+    assert [line for line in lines if "predicted" in line] == [
+        "| 8 GPUs, predicted | experts alone | gather | all_to_all | exact |",
+        "| 64 GPUs, predicted | experts alone | gather, NCCL | all_to_all | exact |",
+    ]
+
+
+def test_without_the_result_of_two_gpus_their_figures_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "TWO_GPUS", tmp_path / "h200_x2.json")
+    assert tables.distributed(tables.stored()) is None
+    tables.TWO_GPUS.write_text(json.dumps(a_result()))
+    assert tables.distributed(tables.stored()) == tables.distributed({"distributed": a_result()})

@@ -1,0 +1,282 @@
+"""Experts over rows that are in their order already: forward, backward, rows of no expert, quantized rows."""
+
+import pytest
+import torch
+
+from fp8moe.kernels.experts import experts, experts_rows, experts_training
+from fp8moe.kernels.experts import trained_rows as kernels
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import dequantize, quantize_1x128
+from tests.errors import relative_error
+from tests.experts_cases import VARIANTS, make, make_trained, quantized_weights, weights_of
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = {"plain": (144, 96), "odd": (131, 77)}
+OFFSETS = (3, 20, 20, 33, 37)  # of 40 rows: an empty group, rows in front and behind
+INSIDE = slice(3, 37)
+
+
+def offsets(values=OFFSETS):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def as_tokens(values=OFFSETS, rows=40):
+    """The expert of each row, -1 for none, as a routing with one expert for each token."""
+    index = torch.full((rows, 1), -1)
+    for expert, (start, end) in enumerate(zip(values, values[1:], strict=False)):
+        index[start:end] = expert
+    return index
+
+
+def random_rows(dtype=torch.bfloat16, hidden=144, rows=40):
+    return torch.randn(rows, hidden).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_a_layer_with_one_expert_a_token(variant, sizes, dtype):
+    hidden, size = SIZES[sizes]
+    layer = make(4, hidden, size, **VARIANTS[variant])
+    up, down = weights_of(layer)
+    rows, index = random_rows(dtype, hidden), as_tokens()
+    row_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    got = experts_rows(rows, offsets(), up, down, activation=layer.activation, row_dtype=row_dtype)
+    assert got.shape == rows.shape and got.dtype == row_dtype and got.is_contiguous()
+    expected = experts(rows, index, torch.ones(40, 1), *up, *down, activation=layer.activation)
+    assert torch.equal(got.to(dtype), expected)
+    assert not got[:3].any() and not got[37:].any() and got[INSIDE].any(1).all()
+
+
+@pytest.mark.parametrize("hidden", [144, 131])
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+@pytest.mark.parametrize("training", [False, True])
+def test_rows_that_are_quantized_already(variant, hidden, training):
+    layer = make(4, hidden, 96, **VARIANTS[variant])
+    rows = random_rows(hidden=hidden)
+    quantized = quantize_1x128(rows)
+    form = {"activation": layer.activation, "training": training}
+    expected = experts_rows(rows, offsets(), *weights_of(layer), **form)
+    for scale in (quantized.scale, quantized.scale.contiguous()):
+        got = experts_rows((quantized.data, scale), offsets(), *weights_of(layer), **form)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_rows_of_no_expert_do_not_matter(training):
+    layer = make()
+    rows = random_rows()
+    form = {"activation": layer.activation, "training": training}
+    expected = experts_rows(rows, offsets(), *weights_of(layer), **form)
+    rows[:3], rows[37:] = float("nan"), float("inf")
+    assert torch.equal(experts_rows(rows, offsets(), *weights_of(layer), **form), expected)
+
+
+def test_bad_value_touches_its_row_only():
+    layer = make()
+    rows = random_rows()
+    clean = experts_rows(rows, offsets(), *weights_of(layer), activation=layer.activation)
+    rows[25, 7] = float("nan")
+    out = experts_rows(rows, offsets(), *weights_of(layer), activation=layer.activation)
+    assert out[25].isnan().all()
+    out[25] = clean[25]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("count", [0, 5])
+def test_nothing_to_do(count, training):
+    layer = make()
+    out = experts_rows(
+        *(random_rows(rows=count), offsets([0] * 5), *weights_of(layer)),
+        **{"activation": layer.activation, "training": training},
+    )
+    assert out.shape == (count, 144) and not out.any()
+
+
+# Gradients.
+
+
+def rows_gradients(layer, rows, grad, values=OFFSETS, *, row_dtype):
+    up, down = quantized_weights(layer)
+    rows = rows.detach().requires_grad_() if isinstance(rows, torch.Tensor) else rows
+    masters = getattr(layer, layer.up_name), layer.down_proj
+    out = experts_rows(
+        *(rows, offsets(values), up, down),
+        **{"activation": layer.activation, "row_dtype": row_dtype},
+        **{"up_master": masters[0], "down_master": masters[1]},
+    )
+    leaves = {"up": masters[0], "down": masters[1]}
+    if isinstance(rows, torch.Tensor):
+        leaves["x"] = rows
+    return out.detach(), dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_those_of_a_layer_with_one_expert_a_token(variant, sizes, dtype):
+    hidden, size = SIZES[sizes]
+    layer = make_trained(4, hidden, size, **VARIANTS[variant])
+    rows, grad = random_rows(dtype, hidden), random_rows(dtype, hidden)
+    row_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    out, got = rows_gradients(layer, rows, grad.to(row_dtype), row_dtype=row_dtype)
+    x, masters = rows.requires_grad_(), (getattr(layer, layer.up_name), layer.down_proj)
+    whole = experts_training(
+        *(x, as_tokens(), torch.ones(40, 1), *quantized_weights(layer)),
+        **{"activation": layer.activation, "up_master": masters[0], "down_master": masters[1]},
+    )
+    assert torch.equal(out.to(dtype), whole.detach())
+    for name, value in zip(("x", "up", "down"), torch.autograd.grad(whole, (x, *masters), grad), strict=True):
+        assert torch.equal(got[name], value), name
+    assert not got["x"][:3].any() and not got["x"][37:].any()
+
+
+def test_rows_of_no_expert_give_no_gradient():
+    layer = make_trained()
+    rows, grad = random_rows(), random_rows()
+    _, expected = rows_gradients(layer, rows, grad, row_dtype=torch.bfloat16)
+    for value in (rows, grad):
+        value[:3], value[37:] = float("nan"), float("inf")
+    _, got = rows_gradients(layer, rows, grad, row_dtype=torch.bfloat16)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("hidden", [144, 131])
+def test_gradients_of_masters_with_quantized_rows(hidden, monkeypatch):
+    """The rows go into GEMM 1 as they are, their values into the gradient of the first projection."""
+    layer = make_trained(hidden_size=hidden)
+    quantized, grad = quantize_1x128(random_rows(hidden=hidden)), random_rows(hidden=hidden)
+    values = dequantize(quantized)
+    again = []
+    quantize = kernels.quantize_1x128
+    monkeypatch.setattr(kernels, "quantize_1x128", lambda x: again.append(x) or quantize(x))
+    out, got = rows_gradients(layer, quantized, grad, row_dtype=torch.bfloat16)
+    assert not again and got.keys() == {"up", "down"}
+    reference, expected = rows_gradients(layer, values, grad, row_dtype=torch.bfloat16)
+    assert relative_error(out, reference) <= 2e-2  # its rows are quantized a second time
+    for name, value in got.items():
+        assert relative_error(value, expected[name]) <= 2e-2
+
+
+def test_frozen_weights_pass_gradients():
+    layer = make()
+    rows = random_rows().requires_grad_()
+    out = experts_rows(rows, offsets(), *weights_of(layer), activation=layer.activation)
+    grad = random_rows()
+    (got,) = torch.autograd.grad(out, rows, grad)
+    index = as_tokens()
+    whole = experts_training(rows, index, torch.ones(40, 1), *weights_of(layer), activation=layer.activation)
+    assert torch.equal(got, torch.autograd.grad(whole, rows, grad)[0])
+
+
+def test_training_has_the_bits_of_a_recorded_forward():
+    """For activation checkpointing, whose first forward records nothing."""
+    layer = make_trained()
+    rows, form = random_rows(), {"activation": layer.activation}
+    weights = quantized_weights(layer)
+    recorded = experts_rows(rows.clone().requires_grad_(), offsets(), *weights, **form).detach()
+    with torch.no_grad():
+        assert torch.equal(experts_rows(rows, offsets(), *weights, **form, training=True), recorded)
+        assert not torch.equal(experts_rows(rows, offsets(), *weights, **form), recorded)
+
+
+def test_equal_inputs_give_equal_bits():
+    layer = make_trained()
+    arguments = (layer, random_rows(), random_rows())
+    out, grads = rows_gradients(*arguments, row_dtype=torch.bfloat16)
+    for _ in range(3):
+        again, same = rows_gradients(*arguments, row_dtype=torch.bfloat16)
+        assert torch.equal(again, out) and all(torch.equal(same[name], grads[name]) for name in grads)
+
+
+def test_master_changed_before_the_backward():
+    layer = make_trained()
+    up, down = quantized_weights(layer)
+    master = layer.down_proj
+    out = experts_rows(random_rows(), offsets(), up, down, activation=layer.activation, down_master=master)
+    with torch.no_grad():
+        master.mul_(2)
+    with pytest.raises(RuntimeError, match=r"down_proj, shape \(4, 144, 96\), has been changed in place between"):
+        out.sum().backward()
+
+
+def test_double_backward_is_refused():
+    layer = make()
+    rows = random_rows().requires_grad_()
+    out = experts_rows(rows, offsets(), *weights_of(layer), activation=layer.activation)
+    (grad,) = torch.autograd.grad(out.float().square().sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="there is no double backward"):
+        grad.sum().backward()
+
+
+# Operators and errors.
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+def test_opcheck(variant, quantized):
+    layer = make_trained(hidden_size=131, **VARIANTS[variant])
+    rows = random_rows(hidden=131)
+    pair = quantize_1x128(rows) if quantized else (rows.requires_grad_(), None)
+    up, down = quantized_weights(layer)
+    form = (layer.activation.name, True, None, None)
+    masters = (layer.gate_up_proj, layer.down_proj)
+    # Schema checks compare inputs with kernels that PyTorch lacks for float8.
+    utils = ("test_autograd_registration", "test_faketensor")
+    ops, arguments = torch.ops.fp8moe, (*pair, offsets(), *up, *down)
+    torch.library.opcheck(
+        ops.experts_rows_training.default, (*arguments, *masters, *form, torch.bfloat16, (18, 8)), test_utils=utils
+    )
+    torch.library.opcheck(
+        ops.experts_rows.default,
+        tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*arguments, *form, torch.float32, None)),
+        test_utils=utils,
+    )
+
+
+def test_compile_fullgraph(fresh_compiler):
+    layer = make()
+    weights = weights_of(layer)
+
+    def run(rows, groups):
+        return experts_rows(rows, groups, *weights, activation=layer.activation)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for count in (17, 40):
+        rows, groups = random_rows(rows=count), offsets([0, 3, 9, 9, 15])
+        assert torch.equal(compiled(rows, groups), run(rows, groups))
+        grads = []
+        for call in (compiled, run):
+            leaf = rows.clone().requires_grad_()
+            grads.append(torch.autograd.grad(call(leaf, groups).float().square().sum(), leaf)[0])
+        assert torch.equal(*grads)
+
+
+def test_errors():
+    layer = make()
+    up, down = weights_of(layer)
+    rows, quantized = random_rows(), quantize_1x128(random_rows())
+
+    def check(exception, message, **changed):
+        arguments = {"rows": rows, "group_offsets": offsets(), "up_proj": up, "down_proj": down} | changed
+        for training in (False, True):
+            with pytest.raises(exception, match=message):
+                experts_rows(**arguments, activation=layer.activation, training=training)
+
+    check(TypeError, "^rows: expected bfloat16, float16 or float32, got torch.float64", rows=rows.double())
+    check(TypeError, r"^rows: expected an FP8Tensor or a \(data, scale\) pair", rows=None)
+    check(TypeError, "^rows.data: expected float8_e4m3fn", rows=(rows, quantized.scale))
+    check(ValueError, r"^rows.scale: expected shape \(40, 2\)", rows=(quantized.data, quantized.scale[:, :1]))
+    check(ValueError, r"^rows: expected shape \(R, 144\) to match gate_up_proj", rows=rows[:, :128])
+    check(TypeError, "^group_offsets: expected a torch.Tensor, got list", group_offsets=[0, 1])
+    check(TypeError, "^group_offsets: expected int32, got torch.int64", group_offsets=offsets().long())
+    check(ValueError, r"^group_offsets: expected shape \(5,\), for 4 experts, got \(4,\)", group_offsets=offsets()[1:])
+    check(ValueError, "^group_offsets: expected on cpu like the rows, got meta", group_offsets=offsets().to("meta"))
+    check(ValueError, r"^down_proj: expected shape \(4, 144, 96\)", down_proj=FP8Tensor(down.data[:3], down.scale[:3]))
+    check(TypeError, "^row_dtype: expected bfloat16 or float32, got torch.float16", row_dtype=torch.float16)
+    master = torch.zeros(4, 3, requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"^up_master: expected shape \(4, 192, 144\) like the FP8 weight, got \(4, 3\)"
+    ):
+        experts_rows(rows, offsets(), up, down, activation=layer.activation, up_master=master)
