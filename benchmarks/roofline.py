@@ -48,7 +48,7 @@ def sent_bytes(model: baselines.Model, method: str, ranks: int) -> float:
     share = model.experts // ranks
     needed = 1 - math.comb(model.experts - share, model.top_k) / math.comb(model.experts, model.top_k)
     back = 2 * model.hidden * model.top_k / ranks if "exact" in method else 4 * model.hidden * needed
-    return needed * (token + (0 if method == "gather" else routing)) + (routing if method == "gather" else 0) + back
+    return needed * token + routing * (1 if method == "gather" else needed) + back
 
 
 def predicted(rows: Iterable[dict], model: baselines.Model) -> list[dict]:
