@@ -42,9 +42,14 @@ struct Loader {
   Shared& s;
   const TensorMap &a, &a_scale, &b;
 
+  // Pieces of 64 tokens of a partial tile.
+  static __device__ __forceinline__ int pieces(const Tile& tile) {
+    return min(ceil_div(tile.end - tile.m, 64), BLOCK_M / 64);
+  }
+
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
     Barrier& full = s.ring.full[stage];
-    full.expect(STAGE_BYTES);
+    full.expect(PARTIAL ? STAGE_BYTES - A_BYTES + pieces(tile) * A_PIECE_BYTES : STAGE_BYTES);
     const u32 target = shared_address(s.b[stage]);
     const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n);
     tma_load(target, b, full.address(), k_block * BLOCK_K, row);
@@ -53,7 +58,16 @@ struct Loader {
 
   __device__ __forceinline__ void load_tokens(const Tile& tile, int k_block, u32 stage) const {
     const u32 full = s.ring.full[stage].address();
-    tma_load(shared_address(s.a[stage]), a, full, k_block * BLOCK_K, tile.m);
+    const u32 target = shared_address(s.a[stage]);
+    if constexpr (PARTIAL) {
+      const int count = pieces(tile);
+#pragma unroll
+      for (int i = 0; i < BLOCK_M / 64; ++i) {
+        if (i < count) tma_load(target + i * A_PIECE_BYTES, a, full, k_block * BLOCK_K, tile.m + i * 64);
+      }
+    } else {
+      tma_load(target, a, full, k_block * BLOCK_K, tile.m);
+    }
 #pragma unroll
     for (int i = 0; i < A_SCALE_LOADS; ++i) {
       tma_load(shared_address(s.a_scale[stage] + i * 128), a_scale, full, (GROUPS ? tile.m & ~3 : tile.m) + i * 128,
@@ -112,8 +126,9 @@ struct MathWarp {
   __device__ __forceinline__ MathWarp(Shared& s, const float* b_scale, int warpgroup)
       : s(s), pipeline(s.ring), weights(b_scale), warpgroup(warpgroup) {}
 
-  // Multiplies the next stage, hands it back, and adds the products to the sums. Lane `source` holds the weight scales.
-  template <bool First>
+  // Multiplies the next stage, hands it back, and adds the products to the sums of the first `Used` slabs. Lane
+  // `source` holds the weight scales.
+  template <bool First, int Used>
   __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source) {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
     const TileScales weight_scales(weights, source, tile);
@@ -129,8 +144,8 @@ struct MathWarp {
     }
     float partial[ACCUMULATORS];
 #pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) {
-      const int row = slab_row(warpgroup, slab), column = slab_column(slab);
+    for (int slab = 0; slab < Used; ++slab) {
+      const int row = slab_row(warpgroup, slab), column = slab_column(warpgroup, slab);
       start_product(partial, wgmma_descriptor((SWAP ? b : a) + row * BLOCK_K),
                     wgmma_descriptor((SWAP ? a : b) + column * BLOCK_K));
       if constexpr (!SWAP) {
@@ -138,7 +153,7 @@ struct MathWarp {
         tokens[1] = a_scale[row + warp * 16 + lane / 4 + 8];
       }
       wgmma_wait();
-      if (slab == SLABS - 1) pipeline.release();  // before the last promotion
+      if (slab == Used - 1) pipeline.release();  // before the last promotion
       if constexpr (SWAP) {
         promote_swapped<First>(sum[slab], partial, tokens, weight_scales.at(row));
       } else {
@@ -149,10 +164,19 @@ struct MathWarp {
   }
 
   // Multiplies `count` stages, of which the first begins the sums if `first`.
+  template <int Used>
   __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, bool first, int count) {
-    if (first) multiply<true>(sum, tile, 0);
+    if (first) multiply<true, Used>(sum, tile, 0);
 #pragma unroll 1
-    for (int i = first; i < count; ++i) multiply<false>(sum, tile, i);
+    for (int i = first; i < count; ++i) multiply<false, Used>(sum, tile, i);
+  }
+
+  // How many of this warpgroup's slabs have rows of the group.
+  __device__ __forceinline__ int slabs_in_use(const Tile& tile) const {
+    if constexpr (!PARTIAL) return SLABS;
+    const int rows = tile.end - tile.m - slab_row(warpgroup, 0);
+    if constexpr (!EVEN) return rows > 0 ? SLABS : 0;
+    return max(0, min(ceil_div(rows, slab_row(0, 1)), SLABS));
   }
 
   // Hands `count` stages back unused.
@@ -172,8 +196,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   if (schedule.peek(tile)) math.weights.fetch(same_in_warp(tile), 0, k.count);
   while (schedule.next(tile)) {
     tile = same_in_warp(tile);
-    // This warpgroup's rows may all lie past the group's end.
-    const bool idle = GROUPS > 0 && !SWAP && tile.m + slab_row(math.warpgroup, 0) >= tile.end;
+    const int used = math.slabs_in_use(tile);
     float sum[SLABS][ACCUMULATORS];
 #pragma unroll 1
     for (int base = 0; base < k.count; base += WARP) {
@@ -185,10 +208,12 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
         math.weights.fetch(same_in_warp(following), 0, k.count);
       }
       const int count = min(WARP, k.count - base);
-      if (idle) {
+      if (used == 0) {
         math.skip(count);
+      } else if (!EVEN || used == SLABS) {
+        math.multiply<SLABS>(sum, tile, base == 0, count);
       } else {
-        math.multiply(sum, tile, base == 0, count);
+        math.multiply<1>(sum, tile, base == 0, count);
       }
     }
     if constexpr (REDUCES) {
@@ -197,7 +222,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
       epilogue.from_sums(sums);
       if constexpr (SPLIT_K > 1) break;  // its only tile
       sync_math_warps();                 // the sums may be overwritten
-    } else if (!idle) {
+    } else if (used > 0) {
       epilogue.from_registers(sum, tile, math.warpgroup);
     }
   }

@@ -129,7 +129,16 @@ struct Schedule : TileWalk<Schedule<Groups>> {
     }
     const int before = table.tile_rows_before[group], rows = table.tile_rows_before[group + 1] - before;
     const RasterPosition position(index - before * TILE_COLUMNS, rows, args.raster);
-    return {table.first[group] + position.row * BLOCK_M, position.column * BLOCK_N, table.end[group], group};
+    int m = table.first[group] + position.row * BLOCK_M, end = table.end[group];
+    if constexpr (EVEN && BLOCK_M == 256) {
+      // A last tile of 64 rows would keep one warpgroup busy: it gets 128, the one before it 192.
+      const int last = table.first[group] + (rows - 1) * BLOCK_M;
+      if (rows > 1 && end - last <= 64) {
+        if (position.row == rows - 1) m = last - 64;
+        if (position.row == rows - 2) end = last - 64;
+      }
+    }
+    return {m, position.column * BLOCK_N, end, group};
   }
 };
 

@@ -76,7 +76,9 @@ class Plan:
 
         b_rows = cfg.block_n // 2 if epilogue.gated else cfg.block_n  # of gate, and as many of up
         blocks = a_scale.shape[1]
-        self._a = tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(cfg.block_m, 128), swizzle=128)
+        # Groups may end within a tile: without swap their tokens are loaded 64 rows at a time.
+        a_rows = 64 if groups and not cfg.swap else cfg.block_m
+        self._a = tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(a_rows, 128), swizzle=128)
         self._a_scale = tensor_map(
             a_scale, shape=(blocks, m), strides=(a_scale.stride(1), 1), box=(1, cfg.scale_box), l2_promotion=0
         )
