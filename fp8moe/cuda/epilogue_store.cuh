@@ -55,7 +55,7 @@ struct Store {
     }
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      const int row = tile.m + slab_row(warpgroup, slab), n = tile.n + slab_column(warpgroup, slab);
+      const int row = tile.m + slab_row(warpgroup, slab), n = tile.n + slab_column(slab);
       if (row >= tile.end) break;
       out.addend.add(sum[slab], row + warp * 16, n, tile.end);
       const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);

@@ -127,9 +127,10 @@ struct MathWarp {
       : s(s), pipeline(s.ring), weights(b_scale), warpgroup(warpgroup) {}
 
   // Multiplies the next stage, hands it back, and adds the products to the sums of the first `Used` slabs. Lane
-  // `source` holds the weight scales.
-  template <bool First, int Used>
-  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source) {
+  // `source` holds the weight scales. Calls meanwhile() under the first product.
+  template <bool First, int Used, typename Meanwhile>
+  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
+                                           const Meanwhile& meanwhile) {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
     const TileScales weight_scales(weights, source, tile);
     pipeline.arrived();
@@ -145,13 +146,14 @@ struct MathWarp {
     float partial[ACCUMULATORS];
 #pragma unroll
     for (int slab = 0; slab < Used; ++slab) {
-      const int row = slab_row(warpgroup, slab), column = slab_column(warpgroup, slab);
+      const int row = slab_row(warpgroup, slab), column = slab_column(slab);
       start_product(partial, wgmma_descriptor((SWAP ? b : a) + row * BLOCK_K),
                     wgmma_descriptor((SWAP ? a : b) + column * BLOCK_K));
       if constexpr (!SWAP) {
         tokens[0] = a_scale[row + warp * 16 + lane / 4];
         tokens[1] = a_scale[row + warp * 16 + lane / 4 + 8];
       }
+      if (slab == 0) meanwhile();
       wgmma_wait();
       if (slab == Used - 1) pipeline.release();  // before the last promotion
       if constexpr (SWAP) {
@@ -163,12 +165,16 @@ struct MathWarp {
     pipeline.advance();
   }
 
-  // Multiplies `count` stages, of which the first begins the sums if `first`.
-  template <int Used>
-  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, bool first, int count) {
-    if (first) multiply<true, Used>(sum, tile, 0);
-#pragma unroll 1
-    for (int i = first; i < count; ++i) multiply<false, Used>(sum, tile, i);
+  // Multiplies `count` stages, of which the first begins the sums if `first`. Calls meanwhile() once, under a product.
+  template <int Used, typename Meanwhile>
+  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, bool first, int count,
+                                           const Meanwhile& meanwhile) {
+    if (first) {
+      multiply<true, Used>(sum, tile, 0, meanwhile);
+    } else {
+      multiply<false, Used>(sum, tile, 0, meanwhile);
+    }
+    multiply_stages<UNROLLED_STAGES>(count - 1, [&](int i) { multiply<false, Used>(sum, tile, i + 1, [] {}); });
   }
 
   // How many of this warpgroup's slabs have rows of the group.
@@ -193,27 +199,34 @@ struct MathWarp {
 __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedule, Epilogue& epilogue, KRange k,
                                         Split split) {
   Tile tile;
-  if (schedule.peek(tile)) math.weights.fetch(same_in_warp(tile), 0, k.count);
-  while (schedule.next(tile)) {
-    tile = same_in_warp(tile);
+  bool more = schedule.next(tile);
+  tile = same_in_warp(tile);
+  if (more) math.weights.fetch(tile, 0, k.count);
+  while (more) {
     const int used = math.slabs_in_use(tile);
+    Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
 #pragma unroll 1
     for (int base = 0; base < k.count; base += WARP) {
       math.weights.turn();
-      Tile following;
-      if (base + WARP < k.count) {
-        math.weights.fetch(tile, base + WARP, k.count);
-      } else if (schedule.peek(following)) {
-        math.weights.fetch(same_in_warp(following), 0, k.count);
-      }
+      // Asks for the weight scales that come next, and finds the next tile.
+      const auto look_ahead = [&] {
+        if (base + WARP < k.count) {
+          math.weights.fetch(tile, base + WARP, k.count);
+        } else {
+          more = schedule.next(following);
+          following = same_in_warp(following);
+          if (more) math.weights.fetch(following, 0, k.count);
+        }
+      };
       const int count = min(WARP, k.count - base);
       if (used == 0) {
+        look_ahead();
         math.skip(count);
       } else if (!EVEN || used == SLABS) {
-        math.multiply<SLABS>(sum, tile, base == 0, count);
+        math.multiply<SLABS>(sum, tile, base == 0, count, look_ahead);
       } else {
-        math.multiply<1>(sum, tile, base == 0, count);
+        math.multiply<1>(sum, tile, base == 0, count, look_ahead);
       }
     }
     if constexpr (REDUCES) {
@@ -225,6 +238,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
     } else if (used > 0) {
       epilogue.from_registers(sum, tile, math.warpgroup);
     }
+    tile = following;
   }
   epilogue.finish();
 }

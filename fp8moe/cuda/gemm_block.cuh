@@ -34,6 +34,21 @@ __device__ __forceinline__ void start_product(float (&partial)[Accumulators], u6
   wgmma_commit();
 }
 
+// Calls multiply(i) for `count` stages, `Unrolled` of them in one turn of the loop: a branch back costs some 70 cycles, in
+// which the tensor cores run dry, one ahead that is not taken nothing (docs/kernel-notes.md).
+template <int Unrolled, typename Multiply>
+__device__ __forceinline__ void multiply_stages(int count, const Multiply& multiply) {
+  int i = 0;
+#pragma unroll 1
+  while (i < count) {
+#pragma unroll
+    for (int j = 0; j < Unrolled; ++j) {
+      multiply(i);
+      if (++i == count) break;
+    }
+  }
+}
+
 // Writes the sums of this warp's 16 rows from the registers with write(target, left, right), two columns at a time:
 // four lanes fill a 32-byte sector. `row` is the warp's first; rows from `end` on and columns from N on are left out.
 template <int Accumulators, typename Write>

@@ -18,6 +18,8 @@ constexpr int SLABS = BLOCK_M / (64 * WARPGROUPS);  // of 64 rows, of one warpgr
 constexpr int ACCUMULATORS = BLOCK_N / 2;           // registers of one slab
 constexpr int EARLY = BLOCK_N / 16;                 // columns of 8 whose scales are multiplied under the wgmma
 
+constexpr int UNROLLED_STAGES = 4;
+
 struct Arguments {
   const int* offsets;
   Out* out;  // (groups, m, N)
@@ -212,8 +214,7 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, int warpgr
     float sum[SLABS][ACCUMULATORS];
 #pragma unroll
     for (int i = 0; i < SLABS * ACCUMULATORS; ++i) sum[i / ACCUMULATORS][i % ACCUMULATORS] = initial;
-#pragma unroll 1
-    for (int i = 0; i < tile.count; ++i) multiply(sum, s, pipeline, warpgroup);
+    multiply_stages<UNROLLED_STAGES>(tile.count, [&](int) { multiply(sum, s, pipeline, warpgroup); });
     store_tile(sum, schedule.args.out, tile, schedule.args.m, warpgroup);
   }
 }

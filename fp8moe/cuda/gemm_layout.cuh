@@ -19,6 +19,9 @@ constexpr int ACCUMULATORS = COLUMNS / 2;                     // registers of on
 constexpr bool PARTIAL = GROUPS > 0 && !SWAP;
 constexpr int A_PIECE_BYTES = 64 * BLOCK_K;
 
+// Stages of one turn of the math warps' loop. Small tiles wait for memory, and their code too comes from there.
+constexpr int UNROLLED_STAGES = SWAP || SPLIT_K > 1 || BLOCKS_PER_SM > 1 ? 1 : 4;
+
 // Rows of weight scales. GATED: those of the gate projection, then those of the up projection, each with its own ceil.
 constexpr int INTERMEDIATE = N / 2;
 constexpr int PROJECTION_SCALE_ROWS = ceil_div(INTERMEDIATE, 128);
@@ -77,15 +80,13 @@ static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 
 // Where a tile may be partial, both warpgroups have as many slabs with rows of the group, or one has one more.
-constexpr bool EVEN = PARTIAL && !GATED && SLABS == 2;
+constexpr bool EVEN = PARTIAL && !GATED && SLABS == 2 && COLUMN_SLABS == 1;
 
 // First row and column, within the tile, of a warpgroup's slab. Weights are taken in turns, so that slabs that both
 // warpgroups multiply at one time share a weight scale; tokens are only where it spreads them evenly: otherwise it is
 // faster not to.
 __device__ __forceinline__ constexpr int slab_row(int warpgroup, int slab) {
-  if (COLUMN_SLABS > 1) return (EVEN ? slab : warpgroup) * 64;
+  if (COLUMN_SLABS > 1) return warpgroup * 64;
   return (SWAP || EVEN ? slab * WARPGROUPS + warpgroup : warpgroup * SLABS + slab) * 64;
 }
-__device__ __forceinline__ constexpr int slab_column(int warpgroup, int slab) {
-  return COLUMN_SLABS == 1 ? 0 : (EVEN ? warpgroup : slab) * COLUMNS;
-}
+__device__ __forceinline__ constexpr int slab_column(int slab) { return COLUMN_SLABS == 1 ? 0 : slab * COLUMNS; }

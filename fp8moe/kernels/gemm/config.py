@@ -52,6 +52,11 @@ class GemmConfig:
         return 128 if self.block_n == 256 else self.block_n
 
     @property
+    def scale_pieces(self) -> int:
+        """Pieces of one wgmma's columns that may each have a weight scale of its own (``GRANULE`` of the kernel)."""
+        return 1 if self.swap else self.columns // min(128, self.block_n & -self.block_n)
+
+    @property
     def accumulators(self) -> int:
         """Float32 registers that one slab of 64 rows takes in a math thread."""
         return self.columns // 2

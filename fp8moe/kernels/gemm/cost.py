@@ -15,7 +15,7 @@ from fp8moe.kernels.gemm.config import GemmConfig
 _CYCLES = 1755
 
 # Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 of them, so that some are left over.
-_RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 30, 5: 22, 6: 20, 7: 15, 8: 15}
+_RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 30, 5: 22, 6: 16, 7: 15, 8: 15}
 
 
 def resident_clusters(config: GemmConfig, num_sms: int) -> int:
@@ -35,6 +35,7 @@ _DENSE_SHALLOW = 1.03  # products take longer behind a ring of less than four st
 _DENSE_STEP_LATENCY = 320  # cycles from a full stage to an empty one, beside the product itself
 _DENSE_STEP_WAIT = 0.295  # part of the product that a single warpgroup cannot hide
 _DENSE_MMA = 1.172 / 32  # cycles of one output element and 128 products
+_DENSE_PIECE = 0.0  # the same, for each piece of a product's columns that has a weight scale of its own
 _DENSE_LOAD = 66.5  # bytes a cycle into one SM
 _DENSE_L2 = 12.8e6  # bytes a microsecond out of L2
 _DENSE_DRAM = 2.88e6  # bytes a microsecond out of memory
@@ -49,7 +50,7 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     per_sm = max(1, min(tiles, slots) * config.split_k / num_sms)
     area = config.block_m * config.block_n
 
-    mma = area * _DENSE_MMA
+    mma = area * (_DENSE_MMA + _DENSE_PIECE * config.scale_pieces)
     alone = _DENSE_STEP_LATENCY + (_DENSE_STEP_WAIT * mma if config.warpgroups == 1 else 0)
     loaded = per_sm * (config.block_m + config.block_n) * 128 / _DENSE_LOAD
     steps = waves * ceil(ceil(k / 128) / config.split_k)
@@ -97,14 +98,34 @@ def group_sizes(expected_m: float) -> tuple[tuple[int, float], ...]:
     return tuple(sizes)
 
 
-def _step_cycles(config: GemmConfig) -> float:
-    """Cycles of one step of 128 along K in a tile, on an SM that has nothing else.
+def _slabs_in_use(config: GemmConfig, rows: int) -> tuple[int, ...]:
+    """Slabs that each warpgroup multiplies where a tile has ``rows`` of a group (``slab_row`` of gemm_layout.cuh)."""
+    if config.swap:
+        return (config.slabs,) * config.warpgroups
+    in_use = ceil(rows / 64)
+    if config.columns < config.block_n or config.slabs == 1:  # a warpgroup has 64 rows
+        return tuple(config.slabs if i < in_use else 0 for i in range(config.warpgroups))
+    return tuple(ceil((in_use - i) / config.warpgroups) for i in range(config.warpgroups))
 
-    A tile with fewer rows takes as long: one warpgroup alone has nothing to hide its promotions behind.
-    """
-    loaded = (config.block_m + config.block_n) * 128 / _GROUPED_LOAD
+
+@lru_cache(maxsize=65536)
+def _step_cycles(config: GemmConfig, rows: int) -> float:
+    """Cycles of one step of 128 along K in a tile with ``rows`` of a group, on an SM that has nothing else."""
+    height = config.block_m if config.swap else 64 * ceil(rows / 64)
     product = 64 * config.columns * _GROUPED_MMA  # of one slab
-    return max(config.slabs * (_GROUPED_STEP + product), config.slabs * config.warpgroups * product, loaded)
+    slabs = _slabs_in_use(config, rows)
+    return max(
+        max(slabs) * (_GROUPED_STEP + product), sum(slabs) * product, (height + config.block_n) * 128 / _GROUPED_LOAD
+    )
+
+
+@lru_cache(maxsize=65536)
+def _group_cycles(config: GemmConfig, rows: int) -> float:
+    """The same of all tiles of a group, in one column of tiles."""
+    whole, rest = divmod(rows, config.block_m)
+    if config.block_m == 256 and whole and 0 < rest <= 64:  # gemm_schedule.cuh evens out the last two
+        return (whole - 1) * _step_cycles(config, 256) + _step_cycles(config, 192) + _step_cycles(config, 64 + rest)
+    return whole * _step_cycles(config, config.block_m) + (_step_cycles(config, rest) if rest else 0)
 
 
 def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int) -> float:
@@ -113,6 +134,7 @@ def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: 
     steps, columns, height = ceil(k / 128), ceil(n / config.block_n), config.block_m
     sizes = group_sizes(expected_m)
     tiles = sum(probability * ceil(rows / height) for rows, probability in sizes) * groups * columns
+    cycles = sum(probability * _group_cycles(config, rows) for rows, probability in sizes) * groups * columns
     active = sum(probability for _, probability in sizes)
     slots = resident_clusters(config, num_sms)
     share = tiles / slots if tiles > 16 * slots else max(1, ceil(tiles / slots - 0.2))
@@ -121,7 +143,7 @@ def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: 
     product = height * config.block_n * _GROUPED_MMA if config.swap else 0
     loaded = (height + config.block_n) * 128
     per_sm = max(1.0, min(tiles, slots) * config.split_k / num_sms)
-    step = max(_step_cycles(config), per_sm * product, per_sm * loaded / _GROUPED_LOAD)
+    step = max(cycles / tiles, per_sm * product, per_sm * loaded / _GROUPED_LOAD if config.swap else 0)
     shallow = _GROUPED_SHALLOW if config.stages < 4 and not config.swap else 1
     compute = share * ceil(steps / config.split_k) * step / _CYCLES * shallow
 
