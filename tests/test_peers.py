@@ -6,7 +6,7 @@ import torch.distributed as dist
 from fp8moe.distributed import peers
 from fp8moe.distributed.peers import Peers, received_bytes
 from fp8moe.kernels.experts.dispatch import dispatch
-from fp8moe.kernels.experts.peer_table import MAX_PEERS, SIGNALS_BYTES, meeting, no_meeting
+from fp8moe.runtime.peer_table import MAX_PEERS, SIGNALS_BYTES, meeting, no_meeting
 from tests.peer_cases import MARK, new_received, random_tokens
 from tests.processes import in_processes
 

@@ -5,9 +5,9 @@ import torch
 
 from fp8moe.kernels.experts import dispatch_plan, reference
 from fp8moe.kernels.experts.dispatch import dispatch
-from fp8moe.kernels.experts.peer_table import SIGNALS_BYTES, meeting
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.peer_table import SIGNALS_BYTES, meeting
 from tests import peer_cases
 from tests.peer_cases import as_bytes
 
