@@ -175,15 +175,13 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
             options = share | {"activation": Activation(name=activation), "first_row": first_row}
             operands = (make.rows(tokens, 1040), index, *weights)
             yield lambda to=targets, operands=operands, options=options: experts_rows_to(to, *operands, **options)
-    for y_dtype, out_dtype, weight_dtype, index_dtype in product(
-        (torch.bfloat16, torch.float32),
-        *((torch.bfloat16, torch.float16, torch.float32),) * 2,
-        (torch.int32, torch.int64),
-    ):
-        dtypes = y_dtype, weight_dtype, out_dtype
-        yield lambda dtypes=dtypes, index_dtype=index_dtype: combine_plan.plan(
-            *(40, 1040, 8, 64), *dtypes, make.index, index_dtype=index_dtype, pdl=True
-        ).launch(0, *(0,) * 7)
+    kinds = tuple(getattr(torch, dtype) for dtype in DTYPES)
+    rows, indices = (torch.bfloat16, torch.float32), (torch.int32, torch.int64)
+    for *dtypes, index_dtype in product(rows, kinds, kinds, indices):
+        options = {"index_dtype": index_dtype, "pdl": True}
+        yield lambda dtypes=dtypes, options=options: combine_plan.plan(40, 1040, 8, 64, *dtypes, 0, **options).launch(
+            0, *(0,) * 7
+        )
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:

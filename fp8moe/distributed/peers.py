@@ -1,4 +1,4 @@
-"""One node: tokens and partial sums go straight to the memory of the other GPUs, over PyTorch's symmetric memory."""
+"""One node: tokens and the experts' results go straight to the memory of the other GPUs: PyTorch's symmetric memory."""
 
 from collections.abc import Callable, Hashable
 from typing import Any

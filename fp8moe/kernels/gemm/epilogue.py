@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -29,6 +29,11 @@ class PlainStore:
     gated: ClassVar[bool] = False  # whether the weights are those of gate and up
     defines: ClassVar[tuple] = ()
     values: ClassVar[dict[str, float]] = {}
+
+    @property
+    def kind(self) -> PlainStore:
+        """The same for any number of tokens."""
+        return self
 
     @property
     def constants(self) -> dict[str, int]:
@@ -60,6 +65,11 @@ class SwigluQuantize:
     defines: ClassVar[tuple] = SCALE_DEFINES
 
     @property
+    def kind(self) -> SwigluQuantize:
+        """The same for any number of tokens."""
+        return self
+
+    @property
     def constants(self) -> dict[str, int]:
         """Compile-time constants."""
         return {"SWIGLU_FORM": self.activation.form}
@@ -87,7 +97,7 @@ class PeerStore:
 
     @property
     def fields(self) -> Fields:
-        """Targets, the assignment of each row, and the meeting (`kernels.experts.peer_table`)."""
+        """Targets, the assignment of each row, and the meeting (`runtime.peer_table`)."""
         names = [*(f"peer_{i}" for i in range(self.peers)), "assignments"]
         names += [f"meeting_{i}" for i in range(self.peers + 1)]
         return (*((name, ctypes.c_int64) for name in names), ("each", ctypes.c_int))
@@ -95,6 +105,11 @@ class PeerStore:
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         return (*peer_defines(self.peers), ("TO_ALL", int(self.to_all)))
+
+    @property
+    def kind(self) -> PeerStore:
+        """The same for any number of tokens."""
+        return replace(self, each=0)
 
     @property
     def constants(self) -> dict[str, int]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm.config import GemmConfig, with_stages
+from fp8moe.kernels.gemm.config import GemmConfig, unstaged
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import arguments_type, kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, raster_group, row_tiles_bound
@@ -64,7 +63,7 @@ class Plan:
             )
         sms = num_sms(self.index)
         if cfg is None and max_m is None:
-            families.add(Family(n, k, groups, epilogue))
+            families.add(Family(n, k, groups, epilogue.kind))
         if groups:
             if expected_m is None:
                 rows, of = whole or (m, groups)
@@ -74,7 +73,7 @@ class Plan:
         else:
             cfg = cfg or choose_dense(m, n, k, sms)
         if out is None:
-            cfg = with_stages(replace(cfg, staged=False), k)
+            cfg = unstaged(cfg, k)
         if config.settings.print_configs:
             problem = f"grouped_gemm m={m} groups={groups} expected_m={expected_m}" if groups else f"gemm m={m}"
             print(f"fp8moe {problem} n={n} k={k} {epilogue}: {cfg}")
