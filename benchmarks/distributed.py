@@ -16,7 +16,7 @@
   out (`benchmarks/whole_models.py`), the batch on all ranks. `floor_ms`: bytes that a rank must read, as in
   `benchmarks.decode`. `same`: whether all ranks have the same tokens. Not among the parts that run by default.
 - `traffic`: `share` of a step's time in kernels that send, wait for other GPUs and add up what has come: NCCL's,
-  barriers, `combine` and `sum_partials`, which one GPU would have in part too.
+  barriers and `dispatch`; rows that GEMM 2 sends are not counted.
 - `predicted`: what `benchmarks/roofline.py` makes of two GPUs' layers for more of them. It is printed, not kept.
 
 The result is written anew with every row, so that what was measured stays when a process ends before its time.

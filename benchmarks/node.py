@@ -22,7 +22,7 @@ BATCHES = (1, 8, 64, 256)
 PROMPT = 512
 AT_ONCE = 16384  # tokens of prompts: the buffers between the GPUs have room for as many
 CHECKED = 8  # new tokens, after prompts of few tokens in all
-TRAFFIC = re.compile(r"nccl|barrier|^(combine|sum_partials)", re.IGNORECASE)
+TRAFFIC = re.compile(r"nccl|barrier|^dispatch", re.IGNORECASE)
 
 
 def measure(batches: Sequence[int] = BATCHES, **changes: Any) -> Iterator[dict]:

@@ -151,3 +151,12 @@ def test_every_variant_compiles_without_spills(dtypes):
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         # 32 warps or more on an SM of 65536 registers, each with 4 KB of loads in flight.
         assert report.registers <= 64
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, FLOATING, FLOATING)), ids=str)
+def test_rows_in_the_order_of_assignments_compile_as_well(dtypes, index_dtype):
+    for hidden in (8, 576, 7168):
+        report = jit.compile_spec(combine_plan.kernel_spec(hidden, *dtypes, index_dtype))
+        assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
+        assert report.registers <= 64

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.config import unstaged
+from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
 from fp8moe.kernels.gemm.variants import Family
@@ -41,6 +42,20 @@ def test_grouped(epilogue):
     missing = [m for m, config in chosen.items() if kernel_spec(config, n, k, epilogue) not in variants]
     assert len(missing) <= 3
     assert 4 < len(variants) < 25
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_rows_for_other_gpus(out_dtype):
+    """The tiles that TMA would write are none: all variants compile, and are those of `Plan`."""
+    n, k, groups, epilogue = 2048, 768, 8, PeerStore(out_dtype, 2, 100)
+    variants = Family(n, k, groups, epilogue).variants(8 * MOST, SMS)
+    options = {"max_m": None, "swiglu": False}
+    for rows in (1, 8, 64, 1000, 8000, 8 * MOST):
+        chosen = choose_grouped(rows, groups, rows / groups, n, k, SMS, **options)
+        if rows in (8 * MOST, 1):
+            assert chosen.staged == (rows > 1)
+        assert kernel_spec(unstaged(chosen, k), n, k, epilogue) in variants
+    assert 4 < len(variants) < 25 and all(jit.compile_spec(spec).cubin for spec in variants)
 
 
 def test_load_all_compiles_each_once(monkeypatch):

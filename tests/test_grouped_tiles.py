@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, with_stages
+from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, unstaged, with_stages
 from fp8moe.kernels.gemm.cost import group_sizes, grouped_time, resident_clusters
-from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_grouped, describe_grouped, grouped_candidates, row_tiles_bound
 from fp8moe.runtime import compilers, jit
@@ -129,6 +129,11 @@ def variants(swiglu: bool) -> list[tuple[GemmConfig, int, int]]:
 
 
 STORES = [PlainStore(torch.bfloat16), PlainStore(torch.float32)]
+PEER_STORES = [
+    PeerStore(out_dtype, peers, 100, (out_dtype == torch.float32) == (peers == 2))
+    for out_dtype in (torch.bfloat16, torch.float32)
+    for peers in (2, 8)
+]
 SWIGLUS = [
     SwigluQuantize(activation) for activation in (Activation(), Activation(limit=7.0), Activation(limit=7.0, alpha=1.7))
 ]
@@ -137,6 +142,18 @@ SWIGLUS = [
 @pytest.mark.parametrize("epilogue", [*STORES, *SWIGLUS], ids=str)
 def test_every_variant_keeps_to_its_registers(epilogue):
     assert not faults(variants(epilogue.gated), epilogue)
+
+
+@pytest.mark.parametrize("epilogue", PEER_STORES, ids=str)
+def test_rows_for_other_gpus(epilogue):
+    """The same of what stores to their memory: no shared memory beside that which the tiles may fill."""
+    found = one_of_each((unstaged(config, k), n, k) for config, n, k in variants(swiglu=False))
+    assert {(config.swap, config.split_k > 1) for config, _, _ in found} == {
+        (False, False),
+        (True, False),
+        (True, True),
+    }
+    assert not faults(found, epilogue)
 
 
 @pytest.mark.parametrize("epilogue", [STORES[0], SWIGLUS[0]], ids=str)

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from fp8moe.distributed import peers
 from fp8moe.distributed.peers import Peers, received_bytes
 from fp8moe.kernels.experts.dispatch import dispatch
-from fp8moe.kernels.experts.peer_table import MAX_PEERS, SIGNALS_BYTES, meeting, no_meeting
-from tests.peer_cases import MARK, new_received, random_tokens
+from fp8moe.runtime.peer_table import MAX_PEERS, SIGNALS_BYTES, meeting, no_meeting
+from tests.peer_cases import MARK, as_bytes, new_received, random_tokens
 from tests.processes import in_processes
 
 
@@ -53,20 +53,18 @@ def test_parts_of_a_buffer_and_addresses_of_slots():
     for rank in range(world):
         buffer = received_on_the_cpu(world, rank, room, hidden, top_k)
         tokens, slots = buffer.parts(room, hidden, top_k)
-        parts = (*tokens.hidden_states, tokens.top_k_index, tokens.top_k_weights)
-        assert slots == [part[rank * room :].data_ptr() for part in parts] * world
-        assert all(part.data_ptr() % 16 == 0 and part.is_contiguous() for part in parts)
+        assert slots == [part[rank * room :].data_ptr() for part in tokens] * world
+        assert all(part.data_ptr() % 16 == 0 and part.is_contiguous() for part in tokens)
         # Parts do not overlap: what is written to all of them is there.
         expected = [new_received(world * room, hidden, top_k)]
-        x, index, weights = random_tokens(world * room, hidden, top_k)
+        x, index = random_tokens(world * room, hidden, top_k)
         index = index.abs()  # all tokens have an expert
-        dispatch(x, index, weights, expected, 0, 300)
-        dispatch(x, index, weights, [peers.Received(*parts)], 0, 300)
-        for part, other in zip(parts, expected[0], strict=True):
-            assert torch.equal(part.view(torch.uint8), other.view(torch.uint8))
+        dispatch(x, index, expected, 0, 300)
+        dispatch(x, index, [tokens], 0, 300)
+        assert all(map(torch.equal, as_bytes(tokens), as_bytes(expected[0])))
         # A smaller call fits in the same memory.
         smaller, _ = buffer.parts(room - 2, hidden, top_k)
-        assert smaller.top_k_index.shape == (world * (room - 2), top_k)
+        assert smaller.index.shape == (world * (room - 2), top_k)
 
 
 def test_words_of_a_meeting():

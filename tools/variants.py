@@ -15,14 +15,12 @@ from fp8moe.kernels.block.rms_norm import rms_norm
 from fp8moe.kernels.block.rotary import rotary
 from fp8moe.kernels.block.router import route, router_logits
 from fp8moe.kernels.block.sampling import SamplingState, sample
-from fp8moe.kernels.experts import experts_partial, experts_rows, experts_training
-from fp8moe.kernels.experts.combine import combine_to
+from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
-from fp8moe.kernels.experts.partial_to import experts_partial_to
-from fp8moe.kernels.experts.peer_table import Targets
-from fp8moe.kernels.experts.sum_partials import sum_partials
+from fp8moe.kernels.experts.rows_to import experts_rows_to
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
+from fp8moe.runtime.peer_table import Targets
 
 DTYPES = ("bfloat16", "float16", "float32")
 ODD_M = (1, 5, 17, 40, 72, 129, 200, 300, 1000, 8192)
@@ -158,36 +156,32 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of what goes to the memory of several GPUs."""
+    """Of what goes to the memory of several GPUs, and of the sums of what has come."""
     for peers, dtype, index_dtype, tokens in product((1, 2, 8), DTYPES, (torch.int32, torch.int64), (1, 300)):
         for hidden in (272, 7168):
             x = make.normal(tokens, hidden, dtype=getattr(torch, dtype))
-            weights = make.zeros(tokens, 8, dtype=x.dtype)
             data, scale = make.rows(peers * tokens, hidden)
-            routing = (make.zeros(peers * tokens, 8, dtype=kind) for kind in (torch.int32, torch.float32))
-            buffer = Received(data, make.zeros(*scale.shape, dtype=torch.float32), *routing)
-            operands = (x, make.zeros(tokens, 8, dtype=index_dtype), weights, [buffer] * peers, peers - 1, 8 * peers)
+            index = make.zeros(peers * tokens, 8, dtype=torch.int32)
+            buffer = Received(data, make.zeros(*scale.shape, dtype=torch.float32), index)
+            operands = (x, make.zeros(tokens, 8, dtype=index_dtype), [buffer] * peers, peers - 1, 64 * peers)
             yield lambda operands=operands: dispatch(*operands)
-    for peers, dtype, to_all in product((2, 8), ("bfloat16", "float32"), (False, True)):
-        tokens = 16 if to_all else 16 * peers
-        y, rows = make.normal(400, 1040, dtype=getattr(torch, dtype)), make.zeros(tokens, 8, dtype=torch.int32)
-        buffers = [make.zeros(16 * peers, 1040, dtype=torch.float32)] * peers
-        operands = (y, rows, make.uniform(tokens, 8, mean=1.0), buffers, 1)
-        yield lambda operands=operands, to_all=to_all: combine_to(*operands, to_all=to_all)
-        targets = Targets(peers, to_all, (0,) * (2 * peers + 1))
-        share = {"first_expert": 4, "num_experts": 8, "first_row": 0, "num_rows": 100, "partial": None}
-        share["row_dtype"] = y.dtype
+    for peers, dtype, to_all, tokens in product((2, 8), ("bfloat16", "float32"), (False, True), (2, 400)):
+        targets = Targets(peers, 8 * tokens, to_all, (0,) * (2 * peers + 1))
+        dtype = getattr(torch, dtype)
+        share = {"first_expert": 4, "num_experts": 8, "row_dtype": dtype, "num_rows": 4 * tokens}
         weights = make.weights(4, 416, 1040), make.weights(4, 1040, 208)
-        for activation in ("silu", "gelu"):
-            options = share | {"activation": Activation(name=activation)}
-            operands = (make.rows(tokens, 1040), rows, make.uniform(tokens, 8, mean=1.0), *weights)
-            yield lambda to=targets, operands=operands, options=options: experts_partial_to(to, *operands, **options)
-    for ranks, dtype, index_dtype, hidden in product((1, 2, 8), DTYPES, (torch.int32, torch.int64), (272, 7168)):
-        residual = make.normal(300, hidden, dtype=getattr(torch, dtype))
-        partials = make.zeros(ranks * 301, hidden, dtype=torch.float32)
-        operands = partials, make.zeros(300, 8, dtype=index_dtype), ranks, 8 * ranks, residual.dtype
-        for added in (None, residual):
-            yield lambda operands=operands, added=added: sum_partials(*operands, added)
+        index = make.zeros(tokens, 8, dtype=torch.int32)
+        for activation, first_row in product(("silu", "gelu"), (0, 4 * tokens)):
+            options = share | {"activation": Activation(name=activation), "first_row": first_row}
+            operands = (make.rows(tokens, 1040), index, *weights)
+            yield lambda to=targets, operands=operands, options=options: experts_rows_to(to, *operands, **options)
+    kinds = tuple(getattr(torch, dtype) for dtype in DTYPES)
+    rows, indices = (torch.bfloat16, torch.float32), (torch.int32, torch.int64)
+    for *dtypes, index_dtype in product(rows, kinds, kinds, indices):
+        options = {"index_dtype": index_dtype, "pdl": True}
+        yield lambda dtypes=dtypes, options=options: combine_plan.plan(40, 1040, 8, 64, *dtypes, 0, **options).launch(
+            0, *(0,) * 7
+        )
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:

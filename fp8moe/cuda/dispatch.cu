@@ -4,24 +4,20 @@
 // A warp takes WARP_COLUMNS columns of a token and stores 512 bytes to each peer in one instruction: whole lines of 128
 // bytes, which is what NVLink carries best. It goes on to others, whose peers it knows by then.
 //
-// Compile-time constants: those of quantize_token.cuh, peers.cuh and owners.cuh; WEIGHT (BFloat16, Float16 or Float32),
-// the type of the routing's weights; SIZES_BYTES.
+// Compile-time constants: those of quantize_token.cuh, peers.cuh and owners.cuh; SIZES_BYTES.
 #include "owners.cuh"
 #include "peers.cuh"
 #include "quantize_token.cuh"
 
-using Weight = WEIGHT;
-
 constexpr int K_BLOCKS = ceil_div(HIDDEN, BLOCK);
 static_assert(PEERS <= BLOCK_LANES);
 
-// Where a peer has room for the tokens of this GPU: data (slots, HIDDEN), scale (slots, K_BLOCKS), index and weights
-// (slots, top_k).
+// Where a peer has room for the tokens of this GPU: data (slots, HIDDEN), scale (slots, K_BLOCKS), index (slots,
+// top_k).
 struct Slots {
   u8* data;
   float* scale;
   int* index;
-  float* weights;
 };
 
 struct Peers {
@@ -56,25 +52,19 @@ __device__ void send_columns(const Element* token, const Peers& peers, const Pla
   }
 }
 
-__device__ void send_routing(const Index* index, const Weight::Element* weights, const Peers& peers, const Sizes& sizes,
-                             const Place& place) {
+__device__ void send_routing(const Index* index, const Peers& peers, const Sizes& sizes, const Place& place) {
   for (u32 k = place.lane; k < sizes.top_k; k += WARP) {
     const i64 at = i64{place.token} * sizes.top_k + k;
-    const bool some = place.token < sizes.tokens;
-    const int expert = some ? to_int(index[at]) : -1;
-    const float weight = some ? Weight::value(weights[at]) : 0.0f;
+    const int expert = place.token < sizes.tokens ? to_int(index[at]) : -1;
 #pragma unroll
-    for (const Slots& slots : peers.slots) {
-      slots.index[at] = expert;
-      slots.weights[at] = weight;
-    }
+    for (const Slots& slots : peers.slots) slots.index[at] = expert;
   }
 }
 
-// x (tokens, HIDDEN), rows `row_stride` apart; index, weights (tokens, top_k). Slots past `tokens` get -1 for experts
-// and zeros for weights; they, and those of tokens without an expert on a peer, keep their data and scale. Any grid.
+// x (tokens, HIDDEN), rows `row_stride` apart; index (tokens, top_k). Slots past `tokens` get -1 for experts; they, and
+// those of tokens without an expert on a peer, keep their data and scale. Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
-    dispatch(const Element* x, const Index* index, const Weight::Element* weights, const __grid_constant__ Peers peers,
+    dispatch(const Element* x, const Index* index, const __grid_constant__ Peers peers,
              const __grid_constant__ Sizes sizes) {
   const Units units;
   const auto owners_of = [&](u32 unit) {
@@ -89,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     const u32 wanted = next;
     next = owners_of(unit + units.step);
     if (wanted) send_columns(x + place.token * sizes.row_stride, peers, place, wanted);
-    if (unit % TOKEN_WARPS == 0) send_routing(index, weights, peers, sizes, place);
+    if (unit % TOKEN_WARPS == 0) send_routing(index, peers, sizes, place);
   }
   meet(peers.meeting);
 }

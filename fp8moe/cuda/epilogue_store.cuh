@@ -1,7 +1,7 @@
 // out = sums + addend, in bfloat16 or float32.
 #pragma once
 
-#include "gemm_reduction.cuh"
+#include "epilogue_rows.cuh"
 
 // A bias for each output feature, or none.
 struct Bias {
@@ -96,30 +96,26 @@ struct Store {
     }
   }
 
+  static __device__ __forceinline__ void leave(const Output&) {}
+
  private:
-  // bfloat16 goes through this warp's 16 x 64 staging tile to 16-byte stores of whole 128-byte rows; those from `end`
-  // on are left out.
+  // bfloat16 goes through the warp's staging tile to 16-byte stores of whole 128-byte rows; those from `end` on are
+  // left out.
   __device__ __forceinline__ void store_rows(const float (&sum)[ACCUMULATORS], u32 staging, int row, int n, int end) {
-    const int lane = lane_id();
-    constexpr int CHUNKS = STORE_COLUMNS / 8;  // of 16 bytes in a staging row, swizzled against bank conflicts
-    const int chunk = lane % CHUNKS;
+    const int lane = lane_id(), chunk = lane % STORE_CHUNKS;
 #pragma unroll
-    for (int piece = 0; piece < ceil_div(COLUMNS, STORE_COLUMNS); ++piece) {
-      const int width = min(STORE_COLUMNS, COLUMNS - STORE_COLUMNS * piece) / 8;
-#pragma unroll
-      for (int j = 0; j < width; j += 2) {
-        const float* v = sum + 4 * (CHUNKS * piece + j);
-        stmatrix_x4(staging + lane % 16 * 128 + ((j + lane / 16) ^ lane % 8) * 16, pack_bfloat16(v[0], v[1]),
-                    pack_bfloat16(v[2], v[3]), pack_bfloat16(v[4], v[5]), pack_bfloat16(v[6], v[7]));
-      }
+    for (int piece = 0; piece < STORE_PIECES; ++piece) {
+      stage_piece(sum, piece, staging);
       __syncwarp();
       const int first = n + STORE_COLUMNS * piece + 8 * chunk;
-      u16* target = static_cast<u16*>(out.data) + (row + lane / CHUNKS) * out.pitch + first;
+      u16* target = static_cast<u16*>(out.data) + (row + lane / STORE_CHUNKS) * out.pitch + first;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int r = 4 * i + lane / CHUNKS;
-        const uint4 v = load_shared_16(staging + r * 128 + (chunk ^ r % 8) * 16);
-        if (row + r < end && first < N && chunk < width) *reinterpret_cast<uint4*>(target + 4 * i * out.pitch) = v;
+        const int r = 4 * i + lane / STORE_CHUNKS;
+        const uint4 v = staged_chunk(staging, r, chunk);
+        if (row + r < end && first < N && chunk < piece_width(piece)) {
+          *reinterpret_cast<uint4*>(target + 4 * i * out.pitch) = v;
+        }
       }
       __syncwarp();
     }

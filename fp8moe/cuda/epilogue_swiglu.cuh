@@ -83,6 +83,8 @@ struct SwigluQuantize {
 
   __device__ __forceinline__ void finish() {}
 
+  static __device__ __forceinline__ void leave(const Output&) {}
+
  private:
   __device__ __forceinline__ float swiglu(float gate, float up) const {
     return Swiglu<SWIGLU_FORM>(gate, up, out.limit, out.alpha).value();

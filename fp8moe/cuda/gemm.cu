@@ -285,4 +285,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     consume(math, schedule, epilogue, k, split);
   }
   Split::leave();
+  Epilogue::leave(args.out);
 }

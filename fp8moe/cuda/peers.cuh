@@ -37,15 +37,14 @@ __device__ __forceinline__ u32 load_acquire_system(const u32* source) {
 // grid has still to be scheduled, and a peer waits for nothing else of this GPU: so the wait ends.
 __device__ __forceinline__ void meet(const Meeting& meeting) {
   if (!meeting.own) return;
-  __shared__ bool last;
+  bool last = false;
   __syncthreads();
   if (threadIdx.x == 0) {
     fence_system();
     last = atomicAdd(&meeting.own->blocks, 1) == gridDim.x - 1;
     fence_system();
   }
-  __syncthreads();
-  if (!last) return;
+  if (!__syncthreads_or(last)) return;  // no shared memory of its own: a GEMM may have taken all
   const u32 count = meeting.own->met + 1;
   if (threadIdx.x < PEERS) {
     store_release_system(meeting.here[threadIdx.x], count);

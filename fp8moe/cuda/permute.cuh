@@ -41,6 +41,7 @@ struct Rows {
   const int* rows;
   u8* data;
   float* scale;
+  int* assignments;  // (num_rows), written: token * top_k + k; null: not wanted
   const PermuteSizes& sizes;
 
   // The rows of 32 assignments of a token, from the k-th on, one a lane; -1 for none.
@@ -61,6 +62,9 @@ struct Rows {
   __device__ __forceinline__ void write(const Bytes16& values, int column, float block_scale, const Place& place,
                                         int lane_row) const {
     for (u32 k = 0;;) {
+      if (assignments && place.k_block < WARP_COLUMNS / BLOCK && lane_row >= 0) {
+        assignments[lane_row] = place.token * sizes.top_k + k + place.lane;
+      }
       u32 used = __ballot_sync(FULL_WARP, lane_row >= 0);
       // Each of the 8 lanes that share a scale writes it to another row.
       for (u32 i = 0; i < min(sizes.top_k - k, WARP); i += BLOCK_LANES) {

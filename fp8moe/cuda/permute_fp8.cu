@@ -19,9 +19,9 @@ static_assert(sizeof(Sizes) == SIZES_BYTES);
 // permute.cuh. read_ahead must be set where top_k > 32: without it, a token whose first 32 assignments have no row is
 // left out. Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
-    permute_fp8(const u8* x, const float* x_scale, const int* rows, u8* data, float* scale,
+    permute_fp8(const u8* x, const float* x_scale, const int* rows, u8* data, float* scale, int* assignments,
                 const __grid_constant__ Sizes sizes) {
-  const Rows targets{rows, data, scale, sizes.permute};
+  const Rows targets{rows, data, scale, assignments, sizes.permute};
   const Units units;
 
   wait_for_previous_kernel();

@@ -12,9 +12,9 @@ static_assert(sizeof(PermuteSizes) == SIZES_BYTES);
 // read_ahead must be set where top_k > 32: without it, a token whose first 32 assignments have no row is left out.
 // Any grid.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
-    permute_quantize(const Element* x, const int* rows, u8* data, float* scale,
+    permute_quantize(const Element* x, const int* rows, u8* data, float* scale, int* assignments,
                      const __grid_constant__ PermuteSizes sizes) {
-  const Rows targets{rows, data, scale, sizes};
+  const Rows targets{rows, data, scale, assignments, sizes};
   const Units units;
 
   wait_for_previous_kernel();

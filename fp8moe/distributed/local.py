@@ -41,31 +41,27 @@ class LocalExperts(NamedTuple):
 
     def partial_sums(self, tokens: Tokens, share: int, rows: int | None) -> Tensor:
         """(N, H) float32: each token's sum over the experts here, in as many `passes` as it takes."""
-        options = self.last_pass(tokens, share, rows)
-        return experts_partial(*tokens, self.weights.up, self.weights.down, **options)
-
-    def last_pass(self, tokens: Tokens, share: int, rows: int | None = None) -> dict[str, Any]:
-        """The arguments of the last of the `passes`, with the sums of those before it."""
-        *before, last = self.passes(tokens, share, rows)
         sums = known = None
+        *before, last = self.passes(tokens.top_k_index, share, rows)
         for options in before:
             now = torch.empty(len(tokens.top_k_index), dtype=torch.bool, device=tokens.top_k_index.device)
             options |= {"partial": sums, "partial_known": known, "known": now}
             sums = experts_partial(*tokens, self.weights.up, self.weights.down, **options)
             known = now
-        return last | {"partial": sums, "partial_known": known}
+        last |= {"partial": sums, "partial_known": known}
+        return experts_partial(*tokens, self.weights.up, self.weights.down, **last)
 
-    def passes(self, tokens: Tokens, share: int, rows: int | None = None) -> list[dict[str, Any]]:
+    def passes(self, top_k_index: Tensor, share: int, rows: int | None = None) -> list[dict[str, Any]]:
         """What `experts_partial` takes in each pass over the rows that there is room for, besides tokens and weights.
 
         share: assignments to this rank if routing is even. rows: how many there are; None: the device knows, and is
         asked where one pass may not do. In a CUDA graph, which cannot ask, passes run for all that there could be: the
         first rows come last, as passes before it that find none cost little.
         """
-        room = max(int(share * _SLACK), _ALWAYS * max(tokens.top_k_index.shape[1], 1))
-        most = tokens.top_k_index.numel()
+        room = max(int(share * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))
+        most = top_k_index.numel()
         if rows is None:
-            rows = most if most <= room or capturing(tokens.top_k_index) else self.rows_here(tokens)
+            rows = most if most <= room or capturing(top_k_index) else self.rows_here(top_k_index)
         options = {"activation": self.activation, "first_expert": self.first, "num_experts": self.total}
         options |= {"row_dtype": row_dtype(self.dtype), "num_rows": min(room, most)}
         return [options | {"first_row": row} for row in reversed(range(0, max(rows, 1), room))]
@@ -73,7 +69,7 @@ class LocalExperts(NamedTuple):
     def partial_sums_with_gradients(self, tokens: Tokens, rows: int | None) -> Tensor:
         """The same for a backward, which needs room for all rows."""
         if rows is None and not capturing(tokens.top_k_index):
-            rows = self.rows_here(tokens)
+            rows = self.rows_here(tokens.top_k_index)
         return experts_training(
             *tokens,
             self.weights.up,
@@ -87,9 +83,8 @@ class LocalExperts(NamedTuple):
             out_dtype=torch.float32,
         )
 
-    def rows_here(self, tokens: Tokens) -> int:
+    def rows_here(self, index: Tensor) -> int:
         """Assignments to the experts here. It waits for the device."""
-        index = tokens.top_k_index
         return int(((index >= self.first) & (index < self.first + self.count)).sum())
 
     def sort(self, tokens: Tokens, rows: int | None) -> tuple[Tensor, Tensor, int]:

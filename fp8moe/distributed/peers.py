@@ -1,4 +1,4 @@
-"""One node: tokens and partial sums go straight to the memory of the other GPUs, over PyTorch's symmetric memory."""
+"""One node: tokens and the experts' results go straight to the memory of the other GPUs: PyTorch's symmetric memory."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -12,14 +12,15 @@ from torch.distributed import ProcessGroup
 from fp8moe.distributed.agreement import Agreement
 from fp8moe.distributed.local import LocalExperts
 from fp8moe.distributed.packet import Tokens
-from fp8moe.kernels.experts import dispatch_plan, sum_partials_plan
+from fp8moe.kernels.experts import combine_plan, dispatch_plan
 from fp8moe.kernels.experts.dispatch import Received
-from fp8moe.kernels.experts.partial_to import experts_partial_to
-from fp8moe.kernels.experts.peer_table import MAX_PEERS, SIGNALS_BYTES, Targets, meeting
+from fp8moe.kernels.experts.operands import row_dtype
+from fp8moe.kernels.experts.rows_to import experts_rows_to
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.peer_table import MAX_PEERS, SIGNALS_BYTES, Targets, meeting, no_meeting
 
 
 class _Buffer:
@@ -56,7 +57,7 @@ class _Received(_Buffer):
         super().__init__(group, device, nbytes)
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
-    def parts(self, room: int, hidden: int, top_k: int) -> tuple[Tokens, list[int]]:
+    def parts(self, room: int, hidden: int, top_k: int) -> tuple[Received, list[int]]:
         """All tokens, `room` of each rank, and the addresses of the slots of this rank on each peer."""
         slots, begin, parts, offsets = self.world * room, 0, [], []
         for dtype, columns in received_columns(hidden, top_k):
@@ -64,33 +65,22 @@ class _Received(_Buffer):
             parts.append(self.memory[begin : begin + slots * nbytes].view(dtype).view(slots, columns))
             offsets.append(begin + self.rank * room * nbytes)
             begin += align(slots * nbytes, 256)
-        received = Received(*parts)
-        tokens = Tokens(FP8Tensor(received.data, received.scale), received.index, received.weights)
-        return tokens, [address + offset for address in self.addresses for offset in offsets]
-
-
-class _Sums(_Buffer):
-    """Room for the partial sums that all ranks have for `capacity` tokens of this one, (W * capacity, H) float32."""
-
-    def __init__(self, group: ProcessGroup, device: torch.device, capacity: int, hidden: int):
-        super().__init__(group, device, dist.get_world_size(group) * capacity * hidden * 4)
-        self.capacity = capacity
-        begin = dist.get_rank(group) * capacity * hidden * 4
-        self.own = [address + begin for address in self.addresses]  # those that this rank writes
+        return Received(*parts), [address + offset for address in self.addresses for offset in offsets]
 
 
 class Peers:
     """The GPUs of a group, one for each rank, and the buffers that they write to each other.
 
     One object serves all layers of a group, on one stream at a time: their calls come after one another. Each rank has
-    room for the tokens of all (`Received`), and for the partial sums that all have for its own tokens.
+    room for the tokens of all (`Received`), and for a row for each assignment of its own tokens, the result of that
+    expert. It adds up these rows as a layer with all experts would: the results are those of one GPU, bit for bit.
 
     A buffer is written again only when all have read it. In `gather` there are two points at which all ranks wait for
-    each other: after the tokens, before the experts read them; and after the partial sums, before they are added up.
-    Who writes tokens has passed the second point of the call before, to which all came after they had read their
-    tokens. Who writes partial sums has passed the first point of this call, to which all came after they had added up
-    those of the call before. So it is enough that tokens and partial sums lie in different memory. `replicated` sends
-    no tokens, and waits at its beginning instead.
+    each other: after the tokens, before the experts read them; and after the rows, before they are added up. Who writes
+    tokens has passed the second point of the call before, to which all came after they had read their tokens. Who
+    writes rows has passed the first point of this call, to which all came after they had added up those of the call
+    before. So it is enough that tokens and rows lie in different memory. `replicated` sends no tokens, and waits at its
+    beginning instead.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
@@ -133,50 +123,62 @@ class Peers:
         """
         if not room:
             return _nothing(tokens, residual)
-        x = row_major(tokens.hidden_states)
-        index, weights = tokens.top_k_index.contiguous(), tokens.top_k_weights.contiguous()
+        x, index = row_major(tokens.hidden_states), tokens.top_k_index.contiguous()
         hidden, top_k = x.shape[1], index.shape[1]
-        buffer, sums = self._received(room, hidden, top_k), self._sums(room, hidden)
+        buffer, rows = self._received(room, hidden, top_k), self._rows(room * top_k, hidden, row_dtype(x.dtype))
         received, slots = buffer.parts(room, hidden, top_k)
-        dtypes, device = (x.dtype, index.dtype, weights.dtype), self.device.index
+        dtypes, device = (x.dtype, index.dtype), self.device.index
         with device_guard(device):
             sizes = (len(x), room, hidden, top_k, x.stride(0))
             plan = dispatch_plan.plan(*sizes, dtypes, self.world, local.total // self.world, device)
-            operands = (value.data_ptr() for value in (x, index, weights))
-            plan.launch(current_stream(device), *operands, *slots, *self._meeting())
-        self._partial_sums(local, received, share, sums, to_all=False)
-        return self._add_up(sums, local, x, index, residual)
+            plan.launch(current_stream(device), x.data_ptr(), index.data_ptr(), *slots, *self._meeting())
+        everyone = FP8Tensor(received.data, received.scale)
+        self._compute(local, everyone, received.index, share, rows, room * top_k, to_all=False)
+        return self._combine(rows, local, tokens._replace(top_k_index=index), residual)
 
     def replicated(self, local: LocalExperts, tokens: Tokens, share: int, residual: Tensor | None = None) -> Tensor:
         """The same for tokens that are on all ranks: (T, H), equal on all of them."""
         x, index = tokens.hidden_states, tokens.top_k_index.contiguous()
         if not len(x):
             return _nothing(tokens, residual)
-        sums = self._sums(*x.shape)
-        sums.barrier()
-        self._partial_sums(local, tokens, share, sums, to_all=True)
-        return self._add_up(sums, local, x, index, residual)
+        rows = self._rows(index.numel(), x.shape[1], row_dtype(x.dtype))
+        rows.barrier()
+        self._compute(local, x, index, share, rows, index.numel(), to_all=True)
+        return self._combine(rows, local, tokens._replace(top_k_index=index), residual)
 
-    def _partial_sums(self, local: LocalExperts, tokens: Tokens, share: int, sums: _Sums, *, to_all: bool) -> None:
-        """What the experts here add to tokens, to the ranks of the tokens or to all; then all ranks wait."""
-        targets = Targets(self.world, to_all, (*sums.own, *self._meeting()))
-        operands = (*tokens, local.weights.up, local.weights.down)
-        experts_partial_to(targets, *operands, **local.last_pass(tokens, share))
+    def _compute(
+        self,
+        local: LocalExperts,
+        x: Tensor | FP8Tensor,
+        index: Tensor,
+        share: int,
+        rows: _Buffer,
+        each: int,
+        *,
+        to_all: bool,
+    ) -> None:
+        """The experts here, whose results go to the ranks of the tokens or to all; then all ranks wait."""
+        *before, last = local.passes(index, share)
+        for options in (*before, last):
+            meeting = self._meeting() if options is last else no_meeting(self.world)
+            targets = Targets(self.world, each, to_all, (*rows.addresses, *meeting))
+            experts_rows_to(targets, x, index, local.weights.up, local.weights.down, **options)
 
-    def _add_up(self, sums: _Sums, local: LocalExperts, like: Tensor, index: Tensor, residual: Tensor | None) -> Tensor:
-        """(T, H): what has come from all ranks for tokens like these, in the order of ranks."""
-        tokens, hidden = like.shape
-        out = torch.empty((tokens, hidden), dtype=like.dtype, device=self.device)
-        if not tokens:
+    def _combine(self, rows: _Buffer, local: LocalExperts, tokens: Tokens, residual: Tensor | None) -> Tensor:
+        """(T, H): the weighted sums of the rows that have come for these tokens."""
+        x, index, weights = tokens
+        (count, hidden), top_k = x.shape, index.shape[1]
+        out = torch.empty((count, hidden), dtype=x.dtype, device=self.device)
+        if not count:
             return out
-        residual = None if residual is None else aligned(residual)
-        device, sizes = self.device.index, (tokens, sums.capacity, index.shape[1])
+        residual, weights = None if residual is None else aligned(residual), weights.contiguous()
+        device = self.device.index
         with device_guard(device):
-            form = (hidden, index.dtype, like.dtype, self.world, local.total // self.world, device)
+            dtypes, options = (row_dtype(x.dtype), weights.dtype, x.dtype), {"index_dtype": index.dtype, "pdl": True}
+            plan = combine_plan.plan(count, hidden, top_k, local.total, *dtypes, device, **options)
+            operands = (value.data_ptr() for value in (rows.memory, index, weights))
             added = 0 if residual is None else residual.data_ptr()
-            sum_partials_plan.plan(sizes, *form, pdl=True).launch(
-                current_stream(device), sums.memory.data_ptr(), index.data_ptr(), added, out.data_ptr()
-            )
+            plan.launch(current_stream(device), *operands, added, 0, 0, out.data_ptr())
         return out
 
     def _meeting(self) -> tuple[int, ...]:
@@ -190,11 +192,13 @@ class Peers:
 
         return self._buffer("tokens", lambda buffer: buffer.memory.numel() >= nbytes, make)
 
-    def _sums(self, room: int, hidden: int) -> _Sums:
-        def make() -> _Sums:
-            return _Sums(self._group(), self.device, room, hidden)
+    def _rows(self, count: int, hidden: int, dtype: torch.dtype) -> _Buffer:
+        nbytes = count * hidden * dtype.itemsize
 
-        return self._buffer(("sums", hidden), lambda buffer: buffer.capacity >= room, make)
+        def make() -> _Buffer:
+            return _Buffer(self._group(), self.device, nbytes)
+
+        return self._buffer("rows", lambda buffer: buffer.memory.numel() >= nbytes, make)
 
     def _buffer(self, key: Hashable, suffices: Callable[[Any], bool], make: Callable[[], _Buffer]) -> Any:
         """The buffer of this name, which grows where it does not suffice."""
@@ -212,8 +216,7 @@ _peers: WeakKeyDictionary[ProcessGroup, Peers | None] = WeakKeyDictionary()
 
 def received_columns(hidden: int, top_k: int) -> tuple[tuple[torch.dtype, int], ...]:
     """Dtype and columns of the parts of `Received`."""
-    scales = torch.float32, ceil_div(hidden, BLOCK)
-    return (torch.float8_e4m3fn, hidden), scales, (torch.int32, top_k), (torch.float32, top_k)
+    return (torch.float8_e4m3fn, hidden), (torch.float32, ceil_div(hidden, BLOCK)), (torch.int32, top_k)
 
 
 def received_bytes(slots: int, hidden: int, top_k: int) -> int:

@@ -27,6 +27,7 @@ class ExpertParallel(ParallelStyle):
 
     The layer's forward takes (T_r, H) tokens on rank r, any number, also 0, and all ranks must call it together, with
     the same dtype, top_k and residual or none; so must they call the backward. The result is that of one GPU's layer:
+    bit by bit with `exact`, and without gradients where the GPUs of a node write to each other's memory; otherwise
     partial sums in float32 are added in the order of the ranks and rounded once. Equal inputs give equal bits, as do
     their gradients. Calls first exchange T_r and what must agree over a CPU (gloo): wrong arguments on one rank raise
     the same ValueError on all. In a CUDA graph nothing is exchanged: every rank has as many tokens, and captures and

@@ -14,16 +14,18 @@ import torch
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import experts_partial, experts_rows, reference
-from fp8moe.kernels.experts.combine import combine, combine_to
+from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, reference
+from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.permute_fp8 import permute_fp8
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.experts.sum_partials import sum_partials
+from fp8moe.kernels.experts.rows_to import experts_rows_to
 from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
 from fp8moe.kernels.gemm.reference import group_rows, grouped_gemm_swiglu_reference
 from fp8moe.quant.reference import quantize_1x128 as quantize_reference
+from fp8moe.runtime.launch import current_stream
+from fp8moe.runtime.peer_table import SIGNALS_BYTES, Targets, meeting, no_meeting
 
 # tokens, top_k, experts, capacity, index type, the first expert, first row and rows of a window
 SORTS = (
@@ -56,17 +58,17 @@ DISPATCHES = (
     (0, 3, 1040, 6, 8, torch.float32, torch.int64),
     (700, 702, 7168, 2, 2, torch.bfloat16, torch.int64),
 )
-# tokens of a rank, hidden, top_k, ranks, to all, types of y and weights
-COMBINATIONS_TO = (
-    (1, 7168, 8, 8, False, torch.bfloat16, torch.float32),
-    (33, 264, 40, 2, True, torch.float32, torch.bfloat16),
-    (100, 7168, 2, 2, False, torch.bfloat16, torch.float32),
+# tokens, hidden, top_k, experts, types of y, of the index and of the result
+PLACED = (
+    (1, 7168, 8, 8, torch.bfloat16, torch.int64, torch.bfloat16),
+    (33, 264, 40, 7, torch.float32, torch.int32, torch.float16),
+    (200, 7168, 6, 3, torch.bfloat16, torch.int64, torch.float32),
 )
-# tokens, slots of a rank, hidden, top_k, ranks, types of the index and of the result
-SUMS = (
-    (1, 1, 7168, 8, 8, torch.int64, torch.bfloat16),
-    (33, 40, 264, 40, 2, torch.int32, torch.float16),
-    (200, 203, 7168, 2, 3, torch.int64, torch.float32),
+# tokens, hidden, I, experts, top_k, type of the input, ranks, to all
+SENT = (
+    (8, 1040, 2048, 8, 3, torch.bfloat16, 8, False),
+    (200, 272, 200, 5, 3, torch.float32, 2, True),
+    (400, 1040, 208, 8, 2, torch.bfloat16, 2, False),
 )
 # group offsets, rows, n, k, output type
 GROUPED = (
@@ -103,6 +105,10 @@ LAYER_ERROR = 1e-2
 
 def on_cpu(tensor: fp8moe.FP8Tensor) -> fp8moe.FP8Tensor:
     return fp8moe.FP8Tensor(tensor.data.cpu(), tensor.scale.cpu())
+
+
+def to_gpu(tensor: fp8moe.FP8Tensor) -> fp8moe.FP8Tensor:
+    return fp8moe.FP8Tensor(tensor.data.cuda(), tensor.scale.cuda())
 
 
 def random_index(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -160,60 +166,43 @@ def combine_errors(
 def dispatch_errors(
     tokens: int, slots: int, hidden: int, top_k: int, ranks: int, dtype: torch.dtype, index_dtype: torch.dtype
 ) -> int:
-    x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, top_k)
-    index = random_index(tokens, top_k, 200, index_dtype)
+    x, index = torch.randn(tokens, hidden).to(dtype), random_index(tokens, top_k, 200, index_dtype)
     received = []
     for device in ("cpu", "cuda"):
         sizes = {"data": (hidden, torch.uint8), "scale": (-(-hidden // 128), torch.float32)}
-        sizes |= {"index": (top_k, torch.int32), "weights": (top_k, torch.float32)}
+        sizes |= {"index": (top_k, torch.int32)}
         parts = [
             [torch.zeros(ranks * slots, columns, dtype=kind, device=device) for columns, kind in sizes.values()]
             for _ in range(ranks)
         ]
         buffers = [Received(data.view(torch.float8_e4m3fn), *others) for data, *others in parts]
-        dispatch(*(value.to(device) for value in (x, index, weights)), buffers, ranks - 1, 200)
+        dispatch(x.to(device), index.to(device), buffers, ranks - 1, 200)
         received.append([part for buffer in parts for part in buffer])
     return sum(map(differing, received[1], received[0]))
 
 
-def combine_to_errors(
-    tokens: int, hidden: int, top_k: int, ranks: int, to_all: bool, y_dtype: torch.dtype, weight_dtype: torch.dtype
-) -> int:
-    count = tokens if to_all else tokens * ranks
-    y, weights = torch.randn(count * top_k, hidden).to(y_dtype), torch.rand(count, top_k).to(weight_dtype)
-    rows = torch.randint(-3, count * top_k + 3, (count, top_k), dtype=torch.int32)
-    sums = []
-    for device in ("cpu", "cuda"):
-        buffers = [torch.zeros(tokens * ranks, hidden, device=device) for _ in range(2 * ranks)]
-        for to, partial in ((buffers[:ranks], None), (buffers[ranks:], torch.ones(count, hidden, device=device))):
-            operands = (value.to(device) for value in (y, rows, weights))
-            combine_to(*operands, to, ranks - 1, to_all=to_all, partial=partial)
-        sums.append(buffers)
-    return sum(map(differing, sums[1], sums[0]))
-
-
-def sum_errors(
+def placed_errors(
     tokens: int,
-    slots: int,
     hidden: int,
     top_k: int,
-    ranks: int,
+    num_experts: int,
+    y_dtype: torch.dtype,
     index_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> int:
-    """With NaN wherever nothing is to be read."""
-    each = 5
-    index = random_index(tokens, top_k, ranks * each, index_dtype)
-    partials = torch.full((ranks, slots, hidden), float("nan"))
-    there = reference.owners(index, ranks, ranks * each).t()
-    partials[:, :tokens][there] = torch.randn(int(there.sum()), hidden)
-    partials, added = partials.flatten(0, 1), torch.randn(tokens, hidden).to(out_dtype)
-    errors = 0
-    for residual in (None, added):
-        on_gpu = None if residual is None else residual.cuda()
-        got = sum_partials(partials.cuda(), index.cuda(), ranks, ranks * each, out_dtype, on_gpu)
-        errors += differing(got, reference.sum_partials(partials, index, ranks, ranks * each, out_dtype, residual))
-    return errors
+    """Of rows in the order of assignments, with NaN wherever nothing is to be read."""
+    index = random_index(tokens, top_k, num_experts, index_dtype)
+    some = (index >= 0) & (index < num_experts)
+    rows = torch.where(some, torch.arange(index.numel()).view(index.shape), -1).int()
+    y = torch.full((index.numel(), hidden), float("nan"), dtype=y_dtype)
+    y[some.flatten()] = torch.randn(int(some.sum()), hidden).to(y_dtype)
+    weights, residual = torch.rand(tokens, top_k), torch.randn(tokens, hidden).to(out_dtype)
+    sizes = (tokens, hidden, top_k, num_experts, y_dtype, weights.dtype, out_dtype, torch.cuda.current_device())
+    plan = combine_plan.plan(*sizes, index_dtype=index_dtype, pdl=True)
+    there = [value.cuda() for value in (y, index, weights, residual)]
+    out = torch.empty_like(there[-1])
+    plan.launch(current_stream(out.get_device()), *(value.data_ptr() for value in there), 0, 0, out.data_ptr())
+    return differing(out, reference.combine(y, rows, weights, out_dtype, residual))
 
 
 def random_rows(*shape: int) -> fp8moe.FP8Tensor:
@@ -306,17 +295,60 @@ def partial_error(tokens: int, hidden: int, size: int, num_experts: int, top_k: 
     return max(relative_error(a.cpu(), b.double()) for a, b in zip(got, run(layer, x, index, weights), strict=True))
 
 
+def sent_error(
+    tokens: int,
+    hidden: int,
+    size: int,
+    num_experts: int,
+    top_k: int,
+    dtype: torch.dtype,
+    ranks: int,
+    to_all: bool,
+) -> float:
+    """Rows of one rank's experts in the buffers of all ranks: two passes, and a meeting that this rank ends."""
+    sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": size}
+    layer = fp8moe.GroupedExperts(**sizes)
+    up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
+    weights = fp8moe.FP8Tensor(up, up_scale), fp8moe.FP8Tensor(down, down_scale)
+    x, index = torch.randn(tokens, hidden, dtype=dtype), random_index(tokens, top_k, num_experts + 4)
+    form = {"activation": layer.activation, "row_dtype": torch.bfloat16 if dtype is torch.bfloat16 else torch.float32}
+    groups, rows = reference.sort_by_expert(index, num_experts, None, 2)
+    permuted = permute_quantize(x, rows, index.numel())
+    results = experts_rows(permuted, groups, *weights, **form, whole=(index.numel(), num_experts + 4))
+    expected = torch.full((index.numel(), hidden), float("nan"), dtype=results.dtype)
+    some = rows.flatten() >= 0
+    expected[some] = results[rows.flatten()[some].long()]
+
+    each = index.numel() if to_all else index.numel() // ranks
+    buffers = [torch.full((each, hidden), float("nan"), dtype=results.dtype).cuda() for _ in range(ranks)]
+    signals = torch.zeros(ranks, SIGNALS_BYTES // 4, dtype=torch.int32)
+    signals[0, 1:ranks] = 1
+    signals = signals.cuda()
+    there = x.cuda(), index.cuda(), *map(to_gpu, weights)
+    num_rows = index.numel() // 2 + 1
+    share = form | {"first_expert": 2, "num_experts": num_experts + 4, "num_rows": num_rows}
+    words = meeting([row.data_ptr() for row in signals], 0)
+    for first_row, last in ((num_rows, no_meeting(ranks)), (0, words)):
+        targets = Targets(ranks, each, to_all, (*(buffer.data_ptr() for buffer in buffers), *last))
+        experts_rows_to(targets, *there, **share, first_row=first_row)
+    parts = [buffer.cpu() for buffer in buffers]
+    got = parts if to_all else [torch.cat(parts)]
+    if any(not torch.equal(values.isnan(), expected.isnan()) for values in got):
+        return float("inf")
+    return max(relative_error(values[some], expected[some].double()) for values in got)
+
+
 # function, its arguments, the largest result that is correct
 CASES = [
     *((sort_errors, case, 0) for case in SORTS),
     *((permute_errors, case, 0) for case in PERMUTATIONS),
     *((combine_errors, case, 0) for case in COMBINATIONS),
     *((dispatch_errors, case, 0) for case in DISPATCHES),
-    *((combine_to_errors, case, 0) for case in COMBINATIONS_TO),
-    *((sum_errors, case, 0) for case in SUMS),
+    *((placed_errors, case, 0) for case in PLACED),
     *((grouped_error, case, GEMM_ERROR) for case in GROUPED),
     *((masked_error, case, GEMM_ERROR) for case in MASKED),
     *((swiglu_error, case, CODES_ERROR) for case in SWIGLUS),
     *((experts_error, case, LAYER_ERROR) for case in EXPERTS),
     *((partial_error, case[:6], LAYER_ERROR) for case in EXPERTS[:2]),
+    *((sent_error, case, LAYER_ERROR) for case in SENT),
 ]

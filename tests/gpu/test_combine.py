@@ -16,6 +16,8 @@ pytestmark = pytest.mark.gpu
 Y_DTYPES = (torch.bfloat16, torch.float32)
 SIZES = ((1, 7168, 8), (1, 8, 1), (2, 128, 3), (7, 264, 6), (33, 576, 9), (65, 1048, 33), (130, 48, 64), (515, 2056, 8))
 MARK = 0xAB
+INDEX_DTYPES = (torch.int32, torch.int64)
+EXPERTS = 40
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -43,6 +45,55 @@ def write(y, rows, weights, out_dtype, sparse=False):
         plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), 0, 0, 0, out.data_ptr())
     assert (out[size:] == MARK).all()
     return out[:size].view(out_dtype).view(tokens, hidden)
+
+
+def write_placed(y, index, weights, bound, out_dtype, residual=None):
+    """The result of the kernel that takes experts in place of rows, in memory marked before, with nothing behind it."""
+    (tokens, top_k), hidden = index.shape, y.shape[1]
+    size, guard = tokens * hidden * out_dtype.itemsize, 256
+    out = torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda")
+    device = y.get_device()
+    with device_guard(device):
+        dtypes = y.dtype, weights.dtype, out_dtype
+        options = {"index_dtype": index.dtype, "pdl": True}
+        plan = combine_plan.plan(tokens, hidden, top_k, bound, *dtypes, device, **options)
+        added = 0 if residual is None else residual.data_ptr()
+        addresses = (value.data_ptr() for value in (y, index, weights))
+        plan.launch(current_stream(device), *addresses, added, 0, 0, out.data_ptr())
+    assert (out[size:] == MARK).all()
+    return out[:size].view(out_dtype).view(tokens, hidden)
+
+
+def random_experts(tokens: int, top_k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Of more than a few tokens some outside of [0, EXPERTS), and one token without any."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    index = torch.randint(EXPERTS, (tokens, top_k), generator=generator, device="cuda")
+    if tokens > 2:
+        limits = torch.iinfo(dtype)
+        index[torch.rand(index.shape, generator=generator, device="cuda") < 0.2] = -1
+        index[::3, 0], index[1::3, 0] = limits.max, EXPERTS
+        index[tokens // 2] = limits.min
+        if dtype is torch.int64:
+            index[0, -1] = 2**32 + 1  # expert 1 to who takes the lower half only
+    return index.to(dtype)
+
+
+def random_placed(tokens, hidden, top_k, dtypes, seed=0):
+    """y, index and weights of these dtypes, NaN where an assignment has no expert."""
+    y_dtype, index_dtype, weight_dtype = dtypes
+    y = random(tokens * top_k, hidden, dtype=y_dtype, seed=seed)
+    index = random_experts(tokens, top_k, index_dtype, seed)
+    there = (index >= 0) & (index < EXPERTS)
+    y[~there.flatten()] = float("nan")
+    weights = random(tokens, top_k, dtype=weight_dtype, seed=seed + 1)
+    weights[~there] = float("nan")
+    return y, index, weights
+
+
+def expected_placed(y, index, weights, out_dtype, residual=None):
+    order = torch.arange(index.numel(), dtype=torch.int32, device="cuda").view(index.shape)
+    rows = torch.where((index >= 0) & (index < EXPERTS), order, -1)
+    return reference.combine(y, rows, weights, out_dtype, residual)
 
 
 def assert_matches(y, rows, weights, out_dtype):
@@ -194,6 +245,76 @@ def test_cuda_graph_with_changed_input():
         graph.replay()
         rows = reference.sort_by_expert(index, 32, None)[1]
         assert torch.equal(out, reference.combine(y, rows, weights, torch.bfloat16))
+
+
+# Rows in the order of assignments.
+
+
+@pytest.mark.parametrize("tokens,hidden,top_k", SIZES)
+@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, INDEX_DTYPES, FLOATING)), ids=str)
+def test_rows_of_assignments(tokens, hidden, top_k, dtypes):
+    for out_dtype in FLOATING:
+        operands = random_placed(tokens, hidden, top_k, dtypes)
+        for residual in (None, random(tokens, hidden, dtype=out_dtype, seed=2)):
+            out = write_placed(*operands, EXPERTS, out_dtype, residual)
+            assert out.isfinite().all() and torch.equal(out, expected_placed(*operands, out_dtype, residual))
+
+
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+@pytest.mark.parametrize("y_dtype", Y_DTYPES)
+def test_rows_of_assignments_of_many_tokens(y_dtype, index_dtype):
+    for tokens, hidden, top_k in ((3000, 7168, 8), (9000, 1040, 40)):
+        operands = random_placed(tokens, hidden, top_k, (y_dtype, index_dtype, torch.float32))
+        residual = random(tokens, hidden, dtype=torch.bfloat16, seed=2)
+        out = write_placed(*operands, EXPERTS, torch.bfloat16, residual)
+        assert torch.equal(out, expected_placed(*operands, torch.bfloat16, residual))
+
+
+@pytest.mark.parametrize("y_dtype", Y_DTYPES)
+def test_only_used_values_of_assignments_leak(y_dtype):
+    y, index, weights = random_placed(33, 576, 9, (y_dtype, torch.int64, torch.float32))
+    index[5, 4], weights[5, 4] = EXPERTS - 1, 1.0
+    y[5 * 9 + 4] = 0
+    y[5 * 9 + 4, 17] = float("nan")
+    out = write_placed(y, index, weights, EXPERTS, torch.float32)
+    assert out.isnan().nonzero().tolist() == [[5, 17]]
+
+
+def test_same_bits_of_assignments_every_time():
+    operands = random_placed(700, 1040, 8, (torch.bfloat16, torch.int64, torch.float32))
+    first = write_placed(*operands, EXPERTS, torch.bfloat16)
+    for _ in range(20):
+        assert torch.equal(write_placed(*operands, EXPERTS, torch.bfloat16), first)
+
+
+def test_cuda_graph_of_assignments_with_changed_input():
+    """Right behind a kernel that writes what is added up."""
+    dtypes = torch.bfloat16, torch.int64, torch.float32
+    new = random_placed(77, 1040, 8, dtypes)
+    operands = [torch.empty_like(value) for value in new]
+    out = torch.empty(77, 1040, dtype=torch.bfloat16, device="cuda")
+    device = out.get_device()
+    options = {"index_dtype": torch.int64, "pdl": True}
+    with device_guard(device):
+        plan = combine_plan.plan(77, 1040, 8, EXPERTS, torch.bfloat16, torch.float32, out.dtype, device, **options)
+
+        def run():
+            for value, source in zip(operands, new, strict=True):
+                value.copy_(source)
+            addresses = (value.data_ptr() for value in operands)
+            plan.launch(current_stream(device), *addresses, 0, 0, 0, out.data_ptr())
+
+        run()  # loaded before the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    for seed in range(1, 4):
+        for value, source in zip(new, random_placed(77, 1040, 8, dtypes, seed), strict=True):
+            value.copy_(source)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected_placed(*new, torch.bfloat16))
 
 
 def test_past_two_to_the_31_elements():

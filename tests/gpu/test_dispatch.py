@@ -5,9 +5,9 @@ import torch
 
 from fp8moe.kernels.experts import dispatch_plan, reference
 from fp8moe.kernels.experts.dispatch import dispatch
-from fp8moe.kernels.experts.peer_table import SIGNALS_BYTES, meeting
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.peer_table import SIGNALS_BYTES, meeting
 from tests import peer_cases
 from tests.peer_cases import as_bytes
 
@@ -55,7 +55,7 @@ def assert_matches(tokens, slots, ranks, rank):
 def test_sizes(sizes, dtype, ranks):
     count, slots, hidden, top_k = sizes
     for rank in {0, ranks // 2, ranks - 1}:
-        dtypes = dtype, INDEX_DTYPES[rank % 2], FLOATING[rank % 3]
+        dtypes = dtype, INDEX_DTYPES[rank % 2]
         assert_matches(random_tokens(count, hidden, top_k, dtypes, seed=rank), slots, ranks, rank)
 
 
@@ -87,20 +87,20 @@ def test_equals_the_reference_on_the_cpu():
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_values_that_are_no_numbers(dtype):
-    x, index, weights = random_tokens(9, 576, 4, (dtype, torch.int64, torch.float32))
+    x, index = random_tokens(9, 576, 4, (dtype, torch.int64))
     for row, value in enumerate((float("nan"), float("inf"), -float("inf"), 0.0, -0.0)):
         x[row, 130 * row] = value
     x[5:7] = 0
-    weights[0, 0] = float("nan")
     index %= 2 * EACH  # all tokens go somewhere, but for one
     index[7] = torch.tensor([2**31, -(2**31) - 1, 2**40, -(2**31)], device="cuda")
-    assert_matches((x, index, weights), 9, 2, 1)
+    assert_matches((x, index), 9, 2, 1)
 
 
 def test_operands_in_any_layout():
-    wide, index, weights = random_tokens(50, 600, 8)
+    wide, index = random_tokens(50, 600, 8)
     for x in (wide[:, :576], wide[:, 8:584], wide[:, 1:33], wide.t()[:576].t(), wide[:1, :592].expand(50, -1)):
-        assert_matches((x, index[:, ::2], weights.t().contiguous().t()[:, 1::2]), 51, 2, 0)
+        for strided in (index[:, ::2], index.t().contiguous().t()[:, 1::2]):
+            assert_matches((x, strided), 51, 2, 0)
 
 
 def test_same_bits_every_time():

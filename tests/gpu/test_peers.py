@@ -1,9 +1,8 @@
-"""GPUs that write to each other's memory: the results of one GPU's layer. Two GPUs, a process each."""
+"""GPUs that write to each other's memory: the results of one GPU's layer, bit for bit. Two GPUs, a process each."""
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from fp8moe.distributed.local import LocalExperts
 from fp8moe.distributed.packet import Tokens
@@ -11,7 +10,7 @@ from fp8moe.distributed.peers import Peers
 from fp8moe.layers.experts_call import Weights
 from fp8moe.quant.formats import FP8Tensor, ceil_div
 from tests import experts_cases, processes
-from tests.errors import equal_but_for_steps
+from tests.peer_cases import on_one_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")]
 
@@ -60,25 +59,6 @@ def share(counts):
     return ceil_div(sum(counts) * TOP_K, WORLD)
 
 
-def on_one_gpu(layer, tokens):
-    """The results for the tokens of each rank, all in one call, in which ranks have as many as the one with most."""
-    room = max(len(own.top_k_index) for own in tokens)
-
-    def padded(values, fill):
-        return torch.cat([F.pad(value, (0, 0, 0, room - len(value)), value=fill) for value in values])
-
-    x, index, weights = zip(*tokens, strict=True)
-    out = layer(padded(x, 0), padded(index, -1), padded(weights, 0))
-    return [part[: len(own)] for part, own in zip(out.split(room), x, strict=True)] if room else list(x)
-
-
-def close(out, expected):
-    assert out.shape == expected.shape and out.dtype == expected.dtype
-    if out.dtype is torch.float32 or not out.numel():
-        return (out - expected).norm() <= 1e-3 * expected.norm()
-    return equal_but_for_steps(out, expected)
-
-
 def gather_eager(peers):
     for dtype, options in ((torch.bfloat16, {}), (torch.float32, {}), (torch.bfloat16, dict(activation="gelu"))):
         layer = make_layer(**options)
@@ -91,7 +71,7 @@ def gather_eager(peers):
             expected = on_one_gpu(layer, tokens)[peers.rank]
             expected = expected if residual is None else residual + expected
             first = peers.gather(local, mine, max(counts), share(counts), residual)
-            assert close(first, expected), (dtype, options, counts)
+            assert first.dtype == dtype and torch.equal(first, expected), (dtype, options, counts)
             for _ in range(20):
                 assert torch.equal(peers.gather(local, mine, max(counts), share(counts), residual), first)
 
@@ -106,10 +86,10 @@ def skewed(peers):
             own._replace(top_k_index=own.top_k_index % EACH + owner * EACH)
             for own in tokens_of(counts, torch.bfloat16, owner)
         ]
-        everything = Tokens(*map(torch.cat, zip(*tokens, strict=True)))
+        everything = torch.cat([own.top_k_index for own in tokens])
         assert len(local.passes(everything, share(counts))) == (2 if peers.rank == owner else 1)
         out = peers.gather(local, tokens[peers.rank], max(counts), share(counts))
-        assert close(out, on_one_gpu(layer, tokens)[peers.rank])
+        assert torch.equal(out, on_one_gpu(layer, tokens)[peers.rank])
 
 
 def replicated_eager(peers):
@@ -121,7 +101,7 @@ def replicated_eager(peers):
             residual = torch.ones_like(tokens.hidden_states) if seed % 2 else None
             expected = layer(*tokens, residual=residual)
             first = peers.replicated(local, tokens, share((count,)), residual)
-            assert close(first, expected), (dtype, count)
+            assert first.dtype == dtype and torch.equal(first, expected), (dtype, count)
             for _ in range(20):
                 assert torch.equal(peers.replicated(local, tokens, share((count,)), residual), first)
 
@@ -157,7 +137,7 @@ def layers_in_a_graph(peers, count):
             peers.gather(locals_[0], mine, count, share(counts))  # between replays
         expected = [on_one_gpu(layer, static)[peers.rank] for layer in layers]
         expected += [layers[0](*shared), expected[1], *(layer(*shared) for layer in layers[:3])]
-        assert all(map(close, outs, expected)), seed
+        assert all(map(torch.equal, outs, expected)), seed
         if seed % 5 == peers.rank:
             torch.cuda._sleep(20_000_000)  # one rank is late
     # Larger ones do not touch what the graph has; a graph cannot make them.
@@ -165,7 +145,7 @@ def layers_in_a_graph(peers, count):
     for out in outs:
         out.fill_(float("nan"))
     graph.replay()
-    assert all(map(close, outs, expected))
+    assert all(map(torch.equal, outs, expected))
     torch.cuda.synchronize()
     more = tokens_of((count + 500,) * WORLD, torch.bfloat16, 1)[peers.rank]
     refused = torch.cuda.CUDAGraph()
@@ -175,7 +155,7 @@ def layers_in_a_graph(peers, count):
 
 
 def what_earlier_calls_left(peers):
-    """Tokens go only to the ranks of their experts: what lies in the other places is not read."""
+    """Tokens go only to the ranks of their experts, and rows come only from these: what lies elsewhere is not read."""
     layer = make_layer()
     local = local_experts(peers, layer, torch.bfloat16)
     counts = (70, 70)
@@ -193,8 +173,9 @@ def what_earlier_calls_left(peers):
             first = torch.arange(70, device="cuda")[:, None] % (WORLD + 1) * EACH
             index = own.top_k_index % EACH + first
             routed.append(own._replace(top_k_index=torch.where(first < EXPERTS, index, -1).to(dtype)))
-        assert close(peers.gather(local, routed[peers.rank], 70, share(counts)), on_one_gpu(layer, routed)[peers.rank])
-        assert close(peers.replicated(local, routed[0], share((70,))), layer(*routed[0]))
+        out = peers.gather(local, routed[peers.rank], 70, share(counts))
+        assert torch.equal(out, on_one_gpu(layer, routed)[peers.rank])
+        assert torch.equal(peers.replicated(local, routed[0], share((70,))), layer(*routed[0]))
 
 
 @pytest.mark.parametrize("work", [gather_eager, skewed, replicated_eager, what_earlier_calls_left])

@@ -40,25 +40,40 @@ def random_rows(tokens: int, top_k: int, num_rows: int, seed: int = 0) -> torch.
 
 
 def write(
-    x: torch.Tensor, rows: torch.Tensor, num_rows: int, sparse: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data (num_rows, H) and scale (blocks, pitch) as bytes and words, marked where the kernel has not written."""
+    x: torch.Tensor, rows: torch.Tensor, num_rows: int, sparse: bool = False, assigned: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Data (num_rows, H), scale (blocks, pitch) and assignments (num_rows,), if `assigned`, as bytes and words.
+
+    Marked where the kernel has not written.
+    """
     tokens, hidden = x.shape
     k_blocks, pitch, guard = ceil_div(hidden, 128), align(num_rows, 4), 256
     data = torch.full((num_rows * hidden + guard,), MARK, dtype=torch.uint8, device="cuda")
     scale = torch.full((4 * k_blocks * pitch + guard,), MARK, dtype=torch.uint8, device="cuda")
+    assignments = torch.full((4 * num_rows + guard,), MARK, dtype=torch.uint8, device="cuda")
     index = x.get_device()
     with device_guard(index):
         sizes = (tokens, hidden, rows.shape[1], num_rows, x.stride(0))
         plan = permute_plan.plan(*sizes, x.dtype, index, sparse=sparse)
-        plan.launch(current_stream(index), x.data_ptr(), rows.data_ptr(), data.data_ptr(), scale.data_ptr())
-    assert (data[-guard:] == MARK).all() and (scale[-guard:] == MARK).all()
-    return data[:-guard].view(num_rows, hidden), scale[:-guard].view(torch.int32).view(k_blocks, pitch)
+        addresses = (value.data_ptr() for value in (x, rows, data, scale))
+        plan.launch(current_stream(index), *addresses, assignments.data_ptr() if assigned else 0)
+    assert all((value[-guard:] == MARK).all() for value in (data, scale, assignments))
+    scale, assignments = (value[:-guard].view(torch.int32) for value in (scale, assignments))
+    return data[:-guard].view(num_rows, hidden), scale.view(k_blocks, pitch), assignments
+
+
+def assignments_of(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """t * K + k of each row, the mark of one that has none."""
+    found = torch.full((4 * num_rows,), MARK, dtype=torch.uint8, device="cuda").view(torch.int32)
+    some = reference.valid_rows(rows, num_rows).flatten()
+    found[rows.flatten()[some].long()] = torch.arange(rows.numel(), dtype=torch.int32, device="cuda")[some]
+    return found
 
 
 def assert_matches(x: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
-    data, scale = write(x, rows, num_rows)
-    assert all(map(torch.equal, write(x, rows, num_rows, sparse=True), (data, scale)))
+    data, scale, assignments = write(x, rows, num_rows)
+    assert all(map(torch.equal, write(x, rows, num_rows, sparse=True), (data, scale, assignments)))
+    assert torch.equal(assignments, assignments_of(rows, num_rows))
     expected_data, expected_scale = reference.permute_quantize(x, rows, num_rows)
     used = torch.zeros(num_rows + 1, dtype=torch.bool, device="cuda")
     used[torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).flatten().long()] = True
@@ -130,6 +145,16 @@ def test_empty(tokens, hidden, top_k, num_rows):
     rows = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")
     data, scale = permute_quantize(random(tokens, hidden), rows, num_rows)
     assert data.shape == (num_rows, hidden) and scale.shape == (num_rows, ceil_div(hidden, 128))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("tokens,hidden,top_k", [(7, 272, 6), (65, 1040, 33), (3000, 7168, 8)])
+def test_assignments_that_are_not_wanted(tokens, hidden, top_k, sparse):
+    x, num_rows = random(tokens, hidden), tokens * top_k
+    rows = random_rows(tokens, top_k, num_rows)
+    *expected, _ = write(x, rows, num_rows, sparse)
+    *got, assignments = write(x, rows, num_rows, sparse, assigned=False)
+    assert all(map(torch.equal, got, expected)) and (assignments.view(torch.uint8) == MARK).all()
 
 
 def test_same_bits_every_time():

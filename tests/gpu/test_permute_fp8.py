@@ -13,7 +13,7 @@ from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.launch import current_stream, device_guard
 from tests import random_values
-from tests.gpu.test_permute import MARK, SIZES, random_rows
+from tests.gpu.test_permute import MARK, SIZES, assignments_of, random_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -24,24 +24,33 @@ def random(tokens: int, hidden: int, seed: int = 0) -> FP8Tensor:
     return FP8Tensor(x.data, x.scale.contiguous())
 
 
-def write(x: FP8Tensor, rows: torch.Tensor, num_rows: int, sparse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data (num_rows, H) and scale (blocks, pitch) as bytes and words, marked where the kernel has not written."""
+def write(
+    x: FP8Tensor, rows: torch.Tensor, num_rows: int, sparse: bool = False, assigned: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Data (num_rows, H), scale (blocks, pitch) and assignments (num_rows,), if `assigned`, as bytes and words.
+
+    Marked where the kernel has not written.
+    """
     tokens, hidden = x.data.shape
     k_blocks, pitch, guard = ceil_div(hidden, 128), align(num_rows, 4), 256
     data = torch.full((num_rows * hidden + guard,), MARK, dtype=torch.uint8, device="cuda")
     scale = torch.full((4 * k_blocks * pitch + guard,), MARK, dtype=torch.uint8, device="cuda")
+    assignments = torch.full((4 * num_rows + guard,), MARK, dtype=torch.uint8, device="cuda")
     index = x.data.get_device()
     with device_guard(index):
         sizes = (tokens, hidden, rows.shape[1], num_rows, x.data.stride(0), x.scale.stride())
         addresses = (value.data_ptr() for value in (*x, rows, data, scale))
-        permute_fp8_plan.plan(*sizes, index, sparse=sparse).launch(current_stream(index), *addresses)
-    assert (data[-guard:] == MARK).all() and (scale[-guard:] == MARK).all()
-    return data[:-guard].view(num_rows, hidden), scale[:-guard].view(torch.int32).view(k_blocks, pitch)
+        plan = permute_fp8_plan.plan(*sizes, index, sparse=sparse)
+        plan.launch(current_stream(index), *addresses, assignments.data_ptr() if assigned else 0)
+    assert all((value[-guard:] == MARK).all() for value in (data, scale, assignments))
+    scale, assignments = (value[:-guard].view(torch.int32) for value in (scale, assignments))
+    return data[:-guard].view(num_rows, hidden), scale.view(k_blocks, pitch), assignments
 
 
 def assert_matches(x: FP8Tensor, rows: torch.Tensor, num_rows: int) -> None:
-    data, scale = write(x, rows, num_rows)
-    assert all(map(torch.equal, write(x, rows, num_rows, sparse=True), (data, scale)))
+    data, scale, assignments = write(x, rows, num_rows)
+    assert all(map(torch.equal, write(x, rows, num_rows, sparse=True), (data, scale, assignments)))
+    assert torch.equal(assignments, assignments_of(rows, num_rows))
     expected_data, expected_scale = reference.permute_fp8(*x, rows, num_rows)
     used = torch.zeros(num_rows + 1, dtype=torch.bool, device="cuda")
     used[torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).flatten().long()] = True
@@ -110,6 +119,16 @@ def test_empty(tokens, hidden, top_k, num_rows):
     rows = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")
     data, scale = permute_fp8(random(tokens, hidden), rows, num_rows)
     assert data.shape == (num_rows, hidden) and scale.shape == (num_rows, ceil_div(hidden, 128))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("tokens,hidden,top_k", [(7, 272, 6), (65, 1040, 33), (3000, 7168, 8)])
+def test_assignments_that_are_not_wanted(tokens, hidden, top_k, sparse):
+    x, num_rows = random(tokens, hidden), tokens * top_k
+    rows = random_rows(tokens, top_k, num_rows)
+    *expected, _ = write(x, rows, num_rows, sparse)
+    *got, assignments = write(x, rows, num_rows, sparse, assigned=False)
+    assert all(map(torch.equal, got, expected)) and (assignments.view(torch.uint8) == MARK).all()
 
 
 def test_same_bits_every_time():

@@ -115,11 +115,16 @@ def _projections(name: str, x: Tensor, weights: Sequence[Tensor], gated: bool) -
 
 def routed(index: Tensor, weights: Tensor, x: Tensor, name: str) -> None:
     """That there are an expert and a weight for each of top_k assignments of the tokens x, the argument `name`."""
+    routed_index(index, x, name)
+    _weights("top_k_weights", weights, index, "top_k_index", name)
+
+
+def routed_index(index: Tensor, x: Tensor, name: str) -> None:
+    """That there is an expert for each."""
     check_dtype("top_k_index", index, *_INDEX_DTYPES)
     if index.dim() != 2 or index.shape[0] != x.shape[0]:
         raise ValueError(f"top_k_index: expected shape ({x.shape[0]}, top_k), got {tuple(index.shape)}")
     check_device("top_k_index", index, x.device, name)
-    _weights("top_k_weights", weights, index, "top_k_index", name)
 
 
 def routing(

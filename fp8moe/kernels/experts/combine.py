@@ -1,11 +1,9 @@
-"""Weighted sum of each token's rows: ``combine``, the operator ``fp8moe::combine`` behind it, and ``combine_to``."""
-
-from collections.abc import Sequence
+"""Weighted sum of each token's rows: ``combine``, and the operator ``fp8moe::combine`` behind it."""
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts import checks, combine_plan, peer_checks, reference
+from fp8moe.kernels.experts import checks, combine_plan, reference
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
@@ -32,32 +30,6 @@ def combine(
     if residual is not None:
         check_tensor("residual", residual)
     return autograd.run(_combine_op, "fp8moe.kernels.experts.combine", y, rows, weights, out_dtype, residual)
-
-
-def combine_to(
-    y: Tensor,
-    rows: Tensor,
-    weights: Tensor,
-    buffers: Sequence[Tensor],
-    rank: int,
-    *,
-    to_all: bool = False,
-    partial: Tensor | None = None,
-) -> None:
-    """Write the float32 sums of `combine` to the buffers of W ranks: each to the rank whose token it is, or to all.
-
-    y, rows, weights: as for `combine`. Of the tokens, the first T / W are rank 0's, and so on.
-    buffers: of 2 to 8 ranks, (T, H) or with to_all (W * T, H), contiguous float32 that the device of y can write. The
-        sums of `rank`, T / W rows or T, go to its place in each, from rank * T / W or rank * T on. Without `partial`,
-        the place of a token that has no row keeps what it held.
-    rank: whose sums these are, 0 to W - 1.
-    partial: (T, H) float32 that is added to the sums, or None.
-
-    There is no derivative. Raises TypeError for a wrong dtype, ValueError for a wrong rank, size, layout or device.
-    """
-    peer_checks.combine_to(y, rows, weights, buffers, rank, to_all, partial)
-    backend = combine_plan if use_cuda(y) else reference
-    backend.combine_to(y, rows, weights, buffers, rank, to_all, partial)
 
 
 def _combine(

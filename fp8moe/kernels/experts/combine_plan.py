@@ -1,12 +1,11 @@
 """Launches ``cuda/combine.cu``."""
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts.peer_table import no_meeting, peer_defines
+from fp8moe.kernels.experts.routing_plan import INDEX_TYPES
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
 from fp8moe.runtime.checks import aligned
@@ -22,7 +21,7 @@ _BLOCKS_PER_SM = 8  # as many as run at once
 class _Sizes(ctypes.Structure):
     """``struct Sizes`` of the kernel."""
 
-    _fields_ = tuple((name, ctypes.c_uint32) for name in ("tokens", "top_k", "num_rows", "warps"))
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("tokens", "top_k", "bound", "warps"))
 
 
 _plans: PlanCache[PointerLauncher] = PlanCache()
@@ -38,37 +37,39 @@ def kernel_spec(
     y_dtype: torch.dtype,
     weight_dtype: torch.dtype,
     out_dtype: torch.dtype,
-    peers: int = 1,
-    to_all: bool = False,
+    index_dtype: torch.dtype | None = None,
 ) -> KernelSpec:
-    """The kernel for rows of `hidden` columns and these dtypes; peers, to_all: see `plan`."""
-    types = (("WEIGHT", INPUT_TYPES[weight_dtype]), ("OUTPUT", INPUT_TYPES[out_dtype]))
+    """The kernel for rows of `hidden` columns and these dtypes; index_dtype: see `plan`."""
+    types = (
+        ("WEIGHT", INPUT_TYPES[weight_dtype]),
+        ("OUTPUT", INPUT_TYPES[out_dtype]),
+        ("ROW", INDEX_TYPES[index_dtype or torch.int32]),
+        ("PLACED", int(index_dtype is not None)),
+    )
     sizes = (
         ("WARPS", _WARPS),
         ("WARP_COLUMNS", _warp_columns(y_dtype)),
         ("HIDDEN", hidden),
         ("SIZES_BYTES", ctypes.sizeof(_Sizes)),
     )
-    targets = (*peer_defines(peers), ("TO_ALL", int(to_all)))
-    return KernelSpec("combine.cu", "combine", (*input_defines(y_dtype), *types, *sizes, *targets))
+    return KernelSpec("combine.cu", "combine", (*input_defines(y_dtype), *types, *sizes))
 
 
 def plan(
     tokens: int,
     hidden: int,
     top_k: int,
-    num_rows: int,
+    bound: int,
     y_dtype: torch.dtype,
     weight_dtype: torch.dtype,
     out_dtype: torch.dtype,
     device_index: int,
     *,
-    peers: int = 1,
-    to_all: bool = False,
+    index_dtype: torch.dtype | None = None,
     sparse: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for y (num_rows, hidden), rows and weights (tokens, top_k), residual and out (tokens, hidden).
+    """The launcher for y (bound, hidden), rows and weights (tokens, top_k), residual and out (tokens, hidden).
 
     In this order, with two more addresses before out, of bool (tokens,): of which tokens the residual has a sum,
     and where that is written of out, which then gets no other sums; 0 for all. The residual may be 0 for none.
@@ -76,28 +77,25 @@ def plan(
     `device_index` is that of the current device. sparse: most tokens have no row; only the speed depends on it. pdl:
     start before the kernel ahead has ended; nothing is read or written before it has.
 
-    peers: with more than one there are so many outs, then the meeting (`peer_table`). Each out is of float32, on a GPU
-    of its own: with to_all (tokens, hidden), or (tokens / peers, hidden), the next so many tokens of each. Tokens that
-    have neither a row nor a residual are then left alone.
+    index_dtype: in place of rows come the experts of the assignments, of this dtype, each with its row: y (tokens *
+    top_k, hidden). Those outside [0, bound) have none.
     """
 
     def build() -> PointerLauncher:
         warps = 1 if sparse else ceil_div(hidden, _warp_columns(y_dtype))  # that share a token
         blocks = ceil_div(tokens * warps, _WARPS)
-        if sparse or peers > 1:
-            blocks = min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index))
         return PointerLauncher(
-            load(kernel_spec(hidden, y_dtype, weight_dtype, out_dtype, peers, to_all)),
-            grid=blocks,
+            load(kernel_spec(hidden, y_dtype, weight_dtype, out_dtype, index_dtype)),
+            grid=min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index)) if sparse else blocks,
             block=_WARPS * WARP,
             pdl=pdl,
             pointers=4,
-            table=3 if peers == 1 else 2 * peers + 3,
-            args=(_Sizes(tokens, top_k, num_rows, warps),),
+            table=3,
+            args=(_Sizes(tokens, top_k, bound, warps),),
         )
 
-    form = (y_dtype, weight_dtype, out_dtype, device_index, peers, to_all, sparse, pdl)
-    return _plans.get((tokens, hidden, top_k, num_rows, *form), build)
+    form = (y_dtype, weight_dtype, out_dtype, device_index, index_dtype, sparse, pdl)
+    return _plans.get((tokens, hidden, top_k, bound, *form), build)
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
@@ -115,31 +113,3 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
                 current_stream(device_index), *(0 if operand is None else operand.data_ptr() for operand in operands)
             )
     return out
-
-
-def combine_to(
-    y: Tensor,
-    rows: Tensor,
-    weights: Tensor,
-    buffers: Sequence[Tensor],
-    rank: int,
-    to_all: bool,
-    partial: Tensor | None,
-) -> None:
-    """Of operands in any layout, as ``experts.combine`` describes it."""
-    (num_rows, hidden), (tokens, top_k), peers = y.shape, rows.shape, len(buffers)
-    if not tokens * hidden:
-        return
-    y, rows, weights = aligned(y), rows.contiguous(), weights.contiguous()
-    partial = partial if partial is None else aligned(partial)
-    first = rank * (tokens if to_all else tokens // peers)
-    outs = (buffer[first:].data_ptr() for buffer in buffers)
-    device_index = y.get_device()
-    dtypes = (y.dtype, weights.dtype, torch.float32)
-    options = {"peers": peers, "to_all": to_all}
-    with device_guard(device_index):
-        plan(tokens, hidden, top_k, num_rows, *dtypes, device_index, **options).launch(
-            *(current_stream(device_index), y.data_ptr(), rows.data_ptr(), weights.data_ptr()),
-            *(0 if partial is None else partial.data_ptr(), 0, 0),
-            *(*outs, *no_meeting(peers)),
-        )

@@ -40,7 +40,7 @@ def plan(
     sparse: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for the data of x, its scale, rows, data and scale, in this order.
+    """The launcher for the data of x, its scale, rows, data, scale and assignments, in this order.
 
     scale_strides: of the scale of x, in elements. The others, and what it reads and writes, as for `permute_plan.plan`.
     """
@@ -48,7 +48,7 @@ def plan(
     def build() -> PointerLauncher:
         blocks, sizes = shape(tokens, hidden, top_k, num_rows, row_stride, sparse, device_index)
         args, kernel = (_Sizes(sizes, *scale_strides),), load(kernel_spec(hidden))
-        return PointerLauncher(kernel, grid=blocks, block=WARPS * WARP, pdl=pdl, pointers=5, args=args)
+        return PointerLauncher(kernel, grid=blocks, block=WARPS * WARP, pdl=pdl, pointers=6, args=args)
 
     key = (tokens, hidden, top_k, num_rows, row_stride, scale_strides, device_index, sparse, pdl)
     return _plans.get(key, build)
@@ -65,6 +65,6 @@ def permute_fp8(x: Tensor, x_scale: Tensor, rows: Tensor, num_rows: int) -> tupl
         operands = (x, x_scale, rows, data, scale)
         with device_guard(device_index):
             plan(tokens, hidden, rows.shape[1], num_rows, x.stride(0), x_scale.stride(), device_index).launch(
-                current_stream(device_index), *(operand.data_ptr() for operand in operands)
+                current_stream(device_index), *(operand.data_ptr() for operand in operands), 0
             )
     return data, scale

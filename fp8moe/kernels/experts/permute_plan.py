@@ -69,19 +69,20 @@ def plan(
     sparse: bool = False,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for x, rows, data and scale, in this order; x (tokens, hidden) of `dtype`, none of them 0.
+    """The launcher for x, rows, data, scale and assignments, in this order; x (tokens, hidden) of `dtype`, not empty.
 
     device_index: of the current device. row_stride: from one token to the next, in elements, a multiple of 16 bytes;
     within a token the stride is 1. rows (tokens, top_k) is contiguous. It writes data (num_rows, hidden), contiguous,
-    and the scale of row i and block j of 128 columns to element i + j * align(num_rows, 4) of scale. x and data are at
-    multiples of 16 bytes. sparse: most tokens have no row; only the speed depends on it. pdl: start before the kernel
-    ahead has ended; nothing is read or written before it has.
+    the scale of row i and block j of 128 columns to element i + j * align(num_rows, 4) of scale, and to assignments,
+    which may be 0, token * top_k + k of each row that has one, int32. x and data are at multiples of 16 bytes. sparse:
+    most tokens have no row; only the speed depends on it. pdl: start before the kernel ahead has ended; nothing is read
+    or written before it has.
     """
 
     def build() -> PointerLauncher:
         blocks, sizes = shape(tokens, hidden, top_k, num_rows, row_stride, sparse, device_index)
         kernel = load(kernel_spec(hidden, dtype))
-        return PointerLauncher(kernel, grid=blocks, block=WARPS * WARP, pdl=pdl, pointers=4, args=(sizes,))
+        return PointerLauncher(kernel, grid=blocks, block=WARPS * WARP, pdl=pdl, pointers=5, args=(sizes,))
 
     return _plans.get((tokens, hidden, top_k, num_rows, row_stride, dtype, device_index, sparse, pdl), build)
 
@@ -96,6 +97,6 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Te
         device_index = x.get_device()
         with device_guard(device_index):
             plan(tokens, hidden, rows.shape[1], num_rows, x.stride(0), x.dtype, device_index).launch(
-                current_stream(device_index), x.data_ptr(), rows.data_ptr(), data.data_ptr(), scale.data_ptr()
+                current_stream(device_index), x.data_ptr(), rows.data_ptr(), data.data_ptr(), scale.data_ptr(), 0
             )
     return data, scale

@@ -13,13 +13,13 @@ from torch import Tensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import combine_plan, permute_fp8_plan, permute_plan, routing_plan
 from fp8moe.kernels.experts.operands import Operands, Share, tiles_of
-from fp8moe.kernels.experts.peer_table import Targets
-from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.plan import Plan as GemmPlan
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.peer_table import Targets
 from fp8moe.runtime.plans import PlanCache
 
 
@@ -27,7 +27,8 @@ class Plan:
     """How to run the layer on operands of given shapes, strides, dtypes and device, which is to be current.
 
     share: see `Share`; the window of rows that it names is what the scratch has room for.
-    targets: of how many peers the sums go to, and how; which addresses they have matters to `run` only. None: a result.
+    targets: peers that the results of GEMM 2 go to, row by row, and how; which addresses they have matters to `run`
+    only. None: their weighted sums are the result.
 
     Programmatic dependent launch lets a kernel prepare, and fetch weights, while the one before it runs. That is safe
     because the sort is launched the ordinary way, or behind a kernel that has waited for all before it, and because
@@ -61,8 +62,11 @@ class Plan:
             "a_scale": pitch * ceil_div(hidden, 128) * 4,
             "h": num_rows * size,
             "h_scale": pitch * ceil_div(size, 128) * 4,
-            "y": num_rows * hidden * row_dtype.itemsize,
         }
+        if targets is None:
+            parts["y"] = num_rows * hidden * row_dtype.itemsize
+        else:
+            parts["assignments"] = num_rows * 4
         self.offsets, total = {}, 0
         for name, nbytes in parts.items():
             self.offsets[name] = total
@@ -82,7 +86,6 @@ class Plan:
         a, h = part("a", torch.float8_e4m3fn, hidden), part("h", torch.float8_e4m3fn, size)
         a_scale = part("a_scale", torch.float32, ceil_div(hidden, 128))
         h_scale = part("h_scale", torch.float32, ceil_div(size, 128))
-        y = part("y", row_dtype, hidden)
         grouped = {**tiles_of(tokens * top_k, share.num_experts or count, capacity), "pdl": True}
         window = {"first_expert": share.first_expert, "first_row": share.first_row, "num_rows": num_rows}
         window["pdl"] = targets is not None
@@ -94,32 +97,38 @@ class Plan:
         else:
             self.permute = permute_fp8_plan.plan(*sizes, x_scale.stride(), device, **launch)
         self.gemm1 = GemmPlan(a, a_scale, up, h, SwigluQuantize(activation), **grouped)
+        if targets is not None:
+            self.gemm2 = GemmPlan(h, h_scale, down, None, PeerStore(row_dtype, *targets.form), **grouped)
+            return
+        y = part("y", row_dtype, hidden)
         self.gemm2 = GemmPlan(h, h_scale, down, y, PlainStore(row_dtype), **grouped)
-        peers = {} if targets is None else {"peers": targets.peers, "to_all": targets.to_all}
-        self.combine = combine_plan.plan(
-            tokens, hidden, top_k, num_rows, row_dtype, weights.dtype, out_dtype, device, **peers, **launch
-        )
+        dtypes = row_dtype, weights.dtype, out_dtype
+        self.combine = combine_plan.plan(tokens, hidden, top_k, num_rows, *dtypes, device, **launch)
 
     def run(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
-        """Returns (T, H) in the dtype of the input, or of the share; None if the sums go to the targets."""
+        """Returns (T, H) in the dtype of the input, or of the share; None if rows go to the targets."""
         x, index, weights, up, up_scale, down, down_scale, residual, x_scale, *known = operands
         # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
         scratch = self.new_scratch()
         out = self.new_out() if targets is None else None
         base = scratch.data_ptr()
-        groups, rows, a, a_scale, h, h_scale, y = (base + offset for offset in self.offsets.values())
+        groups, rows, a, a_scale, h, h_scale, last = (base + offset for offset in self.offsets.values())
         with device_guard(self.index):
             stream = current_stream(self.index)
             self.sort.launch(stream, index.data_ptr(), groups, rows)
             tokens = (x.data_ptr(),) if x_scale is None else (x.data_ptr(), x_scale.data_ptr())
-            self.permute.launch(stream, *tokens, rows, a, a_scale)
+            self.permute.launch(stream, *tokens, rows, a, a_scale, 0 if targets is None else last)
             self.gemm1.launch(
                 stream, a, a_scale, up.data_ptr(), up_scale.data_ptr(), groups, (h, self.size, h_scale, self.pitch)
             )
-            self.gemm2.launch(stream, h, h_scale, down.data_ptr(), down_scale.data_ptr(), groups, (y, self.hidden, 0))
+            operands = (h, h_scale, down.data_ptr(), down_scale.data_ptr(), groups)
+            if targets is not None:
+                addresses = targets.addresses
+                self.gemm2.launch(stream, *operands, (*addresses[: targets.peers], last, *addresses[targets.peers :]))
+                return None
+            self.gemm2.launch(stream, *operands, (last, self.hidden, 0))
             added = (0 if value is None else value.data_ptr() for value in (residual, *known))
-            outs = (out.data_ptr(),) if targets is None else targets.addresses
-            self.combine.launch(stream, y, rows, weights.data_ptr(), *added, *outs)
+            self.combine.launch(stream, last, rows, weights.data_ptr(), *added, out.data_ptr())
         return out
 
 

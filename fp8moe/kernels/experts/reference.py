@@ -80,27 +80,21 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, re
 
 
 def dispatch(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    buffers: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
-    rank: int,
-    num_experts: int,
+    x: Tensor, index: Tensor, buffers: Sequence[tuple[Tensor, Tensor, Tensor]], rank: int, num_experts: int
 ) -> None:
-    """x (N, H), index and weights (N, K) -> the slots of `rank` in buffers as `Received` describes them."""
+    """x (N, H), index (N, K) -> the slots of `rank` in buffers as `Received` describes them."""
     slots = buffers[0][0].shape[0] // len(buffers)
     end = rank * slots + x.shape[0]
     own, free = slice(rank * slots, end), slice(end, (rank + 1) * slots)
     values = reference.quantize_1x128(x, False)
     wanted = owners(index, len(buffers), num_experts)
     index = torch.where(index == index.int(), index, -1)
-    for peer, received in enumerate(buffers):
-        for part, value in zip(received[:2], values, strict=True):
+    for peer, (*parts, experts) in enumerate(buffers):
+        for part, value in zip(parts, values, strict=True):
             part, value = (v.view(torch.uint8) if v.itemsize == 1 else v for v in (part[own], value))
             part.copy_(torch.where(wanted[:, peer, None].to(part.device), value.to(part.device), part))
-        for part, value, none in zip(received[2:], (index, weights), (-1, 0), strict=True):
-            part[own].copy_(value)
-            part[free] = none
+        experts[own].copy_(index)
+        experts[free] = -1
 
 
 def owners(index: Tensor, ranks: int, num_experts: int) -> Tensor:
@@ -108,35 +102,6 @@ def owners(index: Tensor, ranks: int, num_experts: int) -> Tensor:
     first = torch.arange(ranks, device=index.device)[:, None] * (num_experts // ranks)
     inside = (index[:, None] >= first) & (index[:, None] < first + num_experts // ranks)
     return inside.any(-1)
-
-
-def combine_to(
-    y: Tensor,
-    rows: Tensor,
-    weights: Tensor,
-    buffers: Sequence[Tensor],
-    rank: int,
-    to_all: bool,
-    partial: Tensor | None,
-) -> None:
-    """The float32 sums of `combine` to the rows of `rank` in buffers of all ranks."""
-    sums = combine(y, rows, weights, torch.float32, partial)
-    some = valid_rows(rows, len(y)).any(-1) | (partial is not None)
-    parts, there = ([x] * len(buffers) if to_all else x.tensor_split(len(buffers)) for x in (sums, some))
-    for buffer, part, which in zip(buffers, parts, there, strict=True):
-        own = buffer[rank * len(part) :][: len(part)]
-        own.copy_(torch.where(which[:, None].to(own.device), part.to(own.device), own))
-
-
-def sum_partials(
-    partials: Tensor, index: Tensor, ranks: int, num_experts: int, out_dtype: torch.dtype, residual: Tensor | None
-) -> Tensor:
-    """partials (W * S, H) float32, index (T, K), residual (T, H) or None -> (T, H); sums in the order of ranks."""
-    there = owners(index, ranks, num_experts)
-    total = torch.zeros(len(index), partials.shape[1], dtype=torch.float32, device=partials.device)
-    for rank, part in enumerate(partials.tensor_split(ranks)):
-        total = torch.where(there[:, rank, None], total + part[: len(index)], total)
-    return total.to(out_dtype) if residual is None else residual + total.to(out_dtype)
 
 
 def valid_rows(rows: Tensor, num_rows: int) -> Tensor:

@@ -134,6 +134,11 @@ def with_stages(config: GemmConfig, k: int) -> GemmConfig:
     return replace(config, stages=max(1, min(fit, most, MAX_STAGES)))
 
 
+def unstaged(config: GemmConfig, k: int) -> GemmConfig:
+    """``config`` whose tile TMA does not write, with a deeper ring."""
+    return with_stages(replace(config, staged=False), k)
+
+
 def fits(config: GemmConfig, k: int) -> bool:
     """Whether registers and shared memory suffice, with two stages to alternate between."""
     registers = config.accumulators * (config.slabs + 1) + 28

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.quant.formats import SCALE_DEFINES
+from fp8moe.runtime.peer_table import peer_defines
 
 Fields = tuple[tuple[str, type], ...]
 
@@ -28,6 +29,11 @@ class PlainStore:
     gated: ClassVar[bool] = False  # whether the weights are those of gate and up
     defines: ClassVar[tuple] = ()
     values: ClassVar[dict[str, float]] = {}
+
+    @property
+    def kind(self) -> PlainStore:
+        """The same for any number of tokens."""
+        return self
 
     @property
     def constants(self) -> dict[str, int]:
@@ -59,6 +65,11 @@ class SwigluQuantize:
     defines: ClassVar[tuple] = SCALE_DEFINES
 
     @property
+    def kind(self) -> SwigluQuantize:
+        """The same for any number of tokens."""
+        return self
+
+    @property
     def constants(self) -> dict[str, int]:
         """Compile-time constants."""
         return {"SWIGLU_FORM": self.activation.form}
@@ -69,4 +80,46 @@ class SwigluQuantize:
         return {"limit": self.activation.limit or 0.0, "alpha": self.activation.alpha or 0.0}
 
 
-Epilogue = PlainStore | SwigluQuantize
+@dataclass(frozen=True)
+class PeerStore:
+    """Each row in the memory of the GPU whose token it is, or of all.
+
+    peers: how many GPUs. each: assignments of a GPU's tokens; of all tokens where rows go `to_all`.
+    """
+
+    out_dtype: torch.dtype
+    peers: int
+    each: int
+    to_all: bool = False
+
+    header: ClassVar[str] = "epilogue_peers.cuh"
+    gated: ClassVar[bool] = False
+
+    @property
+    def fields(self) -> Fields:
+        """Targets, the assignment of each row, and the meeting (`runtime.peer_table`)."""
+        names = [*(f"peer_{i}" for i in range(self.peers)), "assignments"]
+        names += [f"meeting_{i}" for i in range(self.peers + 1)]
+        return (*((name, ctypes.c_int64) for name in names), ("each", ctypes.c_int))
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return (*peer_defines(self.peers), ("TO_ALL", int(self.to_all)))
+
+    @property
+    def kind(self) -> PeerStore:
+        """The same for any number of tokens."""
+        return replace(self, each=0)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Compile-time constants."""
+        return {"OUT_FLOAT32": int(self.out_dtype == torch.float32)}
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The field that does not change from call to call."""
+        return {"each": self.each}
+
+
+Epilogue = PlainStore | SwigluQuantize | PeerStore

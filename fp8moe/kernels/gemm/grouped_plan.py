@@ -7,10 +7,11 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.config import GemmConfig
-from fp8moe.kernels.gemm.epilogue import Epilogue, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.epilogue import Epilogue, PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.plan import Plan
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.peer_table import Targets
 from fp8moe.runtime.plans import PlanCache
 
 Option = float | tuple[int, int] | GemmConfig | None
@@ -45,6 +46,25 @@ def grouped_gemm_swiglu(
     """
     scale = (out.scale.data_ptr(), out.scale.stride(1))
     _run((*a, *b, groups), out.data, scale, SwigluQuantize(activation), options)
+
+
+def grouped_gemm_to(
+    a: FP8Tensor,
+    b: FP8Tensor,
+    groups: Tensor,
+    assignments: Tensor,
+    epilogue: PeerStore,
+    targets: Targets,
+    **options: Option,
+) -> None:
+    """The same with each row where its assignment (M,) int32 belongs; b contiguous."""
+    index, addresses = a.data.get_device(), targets.addresses
+    with device_guard(index):
+        key = (a.data.shape, a.data.stride(), a.scale.stride(), b.data.shape, index, epilogue, *sorted(options.items()))
+        plan = _plans.get(key, lambda: Plan(*a, b.data, None, epilogue, **options))
+        operands = (value.data_ptr() for value in (*a, *b, groups))
+        out = (*addresses[: targets.peers], assignments.data_ptr(), *addresses[targets.peers :])
+        plan.launch(current_stream(index), *operands, out)
 
 
 def _run(

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm.config import GemmConfig
+from fp8moe.kernels.gemm.config import GemmConfig, unstaged
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import arguments_type, kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, raster_group, row_tiles_bound
@@ -25,7 +25,8 @@ class Plan:
     Args:
         a, a_scale: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
         b: (N, K) float8_e4m3fn, rows 16-byte aligned, or (E, N, K), contiguous: a matrix for each group of rows.
-        out: a result, (M, N) of the epilogue's dtype, or (M, N / 2) where the epilogue joins gate and up.
+        out: a result, (M, N) of the epilogue's dtype, or (M, N / 2) where the epilogue joins gate and up; None where it
+            goes to peers.
         max_m: of the masked layout of groups, where M = E * max_m. expected_m: rows that a group is expected to have;
             by default M / E.
         whole: of the contiguous layout: rows and groups of a GEMM of which this is a part. A group is expected to have
@@ -42,7 +43,7 @@ class Plan:
         a: Tensor,
         a_scale: Tensor,
         b: Tensor,
-        out: Tensor,
+        out: Tensor | None,
         epilogue: Epilogue,
         *,
         max_m: int | None = None,
@@ -54,14 +55,15 @@ class Plan:
         m, k = a.shape
         n, groups = b.shape[-2], b.shape[0] if b.dim() == 3 else 0
         self.index = a.get_device()
-        self.shape = tuple(out.shape)
-        # With strides, and bound beforehand, an allocation takes half the time of torch.empty.
-        self.new_out = functools.partial(
-            torch.empty_strided, self.shape, out.stride(), dtype=out.dtype, device=out.device
-        )
+        if out is not None:
+            self.shape = tuple(out.shape)
+            # With strides, and bound beforehand, an allocation takes half the time of torch.empty.
+            self.new_out = functools.partial(
+                torch.empty_strided, self.shape, out.stride(), dtype=out.dtype, device=out.device
+            )
         sms = num_sms(self.index)
         if cfg is None and max_m is None:
-            families.add(Family(n, k, groups, epilogue))
+            families.add(Family(n, k, groups, epilogue.kind))
         if groups:
             if expected_m is None:
                 rows, of = whole or (m, groups)
@@ -70,6 +72,8 @@ class Plan:
             cfg = cfg or choose_grouped(m, groups, expected_m, n, k, sms, **options)
         else:
             cfg = cfg or choose_dense(m, n, k, sms)
+        if out is None:
+            cfg = unstaged(cfg, k)
         if config.settings.print_configs:
             problem = f"grouped_gemm m={m} groups={groups} expected_m={expected_m}" if groups else f"gemm m={m}"
             print(f"fp8moe {problem} n={n} k={k} {epilogue}: {cfg}")
@@ -87,7 +91,7 @@ class Plan:
         )
         # Of a contiguous result; one with another pitch is written without it.
         self._out = None
-        if cfg.staged and out.dtype == torch.bfloat16 and out.stride(0) == n:
+        if cfg.staged and out is not None and out.dtype == torch.bfloat16 and out.stride(0) == n:
             self._out = tensor_map(out, shape=self.shape, strides=(n, 1), box=(64, 64), swizzle=128)
 
         tiles = row_tiles_bound(cfg.block_m, m, max(groups, 1), max_m) * ceil_div(n, cfg.block_n)

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from fp8moe.kernels.gemm.epilogue import Epilogue
+from fp8moe.kernels.gemm.config import unstaged
+from fp8moe.kernels.gemm.epilogue import Epilogue, PeerStore
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
 from fp8moe.runtime.jit import KernelSpec
@@ -27,6 +28,8 @@ class Family(NamedTuple):
         if groups:
             options = {"max_m": None, "swiglu": epilogue.gated}
             chosen = {choose_grouped(m, groups, m / groups, n, k, num_sms, **options) for m in _ladder(1, rows)}
+            if isinstance(epilogue, PeerStore):
+                chosen = {unstaged(config, k) for config in chosen}
         else:
             sizes = (*range(1, _FEW), *range(_FEW, _MANY, _FEW), *_ladder(_MANY, rows))
             chosen = {choose_dense(min(m, rows), n, k, num_sms) for m in sizes}

@@ -10,19 +10,21 @@ _ARRIVED_BYTES = 4  # of a word of Signals.arrived
 
 
 class Targets(NamedTuple):
-    """Where the sums of a layer go, on so many peers: each to the peer whose token it is, or all to all of them.
+    """Where the rows of a layer go, on so many peers: each to the peer whose token it is, or all to all of them.
 
-    addresses: of the part of each peer that is this GPU's, then the meeting.
+    each: assignments of a peer's tokens, which come one peer after the other; with to_all those of all tokens.
+    addresses: of (each, H) on every peer, a row for each assignment, then the meeting.
     """
 
     peers: int
+    each: int
     to_all: bool
     addresses: tuple[int, ...]
 
     @property
-    def form(self) -> tuple[int, bool]:
+    def form(self) -> tuple[int, int, bool]:
         """What the kernels are made for."""
-        return self.peers, self.to_all
+        return self.peers, self.each, self.to_all
 
 
 def peer_defines(peers: int) -> tuple[tuple[str, int], ...]:
