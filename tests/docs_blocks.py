@@ -4,6 +4,7 @@ Python blocks of a page share one namespace; ``sh`` blocks run in a shell; ``tex
 comment says what is special about it:
 
     <!-- needs a GPU -->                elsewhere it is compiled, and its names are looked up
+    <!-- needs a C++ compiler -->       likewise; with a GPU it needs the CUDA toolkit too
     <!-- needs transformers X.Y -->     left out where transformers is older
     <!-- save as NAME.py -->            a script, which a later sh block starts
 """
@@ -12,6 +13,7 @@ import ast
 import builtins
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 LANGUAGES = ("python", "sh", "text")
 NEEDS_GPU = "needs a GPU"
+NEEDS_COMPILER = "needs a C++ compiler"
 
 _BLOCK = re.compile(r"((?:^<!-- .* -->\n)*)^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
 _SHELL_LIMIT = 600  # seconds
@@ -76,7 +79,7 @@ def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
         if script is not None:
             block.tree()
             (directory / script).write_text(block.text)
-        elif block.mark(NEEDS_GPU) is not None and not has_gpu:
+        elif not _can_run(block, has_gpu):
             assert unresolved(block.tree(), names) == [], block.place
         elif block.language == "python":
             exec(compile(block.tree(), str(page), "exec"), names)
@@ -86,6 +89,14 @@ def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
             )
             assert done.returncode == 0, f"{block.place}\n{done.stdout}\n{done.stderr}"
     return names
+
+
+def _can_run(block: Block, has_gpu: bool) -> bool:
+    if block.mark(NEEDS_COMPILER) is not None:
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        return shutil.which("g++") is not None and (CUDA_HOME is not None or not has_gpu)
+    return has_gpu or block.mark(NEEDS_GPU) is None
 
 
 def unresolved(tree: ast.Module, names: dict[str, Any]) -> list[str]:

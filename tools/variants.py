@@ -18,6 +18,8 @@ from fp8moe.kernels.block.sampling import SamplingState, sample
 from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.rows_to import experts_rows_to
+from fp8moe.kernels.gemm.flat_k import grouped_gemm_k_flat
+from fp8moe.kernels.gemm.row_layout import grouped_gemm_by_layout
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.peer_table import Targets
@@ -107,9 +109,24 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         operands = make.normal(200, 64, dtype=torch.float32), make.zeros(40, 4, dtype=torch.int32)
         yield lambda operands=operands, dtype=dtype: ops.combine(*operands, make.uniform(40, 4, mean=1.0), dtype)
+    yield from layout_calls(make)
     yield from share_calls(make)
     yield from peer_calls(make)
     yield from block_calls(make)
+
+
+def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Of grouped GEMMs in DeepGEMM's layouts."""
+    for groups, rows, alignment in product((1, 64), (200, 40000), (None, 128)):
+        a, b, out = make.rows(rows, 1024), make.weights(groups, 512, 1024), make.zeros(rows, 512, dtype=torch.bfloat16)
+        layout = make.zeros(groups if alignment else rows, dtype=torch.int32)
+        options = {"alignment": alignment, "expected_m": max(1, rows // groups - 127)}
+        yield lambda call=(a, b, layout, out), options=options: grouped_gemm_by_layout(*call, **options)
+    for groups, m, n, add in product((1, 7), (8, 272), (16, 1000), (False, True)):
+        k, sizes = 128 * groups, make.integers([128] * groups)
+        a, b = ((make.codes(size * k), make.rows(size, k).scale) for size in (m, n))
+        out = make.zeros(groups, m, n, dtype=torch.float32)
+        yield lambda call=(a, b, sizes, out), add=add: grouped_gemm_k_flat(*call, accumulate=add)
 
 
 def share_calls(make: Operands) -> Iterator[Callable[[], object]]:

@@ -15,7 +15,8 @@ struct ScheduleArguments {
   const int* groups;  // see Schedule
   int m;              // rows of a and of the result
   int max_m;
-  int raster;  // height of a band of tiles, see RasterPosition
+  int raster;       // height of a band of tiles, see RasterPosition
+  int group_pitch;  // from one group to the next in `groups`
 };
 
 // Walks over this block's tiles: every gridDim.x / SPLIT_K-th. The blocks of a split have the same.
@@ -63,8 +64,8 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
 
 // One matrix for each group of rows. The sizes are known on the device only: one warp turns them into a table in shared
 // memory. Whatever `groups` holds, rows stay within m.
-// groups: offsets (Groups + 1) of the groups' rows, or with max_m, where group e has the rows from e * max_m on, how
-// many (Groups) of them are in use.
+// groups: offsets (Groups + 1) of the groups' rows; or, with a pitch of 2, first row and end of each (Groups, 2), in
+// any order; or with max_m, where group e has the rows from e * max_m on, how many (Groups) of them are in use.
 template <int Groups>
 struct Schedule : TileWalk<Schedule<Groups>> {
   static constexpr int EACH = ceil_div(Groups, WARP);  // groups of a lane
@@ -88,8 +89,9 @@ struct Schedule : TileWalk<Schedule<Groups>> {
         first[i] = group * args.max_m;
         end[i] = first[i] + min(max(groups[group], 0), args.max_m);
       } else {
-        first[i] = min(max(groups[group], 0), args.m);
-        end[i] = min(max(groups[group + 1], first[i]), args.m);
+        const int* range = groups + group * args.group_pitch;
+        first[i] = min(max(range[0], 0), args.m);
+        end[i] = min(max(range[1], first[i]), args.m);
       }
       if (lane * EACH + i < Groups) tile_rows += ceil_div(end[i] - first[i], BLOCK_M);
     }

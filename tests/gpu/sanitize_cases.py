@@ -13,6 +13,7 @@ import torch
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
 from tests.gpu.sanitize_block_cases import CASES as BLOCK_CASES
+from tests.gpu.sanitize_layout_cases import CASES as LAYOUT_CASES
 from tests.gpu.sanitize_moe_cases import CASES as MOE_CASES
 from tests.gpu.sanitize_moe_cases import on_cpu
 from tests.gpu.sanitize_mqa_cases import CASES as MQA_CASES
@@ -90,7 +91,7 @@ def main() -> None:
     cases += [(columnwise_error, case, E4M3_ERROR) for case in COLUMNWISE]
     # Two rounded operands: their errors add in squares.
     cases += [(linear_error, case, 1.5 * E4M3_ERROR) for case in LINEARS]
-    cases += MOE_CASES + BLOCK_CASES + SAMPLING_CASES + TRAINING_CASES + MQA_CASES
+    cases += MOE_CASES + LAYOUT_CASES + BLOCK_CASES + SAMPLING_CASES + TRAINING_CASES + MQA_CASES
     wrong = 0
     with torch.no_grad():
         for function, case, limit in cases:

@@ -34,11 +34,17 @@ def dense(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor |
 
 def contiguous(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> tuple[int, int]:
     """Dtypes, shapes and devices of the operands of ``grouped_gemm``. Returns M and N."""
+    shape = rows_of_experts(a, a_scale, b, b_scale)
+    _groups("group_offsets", group_offsets, (b.shape[0] + 1,), "(E + 1,)", a)
+    return shape
+
+
+def rows_of_experts(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[int, int]:
+    """The same without the groups."""
     m, k = fp8_data("a.data", a, "(M, K)")
     experts, n = _weights("b.data", b, "(E, N, K)", a)
     check_scale("a.scale", a_scale, (m, ceil_div(k, 128)), a.device)
     check_scale("b.scale", b_scale, (experts, ceil_div(n, 128), ceil_div(k, 128)), a.device)
-    _groups("group_offsets", group_offsets, (experts + 1,), "(E + 1,)", a)
     return m, n
 
 

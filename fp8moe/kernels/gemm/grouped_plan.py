@@ -25,14 +25,14 @@ def grouped_gemm(a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, **opti
     Args:
         a: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
         b: (E, N, K) float8_e4m3fn; (E, ceil(N / 128), ceil(K / 128)) float32; contiguous.
-        groups: int32, offsets (E + 1,), or with `max_m`, where M = E * max_m, rows in use (E,).
+        groups: int32, offsets (E + 1,), ranges of rows (E, 2), or with `max_m`, where M = E * max_m, rows in use (E,).
         out: (M, N) bfloat16 or float32, rows 16-byte aligned, written.
         options: max_m, expected_m, whole and cfg, as for `Plan`.
     """
     if a.data.shape[1] == 0:
         _zero_groups(groups, out, options.get("max_m"))
         return
-    _run((*a, *b, groups), out, (0,), PlainStore(out.dtype), options)
+    _run((*a, *b, groups), out, (0,), PlainStore(out.dtype), options | {"ranges": groups.dim() == 2})
 
 
 def grouped_gemm_swiglu(
@@ -85,7 +85,8 @@ def _zero_groups(groups: Tensor, out: Tensor, max_m: int | None) -> None:
     """Without any K, rows of groups are zero; the host does not know which they are."""
     rows = torch.arange(out.shape[0], device=out.device)
     if max_m is None:
-        starts, ends = groups[:-1].clamp(0, len(rows)), groups[1:].clamp(0, len(rows))
+        starts, ends = groups.unbind(1) if groups.dim() == 2 else (groups[:-1], groups[1:])
+        starts, ends = starts.clamp(0, len(rows)), ends.clamp(0, len(rows))
         inside = ((rows[:, None] >= starts) & (rows[:, None] < ends)).any(1)
     else:
         inside = rows % max_m < groups.clamp(0, max_m)[rows // max_m]

@@ -89,16 +89,40 @@ def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int,
     """Each expert that has rows, and which of the ``m`` rows these are.
 
     Without max_m ``groups`` is group_offsets (E+1,): expert e has rows ``offsets[e]:offsets[e+1]``, both clamped to
-    [0, m]. With max_m it is masked_m (E,): the first ``masked_m[e]``, clamped to [0, max_m], of max_m rows each.
+    [0, m]. Or it is their ranges (E, 2), in any order. With max_m it is masked_m (E,): the first ``masked_m[e]``,
+    clamped to [0, max_m], of max_m rows each.
     """
     sizes = groups.tolist()
     if max_m is None:
-        bounds = [(min(max(start, 0), m), min(end, m)) for start, end in zip(sizes, sizes[1:], strict=False)]
+        ranges = sizes if groups.dim() == 2 else zip(sizes, sizes[1:], strict=False)
+        bounds = [(min(max(start, 0), m), min(end, m)) for start, end in ranges]
     else:
         bounds = [(e * max_m, e * max_m + min(size, max_m)) for e, size in enumerate(sizes)]
     for expert, (start, end) in enumerate(bounds):
         if start < end:
             yield expert, slice(start, end)
+
+
+def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
+    """First row and end of each group (groups, 2), of a layout as ``row_layout.grouped_gemm_by_layout`` takes it.
+
+    ValueError where rows of a group lie between those of others. Reads the layout on the host.
+    """
+    layout = layout.long()
+    if alignment is not None:
+        starts = torch.nn.functional.pad((layout[:-1].clamp(min=0) + alignment - 1) // alignment * alignment, (1, 0))
+        return torch.stack([starts[:groups], layout], dim=1)
+    ranges = torch.zeros(groups, 2, dtype=torch.int64)
+    runs, sizes = torch.unique_consecutive(layout.cpu(), return_counts=True)
+    before = -1
+    for group, end, size in zip(runs.tolist(), sizes.cumsum(0).tolist(), sizes.tolist(), strict=True):
+        if not 0 <= group < groups:
+            continue
+        if ranges[group, 1] and group != before:
+            raise ValueError(f"layout: expected the rows of a group together, got group {group} behind group {before}")
+        ranges[group] = torch.tensor([ranges[group, 0] if ranges[group, 1] else end - size, end])
+        before = group
+    return ranges
 
 
 def _part(operand: FP8Tensor, index: int | slice) -> FP8Tensor:
@@ -124,6 +148,25 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
             partial = products(to_float32(a[0][:, columns]), to_float32(b[0][:, columns]).T)
             total.addcmul_(partial, a[1][:, block, None] * b[1][:, block])
         out[group] = total
+
+
+def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups along K one behind the other, a (m * k,) and b (n * k,), as matrices (m, k), (n, k), and offsets (E + 1,).
+
+    sizes: (E,) of the groups. Columns behind the last are zeros. ValueError where they are more than k. Reads the sizes
+    on the host.
+    """
+    offsets = torch.nn.functional.pad(sizes.long().clamp(min=0).cumsum(0), (1, 0))
+    bounds = offsets.tolist()
+    if bounds[-1] > k:
+        raise ValueError(f"sizes: expected groups that fill at most the {k} columns of the operands, got {bounds[-1]}")
+    joined = []
+    for flat, rows in ((a, m), (b, n)):
+        flat, matrix = flat.view(torch.uint8), torch.zeros(rows, k, dtype=torch.uint8, device=flat.device)
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            matrix[:, start:end] = flat[rows * start : rows * end].view(rows, end - start)
+        joined.append(matrix.view(torch.float8_e4m3fn))
+    return *joined, offsets.int()
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,144 @@
+"""bfloat16 GEMMs, by PyTorch: so that programs run which call DeepGEMM for these too."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm, pad
+
+from fp8moe.integrations.deep_gemm.operands import check_addend
+from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
+from fp8moe.kernels.gemm.checks import RESULTS
+from fp8moe.quant.checks import check_vector
+from fp8moe.runtime.autograd import detached
+from fp8moe.runtime.checks import check_dtype, check_like, check_tensor
+
+
+def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
+    """``d = c + a @ b.T``, or ``a @ b.T`` without c.
+
+    a (M, K), b (N, K) bfloat16; d (M, N) bfloat16 or float32, written; c like d. Any strides. compiled_dims: no effect.
+    """
+    a, b = _matrix("a", a, 2), _matrix("b", b, 2)
+    check_addend(c, d)
+    _check_product(d, (a.shape[0], b.shape[0]), a, b)
+    if d.dtype is torch.float32:
+        product = _mm_float32(a, b.t())
+        torch.add(product, 0 if c is None else c, out=d)
+    elif c is None:
+        torch.mm(a, b.t(), out=d)
+    else:
+        torch.addmm(c, a, b.t(), out=d)
+
+
+def bf16_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
+    """`bf16_gemm_nt` with b (K, N)."""
+    bf16_gemm_nt(a, b.mT, d, c)
+
+
+def bf16_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
+    """`bf16_gemm_nt` with a (K, M) and b (K, N)."""
+    bf16_gemm_nt(a.mT, b.mT, d, c)
+
+
+def bf16_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
+    """`bf16_gemm_nt` with a (K, M)."""
+    bf16_gemm_nt(a.mT, b, d, c)
+
+
+def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`bf16_gemm_nt`."""
+    bf16_gemm_nt(a, b, d, c)
+
+
+def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`bf16_gemm_nn`."""
+    bf16_gemm_nn(a, b, d, c)
+
+
+def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`bf16_gemm_tn`."""
+    bf16_gemm_tn(a, b, d, c)
+
+
+def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`bf16_gemm_tt`."""
+    bf16_gemm_tt(a, b, d, c)
+
+
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    grouped_layout: Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """``d[i] = a[i] @ b[group of i].T`` for every row i that has a group; other rows of d are left alone.
+
+    a (M, K), b (E, N, K) bfloat16; d (M, N) bfloat16 or float32. grouped_layout: as for
+    `m_grouped_fp8_gemm_nt_contiguous`, with groups in any order and any number of places.
+    """
+    a, b = _matrix("a", a, 2), _matrix("b", b, 3)
+    check_tensor("grouped_layout", grouped_layout)
+    _check_product(d, (a.shape[0], b.shape[1]), a, b)
+    groups = _group_of_rows(grouped_layout, a.shape[0], b.shape[0], use_psum_layout)
+    # Rows by groups, those of none behind.
+    key, order = groups.sort(stable=True)
+    ends = torch.searchsorted(key, torch.arange(b.shape[0], device=a.device), right=True)
+    product = grouped_mm(a[order], b.mT, offs=ends.int()).to(d.dtype)
+    d[order] = torch.where((key < b.shape[0])[:, None], product, d[order])
+
+
+def m_grouped_bf16_gemm_nn_contiguous(
+    a: Tensor, b: Tensor, d: Tensor, grouped_layout: Tensor, *args, **options
+) -> None:
+    """`m_grouped_bf16_gemm_nt_contiguous` with b (E, K, N)."""
+    m_grouped_bf16_gemm_nt_contiguous(a, b.mT, d, grouped_layout, *args, **options)
+
+
+def m_grouped_bf16_gemm_nt_masked(
+    a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, compiled_dims: str = "nk"
+) -> None:
+    """``d[e] = a[e] @ b[e].T``: a (E, max_m, K), b (E, N, K) bfloat16; d (E, max_m, N) bfloat16 or float32.
+
+    masked_m: int32 (E,); the rows behind masked_m[e] are undefined, and here computed too. expected_m: no effect.
+    """
+    a, b = _matrix("a", a, 3), _matrix("b", b, 3)
+    check_vector("masked_m", masked_m, torch.int32, a.shape[0], a.device)
+    _check_product(d, (*a.shape[:2], b.shape[1]), a, b)
+    d.copy_(torch.bmm(a, b.mT))
+
+
+def _matrix(name: str, value: Tensor, dimensions: int) -> Tensor:
+    check_tensor(name, value)
+    check_dtype(name, value, torch.bfloat16)
+    if value.dim() != dimensions:
+        raise ValueError(f"{name}: expected {dimensions} dimensions, got shape {tuple(value.shape)}")
+    return detached(value)
+
+
+def _check_product(d: Tensor, shape: tuple[int, ...], a: Tensor, b: Tensor) -> None:
+    if b.shape[-1] != a.shape[-1]:
+        raise ValueError(f"b: expected K = {a.shape[-1]} like a {tuple(a.shape)}, got shape {tuple(b.shape)}")
+    check_tensor("d", d)
+    check_like("d", d, RESULTS, shape, a.device, "a")
+
+
+def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _group_of_rows(layout: Tensor, rows: int, groups: int, psum: bool) -> Tensor:
+    """The group of each row (rows,) int64, `groups` for none."""
+    if not psum:
+        check_vector("grouped_layout", layout, torch.int32, rows, layout.device)
+        return torch.where((layout >= 0) & (layout < groups), layout, groups).long()
+    check_vector("grouped_layout", layout, torch.int32, groups, layout.device)
+    alignment = get_mk_alignment_for_contiguous_layout()
+    starts = pad((layout[:-1] + alignment - 1) // alignment * alignment, (1, 0))
+    row = torch.arange(rows, device=layout.device)
+    group = torch.searchsorted(layout.long(), row, right=True)
+    begun = row >= starts[group.clamp(max=groups - 1)]
+    return torch.where(begun & (group < groups), group, groups)

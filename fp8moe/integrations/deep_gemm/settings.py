@@ -1,0 +1,91 @@
+"""DeepGEMM's settings. That of the SMs is fp8moe's own; the alignment says how layouts are read; others are kept."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fp8moe.quant.formats import BLOCK
+from fp8moe.runtime import config, launch
+from fp8moe.runtime.checks import check_int
+
+_H100_SMS = 132
+
+
+@dataclass
+class _Values:
+    mk_alignment: int = BLOCK
+    tc_util: int = 100
+    pdl: bool = False
+    compile_mode: int = 0
+
+
+_values = _Values()
+
+
+def set_num_sms(num_sms: int) -> None:
+    """The most SMs that a GEMM or index scores may occupy from now on: FP8MOE_NUM_SMS of this process."""
+    check_int("num_sms", num_sms)
+    if num_sms < 1:
+        raise ValueError(f"num_sms: expected at least 1, got {num_sms}")
+    config.settings = replace(config.settings, num_sms=num_sms)
+
+
+def get_num_sms() -> int:
+    """The same, but not more than the current device has. Without a GPU, an H100's unless set."""
+    if torch.cuda.is_available():
+        return launch.num_sms(torch.cuda.current_device())
+    return config.settings.num_sms or _H100_SMS
+
+
+def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
+    """Where groups of a psum layout begin: at multiples of it. Groups by rows may begin at any row."""
+    check_int("alignment", alignment)
+    if alignment < 1:
+        raise ValueError(f"alignment: expected at least 1, got {alignment}")
+    _values.mk_alignment = alignment
+
+
+def get_mk_alignment_for_contiguous_layout() -> int:
+    """128 unless set."""
+    return _values.mk_alignment
+
+
+def get_m_alignment_for_contiguous_layout() -> int:
+    """`get_mk_alignment_for_contiguous_layout` by its name of 2025."""
+    return _values.mk_alignment
+
+
+def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
+    """The alignment that suits the kernels best: 128, also that of groups along K."""
+    return BLOCK
+
+
+def set_tc_util(tc_util: int) -> None:
+    """Kept; no effect. A share of the tensor cores' time in percent."""
+    check_int("tc_util", tc_util)
+    if not 0 <= tc_util <= 100:
+        raise ValueError(f"tc_util: expected 0 to 100 percent, got {tc_util}")
+    _values.tc_util = tc_util
+
+
+def get_tc_util() -> int:
+    return _values.tc_util
+
+
+def set_pdl(enable_pdl: bool) -> None:
+    """Kept; no effect: a GEMM here may read its weights before the kernel ahead has ended, so it waits for it."""
+    _values.pdl = bool(enable_pdl)
+
+
+def get_pdl() -> bool:
+    return _values.pdl
+
+
+def set_compile_mode(compile_mode: int) -> None:
+    """Kept; no effect: calls compile what they lack, and run."""
+    check_int("compile_mode", compile_mode)
+    _values.compile_mode = compile_mode
+
+
+def get_compile_mode() -> int:
+    return _values.compile_mode

@@ -1,0 +1,75 @@
+"""What DeepGEMM's tests and its users' compare and time with."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+_L2_BYTES = 256 << 20  # more than any L2 holds
+
+
+def calc_diff(x: Tensor, y: Tensor) -> float:
+    """``1 - 2 x.y / (x.x + y.y)`` in float64: 0 for equal tensors, 0 where both are zeros."""
+    x, y = x.double(), y.double()
+    size = (x * x + y * y).sum()
+    return (1 - 2 * (x * y).sum() / size).item() if size != 0 else 0.0
+
+
+def count_bytes(*tensors: Tensor | Iterable | None) -> int:
+    """Bytes of the elements of all tensors, also of those in tuples and lists; None counts nothing."""
+    total = 0
+    for value in tensors:
+        if isinstance(value, Tensor):
+            total += value.numel() * value.element_size()
+        elif value is not None:
+            total += count_bytes(*value)
+    return total
+
+
+def get_arch_major() -> int:
+    """The first number of the current GPU's compute capability: 9 on Hopper."""
+    return torch.cuda.get_device_capability()[0]
+
+
+def bench_kineto(
+    fn: Callable[[], Any],
+    kernel_names: str | tuple[str, ...],
+    num_tests: int = 30,
+    suppress_kineto_output: bool = False,
+    trace_path: str | None = None,
+    flush_l2: bool = True,
+    with_multiple_kernels: bool = False,
+) -> float | tuple[float, ...]:
+    """Mean seconds of the kernels, or without a GPU of the operators, whose names hold each of `kernel_names`.
+
+    fn: called once to compile what it needs, and then num_tests times under PyTorch's profiler. flush_l2: write 256 MB
+    ahead of each call. trace_path: where to write a trace. with_multiple_kernels: a name may be that of several
+    kernels, whose times are averaged; ValueError otherwise. suppress_kineto_output: no effect, nothing is printed.
+    Returns a number for each name, or for the one; 0 for a kernel that did not run.
+    """
+    cuda = torch.cuda.is_available()
+    fn()
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        for _ in range(num_tests):
+            if flush_l2 and cuda:
+                torch.empty(_L2_BYTES, dtype=torch.int8, device="cuda").zero_()
+            fn()
+        if cuda:
+            torch.cuda.synchronize()
+    if trace_path is not None:
+        profiler.export_chrome_trace(trace_path)
+    events = profiler.key_averages()
+    names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names
+    times = tuple(_mean_seconds(name, events, cuda, with_multiple_kernels) for name in names)
+    return times[0] if isinstance(kernel_names, str) else times
+
+
+def _mean_seconds(name: str, events: Iterable, cuda: bool, several: bool) -> float:
+    found = [event for event in events if name in event.key]
+    if len(found) > 1 and not several:
+        raise ValueError(f"kernel_names: expected the name of one kernel, got {name!r}, of {[e.key for e in found]}")
+    count = sum(event.count for event in found)
+    microseconds = sum(event.device_time_total if cuda else event.cpu_time_total for event in found)
+    return microseconds / count / 1e6 if count else 0.0
