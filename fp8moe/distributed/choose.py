@@ -1,4 +1,4 @@
-"""Method auto: gather or all_to_all, by what they send and what a call costs besides."""
+"""Method auto over NCCL: gather or all_to_all, by what they send and what a call costs besides."""
 
 # Two H200s over NVLink, DeepSeek-V3's layer (issue 16): NCCL moves 200 GB/s. A token costs gather 7392 bytes there and
 # 28672 back for each other rank. Eager all_to_all of few tokens takes 1.5 ms more: it waits for sizes.

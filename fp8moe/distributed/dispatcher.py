@@ -127,13 +127,13 @@ class Dispatcher:
             return _exact(self._pairs(index, counts), self._quantized(inputs), sum(counts))
         tokens = counts[0] if self.options.method == "replicated" else sum(counts)
         share = ceil_div(tokens * index.shape[1], self.world)
-        transport = self._transport(index, counts)
-        peers = self._peers(transport, x)
+        peers = self._peers(x)
         if peers is None:
-            return _sum(transport, self._quantized(inputs), share)
-        if isinstance(transport, Replicated):
+            return _sum(self._transport(index, counts), self._quantized(inputs), share)
+        if self.options.method == "replicated":
             return peers.replicated(inputs.local, inputs.tokens, share, inputs.residual)
-        return peers.gather(inputs.local, inputs.tokens, transport.room, share, inputs.residual)
+        room = Gather(self.group, counts).room
+        return peers.gather(inputs.local, inputs.tokens, room, share, inputs.residual)
 
     def _quantized(self, inputs: Inputs) -> Inputs:
         """With tokens as they are sent."""
@@ -142,9 +142,13 @@ class Dispatcher:
         x = quantize_1x128(inputs.tokens.hidden_states)
         return inputs._replace(tokens=inputs.tokens._replace(hidden_states=x))
 
-    def _peers(self, transport: Transport, x: Tensor) -> Peers | None:
-        """The GPUs of one node that can serve the call in place of the transport."""
-        served = isinstance(transport, Replicated) or (isinstance(transport, Gather) and self.options.payload == "fp8")
+    def _peers(self, x: Tensor) -> Peers | None:
+        """The GPUs of one node that can serve the call without NCCL.
+
+        Then gather sends a token only where a rank has an expert of it, so that auto has no need of all_to_all.
+        """
+        method, payload = self.options.method, self.options.payload
+        served = method == "replicated" or (method != "all_to_all" and payload == "fp8")
         return Peers.of(self.group, x) if served and x.is_cuda and x.shape[1] % 16 == 0 else None
 
     def _transport(self, index: Tensor, counts: list[int]) -> Transport:

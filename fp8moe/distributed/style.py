@@ -36,7 +36,8 @@ class ExpertParallel(ParallelStyle):
     Args:
         method: "gather": every rank gets all tokens. "all_to_all": a token goes to the ranks that have experts of it;
             eager calls wait for the device, and CUDA graphs take "gather" instead. "replicated": tokens, routing and
-            results are the same on all ranks. "auto": gather or all_to_all, by the number of tokens and ranks.
+            results are the same on all ranks. "auto": gather on a node; over NCCL gather or
+            all_to_all, by the number of tokens and ranks.
         payload: of tokens sent without gradients: "fp8", quantized 1x128 once, as the experts would, or "bf16", as they
             are. Training sends them as they are.
         exact: get back a row for each token and expert and add them up where the token is: one GPU's bits. With methods

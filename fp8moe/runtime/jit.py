@@ -255,6 +255,8 @@ def is_cached(spec: KernelSpec) -> bool:
 
 def load_all(specs: Iterable[KernelSpec]) -> None:
     """`load` all of them, several compiled at a time."""
+    import cuda.core  # noqa: F401  (several threads that import it first get in each other's way)
+
     missing = [spec for spec in specs if spec not in _kernels]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for spec, code in zip(missing, pool.map(cubin, missing), strict=True):
