@@ -4,7 +4,7 @@ Python blocks of a page share one namespace; ``sh`` blocks run in a shell; ``tex
 comment says what is special about it:
 
     <!-- needs a GPU -->                elsewhere it is compiled, and its names are looked up
-    <!-- needs a C++ compiler -->       likewise; with a GPU it needs the CUDA toolkit too
+    <!-- needs a C++ compiler -->       where AOTInductor cannot package, likewise
     <!-- needs transformers X.Y -->     left out where transformers is older
     <!-- save as NAME.py -->            a script, which a later sh block starts
 """
@@ -13,7 +13,6 @@ import ast
 import builtins
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from tests import docs_commands
+from tests.aot_inductor import can_package
 from tests.processes import WITHOUT_MULTICAST
 
 ROOT = Path(__file__).parent.parent
@@ -93,9 +93,7 @@ def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
 
 def _can_run(block: Block, has_gpu: bool) -> bool:
     if block.mark(NEEDS_COMPILER) is not None:
-        from torch.utils.cpp_extension import CUDA_HOME
-
-        return shutil.which("g++") is not None and (CUDA_HOME is not None or not has_gpu)
+        return can_package(has_gpu)
     return has_gpu or block.mark(NEEDS_GPU) is None
 
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BENCHMARKS = (
     *("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa"),
-    *("sampling", "decode", "requests"),
+    *("sampling", "decode", "requests", "lora"),
 )
 TIMEOUT_S = 570
 TEST_PROCESSES = 6

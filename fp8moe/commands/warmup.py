@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+_FEW_ENOUGH = 8192  # tokens: for more no kernel is another, but those of GEMMs
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
 
 
@@ -72,7 +73,9 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
     tokens = max(options.tokens, decoder)
     recorder = ProcessPoolExecutor(1, mp_context=get_context("spawn"))  # unfit for other use
     with recorder:
-        kernels, families = recorder.submit(_record, source, options.batch_sizes, options.tokens, sms).result()
+        kernels, families = recorder.submit(
+            _record, source, options.batch_sizes, min(tokens, _FEW_ENOUGH), sms
+        ).result()
     found = [pool.submit(_variants, *item, tokens, decoder, sms) for item in families.items()]
     return list(kernels.union(*(one.result() for one in found)))
 

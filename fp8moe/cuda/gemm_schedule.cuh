@@ -19,24 +19,26 @@ struct ScheduleArguments {
   int group_pitch;  // from one group to the next in `groups`
 };
 
-// Walks over this block's tiles: every gridDim.x / SPLIT_K-th. The blocks of a split have the same.
+// Walks over this block's tiles, one in each round of all blocks. The blocks of a split have the same.
 template <typename Derived>
 struct TileWalk {
-  int index = blockIdx.x / SPLIT_K, tiles = 0;
+  int place = blockIdx.x / SPLIT_K, index = place, tiles = 0;
 
   __device__ __forceinline__ bool ended() const { return index >= tiles; }
 
-  // The next tile; false behind the last. Not by way of peek(): ptxas would take the warps to be divergent.
+  // The next tile; false behind the last.
   __device__ __forceinline__ bool next(Tile& tile) {
     if (ended()) return false;
     tile = static_cast<const Derived*>(this)->at(index);
-    index += gridDim.x / SPLIT_K;
-    return true;
-  }
-  // The same without a step.
-  __device__ __forceinline__ bool peek(Tile& tile) const {
-    if (ended()) return false;
-    tile = static_cast<const Derived*>(this)->at(index);
+    const int places = gridDim.x / SPLIT_K;
+    if constexpr (GROUPS > 0) {
+      // The last tiles of groups take less time, and may be every second one: each round moves the blocks on by one.
+      const bool last = place == places - 1;
+      index += last ? 1 : places + 1;
+      place = last ? 0 : place + 1;
+    } else {
+      index += places;
+    }
     return true;
   }
 };

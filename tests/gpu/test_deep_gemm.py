@@ -329,7 +329,8 @@ def test_cpu_time():
     )
     for native, ours in pairs:
         native_time, time_here = microseconds(native), microseconds(ours)
-        assert time_here < native_time + 10, (native_time, time_here)
+        loaded = max(1.0, native_time / 40)  # an idle CPU takes 30 us
+        assert time_here < native_time + 10 * loaded, (native_time, time_here)
 
 
 def test_bench_kineto_finds_the_kernel():

@@ -204,7 +204,7 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
     for top_k_index, x in inputs:
         for _ in range(3):
             sort.launch(stream, top_k_index.data_ptr(), groups.data_ptr(), addresses["rows"])
-            permute.launch(stream, x.data_ptr(), *addresses.values())
+            permute.launch(stream, x.data_ptr(), *addresses.values(), 0)
             combine.launch(stream, y.data_ptr(), addresses["rows"], weights.data_ptr(), 0, 0, 0, out.data_ptr())
         results.append(buffer.clone())
     for (top_k_index, x), result in zip(inputs, results, strict=True):

@@ -26,20 +26,20 @@ def resident_clusters(config: GemmConfig, num_sms: int) -> int:
 # ---- one matrix ----
 
 _DENSE_START = 3.26  # launch, first loads from a cold L2, last stores
-_DENSE_PER_STAGE = 0.002  # start of the first load to start of the next
-_DENSE_PER_SPLIT = 0.026  # each further block that shares a K
-_DENSE_REDUCTION = 2.93  # of a 128 x 128 tile through distributed shared memory
-_DENSE_EPILOGUE = 0.679  # of a 128 x 128 tile
-_DENSE_STAGED_EPILOGUE = 0.254  # of one that TMA writes
+_DENSE_PER_STAGE = 0.001  # start of the first load to start of the next
+_DENSE_PER_SPLIT = 0.0473  # each further block that shares a K
+_DENSE_REDUCTION = 3.67  # of a 128 x 128 tile through distributed shared memory
+_DENSE_EPILOGUE = 1.24  # of a 128 x 128 tile
+_DENSE_STAGED_EPILOGUE = 0.253  # of one that TMA writes
 _DENSE_SHALLOW = 1.03  # products take longer behind a ring of less than four stages
-_DENSE_STEP_LATENCY = 320  # cycles from a full stage to an empty one, beside the product itself
-_DENSE_STEP_WAIT = 0.295  # part of the product that a single warpgroup cannot hide
-_DENSE_MMA = 1.172 / 32  # cycles of one output element and 128 products
-_DENSE_PIECE = 0.0  # the same, for each piece of a product's columns that has a weight scale of its own
-_DENSE_LOAD = 66.5  # bytes a cycle into one SM
-_DENSE_L2 = 12.8e6  # bytes a microsecond out of L2
-_DENSE_DRAM = 2.88e6  # bytes a microsecond out of memory
-_DENSE_OVERLAP = 3.96  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
+_DENSE_STEP_LATENCY = 399  # cycles from a full stage to an empty one, beside the product itself
+_DENSE_STEP_WAIT = 0.503  # part of the product that a single warpgroup cannot hide
+_DENSE_MMA = 1.218 / 32  # cycles of one output element and 128 products
+_DENSE_PIECE = 0.000212  # the same, for each piece of a product's columns that has a weight scale of its own
+_DENSE_LOAD = 56.3  # bytes a cycle into one SM
+_DENSE_L2 = 12.9e6  # bytes a microsecond out of L2
+_DENSE_DRAM = 3.4e6  # bytes a microsecond out of memory
+_DENSE_OVERLAP = 3.78  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
 
 
 def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
@@ -71,16 +71,16 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
 
 _GROUPED_START = 7.11
-_GROUPED_STEP = 324  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
-_GROUPED_MMA = 0.0401  # cycles of one output element and 128 products
-_GROUPED_LOAD = 64.6  # bytes a cycle into one SM
-_GROUPED_L2 = 14e6
-_GROUPED_DRAM = 3.9e6
-_GROUPED_EPILOGUE = 0.219  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.0351  # of one that TMA writes
-_GROUPED_SPARSE = 0.096  # reading from memory takes longer where the rings of an SM hold less than 200 KB
-_GROUPED_SHALLOW = 1.02  # products take longer behind a ring of less than four stages
-_GROUPED_OVERLAP = 3.47  # exponent of the norm that joins times that overlap
+_GROUPED_STEP = 362  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_MMA = 0.0387  # cycles of one output element and 128 products
+_GROUPED_LOAD = 59.4  # bytes a cycle into one SM
+_GROUPED_L2 = 11.4e6
+_GROUPED_DRAM = 4.56e6
+_GROUPED_EPILOGUE = 0.824  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.142  # of one that TMA writes
+_GROUPED_SPARSE = 0.0285  # reading from memory takes longer where the rings of an SM hold less than 200 KB
+_GROUPED_SHALLOW = 1.03  # products take longer behind a ring of less than four stages
+_GROUPED_OVERLAP = 3.41  # exponent of the norm that joins times that overlap
 
 
 @lru_cache(maxsize=4096)
