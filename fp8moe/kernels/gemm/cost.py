@@ -71,16 +71,16 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
 
 _GROUPED_START = 7.11
-_GROUPED_STEP = 362  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
-_GROUPED_MMA = 0.0387  # cycles of one output element and 128 products
-_GROUPED_LOAD = 59.4  # bytes a cycle into one SM
-_GROUPED_L2 = 11.4e6
-_GROUPED_DRAM = 4.56e6
-_GROUPED_EPILOGUE = 0.824  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.142  # of one that TMA writes
-_GROUPED_SPARSE = 0.0285  # reading from memory takes longer where the rings of an SM hold less than 200 KB
-_GROUPED_SHALLOW = 1.03  # products take longer behind a ring of less than four stages
-_GROUPED_OVERLAP = 3.41  # exponent of the norm that joins times that overlap
+_GROUPED_STEP = 360  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_MMA = 0.0496  # cycles of one output element and 128 products
+_GROUPED_LOAD = 62.5  # bytes a cycle into one SM
+_GROUPED_L2 = 10.1e6
+_GROUPED_DRAM = 5.33e6
+_GROUPED_EPILOGUE = 0.452  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.0707  # of one that TMA writes
+_GROUPED_SPARSE = 0.0684  # reading from memory takes longer where the rings of an SM hold less than 200 KB
+_GROUPED_SHALLOW = 0.996  # products take longer behind a ring of less than four stages
+_GROUPED_OVERLAP = 2.97  # exponent of the norm that joins times that overlap
 
 
 @lru_cache(maxsize=4096)
