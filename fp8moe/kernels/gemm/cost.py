@@ -80,6 +80,8 @@ _GROUPED_EPILOGUE = 0.452  # of a 128 x 128 tile
 _GROUPED_STAGED_EPILOGUE = 0.0707  # of one that TMA writes
 _GROUPED_SPARSE = 0.0684  # reading from memory takes longer where the rings of an SM hold less than 200 KB
 _GROUPED_SHALLOW = 0.996  # products take longer behind a ring of less than four stages
+_GROUPED_FULLEST = 0.7  # how much the fullest tiles of a round decide when it ends, the average one the rest
+_GROUPED_SHARED = 0.99  # of a product whose tokens a second one shares
 _GROUPED_OVERLAP = 2.97  # exponent of the norm that joins times that overlap
 
 
@@ -143,7 +145,11 @@ def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: 
     product = height * config.block_n * _GROUPED_MMA if config.swap else 0
     loaded = (height + config.block_n) * 128
     per_sm = max(1.0, min(tiles, slots) * config.split_k / num_sms)
-    step = max(cycles / tiles, per_sm * product, per_sm * loaded / _GROUPED_LOAD if config.swap else 0)
+    fullest = _step_cycles(config, height)
+    average = fullest + (1 - _GROUPED_FULLEST) * (cycles / tiles - fullest)
+    if not config.swap and config.columns < config.block_n:
+        average *= _GROUPED_SHARED
+    step = max(average, per_sm * product, per_sm * loaded / _GROUPED_LOAD if config.swap else 0)
     shallow = _GROUPED_SHALLOW if config.stages < 4 and not config.swap else 1
     compute = share * ceil(steps / config.split_k) * step / _CYCLES * shallow
 
