@@ -69,3 +69,11 @@ def fp8_without_gpu(monkeypatch):
     """transformers keeps the weights of FP8 checkpoints as they are: where there is no GPU it would not."""
     quantizers = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8")
     monkeypatch.setattr(quantizers.FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+
+
+@pytest.fixture(autouse=True)
+def freed():
+    """What a test has used of the GPU's memory is for the tests of other processes afterwards."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

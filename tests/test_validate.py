@@ -70,15 +70,14 @@ def test_sanitizer_summaries(output, errors):
 
 
 def test_junit_counts(tmp_path):
-    paths = tmp_path / "a.xml", tmp_path / "b.xml"
-    paths[0].write_text(
-        '<testsuites><testsuite><testcase classname="a" name="good"/>'
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="good"/><testcase classname="b" name="good"/>'
         '<testcase classname="a" name="bad"><failure/></testcase>'
         '<testcase classname="a" name="broken"><error/></testcase>'
         '<testcase classname="a" name="left"><skipped/></testcase></testsuite></testsuites>'
     )
-    paths[1].write_text('<testsuites><testsuite><testcase classname="b" name="good"/></testsuite></testsuites>')
-    result = validate.parse_junit(paths)
+    result = validate.parse_junit(report)
     assert (result["passed"], result["failed"], result["skipped"]) == (2, 2, 1)
     assert result["failures"] == ["a::bad", "a::broken"]
     assert result["skips"] == ["a::left"]

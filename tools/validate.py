@@ -35,7 +35,6 @@ BENCHMARKS = (
     *("sampling", "decode", "requests", "lora"),
 )
 TIMEOUT_S = 570
-TEST_PROCESSES = 6
 TAIL_LINES = 30
 _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
 
@@ -64,10 +63,10 @@ def versions() -> dict[str, str]:
     }
 
 
-def parse_junit(paths: Iterable[Path]) -> dict:
-    """Counts of pytest runs and the names of what failed, from their JUnit files."""
+def parse_junit(report: Path) -> dict:
+    """Counts of a pytest run and the names of what failed, from its JUnit file."""
     outcomes: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
-    for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
+    for case in ElementTree.parse(report).iter("testcase"):
         tags = {child.tag for child in case}
         outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
         outcomes[outcome].append(f"{case.get('classname')}::{case.get('name')}")
@@ -81,31 +80,16 @@ def environment_of_one_in(processes: int) -> dict[str, str]:
 
 
 def run_tests(root: Path) -> dict:
-    """The GPU tests: each file in a process of its own, a few side by side, as most of their time is the CPU's."""
-    # Long files take long: they are the first.
-    files = sorted(root.glob("tests/gpu/test_*.py"), key=lambda file: file.stat().st_size, reverse=True)
-    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(TEST_PROCESSES) as pool:
-        reports = [Path(directory) / f"{file.stem}.xml" for file in files]
-
-        def run(file: Path, report: Path) -> int:
-            command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-            command += [f"--junitxml={report}", str(file)]
-            done = subprocess.run(
-                command,
-                cwd=root,
-                env=environment_of_one_in(TEST_PROCESSES),
-                timeout=TIMEOUT_S,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            print(done.stdout if done.returncode else f"{file.name}: {done.stdout.splitlines()[-1]}", flush=True)
-            if not report.exists():
-                raise RuntimeError(f"pytest ended with exit code {done.returncode} and wrote no report of {file.name}")
-            return done.returncode
-
-        exit_codes = list(pool.map(run, files, reports))
-        return parse_junit(reports) | {"exit_code": max(exit_codes)}
+    """The GPU tests, in a process for each core but two: most of their time is the CPU's."""
+    processes = max(1, (os.cpu_count() or 1) - 2)
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += ["-n", str(processes), "--dist", "worksteal", "tests/gpu"]
+        done = subprocess.run(command, cwd=root, env=environment_of_one_in(processes), timeout=TIMEOUT_S)
+        if not report.exists():
+            raise RuntimeError(f"pytest ended with exit code {done.returncode} and wrote no report")
+        return parse_junit(report) | {"exit_code": done.returncode}
 
 
 def parse_sanitizer(output: str) -> int | None:
