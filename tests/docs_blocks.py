@@ -4,6 +4,7 @@ Python blocks of a page share one namespace; ``sh`` blocks run in a shell; ``tex
 comment says what is special about it:
 
     <!-- needs a GPU -->                elsewhere it is compiled, and its names are looked up
+    <!-- needs a C++ compiler -->       where AOTInductor cannot package, likewise
     <!-- needs transformers X.Y -->     left out where transformers is older
     <!-- save as NAME.py -->            a script, which a later sh block starts
 """
@@ -23,12 +24,14 @@ from typing import Any
 import torch
 
 from tests import docs_commands
+from tests.aot_inductor import can_package
 from tests.processes import WITHOUT_MULTICAST
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 LANGUAGES = ("python", "sh", "text")
 NEEDS_GPU = "needs a GPU"
+NEEDS_COMPILER = "needs a C++ compiler"
 
 _BLOCK = re.compile(r"((?:^<!-- .* -->\n)*)^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
 _SHELL_LIMIT = 600  # seconds
@@ -76,7 +79,7 @@ def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
         if script is not None:
             block.tree()
             (directory / script).write_text(block.text)
-        elif block.mark(NEEDS_GPU) is not None and not has_gpu:
+        elif not _can_run(block, has_gpu):
             assert unresolved(block.tree(), names) == [], block.place
         elif block.language == "python":
             exec(compile(block.tree(), str(page), "exec"), names)
@@ -86,6 +89,12 @@ def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
             )
             assert done.returncode == 0, f"{block.place}\n{done.stdout}\n{done.stderr}"
     return names
+
+
+def _can_run(block: Block, has_gpu: bool) -> bool:
+    if block.mark(NEEDS_COMPILER) is not None:
+        return can_package(has_gpu)
+    return has_gpu or block.mark(NEEDS_GPU) is None
 
 
 def unresolved(tree: ast.Module, names: dict[str, Any]) -> list[str]:

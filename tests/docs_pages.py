@@ -93,6 +93,8 @@ def check_finetuning(names):
 
     assert names["losses"][-1] < 0.5 * names["losses"][0]
     assert names["loss"] < 0.5 * names["losses"][0]
+    assert names["lora_losses"][-1] < 0.8 * names["lora_losses"][0]
+    assert all(error.weight < 3e-2 for error in names["errors"].values()) and "lora_" not in str(names["merged"])
     assert all("experts" in name for name, weight in names["model"].named_parameters() if weight.requires_grad)
     before, after = (AutoModelForCausalLM.from_pretrained(directory).state_dict() for directory in (MODEL, "trained"))
     experts = [name for name in before if "experts" in name]

@@ -10,7 +10,7 @@ import pytest
 import fp8moe
 from fp8moe.runtime import config
 
-NAMES = ("BACKEND", "CACHE_DIR", "NUM_SMS", "PRINT_CONFIGS", "PRINT_COMPILER", "DUMP_DIR", "COMPILER")
+NAMES = ("BACKEND", "CACHE_DIR", "NUM_SMS", "PRINT_CONFIGS", "PRINT_COMPILER", "DUMP_DIR", "COMPILER", "JIT")
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,7 @@ def test_defaults(monkeypatch):
         print_compiler=False,
         dump_dir=None,
         compiler="nvrtc",
+        jit="wait",
     )
 
 
@@ -51,6 +52,7 @@ def test_cache_dir_follows_xdg_unless_it_is_relative(monkeypatch):
         ("BACKEND", " CUDA ", "backend", "cuda"),
         ("BACKEND", "", "backend", "auto"),
         ("COMPILER", "nvcc", "compiler", "nvcc"),
+        ("JIT", "background", "jit", "background"),
         ("NUM_SMS", "64", "num_sms", 64),
         ("NUM_SMS", "", "num_sms", None),
         ("PRINT_CONFIGS", "1", "print_configs", True),

@@ -6,23 +6,18 @@ for other use afterwards, so this is for a process of its own.
 """
 
 import ctypes
-import math
-import mmap
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from cuda.bindings import driver
 
 from benchmarks.calls import Operands
-from fp8moe.runtime import backend, jit, launch
+from fp8moe.runtime import launch
+from fp8moe.runtime.dry_run import DryRun, reserved
 
 NUM_SMS = 132  # of the H200
 _ATTRIBUTE_BYTES = 72  # of CUlaunchAttribute
-_MAP_NORESERVE = 0x4000  # of Linux; the module mmap has the name from Python 3.13 on
 
 
 class Untouched(Operands):
@@ -32,9 +27,7 @@ class Untouched(Operands):
         super().__init__("cpu")
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return reserved(shape, dtype)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 1.0) -> torch.Tensor:
         return self.zeros(*shape, dtype=dtype)
@@ -61,25 +54,27 @@ class _OnGpu:
         return getattr(self._tensor, name)
 
 
-class Recorder:
+class Recorder(DryRun):
     """From its making on, kernels of fp8moe are recorded, not launched, on tensors anywhere.
 
     calls: of each call of `record` its launches, in order, as JSON holds them; without addresses, so that they are the
-        same in every process. kernels: the specs of those launched; a launch has the index of its own.
+        same in every process. A launch has the number of its kernel among `kernels`.
     """
 
     def __init__(self) -> None:
         self.calls: list[list[dict]] = []
-        self.kernels: list[jit.KernelSpec] = []
         self._maps: dict[int, tuple[list, object]] = {}  # by the address of the descriptor, which is kept alive
-        self._install()
+        super().__init__(NUM_SMS)
+        launch._prepare = lambda *arguments, **options: None
+        launch.check = self._encode
+        driver.cuTensorMapReplaceAddress = lambda descriptor, pointer: (driver.CUresult.CUDA_SUCCESS,)
 
     def record(self, call: Callable[[], object]) -> None:
         """Run a call and add what it launches to `calls`."""
         self.calls.append([])
         call()
 
-    def _install(self) -> None:
+    def substitutes(self) -> dict[Any, Any]:
         recorder, map_of_gpu_memory = self, launch.tensor_map
 
         class Launcher(launch.Launcher):
@@ -92,28 +87,10 @@ class Recorder:
             def launch(self, stream: int) -> None:
                 recorder.calls[-1].append(self._description)
 
-        _replace(
-            {
-                launch.Launcher: Launcher,
-                launch.tensor_map: lambda tensor, **layout: map_of_gpu_memory(_OnGpu(tensor), **layout),
-                launch.device_guard: lambda index: nullcontext(),
-                launch.current_stream: lambda index: 0,
-                jit.load: self._load,
-                backend.use_cuda: lambda *tensors: True,
-            }
-        )
-        launch._multiprocessors = lambda index: NUM_SMS
-        launch._prepare = lambda *arguments, **options: None
-        launch.check = self._encode
-        driver.cuTensorMapReplaceAddress = lambda descriptor, pointer: (driver.CUresult.CUDA_SUCCESS,)
-        # What kernels would write is left as it is. PyTorch may index by it: integers are 0 there.
-        for owner, name in ((torch, "empty"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
-            setattr(owner, name, _integers_zero(getattr(owner, name)))
-
-    def _load(self, spec: jit.KernelSpec) -> SimpleNamespace:
-        if spec not in self.kernels:
-            self.kernels.append(spec)
-        return SimpleNamespace(handle=self.kernels.index(spec))
+        return super().substitutes() | {
+            launch.Launcher: Launcher,
+            launch.tensor_map: lambda tensor, **layout: map_of_gpu_memory(_OnGpu(tensor), **layout),
+        }
 
     def _encode(self, function: Any, *args: Any) -> driver.CUtensorMap:
         """In place of a checked call of the driver that encodes a tensor map."""
@@ -148,21 +125,3 @@ def _configuration(made: driver.CUlaunchConfig) -> dict:
         "shared": made.sharedMemBytes,
         "attributes": [ctypes.string_at(one.getPtr(), _ATTRIBUTE_BYTES).hex() for one in made.attrs],
     }
-
-
-def _replace(substitutes: dict[Any, Any]) -> None:
-    """Put each substitute wherever a module of fp8moe has the original."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "fp8moe":
-            for name, value in list(vars(module).items()):
-                for original, substitute in substitutes.items():
-                    if value is original:
-                        setattr(module, name, substitute)
-
-
-def _integers_zero(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def allocated(*args: Any, **options: Any) -> torch.Tensor:
-        tensor = allocate(*args, **options)
-        return tensor.zero_() if tensor.dtype in (torch.int32, torch.int64) else tensor
-
-    return allocated

@@ -110,6 +110,7 @@ def copy_tensor(file: safe_open, name: str, info: TensorInfo, place: Place, targ
     local, part = place.held_by(target)
     if not local.numel():
         return
+    pieces: Iterable[tuple[int | None, Tensor]]
     if info.shape != place.shape:  # a scale with more or fewer sizes of one
         pieces = [(None, file.get_tensor(name).view(place.shape)[part])]
     else:

@@ -231,9 +231,10 @@ def _partly_quantized(source: Checkpoint, quantized: Container[str]) -> set[str]
     """Modules of experts of which some weights are to be quantized and some are not."""
     found: dict[str, set[bool]] = defaultdict(set)
     for name, info in source.tensors.items():
-        expert, fused = parse_expert(name), parse_fused(name, info.shape)
-        if expert or fused:
-            found[expert.experts if expert else fused[0]].add(name in quantized)
+        if expert := parse_expert(name):
+            found[expert.experts].add(name in quantized)
+        elif fused := parse_fused(name, info.shape):
+            found[fused[0]].add(name in quantized)
     return {module for module, states in found.items() if len(states) > 1}
 
 

@@ -83,6 +83,13 @@ class GroupedExperts(MasterModule):
     # Set by `fp8moe.distributed.ExpertParallel`: the parameters are then DTensors, and each rank has E/W experts.
     parallel: Parallel | None = None
 
+    gate_up_proj: nn.Parameter
+    gate_up_proj_scale_inv: nn.Parameter | None
+    up_proj: nn.Parameter
+    up_proj_scale_inv: nn.Parameter | None
+    down_proj: nn.Parameter
+    down_proj_scale_inv: nn.Parameter | None
+
     def __init__(
         self,
         *,

@@ -51,6 +51,10 @@ class FP8Linear(MasterModule):
         master_dtype: bfloat16 or float32, of a weight to train, or None; TypeError for another.
     """
 
+    weight: nn.Parameter
+    weight_scale_inv: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,

@@ -11,6 +11,7 @@ after the other, into the same storage.
 """
 
 import warnings
+from typing import Self
 
 import torch
 import torch.utils.checkpoint
@@ -109,7 +110,7 @@ class MasterModule(nn.Module):
 
     trainable: bool
 
-    def train(self, mode: bool = True) -> "MasterModule":
+    def train(self, mode: bool = True) -> Self:
         # Weights may be exchanged through .data for an evaluation, for averaged ones, say.
         if self.trainable and mode != self.training:
             invalidate_masters()

@@ -177,13 +177,12 @@ class FP8MQAIndexer(nn.Module):
             kv = FP8Tensor(data, scale[:, 0])
         else:
             kv = read_kv(kv_cache, kv_slots)
+        queries = (q, weights, starts, ends)
         chunk = max(1, LOGITS_AT_A_TIME // max(1, kv.data.shape[0]))
-        selected = []
-        for first in range(0, max(1, q.shape[0]), chunk):
-            rows = slice(first, first + chunk)
-            logits = mqa_logits(q[rows], kv, weights[rows], starts[rows], ends[rows])
-            selected.append(_select(logits, self.top_k, starts[rows].clamp(min=0)[:, None]))
-        return torch.cat(selected)
+        if tokens <= chunk:  # a compiled graph serves any number of tokens; in a loop it would be made for one
+            return self._selected(kv, *queries)
+        parts = zip(*(value.split(chunk) for value in queries), strict=True)
+        return torch.cat([self._selected(kv, *part) for part in parts])
 
     @torch.no_grad()
     def decode(
@@ -244,6 +243,10 @@ class FP8MQAIndexer(nn.Module):
             interleaved=self.interleaved,
             scale_format=self.scale_format,
         )
+
+    def _selected(self, kv: FP8Tensor, q: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+        """What these queries select from the keys."""
+        return _select(mqa_logits(q, kv, weights, starts, ends), self.top_k, starts.clamp(min=0)[:, None])
 
     def _check_tokens(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> int:
         """Types, dtypes, shapes and devices of what `_project` takes. Returns the number of tokens."""

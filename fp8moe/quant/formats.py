@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import _register_namedtuple
 
 BLOCK = 128
 """Elements along one side of a quantization block."""
@@ -28,6 +29,10 @@ class FP8Tensor(NamedTuple):
 
     data: torch.Tensor
     scale: torch.Tensor
+
+
+# So that torch.export.save and AOTInductor can write programs that take or return one.
+_register_namedtuple(FP8Tensor, serialized_type_name="fp8moe.FP8Tensor")
 
 
 def ceil_div(n: int, divisor: int) -> int:

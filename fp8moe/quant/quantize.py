@@ -58,7 +58,7 @@ def quantize_128x1(x: torch.Tensor) -> FP8Tensor:
     return FP8Tensor(*torch.ops.fp8moe.quantize_128x1(detached(x)))
 
 
-def dequantize(t: FP8Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize(t: FP8Tensor | tuple[torch.Tensor, torch.Tensor], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """``data * scale`` of each block, computed in float32.
 
     t: FP8Tensor or (data, scale). data (..., R, K) float8_e4m3fn; scale float32, any strides,

@@ -37,9 +37,14 @@ def block_scale(amax: torch.Tensor, ue8m0: bool) -> torch.Tensor:
     # By a tensor: PyTorch divides by a number as a multiplication with its reciprocal on a GPU.
     scale = amax.clamp(min=SCALE_FLOOR) / amax.new_tensor(FP8_MAX)
     if ue8m0:
-        # Adding the full mantissa carries into the exponent unless the mantissa was zero: rounds up to a power of two.
-        scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+        scale = up_to_power_of_two(scale)
     return torch.where(amax.isnan(), torch.nan, scale)
+
+
+def up_to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """Positive float32 values rounded up to powers of two."""
+    # Adding the full mantissa carries into the exponent unless the mantissa was zero.
+    return ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
 
 
 def _pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -9,6 +9,7 @@
 | FP8MOE_PRINT_COMPILER | 0, 1                  | print the compiler's log (compiles even if a cubin is cached)  |
 | FP8MOE_DUMP_DIR       | a directory           | write source, PTX, cubin and SASS of each kernel there         |
 | FP8MOE_COMPILER       | nvrtc, nvcc           | which compiler builds the kernels                              |
+| FP8MOE_JIT            | wait, background      | who waits for a kernel: the call, or a slower one serves it    |
 
 A variable that is set to the empty string counts as unset.
 """
@@ -30,6 +31,7 @@ class Settings:
     print_compiler: bool
     dump_dir: Path | None
     compiler: str
+    jit: str
 
 
 def _get(name: str) -> str:
@@ -81,6 +83,7 @@ def _read() -> Settings:
         print_compiler=_flag("FP8MOE_PRINT_COMPILER"),
         dump_dir=_path("FP8MOE_DUMP_DIR"),
         compiler=_choice("FP8MOE_COMPILER", ("nvrtc", "nvcc")),
+        jit=_choice("FP8MOE_JIT", ("wait", "background")),
     )
 
 
@@ -97,7 +100,7 @@ def __getattr__(name: str) -> Settings:
 def reload() -> Settings:
     """Read the environment again and replace `config.settings`.
 
-    Kernels that are already loaded and launch plans that are already built stay as they are.
+    Kernels that are already loaded stay as they are, and launch plans, of which each limit of SMs has its own.
 
     Raises:
         ValueError: a variable has a value that is not allowed; the message names both.

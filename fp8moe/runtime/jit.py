@@ -174,8 +174,7 @@ def cubin(spec: KernelSpec) -> bytes:
     settings = config.settings
     key = cache_key(spec)
     cache = open_cache(settings.cache_dir)
-    inspect = settings.print_compiler or settings.dump_dir is not None
-    code = None if inspect else cache.get(key)
+    code = None if _always_compiles() else cache.get(key)
     if code is None:
         report = compile_spec(spec)
         code = report.cubin
@@ -186,6 +185,10 @@ def cubin(spec: KernelSpec) -> bytes:
         if settings.dump_dir is not None:
             _dump(spec, key, code, settings.dump_dir)
     return code
+
+
+def _always_compiles() -> bool:
+    return config.settings.print_compiler or config.settings.dump_dir is not None
 
 
 def _dump(spec: KernelSpec, key: bytes, code: bytes, directory: Path) -> None:
@@ -233,13 +236,31 @@ def load(spec: KernelSpec) -> "Kernel":
     return kernel
 
 
+def keep(spec: KernelSpec, code: bytes) -> None:
+    """Load a kernel that `cubin` has compiled, for `load`."""
+    with _lock:
+        if spec not in _kernels:
+            _kernels[spec] = _load_cubin(code, spec.name)
+
+
+def is_ready(spec: KernelSpec) -> bool:
+    """Whether `load` needs no compiler: the kernel is in this process, or in the disk cache."""
+    return spec in _kernels or (not _always_compiles() and is_cached(spec))
+
+
+def is_cached(spec: KernelSpec) -> bool:
+    """Whether the disk cache holds a sound entry."""
+    return open_cache(config.settings.cache_dir).get(cache_key(spec)) is not None
+
+
 def load_all(specs: Iterable[KernelSpec]) -> None:
     """`load` all of them, several compiled at a time."""
+    import cuda.core  # noqa: F401  (several threads that import it first get in each other's way)
+
     missing = [spec for spec in specs if spec not in _kernels]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(cubin, missing))
-    for spec in missing:
-        load(spec)
+        for spec, code in zip(missing, pool.map(cubin, missing), strict=True):
+            keep(spec, code)
 
 
 def _load_cubin(code: bytes, name: str) -> "Kernel":

@@ -4,13 +4,15 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from fp8moe.runtime import config
+
 Plan = TypeVar("Plan")
 
 _MAX_PLANS = 4096  # prefill asks for a new number of tokens at almost every step
 
 
 class PlanCache(Generic[Plan]):
-    """Plans by key. Past 4096 of them the oldest goes. Safe to use from several threads."""
+    """Plans by key and by the limit of SMs that holds. Past 4096 the oldest goes. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
@@ -18,16 +20,16 @@ class PlanCache(Generic[Plan]):
 
     def find(self, key: Hashable) -> Plan | None:
         """The plan that was built for `key`, or None."""
-        return self._plans.get(key)
+        return self._plans.get((config.settings.num_sms, key))
 
     def get(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
         """The plan of `key`, from ``build()`` if there is none yet."""
-        plan = self._plans.get(key)
+        plan = self.find(key)
         return self._keep(key, build()) if plan is None else plan
 
     def _keep(self, key: Hashable, plan: Plan) -> Plan:
         with self._lock:
             if len(self._plans) >= _MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan
+            self._plans[config.settings.num_sms, key] = plan
         return plan

@@ -121,7 +121,7 @@ class GraphDecoder:
         self._flag = EndFlag() if self.captured else None
         if self.captured:
             self._capture()
-            compile_for_prompts(model, self.device.index, self.batch_sizes[-1] * self.max_length)
+            compile_for_prompts(self.device.index, self.batch_sizes[-1] * self.max_length)
         self._weights = Fingerprint(model.parameters())
 
     def generate(
@@ -282,15 +282,16 @@ class GraphDecoder:
         with self._lock:
             self._release()
 
-    def __del__(self):
+    def __del__(self) -> None:
         self._release()
 
     def _release(self) -> None:
         for step in getattr(self, "steps", {}).values():  # the constructor may have raised
             step.release()
         self.steps = {}
-        if getattr(self, "_reader", None) is not None:
-            self._reader.release()
+        reader = getattr(self, "_reader", None)
+        if reader is not None:
+            reader.release()
         self._reader = None
         self._pool = None
 

@@ -77,7 +77,7 @@ class Record:
 class Records:
     """Sums over all calls, and the last ones."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._recent: deque[Record] = deque(maxlen=RECENT)
         self._calls = self._tokens = self._steps = 0
 

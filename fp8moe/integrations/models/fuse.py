@@ -70,7 +70,8 @@ def optimize(model: nn.Module) -> Optimized:
 
 def find_fused(model: nn.Module) -> Optimized:
     """What `optimize` would change; weights move together, forwards stay."""
-    changed, forwards = [], []
+    changed: list[FusedModule] = []
+    forwards: list[tuple[nn.Module, Callable]] = []
     for name, module in model.named_modules():
         known = None if "forward" in module.__dict__ else _fused_form(module)
         if known is not None:

@@ -28,22 +28,28 @@ def experts_forward(
     and result are those of all experts. Otherwise experts of other ranks have an index outside the range, as
     transformers gives them the index num_experts, and add nothing.
     """
-    kept = self.__dict__.get("_fp8moe")
-    # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
-    if kept is None or kept.layer is None or not (torch.compiler.is_compiling() or kept.is_of(self)):
-        kept = self.__dict__["_fp8moe"] = None  # frees the old copy before there is a new one
-        kept = self.__dict__["_fp8moe"] = _keep(self)
+    layer = kept_layer(self)
     # The layer is frozen: a backward must say that weights which require gradients get none.
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
-        return kept.layer(hidden_states, top_k_index, top_k_weights, residual=residual)
+        return layer(hidden_states, top_k_index, top_k_weights, residual=residual)
     name = (
         f"experts_implementation={NAME!r} of {type(self).__name__} (to train its weights, put "
         "GroupedExperts.from_experts(module, master_dtype=...) in its place)"
     )
     inputs = (hidden_states, top_k_index, top_k_weights)
-    out = autograd.run(lambda *args: kept.layer(*args[: len(inputs)]), name, *inputs, *trained)
+    out = autograd.run(lambda *args: layer(*args[: len(inputs)]), name, *inputs, *trained)
     return out if residual is None else residual + out
+
+
+def kept_layer(module: nn.Module) -> GroupedExperts:
+    """The frozen layer that is kept beside an experts module of transformers, made anew when its weights change."""
+    kept = module.__dict__.get("_fp8moe")
+    # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
+    if kept is None or kept.layer is None or not (torch.compiler.is_compiling() or kept.is_of(module)):
+        kept = module.__dict__["_fp8moe"] = None  # frees the old copy before there is a new one
+        kept = module.__dict__["_fp8moe"] = _keep(module)
+    return kept.layer
 
 
 class _Kept:

@@ -136,7 +136,7 @@ def forward(
     a, x_columns, _ = order.gather(x, layer.down.data.shape[1], None, layer.up_master is not None)
     projected = order.multiply(a, layer.up, torch.bfloat16)
     del a
-    h, h_columns = _activate(projected, order.groups, layer.activation, size, layer.down_master is not None)
+    h, h_columns = activate(projected, order.groups, layer.activation, size, layer.down_master is not None)
     y = order.multiply(h, layer.down, row_dtype, others_zero=order.rows is None)
     del h
     out = without_padding(order.sum(y, weights, out_dtype), hidden)
@@ -176,7 +176,7 @@ def backward(
     if not beyond:
         return Gradients(d_x, d_weights, d_up, d_down)
 
-    d_rows, d_columns, offsets, dots = _activate_backward(
+    d_rows, d_columns, offsets, dots = activate_backward(
         kept.projected, d_h, row_weights, order.groups, activation, layer.up_master is not None
     )
     del d_h
@@ -197,7 +197,7 @@ def backward(
     return Gradients(d_x, d_weights, d_up, d_down)
 
 
-def _activate(
+def activate(
     projected: Tensor, groups: Tensor, activation: Activation, size: int, transposed: bool
 ) -> tuple[FP8Tensor, FP8Tensor | None]:
     """The activation of projected (R, 2I) or (R, I), quantized by rows and, if asked for, by columns.
@@ -215,7 +215,7 @@ def _activate(
     return h.rows, h.columns
 
 
-def _activate_backward(
+def activate_backward(
     projected: Tensor, d_h: Tensor, row_weights: Tensor, groups: Tensor, activation: Activation, transposed: bool
 ) -> tuple[FP8Tensor, FP8Tensor | None, Tensor | None, Tensor]:
     """The gradient of projected by rows and, if asked for, by columns with padded offsets; and that of row_weights.

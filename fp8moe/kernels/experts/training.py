@@ -72,7 +72,7 @@ def experts_training(
 
 
 def _forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *arguments) -> tuple[Tensor, ...]:
-    """The result (T, H); groups and rows of `sort_by_expert`; assignments (R,), see `_assignments`; and `Kept`.
+    """The result (T, H); groups and rows of `sort_by_expert`; assignments (R,), see `assignments_of`; and `Kept`.
 
     arguments: those that `LAYER` and `_SHARE` name.
     """
@@ -84,8 +84,8 @@ def _forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, 
     checks.of_sums(out_dtype)
     layer.check_masters()
     groups, rows = sort_by_expert(top_k_index, count, first_expert=share.first_expert, num_rows=share.num_rows)
-    assignments = _assignments(rows, share)
-    order = _order(groups, rows, assignments, share)
+    assignments = assignments_of(rows, share)
+    order = order_of(groups, rows, assignments, share)
     out, kept = forward(hidden_states, order, layer, top_k_weights, (row_dtype, out_dtype))
     return out, groups, rows, assignments, *kept
 
@@ -101,25 +101,29 @@ def _backward(
     *arguments, input_dtype, routing_grad = arguments
     kept, layer, share = Kept(*arguments[:5]), Layer.of(*arguments[5:15]), _share(*arguments[15:])
     row_weights = top_k_weights.flatten().index_select(0, assignments.clamp(min=0)).float()
-    order = _order(groups, rows, assignments, share)
+    order = order_of(groups, rows, assignments, share)
     d_hidden, dots, d_up, d_down = backward(grad, order, layer, kept, row_weights, input_dtype, routing_grad)
-    d_weights = dots
-    if routing_grad:
-        d_weights = dots.index_select(0, rows.flatten().clamp(min=0)).view_as(rows)
-        d_weights = torch.where(rows >= 0, d_weights, 0).to(top_k_weights.dtype)
+    d_weights = by_assignment(dots, rows).to(top_k_weights.dtype) if routing_grad else dots
     return d_hidden, d_weights, d_up, d_down
+
+
+def by_assignment(values: Tensor, rows: Tensor) -> Tensor:
+    """Values (R, ...) of rows to the assignments rows (T, K) that have them: (T, K, ...), zeros for those without."""
+    picked = values.index_select(0, rows.flatten().clamp(min=0)).unflatten(0, rows.shape)
+    return torch.where(rows.view(*rows.shape, *[1] * (values.dim() - 1)) >= 0, picked, 0)
 
 
 def _share(first_expert: int, num_experts: int | None, num_rows: int | None, out_dtype: torch.dtype | None) -> Share:
     return Share(first_expert, num_experts, 0, num_rows, None, out_dtype)
 
 
-def _order(groups: Tensor, rows: Tensor, assignments: Tensor, share: Share) -> Order:
+def order_of(groups: Tensor, rows: Tensor, assignments: Tensor, share: Share) -> Order:
+    """Tokens in the order of experts; rows and groups of `sort_by_expert`, assignments of `assignments_of`."""
     tokens = assignments.div(max(rows.shape[1], 1), rounding_mode="floor")
     return Order(groups, rows, tokens, (rows.numel(), share.num_experts or len(groups) - 1))
 
 
-def _assignments(rows: Tensor, share: Share) -> Tensor:
+def assignments_of(rows: Tensor, share: Share) -> Tensor:
     """The inverse of rows (T, K), (R,) int32: the assignment t * K + k that has each of the R rows, or -1."""
     count = rows.numel() if share.num_rows is None else share.num_rows
     # Assignments without a row share one past the end.

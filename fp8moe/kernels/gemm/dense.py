@@ -15,8 +15,8 @@ from fp8moe.runtime.operators import define
 
 
 def gemm(
-    a: FP8Tensor,
-    b: FP8Tensor,
+    a: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor],
     *,
     bias: Tensor | None = None,
     c: Tensor | None = None,

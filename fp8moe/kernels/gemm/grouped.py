@@ -19,7 +19,13 @@ from fp8moe.runtime.checks import aligned, check_own_memory, check_tensor
 from fp8moe.runtime.operators import define
 
 
-def grouped_gemm(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, *, out: Tensor | None = None) -> Tensor:
+def grouped_gemm(
+    a: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor],
+    group_offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """``dequantize(a)[rows of e] @ dequantize(b)[e].T`` for every expert e, whose rows lie one group after the other.
 
     a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
@@ -71,7 +77,12 @@ def grouped_rows(
 
 
 def grouped_gemm_masked(
-    a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, *, expected_m: int | None = None, out: Tensor | None = None
+    a: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor],
+    masked_m: Tensor,
+    *,
+    expected_m: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``dequantize(a)[e, :masked_m[e]] @ dequantize(b)[e].T`` for every expert e: a fixed place for max_m rows each.
 

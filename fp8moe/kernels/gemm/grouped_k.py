@@ -14,7 +14,12 @@ from fp8moe.runtime.operators import define
 
 
 def grouped_gemm_k(
-    a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, *, out: Tensor | None = None, accumulate: bool = False
+    a: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor],
+    group_offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """``dequantize(a)[:, columns of e] @ dequantize(b)[:, columns of e].T`` for every group e of columns.
 

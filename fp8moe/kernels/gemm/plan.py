@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import warnings
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.gemm.choice import choose
 from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
-from fp8moe.kernels.gemm.source import arguments_type, kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, raster_group, row_tiles_bound
-from fp8moe.kernels.gemm.variants import Family, families
-from fp8moe.quant.formats import ceil_div
+from fp8moe.kernels.gemm.variant import Variant
+from fp8moe.kernels.gemm.variants import Family, note
 from fp8moe.runtime import config
-from fp8moe.runtime.jit import load
-from fp8moe.runtime.launch import Launcher, num_sms, tensor_map
+from fp8moe.runtime.background import compile_later
+from fp8moe.runtime.jit import keep
+from fp8moe.runtime.launch import num_sms
 
 
 class Plan:
-    """A variant with everything that does not change from call to call. The operands' device is to be current.
+    """A variant for a problem, which `launch` runs. The operands' device is to be current.
 
     Args:
         a, a_scale: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
@@ -60,68 +61,51 @@ class Plan:
             torch.empty_strided, self.shape, out.stride(), dtype=out.dtype, device=out.device
         )
         sms = num_sms(self.index)
-        if cfg is None and max_m is None:
-            families.add(Family(n, k, groups, epilogue))
-        if groups:
-            if expected_m is None:
-                rows, of = whole or (m, groups)
-                expected_m = rows / of
-            options = {"max_m": max_m, "swiglu": epilogue.gated, "whole": whole}
-            cfg = cfg or choose_grouped(m, groups, expected_m, n, k, sms, **options)
-        else:
-            cfg = cfg or choose_dense(m, n, k, sms)
+        if groups and expected_m is None:
+            rows, of = whole or (m, groups)
+            expected_m = rows / of
+        substitute = None
+        if cfg is None:
+            if max_m is None:
+                note(Family(n, k, groups, epilogue), m)
+            options = {"expected_m": expected_m, "max_m": max_m, "whole": whole}
+            cfg, substitute = choose(m, groups, n, k, epilogue, sms, **options)
         if config.settings.print_configs:
             problem = f"grouped_gemm m={m} groups={groups} expected_m={expected_m}" if groups else f"gemm m={m}"
-            print(f"fp8moe {problem} n={n} k={k} {epilogue}: {cfg}")
+            meanwhile = f", until it is compiled {substitute}" if substitute else ""
+            print(f"fp8moe {problem} n={n} k={k} {epilogue}: {cfg}{meanwhile}")
 
-        b_rows = cfg.block_n // 2 if epilogue.gated else cfg.block_n  # of gate, and as many of up
-        blocks = a_scale.shape[1]
-        self._a = tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(cfg.block_m, 128), swizzle=128)
-        self._a_scale = tensor_map(
-            a_scale, shape=(blocks, m), strides=(a_scale.stride(1), 1), box=(1, cfg.scale_box), l2_promotion=0
-        )
-        self._b = tensor_map(
-            b, shape=(max(groups, 1) * n, k), strides=(b.stride(-2), 1), box=(b_rows, 128), swizzle=128
-        )
-        # Of a contiguous result; one with another pitch is written without it.
-        self._out = None
-        if cfg.staged and out.dtype == torch.bfloat16 and out.stride(0) == n:
-            self._out = tensor_map(out, shape=self.shape, strides=(n, 1), box=(64, 64), swizzle=128)
-
-        tiles = row_tiles_bound(cfg.block_m, m, max(groups, 1), max_m) * ceil_div(n, cfg.block_n)
-        # A block has one tile, or a resident grid walks over them.
-        concurrent = tiles if cfg.single_tile else min(tiles, sms * cfg.blocks_per_sm)
-        self._arguments = arguments_type(epilogue)(m=m, max_m=max_m or 0, raster=raster_group(cfg, m, concurrent))
-        for name, value in epilogue.values.items():
-            setattr(self._arguments, name, value)
-        # b_scale and the epilogue's addresses and pitches are set at once, in less time than one by one.
-        count = 1 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields)
-        self._addresses = (ctypes.c_int64 * count).from_buffer(self._arguments)
-        self._launcher = Launcher(
-            load(kernel_spec(cfg, n, k, epilogue)),
-            grid=concurrent * cfg.split_k,
-            block=cfg.threads,
-            cluster=cfg.split_k,
-            smem=cfg.shared_bytes,
-            pdl=pdl,
-            args=(self._a, self._a_scale, self._b, self._out or self._a, self._arguments),
-        )
+        layout = {"max_m": max_m, "pdl": pdl}
+        self._variant = Variant(substitute or cfg, (a, a_scale, b, out), epilogue, sms, **layout)
+        self._variant.load()
+        self._better: tuple[Variant, Future] | None = None
+        if substitute:
+            better = Variant(cfg, (a, a_scale, b, out), epilogue, sms, **layout)
+            self._better = better, compile_later(better.spec)
 
     def launch(
         self, stream: int, a: int, a_scale: int, b: int, b_scale: int, groups: int, out: tuple[int, ...]
     ) -> None:
         """Enqueue the kernel. The operands are addresses; those of a, a_scale, b and the result multiples of 16.
 
-        groups: int32 offsets (E + 1,) of the groups' rows or, with `max_m`, rows in use (E,); 0 of a dense GEMM.
+        groups: int32 offsets (E + 1,) of the groups' rows, or rows in use (E,) with `max_m`; 0 of a dense GEMM.
         out: the epilogue's addresses and pitches, in the order of its `fields`; the first is the result's.
         """
-        launcher = self._launcher
-        with launcher.lock:
-            self._a.replace_address(a)
-            self._a_scale.replace_address(a_scale)
-            self._b.replace_address(b)
-            if self._out is not None:
-                self._out.replace_address(out[0])
-            self._addresses[:] = (b_scale, *out)
-            self._arguments.groups = groups
-            launcher.launch(stream)
+        coming = self._better
+        if coming is not None:
+            self._take_better(*coming)
+        self._variant.launch(stream, a, a_scale, b, b_scale, groups, out)
+
+    def _take_better(self, better: Variant, compiled: Future) -> None:
+        """Go over to the variant that is compiled in the background, if it is there."""
+        if not compiled.done() or torch.cuda.is_current_stream_capturing():
+            return
+        self._better = None
+        error = compiled.exception()
+        if error is None:
+            keep(better.spec, compiled.result())
+            better.load()
+            self._variant = better
+        else:
+            text = f"fp8moe: a slower kernel goes on, as the best one cannot be compiled: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)

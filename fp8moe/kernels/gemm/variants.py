@@ -1,9 +1,10 @@
 """The variants of a GEMM that may be chosen for some number of rows: to compile them before a call needs one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import ceil
 from typing import NamedTuple
 
+from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
@@ -22,19 +23,41 @@ class Family(NamedTuple):
     epilogue: Epilogue
 
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
-        """The kernels that are chosen for up to so many rows, by the cost model."""
+        """The kernels that are chosen for up to so many rows, by the cost model, but for a few near ties.
+
+        Takes a fraction of a second.
+        """
+        sizes = _ladder(1, rows)
+        if not self.groups:
+            sizes = (min(size, rows) for size in (*range(1, _FEW), *range(_FEW, _MANY, _FEW), *_ladder(_MANY, rows)))
+        return self._kernels(map(self._choice(num_sms), sizes))
+
+    def all_variants(self, step: int, rows: int, num_sms: int) -> set[KernelSpec]:
+        """Every kernel that is chosen for some multiple of `step` rows up to so many. Takes seconds."""
+        choose = self._choice(num_sms)
+        if self.groups:
+            return self._kernels(map(choose, range(step, rows + 1, step)))
+        return self._kernels(_of_each_interval(choose, rows))
+
+    def _choice(self, num_sms: int) -> Callable[[int], GemmConfig]:
+        """The configuration for a number of rows, as `plan.Plan` chooses it."""
         n, k, groups, epilogue = self
-        if groups:
-            options = {"max_m": None, "swiglu": epilogue.gated}
-            chosen = {choose_grouped(m, groups, m / groups, n, k, num_sms, **options) for m in _ladder(1, rows)}
-        else:
-            sizes = (*range(1, _FEW), *range(_FEW, _MANY, _FEW), *_ladder(_MANY, rows))
-            chosen = {choose_dense(min(m, rows), n, k, num_sms) for m in sizes}
-        return {kernel_spec(config, n, k, epilogue) for config in chosen}
+        if not groups:
+            return lambda rows: choose_dense(rows, n, k, num_sms)
+        options = {"max_m": None, "swiglu": epilogue.gated}
+        return lambda rows: choose_grouped(rows, groups, rows / groups, n, k, num_sms, **options)
+
+    def _kernels(self, configs: Iterable[GemmConfig]) -> set[KernelSpec]:
+        return {kernel_spec(config, self.n, self.k, self.epilogue) for config in set(configs)}
 
 
-families: set[Family] = set()
-"""Of the plans of this process, but for the masked layout's."""
+families: dict[Family, int] = {}
+"""Of the plans of this process, but for the masked layout's, with the fewest rows that one was made for."""
+
+
+def note(family: Family, rows: int) -> None:
+    """A plan has been made for so many rows."""
+    families[family] = min(rows, families.get(family, rows))
 
 
 def _ladder(least: int, most: int) -> Iterator[int]:
@@ -43,3 +66,21 @@ def _ladder(least: int, most: int) -> Iterator[int]:
         yield rows
         rows = ceil(_LADDER * rows)
     yield most
+
+
+def _of_each_interval(choose: Callable[[int], GemmConfig], most: int) -> set[GemmConfig]:
+    """All that `choose_dense` chooses for 1 to `most` rows.
+
+    Between multiples of _FEW rows the numbers of tiles stay, and the difference of two candidates' times rises or falls
+    throughout: what is chosen at both ends is chosen between them.
+    """
+    chosen = {choose(rows) for rows in range(1, min(_FEW, most) + 1)}
+    for first in range(_FEW + 1, most + 1, _FEW):
+        intervals = [(first, min(first + _FEW - 1, most))]
+        while intervals:
+            low, high = intervals.pop()
+            chosen |= {choose(low), choose(high)}
+            if choose(low) != choose(high) and high - low > 1:
+                middle = (low + high) // 2
+                intervals += [(low, middle), (middle, high)]
+    return chosen

@@ -17,7 +17,13 @@ from fp8moe.runtime.operators import define
 
 
 def mqa_logits(
-    q: Tensor, kv: FP8Tensor, weights: Tensor, starts: Tensor, ends: Tensor, *, fill_masked: bool = True
+    q: Tensor,
+    kv: FP8Tensor | tuple[Tensor, Tensor],
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    *,
+    fill_masked: bool = True,
 ) -> Tensor:
     """``out[s, t] = kv.scale[t] * sum over h of weights[s, h] * relu(q[s, h] . kv.data[t])`` for t in the range of s.
 

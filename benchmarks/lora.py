@@ -1,0 +1,163 @@
+"""Adapters on frozen FP8 experts: `python -m benchmarks.lora [--only MODEL ...] [--out DIR]`.
+
+Forward and backward of GroupedExperts, "frozen", whose gradients are those of its inputs, and of our LoRA layer around
+it, "lora", rank 16 in bfloat16, with the gradients of all adapters beside them: the same FP8 weights, inputs and
+routing. As in `benchmarks.training` times are of the replay of a CUDA graph, by CUDA events and with a cold L2:
+`us`, and `forward_us` of the forward alone. `ratio` is "lora" over "frozen"; less is better.
+
+`step_bytes` is the largest amount of memory during training steps, AdamW's included, beside the FP8 weights, inputs and
+output. `allowed_bytes` is what it may be: adapters with gradients and both moments, what the frozen pass takes, and the
+activations of the adapters. `difference` is the largest relative Frobenius difference of output and input gradients
+from those of frozen experts into which the adapters were merged: what rounding that sum costs, and a check of the
+pass.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import baselines, command, experts, timing
+from benchmarks.baselines import MODELS, Model
+from benchmarks.report import Threshold, format_kinds, select
+from benchmarks.training import MAX_DIFFERENCE, Pass, capture, largest_difference
+from fp8moe import GroupedExperts
+
+CASES = ("dsv3_ep8", "qwen3_30b")
+TOKENS, RANK = 8192, 16
+STEPS = 3
+COLUMNS = {"experts": ("model", "impl", "forward_us", "us", "ratio", "step_bytes", "allowed_bytes", "difference")}
+
+
+class Measurement(NamedTuple):
+    """One pass: times in microseconds, memory in bytes. Where there are no adapters, the last two are None."""
+
+    forward_us: float
+    us: float
+    step_bytes: int
+    allowed_bytes: int | None = None
+    difference: float | None = None
+
+
+def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
+    """peft's LoRA layer around it, with values in all factors."""
+    from peft import LoraConfig
+
+    from fp8moe.integrations.peft.experts import LoraExperts
+
+    config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False)
+    return LoraExperts(layer, "default", config, r=rank, lora_alpha=rank, target_name="experts")
+
+
+def passes(model: Model, tokens: int, active: int | None, rank: int, *, device: str = "cuda") -> dict[str, Pass]:
+    """Of frozen experts, of the same with adapters, and of others into which these were merged."""
+    frozen = experts.make_layer(model, device=device)
+    adapted = adapt(frozen, rank)
+    merged = copy.deepcopy(adapted).unload_and_optionally_merge_module(True, False, None)
+    x, index, weights = experts.random_inputs(model, experts.route(model, tokens, active), device=device)
+    inputs = (x.requires_grad_(), index, weights.requires_grad_())
+    gradient = torch.randn_like(x)
+    layers = {"frozen": frozen, "lora": adapted, "merged": merged}
+    return {name: Pass(layer, inputs, gradient) for name, layer in layers.items()}
+
+
+def adapter_bytes(model: Model, rank: int) -> int:
+    """Of all factors, in bfloat16."""
+    return 2 * rank * model.experts * (2 * model.hidden + 3 * model.intermediate)
+
+
+def activation_bytes(model: Model, tokens: int, rank: int) -> int:
+    """What adapters take beside themselves in a step: scaled copies of the factors and their transposes, the ranks of
+    rows, kept and for a time, and those of all experts for each token."""
+    rows, everywhere = tokens * model.top_k, tokens * model.experts
+    return 3 * adapter_bytes(model, rank) + 16 * rows * rank + everywhere * (8 * rank + 4 * model.top_k)
+
+
+def measure_step(of: Pass) -> int:
+    """The largest amount of memory in a training step beside what there is before the first, and its output."""
+    parameters = [value for value in of.layer.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True) if parameters else None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        out = of.forward()
+        gradients = torch.autograd.grad(out, of.leaves, of.gradient)
+        for parameter, gradient in zip(parameters, gradients[len(gradients) - len(parameters) :], strict=True):
+            parameter.grad = gradient
+        del gradients
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated() - before - out.nbytes
+
+
+def check(passes: Mapping[str, Pass]) -> float:
+    """The difference of "lora" from "merged". RuntimeError if it is too large."""
+
+    def results(of: Pass) -> tuple[Tensor, ...]:
+        out = of.forward()
+        return out.detach(), *torch.autograd.grad(out, of.inputs[::2], of.gradient)
+
+    difference = largest_difference(results(passes["lora"]), results(passes["merged"]))
+    if not difference <= MAX_DIFFERENCE:
+        raise RuntimeError(f"adapters: {difference:.2e} from merged weights, must be <= {MAX_DIFFERENCE}")
+    return difference
+
+
+def step(of: Pass) -> tuple[Tensor, ...]:
+    """A forward and a backward, with all gradients."""
+    return torch.autograd.grad(of.forward(), of.leaves, of.gradient)
+
+
+def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, Measurement]:
+    model = MODELS[name]
+    found = passes(model, tokens, baselines.active_experts(name, tokens), rank)
+    difference = check(found)
+    del found["merged"]
+    memory = {impl: measure_step(of) for impl, of in found.items()}
+    allowed = 3 * adapter_bytes(model, rank) + memory["frozen"] + activation_bytes(model, tokens, rank)
+    calls = [capture(call) for of in found.values() for call in (of.forward, lambda of=of: step(of))]
+    times = iter(timing.elapsed(calls))
+    measured = {impl: Measurement(next(times), next(times), memory[impl]) for impl in found}
+    return measured | {"lora": measured["lora"]._replace(allowed_bytes=allowed, difference=difference)}
+
+
+def make_rows(name: str, measured: Mapping[str, Measurement], *, tokens: int = TOKENS, rank: int = RANK) -> list[dict]:
+    """A row for each implementation."""
+    frozen = measured["frozen"].us
+    size = {"what": "experts", "model": name, **MODELS[name]._asdict(), "tokens": tokens, "rank": rank}
+    return [size | {"impl": impl, "ratio": found.us / frozen} | found._asdict() for impl, found in measured.items()]
+
+
+def thresholds(rows: Sequence[dict]) -> list[Threshold]:
+    found = []
+    for row in select(rows, "experts"):
+        if row["impl"] != "lora":
+            continue
+        what = f"LoRA on the experts, {row['model']}, {row['tokens']} tokens, rank {row['rank']}"
+        found.append(Threshold(f"{what}, forward and backward / those of frozen experts", row["ratio"], 1.35))
+        memory = row["step_bytes"] / row["allowed_bytes"]
+        found.append(Threshold(f"{what}, memory / adapters, optimizer and activations", memory, 1.0))
+    return found
+
+
+def run(models: Sequence[str] = CASES) -> dict:
+    """Checks and times adapters on the experts of models; {"gpu", "rows", "thresholds"}."""
+    gpu = command.start()
+    rows = [row for name in models for row in make_rows(name, measure(name))]
+    return command.result(gpu, rows, thresholds(rows))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command.parser("lora", "adapters on frozen experts")
+    parser.add_argument("--only", choices=CASES, nargs="+", default=list(CASES), metavar="MODEL")
+    args = parser.parse_args(argv)
+    result = run(args.only)
+    command.finish(args.out / "lora.json", result, *format_kinds(result["rows"], COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""`fp8moe warmup`: compile the kernels of a model before it runs, on any machine."""
+
+import argparse
+import os
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from fp8moe.commands.model_sizes import add_source, read_source
+from fp8moe.kernels.gemm.variants import Family
+from fp8moe.runtime import config, jit
+from fp8moe.runtime.jit import KernelSpec
+from fp8moe.runtime.progress import progress, still_running
+
+HELP = "compile the kernels of a model before it runs; needs no GPU"
+SMS = 132  # of H100 and H200 SXM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    add = parser.add_argument
+    add("--batch-sizes", type=_count, nargs="+", default=[1], metavar="B", help="of GraphDecoder; default: 1")
+    add("--max-length", type=_count, default=4096, metavar="L", help="of GraphDecoder; default: %(default)s")
+    add("--tokens", type=_count, default=8192, metavar="T", help="of a prompt that is read; default: %(default)s")
+    add("--sms", type=_count, help=f"of the GPU that the kernels are for; default: of the one here, or {SMS}")
+    add("--output", type=Path, metavar="DIR", help="to be read as FP8MOE_CACHE_DIR; default: the cache directory")
+    add("--jobs", type=_count, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one for each CPU")
+    add("--check", action="store_true", help="compile nothing; list what is missing, and exit with status 1 if any is")
+
+
+def run(options: argparse.Namespace) -> int:
+    source = read_source(options)
+    directory = options.output.absolute() if options.output else config.settings.cache_dir
+    start = monotonic()
+    with _processes(options.jobs, directory) as pool:
+        with still_running("finding the kernels"):
+            kernels = _kernels(pool, source, options)
+            missing = _missing(pool, kernels)
+        if options.check:
+            print("\n".join(sorted(map(_described, missing))), end="\n" if missing else "")
+            print(f"{len(missing)} of {len(kernels)} kernels are missing in {directory}")
+            return 1 if missing else 0
+        compiled = [pool.submit(jit.cubin, spec) for spec in missing]
+        with progress(as_completed(compiled), total=len(compiled), label="compiling") as bar:
+            for done in bar:
+                done.result()
+        lost = _missing(pool, kernels)
+    if lost:
+        raise OSError(f"{directory}: keeps {len(kernels) - len(lost)} of {len(kernels)} kernels; {_WAY_OUT}")
+    print(f"{len(kernels)} kernels in {directory}, {len(missing)} of them compiled now, {monotonic() - start:.0f} s")
+    return 0
+
+
+_FEW_ENOUGH = 8192  # tokens: for more no kernel is another, but those of GEMMs
+_WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
+
+
+def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argparse.Namespace) -> list[KernelSpec]:
+    """All that may be chosen."""
+    from fp8moe.integrations.decode.chunks import MOST_WHOLE_TOKENS
+
+    sms = _sms(options.sms)
+    decoder = min(max(options.batch_sizes) * options.max_length, MOST_WHOLE_TOKENS)
+    tokens = max(options.tokens, decoder)
+    recorder = ProcessPoolExecutor(1, mp_context=get_context("spawn"))  # unfit for other use
+    with recorder:
+        kernels, families = recorder.submit(
+            _record, source, options.batch_sizes, min(tokens, _FEW_ENOUGH), sms
+        ).result()
+    found = [pool.submit(_variants, *item, tokens, decoder, sms) for item in families.items()]
+    return list(kernels.union(*(one.result() for one in found)))
+
+
+def _record(source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: int) -> tuple:
+    """The kernels and families of `integrations.decode.needed`."""
+    from transformers import CONFIG_MAPPING
+    from transformers.utils import logging
+
+    from fp8moe.checkpoints.architecture import reason_of
+    from fp8moe.integrations.decode.needed import needed_kernels
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    model_type = source.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"model_type is {model_type!r}; it must be one that transformers knows, such as 'qwen3_moe'")
+    try:
+        made = CONFIG_MAPPING[model_type].from_dict(source)
+    except Exception as error:  # a broken config.json makes transformers raise anything
+        raise ValueError(f"config.json: transformers cannot read it ({reason_of(error)})") from None
+    return tuple(needed_kernels([made], batch_sizes, tokens, sms))
+
+
+def _variants(family: Family, fewest: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:
+    """Of a family of GEMMs, for prompts of 1 to `tokens`, and those that GraphDecoder loads for up to `decoder`."""
+    rows = fewest if family.groups else 1  # of a token
+    return family.all_variants(rows, rows * tokens, sms) | family.variants(rows * decoder, sms)
+
+
+def _sms(given: int | None) -> int:
+    if given is None:
+        given = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else SMS
+    return min(given, config.settings.num_sms or given)
+
+
+def _missing(pool: ProcessPoolExecutor, kernels: list[KernelSpec]) -> list[KernelSpec]:
+    there = pool.map(jit.is_cached, kernels, chunksize=16)
+    return [spec for spec, known in zip(kernels, there, strict=True) if not known]
+
+
+def _described(spec: KernelSpec) -> str:
+    values = dict(re.findall(r"constexpr int (\w+) = (-?\d+);", spec.prelude)) | dict(spec.defines)
+    return " ".join([spec.name, *(f"{name}={value}" for name, value in values.items())])
+
+
+@contextmanager
+def _processes(count: int, directory: Path) -> Iterator[ProcessPoolExecutor]:
+    """With `directory` as their cache. Where this process stops early they stop after what they are at."""
+    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin, initargs=(directory,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(directory: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends the others
+    config.settings = replace(config.settings, cache_dir=directory)
+    torch.set_num_threads(1)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number

@@ -1,0 +1,85 @@
+"""The kernels that a model needs under GraphDecoder, found on any machine, without its weights."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8moe.integrations.decode import attention
+from fp8moe.integrations.decode.probe import find_way
+from fp8moe.integrations.decode.step import Step
+from fp8moe.integrations.models import find_fused
+from fp8moe.integrations.skeleton import skeletons
+from fp8moe.kernels.block import router_plan
+from fp8moe.kernels.gemm.variants import Family, families
+from fp8moe.layers import experts_source
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.runtime.dry_run import DryRun, reserved
+from fp8moe.runtime.jit import KernelSpec
+
+_CPU = torch.device("cpu")
+
+
+class Needed(NamedTuple):
+    """kernels: those that were launched. families: of GEMMs, each with its rows for one token."""
+
+    kernels: set[KernelSpec]
+    families: dict[Family, int]
+
+
+def needed_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> Needed:
+    """What models of these configurations of transformers launch, in a process of its own (see `runtime.dry_run`).
+
+    batch_sizes: of decode steps. tokens: of the longest prompts that are read at once. num_sms: of the GPU.
+
+    Prompts of 1, 2, 4 and so on tokens are read: kernels other than GEMMs change nowhere but at such numbers, if at
+    all. Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
+    """
+    models = [model for config in configs for model in skeletons(config)]
+    run = DryRun(num_sms)
+    # PyTorch's own kernels need a GPU, or on a CPU hours.
+    attention._sms = lambda device: num_sms
+    attention._flash_attention = _no_flash_attention
+    F.scaled_dot_product_attention = _no_attention
+    F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
+    experts_source.Weight.quantize = _of_the_first_expert(experts_source.Weight.quantize)
+    router_plan._gemm = lambda x, weight: x.new_zeros((len(x), len(weight)), dtype=torch.float32)
+    with torch.no_grad():
+        for model in models:
+            _run(model, {1, *batch_sizes}, tokens)
+    return Needed(set(run.kernels), dict(families))
+
+
+def _run(model: Any, batch_sizes: Iterable[int], tokens: int) -> None:
+    way, _ = find_way(model, _CPU, False, attention.NAME, find_fused(model) or None)
+    for size in batch_sizes:
+        step = Step(model, size, 2, _CPU, way)
+        step.start(size, 1, None, [], 0)
+        step.advance()
+    for count in sorted({*(1 << i for i in range(tokens.bit_length())), tokens}):
+        step = Step(model, 1, count, _CPU, way)
+        step.start(1, count, None, [], 0)
+        step.read_several(torch.zeros(1, count, dtype=torch.int64), 0, 0, False)
+
+
+def _no_flash_attention(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(query), query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+def _no_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+
+
+def _of_the_first_expert(quantize: Callable[..., FP8Tensor]) -> Callable[..., FP8Tensor]:
+    """As quantized weights of all experts would be written, one after the other."""
+
+    def quantized(weight: experts_source.Weight, scale_format: str) -> FP8Tensor:
+        if isinstance(weight.fused, FP8Tensor):
+            return weight.fused
+        first = quantize(replace(weight, parts=weight.parts[:1]), scale_format)
+        return FP8Tensor(*(reserved((len(weight.parts), *part.shape[1:]), part.dtype) for part in first))
+
+    return quantized

@@ -1,0 +1,118 @@
+"""transformers models without weights: one layer of each kind, in memory that is reserved and takes no room."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.checkpoints.architecture import empty_model
+from fp8moe.checkpoints.quantize import DEFAULT_SKIP
+from fp8moe.integrations.names import NAME
+from fp8moe.integrations.transformers import register
+from fp8moe.integrations.transformers.quantizer import replace_modules
+from fp8moe.runtime.dry_run import reserved
+from fp8moe.runtime.patterns import matches
+
+
+def skeletons(config: Any) -> list[Any]:
+    """The models that a configuration may become: what it says of FP8, or where it says nothing, two.
+
+    These are the model as it is, whose experts `register` quantizes, and what `quantize_checkpoint` makes of it.
+    Their dtype is that of the configuration if it has 16 bits, otherwise bfloat16. All kernels that a layer of the
+    whole model runs, one of these layers runs too.
+
+    Raises ValueError for a configuration that transformers cannot make a model of, or that is quantized otherwise.
+    """
+    register()
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        return [_skeleton(config, quantization)]
+    default = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": None}
+    return [_skeleton(config, None), _skeleton(config, default)]
+
+
+def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
+    config = copy.deepcopy(config)  # it loses layers
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # or transformers would quantize by itself
+    before, own = torch.get_default_dtype(), getattr(config.get_text_config(decoder=True), "dtype", None)
+    torch.set_default_dtype(own if own in (torch.bfloat16, torch.float16) else torch.bfloat16)
+    try:
+        model = empty_model(config)
+        if quantization is not None:
+            _put_fp8_modules(model, dict(quantization))
+    finally:
+        torch.set_default_dtype(before)
+    _keep_one_layer_of_each_kind(model)
+    _reserve_memory(model)
+    model.set_experts_implementation(NAME)
+    return model.eval()
+
+
+def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
+    """In the place of those that transformers' from_pretrained makes FP8 in a model of such a checkpoint."""
+    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    method = quantization.get("quant_method")
+    if method != "fp8":
+        raise ValueError(f"config.json: quantization_config has quant_method {method!r}; fp8moe runs 'fp8'")
+    if quantization.get("modules_to_not_convert") is None:
+        linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
+        quantization["modules_to_not_convert"] = [name for name in linears if matches(name, DEFAULT_SKIP)]
+    theirs = copy.deepcopy(model)
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**quantization), pre_quantized=True)
+    quantizer._process_model_before_weight_loading(theirs)
+    names = [name for name, module in theirs.named_modules() if isinstance(module, FP8Experts | FP8Linear)]
+    try:
+        replace_modules(model, names)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config.json: fp8moe cannot run this model in FP8 ({error})") from error
+
+
+def _keep_one_layer_of_each_kind(model: Any) -> None:
+    config = model.config.get_text_config(decoder=True)
+    count = config.num_hidden_layers
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or len(layers) != count:
+            continue
+        kinds = {_kind(layer, [value[i] for value in lists.values()]): i for i, layer in reversed([*enumerate(layers)])}
+        kept = sorted(kinds.values())
+        module.layers = nn.ModuleList(layers[i] for i in kept)
+        for place, layer in enumerate(module.layers):
+            for part in layer.modules():
+                if hasattr(part, "layer_idx"):
+                    part.layer_idx = place
+        for name, value in lists.items():
+            setattr(config, name, [value[i] for i in kept])
+        config.num_hidden_layers = len(kept)
+        return
+
+
+def _kind(layer: nn.Module, listed: list[Any]) -> tuple:
+    """What two layers have in common that run the same kernels. listed: what the configuration says of this one."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    tensors = tuple((name, value.shape, value.dtype) for name, value in layer.state_dict().items())
+    return modules, tensors, repr(listed)
+
+
+def _reserve_memory(model: nn.Module) -> None:
+    """In the place of tensors on the meta device."""
+    made: dict[int, Tensor] = {}
+
+    def filled(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        if id(value) not in made:
+            memory = reserved(tuple(value.shape), value.dtype)
+            made[id(value)] = nn.Parameter(memory, requires_grad=False) if isinstance(value, nn.Parameter) else memory
+        return made[id(value)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers, vars(module)):
+            tensors.update({name: filled(value) for name, value in tensors.items()})

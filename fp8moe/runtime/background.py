@@ -1,0 +1,49 @@
+"""Kernels compiled while others serve: FP8MOE_JIT=background."""
+
+import os
+import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+from fp8moe.runtime.jit import KernelSpec, cubin
+
+_lock = threading.Lock()
+_queue: SimpleQueue[KernelSpec] = SimpleQueue()
+_futures: dict[KernelSpec, Future[bytes]] = {}
+_threads: list[threading.Thread] = []
+
+
+def compile_later(spec: KernelSpec) -> Future[bytes]:
+    """`jit.cubin` in another thread: what it returns or raises is there once it is done."""
+    with _lock:
+        future = _futures.get(spec)
+        if future is None:
+            future = _futures[spec] = Future()
+            _queue.put(spec)
+            if len(_threads) < max(1, (os.cpu_count() or 1) // 2):  # the others serve
+                # A daemon: a process that ends does not wait for kernels that nobody needs any more.
+                thread = threading.Thread(target=_work, name="fp8moe-compiler", daemon=True)
+                _threads.append(thread)
+                thread.start()
+        return future
+
+
+def busy() -> bool:
+    """Whether kernels are still to come."""
+    return any(not future.done() for future in list(_futures.values()))
+
+
+def finish() -> None:
+    """Wait until no kernels are to come. Those that cannot be compiled are not raised here."""
+    for future in list(_futures.values()):
+        future.exception()
+
+
+def _work() -> None:
+    while True:
+        spec = _queue.get()
+        future = _futures[spec]
+        try:
+            future.set_result(cubin(spec))
+        except Exception as error:
+            future.set_exception(error)

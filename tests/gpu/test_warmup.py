@@ -1,0 +1,45 @@
+"""After `fp8moe warmup` a decoder and prompts of any length compile nothing on a GPU."""
+
+import pytest
+import torch
+
+from fp8moe.cli import main
+from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.runtime import compilers, config, jit
+from tests.transformers_models import BASE, random_model, write_checkpoints
+
+pytestmark = pytest.mark.gpu
+
+# No other test has plans of these sizes.
+SIZES = {"hidden_size": 384, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024}
+EXPERTS = {"intermediate_size": 256, "moe_intermediate_size": 128, "num_experts": 8}
+LENGTHS = (*range(1, 40), 64, 65, 128, 129, 200, 300, 511, 690)
+
+
+def test_nothing_is_compiled_any_more(tmp_path, monkeypatch, registered):
+    from fp8moe.integrations.transformers import load_model
+
+    _, directory = write_checkpoints(random_model("qwen3_moe", BASE | SIZES | EXPERTS), tmp_path)
+    kernels = tmp_path / "kernels"
+    options = ["--batch-sizes", "1", "4", "--max-length", "700", "--tokens", "700", "--output", str(kernels)]
+    assert main(["warmup", str(directory), *options]) == 0
+
+    compiled = []
+    compile_source = compilers.compile_source
+    monkeypatch.setattr(compilers, "compile_source", lambda *call: compiled.append(call[1]) or compile_source(*call))
+    monkeypatch.setattr(jit, "_kernels", {})
+    monkeypatch.setenv("FP8MOE_CACHE_DIR", str(kernels))
+    config.reload()
+    try:
+        model = load_model(directory, device="cuda")
+        decoder = GraphDecoder(model, batch_sizes=(1, 4), max_length=700)
+        for length in LENGTHS:
+            for rows in (1, 4):
+                tokens = torch.ones(rows, length, dtype=torch.int64, device="cuda")
+                decoder.generate(tokens, max_new_tokens=2, pad_token_id=0, eos_token_id=())
+            with torch.no_grad():
+                model(input_ids=tokens[:1])
+        assert compiled == [] and len(jit._kernels) > 20
+    finally:
+        monkeypatch.undo()
+        config.reload()

@@ -1,0 +1,95 @@
+"""Experts with low-rank additions in float64, and models to adapt, on any device."""
+
+import torch
+from torch import nn
+
+from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.linear import FP8Linear
+from tests.experts_cases import make
+from tests.experts_training_reference import by_rows, quantized
+
+
+def adapted(base=None, *, r=4, alpha=8, adapter="default", device="cpu", **options):
+    """A LoRA layer in training mode around experts, with values in all factors."""
+    from peft import LoraConfig
+
+    from fp8moe.integrations.peft.experts import LoraExperts
+
+    base = (make() if base is None else base).to(device).train()
+    config = LoraConfig(r=r, lora_alpha=alpha, target_modules=["experts"], init_lora_weights=False, **options)
+    torch.manual_seed(1)
+    return LoraExperts(base, adapter, config, r=r, lora_alpha=alpha, target_name="experts").train()
+
+
+def additions(layer, adapters=None):
+    """B @ A of the active adapters by name of the projection, (E, rows, columns) float64, and what they came from."""
+    factors = {
+        name: value.detach().double().requires_grad_() for name, value in layer.named_parameters() if "lora_" in name
+    }
+    names = layer.active_adapters if adapters is None else adapters
+
+    def added(weight):
+        parts = ((factors[f"lora_B.{name}.{weight}"], factors[f"lora_A.{name}.{weight}"], name) for name in names)
+        return sum(layer.scaling[name] * (b @ a) for b, a, name in parts)
+
+    base = layer.get_base_layer()
+    return (added(base.up_name), added("down_proj")), factors
+
+
+def expected(layer, x, index, weights, grad, *, dropped=None, mask=None, as_in_fp8=False):
+    """The result and all gradients in float64, from the dequantized weights.
+
+    dropped: by what x is multiplied for the first adapters; mask: the same for the rows of experts before the second.
+    as_in_fp8: with the inputs of the FP8 products quantized, and the result of GEMM 1 in bfloat16, both of which
+    gradients take for the identity.
+    """
+
+    def quantize(value):
+        return value + (by_rows(value.detach()) - value).detach() if as_in_fp8 else value
+
+    base = layer.get_base_layer()
+    ups, downs = quantized(base)
+    (up_added, down_added), factors = additions(layer)
+    ups = ups.flatten(1, 2)
+    x, weights = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
+    out, row = torch.zeros(x.shape, dtype=torch.float64, device=x.device), 0
+    rows, adapter_input = quantize(x), x if dropped is None else x * dropped.double()
+    for expert in range(base.num_experts):
+        tokens, k = torch.where(index == expert)
+        projected = rows[tokens] @ ups[expert].T + adapter_input[tokens] @ up_added[expert].T
+        if as_in_fp8:
+            projected = projected + (projected.detach().bfloat16() - projected).detach()
+        h = base.activation(projected)
+        h_mask = 1 if mask is None else mask[row : row + len(tokens), : h.shape[1]].double()
+        row += len(tokens)
+        y = quantize(h) @ downs[expert].T + (h * h_mask) @ down_added[expert].T
+        out = out.index_add(0, tokens, weights[tokens, k, None] * y)
+    leaves = {"x": x, "routing": weights} | factors
+    found = torch.autograd.grad(out, tuple(leaves.values()), grad.double(), allow_unused=True)
+    return out.detach(), {name: value for name, value in zip(leaves, found, strict=True) if value is not None}
+
+
+def run(layer, x, index, weights, grad):
+    """The result of a forward and all gradients, by the same names."""
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    layer.zero_grad()
+    out = layer(x, index, weights)
+    out.backward(grad)
+    factors = {name: value.grad for name, value in layer.named_parameters() if "lora_" in name}
+    return out.detach(), {"x": x.grad, "routing": weights.grad} | factors
+
+
+class Model(nn.Module):
+    """A linear and experts behind a router, two for each token, with residuals."""
+
+    def __init__(self, device="cpu"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj = FP8Linear(144, 144, bias=False, device=device)
+        self.gate = nn.Linear(144, 4, dtype=torch.bfloat16, device=device)
+        self.experts = GroupedExperts(num_experts=4, hidden_size=144, intermediate_size=80, device=device)
+
+    def forward(self, x):
+        x = x + self.proj(x)
+        weights, index = self.gate(x).float().softmax(-1).topk(2)
+        return x + self.experts(x, index, weights)

@@ -1,0 +1,183 @@
+"""`fp8moe warmup` finds every kernel that a decoder and its prompts launch, and compiles what is missing."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from fp8moe.cli import main
+from fp8moe.commands import warmup
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts import permute_plan
+from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
+from fp8moe.kernels.gemm.variants import Family
+from fp8moe.quant import quantize_plan
+from fp8moe.runtime import compilers, config, jit
+from tests.transformers_models import BASE, MLA, random_model, write_checkpoints
+from tests.warmup_processes import SMS, in_processes, launched, needed
+
+TOKENS = 700
+BATCH_SIZES = (1, 3)
+LENGTHS = (*range(1, 20), 31, 32, 33, 64, 65, 100, 128, 129, 255, 256, 257, 300, 513, 650, TOKENS)
+SHAPE = {"hidden_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2}
+MODELS = {
+    "qwen3_moe": {"head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 128, "num_experts": 8},
+    "mixtral": {"intermediate_size": 144, "num_local_experts": 4},
+    "deepseek_v3": MLA,
+}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_what_a_decoder_launches_is_found(tmp_path, model_type):
+    pytest.importorskip("transformers")
+    _, directory = write_checkpoints(random_model(model_type, BASE | SHAPE | MODELS[model_type]), tmp_path)
+    source = json.loads((directory / "config.json").read_text())
+    recorded, (kernels, families) = in_processes(
+        (launched, directory, BATCH_SIZES, LENGTHS), (needed, source, BATCH_SIZES, TOKENS)
+    )
+    of_gemms = set().union(*(warmup._variants(*item, TOKENS, 3 * TOKENS, SMS) for item in families.items()))
+    assert recorded <= kernels | of_gemms
+    assert sorted(spec.name for spec in kernels - of_gemms - recorded) == []
+
+
+QWEN3_30B = {
+    (5120, 2048, 0): None,
+    (2048, 4096, 0): None,
+    (1536, 2048, 128): Activation(),
+    (2048, 768, 128): None,
+}
+DEEPSEEK_V3 = {
+    (2112, 7168, 0): None,
+    (24576, 1536, 0): None,
+    (32768, 512, 0): None,
+    (7168, 16384, 0): None,
+    (4096, 7168, 1): Activation(),
+    (4096, 7168, 256): Activation(),
+    (7168, 2048, 256): None,
+}
+
+
+@pytest.mark.parametrize("model", [QWEN3_30B, DEEPSEEK_V3], ids=["Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_no_length_chooses_another_gemm(model):
+    most, top_k, draw = 8192, 8, random.Random(0)
+    lengths = [*range(1, 200), *(draw.randint(200, most) for _ in range(100)), most]
+    for (n, k, groups), activation in model.items():
+        epilogue = PlainStore(torch.bfloat16) if activation is None else SwigluQuantize(activation)
+        family, each = Family(n, k, groups, epilogue), top_k if groups > 1 else 1
+        options = {"max_m": None, "swiglu": epilogue.gated}
+        variants = family.all_variants(each, each * most, SMS)
+        for rows in (each * length for length in lengths):
+            if groups:
+                chosen = choose_grouped(rows, groups, rows / groups, n, k, SMS, **options)
+            else:
+                chosen = choose_dense(rows, n, k, SMS)
+            assert kernel_spec(chosen, n, k, epilogue) in variants, rows
+
+
+@pytest.mark.parametrize("n, k", [(2112, 7168), (4096, 7168), (48, 128)])
+def test_dense_variants_are_those_of_every_number_of_rows(n, k):
+    epilogue = PlainStore(torch.bfloat16)
+    each = {kernel_spec(choose_dense(m, n, k, SMS), n, k, epilogue) for m in range(1, 1400)}
+    assert Family(n, k, 0, epilogue).all_variants(1, 1399, SMS) == each
+
+
+SPECS = [
+    permute_plan.kernel_spec(128, torch.bfloat16),
+    quantize_plan.kernel_spec("quantize_1x128", torch.bfloat16, False, True),
+]
+
+
+@pytest.fixture
+def two_kernels(monkeypatch):
+    monkeypatch.setattr(warmup, "_kernels", lambda *_: list(SPECS))
+    yield
+    monkeypatch.undo()
+    config.reload()
+
+
+def run(capsys, *arguments):
+    status = main(["warmup", "--model-type", "qwen3_moe", "--jobs", "1", *map(str, arguments)])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_compiles_what_is_missing_into_a_directory_to_ship(tmp_path, monkeypatch, capsys, two_kernels):
+    directory = tmp_path / "kernels"
+    status, lines = run(capsys, "--output", directory, "--check")
+    assert status == 1 and len(lines) == 3 and lines[0].startswith("permute_quantize INPUT=BFloat16")
+    assert lines[-1] == f"2 of 2 kernels are missing in {directory}"
+    status, lines = run(capsys, "--output", directory)
+    assert status == 0 and lines[0].startswith(f"2 kernels in {directory}, 2 of them compiled now")
+
+    def never(*_):
+        raise AssertionError("compiled again")
+
+    shipped = tmp_path / "copy"
+    directory.rename(shipped)
+    monkeypatch.setenv("FP8MOE_CACHE_DIR", str(shipped))
+    config.reload()
+    monkeypatch.setattr(compilers, "compile_source", never)
+    assert all(map(jit.is_ready, SPECS)) and all(jit.cubin(spec)[:4] == b"\x7fELF" for spec in SPECS)
+    assert run(capsys, "--check") == (0, [f"0 of 2 kernels are missing in {shipped}"])
+
+
+@pytest.mark.filterwarnings("ignore:compiled kernels are not kept")
+def test_a_directory_that_keeps_nothing(tmp_path, capsys, two_kernels):
+    tmp_path.chmod(0o777)
+    with pytest.raises(SystemExit, match="keeps 0 of 2 kernels; expected a directory of your own"):
+        run(capsys, "--output", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "expected either SRC or --model-type"),
+        (["here", "--model-type", "mixtral"], "expected either SRC or --model-type"),
+        (["nowhere"], "SRC is 'nowhere'; it must be a directory with a config.json, or such a file"),
+    ],
+)
+def test_no_model(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        main(["warmup", *arguments])
+
+
+@pytest.mark.parametrize("option", [["--tokens", "0"], ["--batch-sizes", "x"], ["--set", "hidden_size"]])
+def test_wrong_numbers(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["warmup", "--model-type", "mixtral", *option])
+    assert f"argument {option[0]}: invalid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ({}, "model_type is None; it must be one that transformers knows"),
+        ({"model_type": "no_such"}, "model_type is 'no_such'; it must be one"),
+        ({"model_type": "mixtral", "hidden_size": "wide"}, "config.json: transformers cannot"),
+        (
+            {"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}},
+            "quantization_config has quant_method 'gptq'; fp8moe runs 'fp8'",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_read(source, message):
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=message):
+        warmup._record(source, [1], 8, SMS)
+
+
+def test_sizes_by_hand_and_of_a_file(tmp_path, monkeypatch, two_kernels, capsys):
+    seen = []
+    monkeypatch.setattr(warmup, "_kernels", lambda pool, source, options: seen.append(source) or [])
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral", "hidden_size": 64}')
+    sizes = ["--set", "hidden_size=96", "--set", 'layer_types=["full_attention"]', "--set", "hidden_act=silu"]
+    by_hand = {"hidden_size": 96, "layer_types": ["full_attention"], "hidden_act": "silu"}
+    for arguments, expected in (
+        (["--model-type", "qwen3_moe", *sizes], {"model_type": "qwen3_moe", **by_hand}),
+        ([str(tmp_path)], {"model_type": "mixtral", "hidden_size": 64}),
+        ([str(tmp_path / "config.json"), *sizes], {"model_type": "mixtral", **by_hand}),
+    ):
+        assert main(["warmup", *arguments, "--check", "--jobs", "1", "--output", str(tmp_path)]) == 0
+        assert seen.pop() == expected

@@ -1,0 +1,62 @@
+"""What GraphDecoder launches, recorded by `tools.launches`, and what warmup finds, each in a process of its own."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+
+SMS = 132
+
+
+def in_processes(*calls):
+    """What each call (function, *arguments) returns, each in a process of its own that ends then."""
+    pools = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in calls]
+    futures = [pool.submit(*call) for pool, call in zip(pools, calls, strict=True)]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for pool in pools:
+            pool.shutdown()
+
+
+def needed(source, batch_sizes, tokens):
+    """The kernels and families that `fp8moe warmup` finds for a configuration."""
+    from fp8moe.commands.warmup import _record
+
+    return _record(source, batch_sizes, tokens, SMS)
+
+
+def launched(directory, batch_sizes, lengths):
+    """The kernels that a decoder of an FP8 checkpoint launches: its constructor, and prompts of these lengths.
+
+    PyTorch's kernels of a GPU do nothing.
+    """
+    torch.set_num_threads(1)
+    from fp8moe.integrations.decode import GraphDecoder, attention, decoder
+    from fp8moe.integrations.decode.probe import find_way
+    from fp8moe.integrations.decode.step import Way
+    from fp8moe.integrations.models import find_fused
+    from fp8moe.integrations.transformers import load_model
+    from fp8moe.kernels.block import router_plan
+    from tools.launches import Recorder
+
+    model = load_model(directory)
+    recorder = Recorder()
+    recorder.calls.append([])
+    attention._sms = lambda device: SMS
+    attention._flash_attention = lambda query, *_: (query, query.new_zeros(query.shape[1::-1], dtype=torch.float32))
+    router_plan._gemm = lambda x, weight: x.float() @ weight.float().t()
+
+    def choose_way(self, fuse):
+        fused = find_fused(model)
+        find_way(model, self.device, False, decoder.FLASH, fused)  # what it finds is wrong, as the kernels do nothing
+        self.attention = "sdpa" if hasattr(model.config, "kv_lora_rank") else "flash"
+        return Way(decoder.FLASH if self.attention == "flash" else None, rows=True, chunks=True, fused=fused)
+
+    GraphDecoder._choose_way = choose_way
+    graph = GraphDecoder(model, batch_sizes=batch_sizes, max_length=max(lengths) + 2)
+    for length in lengths:
+        for rows in (1, max(batch_sizes)) if length <= 64 else (1,):
+            tokens = torch.ones(rows, length, dtype=torch.int64)
+            graph.generate(tokens, max_new_tokens=2, pad_token_id=0, eos_token_id=())
+    return set(recorder.kernels)

@@ -1,0 +1,138 @@
+"""Install the wheel in empty environments, at both ends of the dependencies' bounds, and use it. Standard library only.
+
+    python tools/matrix.py                                            every Python that is here, oldest and newest
+    python tools/matrix.py --python python3.12 --torch torch==2.13.0 --transformers transformers==5.17.* transformers
+
+Each environment gets the wheel with its extra "transformers" from the package index, runs README's first block and a
+few tests, all without the source tree. PyTorch's CUDA builds take gigabytes: PIP_EXTRA_INDEX_URL may name an index of
+CPU builds.
+"""
+
+import argparse
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
+TESTS = ("import", "quantize", "gemm", "linear", "experts", "transformers", "export")
+MODEL = "Qwen3-30B-A3B-FP8"
+"""What README's first block loads: here a tiny model."""
+
+_MAKE_MODEL = f"""
+import shutil, sys
+from tests.docs_pages import models
+with models() as folder:
+    shutil.copytree(folder + "/{MODEL}", sys.argv[1] + "/{MODEL}")
+"""
+_AFTER_BLOCK = """
+import fp8moe
+assert "site-packages" in fp8moe.__file__, fp8moe.__file__
+assert model.config._experts_implementation == "fp8moe"
+assert model(torch.tensor([[2, 3, 5]], device=device)).logits.isfinite().all()
+"""
+
+
+class Failed(Exception):
+    """A command that has failed, with the end of what it said."""
+
+
+def main() -> int:
+    """Print a line for each environment. 1 if one has failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--python", nargs="+", help=f"interpreters; without it those of {', '.join(PYTHONS)} that run")
+    parser.add_argument("--torch", nargs="+", default=ends("torch"), help="requirements; default: %(default)s")
+    parser.add_argument("--transformers", nargs="+", default=ends("transformers"), help="likewise: %(default)s")
+    options = parser.parse_args()
+    failures = 0
+    with tempfile.TemporaryDirectory(prefix="fp8moe-matrix-") as directory:
+        tree = copy_tree(Path(directory, "tree"))
+        for python, *requirements in itertools.product(
+            options.python or interpreters(PYTHONS), options.torch, options.transformers
+        ):
+            environment, begin = Path(directory, "environment"), time.monotonic()
+            try:
+                result = f"passed: {try_out(tree, environment, python, requirements)}"
+            except Failed as error:
+                result, failures = f"FAILED: {error}", failures + 1
+            shutil.rmtree(environment, ignore_errors=True)
+            print(python, *requirements, result, f"({time.monotonic() - begin:.0f} s)", flush=True)
+    return int(failures > 0)
+
+
+def ends(name: str) -> list[str]:
+    """Requirements of the oldest release that pyproject.toml allows, and of the newest."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    every = project["dependencies"] + project["optional-dependencies"]["transformers"]
+    bound = next(match[1] for text in every if (match := re.match(rf"{name}>=([\d.]+)", text)))
+    return [f"{name}=={bound}.*", name]
+
+
+def interpreters(names: Iterable[str]) -> list[str]:
+    """Those that run: a version manager may have commands of versions that it has not installed."""
+    return [
+        name
+        for name in names
+        if shutil.which(name) and not subprocess.call([name, "-c", ""], stderr=subprocess.DEVNULL)
+    ]
+
+
+def copy_tree(tree: Path) -> Path:
+    """The source tree without what was built in it, for a wheel in which nothing is left from before."""
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info", "__pycache__")
+    return Path(shutil.copytree(ROOT, tree, ignore=ignored))
+
+
+def try_out(tree: Path, environment: Path, python: str, requirements: list[str]) -> str:
+    """Make an environment, use the wheel in it; returns what was installed."""
+    run([python, "-m", "venv", environment])
+    python = str(environment / "bin" / "python")
+    work = environment / "work"
+    run([python, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", work, tree])
+    (wheel,) = work.glob("*.whl")
+    tests = ["pytest", "hypothesis", "setuptools"]
+    run([python, "-m", "pip", "install", "-q", f"{wheel}[transformers]", *requirements, *tests])
+    run([python, "-m", "pip", "check"])
+    without_package(tree, work / "tree")
+    run_first_block(python, work)
+    files = [f"tests/test_{name}.py" for name in TESTS]
+    run([python, "-m", "pytest", "-q", "-x", "-k", "not sample_of_the_rows", *files], cwd=work / "tree")
+    versions = "; ".join(f"print('{name}', metadata.version('{name}'))" for name in ("fp8moe", "torch", "transformers"))
+    return run([python, "-c", f"from importlib import metadata; {versions}"]).strip().replace("\n", ", ")
+
+
+def without_package(tree: Path, target: Path) -> None:
+    """A copy of the tree where `import fp8moe` finds what is installed."""
+    shutil.copytree(tree, target, ignore=lambda folder, _: ["fp8moe"] if Path(folder) == tree else [])
+
+
+def run_first_block(python: str, work: Path) -> None:
+    """README's first block in ``work``, beside a tiny model; ``work / "tree"`` is of `without_package`."""
+    run([python, "-c", _MAKE_MODEL, work], cwd=work / "tree")
+    (work / "block.py").write_text(first_block() + _AFTER_BLOCK)
+    run([python, "-I", "block.py"], cwd=work)
+
+
+def first_block() -> str:
+    """The first Python block of README."""
+    return re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)[1]
+
+
+def run(command: list, cwd: Path | None = None) -> str:
+    """What the command prints; raises Failed."""
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise Failed(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}\n{end}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
