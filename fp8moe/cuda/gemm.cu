@@ -165,16 +165,12 @@ struct MathWarp {
     pipeline.advance();
   }
 
-  // Multiplies `count` stages, of which the first begins the sums if `first`. Calls meanwhile() once, under a product.
-  template <int Used, typename Meanwhile>
-  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, bool first, int count,
-                                           const Meanwhile& meanwhile) {
-    if (first) {
-      multiply<true, Used>(sum, tile, 0, meanwhile);
-    } else {
-      multiply<false, Used>(sum, tile, 0, meanwhile);
-    }
-    multiply_stages<UNROLLED_STAGES>(count - 1, [&](int i) { multiply<false, Used>(sum, tile, i + 1, [] {}); });
+  // Multiplies `count` stages whose weight scales are held from lane `source` on.
+  template <int Used>
+  __device__ __forceinline__ void multiply_more(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
+                                                int count) {
+    constexpr int UNROLLED = Used == SLABS ? UNROLLED_STAGES : 1;
+    multiply_stages<UNROLLED>(count, [&](int i) { multiply<false, Used>(sum, tile, source + i, [] {}); });
   }
 
   // How many of this warpgroup's slabs have rows of the group.
@@ -209,24 +205,33 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
 #pragma unroll 1
     for (int base = 0; base < k.count; base += WARP) {
       math.weights.turn();
-      // Asks for the weight scales that come next, and finds the next tile.
-      const auto look_ahead = [&] {
-        if (base + WARP < k.count) {
-          math.weights.fetch(tile, base + WARP, k.count);
-        } else {
-          more = schedule.next(following);
-          following = same_in_warp(following);
-          if (more) math.weights.fetch(following, 0, k.count);
-        }
+      const int count = min(WARP, k.count - base), begun = base == 0;
+      const auto find_next = [&] {
+        more = schedule.next(following);
+        following = same_in_warp(following);
       };
-      const int count = min(WARP, k.count - base);
+      if (begun) {
+        if (used == 0) {
+          find_next();
+          math.skip(1);
+        } else if (!EVEN || used == SLABS) {
+          math.multiply<true, SLABS>(sum, tile, 0, find_next);
+        } else {
+          math.multiply<true, 1>(sum, tile, 0, find_next);
+        }
+      }
+      // The weight scales that come next.
+      if (base + WARP < k.count) {
+        math.weights.fetch(tile, base + WARP, k.count);
+      } else if (more) {
+        math.weights.fetch(following, 0, k.count);
+      }
       if (used == 0) {
-        look_ahead();
-        math.skip(count);
+        math.skip(count - begun);
       } else if (!EVEN || used == SLABS) {
-        math.multiply<SLABS>(sum, tile, base == 0, count, look_ahead);
+        math.multiply_more<SLABS>(sum, tile, begun, count - begun);
       } else {
-        math.multiply<1>(sum, tile, base == 0, count, look_ahead);
+        math.multiply_more<1>(sum, tile, begun, count - begun);
       }
     }
     if constexpr (REDUCES) {
