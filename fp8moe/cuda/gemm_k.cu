@@ -102,9 +102,11 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule schedule)
   }
 }
 
-// Multiplies the next stage, hands it back, and adds the products to the sums.
+// Multiplies the next stage, hands it back, and adds the products to the sums. Calls meanwhile() under the first
+// product.
+template <typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shared& s, Pipeline<STAGES>& pipeline,
-                                         int warpgroup) {
+                                         int warpgroup, const Meanwhile& meanwhile) {
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
   pipeline.arrived();
   const StageScales& scales = s.stage_scales(pipeline.stage);
@@ -136,6 +138,7 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
       scale[2] = lower * features[j].x, scale[3] = lower * features[j].y;
       asm volatile("" : "+f"(scale[0]), "+f"(scale[1]), "+f"(scale[2]), "+f"(scale[3]));  // here, not later
     }
+    if (slab == 0) meanwhile();
     wgmma_wait();
     if (slab == SLABS - 1) pipeline.release();
 #pragma unroll
@@ -208,14 +211,23 @@ __device__ __forceinline__ void store_tile(const float (&sum)[SLABS][ACCUMULATOR
 __device__ __forceinline__ void consume(Shared& s, Schedule schedule, int warpgroup) {
   Pipeline<STAGES> pipeline(s.ring);
   Tile tile;
-  while (schedule.next(tile)) {
-    if (ACCUMULATE && tile.count == 0 && tile.aligned) continue;
-    const float initial = tile.aligned ? 0.f : __int_as_float(0x7FFFFFFF);  // NaN stays, whatever is added
-    float sum[SLABS][ACCUMULATORS];
+  bool more = schedule.next(tile);
+  while (more) {
+    Tile following = tile;
+    const auto find_next = [&] { more = schedule.next(following); };
+    if (tile.count == 0) find_next();
+    if (!ACCUMULATE || tile.count > 0 || !tile.aligned) {
+      const float initial = tile.aligned ? 0.f : __int_as_float(0x7FFFFFFF);  // NaN stays, whatever is added
+      float sum[SLABS][ACCUMULATORS];
 #pragma unroll
-    for (int i = 0; i < SLABS * ACCUMULATORS; ++i) sum[i / ACCUMULATORS][i % ACCUMULATORS] = initial;
-    multiply_stages<UNROLLED_STAGES>(tile.count, [&](int) { multiply(sum, s, pipeline, warpgroup); });
-    store_tile(sum, schedule.args.out, tile, schedule.args.m, warpgroup);
+      for (int i = 0; i < SLABS * ACCUMULATORS; ++i) sum[i / ACCUMULATORS][i % ACCUMULATORS] = initial;
+      if (tile.count > 0) {
+        multiply(sum, s, pipeline, warpgroup, find_next);
+        multiply_stages<UNROLLED_STAGES>(tile.count - 1, [&](int) { multiply(sum, s, pipeline, warpgroup, [] {}); });
+      }
+      store_tile(sum, schedule.args.out, tile, schedule.args.m, warpgroup);
+    }
+    tile = following;
   }
 }
 
