@@ -5,11 +5,11 @@ it, "lora", rank 16 in bfloat16, with the gradients of all adapters beside them:
 routing. As in `benchmarks.training` times are of the replay of a CUDA graph, by CUDA events and with a cold L2:
 `us`, and `forward_us` of the forward alone. `ratio` is "lora" over "frozen"; less is better.
 
-`step_bytes` is the largest amount of memory during training steps, AdamW's included, beside the FP8 weights, inputs and
-output. `allowed_bytes` is what it may be: adapters with gradients and both moments, what the frozen pass takes, and the
-activations of the adapters. `difference` is the largest relative Frobenius difference of output and input gradients
-from those of frozen experts into which the adapters were merged: what rounding that sum costs, and a check of the
-pass.
+`step_bytes` is the largest amount of memory during training steps, AdamW's included, beside the FP8 weights, adapters,
+inputs and output. `allowed_bytes` is what it may be: gradients and both moments of the adapters, what the frozen pass
+takes, and the activations of the adapters. `difference` is the largest relative Frobenius difference of output and
+input gradients from those of frozen experts into which the adapters were merged: what rounding that sum costs, and a
+check of the pass.
 """
 
 import copy

@@ -43,6 +43,12 @@ def test_only_what_is_known_does_not_work(written):
     assert refused == {(layout, "export"), (layout, "AOTInductor")}
 
 
+def test_layers_with_a_backward_in_eager_have_one_in_graphs(written):
+    table = read_page(written)
+    trained = {name for name in CASES if name.startswith(("FP8Linear", "GroupedExperts"))}
+    assert {name for name, row in table.items() if row["backward"] != "-"} == trained
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_export(name, written):
     (_, row), *_ = rows([name], columns=("export",))

@@ -1,7 +1,9 @@
 """FP8MOE_JIT=background: a variant that is compiled serves until the best one is, and splits K as that does."""
 
+import os
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -121,6 +123,16 @@ def test_a_plan_goes_over_to_the_better_kernel_once_it_is_there(launches):
     assert jit._kernels == {best: b"code"}
 
 
+def test_a_part_counts_with_the_rows_of_the_whole(launches, monkeypatch):
+    noted = []
+    monkeypatch.setattr(plan, "note", lambda family, rows: noted.append((family.groups, rows)))
+    a, b = (torch.empty(*shape, K, dtype=torch.float8_e4m3fn) for shape in ((97,), (4, N)))
+    scale, out = empty_mn_major(97, ceil_div(K, 128), device="cpu"), torch.empty(97, N, dtype=torch.bfloat16)
+    for whole in (None, (7 * 24, 8)):
+        plan.Plan(a, scale, b, out, STORE, whole=whole)
+    assert noted == [(4, 97), (4, 7 * 24)]
+
+
 def test_not_while_a_graph_is_captured(launches, monkeypatch):
     launch, best, coming = launches
     coming.set_result(b"code")
@@ -130,10 +142,32 @@ def test_not_while_a_graph_is_captured(launches, monkeypatch):
     assert launch() == best
 
 
+def test_one_thread_goes_over(launches, monkeypatch):
+    launch, best, coming = launches
+    coming.set_result(b"code")
+    both, made = threading.Barrier(2), []
+    create = Launcher.__init__
+
+    def meet():
+        both.wait(30)
+        return False
+
+    def count(self, spec, **options):
+        made.append(spec)
+        create(self, spec, **options)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", meet)
+    monkeypatch.setattr(Launcher, "__init__", count)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: launch(), range(2)))
+    assert made == [best] and launch() == best
+
+
 def test_a_kernel_that_cannot_be_compiled_is_told_once(launches, recwarn):
     launch, best, coming = launches
     coming.set_exception(RuntimeError("no NVRTC"))
-    with pytest.warns(RuntimeWarning, match="a slower kernel goes on, as the best one cannot be compiled: no NVRTC"):
+    told = rf"a slower kernel goes on, .* cannot be compiled \(GemmConfig\(.*\) n={N} k={K} groups=0\): no NVRTC"
+    with pytest.warns(RuntimeWarning, match=told):
         assert launch() != best
     recwarn.clear()
     assert launch() != best and not recwarn
@@ -184,8 +218,23 @@ def test_a_failure_waits_for_who_asks(compiler):
     assert quick.result(30) == b""  # the thread goes on
 
 
+def test_some_cpus_are_left_to_others(compiler, monkeypatch):
+    allowed, asked = compiler
+    monkeypatch.setattr(background, "_threads", [])
+    monkeypatch.setattr(background, "_queue", SimpleQueue())
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
+    for i in range(6):
+        background.compile_later(jit.KernelSpec("x.cu", "slow", (("I", i),)))
+    assert len(background._threads) == 2
+    allowed.set()
+    background.finish()
+    assert asked == ["slow"] * 6
+
+
 def test_a_decoder_does_not_wait_for_the_kernels_of_prompts(monkeypatch, in_background):
-    later, at_once = [], []
+    later, at_once, ready = [], [], []
+    monkeypatch.setattr(compile_ahead, "is_ready", lambda spec: spec in ready)
     monkeypatch.setattr(compile_ahead, "compile_later", later.append)
     monkeypatch.setattr(compile_ahead, "load_all", at_once.extend)
     monkeypatch.setattr(compile_ahead, "num_sms", lambda index: SMS)
@@ -196,6 +245,33 @@ def test_a_decoder_does_not_wait_for_the_kernels_of_prompts(monkeypatch, in_back
     config.reload()
     compile_ahead.compile_for_prompts(0, 64)
     assert set(at_once) == set(later)
+    monkeypatch.setenv("FP8MOE_JIT", "background")
+    config.reload()
+    ready += later[1:]
+    first = later[0]
+    later.clear()
+    compile_ahead.compile_for_prompts(0, 64)
+    assert later == [first]
+
+
+def test_other_threads_may_make_plans_meanwhile(monkeypatch):
+    class Noted:
+        """Of which another plan is made while it is read."""
+
+        @property
+        def groups(self):
+            known[object()] = 1
+            return 0
+
+        def variants(self, rows, sms):
+            return {jit.KernelSpec("x.cu", "found")}
+
+    known, loaded = {Noted(): 1, Noted(): 1}, []
+    monkeypatch.setattr(compile_ahead, "families", known)
+    monkeypatch.setattr(compile_ahead, "num_sms", lambda index: SMS)
+    monkeypatch.setattr(compile_ahead, "load_all", loaded.extend)
+    compile_ahead.compile_for_prompts(0, 64)
+    assert [spec.name for spec in loaded] == ["found"]
 
 
 def test_no_graph_of_prompts_keeps_a_slower_kernel(monkeypatch):

@@ -218,6 +218,26 @@ def test_checkpointing_gives_the_same_gradients():
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor_dtype", [torch.bfloat16, torch.float32])
+def test_autocast_changes_nothing(dtype, factor_dtype):
+    layer, arguments = adapted().to(factor_dtype), inputs(dtype=torch.float32)
+    out, grads = run(layer, *arguments)
+    with torch.autocast("cpu", dtype):
+        again, grads_again = run(layer, *arguments)
+    assert again.dtype == out.dtype and torch.equal(again, out)
+    for name, grad in grads.items():
+        assert grads_again[name].dtype == grad.dtype and torch.equal(grads_again[name], grad), name
+
+
+def test_a_residual_is_added():
+    layer, (x, index, weights, grad) = adapted(), inputs()
+    out = layer(x, index, weights)
+    assert torch.equal(layer(x, index, weights, residual=grad), grad + out)
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x, index, weights, residual=grad), layer.base_layer(x, index, weights, residual=grad))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile(backend, fresh_compiler):
     layer, arguments = adapted(), inputs()
@@ -272,6 +292,31 @@ def test_active_adapters_with_other_dropouts_are_refused():
     layer.eval()(*inputs()[:3])
 
 
+def test_scales_are_set_and_reset():
+    adapted_model, base = model()
+    adapted_model.eval()
+    before = adapted_model(X)
+    with peft.helpers.rescale_adapter_scale(adapted_model, 0.0):
+        assert torch.equal(adapted_model(X), base(X))
+    assert torch.equal(adapted_model(X), before)
+    layer = adapted()
+    layer.set_scale("default", 0.25)
+    assert layer.scaling == {"default": 0.5}
+    check(layer, *inputs())
+
+
+def test_weighted_adapters_of_experts_are_refused():
+    adapted_model, base = model()
+    config = register(peft.LoraConfig(r=4, target_modules=["proj", "experts"], init_lora_weights=False), base)
+    adapted_model.add_adapter("second", config)
+    before = adapted_model(X)
+    with pytest.raises(AttributeError, match="add_weighted_adapter: expected adapters of single matrices, got those"):
+        adapted_model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "both", combination_type="linear")
+    adapted_model.delete_adapter("both")
+    assert torch.equal(adapted_model(X), before)
+    assert adapted_model.base_model.model.experts.r.keys() == {"default", "second"}
+
+
 # Through peft.
 
 
@@ -314,6 +359,10 @@ def test_adapters_are_saved_and_loaded(tmp_path):
     for (name, value), other in zip(adapted_model.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(value.float(), other.float()), name
     assert torch.equal(loaded.eval()(X), adapted_model.eval()(X))
+    other = Model()
+    config = register(peft.LoraConfig.from_pretrained(tmp_path), other)
+    other = peft.PeftModel.from_pretrained(other, tmp_path, config=config, low_cpu_mem_usage=True)
+    assert torch.equal(other(X), adapted_model(X))
     loaded.load_adapter(tmp_path, "again")
     loaded.set_adapter("again")
     assert torch.equal(loaded(X), adapted_model(X))
@@ -399,6 +448,14 @@ def test_merged_adapters_serve_until_they_are_disabled():
         with adapted_model.disable_adapter():  # which unmerges
             assert torch.equal(adapted_model(X), base(X))
         assert torch.equal(adapted_model(X), before)
+
+
+def test_a_backward_after_a_merge_is_refused():
+    layer, (x, index, weights, grad) = adapted(), inputs()
+    out = layer(x, index, weights)
+    layer.merge()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(grad)
 
 
 def test_two_adapters_are_rounded_once():
@@ -508,12 +565,61 @@ def test_peft_is_imported_when_it_is_used():
         ({"use_dora": True}, "use_dora: expected none for the FP8 weights of proj, got True"),
         ({"lora_bias": True}, "lora_bias: expected none for the FP8 weights of proj"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected True, False or 'gaussian' for proj, got 'pissa'"),
+        ({"use_qalora": True}, "use_qalora: expected none for the FP8 weights of proj, got True"),
+        (
+            {"layer_replication": [[0, 1]]},
+            r"layer_replication: expected none for the FP8 weights of proj, got \[\[0, 1",
+        ),
         ({"target_modules": [], "target_parameters": ["experts.down_proj"]}, "target_parameters: down_proj of experts"),
+        ({"lora_dropout": 1.0}, "lora_dropout: expected at least 0 and below 1 for proj, got 1.0"),
+        (
+            {"target_modules": ["proj"], "modules_to_save": ["experts"]},
+            "modules_to_save: experts is in FP8, which is not",
+        ),
+        ({"target_modules": "all-linear"}, "target_modules: 'all-linear' leaves out FP8Linear and experts; .* as proj"),
     ],
 )
-def test_more_than_plain_lora_is_refused(options, message):
+def test_more_than_plain_lora_is_refused_before_anything_is_changed(options, message):
+    base = Model()
+    options = {"target_modules": ["gate", "proj", "experts"]} | options
     with pytest.raises(ValueError, match=message):
-        model(**options)
+        register(peft.LoraConfig(**options), base)
+    with pytest.raises(ValueError, match=message):  # of a model that has adapters
+        register(peft.LoraConfig(**options), model()[0].base_model.model)
+
+
+def test_more_than_plain_lora_is_left_to_other_layers():
+    base = Model()
+    adapted_model = peft.get_peft_model(base, register(peft.LoraConfig(target_modules=["gate"], use_dora=True), base))
+    assert adapted_model.base_model.model.gate.use_dora["default"]
+    changed = register(peft.LoraConfig(target_modules=["experts"]), Model())
+    changed.use_dora = True
+    with pytest.raises(ValueError, match="use_dora: expected none for the FP8 weights of experts"):
+        peft.get_peft_model(Model(), changed)
+
+
+def test_shared_weights_are_refused():
+    """peft would adapt the first module only, and merging would add to shared weights twice."""
+    for share in (lambda base: base.experts, lambda base: copy.deepcopy(base.experts, sharing(base.experts))):
+        base = Model()
+        base.other_experts = share(base)
+        with pytest.raises(ValueError, match="^other_experts: expected weights of its own to adapt, got those of exp"):
+            register(peft.LoraConfig(target_modules=["experts", "other_experts"]), base)
+        register(peft.LoraConfig(target_modules=["proj"]), base)
+
+
+def sharing(module):
+    """For `copy.deepcopy`: with the same parameters."""
+    return {id(value): value for value in module.parameters()}
+
+
+def test_layers_that_were_spread_are_not_merged():
+    layer = adapted()
+    before = [value.clone() for value in layer.base_layer.parameters()]
+    layer.base_layer.parallel = object()
+    with pytest.raises(ValueError, match="^experts: expected a layer that is whole on this rank"):
+        layer.merge()
+    assert equal(before, layer.base_layer.parameters()) and not layer.merged
 
 
 def refused_on_ranks():

@@ -10,6 +10,7 @@ from fp8moe.cli import main
 from fp8moe.commands import warmup
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import permute_plan
+from fp8moe.kernels.gemm import variants
 from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
@@ -17,7 +18,7 @@ from fp8moe.kernels.gemm.variants import Family
 from fp8moe.quant import quantize_plan
 from fp8moe.runtime import compilers, config, jit
 from tests.transformers_models import BASE, MLA, random_model, write_checkpoints
-from tests.warmup_processes import SMS, in_processes, launched, needed
+from tests.warmup_processes import SMS, end, in_processes, launched, needed, needed_for
 
 TOKENS = 700
 BATCH_SIZES = (1, 3)
@@ -41,6 +42,21 @@ def test_what_a_decoder_launches_is_found(tmp_path, model_type):
     of_gemms = set().union(*(warmup._variants(*item, TOKENS, 3 * TOKENS, SMS) for item in families.items()))
     assert recorded <= kernels | of_gemms
     assert sorted(spec.name for spec in kernels - of_gemms - recorded) == []
+
+
+@pytest.mark.parametrize("top_k", [1, 6])
+def test_no_length_launches_a_kernel_that_was_not_found(tmp_path, top_k):
+    pytest.importorskip("transformers")
+    sizes = BASE | SHAPE | MODELS["qwen3_moe"] | {"num_experts_per_tok": top_k, "max_position_embeddings": 1 << 17}
+    source = {"model_type": "qwen3_moe", **sizes}
+    draw = random.Random(0)
+    within = [*range(1, 140, 7), *(draw.randint(140, warmup._FEW_ENOUGH) for _ in range(15))]
+    beyond = [warmup._FEW_ENOUGH + 1, 16384, 40001, 65536]
+    (kernels, _), others = in_processes(
+        (needed, source, [1], warmup._FEW_ENOUGH), (needed_for, source, [*within, *beyond])
+    )
+    assert {spec.name for spec in others} > {"sort_by_expert", "rotary", "router_logits", "rms_norm", "combine"}
+    assert sorted(map(warmup._described, others - kernels)) == []
 
 
 QWEN3_30B = {
@@ -82,6 +98,14 @@ def test_dense_variants_are_those_of_every_number_of_rows(n, k):
     epilogue = PlainStore(torch.bfloat16)
     each = {kernel_spec(choose_dense(m, n, k, SMS), n, k, epilogue) for m in range(1, 1400)}
     assert Family(n, k, 0, epilogue).all_variants(1, 1399, SMS) == each
+
+
+def test_rows_of_a_token_are_known_without_a_call_of_one(monkeypatch):
+    monkeypatch.setattr(variants, "families", {})
+    family = Family(256, 128, 16, PlainStore(torch.bfloat16))
+    for tokens in (8, 5, 3):
+        variants.note(family, 6 * tokens)
+    assert variants.families == {family: 6}
 
 
 SPECS = [
@@ -130,6 +154,19 @@ def test_a_directory_that_keeps_nothing(tmp_path, capsys, two_kernels):
         run(capsys, "--output", tmp_path)
 
 
+def test_a_kernel_that_cannot_be_compiled_is_named(tmp_path, monkeypatch, two_kernels):
+    broken = jit.KernelSpec("sample.cu", "no_such_kernel", SPECS[0].defines)
+    monkeypatch.setattr(warmup, "_kernels", lambda *_: [broken])
+    with pytest.raises(SystemExit, match="warmup: no_such_kernel INPUT=BFloat16 .*: .*no_such_kernel.cu"):
+        main(["warmup", "--model-type", "qwen3_moe", "--jobs", "1", "--output", str(tmp_path / "kernels")])
+
+
+def test_a_process_that_is_killed(tmp_path, monkeypatch, two_kernels):
+    monkeypatch.setattr(jit, "cubin", end)
+    with pytest.raises(SystemExit, match="a process ended before its work did, perhaps for want of memory; try --jobs"):
+        main(["warmup", "--model-type", "qwen3_moe", "--jobs", "1", "--output", str(tmp_path / "kernels")])
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -143,11 +180,18 @@ def test_no_model(arguments, message):
         main(["warmup", *arguments])
 
 
-@pytest.mark.parametrize("option", [["--tokens", "0"], ["--batch-sizes", "x"], ["--set", "hidden_size"]])
-def test_wrong_numbers(option, capsys):
+@pytest.mark.parametrize(
+    "option, value, expected",
+    [
+        ("--tokens", "0", "an integer >= 1, got '0'"),
+        ("--batch-sizes", "x", "an integer >= 1, got 'x'"),
+        ("--set", "hidden_size", "NAME=VALUE, got 'hidden_size'"),
+    ],
+)
+def test_wrong_numbers(option, value, expected, capsys):
     with pytest.raises(SystemExit):
-        main(["warmup", "--model-type", "mixtral", *option])
-    assert f"argument {option[0]}: invalid" in capsys.readouterr().err
+        main(["warmup", "--model-type", "mixtral", option, value])
+    assert f"argument {option}: expected {expected}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -159,6 +203,10 @@ def test_wrong_numbers(option, capsys):
         (
             {"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}},
             "quantization_config has quant_method 'gptq'; fp8moe runs 'fp8'",
+        ),
+        (
+            {"model_type": "gpt_oss", "num_hidden_layers": 1, "num_local_experts": 2},
+            r"config.json: transformers cannot run this model in FP8 \(.*bias",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """What GraphDecoder launches, recorded by `tools.launches`, and what warmup finds, each in a process of its own."""
 
+import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -24,6 +25,20 @@ def needed(source, batch_sizes, tokens):
     from fp8moe.commands.warmup import _record
 
     return _record(source, batch_sizes, tokens, SMS)
+
+
+def needed_for(source, lengths):
+    """The kernels, but for GEMMs, that prompts of these lengths launch."""
+    from fp8moe.integrations.decode import needed as module
+
+    module._lengths = lambda tokens: lengths
+    kernels, _ = needed(source, [1], max(lengths))
+    return {spec for spec in kernels if spec.source != "gemm.cu"}
+
+
+def end(spec):
+    """In place of `jit.cubin`: the process is killed."""
+    os._exit(1)
 
 
 def launched(directory, batch_sizes, lengths):

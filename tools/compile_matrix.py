@@ -3,9 +3,9 @@
 Each case of `tests.graph_cases` goes through everything that the table has a column for, here on the CPU, or with
 --device on a GPU. With names of cases it prints their rows and writes nothing.
 
-A cell is "yes", with what is to know if there is something, or "no: " and the first line of the error; "-" where eager
-has no backward either. Results, arguments that were written to, and gradients must have
-the bits of the eager call, for numbers of tokens that the graph was not made with.
+A cell is "yes", with a reason after a colon where more than one graph is needed, or "no: " and the first line of the
+error, or "-" where eager has no backward either. Results, arguments that were written to, and gradients must have the
+bits of the eager call, for numbers of tokens that the graph was not made with.
 """
 
 import argparse
@@ -174,7 +174,7 @@ def read_page(text: str) -> dict[str, dict[str, str]]:
 
 
 def kinds(row: dict[str, str]) -> dict[str, str]:
-    """A row without what is to know, which is worded otherwise by other versions of PyTorch."""
+    """A row without its reasons, which other versions of PyTorch word otherwise."""
     return {column: cell.partition(": ")[0] for column, cell in row.items()}
 
 

@@ -34,7 +34,7 @@ def read_source(options: argparse.Namespace) -> dict[str, Any]:
 def _size(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

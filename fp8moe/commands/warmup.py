@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
@@ -49,10 +50,10 @@ def run(options: argparse.Namespace) -> int:
             print("\n".join(sorted(map(_described, missing))), end="\n" if missing else "")
             print(f"{len(missing)} of {len(kernels)} kernels are missing in {directory}")
             return 1 if missing else 0
-        compiled = [pool.submit(jit.cubin, spec) for spec in missing]
+        compiled = {pool.submit(jit.cubin, spec): spec for spec in missing}
         with progress(as_completed(compiled), total=len(compiled), label="compiling") as bar:
             for done in bar:
-                done.result()
+                _raise_error(compiled[done], done.exception())
         lost = _missing(pool, kernels)
     if lost:
         raise OSError(f"{directory}: keeps {len(kernels) - len(lost)} of {len(kernels)} kernels; {_WAY_OUT}")
@@ -60,12 +61,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-_FEW_ENOUGH = 8192  # tokens: for more no kernel is another, but those of GEMMs
+_FEW_ENOUGH = 8192  # tokens: prompts of more need no further kernels, but those of GEMMs
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
 
 
 def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argparse.Namespace) -> list[KernelSpec]:
-    """All that may be chosen."""
+    """All that may be launched."""
     from fp8moe.integrations.decode.chunks import MOST_WHOLE_TOKENS
 
     sms = _sms(options.sms)
@@ -100,9 +101,12 @@ def _record(source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: in
     return tuple(needed_kernels([made], batch_sizes, tokens, sms))
 
 
-def _variants(family: Family, fewest: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:
-    """Of a family of GEMMs, for prompts of 1 to `tokens`, and those that GraphDecoder loads for up to `decoder`."""
-    rows = fewest if family.groups else 1  # of a token
+def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:
+    """Of a family of GEMMs, for prompts of 1 to `tokens`, and those that GraphDecoder loads for up to `decoder`.
+
+    rows: of the family, for one token.
+    """
+    rows = rows if family.groups else 1  # a dense GEMM has a row for each token, or for each sequence
     return family.all_variants(rows, rows * tokens, sms) | family.variants(rows * decoder, sms)
 
 
@@ -117,6 +121,14 @@ def _missing(pool: ProcessPoolExecutor, kernels: list[KernelSpec]) -> list[Kerne
     return [spec for spec, known in zip(kernels, there, strict=True) if not known]
 
 
+def _raise_error(spec: KernelSpec, error: BaseException | None) -> None:
+    """That of compiling the kernel, if there is one."""
+    if isinstance(error, BrokenProcessPool):
+        raise error  # of all kernels that were still to come
+    if error is not None:
+        raise RuntimeError(f"{_described(spec)}: {error}") from error
+
+
 def _described(spec: KernelSpec) -> str:
     values = dict(re.findall(r"constexpr int (\w+) = (-?\d+);", spec.prelude)) | dict(spec.defines)
     return " ".join([spec.name, *(f"{name}={value}" for name, value in values.items())])
@@ -128,6 +140,8 @@ def _processes(count: int, directory: Path) -> Iterator[ProcessPoolExecutor]:
     pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin, initargs=(directory,))
     try:
         yield pool
+    except BrokenProcessPool:
+        raise RuntimeError("a process ended before its work did, perhaps for want of memory; try --jobs 1") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -139,7 +153,6 @@ def _begin(directory: Path) -> None:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)

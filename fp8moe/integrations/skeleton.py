@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.architecture import empty_model
+from fp8moe.checkpoints.architecture import empty_model, reason_of
 from fp8moe.checkpoints.quantize import DEFAULT_SKIP
 from fp8moe.integrations.names import NAME
 from fp8moe.integrations.transformers import register
@@ -23,7 +23,8 @@ def skeletons(config: Any) -> list[Any]:
     Their dtype is that of the configuration if it has 16 bits, otherwise bfloat16. All kernels that a layer of the
     whole model runs, one of these layers runs too.
 
-    Raises ValueError for a configuration that transformers cannot make a model of, or that is quantized otherwise.
+    Raises ValueError for a configuration that transformers cannot make a model of, or not in FP8, or that is quantized
+    otherwise.
     """
     register()
     quantization = getattr(config, "quantization_config", None)
@@ -64,8 +65,11 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
         linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
         quantization["modules_to_not_convert"] = [name for name in linears if matches(name, DEFAULT_SKIP)]
     theirs = copy.deepcopy(model)
-    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**quantization), pre_quantized=True)
-    quantizer._process_model_before_weight_loading(theirs)
+    try:
+        quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**quantization), pre_quantized=True)
+        quantizer._process_model_before_weight_loading(theirs)
+    except Exception as error:  # transformers asserts what it does not run, such as experts with biases
+        raise ValueError(f"config.json: transformers cannot run this model in FP8 ({reason_of(error)})") from error
     names = [name for name, module in theirs.named_modules() if isinstance(module, FP8Experts | FP8Linear)]
     try:
         replace_modules(model, names)

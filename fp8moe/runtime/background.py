@@ -14,13 +14,13 @@ _threads: list[threading.Thread] = []
 
 
 def compile_later(spec: KernelSpec) -> Future[bytes]:
-    """`jit.cubin` in another thread: what it returns or raises is there once it is done."""
+    """`jit.cubin` in another thread: the future has what it returns or raises. One future for all calls with a spec."""
     with _lock:
         future = _futures.get(spec)
         if future is None:
             future = _futures[spec] = Future()
             _queue.put(spec)
-            if len(_threads) < max(1, (os.cpu_count() or 1) // 2):  # the others serve
+            if len(_threads) < max(1, len(os.sched_getaffinity(0)) // 2):  # the other CPUs serve
                 # A daemon: a process that ends does not wait for kernels that nobody needs any more.
                 thread = threading.Thread(target=_work, name="fp8moe-compiler", daemon=True)
                 _threads.append(thread)
@@ -29,12 +29,12 @@ def compile_later(spec: KernelSpec) -> Future[bytes]:
 
 
 def busy() -> bool:
-    """Whether kernels are still to come."""
+    """Whether any kernel that `compile_later` was called for is still to come."""
     return any(not future.done() for future in list(_futures.values()))
 
 
 def finish() -> None:
-    """Wait until no kernels are to come. Those that cannot be compiled are not raised here."""
+    """Wait until no kernel is to come. Errors of the compiler are not raised here, but by the futures."""
     for future in list(_futures.values()):
         future.exception()
 

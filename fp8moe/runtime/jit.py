@@ -258,7 +258,7 @@ def load_all(specs: Iterable[KernelSpec]) -> None:
     import cuda.core  # noqa: F401  (several threads that import it first get in each other's way)
 
     missing = [spec for spec in specs if spec not in _kernels]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for spec, code in zip(missing, pool.map(cubin, missing), strict=True):
             keep(spec, code)
 

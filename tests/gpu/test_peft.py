@@ -102,6 +102,16 @@ def test_equal_inputs_give_equal_bits_and_nothing_waits():
     assert torch.equal(out, again) and all(torch.equal(grads[name], grads_again[name]) for name in grads)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(dtype):
+    layer, *arguments = cases(dtype=torch.float32)
+    out, grads = run(layer, *arguments)
+    with torch.autocast(DEVICE, dtype):
+        again, grads_again = run(layer, *arguments)
+    assert again.dtype == out.dtype and torch.equal(again, out)
+    assert all(torch.equal(grads_again[name], grad) for name, grad in grads.items())
+
+
 def test_a_step_in_a_cuda_graph():
     layer, x, index, weights, grad = cases(num_experts=16, top_k=4, r=16)
     x.requires_grad_()

@@ -35,8 +35,8 @@ def needed_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: i
 
     batch_sizes: of decode steps. tokens: of the longest prompts that are read at once. num_sms: of the GPU.
 
-    Prompts of 1, 2, 4 and so on tokens are read: kernels other than GEMMs change nowhere but at such numbers, if at
-    all. Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
+    Prompts of 1, 2, 4 and so on tokens are read: a kernel other than a GEMM serves all numbers of tokens, or some that
+    one of these is among. Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
     """
     models = [model for config in configs for model in skeletons(config)]
     run = DryRun(num_sms)
@@ -49,17 +49,23 @@ def needed_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: i
     router_plan._gemm = lambda x, weight: x.new_zeros((len(x), len(weight)), dtype=torch.float32)
     with torch.no_grad():
         for model in models:
-            _run(model, {1, *batch_sizes}, tokens)
+            _run(model, {1, *batch_sizes}, _lengths(tokens))
     return Needed(set(run.kernels), dict(families))
 
 
-def _run(model: Any, batch_sizes: Iterable[int], tokens: int) -> None:
+def _lengths(tokens: int) -> list[int]:
+    """Of the prompts that are read: powers of two up to `tokens`, and `tokens`."""
+    return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
+
+
+def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None:
+    """One decode step for each batch size, and one prompt for each length."""
     way, _ = find_way(model, _CPU, False, attention.NAME, find_fused(model) or None)
     for size in batch_sizes:
         step = Step(model, size, 2, _CPU, way)
         step.start(size, 1, None, [], 0)
         step.advance()
-    for count in sorted({*(1 << i for i in range(tokens.bit_length())), tokens}):
+    for count in lengths:
         step = Step(model, 1, count, _CPU, way)
         step.start(1, count, None, [], 0)
         step.read_several(torch.zeros(1, count, dtype=torch.int64), 0, 0, False)

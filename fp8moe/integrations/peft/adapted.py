@@ -1,4 +1,4 @@
-"""Experts in FP8 with a low-rank addition to each weight: forward and backward, the FP8 weights as they are.
+"""Experts in FP8 with a low-rank addition to each weight (LoRA, arXiv:2106.09685), the FP8 weights as they are.
 
 The sizes that adapters meet are H on one side and I on the other. On the side of I they are grouped products over the
 rows of experts, which the FP8 GEMMs have in that order anyway. On the side of H they are one product over the tokens
@@ -6,12 +6,14 @@ and the ranks of all experts, (T, H) by (H, E * r), from which each row takes th
 token once instead of once for each of its experts, and makes no matrix (R, H) beside those of the FP8 layer.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8moe.integrations.peft.products import grouped, grouped_outer, product
+from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import checks
 from fp8moe.kernels.experts.operands import WHOLE, Operands, row_dtype, without_padding
 from fp8moe.kernels.experts.routing import sort_by_expert
@@ -62,10 +64,13 @@ def adapted_experts(
     equal bits. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask
     with dropout), and ``4 * R * r``.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
+    FP8 weights have been changed in place since the forward; so does a backward of the backward.
     """
-    checks.experts(Operands(hidden_states, top_k_index, top_k_weights, *layer.up, *layer.down), layer.activation.gated)
-    return _Adapted.apply(hidden_states, dropped, top_k_weights, *factors, top_k_index, layer, dropout)
+    weights = *layer.up, *layer.down
+    checks.experts(Operands(hidden_states, top_k_index, top_k_weights, *weights), layer.activation.gated)
+    arguments = hidden_states, dropped, top_k_weights, *factors, *weights
+    return _Adapted.apply(*arguments, top_k_index, layer.activation, dropout)
 
 
 class _Routed:
@@ -100,10 +105,12 @@ class _Routed:
 
 class _Adapted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dropped, top_k_weights, up_a, up_b, down_a, down_b, top_k_index, layer, dropout):
+    def forward(ctx, x, dropped, top_k_weights, up_a, up_b, down_a, down_b, *others):
+        *weights, top_k_index, activation, dropout = others
+        layer, routed = _layer(weights, activation), _Routed(top_k_index, len(up_a))
+        ctx.routed, ctx.activation, ctx.dropout, ctx.dtype = routed, activation, dropout, x.dtype
         hidden, size = layer.down.data.shape[1:]
-        ctx.routed, ctx.layer, ctx.dropout, ctx.dtype = _Routed(top_k_index, len(up_a)), layer, dropout, x.dtype
-        routed, layer, activation = ctx.routed, layer.padded(), layer.activation
+        layer = layer.padded()
         order, groups = routed.order, routed.order.groups
         a, _, _ = order.gather(x, layer.down.data.shape[1], None, False)
         projected = order.multiply(a, layer.up, torch.bfloat16)
@@ -121,14 +128,17 @@ class _Adapted(torch.autograd.Function):
             values, mask = torch.native_dropout(values, dropout, True)
         down_ranks = grouped(values, down_a.mT, groups)
         out += product(routed.spread(down_ranks, top_k_weights), down_b.mT.flatten(0, 1))
-        ctx.save_for_backward(read, top_k_weights, up_a, up_b, down_a, down_b, projected, up_ranks, down_ranks, mask)
+        kept = projected, up_ranks, down_ranks, mask
+        # With the FP8 weights, so that autograd refuses a backward after they were merged into.
+        ctx.save_for_backward(read, top_k_weights, up_a, up_b, down_a, down_b, *weights, *kept)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        call = ctx.routed, ctx.layer, ctx.dropout, ctx.dtype
-        grads = _Gradients.apply(grad.contiguous(), *ctx.saved_tensors, call, ctx.needs_input_grad[:2])
-        return *grads, None, None, None
+        call = ctx.routed, ctx.activation, ctx.dropout, ctx.dtype
+        with torch.autocast(grad.device.type, enabled=False):
+            grads = _Gradients.apply(grad.contiguous(), *ctx.saved_tensors, call, ctx.needs_input_grad[:2])
+        return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
 
 
 class _Gradients(torch.autograd.Function):
@@ -136,9 +146,9 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, grad, read, top_k_weights, up_a, up_b, down_a, down_b, *kept):
-        projected, up_ranks, down_ranks, mask, call, needed = kept
-        routed, layer, dropout, dtype = call
-        layer, activation, order, groups = layer.padded(), layer.activation, routed.order, routed.order.groups
+        *weights, projected, up_ranks, down_ranks, mask, call, needed = kept
+        routed, activation, dropout, dtype = call
+        layer, order, groups = _layer(weights, activation).padded(), routed.order, routed.order.groups
         row_weights = routed.weights(top_k_weights)
         keep = 1 / (1 - dropout)
 
@@ -178,6 +188,12 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         no_double_backward(ctx, *grads)
+
+
+def _layer(weights: Sequence[Tensor], activation: Activation) -> Layer:
+    """weights: data and scale of both projections."""
+    up, up_scale, down, down_scale = weights
+    return Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), None, None, activation)
 
 
 def _in_bfloat16(t: FP8Tensor) -> Tensor:

@@ -30,9 +30,19 @@ class ExpertFactors(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
 
+    def __getattr__(self, name: str):
+        if name == "weight":
+            raise AttributeError(
+                "add_weighted_adapter: expected adapters of single matrices, got those of experts; make several "
+                "adapters active instead, with set_scale for their weights, and delete the new one"
+            )
+        return super().__getattr__(name)
+
 
 class LoraExperts(nn.Module, FP8LoraLayer):
     """Experts whose weights, frozen and in FP8, have ``scaling * B @ A`` beside them, of rank r for each expert.
+
+    LoRA: arXiv:2106.09685.
 
     lora_A[adapter], lora_B[adapter]: `ExpertFactors` with gate_up_proj, of which A serves gate and up, or up_proj, and
     with down_proj; in bfloat16, or the dtype of unquantized weights. They are multiplied in bfloat16 with sums in
@@ -85,9 +95,10 @@ class LoraExperts(nn.Module, FP8LoraLayer):
         top_k_index: Tensor,
         top_k_weights: Tensor,
         *,
+        residual: Tensor | None = None,
         adapter_names: list[str] | None = None,
     ) -> Tensor:
-        """What the base layer computes, with the active adapters; its arguments.
+        """What the base layer computes, with the active adapters; its arguments. torch.autocast changes nothing.
 
         Raises ValueError for adapter_names, one of each sequence: tokens of experts have no sequences.
         """
@@ -99,15 +110,18 @@ class LoraExperts(nn.Module, FP8LoraLayer):
             self.unmerge()
         active = [name for name in self.active_adapters if name in self.r]
         if self.disable_adapters or self.merged or not active:
-            return self.base_layer(hidden_states, top_k_index, top_k_weights)
+            added = {} if residual is None else {"residual": residual}
+            return self.base_layer(hidden_states, top_k_index, top_k_weights, **added)
         x, index, weights, _ = flattened(hidden_states, top_k_index, top_k_weights, None)
         dropout = self._dropout(active)
-        out = adapted_experts(
-            *(x, index, weights, self._layer(), self._factors(active)),
-            dropped=F.dropout(x, dropout) if dropout else None,
-            dropout=dropout,
-        )
-        return out.view(hidden_states.shape)
+        with torch.autocast(x.device.type, enabled=False):
+            out = adapted_experts(
+                *(x, index, weights, self._layer(), self._factors(active)),
+                dropped=F.dropout(x, dropout) if dropout else None,
+                dropout=dropout,
+            )
+        out = out.view(hidden_states.shape)
+        return out if residual is None else residual + out
 
     def stored(self, adapters: Iterable[str]) -> list[Stored]:
         base, names = self.get_base_layer(), list(adapters)

@@ -71,6 +71,7 @@ class FP8LoraLayer(LoraLayer):
             check_finite(self.name, self.stored(adapters))
 
     def _merge(self, safe_merge: bool, adapters: list[str]) -> None:
+        check_base(self.name, self.get_base_layer())  # it may have been spread since
         if safe_merge:
             self.check_finite(adapters)
         self.merge_error = merge(self.stored(adapters))

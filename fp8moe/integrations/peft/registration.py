@@ -26,21 +26,29 @@ def register(config: Any, model: nn.Module) -> Any:
 
     peft stores the registration in the config object, not in the file of the adapter: register the config that
     ``LoraConfig.from_pretrained(directory)`` reads, too. Adapters are plain LoRA: r, lora_alpha, rank_pattern,
-    alpha_pattern, use_rslora, lora_dropout and init_lora_weights True, False or "gaussian". What is more raises
-    ValueError when the model is adapted, as do layers that are spread over several ranks.
+    alpha_pattern, use_rslora, lora_dropout and init_lora_weights True, False or "gaussian" (LoRA: arXiv:2106.09685).
 
-    Raises ImportError without peft, TypeError for another config, ValueError for a model without such modules.
+    Raises ImportError without peft, TypeError for another config, and ValueError, with nothing changed, for a model
+    without such modules, for more than plain LoRA on one of them, and for a target that is spread over several ranks
+    or shares its weights with another. What changes later is refused as the model is adapted.
     """
     from peft import LoraConfig
 
+    from fp8moe.integrations.peft.checks import check_targets
+
     if not isinstance(config, LoraConfig):
         raise TypeError(f"config: expected a peft.LoraConfig, got {type(config).__name__}")
-    kinds = {type(module): layer for module in model.modules() if (layer := _adapter_of(module)) is not None}
+    kinds, found = {}, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if (layer := _adapter_of(module)) is not None:
+            kinds[type(module)] = layer
+            found[name.removesuffix(".base_layer")] = module  # of a model that is adapted already
     if not kinds:
         raise ValueError(
             f"model: expected FP8Linear or GroupedExperts, or transformers' FP8 linears or experts on {NAME!r}, found "
             f"none in {type(model).__name__}"
         )
+    check_targets(config, found)
     config._register_custom_module(kinds)
     return config
 
@@ -51,8 +59,8 @@ def merge_and_unload(
     """peft's `merge_and_unload`, and by name of each FP8 module the error of its rounded weights.
 
     model: a PeftModel. safe_merge, adapter_names: as for peft's.
-    Returns the base model, and `MergeError` of each module that was merged: relative to W + BA, which E4M3 rounds by
-    up to 2.7e-2, and to BA.
+    Returns the base model, and `MergeError` of each module that was merged: relative to W + BA, which E4M3 makes 2.6e-2
+    for normally distributed weights, and to BA.
 
     With safe_merge, raises ValueError for an FP8 module where W + BA is not finite, before anything is merged.
     """

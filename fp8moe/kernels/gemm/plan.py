@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from concurrent.futures import Future
 
@@ -71,7 +72,8 @@ class Plan:
         substitute = None
         if cfg is None:
             if max_m is None:
-                note(Family(n, k, groups, epilogue.kind), m)
+                # A part may have any number of rows.
+                note(Family(n, k, groups, epilogue.kind), whole[0] if whole else m)
             options = {"expected_m": expected_m, "max_m": max_m, "whole": whole}
             cfg, substitute = choose(m, groups, n, k, epilogue, sms, **options)
         if config.settings.print_configs:
@@ -82,6 +84,7 @@ class Plan:
         layout = {"ranges": ranges, "max_m": max_m, "pdl": pdl}
         self._variant = Variant(substitute or cfg, (a, a_scale, b, out), epilogue, sms, **layout)
         self._variant.load()
+        self._taking = threading.Lock()
         self._better: tuple[Variant, Future] | None = None
         if substitute:
             better = Variant(cfg, (a, a_scale, b, out), epilogue, sms, **layout)
@@ -105,12 +108,15 @@ class Plan:
         """Go over to the variant that is compiled in the background, if it is there."""
         if not compiled.done() or torch.cuda.is_current_stream_capturing():
             return
-        self._better = None
-        error = compiled.exception()
-        if error is None:
-            keep(better.spec, compiled.result())
-            better.load()
-            self._variant = better
-        else:
-            text = f"fp8moe: a slower kernel goes on, as the best one cannot be compiled: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        with self._taking:  # one thread: a second launcher would put its addresses into the arguments of the first
+            if self._better is None:
+                return
+            self._better = None
+            error = compiled.exception()
+            if error is None:
+                keep(better.spec, compiled.result())
+                better.load()
+                self._variant = better
+                return
+        text = f"fp8moe: a slower kernel goes on, as the best one cannot be compiled ({better}): {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -64,6 +64,10 @@ class Variant:
         self._addresses = (ctypes.c_int64 * count).from_buffer(self._arguments)
         self.spec = kernel_spec(cfg, n, k, epilogue)
         self._cfg, self._grid, self._pdl = cfg, concurrent * cfg.split_k, pdl
+        self._problem = f"n={n} k={k} groups={groups}"
+
+    def __str__(self) -> str:
+        return f"{self._cfg} {self._problem}"
 
     def load(self) -> None:
         """Bring the kernel, compiled if it is not yet. The operands' device is to be current."""

@@ -1,7 +1,7 @@
 """The variants of a GEMM that may be chosen for some number of rows: to compile them before a call needs one."""
 
 from collections.abc import Callable, Iterable, Iterator
-from math import ceil
+from math import ceil, gcd
 from typing import NamedTuple
 
 from fp8moe.kernels.gemm.choice import served
@@ -54,12 +54,15 @@ class Family(NamedTuple):
 
 
 families: dict[Family, int] = {}
-"""Of the plans of this process, but for the masked layout's, with the fewest rows that one was made for."""
+"""Of the plans of this process, but for the masked layout's, each with its rows for one token.
+
+That is the greatest common divisor of its plans' rows: right unless all their numbers of tokens have a common divisor.
+"""
 
 
 def note(family: Family, rows: int) -> None:
-    """A plan has been made for so many rows."""
-    families[family] = min(rows, families.get(family, rows))
+    """A plan has been made for so many rows, or for a part of them."""
+    families[family] = gcd(rows, families.get(family, 0))
 
 
 def _ladder(least: int, most: int) -> Iterator[int]:
