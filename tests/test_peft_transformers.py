@@ -155,7 +155,7 @@ def test_generation_with_an_adapter(checkpoints):
 
 
 def test_what_was_captured_or_cached_with_other_adapters_is_refused(checkpoints):
-    """After adapters are switched, scaled, disabled or merged, CUDA graphs and a prefix would go on with the old ones."""
+    """CUDA graphs and a prefix would go on with the adapters of before: switched, scaled, disabled or merged."""
     model = load_model(checkpoints[1], dtype=torch.float32)
     adapted = adapt(model, init_lora_weights=False).eval()
     decoder = GraphDecoder(model, batch_sizes=(1,), max_length=32, capture=False, fuse=False)
