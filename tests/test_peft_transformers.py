@@ -154,6 +154,33 @@ def test_generation_with_an_adapter(checkpoints):
     assert torch.equal(decoder.generate(TOKENS, max_new_tokens=4), plain)
 
 
+def test_what_was_captured_or_cached_with_other_adapters_is_refused(checkpoints):
+    """CUDA graphs and a prefix would go on with the adapters of before: switched, scaled, disabled or merged."""
+    model = load_model(checkpoints[1], dtype=torch.float32)
+    adapted = adapt(model, init_lora_weights=False).eval()
+    decoder = GraphDecoder(model, batch_sizes=(1,), max_length=32, capture=False, fuse=False)
+    prefix = decoder.prefix(TOKENS[:1, :3])
+    decoder.captured = True  # as on a GPU; what it would replay is not reached
+    experts = next(module for module in model.modules() if isinstance(module, LoraExperts))
+    changes = (
+        (adapted.base_model.disable_adapter_layers, adapted.base_model.enable_adapter_layers),
+        (lambda: experts.scale_layer(2.0), lambda: experts.unscale_layer(2.0)),
+    )
+    adapters = "the model's adapters have been switched, scaled or disabled since"
+    for change, undo in changes:
+        change()
+        with pytest.raises(RuntimeError, match=f"^{adapters} the capture"):
+            decoder.generate(TOKENS[:1], max_new_tokens=2)
+        with pytest.raises(ValueError, match=f"^prefix: {adapters} it was made"):
+            prefix.check(decoder)
+        undo()
+        with decoder.turn():
+            prefix.check(decoder)
+    adapted.merge_adapter()
+    with pytest.raises(RuntimeError, match="^the model's weights have moved or changed since the capture"):
+        decoder.generate(TOKENS[:1], max_new_tokens=2)
+
+
 @pytest.mark.parametrize("adapted_first", [True, False])
 def test_optimized_models_run_their_adapters(checkpoints, adapted_first):
     model = load_model(checkpoints[1])

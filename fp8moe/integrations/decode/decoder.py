@@ -17,6 +17,7 @@ from fp8moe.integrations.decode.checks import check_eval, check_model, device_of
 from fp8moe.integrations.decode.compile_ahead import compile_for_prompts
 from fp8moe.integrations.decode.flag import EndFlag
 from fp8moe.integrations.decode.generation import Generation
+from fp8moe.integrations.decode.model_state import ModelState
 from fp8moe.integrations.decode.prefix import Prefix, read_prefix
 from fp8moe.integrations.decode.probe import find_way
 from fp8moe.integrations.decode.ranks import ranks_of
@@ -25,7 +26,6 @@ from fp8moe.integrations.decode.short_prompts import FEW_TOKENS
 from fp8moe.integrations.decode.stats import Records, Stats, cache_bytes, pool_bytes
 from fp8moe.integrations.decode.step import Step, Way, capture_stream
 from fp8moe.integrations.decode.turns import Turns
-from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.models import FusedModule, find_fused
 from fp8moe.quant.formats import ceil_div
 
@@ -122,7 +122,7 @@ class GraphDecoder:
         if self.captured:
             self._capture()
             compile_for_prompts(self.device.index, self.batch_sizes[-1] * self.max_length)
-        self._weights = Fingerprint(model.parameters())
+        self._state = ModelState(model)
 
     def generate(
         self,
@@ -302,10 +302,8 @@ class GraphDecoder:
             if not self.steps:
                 raise RuntimeError("the decoder is closed")
             check_eval(self.model)
-            if self.captured and not self._weights.matches(self.model.parameters()):
-                raise RuntimeError(
-                    "the model's weights have moved or changed since the capture: make a new GraphDecoder"
-                )
+            if self.captured and (change := self._state.change(self.model)):
+                raise RuntimeError(f"{change} since the capture: make a new GraphDecoder")
             yield
 
     def step_of(self, size: int, max_length: int) -> Step:

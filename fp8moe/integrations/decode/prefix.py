@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fp8moe.integrations.decode.cache import copy_rows, has_states
 from fp8moe.integrations.decode.checks import check_prompt
+from fp8moe.integrations.decode.model_state import ModelState
 from fp8moe.integrations.decode.step import Step
-from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.runtime.checks import check_tensor
 
 
@@ -23,14 +23,14 @@ class Prefix:
         self.pads = step.way.rows and not has_states(step.cache)
         """Whether prompts that follow it in one batch may have different lengths."""
         self._cache = step.cache
-        self._weights = Fingerprint(decoder.model.parameters())
+        self._state = ModelState(decoder.model)
 
     def check(self, decoder: Any) -> None:
         """Raise ValueError if the decoder cannot continue it."""
         if self._decoder() is not decoder:
             raise ValueError("prefix: it was made by another GraphDecoder")
-        if not self._weights.matches(decoder.model.parameters()):
-            raise ValueError("prefix: the model's weights have moved or changed since it was made: make it again")
+        if change := self._state.change(decoder.model):
+            raise ValueError(f"prefix: {change} since it was made: make it again")
 
     def put(self, step: Step, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, int | None]:
         """Begin the rows of a started step with it. tokens, mask (B, T): the prompts that follow.
