@@ -106,7 +106,6 @@ def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) ->
 
     rows: of the family, for one token.
     """
-    rows = rows if family.groups else 1  # a dense GEMM has a row for each token, or for each sequence
     return family.all_variants(rows, rows * tokens, sms) | family.variants(rows * decoder, sms)
 
 

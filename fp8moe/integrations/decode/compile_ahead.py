@@ -16,8 +16,7 @@ def compile_for_prompts(device_index: int, tokens: int) -> None:
     tokens = min(tokens, MOST_WHOLE_TOKENS)
     sms = num_sms(device_index)
     known = [*families.items()]  # at once: other threads may add to them meanwhile
-    rows = {family: each if family.groups else 1 for family, each in known}  # of one token
-    kernels = set().union(*(family.variants(each * tokens, sms) for family, each in rows.items()))
+    kernels = set().union(*(family.variants(rows * tokens, sms) for family, rows in known))
     if config.settings.jit == "background":
         for kernel in kernels:
             if not is_ready(kernel):

@@ -56,13 +56,14 @@ class Family(NamedTuple):
 families: dict[Family, int] = {}
 """Of the plans of this process, but for the masked layout's, each with its rows for one token.
 
-That is the greatest common divisor of its plans' rows: right unless all their numbers of tokens have a common divisor.
+Of groups that is the greatest common divisor of the plans' rows: right unless all their numbers of tokens have a common
+divisor. A dense GEMM has a row for each token, or for each sequence.
 """
 
 
 def note(family: Family, rows: int) -> None:
     """A plan has been made for so many rows, or for a part of them."""
-    families[family] = gcd(rows, families.get(family, 0))
+    families[family] = gcd(rows, families.get(family, 0)) if family.groups else 1
 
 
 def _ladder(least: int, most: int) -> Iterator[int]:
