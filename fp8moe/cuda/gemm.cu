@@ -197,7 +197,12 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   Tile tile;
   bool more = schedule.next(tile);
   tile = same_in_warp(tile);
-  if (more) math.weights.fetch(tile, 0, k.count);
+  if (more) {
+    math.weights.fetch(tile, 0, k.count);
+  } else {  // as Sums::gather(), or leave() would wait for what never comes
+    Split::await_peers();
+    Split::received();
+  }
   while (more) {
     const int used = math.slabs_in_use(tile);
     Tile following = tile;

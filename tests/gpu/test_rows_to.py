@@ -305,9 +305,12 @@ def test_meeting(variant, size, tokens, to_all):
     assert not signals[[0, 1, 3]][:, [0, 1, 3, 4, 5, 6, 7, 8, 9]].any()
 
 
-def test_meeting_without_a_row():
+@pytest.mark.parametrize(("size", "splits"), [(77, False), (2048, True)])
+def test_meeting_without_a_row(size, splits):
     """A rank whose experts no token has is waited for like any other."""
-    layer, x, index = make(EXPERTS), random(8), torch.full((8, 2), EXPERTS - 1, device=DEVICE)
+    layer, x, index = make(EXPERTS, 272, size), random(8), torch.full((8, 2), EXPERTS - 1, device=DEVICE)
+    problem = (16, END - START, 16 / EXPERTS, 272, size, num_sms(0))
+    assert (choose_grouped(*problem, max_m=None, swiglu=False, whole=(16, EXPERTS)).split_k > 1) == splits
     buffers, untouched = (new_buffers(2, 16, 272, torch.bfloat16, False) for _ in range(2))
     signals = torch.zeros(2, SIGNALS_BYTES // 4, dtype=torch.int32, device=DEVICE)
     signals[0, 1] = 1
