@@ -165,6 +165,62 @@ struct MathWarp {
     pipeline.advance();
   }
 
+  // A product that has been started, of a warpgroup's only slab, and its scales.
+  struct Product {
+    float partial[ACCUMULATORS], tokens[2];
+    TileScales weights;
+  };
+
+  // Starts the product of the next stage.
+  __device__ __forceinline__ void start(Product& product, const Tile& tile, int source) {
+    const int lane = lane_id(), warp = threadIdx.x / WARP % 4, row = slab_row(warpgroup, 0);
+    product.weights = TileScales(weights, source, tile);
+    pipeline.arrived();
+    const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0) + row + warp * 16 + lane / 4;
+    start_product(product.partial, wgmma_descriptor(shared_address(s.a[pipeline.stage]) + row * BLOCK_K),
+                  wgmma_descriptor(shared_address(s.b[pipeline.stage])));
+    product.tokens[0] = a_scale[0];
+    product.tokens[1] = a_scale[8];
+    pipeline.advance();
+  }
+
+  // Ends one with `Later` started after it, hands its stage back and adds it to the sums.
+  template <int Later>
+  __device__ __forceinline__ void end(float (&sum)[SLABS][ACCUMULATORS], Product& product,
+                                      Pipeline<STAGES>& behind) {
+    wgmma_wait<Later>(product.partial);
+    behind.release();
+    behind.advance();
+    promote<false>(sum[0], product.partial, product.tokens, product.weights, 0);
+  }
+
+  // Multiplies `count` stages, each under the promotion of the one before it. Lane 0 holds the first weight scales.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void multiply_overlapped(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int count,
+                                                      const Meanwhile& meanwhile) {
+    // Where ptxas knows whether the count is odd, it ends each product before it starts another.
+    asm volatile("" : "+r"(count));
+    Pipeline<STAGES> behind = pipeline;
+    Product even, odd;
+    start(even, tile, 0);
+    meanwhile();
+    int i = 1;
+#pragma unroll 1
+    for (; i + 1 < count; i += 2) {
+      start(odd, tile, i);
+      end<1>(sum, even, behind);
+      start(even, tile, i + 1);
+      end<1>(sum, odd, behind);
+    }
+    if (i < count) {
+      start(odd, tile, i);
+      end<1>(sum, even, behind);
+      end<0>(sum, odd, behind);
+    } else {
+      end<0>(sum, even, behind);
+    }
+  }
+
   // Multiplies `count` stages whose weight scales are held from lane `source` on.
   template <int Used>
   __device__ __forceinline__ void multiply_more(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
@@ -207,6 +263,10 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
     const int used = math.slabs_in_use(tile);
     Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
+    if constexpr (OVERLAPS) {
+#pragma unroll
+      for (float& value : sum[0]) value = 0;
+    }
 #pragma unroll 1
     for (int base = 0; base < k.count; base += WARP) {
       math.weights.turn();
@@ -215,28 +275,32 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
         more = schedule.next(following);
         following = same_in_warp(following);
       };
-      if (begun) {
-        if (used == 0) {
-          find_next();
-          math.skip(1);
-        } else if (!EVEN || used == SLABS) {
-          math.multiply<true, SLABS>(sum, tile, 0, find_next);
-        } else {
-          math.multiply<true, 1>(sum, tile, 0, find_next);
+      const auto fetch_next_scales = [&] {
+        if (base + WARP < k.count) {
+          math.weights.fetch(tile, base + WARP, k.count);
+        } else if (more) {
+          math.weights.fetch(following, 0, k.count);
         }
-      }
-      // The weight scales that come next.
-      if (base + WARP < k.count) {
-        math.weights.fetch(tile, base + WARP, k.count);
-      } else if (more) {
-        math.weights.fetch(following, 0, k.count);
-      }
+      };
       if (used == 0) {
-        math.skip(count - begun);
-      } else if (!EVEN || used == SLABS) {
-        math.multiply_more<SLABS>(sum, tile, begun, count - begun);
+        if (begun) find_next();
+        fetch_next_scales();
+        math.skip(count);
+      } else if constexpr (OVERLAPS) {
+        math.multiply_overlapped(sum, tile, count, [&] {
+          if (begun) find_next();
+          fetch_next_scales();
+        });
       } else {
-        math.multiply_more<1>(sum, tile, begun, count - begun);
+        const bool whole = !EVEN || used == SLABS;
+        if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, find_next);
+        if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, find_next);
+        fetch_next_scales();
+        if (whole) {
+          math.multiply_more<SLABS>(sum, tile, begun, count - begun);
+        } else {
+          math.multiply_more<1>(sum, tile, begun, count - begun);
+        }
       }
     }
     if constexpr (REDUCES) {

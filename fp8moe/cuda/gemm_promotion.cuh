@@ -33,6 +33,8 @@ struct TileScales {
   float rows[TILE_SCALE_ROWS];
   int end;  // of the output features, within the tile, that have rows[0]
 
+  TileScales() = default;
+
   // Lane `source` holds them.
   __device__ __forceinline__ TileScales(const WeightScales& weights, int source, const Tile& tile)
       : end(128 - (BLOCK_N % 128 == 0 ? 0 : tile.n % 128)) {

@@ -187,6 +187,14 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
+// Until none but the last `Later` products are in flight; then `product`, an earlier one, may be read.
+template <int Later, int Accumulators>
+__device__ __forceinline__ void wgmma_wait(float (&product)[Accumulators]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Later) : "memory");
+#pragma unroll
+  for (int i = 0; i < Accumulators; ++i) asm volatile("" : "+f"(product[i]));  // it is not read before
+}
+
 // Shared-memory matrix descriptor of a K-major tile whose rows are as wide as the swizzle, 128, 64 or 32 bytes: groups
 // of 8 rows follow each other. Stepping 32 bytes along K adds 2.
 template <int RowBytes = 128>

@@ -77,6 +77,11 @@ class GemmConfig:
         return self.math_registers or min(255, REGISTERS_PER_SM // (self.threads * self.blocks_per_sm) // 8 * 8)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a warpgroup starts its next product before it promotes the last one: registers have room for both."""
+        return not self.swap and self.slabs == 1 and 3 * self.accumulators + 28 <= self.registers
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage: both tiles, the scales of the tokens and two mbarriers."""
         return (self.block_m + self.block_n) * 128 + align((self.block_m + (4 if self.groups else 0)) * 4, 128) + 16

@@ -25,21 +25,24 @@ def resident_clusters(config: GemmConfig, num_sms: int) -> int:
 
 # ---- one matrix ----
 
-_DENSE_START = 3.26  # launch, first loads from a cold L2, last stores
-_DENSE_PER_STAGE = 0.001  # start of the first load to start of the next
-_DENSE_PER_SPLIT = 0.0473  # each further block that shares a K
-_DENSE_REDUCTION = 3.67  # of a 128 x 128 tile through distributed shared memory
-_DENSE_EPILOGUE = 1.24  # of a 128 x 128 tile
-_DENSE_STAGED_EPILOGUE = 0.253  # of one that TMA writes
-_DENSE_SHALLOW = 1.03  # products take longer behind a ring of less than four stages
-_DENSE_STEP_LATENCY = 399  # cycles from a full stage to an empty one, beside the product itself
-_DENSE_STEP_WAIT = 0.503  # part of the product that a single warpgroup cannot hide
-_DENSE_MMA = 1.218 / 32  # cycles of one output element and 128 products
-_DENSE_PIECE = 0.000212  # the same, for each piece of a product's columns that has a weight scale of its own
-_DENSE_LOAD = 56.3  # bytes a cycle into one SM
-_DENSE_L2 = 12.9e6  # bytes a microsecond out of L2
-_DENSE_DRAM = 3.4e6  # bytes a microsecond out of memory
-_DENSE_OVERLAP = 3.78  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
+_DENSE_START = 3.71  # launch, first loads from a cold L2, last stores
+_DENSE_PER_STAGE = 0.00886  # start of the first load to start of the next
+_DENSE_PER_SPLIT = 0.0263  # each further block that shares a K
+_DENSE_REDUCTION = 3.97  # of a 128 x 128 tile through distributed shared memory
+_DENSE_EPILOGUE = 2.16  # of a 128 x 128 tile
+_DENSE_STAGED_EPILOGUE = 0.556  # of one that TMA writes
+_DENSE_SHALLOW = 1.05  # products take longer behind a ring of less than four stages
+_DENSE_STEP_LATENCY = 393.4  # cycles from a full stage to an empty one, beside the product itself
+_DENSE_STEP_WAIT = 0.361  # part of the product that a single warpgroup cannot hide
+_DENSE_OVERLAPPED_LATENCY = 211.8  # cycles from one stage to the next where the next product is under way
+_DENSE_OVERLAPPED_MMA = 1.13  # of a product's cycles, with another under way
+_DENSE_SHARED = 0.826  # cycles of 128 bytes into or out of shared memory
+_DENSE_MMA = 1.111 / 32  # cycles of one output element and 128 products
+_DENSE_PIECE = 0.000297  # the same, for each piece of a product's columns that has a weight scale of its own
+_DENSE_SPARSE = 0.0656  # reading takes longer where the rings of an SM hold less than 200 KB
+_DENSE_L2 = 15.7e6  # bytes a microsecond out of L2
+_DENSE_DRAM = 3.49e6  # bytes a microsecond out of memory
+_DENSE_OVERLAP = 3.49  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
 
 
 def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
@@ -52,15 +55,23 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
 
     mma = area * (_DENSE_MMA + _DENSE_PIECE * config.scale_pieces)
     alone = _DENSE_STEP_LATENCY + (_DENSE_STEP_WAIT * mma if config.warpgroups == 1 else 0)
-    loaded = per_sm * (config.block_m + config.block_n) * 128 / _DENSE_LOAD
+    if config.overlaps:
+        mma *= _DENSE_OVERLAPPED_MMA
+        alone = _DENSE_OVERLAPPED_LATENCY
+    # TMA writes both tiles; each product reads its 64 rows and its columns.
+    shared = config.block_m + config.block_n + area * (1 / 64 + 1 / config.columns)
+    loaded = per_sm * shared * _DENSE_SHARED
     steps = waves * ceil(ceil(k / 128) / config.split_k)
     shallow = _DENSE_SHALLOW if config.staged and config.stages < 4 else 1
     compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES * shallow
-    dram = (n * k + m * k + 2 * m * n) / _DENSE_DRAM
-    l2 = tiles * (config.block_m + config.block_n) * k / _DENSE_L2
+    in_flight = min(1.0, per_sm * config.stages * (config.block_m + config.block_n) * 128 / 200e3)
+    sparse = 1 + _DENSE_SPARSE * (1 - in_flight)
+    dram = (n * k + m * k + 2 * m * n) / _DENSE_DRAM * sparse
+    l2 = tiles * (config.block_m + config.block_n) * k / _DENSE_L2 * sparse
     overlapped = (compute**_DENSE_OVERLAP + dram**_DENSE_OVERLAP + l2**_DENSE_OVERLAP) ** (1 / _DENSE_OVERLAP)
 
-    ends = (_DENSE_STAGED_EPILOGUE if config.staged else _DENSE_EPILOGUE) * waves * area / 128**2
+    before = (waves - 1) * (_DENSE_STAGED_EPILOGUE if config.staged else _DENSE_EPILOGUE)
+    ends = (before + _DENSE_EPILOGUE) * area / 128**2
     if config.split_k > 1:
         ends += _DENSE_PER_SPLIT * (config.split_k - 1) + _DENSE_REDUCTION * area / 128**2
     if config.warpgroups == 1 or config.split_k > 1:
@@ -70,19 +81,20 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
 
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
 
-_GROUPED_START = 7.11
-_GROUPED_STEP = 360  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
-_GROUPED_MMA = 0.0496  # cycles of one output element and 128 products
-_GROUPED_LOAD = 62.5  # bytes a cycle into one SM
-_GROUPED_L2 = 10.1e6
-_GROUPED_DRAM = 5.33e6
-_GROUPED_EPILOGUE = 0.452  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.0707  # of one that TMA writes
-_GROUPED_SPARSE = 0.0684  # reading from memory takes longer where the rings of an SM hold less than 200 KB
-_GROUPED_SHALLOW = 0.996  # products take longer behind a ring of less than four stages
-_GROUPED_FULLEST = 0.7  # how much the fullest tiles of a round decide when it ends, the average one the rest
-_GROUPED_SHARED = 0.99  # of a product whose tokens a second one shares
-_GROUPED_OVERLAP = 2.97  # exponent of the norm that joins times that overlap
+_GROUPED_START = 7.65
+_GROUPED_STEP = 357.1  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_OVERLAPPED = 251.2  # the same with its product, where the next one is under way meanwhile
+_GROUPED_MMA = 0.0332  # cycles of one output element and 128 products
+_GROUPED_LOAD = 62.8  # bytes a cycle into one SM
+_GROUPED_L2 = 10.3e6
+_GROUPED_DRAM = 4.67e6
+_GROUPED_EPILOGUE = 1.59  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.0216  # of one that TMA writes
+_GROUPED_SPARSE = 0.0346  # reading from memory takes longer where the rings of an SM hold less than 200 KB
+_GROUPED_SHALLOW = 1.02  # products take longer behind a ring of less than four stages
+_GROUPED_FULLEST = 0.092  # how much the fullest tiles of a round decide when it ends, the average one the rest
+_GROUPED_SHARED = 0.961  # of a product whose tokens a second one shares
+_GROUPED_OVERLAP = 2.99  # exponent of the norm that joins times that overlap
 
 
 @lru_cache(maxsize=4096)
@@ -116,9 +128,8 @@ def _step_cycles(config: GemmConfig, rows: int) -> float:
     height = config.block_m if config.swap else 64 * ceil(rows / 64)
     product = 64 * config.columns * _GROUPED_MMA  # of one slab
     slabs = _slabs_in_use(config, rows)
-    return max(
-        max(slabs) * (_GROUPED_STEP + product), sum(slabs) * product, (height + config.block_n) * 128 / _GROUPED_LOAD
-    )
+    alone = _GROUPED_OVERLAPPED if config.overlaps else max(slabs) * (_GROUPED_STEP + product)
+    return max(alone, sum(slabs) * product, (height + config.block_n) * 128 / _GROUPED_LOAD)
 
 
 @lru_cache(maxsize=65536)

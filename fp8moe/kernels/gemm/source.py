@@ -14,6 +14,7 @@ def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSp
         "K": k,
         "SWAP": int(cfg.swap),
         "COLUMNS": cfg.columns,
+        "OVERLAPS": int(cfg.overlaps),
         "A_SCALE_BOX": cfg.scale_box,
         "SPLIT_K": cfg.split_k,
         "BLOCKS_PER_SM": cfg.blocks_per_sm,

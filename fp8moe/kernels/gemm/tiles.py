@@ -30,24 +30,29 @@ def raster_group(config: GemmConfig, m: int, concurrent: int) -> int:
 def dense_candidates(m: int, n: int, k: int, num_sms: int) -> list[GemmConfig]:
     """The configurations worth considering for (m, n, k): what fits an SM, and splits that fit in one wave.
 
-    Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens.
+    Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens, and up to 512 it may take
+    some of them.
     """
+    narrow = [GemmConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
     if m <= 32:
         tokens = max(8, 1 << (m - 1).bit_length())
         tiles = [GemmConfig(tokens, 64 * groups, swap=True, warpgroups=groups) for groups in (1, 2)]
     elif m <= 64:
-        tiles = [GemmConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
+        tiles = narrow
     else:
         tiles = [GemmConfig(128, block_n) for block_n in (64, 96, 112, 128, 160, 176, 192)]
     if m > 128:
         tiles += [GemmConfig(256, 128), GemmConfig(128, 256)]
         tiles += [replace(tile, staged=True) for tile in tiles if tile.block_n >= 128 and tile.block_n % 64 == 0]
+    if 64 < m <= 512:
+        tiles += narrow
 
     found = []
     for tile in tiles:
         count = ceil(m / tile.block_m) * ceil(n / tile.block_n)
+        most = 4 if m <= 64 else 2 if tile.block_m == 64 else 1  # blocks on an SM
         for split_k in range(1, 2 if tile.staged else min(8, ceil(k / 128)) + 1):
-            for blocks_per_sm in range(1, 5 if m <= 64 else 2):
+            for blocks_per_sm in range(1, most + 1):
                 config = with_stages(replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm), k)
                 one_wave = count <= resident_clusters(config, num_sms)
                 crowded = blocks_per_sm == 1 or count * split_k > 0.7 * num_sms * (blocks_per_sm - 1)
