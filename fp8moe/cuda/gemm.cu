@@ -186,8 +186,7 @@ struct MathWarp {
 
   // Ends one with `Later` started after it, hands its stage back and adds it to the sums.
   template <int Later>
-  __device__ __forceinline__ void end(float (&sum)[SLABS][ACCUMULATORS], Product& product,
-                                      Pipeline<STAGES>& behind) {
+  __device__ __forceinline__ void end(float (&sum)[SLABS][ACCUMULATORS], Product& product, Pipeline<STAGES>& behind) {
     wgmma_wait<Later>(product.partial);
     behind.release();
     behind.advance();

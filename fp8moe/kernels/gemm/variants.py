@@ -1,6 +1,7 @@
 """The variants of a GEMM that may be chosen for some number of rows: to compile them before a call needs one."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from math import ceil, gcd
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
 from fp8moe.runtime.jit import KernelSpec
 
 _LADDER = 1.1  # from one number of rows to the next one that is looked at
-_FEW, _MANY = 128, 8192  # between them, wherever the number of tiles changes
+_FEW, _NARROW, _MANY = 128, 512, 8192  # from the first to the last, wherever the number of tiles changes
 
 
 class Family(NamedTuple):
@@ -30,7 +31,7 @@ class Family(NamedTuple):
         """
         sizes = _ladder(1, rows)
         if not self.groups:
-            sizes = (min(size, rows) for size in (*range(1, _FEW), *range(_FEW, _MANY, _FEW), *_ladder(_MANY, rows)))
+            sizes = (min(size, rows) for size in (*range(1, _FEW), *_whole_tiles(_MANY), *_ladder(_MANY, rows)))
         return self._kernels(map(self._choice(num_sms), sizes))
 
     def all_variants(self, step: int, rows: int, num_sms: int) -> set[KernelSpec]:
@@ -74,15 +75,21 @@ def _ladder(least: int, most: int) -> Iterator[int]:
     yield most
 
 
+def _whole_tiles(most: int) -> Iterator[int]:
+    """Rows that fill tiles, from _FEW on: of 64 rows, which are chosen up to _NARROW, or of 128."""
+    yield from range(_FEW, min(_NARROW, most), 64)
+    yield from range(_NARROW, most, 128)
+
+
 def _of_each_interval(choose: Callable[[int], GemmConfig], most: int) -> set[GemmConfig]:
     """All that `choose_dense` chooses for 1 to `most` rows.
 
-    Between multiples of _FEW rows the numbers of tiles stay, and the difference of two candidates' times rises or falls
+    Between `_whole_tiles` the numbers of tiles stay, and the difference of two candidates' times rises or falls
     throughout: what is chosen at both ends is chosen between them.
     """
     chosen = {choose(rows) for rows in range(1, min(_FEW, most) + 1)}
-    for first in range(_FEW + 1, most + 1, _FEW):
-        intervals = [(first, min(first + _FEW - 1, most))]
+    for last, end in pairwise((*_whole_tiles(most), most)):
+        intervals = [(last + 1, end)]
         while intervals:
             low, high = intervals.pop()
             chosen |= {choose(low), choose(high)}
