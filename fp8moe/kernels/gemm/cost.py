@@ -8,7 +8,8 @@ fitted to one.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil, exp
+from math import ceil, exp, inf
+from typing import NamedTuple
 
 from fp8moe.kernels.gemm.config import GemmConfig
 
@@ -25,58 +26,101 @@ def resident_clusters(config: GemmConfig, num_sms: int) -> int:
 
 # ---- one matrix ----
 
-_DENSE_START = 3.71  # launch, first loads from a cold L2, last stores
-_DENSE_PER_STAGE = 0.00886  # start of the first load to start of the next
-_DENSE_PER_SPLIT = 0.0263  # each further block that shares a K
-_DENSE_REDUCTION = 3.97  # of a 128 x 128 tile through distributed shared memory
-_DENSE_EPILOGUE = 2.16  # of a 128 x 128 tile
-_DENSE_STAGED_EPILOGUE = 0.556  # of one that TMA writes
-_DENSE_SHALLOW = 1.05  # products take longer behind a ring of less than four stages
-_DENSE_STEP_LATENCY = 393.4  # cycles from a full stage to an empty one, beside the product itself
-_DENSE_STEP_WAIT = 0.361  # part of the product that a single warpgroup cannot hide
-_DENSE_OVERLAPPED_LATENCY = 211.8  # cycles from one stage to the next where the next product is under way
-_DENSE_OVERLAPPED_MMA = 1.13  # of a product's cycles, with another under way
-_DENSE_SHARED = 0.826  # cycles of 128 bytes into or out of shared memory
-_DENSE_MMA = 1.111 / 32  # cycles of one output element and 128 products
-_DENSE_PIECE = 0.000297  # the same, for each piece of a product's columns that has a weight scale of its own
-_DENSE_SPARSE = 0.0656  # reading takes longer where the rings of an SM hold less than 200 KB
-_DENSE_L2 = 15.7e6  # bytes a microsecond out of L2
-_DENSE_DRAM = 3.49e6  # bytes a microsecond out of memory
-_DENSE_OVERLAP = 3.49  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
+
+class _Dense(NamedTuple):
+    """Constants of `dense_time`."""
+
+    start: float  # launch, first loads from a cold L2, last stores
+    per_stage: float  # start of the first load to start of the next
+    per_split: float  # each further block that shares a K
+    reduction: float  # of a 128 x 128 tile through distributed shared memory
+    epilogue: float  # of a 128 x 128 tile
+    step: float  # cycles from a full stage to an empty one, beside the product itself
+    wait: float  # part of the product that a single warpgroup cannot hide
+    mma: float  # cycles of one output element and 128 products
+    shared: float  # cycles of 128 bytes into or out of shared memory
+    sparse: float  # reading takes longer where the rings of an SM hold less than 200 KB
+    l2: float  # bytes a microsecond out of L2
+    dram: float  # bytes a microsecond out of memory
+    overlap: float  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
+    # Of tiles whose rows are tokens:
+    staged_epilogue: float = 0  # of a 128 x 128 tile that TMA writes, under the next one
+    shallow: float = 1  # products take longer behind a ring of less than four stages
+    piece: float = 0  # as mma, for each piece of a product's columns that has a weight scale of its own
+    overlapped_step: float = 0  # cycles from one stage to the next where the next product is under way
+    overlapped_mma: float = 1  # of a product's cycles, with another under way
+
+
+_SWAPPED = _Dense(
+    start=3.71,
+    per_stage=0.00527,
+    per_split=0.0608,
+    reduction=1.81,
+    epilogue=3.66,
+    step=410.2,
+    wait=0.343,
+    mma=0.0129,
+    shared=1.29,
+    sparse=0.00515,
+    l2=inf,
+    dram=3.36e6,
+    overlap=3.72,
+)
+_STRAIGHT = _Dense(
+    start=3.63,
+    per_stage=0.0132,
+    per_split=0.0516,
+    reduction=3.95,
+    epilogue=2.16,
+    step=350.9,
+    wait=0.646,
+    mma=0.0355,
+    shared=0.875,
+    sparse=0.115,
+    l2=15.4e6,
+    dram=3.6e6,
+    overlap=3.26,
+    staged_epilogue=0.379,
+    shallow=1.05,
+    piece=0.000259,
+    overlapped_step=63.5,
+    overlapped_mma=1.15,
+)
 
 
 def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
     """Microseconds that ``config`` is expected to take for (m, n, k), from a cold L2."""
+    c = _SWAPPED if config.swap else _STRAIGHT
     tiles = ceil(m / config.block_m) * ceil(n / config.block_n)
     slots = resident_clusters(config, num_sms)
     waves = ceil(tiles / slots)
     per_sm = max(1, min(tiles, slots) * config.split_k / num_sms)
     area = config.block_m * config.block_n
 
-    mma = area * (_DENSE_MMA + _DENSE_PIECE * config.scale_pieces)
-    alone = _DENSE_STEP_LATENCY + (_DENSE_STEP_WAIT * mma if config.warpgroups == 1 else 0)
+    mma = area * (c.mma + c.piece * config.scale_pieces)
+    alone = c.step + (c.wait * mma if config.warpgroups == 1 else 0)
     if config.overlaps:
-        mma *= _DENSE_OVERLAPPED_MMA
-        alone = _DENSE_OVERLAPPED_LATENCY
+        mma *= c.overlapped_mma
+        alone = c.overlapped_step
     # TMA writes both tiles; each product reads its 64 rows and its columns.
     shared = config.block_m + config.block_n + area * (1 / 64 + 1 / config.columns)
-    loaded = per_sm * shared * _DENSE_SHARED
+    loaded = per_sm * shared * c.shared
     steps = waves * ceil(ceil(k / 128) / config.split_k)
-    shallow = _DENSE_SHALLOW if config.staged and config.stages < 4 else 1
+    shallow = c.shallow if config.staged and config.stages < 4 else 1
     compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES * shallow
     in_flight = min(1.0, per_sm * config.stages * (config.block_m + config.block_n) * 128 / 200e3)
-    sparse = 1 + _DENSE_SPARSE * (1 - in_flight)
-    dram = (n * k + m * k + 2 * m * n) / _DENSE_DRAM * sparse
-    l2 = tiles * (config.block_m + config.block_n) * k / _DENSE_L2 * sparse
-    overlapped = (compute**_DENSE_OVERLAP + dram**_DENSE_OVERLAP + l2**_DENSE_OVERLAP) ** (1 / _DENSE_OVERLAP)
+    sparse = 1 + c.sparse * (1 - in_flight)
+    dram = (n * k + m * k + 2 * m * n) / c.dram * sparse
+    l2 = tiles * (config.block_m + config.block_n) * k / c.l2 * sparse
+    overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
-    before = (waves - 1) * (_DENSE_STAGED_EPILOGUE if config.staged else _DENSE_EPILOGUE)
-    ends = (before + _DENSE_EPILOGUE) * area / 128**2
+    before = (waves - 1) * (c.staged_epilogue if config.staged else c.epilogue)
+    ends = (before + c.epilogue) * area / 128**2
     if config.split_k > 1:
-        ends += _DENSE_PER_SPLIT * (config.split_k - 1) + _DENSE_REDUCTION * area / 128**2
+        ends += c.per_split * (config.split_k - 1) + c.reduction * area / 128**2
     if config.warpgroups == 1 or config.split_k > 1:
-        ends += _DENSE_PER_STAGE * config.stages
-    return _DENSE_START + overlapped + ends
+        ends += c.per_stage * config.stages
+    return c.start + overlapped + ends
 
 
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
