@@ -84,13 +84,11 @@ def measure_step(of: Pass) -> int:
     torch.cuda.reset_peak_memory_stats()
     for _ in range(STEPS):
         out = of.forward()
-        gradients = torch.autograd.grad(out, of.leaves, of.gradient)
-        for parameter, gradient in zip(parameters, gradients[len(gradients) - len(parameters) :], strict=True):
-            parameter.grad = gradient
-        del gradients
+        out.backward(of.gradient, inputs=list(of.leaves))
         if optimizer is not None:
             optimizer.step()
-            optimizer.zero_grad()
+        for leaf in of.leaves:
+            leaf.grad = None
     return torch.cuda.max_memory_allocated() - before - out.nbytes
 
 
