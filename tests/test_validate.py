@@ -96,6 +96,24 @@ def test_every_file_of_gpu_tests_is_run(tmp_path):
     assert result["failures"] == ["tests.gpu.test_bad::test_it"]
 
 
+def test_what_fails_beside_others_runs_again_alone(tmp_path):
+    directory = tmp_path / "tests/gpu"
+    directory.mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    head = "import pathlib, pytest\npytestmark = pytest.mark.gpu\n"
+    once = "def test_once(x):\n    seen = pathlib.Path(__file__).with_name('seen')\n    seen.open('a').write('x')\n"
+    mark = "@pytest.mark.parametrize('x', [1.5])\n"
+    (directory / "test_once.py").write_text(f"{head}{mark}{once}    assert len(seen.read_text()) > 1\n")
+    (directory / "test_bad.py").write_text(f"{head}def test_good(): pass\ndef test_it(): assert False\n")
+    result = validate.run_tests(tmp_path)
+    assert result["passed_alone"] == ["tests.gpu.test_once::test_once[1.5]"]
+    assert (result["passed"], result["failed"], result["exit_code"]) == (2, 1, 1)
+    (directory / "test_bad.py").unlink()
+    (directory / "seen").unlink()
+    result = validate.run_tests(tmp_path)
+    assert (result["passed"], result["failed"], result["exit_code"], result["failures"]) == (1, 0, 0, [])
+
+
 def test_a_file_that_cannot_be_collected_is_a_failure(tmp_path):
     directory = tmp_path / "tests/gpu"
     directory.mkdir(parents=True)

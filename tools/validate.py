@@ -82,11 +82,35 @@ def environment_of_one_in(processes: int) -> dict[str, str]:
 def run_tests(root: Path) -> dict:
     """The GPU tests, in a process for each core but two: most of their time is the CPU's."""
     processes = max(1, (os.cpu_count() or 1) - 2)
+    return run_alone(root, _pytest(root, "-n", str(processes), "--dist", "worksteal", "tests/gpu", processes=processes))
+
+
+def run_alone(root: Path, beside_others: dict) -> dict:
+    """Tests with those that failed beside others run once more, one after the other: some measure the CPU's time.
+
+    Those that pass then are no failures, and are listed as "passed_alone".
+    """
+    failed = beside_others["failures"]
+    if not failed or any(name.startswith("::") for name in failed):  # a file that cannot be collected
+        return beside_others
+    modules = [name.split("::", 1) for name in failed]
+    again = _pytest(root, *(f"{module.replace('.', '/')}.py::{test}" for module, test in modules), processes=1)
+    passed = sorted(set(failed) - set(again["failures"])) if again["passed"] + again["failed"] == len(failed) else []
+    return beside_others | {
+        "passed": beside_others["passed"] + len(passed),
+        "failed": beside_others["failed"] - len(passed),
+        "failures": sorted(set(failed) - set(passed)),
+        "passed_alone": passed,
+        "exit_code": again["exit_code"],
+    }
+
+
+def _pytest(root: Path, *arguments: str, processes: int) -> dict:
+    """Outcomes of GPU tests in so many processes."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command += ["-n", str(processes), "--dist", "worksteal", "tests/gpu"]
-        done = subprocess.run(command, cwd=root, env=environment_of_one_in(processes), timeout=TIMEOUT_S)
+        done = subprocess.run([*command, *arguments], cwd=root, env=environment_of_one_in(processes), timeout=TIMEOUT_S)
         if not report.exists():
             raise RuntimeError(f"pytest ended with exit code {done.returncode} and wrote no report")
         return parse_junit(report) | {"exit_code": done.returncode}
