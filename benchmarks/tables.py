@@ -39,50 +39,69 @@ def mean_and_least(*groups: Iterable[float]) -> tuple[str, str]:
     return tuple(", ".join(format_ratio(of(group)) for group in values) for of in (geomean, min))
 
 
-def gemm() -> str:
-    def cells(m: Iterable[int], *names: str) -> list[str]:
-        """Of the fastest of these, on both GPUs."""
+def gemm(rows: Sequence[dict]) -> str:
+    def cells(m: Iterable[int], now: str, *names: str) -> list[str]:
+        """What `now` is in the rows; of the fastest of the names, on both GPUs."""
+        found = [*mean_and_least(row[now] for row in rows if row["m"] in m)]
         gpus = [[case for case in baselines.cases("gemm", gpu) if case.sizes["m"] in m] for gpu in ("H200", "H100")]
-        return [cell for cases in gpus for cell in mean_and_least(min(map(case.ratio, names)) for case in cases)]
+        return found + [
+            cell for cases in gpus for cell in mean_and_least(min(map(case.ratio, names)) for case in cases)
+        ]
 
+    rows = [row | {"over_cublas": row["cublas_us"] and row["cublas_us"] / row["us"]} for row in rows]
+    both = ("deep_gemm", "cublas_block")
     return table(
-        ("dense GEMM", "DeepGEMM's time / ours", "least", "H100", "least"),
+        ("dense GEMM: DeepGEMM's time / ours", "now", "least", "one run, c94a80b", "least", "H100", "least"),
         [
-            ("m = 1, 16, 64", *cells((1, 16, 64), "deep_gemm")),
-            ("m = 128 (the faster of DeepGEMM and cuBLAS)", *cells((128,), "deep_gemm", "cublas_block")),
-            ("m = 512", *cells((512,), "deep_gemm")),
-            ("m = 4096", *cells((4096,), "deep_gemm")),
-            ("m = 4096: time of cuBLAS with one scale per tensor / ours", *cells((4096,), "cublas_per_tensor")),
+            ("m = 1, 16, 64", *cells((1, 16, 64), "vs_deep_gemm", "deep_gemm")),
+            ("m = 128 (the faster of DeepGEMM and cuBLAS)", *cells((128,), "vs_best", *both)),
+            ("m = 512", *cells((512,), "vs_deep_gemm", "deep_gemm")),
+            ("m = 4096", *cells((4096,), "vs_deep_gemm", "deep_gemm")),
+            (
+                "m = 4096: time of cuBLAS with one scale per tensor / ours",
+                *cells((4096,), "over_cublas", "cublas_per_tensor"),
+            ),
         ],
     )
 
 
-def grouped_gemm() -> str:
-    def ratios(op: str, *kinds: tuple[int, int]) -> list[float]:
-        """Of these numbers of groups and rows; of all without any."""
-        cases = baselines.cases(op)
-        return [case.ratio() for case in cases if not kinds or (case.sizes["groups"], case.sizes["mean_rows"]) in kinds]
-
+def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict]) -> str:
+    """rows: of the GEMMs over groups of rows; along_k: of those that are added to `out`."""
     plain, masked = "grouped_gemm", "grouped_gemm_masked"
-    few = [case.ratio() for case in baselines.cases(masked) if case.sizes["mean_rows"] <= 20]
-    along_k = baselines.cases("grouped_gemm_k")
+
+    def ratios(op: str, belongs: Callable[[int, int], bool]) -> tuple[list[float], list[float]]:
+        """Now and in the run of the baselines, of the numbers of groups and rows that belong."""
+        now = [row for row in rows if row["op"] == op and belongs(row["groups"], row["mean_m"])]
+        cases = [case for case in baselines.cases(op) if belongs(case.sizes["groups"], case.sizes["mean_rows"])]
+        return [row["vs_deep_gemm"] for row in now], [case.ratio() for case in cases]
+
+    def line(what: str, *kinds: tuple[list[float], list[float]]) -> tuple[str, ...]:
+        now, then = zip(*kinds, strict=True)
+        return what, *mean_and_least(*now), *mean_and_least(*then)
+
+    def of(op: str, groups: int, mean_rows: int) -> tuple[list[float], list[float]]:
+        return ratios(op, lambda g, m: (g, m) == (groups, mean_rows))
+
+    added = [row["vs_deep_gemm"] for row in along_k]
+    written = [row["vs_deep_gemm"] * row["accumulate_us"] / row["us"] for row in along_k]
+    cases = baselines.cases("grouped_gemm_k")
     return table(
-        ("grouped GEMMs", "DeepGEMM's time / ours", "least"),
+        ("grouped GEMMs: DeepGEMM's time / ours", "now", "least", "one run, c94a80b", "least"),
         [
-            ("4 groups of 8192 rows, 8 of 4096", *mean_and_least(ratios(plain, (4, 8192)), ratios(plain, (8, 4096)))),
-            ("32 groups of 256 rows", *mean_and_least(ratios(plain, (32, 256)))),
-            ("256 groups of 64 rows", *mean_and_least(ratios(plain, (256, 64)))),
-            ("masked, all", *mean_and_least(ratios(masked))),
-            (
+            line("4 groups of 8192 rows, 8 of 4096", of(plain, 4, 8192), of(plain, 8, 4096)),
+            line("32 groups of 256 rows", of(plain, 32, 256)),
+            line("256 groups of 64 rows", of(plain, 256, 64)),
+            line("masked, all", ratios(masked, lambda g, m: True)),
+            line(
                 "masked, 32 groups of 192 rows, 6 of 1024, `expected_m` 20% too high",
-                *mean_and_least(ratios(masked, (32, 192)), ratios(masked, (6, 1024))),
+                *(of(masked, 32, 192), of(masked, 6, 1024)),
             ),
-            ("masked, 1 to 20 rows", *mean_and_least(few)),
-            (
+            line("masked, 1 to 20 rows", ratios(masked, lambda g, m: m <= 20)),
+            line(
                 "weight gradients, added to `out`, as DeepGEMM does",
-                *mean_and_least(case.ratio(ours="fp8moe_accumulating") for case in along_k),
+                (added, [case.ratio(ours="fp8moe_accumulating") for case in cases]),
             ),
-            ("weight gradients, written", *mean_and_least(case.ratio() for case in along_k)),
+            line("weight gradients, written", (written, [case.ratio() for case in cases])),
         ],
     )
 
@@ -232,7 +251,23 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
 def readme(benchmarks: dict) -> str:
     layer, passes = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training))
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
-    return "\n".join([gemm(), grouped_gemm(), layer, index_scores(), passes, model, others(benchmarks)])
+    groups = grouped_gemm(benchmarks["grouped_gemm"]["rows"], select(benchmarks["training"]["rows"], "grouped_gemm_k"))
+    products = [gemm(benchmarks["gemm"]["rows"]), groups]
+    return "\n".join([*products, layer, index_scores(), passes, model, others(benchmarks)])
+
+
+def lora(benchmarks: dict) -> str:
+    rows = [row for row in benchmarks["lora"]["rows"] if row["impl"] == "lora"]
+    return table(
+        ("", "tokens", "rank", "forward and backward", "over that of frozen experts", "memory of a step"),
+        [
+            (
+                *(row["model"], str(row["tokens"]), str(row["rank"]), f"{row['us'] / 1e3:.1f} ms"),
+                *(f"{row['ratio']:.2f}", f"{row['step_bytes'] / 1e9:.2f} GB"),
+            )
+            for row in rows
+        ],
+    )
 
 
 def roofline(benchmarks: dict) -> str:
@@ -344,6 +379,7 @@ def distributed(benchmarks: dict) -> str | None:
 FILES: dict[str, Callable[[dict], str | None]] = {
     "README.md": readme,
     "docs/experts.md": roofline,
+    "docs/finetuning.md": lora,
     "docs/mqa.md": mqa,
     "docs/distributed.md": distributed,
 }

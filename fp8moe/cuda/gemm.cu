@@ -15,6 +15,7 @@
 //   warpgroup 0            | wgmma, promote | wgmma, promote | ...           | epilogue
 //   warpgroup 1            |   wgmma, promote | wgmma, promote | ...         |   epilogue
 //
+// OVERLAPS: a warpgroup starts its next wgmma before it promotes the last one.
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
 // SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
 //
