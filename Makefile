@@ -13,7 +13,7 @@ demo: .venv/.installed
 
 # A process for each CPU. With -m "" the GPU tests are selected too; without a Hopper GPU they are skipped and say so.
 test: lint
-	$(BIN)/python -m pytest -m "" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "" -n auto --dist worksteal
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
