@@ -16,7 +16,7 @@ COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
 def structure(config: GemmConfig) -> tuple:
     """What decides the registers of a variant: not how deep its ring is or how many blocks share K."""
     tile = (config.block_m, config.block_n, config.swap, config.warpgroups, config.staged)
-    return (*tile, config.blocks_per_sm, config.split_k > 1)
+    return (*tile, config.blocks_per_sm, config.split_k > 1, config.parts > 1)
 
 
 def one_of_each(candidates: Iterable[tuple[GemmConfig, int, int]]) -> list[tuple[GemmConfig, int, int]]:

@@ -34,6 +34,7 @@ def test_defaults(monkeypatch):
         dump_dir=None,
         compiler="nvrtc",
         jit="wait",
+        batch_invariant=False,
     )
 
 

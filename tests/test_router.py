@@ -299,8 +299,8 @@ def test_shares_of_a_thread_block():
             assert block_tokens <= 8 and block_tokens < 2 * tokens
             assert experts <= block_experts * SMS or block_experts == 8
             assert block_experts == 1 or experts > block_experts // 2 * SMS
-    sizes = (0, 2, 4096, 8192, 14336, 32768, 32770)
-    assert list(map(router_plan.max_tokens, sizes)) == [0, 64, 64, 32, 18, 8, 0]
+    for row_bytes, most in ((0, 0), (2, 64), (4096, 64), (8192, 32), (14336, 18), (32768, 8), (32770, 0)):
+        assert router_plan.by_kernel(most, row_bytes) == (most > 0) and not router_plan.by_kernel(most + 1, row_bytes)
 
 
 @pytest.mark.parametrize("dtype,out_dtype,tokens,experts,hidden", LOGITS, ids=str)

@@ -109,10 +109,30 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         operands = make.normal(200, 64, dtype=torch.float32), make.zeros(40, 4, dtype=torch.int32)
         yield lambda operands=operands, dtype=dtype: ops.combine(*operands, make.uniform(40, 4, mean=1.0), dtype)
+    yield from batch_invariant_calls(make)
     yield from layout_calls(make)
     yield from share_calls(make)
     yield from peer_calls(make)
     yield from block_calls(make)
+
+
+def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Of what runs other kernels where results are to be batch invariant."""
+
+    def invariant(call: Callable[[], object]) -> None:
+        with fp8moe.batch_invariant():
+            call()
+
+    for m, (n, k) in product((1, 60, 100, 400, 5000), ((576, 7168), (2112, 7168), (4096, 4096), (7168, 1536))):
+        a, b = make.rows(m, k), make.weights(n, k)
+        yield lambda a=a, b=b: invariant(lambda: fp8moe.gemm(a, b))
+        yield lambda a=a, b=b: invariant(lambda: fp8moe.gemm(a, b, out_dtype=torch.float32))
+    for tokens, groups, (n, k) in product((8, 3000), (2, 64), ((512, 7168), (4096, 1024))):
+        a, b, offsets = make.rows(tokens, k), make.weights(groups, n, k), make.integers([0] * groups + [tokens])
+        yield lambda a=a, b=b, offsets=offsets: invariant(lambda: fp8moe.grouped_gemm(a, b, offsets))
+    for tokens, experts in product((1, 500), (60, 256)):
+        x, weight = make.normal(tokens, 2048), make.normal(experts, 2048)
+        yield lambda x=x, weight=weight: invariant(lambda: router_logits(x, weight, dtype=torch.float32))
 
 
 def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:

@@ -18,15 +18,18 @@
 // OVERLAPS: a warpgroup starts its next wgmma before it promotes the last one.
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
 // SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
+// PARTS > 1: a block sums the parts of K one by one, and adds them up as such a cluster does (gemm_parts.cuh).
 //
 // The prelude (kernels/gemm/source.py) has the constants, wgmma() and the Epilogue, one of epilogue_*.cuh.
 
+#include "gemm_parts.cuh"
 #include "gemm_promotion.cuh"
 #include "gemm_reduction.cuh"
 
 struct Arguments {
   const float* b_scale;
   Epilogue::Output out;
+  float4* part_sums;
   ScheduleArguments schedule;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
@@ -249,7 +252,7 @@ struct MathWarp {
 };
 
 __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedule, Epilogue& epilogue, KRange k,
-                                        Split split) {
+                                        Split split, PartSums parts) {
   Tile tile;
   bool more = schedule.next(tile);
   tile = same_in_warp(tile);
@@ -263,45 +266,51 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
     const int used = math.slabs_in_use(tile);
     Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
-    if constexpr (OVERLAPS) {
-#pragma unroll
-      for (float& value : sum[0]) value = 0;
-    }
 #pragma unroll 1
-    for (int base = 0; base < k.count; base += WARP) {
-      math.weights.turn();
-      const int count = min(WARP, k.count - base), begun = base == 0;
-      const auto find_next = [&] {
-        more = schedule.next(following);
-        following = same_in_warp(following);
-      };
-      const auto fetch_next_scales = [&] {
-        if (base + WARP < k.count) {
-          math.weights.fetch(tile, base + WARP, k.count);
-        } else if (more) {
-          math.weights.fetch(following, 0, k.count);
-        }
-      };
-      if (used == 0) {
-        if (begun) find_next();
-        fetch_next_scales();
-        math.skip(count);
-      } else if constexpr (OVERLAPS) {
-        math.multiply_overlapped(sum, tile, count, [&] {
+    for (int part = 0; part < PARTS; ++part) {
+      const int first = part_begin(part), end = PARTS > 1 ? part_begin(part + 1) : k.count;
+      if constexpr (OVERLAPS) {
+#pragma unroll
+        for (float& value : sum[0]) value = 0;
+      }
+#pragma unroll 1
+      for (int base = first; base < end; base += WARP) {
+        math.weights.turn();
+        const int count = min(WARP, end - base), begun = base == first;
+        const auto find_next = [&] {
+          if (part > 0) return;
+          more = schedule.next(following);
+          following = same_in_warp(following);
+        };
+        const auto fetch_next_scales = [&] {
+          if (base + count < k.count) {
+            math.weights.fetch(tile, base + count, k.count);
+          } else if (more) {
+            math.weights.fetch(following, 0, k.count);
+          }
+        };
+        if (used == 0) {
           if (begun) find_next();
           fetch_next_scales();
-        });
-      } else {
-        const bool whole = !EVEN || used == SLABS;
-        if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, find_next);
-        if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, find_next);
-        fetch_next_scales();
-        if (whole) {
-          math.multiply_more<SLABS>(sum, tile, begun, count - begun);
+          math.skip(count);
+        } else if constexpr (OVERLAPS) {
+          math.multiply_overlapped(sum, tile, count, [&] {
+            if (begun) find_next();
+            fetch_next_scales();
+          });
         } else {
-          math.multiply_more<1>(sum, tile, begun, count - begun);
+          const bool whole = !EVEN || used == SLABS;
+          if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, find_next);
+          if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, find_next);
+          fetch_next_scales();
+          if (whole) {
+            math.multiply_more<SLABS>(sum, tile, begun, count - begun);
+          } else {
+            math.multiply_more<1>(sum, tile, begun, count - begun);
+          }
         }
       }
+      parts.add(sum, part);
     }
     if constexpr (REDUCES) {
       Sums sums{math.s, tile, split};
@@ -356,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
     MathWarp math(s, args.b_scale + k.first, warpgroup);
     Epilogue epilogue{s, args.out, out_map};
-    consume(math, schedule, epilogue, k, split);
+    consume(math, schedule, epilogue, k, split, PartSums(args.part_sums));
   }
   Split::leave();
   Epilogue::leave(args.out);

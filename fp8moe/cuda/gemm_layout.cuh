@@ -1,7 +1,7 @@
 // The tile of the GEMM and its place in shared memory.
 //
 // Further constants from kernels/gemm/source.py: the weights' K; GROUPS of them (0: one matrix, and all rows belong to
-// it); SWAP, SPLIT_K, STAGED, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma, A_SCALE_BOX (token scales of
+// it); SWAP, SPLIT_K, PARTS, PARTS_IN_REGISTERS, STAGED, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma, A_SCALE_BOX (token scales of
 // one load); GATED (the weights are those of gate, then those of up); OUT_FLOAT32, BIAS (0: none, 1: bfloat16, 2:
 // float32) and SWIGLU_FORM of the epilogue.
 #pragma once
@@ -77,6 +77,7 @@ static_assert(COLUMNS % (SWAP ? 8 : 16) == 0, "stmatrix stores 16 columns at a t
 static_assert(SPLIT_K <= K_BLOCKS && (SPLIT_K == 1 || COLUMN_SLABS == 1));
 static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
 static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
+static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 
 // Where a tile may be partial, both warpgroups have as many slabs with rows of the group, or one has one more.

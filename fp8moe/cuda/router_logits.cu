@@ -36,12 +36,16 @@ __device__ __forceinline__ float sum_in_lanes(float (&v)[Size], u32 lane) {
   }
 }
 
-// x (tokens, HIDDEN); weight (NUM_EXPERTS, HIDDEN); logits (tokens, NUM_EXPERTS); 1 <= tokens <= MAX_TOKENS.
-// Grid: a thread block for each EXPERTS experts.
+// x (tokens, HIDDEN); weight (NUM_EXPERTS, HIDDEN); logits (tokens, NUM_EXPERTS).
+// Grid: a thread block for each EXPERTS experts and MAX_TOKENS tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     router_logits(const Element* x, const Element* weight, Output::Element* logits, int tokens) {
   __shared__ float sums[WARPS][MAX_TOKENS / TOKENS][SUMS];
   const u32 lane = threadIdx.x % WARP;
+  const int first_token = static_cast<int>(blockIdx.y) * MAX_TOKENS;
+  x += i64{first_token} * HIDDEN;
+  logits += i64{first_token} * NUM_EXPERTS;
+  tokens = min(tokens - first_token, MAX_TOKENS);
   const int first_expert = static_cast<int>(blockIdx.x) * EXPERTS;
   const int first = threadIdx.x * PER_VECTOR;
   // Where vector i of this thread is in row e of the thread block, and how many columns there are from it on.

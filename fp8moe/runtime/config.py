@@ -1,22 +1,25 @@
 """Every environment variable that fp8moe reads, in one place.
 
-| variable              | values                | meaning                                                        |
-| --------------------- | --------------------- | -------------------------------------------------------------- |
-| FP8MOE_BACKEND        | auto, cuda, reference | where ops run; auto takes the kernels on an sm_90 GPU          |
-| FP8MOE_CACHE_DIR      | a directory           | compiled kernels and converted models; default ~/.cache/fp8moe |
-| FP8MOE_NUM_SMS        | an integer >= 1       | upper limit on the SMs of a GEMM or of index scores            |
-| FP8MOE_PRINT_CONFIGS  | 0, 1                  | print the configuration chosen for each new shape              |
-| FP8MOE_PRINT_COMPILER | 0, 1                  | print the compiler's log (compiles even if a cubin is cached)  |
-| FP8MOE_DUMP_DIR       | a directory           | write source, PTX, cubin and SASS of each kernel there         |
-| FP8MOE_COMPILER       | nvrtc, nvcc           | which compiler builds the kernels                              |
-| FP8MOE_JIT            | wait, background      | who waits for a kernel: the call, or a slower one serves it    |
+| variable               | values                | meaning                                                        |
+| ---------------------- | --------------------- | -------------------------------------------------------------- |
+| FP8MOE_BACKEND         | auto, cuda, reference | where ops run; auto takes the kernels on an sm_90 GPU          |
+| FP8MOE_CACHE_DIR       | a directory           | compiled kernels and converted models; default ~/.cache/fp8moe |
+| FP8MOE_NUM_SMS         | an integer >= 1       | upper limit on the SMs of a GEMM or of index scores            |
+| FP8MOE_PRINT_CONFIGS   | 0, 1                  | print the configuration chosen for each new shape              |
+| FP8MOE_PRINT_COMPILER  | 0, 1                  | print the compiler's log (compiles even if a cubin is cached)  |
+| FP8MOE_DUMP_DIR        | a directory           | write source, PTX, cubin and SASS of each kernel there         |
+| FP8MOE_COMPILER        | nvrtc, nvcc           | which compiler builds the kernels                              |
+| FP8MOE_JIT             | wait, background      | who waits for a kernel: the call, or a slower one serves it    |
+| FP8MOE_BATCH_INVARIANT | 0, 1                  | bits of a token do not depend on what else is in its batch     |
 
 A variable that is set to the empty string counts as unset.
 """
 
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -32,6 +35,7 @@ class Settings:
     dump_dir: Path | None
     compiler: str
     jit: str
+    batch_invariant: bool
 
 
 def _get(name: str) -> str:
@@ -84,6 +88,7 @@ def _read() -> Settings:
         dump_dir=_path("FP8MOE_DUMP_DIR"),
         compiler=_choice("FP8MOE_COMPILER", ("nvrtc", "nvcc")),
         jit=_choice("FP8MOE_JIT", ("wait", "background")),
+        batch_invariant=_flag("FP8MOE_BATCH_INVARIANT"),
     )
 
 
@@ -108,3 +113,19 @@ def reload() -> Settings:
     global settings
     settings = _read()
     return settings
+
+
+@contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Within it the bits of a token's result do not depend on what else is in its batch; docs/batch-invariance.md.
+
+    enabled: False for the usual choice of tiles, where FP8MOE_BATCH_INVARIANT=1 holds. The mode is the process's, not
+    the thread's. CUDA graphs and `GraphDecoder`s keep the mode that they were captured in.
+    """
+    global settings
+    before = __getattr__("settings") if "settings" not in globals() else settings
+    settings = replace(before, batch_invariant=enabled)
+    try:
+        yield
+    finally:
+        settings = replace(settings, batch_invariant=before.batch_invariant)

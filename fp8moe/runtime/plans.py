@@ -12,7 +12,7 @@ _MAX_PLANS = 4096  # prefill asks for a new number of tokens at almost every ste
 
 
 class PlanCache(Generic[Plan]):
-    """Plans by key and by the limit of SMs that holds. Past 4096 the oldest goes. Safe to use from several threads."""
+    """Plans by key and by the settings that they depend on. Past 4096 the oldest goes. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
@@ -20,7 +20,7 @@ class PlanCache(Generic[Plan]):
 
     def find(self, key: Hashable) -> Plan | None:
         """The plan that was built for `key`, or None."""
-        return self._plans.get((config.settings.num_sms, key))
+        return self._plans.get((*_settings(), key))
 
     def get(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
         """The plan of `key`, from ``build()`` if there is none yet."""
@@ -31,5 +31,10 @@ class PlanCache(Generic[Plan]):
         with self._lock:
             if len(self._plans) >= _MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[config.settings.num_sms, key] = plan
+            self._plans[*_settings(), key] = plan
         return plan
+
+
+def _settings() -> tuple[int | None, bool]:
+    """What holds at this moment: the limit of SMs, and whether results are batch invariant."""
+    return config.settings.num_sms, config.settings.batch_invariant

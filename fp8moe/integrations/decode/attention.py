@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from fp8moe.integrations.models.interface import WITHOUT_EFFECT
 from fp8moe.kernels.block.merge_splits import merge_splits
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.formats import FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_1x128
+from fp8moe.runtime import config
 
 NAME = "fp8moe_decode"
 
@@ -55,7 +56,7 @@ class Rows:
     def next_call(self, *, whole: bool = False) -> None:
         """whole: of all rows it reads all tokens that they have, and none is padding."""
         self._found = {}
-        self._whole = whole
+        self._whole = whole and not config.settings.batch_invariant  # of others the same kernel would have other bits
 
     def visible(self, new: int, heads: int, window: int | None) -> Tensor:
         """For `attend`: `new` tokens a row, of a layer with so many key heads."""
@@ -73,7 +74,7 @@ class Rows:
         """
         _, heads, length, window = kind
         batch, device = len(self.begin), self.begin.device
-        parts = parts_of(batch * heads, device)
+        parts = parts_of(batch, heads, device)
         if kind not in self._of_steps:
             numbers = torch.arange(batch * heads * parts + 1, dtype=torch.int32, device=device)
             rows = torch.stack([numbers, numbers // parts * length, torch.zeros_like(numbers)])
@@ -104,9 +105,12 @@ class Rows:
         return first.int()
 
 
-def parts_of(sequences: int, device: torch.device) -> int:
-    """Into how many parts each of so many sequences is split: so that there is about one for each SM, or 1."""
-    parts = _sms(device) // sequences
+def parts_of(batch: int, heads: int, device: torch.device) -> int:
+    """Into how many parts the keys of each of so many sequences and heads are split: so that there is about one for
+    each SM, or 1. Where results are to be batch invariant, as for one sequence, enough that the kernel splits none."""
+    if config.settings.batch_invariant:
+        return ceil_div(_sms(device), heads)
+    parts = _sms(device) // (batch * heads)
     return parts if parts >= MIN_PARTS else 1
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8moe.integrations.decode import custom_generate
 from fp8moe.integrations.decode.arguments import Call, parse
 from fp8moe.integrations.decode.attention import NAME as FLASH
+from fp8moe.integrations.decode.cache import has_states
 from fp8moe.integrations.decode.checks import check_eval, check_model, device_of, integer
 from fp8moe.integrations.decode.compile_ahead import compile_for_prompts
 from fp8moe.integrations.decode.flag import EndFlag
@@ -28,6 +29,7 @@ from fp8moe.integrations.decode.step import Step, Way, capture_stream
 from fp8moe.integrations.decode.turns import Turns
 from fp8moe.integrations.models import FusedModule, find_fused
 from fp8moe.quant.formats import ceil_div
+from fp8moe.runtime import config
 
 
 class GraphDecoder:
@@ -49,6 +51,10 @@ class GraphDecoder:
 
     Memory: each batch size has a cache of its own of ``max_length`` tokens a sequence, also for layers with a sliding
     window (the mask cuts the window); the graphs share one memory pool. Closing or deleting the decoder frees both.
+
+    Made inside of `fp8moe.batch_invariant`, or with FP8MOE_BATCH_INVARIANT=1, a sequence has the same tokens and
+    logarithms of probabilities whatever else is in its batch; it is to be called inside too. That needs flash
+    attention.
 
     The graphs read the weights where they lay at the capture: after moving or changing them, make a new decoder;
     `generate` raises RuntimeError until then. Threads may share a decoder: their calls take turns. A stream or run
@@ -111,6 +117,7 @@ class GraphDecoder:
         self.ranks = ranks_of(model)
         self.batch_sizes = tuple(sizes)
         self._lock = Turns()
+        self._batch_invariant = config.settings.batch_invariant
         self._records = Records()
         self._pool: tuple[int, int] | None = None
         self._reader: Step | None = None
@@ -118,6 +125,7 @@ class GraphDecoder:
             self.way = self._choose_way(fuse)
         self.fused: tuple[FusedModule, ...] = self.way.fused or ()
         self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
+        self._check_batch_invariance()
         self._flag = EndFlag() if self.captured else None
         if self.captured:
             self._capture()
@@ -301,6 +309,9 @@ class GraphDecoder:
         with self._lock:
             if not self.steps:
                 raise RuntimeError("the decoder is closed")
+            if config.settings.batch_invariant != self._batch_invariant:
+                made = "inside" if self._batch_invariant else "outside"
+                raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
             check_eval(self.model)
             if self.captured and (change := self._state.change(self.model)):
                 raise RuntimeError(f"{change} since the capture: make a new GraphDecoder")
@@ -366,6 +377,13 @@ class GraphDecoder:
         own = self.model.config.get_text_config(decoder=True)._attn_implementation
         self.attention = "flash" if way.attention else f"{own}: {refusal or 'on a GPU only'}"
         return way
+
+    def _check_batch_invariance(self) -> None:
+        name, attention = type(self.model).__name__, self.attention
+        if self._batch_invariant and self.way.attention is None:
+            raise ValueError(f"model: {name} cannot be batch invariant, as it is without flash attention ({attention})")
+        if self._batch_invariant and any(has_states(step.cache) for step in self.steps.values()):
+            raise ValueError(f"model: {name} cannot be batch invariant, as it has layers of linear attention")
 
     def _capture(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

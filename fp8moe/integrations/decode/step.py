@@ -20,6 +20,7 @@ from fp8moe.integrations.decode.transfer import integers_on
 from fp8moe.integrations.models import Optimized
 from fp8moe.kernels.block.sampling import sample
 from fp8moe.runtime import background
+from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
 
 WARM_UP_RUNS = 3
 GREEDY = Sampling()
@@ -208,7 +209,7 @@ class Step:
     def _run(self, tokens: Tensor, positions: Tensor, *, whole: bool = False, **arguments) -> Tensor:
         self.seen.next_call(whole=whole)
         fused = nullcontext() if self.way.fused is None else self.way.fused.in_force()
-        with used_by(self.model, self.way.attention, self.seen), fused:
+        with used_by(self.model, self.way.attention, self.seen), fused, linears_by_fixed_rows():
             output = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, **arguments
             )

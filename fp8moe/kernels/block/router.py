@@ -29,7 +29,8 @@ def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
 
     A kernel of its own computes up to 64 tokens, if x has no more than 256 KB and 32 KB a row: its thread blocks share
     out the weight, and each of them reads all of x. Beyond that a GEMM is faster: torch.mm with a float32 result, since
-    F.linear may round partial sums to bfloat16. Of float32 operands torch.mm follows PyTorch's setting for TF32.
+    F.linear may round partial sums to bfloat16. Of float32 operands torch.mm follows PyTorch's setting for TF32. Where
+    results are to be batch invariant (`fp8moe.batch_invariant`), the kernel computes any number of tokens.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
     """

@@ -9,12 +9,14 @@ from torch import Tensor
 from fp8moe.kernels.block.threads import VECTOR_BYTES, row_threads
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
+from fp8moe.runtime import config
+from fp8moe.runtime.fixed_rows import by_fixed_rows
 from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, num_sms
 from fp8moe.runtime.plans import PlanCache
 
-MAX_TOKENS = 64  # of router_logits.cu
+MAX_TOKENS = 64  # of a thread block of router_logits.cu
 _MAX_BYTES = 256 << 10  # of x: every thread block reads all of it
 _MAX_ROW_BYTES = 32 << 10  # of which each of 256 threads has 8 vectors
 _MAX_EXPERTS_AT_ONCE, _MAX_TOKENS_AT_ONCE = 8, 8  # of a thread block: more cost registers and hide no latency
@@ -38,16 +40,21 @@ class Form(NamedTuple):
     normalize: bool
 
 
-def max_tokens(row_bytes: int) -> int:
-    """Of how many tokens of so many bytes `logits_plan` computes the logits: for more, a GEMM reads less."""
-    return min(MAX_TOKENS, _MAX_BYTES // row_bytes) if 0 < row_bytes <= _MAX_ROW_BYTES else 0
+def by_kernel(tokens: int, row_bytes: int) -> bool:
+    """Whether `logits_plan` computes the logits of so many tokens: of more, a GEMM reads less, but its sums depend on
+    how many there are."""
+    if not 0 < row_bytes <= _MAX_ROW_BYTES:
+        return False
+    return config.settings.batch_invariant or tokens <= min(MAX_TOKENS, _MAX_BYTES // row_bytes)
 
 
 def shares(tokens: int, experts: int, sms: int) -> tuple[int, int]:
     """Experts of a thread block, so that there are as many blocks as SMs, and tokens that it takes at a time.
 
-    Powers of two. They are compiled into the kernel.
+    Powers of two. They are compiled into the kernel, and the order of its sums depends on them.
     """
+    if config.settings.batch_invariant:
+        tokens = MAX_TOKENS
     block_experts = min(_power_of_two_from(ceil_div(experts, sms)), _MAX_EXPERTS_AT_ONCE)
     return block_experts, min(_power_of_two_from(tokens), _MAX_TOKENS_AT_ONCE, _MAX_SUMS // block_experts)
 
@@ -88,7 +95,7 @@ def logits_plan(
 ) -> PointerLauncher:
     """The launcher for x (tokens, hidden), weight (experts, hidden) and logits (tokens, experts), in this order.
 
-    None of the sizes is 0, tokens is at most `max_tokens`, all are contiguous, vector as for `logits_spec`.
+    None of the sizes is 0, all are contiguous, vector as for `logits_spec`.
     device_index: of the current device. The kernel starts before the one ahead has ended; nothing is read into
     registers or written before it has.
     """
@@ -97,7 +104,7 @@ def logits_plan(
         block_shares = shares(tokens, experts, num_sms(device_index))
         return PointerLauncher(
             load(logits_spec(block_shares, experts, hidden, dtype, out_dtype, vector)),
-            grid=ceil_div(experts, block_shares[0]),
+            grid=(ceil_div(experts, block_shares[0]), ceil_div(tokens, MAX_TOKENS)),
             block=_logits_threads(hidden, dtype),
             pdl=True,
             pointers=3,
@@ -110,8 +117,8 @@ def logits_plan(
 def router_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits (T, E) of x (T, H) and weight (E, H) in any layout."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
-    if tokens > max_tokens(hidden * x.itemsize) or not (tokens and experts):
-        return _gemm(x, weight).to(dtype)
+    if not by_kernel(tokens, hidden * x.itemsize) or not (tokens and experts):
+        return by_fixed_rows(lambda rows: _gemm(rows, weight).to(dtype), x)
     logits = torch.empty((tokens, experts), dtype=dtype, device=x.device)
     x, weight = x.contiguous(), weight.contiguous()
     vector = not (x.data_ptr() | weight.data_ptr() | hidden * x.itemsize) % VECTOR_BYTES

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.block.router_plan import Form
+from fp8moe.runtime.fixed_rows import by_fixed_rows
 
 
 def router_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """x (T, H), weight (E, H) -> (T, E)."""
-    return (x.float() @ weight.float().t()).to(dtype)
+    return by_fixed_rows(lambda rows: (rows.float() @ weight.float().t()).to(dtype), x)
 
 
 def route(logits: Tensor, bias: Tensor | None, form: Form, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

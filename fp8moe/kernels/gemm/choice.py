@@ -8,7 +8,13 @@ from fp8moe.kernels.gemm.config import GemmConfig, unstaged
 from fp8moe.kernels.gemm.cost import dense_time, grouped_time
 from fp8moe.kernels.gemm.epilogue import Epilogue, PeerStore
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, dense_candidates, grouped_candidates
+from fp8moe.kernels.gemm.tiles import (
+    choose_dense,
+    choose_grouped,
+    dense_candidates,
+    grouped_candidates,
+    invariant_parts,
+)
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import is_ready
 
@@ -16,6 +22,21 @@ from fp8moe.runtime.jit import is_ready
 def served(variant: GemmConfig, k: int, epilogue: Epilogue) -> GemmConfig:
     """``variant`` as it is for this epilogue: TMA does not write rows that go to peers."""
     return unstaged(variant, k) if isinstance(epilogue, PeerStore) else variant
+
+
+def _parts(n: int, k: int) -> int | None:
+    """Of K that are summed one by one, for any number of tokens; None where that may differ."""
+    return invariant_parts(n, k) if config.settings.batch_invariant else None
+
+
+def dense_choice(m: int, n: int, k: int, num_sms: int) -> GemmConfig:
+    """`choose_dense` under the settings that hold."""
+    return choose_dense(m, n, k, num_sms, _parts(n, k))
+
+
+def grouped_choice(*problem: float, **options) -> GemmConfig:
+    """`choose_grouped` under the settings that hold."""
+    return choose_grouped(*problem, **options, unsplit=config.settings.batch_invariant)
 
 
 def choose(
@@ -36,12 +57,12 @@ def choose(
     """
     if groups:
         problem, options = (groups, expected_m, n, k, num_sms), {"max_m": max_m, "swiglu": epilogue.gated}
-        best = choose_grouped(m, *problem, **options, whole=whole)
+        best = grouped_choice(m, *problem, **options, whole=whole)
         candidates, time = (lambda: grouped_candidates(m, *problem, **options)), grouped_time
     else:
         problem = m, n, k, num_sms
-        best = choose_dense(*problem)
-        candidates, time = (lambda: dense_candidates(*problem)), dense_time
+        best = dense_choice(*problem)
+        candidates, time = (lambda: dense_candidates(*problem, _parts(n, k))), dense_time
 
     best = served(best, k, epilogue)
 
@@ -61,5 +82,6 @@ def _substitute(
     ready: Callable[[GemmConfig], bool],
 ) -> GemmConfig | None:
     """The fastest that needs no compiler, of those that sum K in the same order: results keep their bits."""
-    alike = sorted((variant for variant in candidates if variant.split_k == best.split_k), key=time)
+    parts = best.split_k * best.parts
+    alike = sorted((variant for variant in candidates if variant.split_k * variant.parts == parts), key=time)
     return next(filter(ready, alike), None)

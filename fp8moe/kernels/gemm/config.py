@@ -27,6 +27,7 @@ class GemmConfig:
         staged: the bfloat16 tile has shared memory of its own, out of which TMA writes it under the next tile's
             products; otherwise each warp writes its rows by way of a small buffer, and the ring is deeper.
         groups: weight matrices of a grouped GEMM, of whose rows the block keeps a table; 0 for a dense one.
+        parts: of K, that a block sums one by one and adds up, as a split of so many blocks does.
     """
 
     block_m: int
@@ -38,6 +39,7 @@ class GemmConfig:
     blocks_per_sm: int = 1
     staged: bool = False
     groups: int = 0
+    parts: int = 1
 
     @property
     def threads(self) -> int:
@@ -80,6 +82,16 @@ class GemmConfig:
     def overlaps(self) -> bool:
         """Whether a warpgroup starts its next product before it promotes the last one: registers have room for both."""
         return not self.swap and self.slabs == 1 and 3 * self.accumulators + 28 <= self.registers
+
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether the sums of the parts so far have room in the registers, beside all that is there without them."""
+        products = 2 if self.overlaps else 1
+        return (2 * self.slabs + products) * self.accumulators + 28 <= self.registers
+
+    def part_sum_bytes(self, blocks: int) -> int:
+        """Memory for the sums of the parts so far, of so many blocks."""
+        return 0 if self.parts == 1 or self.keeps_parts else blocks * self.block_m * self.block_n * 4
 
     @property
     def stage_bytes(self) -> int:
@@ -146,7 +158,7 @@ def unstaged(config: GemmConfig, k: int) -> GemmConfig:
 
 def fits(config: GemmConfig, k: int) -> bool:
     """Whether registers and shared memory suffice, with two stages to alternate between."""
-    registers = config.accumulators * (config.slabs + 1) + 28
+    registers = config.accumulators * (config.slabs + 1) + (36 if config.groups else 28)
     shared = config.shared_bytes
     return (
         registers <= config.registers

@@ -7,8 +7,9 @@ fitted to one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
-from math import ceil, exp, inf
+from math import ceil, exp, inf, log
 from typing import NamedTuple
 
 from fp8moe.kernels.gemm.config import GemmConfig
@@ -40,8 +41,9 @@ class _Dense(NamedTuple):
     mma: float  # cycles of one output element and 128 products
     shared: float  # cycles of 128 bytes into or out of shared memory
     sparse: float  # reading takes longer where the rings of an SM hold less than 200 KB
-    l2: float  # bytes a microsecond out of L2
+    l2: float  # bytes a microsecond out of L2, where rows do not begin at multiples of 128 bytes: others do not wait
     dram: float  # bytes a microsecond out of memory
+    unaligned: float  # reading takes so much longer where rows do not begin at multiples of 128 bytes
     overlap: float  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
     # Of tiles whose rows are tokens:
     staged_epilogue: float = 0  # of a 128 x 128 tile that TMA writes, under the next one
@@ -52,39 +54,41 @@ class _Dense(NamedTuple):
 
 
 _SWAPPED = _Dense(
-    start=3.71,
-    per_stage=0.00527,
-    per_split=0.0608,
-    reduction=1.81,
-    epilogue=3.66,
-    step=410.2,
-    wait=0.343,
-    mma=0.0129,
-    shared=1.29,
-    sparse=0.00515,
+    start=3.18,
+    per_stage=0.115,
+    per_split=0.0431,
+    reduction=5.33,
+    epilogue=14.6,
+    step=266,
+    wait=0,
+    mma=0,
+    shared=0.951,
+    sparse=0,
     l2=inf,
-    dram=3.36e6,
-    overlap=3.72,
+    dram=3.4e6,
+    unaligned=1.19,
+    overlap=3.8,
 )
 _STRAIGHT = _Dense(
-    start=3.63,
-    per_stage=0.0132,
-    per_split=0.0516,
-    reduction=3.95,
-    epilogue=2.16,
-    step=350.9,
-    wait=0.646,
-    mma=0.0355,
-    shared=0.875,
-    sparse=0.115,
-    l2=15.4e6,
-    dram=3.6e6,
-    overlap=3.26,
-    staged_epilogue=0.379,
-    shallow=1.05,
-    piece=0.000259,
-    overlapped_step=63.5,
-    overlapped_mma=1.15,
+    start=2.55,
+    per_stage=0.0338,
+    per_split=0,
+    reduction=4.21,
+    epilogue=1.95,
+    step=220,
+    wait=0.715,
+    mma=0.0354,
+    shared=0.942,
+    sparse=0.287,
+    l2=21.2e6,
+    dram=3.8e6,
+    unaligned=1,
+    overlap=2.08,
+    staged_epilogue=0.73,
+    shallow=1.01,
+    piece=0.000594,
+    overlapped_step=24.6,
+    overlapped_mma=1.22,
 )
 
 
@@ -110,8 +114,8 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES * shallow
     in_flight = min(1.0, per_sm * config.stages * (config.block_m + config.block_n) * 128 / 200e3)
     sparse = 1 + c.sparse * (1 - in_flight)
-    dram = (n * k + m * k + 2 * m * n) / c.dram * sparse
-    l2 = tiles * (config.block_m + config.block_n) * k / c.l2 * sparse
+    dram = (n * k + m * k + 2 * m * n) / c.dram * sparse * (c.unaligned if k % 128 else 1)
+    l2 = tiles * (config.block_m + config.block_n) * k / c.l2 * sparse if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
     before = (waves - 1) * (c.staged_epilogue if config.staged else c.epilogue)
@@ -125,35 +129,53 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
 
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
 
-_GROUPED_START = 7.65
-_GROUPED_STEP = 357.1  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
-_GROUPED_OVERLAPPED = 251.2  # the same with its product, where the next one is under way meanwhile
-_GROUPED_MMA = 0.0332  # cycles of one output element and 128 products
-_GROUPED_LOAD = 62.8  # bytes a cycle into one SM
-_GROUPED_L2 = 10.3e6
-_GROUPED_DRAM = 4.67e6
-_GROUPED_EPILOGUE = 1.59  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.0216  # of one that TMA writes
-_GROUPED_SPARSE = 0.0346  # reading from memory takes longer where the rings of an SM hold less than 200 KB
-_GROUPED_SHALLOW = 1.02  # products take longer behind a ring of less than four stages
-_GROUPED_FULLEST = 0.092  # how much the fullest tiles of a round decide when it ends, the average one the rest
-_GROUPED_SHARED = 0.961  # of a product whose tokens a second one shares
-_GROUPED_OVERLAP = 2.99  # exponent of the norm that joins times that overlap
+_GROUPED_START = 7.11
+_GROUPED_STEP = 321.5  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_SWAPPED = 2.95  # the product's share of it, where weights are its rows
+_GROUPED_OVERLAPPED = 177.9  # the same where the next product is under way meanwhile, its product aside
+_GROUPED_OVERLAPPED_PRODUCT = 0.57  # the product's share of it
+_GROUPED_MMA = 0.0355  # cycles of one output element and 128 products
+_GROUPED_LOAD = 84.0  # bytes a cycle into one SM
+_GROUPED_L2 = 14.07e6
+_GROUPED_DRAM = 4.6e6
+_GROUPED_EPILOGUE = 1.17  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.304  # of one that TMA writes
+_GROUPED_SHALLOW = 1.03  # products take longer behind a ring of less than four stages
+_GROUPED_FULLEST = 0.01  # how much the fullest tiles of a round decide when it ends, the average one the rest
+_GROUPED_SHARED = 0.954  # of a product whose tokens a second one shares
+_GROUPED_PER_SPLIT = 0.121  # each further block that shares a K
+_GROUPED_REDUCTION = 5.51  # of a 128 x 128 tile through distributed shared memory
+_GROUPED_OVERLAP = 2.26  # exponent of the norm that joins times that overlap
+_UNALIGNED = 1.95  # loads out of L2 take so much longer where rows do not begin at multiples of 128 bytes
+
+_SKEWED = 0.35  # how likely routing is taken to be skewed, otherwise even
+_QUANTILES = 16
+_FEW = 12  # rows, which are Poisson distributed
 
 
 @lru_cache(maxsize=4096)
 def group_sizes(expected_m: float) -> tuple[tuple[int, float], ...]:
     """Sizes of a group of about ``expected_m`` rows, with their probabilities.
 
-    Few rows are taken to be Poisson distributed, many to lie within a third of what is expected.
+    With even routing they lie within a third of what is expected; with skewed routing they are distributed like the
+    square of an exponential variate, half of the groups with a quarter of their share, one in thirty with five times as
+    much. Few rows are Poisson distributed about that.
     """
-    if expected_m >= 16:
-        return tuple((round(expected_m * (0.68 + 0.64 * (i + 0.5) / 32)), 1 / 32) for i in range(32))
-    sizes, probability = [], exp(-expected_m)
-    for rows in range(1, 48):
-        probability *= expected_m / rows
-        sizes.append((rows, probability))
-    return tuple(sizes)
+    sizes: dict[int, float] = defaultdict(float)
+    middles = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
+    skewed = [log(1 - middle) ** 2 for middle in middles]
+    shares = [(0.68 + 0.64 * middle, 1 - _SKEWED) for middle in middles]
+    shares += [(share * _QUANTILES / sum(skewed), _SKEWED) for share in skewed]
+    for share, probability in shares:
+        rows = share * expected_m
+        if rows >= _FEW:
+            sizes[round(rows)] += probability / _QUANTILES
+            continue
+        probability *= exp(-rows) / _QUANTILES
+        for count in range(1, 4 * _FEW):
+            probability *= rows / count
+            sizes[count] += probability
+    return tuple(sizes.items())
 
 
 def _slabs_in_use(config: GemmConfig, rows: int) -> tuple[int, ...]:
@@ -166,52 +188,65 @@ def _slabs_in_use(config: GemmConfig, rows: int) -> tuple[int, ...]:
     return tuple(ceil((in_use - i) / config.warpgroups) for i in range(config.warpgroups))
 
 
-@lru_cache(maxsize=65536)
 def _step_cycles(config: GemmConfig, rows: int) -> float:
     """Cycles of one step of 128 along K in a tile with ``rows`` of a group, on an SM that has nothing else."""
     height = config.block_m if config.swap else 64 * ceil(rows / 64)
     product = 64 * config.columns * _GROUPED_MMA  # of one slab
     slabs = _slabs_in_use(config, rows)
-    alone = _GROUPED_OVERLAPPED if config.overlaps else max(slabs) * (_GROUPED_STEP + product)
+    if config.overlaps:
+        alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product
+    else:
+        alone = max(slabs) * (_GROUPED_STEP + product * (_GROUPED_SWAPPED if config.swap else 1))
     return max(alone, sum(slabs) * product, (height + config.block_n) * 128 / _GROUPED_LOAD)
 
 
-@lru_cache(maxsize=65536)
-def _group_cycles(config: GemmConfig, rows: int) -> float:
-    """The same of all tiles of a group, in one column of tiles."""
-    whole, rest = divmod(rows, config.block_m)
-    if config.block_m == 256 and whole and 0 < rest <= 64:  # gemm_schedule.cuh evens out the last two
-        return (whole - 1) * _step_cycles(config, 256) + _step_cycles(config, 192) + _step_cycles(config, 64 + rest)
-    return whole * _step_cycles(config, config.block_m) + (_step_cycles(config, rest) if rest else 0)
+def _tiles_by_height(config: GemmConfig, expected_m: float) -> dict[int, float]:
+    """How many tiles a group is expected to have in one column of tiles, by rows in use, in pieces of 64."""
+    height = config.block_m
+    tiles: dict[int, float] = defaultdict(float)
+    for rows, probability in group_sizes(expected_m):
+        whole, rest = divmod(rows, height)
+        if config.swap:
+            tiles[height] += probability * (whole + (rest > 0))
+        elif height == 256 and whole and 0 < rest <= 64:  # gemm_schedule.cuh evens out the last two
+            tiles[256] += probability * (whole - 1)
+            tiles[192] += probability
+            tiles[64 * ceil((64 + rest) / 64)] += probability
+        else:
+            tiles[height] += probability * whole
+            tiles[64 * ceil(rest / 64)] += probability if rest else 0
+    return tiles
 
 
 def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int) -> float:
     """Microseconds expected for groups of about ``expected_m`` rows and weights (n, k), from a cold L2."""
     expected_m = max(expected_m, 1 / groups)
     steps, columns, height = ceil(k / 128), ceil(n / config.block_n), config.block_m
-    sizes = group_sizes(expected_m)
-    tiles = sum(probability * ceil(rows / height) for rows, probability in sizes) * groups * columns
-    cycles = sum(probability * _group_cycles(config, rows) for rows, probability in sizes) * groups * columns
-    active = sum(probability for _, probability in sizes)
+    by_height = _tiles_by_height(config, expected_m)
+    tiles = sum(by_height.values()) * groups * columns
+    fullest = _step_cycles(config, height)
+    cycles = sum(count * _step_cycles(config, rows) for rows, count in by_height.items() if count) * groups * columns
     slots = resident_clusters(config, num_sms)
-    share = tiles / slots if tiles > 16 * slots else max(1, ceil(tiles / slots - 0.2))
+    share = tiles / slots if tiles > 16 * slots else max(1, ceil(tiles / slots - 0.02))
 
     # Blocks that share an SM hide each other's waits, not each other's products and loads.
-    product = height * config.block_n * _GROUPED_MMA if config.swap else 0
     loaded = (height + config.block_n) * 128
     per_sm = max(1.0, min(tiles, slots) * config.split_k / num_sms)
-    fullest = _step_cycles(config, height)
-    average = fullest + (1 - _GROUPED_FULLEST) * (cycles / tiles - fullest)
+    step = fullest + (1 - _GROUPED_FULLEST) * (cycles / tiles - fullest)
     if not config.swap and config.columns < config.block_n:
-        average *= _GROUPED_SHARED
-    step = max(average, per_sm * product, per_sm * loaded / _GROUPED_LOAD if config.swap else 0)
+        step *= _GROUPED_SHARED
+    if config.swap or config.warpgroups == 1:
+        step = max(step, per_sm * height * config.block_n * _GROUPED_MMA, per_sm * loaded / _GROUPED_LOAD)
     shallow = _GROUPED_SHALLOW if config.stages < 4 and not config.swap else 1
     compute = share * ceil(steps / config.split_k) * step / _CYCLES * shallow
 
     rows = expected_m * groups
-    in_flight = min(1.0, per_sm * config.stages * loaded / 200e3)
-    dram = (active * groups * n * k + rows * k + 2 * rows * n) / _GROUPED_DRAM * (1 + _GROUPED_SPARSE * (1 - in_flight))
-    l2 = tiles * loaded * steps / _GROUPED_L2
+    active = sum(probability for _, probability in group_sizes(expected_m)) * groups
+    dram = (active * n * k + rows * k + 2 * rows * n) / _GROUPED_DRAM
+    l2 = tiles * loaded * steps / _GROUPED_L2 * (_UNALIGNED if k % 128 else 1)
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
-    ends = (_GROUPED_STAGED_EPILOGUE if config.staged else _GROUPED_EPILOGUE) * share * height * config.block_n / 128**2
+    area = height * config.block_n / 128**2
+    ends = (_GROUPED_STAGED_EPILOGUE if config.staged else _GROUPED_EPILOGUE) * share * area
+    if config.split_k > 1:
+        ends += _GROUPED_PER_SPLIT * (config.split_k - 1) + _GROUPED_REDUCTION * area
     return _GROUPED_START + overlapped + ends

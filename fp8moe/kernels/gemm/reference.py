@@ -12,11 +12,17 @@ from torch import Tensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.quant import reference
 from fp8moe.quant.formats import BLOCK, FP8Tensor
+from fp8moe.runtime.fixed_rows import by_fixed_rows
 
 _CHUNK = 1 << 22  # elements of a chunk of weights or of the result
 
 
 def gemm_reference(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`_gemm`, whose rows have the same bits in any batch where results are to be batch invariant."""
+    return by_fixed_rows(lambda data, scale: _gemm(FP8Tensor(data, scale), b, bias, out_dtype), *a)
+
+
+def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``dequantize(a) @ dequantize(b).T + bias``, block by block along K.
 
     a: data (M, K) with scale (M, ceil(K/128)); b: data (N, K) with scale (ceil(N/128), ceil(K/128)); bias (N,) or None.

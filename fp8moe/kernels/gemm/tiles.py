@@ -27,10 +27,11 @@ def raster_group(config: GemmConfig, m: int, concurrent: int) -> int:
 # ---- one matrix ----
 
 
-def dense_candidates(m: int, n: int, k: int, num_sms: int) -> list[GemmConfig]:
+def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> list[GemmConfig]:
     """The configurations worth considering for (m, n, k): what fits an SM, and splits that fit in one wave.
 
-    Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens, and up to 512 it may take
+    parts: of K that are summed one by one: splits of so many blocks, however many waves they take, and blocks that do
+    it themselves. Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens, and up to 512 it may take
     some of them.
     """
     narrow = [GemmConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
@@ -51,20 +52,52 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int) -> list[GemmConfig]:
     for tile in tiles:
         count = ceil(m / tile.block_m) * ceil(n / tile.block_n)
         most = 4 if m <= 64 else 2 if tile.block_m == 64 else 1  # blocks on an SM
-        for split_k in range(1, 2 if tile.staged else min(8, ceil(k / 128)) + 1):
+        for split_k in _splits(tile, k, parts):
             for blocks_per_sm in range(1, most + 1):
                 config = with_stages(replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm), k)
                 one_wave = count <= resident_clusters(config, num_sms)
                 crowded = blocks_per_sm == 1 or count * split_k > 0.7 * num_sms * (blocks_per_sm - 1)
-                if fits(config, k) and (one_wave or split_k == 1) and crowded:
-                    found.append(config)
+                if fits(config, k) and (one_wave or split_k in (1, parts)) and crowded:
+                    found.append(replace(config, parts=parts) if parts and split_k == 1 else config)
     return found
 
 
+def _splits(tile: GemmConfig, k: int, parts: int | None) -> Iterable[int]:
+    """Over how many blocks the K of a tile may be spread."""
+    if parts is None:
+        return range(1, 2 if tile.staged else min(8, ceil(k / 128)) + 1)
+    if tile.swap or parts == 1:  # a block whose weights are the 64-row operand does not sum parts
+        return (parts,)
+    return (1,) if tile.staged else (1, parts)
+
+
 @lru_cache(maxsize=4096)
-def choose_dense(m: int, n: int, k: int, num_sms: int) -> GemmConfig:
-    """The candidate that the cost model expects to be fastest."""
-    return min(dense_candidates(m, n, k, num_sms), key=lambda config: dense_time(config, m, n, k, num_sms))
+def choose_dense(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> GemmConfig:
+    """The candidate that the cost model expects to be fastest. parts: of K; None: as many as may be."""
+    return min(dense_candidates(m, n, k, num_sms, parts), key=lambda config: dense_time(config, m, n, k, num_sms))
+
+
+_DECODED = (1, 8, 16, 32, 64)  # tokens
+_INVARIANT_COST = 1.12
+
+
+@lru_cache(maxsize=4096)
+def invariant_parts(n: int, k: int) -> int:
+    """The parts of K that are summed one by one for any number of tokens, where results are to be batch invariant.
+
+    Of the weights alone: the fewest with which few tokens take little longer than with the best split for each number,
+    on the 132 SMs of an H100 or H200.
+    """
+    sms = 132
+
+    def cost(parts: int) -> float:
+        def time(m: int, parts: int | None) -> float:
+            return dense_time(choose_dense(m, n, k, sms, parts), m, n, k, sms)
+
+        return max(time(m, parts) / time(m, None) for m in _DECODED)
+
+    costs = {parts: cost(parts) for parts in range(1, min(8, ceil(k / 128)) + 1)}
+    return next((parts for parts in costs if costs[parts] <= _INVARIANT_COST), min(costs, key=costs.__getitem__))
 
 
 def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
@@ -75,7 +108,7 @@ def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
 # ---- one matrix for each group ----
 
 # Most expected rows of a group whose weights are the 64-row operand, and fewest of one whose tokens are.
-_MOST_SWAPPED, _FEWEST_STRAIGHT = 24, 16
+_MOST_SWAPPED, _FEWEST_STRAIGHT = 24, 6
 
 
 def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> int:
@@ -104,13 +137,16 @@ def grouped_candidates(
             # The first of equals is chosen: a high tile reads the weights of its group once.
             straight = [GemmConfig(256, 128), *straight, GemmConfig(128, 192), GemmConfig(128, 128)]
             straight += [replace(tile, staged=True) for tile in straight]
+            straight += [GemmConfig(128, block_n) for block_n in (96, 112)]
+            straight += [GemmConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
         tiles += straight
 
     found = []
     for tile in tiles:
         bound = row_tiles_bound(tile.block_m, rows, groups, max_m) * ceil(n / tile.block_n)
         for split_k in range(1, min(8, ceil(k / 128)) + 1 if tile.swap else 2):
-            most = (3 if tile.block_n == 256 else 4) if tile.swap else 1  # beyond it, too few registers
+            # Beyond it, too few registers.
+            most = (3 if tile.block_n == 256 else 4) if tile.swap else 3 if tile.warpgroups == 1 else 1
             for blocks_per_sm in range(1, most + 1):
                 shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, groups=groups)
                 config = with_stages(shape, k)
@@ -131,14 +167,17 @@ def choose_grouped(
     max_m: int | None,
     swiglu: bool,
     whole: tuple[int, int] | None = None,
+    unsplit: bool = False,
 ) -> GemmConfig:
     """The candidate that the cost model expects to be fastest.
 
     whole: rows and groups of which these are a part: K is split as it would be for all of them, so that equal operands
-    have equal results.
+    have equal results. unsplit: K is not split.
     """
     found = grouped_candidates(rows, groups, expected_m, n, k, num_sms, max_m=max_m, swiglu=swiglu)
-    if whole is not None:
+    if unsplit:
+        found = [config for config in found if config.split_k == 1]
+    elif whole is not None:
         split_k = choose_grouped(*whole, expected_m, n, k, num_sms, max_m=max_m, swiglu=swiglu).split_k
         found = [config for config in found if config.split_k == split_k]
     return min(found, key=lambda config: grouped_time(config, groups, expected_m, n, k, num_sms))

@@ -5,11 +5,10 @@ from itertools import pairwise
 from math import ceil, gcd
 from typing import NamedTuple
 
-from fp8moe.kernels.gemm.choice import served
+from fp8moe.kernels.gemm.choice import dense_choice, grouped_choice, served
 from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
 from fp8moe.runtime.jit import KernelSpec
 
 _LADDER = 1.1  # from one number of rows to the next one that is looked at
@@ -45,9 +44,9 @@ class Family(NamedTuple):
         """The configuration for a number of rows, as `plan.Plan` chooses it."""
         n, k, groups, epilogue = self
         if not groups:
-            return lambda rows: choose_dense(rows, n, k, num_sms)
+            return lambda rows: dense_choice(rows, n, k, num_sms)
         options = {"max_m": None, "swiglu": epilogue.gated}
-        return lambda rows: choose_grouped(rows, groups, rows / groups, n, k, num_sms, **options)
+        return lambda rows: grouped_choice(rows, groups, rows / groups, n, k, num_sms, **options)
 
     def _kernels(self, configs: Iterable[GemmConfig]) -> set[KernelSpec]:
         configs = {served(config, self.k, self.epilogue) for config in configs}
@@ -82,7 +81,7 @@ def _whole_tiles(most: int) -> Iterator[int]:
 
 
 def _of_each_interval(choose: Callable[[int], GemmConfig], most: int) -> set[GemmConfig]:
-    """All that `choose_dense` chooses for 1 to `most` rows.
+    """All that `dense_choice` chooses for 1 to `most` rows.
 
     Between `_whole_tiles` the numbers of tiles stay, and the difference of two candidates' times rises or falls
     throughout: what is chosen at both ends is chosen between them.
