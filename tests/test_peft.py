@@ -4,6 +4,7 @@ import copy
 import logging
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -190,13 +191,13 @@ def test_weights_stay_in_fp8(monkeypatch):
     layer, arguments = adapted(), inputs()
     want, grads = run(layer, *arguments)
     seen = []
-    multiply = trained_rows.grouped_rows
 
-    def record(a, b, *others, **options):
+    def record(multiply, a, b, *others, **options):
         seen.append(b)
         return multiply(a, b, *others, **options)
 
-    monkeypatch.setattr(trained_rows, "grouped_rows", record)
+    for name in ("grouped_rows", "add_grouped_rows"):
+        monkeypatch.setattr(trained_rows, name, partial(record, getattr(trained_rows, name)))
     for name in ("dequantize", "quantize_128x128"):
         monkeypatch.setattr(f"fp8moe.quant.quantize.{name}", None)
     monkeypatch.setattr(trained_rows, "dequantize", None)
