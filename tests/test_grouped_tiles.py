@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, unstaged, with_stages
 from fp8moe.kernels.gemm.cost import group_sizes, grouped_time, resident_clusters
-from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.epilogue import AddAndStore, PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_grouped, describe_grouped, grouped_candidates, row_tiles_bound
 from fp8moe.runtime import compilers, jit
@@ -128,7 +128,7 @@ def variants(swiglu: bool) -> list[tuple[GemmConfig, int, int]]:
     )
 
 
-STORES = [PlainStore(torch.bfloat16), PlainStore(torch.float32)]
+STORES = [PlainStore(torch.bfloat16), PlainStore(torch.float32), AddAndStore(torch.bfloat16)]
 PEER_STORES = [
     PeerStore(out_dtype, peers, 100, (out_dtype == torch.float32) == (peers == 2))
     for out_dtype in (torch.bfloat16, torch.float32)

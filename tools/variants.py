@@ -90,6 +90,21 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     yield lambda: fp8moe.grouped_gemm(rows, experts, offsets, out=make.zeros(200, 512, dtype=torch.float32))
     yield lambda: fp8moe.grouped_gemm_masked(masked, experts, sizes)
     yield lambda: fp8moe.grouped_gemm_k(rows, make.rows(72, 1024), make.integers([0, 512, 1024]))
+    for dtype in (torch.bfloat16, torch.float32):
+        out = make.zeros(200, 512, dtype=dtype)
+        yield lambda out=out: ops.grouped_gemm_out(*rows, *experts, offsets, out, None, True)
+    for limit, alpha in ((None, None), (7.0, None), (7.0, 1.702)):
+        gate_up, grad, weights = make.normal(200, 512), make.normal(200, 256), make.uniform(200, mean=1.0)
+        for values in (False, True):
+            form = offsets, limit, alpha, values
+            yield lambda x=gate_up, form=form: ops.swiglu_quantize_rows(x, *form)
+            yield lambda x=(gate_up, grad, weights), form=form: ops.swiglu_backward_quantize_rows(*x, *form)
+    for count, top_k, rank in ((128, 8, 16), (5, 2, 24)):
+        index, places = (make.zeros(70, top_k, dtype=torch.int32) for _ in range(2))
+        picked, form = make.normal(70 * top_k, rank), (index, places, count)
+        yield lambda x=make.normal(70, count * rank), form=form: ops.pick_ranks(x, *form)
+        for weights in (None, make.uniform(70, top_k, mean=1.0)):
+            yield lambda x=(picked, weights), form=form: ops.spread_ranks(*x, *form)
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))

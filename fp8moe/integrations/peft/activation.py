@@ -1,4 +1,4 @@
-"""The activation of frozen experts and its backward, quantized for FP8 products and unquantized for those of adapters."""
+"""The activation of frozen experts and its backward: quantized for FP8 products, in bfloat16 for those of adapters."""
 
 from torch import Tensor
 

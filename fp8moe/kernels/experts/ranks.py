@@ -39,7 +39,7 @@ def _pick(ranks: Tensor, index: Tensor, rows: Tensor, num_experts: int) -> Tenso
     used = rows.flatten() >= 0
     token = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
     place = (token * num_experts + index.flatten())[used]
-    out[rows.flatten()[used]] = ranks.view(-1, out.shape[1])[place]
+    out[rows.flatten()[used]] = ranks.reshape(-1, out.shape[1])[place]
     return out
 
 

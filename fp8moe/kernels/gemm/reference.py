@@ -57,7 +57,7 @@ def grouped_gemm_reference(
     max_m: int | None = None,
     accumulate: bool = False,
 ) -> None:
-    """``out[rows of e] = gemm(a[rows of e], b[e])`` for every expert e, or with `accumulate` ``+=``, rounded once. Other
+    """``out[rows of e] = gemm(a[rows of e], b[e])`` for every expert e; with `accumulate` added, rounded once. Other
     rows of ``out`` are left alone.
 
     a: data (M, K) with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)); out (M, N).
