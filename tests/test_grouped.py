@@ -326,7 +326,8 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
         for value, like in zip((*given_a, *given_b, given_groups), (*a, *b, groups), strict=True):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
         assert out.shape == (22, 32) and out.stride() == (32, 1)
-        assert options == {"max_m": max_m, "expected_m": None if max_m is None else 5, "whole": None}
+        expected = {"max_m": max_m, "expected_m": None if max_m is None else 5, "whole": None, "accumulate": False}
+        assert options == expected
     (first_a, first_b, first_groups, _), _ = plain[0]
     pairs = zip((*first_a, *first_b, first_groups), (*a, *b, groups), strict=True)
     assert all(value.data_ptr() == like.data_ptr() for value, like in pairs)

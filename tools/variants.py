@@ -101,8 +101,9 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
             yield lambda x=(gate_up, grad, weights), form=form: ops.swiglu_backward_quantize_rows(*x, *form)
     for count, top_k, rank in ((128, 8, 16), (5, 2, 24)):
         index, places = (make.zeros(70, top_k, dtype=torch.int32) for _ in range(2))
-        picked, form = make.normal(70 * top_k, rank), (index, places, count)
-        yield lambda x=make.normal(70, count * rank), form=form: ops.pick_ranks(x, *form)
+        ranks, picked = make.normal(70, count * rank), make.normal(70 * top_k, rank)
+        form = index, places, count
+        yield lambda x=ranks, form=form: ops.pick_ranks(x, *form)
         for weights in (None, make.uniform(70, top_k, mean=1.0)):
             yield lambda x=(picked, weights), form=form: ops.spread_ranks(*x, *form)
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None)

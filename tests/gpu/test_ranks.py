@@ -45,11 +45,9 @@ def test_sums_over_all_that_was_there(sizes, weighted):
 
 def test_operands_in_any_layout():
     ranks, picked, weights, index, rows = operands(37, 5, 4, 16, device="cuda")
-    used = rows[rows >= 0].long()
-    others = index.t().contiguous().t()
-    assert torch.equal(
-        pick_ranks(ranks.t().contiguous().t(), others, rows, 5)[used], pick_ranks(ranks, index, rows, 5)[used]
-    )
+    used, others = rows[rows >= 0].long(), index.t().contiguous().t()
+    got, want = pick_ranks(ranks.t().contiguous().t(), others, rows, 5), pick_ranks(ranks, index, rows, 5)
+    assert torch.equal(got[used], want[used])
     memory = torch.empty(picked.numel() + 1, device="cuda").bfloat16()[1:].view_as(picked).copy_(picked)
     arguments = weights.t().contiguous().t(), others, rows, 5
     assert torch.equal(spread_ranks(memory, *arguments), spread_ranks(picked, weights, index, rows, 5))
