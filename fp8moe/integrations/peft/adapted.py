@@ -56,9 +56,9 @@ def adapted_experts(
     Returns (T, H) in the dtype of hidden_states.
 
     Gradients of hidden_states, dropped, top_k_weights and the factors are straight through every quantization. Those of
-    the factors come from activations and gradients in bfloat16, of which FP8 products take FP8. Equal inputs give equal
-    bits. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask
-    with dropout), and ``4 * R * r``.
+    the factors come from activations and gradients in bfloat16, before these are quantized. Equal inputs give equal
+    bits. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask with
+    dropout), and ``4 * R * r``; down_b it keeps transposed.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     FP8 weights have been changed in place since the forward; so does a backward of the backward.
@@ -154,7 +154,7 @@ class _Gradients(torch.autograd.Function):
         d_rows, dots, d_projected, values = activate_backward(projected, d_h, row_weights, groups, activation)
         del d_h
         if mask is not None:
-            values = values.mul_(mask).mul_(keep)
+            values = torch.ops.aten.native_dropout_backward(values, mask, keep)
         d_down_a = grouped_outer((d_ranks * row_weights[:, None]).bfloat16(), values, groups)
         del values
         d_up_b = grouped_outer(d_projected, up_ranks, groups)

@@ -64,8 +64,9 @@ def grouped_gemm_reference(
     groups, max_m: see `group_rows`.
     """
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
-        sums = gemm_reference(_part(a, rows), _part(b, expert), None, torch.float32)
-        out[rows] = sums + out[rows] if accumulate else sums
+        dtype = torch.float32 if accumulate else out.dtype
+        result = gemm_reference(_part(a, rows), _part(b, expert), None, dtype)
+        out[rows] = result + out[rows] if accumulate else result
 
 
 def grouped_gemm_swiglu_reference(
