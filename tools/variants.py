@@ -17,6 +17,7 @@ from fp8moe.kernels.block.router import route, router_logits
 from fp8moe.kernels.block.sampling import SamplingState, sample
 from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
+from fp8moe.kernels.experts.ranks import pick_ranks, spread_ranks
 from fp8moe.kernels.experts.rows_to import experts_rows_to
 from fp8moe.kernels.gemm.flat_k import grouped_gemm_k_flat
 from fp8moe.kernels.gemm.row_layout import grouped_gemm_by_layout
@@ -103,9 +104,9 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
         index, places = (make.zeros(70, top_k, dtype=torch.int32) for _ in range(2))
         ranks, picked = make.normal(70, count * rank), make.normal(70 * top_k, rank)
         form = index, places, count
-        yield lambda x=ranks, form=form: ops.pick_ranks(x, *form)
+        yield lambda x=ranks, form=form: pick_ranks(x, *form)
         for weights in (None, make.uniform(70, top_k, mean=1.0)):
-            yield lambda x=(picked, weights), form=form: ops.spread_ranks(*x, *form)
+            yield lambda x=(picked, weights), form=form: spread_ranks(*x, *form)
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
