@@ -72,7 +72,7 @@ def activation_bytes(model: Model, tokens: int, rank: int) -> int:
     """What adapters take beside themselves in a step: scaled copies of the factors and their transposes, the ranks of
     rows, kept and for a time, and those of all experts for each token."""
     rows, everywhere = tokens * model.top_k, tokens * model.experts
-    return 3 * adapter_bytes(model, rank) + 16 * rows * rank + everywhere * (8 * rank + 4 * model.top_k)
+    return 3 * adapter_bytes(model, rank) + 16 * rows * rank + 8 * everywhere * rank
 
 
 def measure_step(of: Pass) -> int:

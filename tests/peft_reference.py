@@ -9,6 +9,13 @@ from tests.experts_cases import make
 from tests.experts_training_reference import by_rows, quantized
 
 
+def scaled(layer, factor):
+    """Experts whose FP8 weights are so much larger."""
+    for name in layer.weight_names[1::2]:
+        getattr(layer, name).data.mul_(factor)
+    return layer
+
+
 def adapted(base=None, *, r=4, alpha=8, adapter="default", device="cpu", **options):
     """A LoRA layer in training mode around experts, with values in all factors."""
     from peft import LoraConfig

@@ -346,6 +346,8 @@ def calls(monkeypatch):
         "quantize_with_transpose",
         "swiglu_quantize",
         "swiglu_backward_quantize",
+        "swiglu_quantize_rows",
+        "swiglu_backward_quantize_rows",
         "permute_quantize",
         "quantize_1x128",
     ):
@@ -373,11 +375,13 @@ def test_each_quantization_happens_once_with_another_activation(calls):
     assert calls == {"quantize_with_transpose": 4, "quantize_128x128": 2}
 
 
-def test_frozen_weights_need_no_transposed_activations(calls):
-    layer = GroupedExperts.from_experts(make(**VARIANTS["gelu"]))
+@pytest.mark.parametrize("variant", ["plain", "gelu"])
+def test_frozen_weights_need_no_transposed_activations(calls, variant):
+    layer = GroupedExperts.from_experts(make(**VARIANTS[variant]))
     calls.clear()
     backward(layer, *inputs())
-    assert calls == {"permute_quantize": 2, "quantize_1x128": 2}
+    activations = {"swiglu_quantize_rows": 1, "swiglu_backward_quantize_rows": 1}
+    assert calls == {"permute_quantize": 2} | (activations if variant == "plain" else {"quantize_1x128": 2})
 
 
 def test_masters_are_quantized_once_per_step(calls):

@@ -12,7 +12,7 @@ from fp8moe.kernels.activation import FUNCTIONS, Activation
 from fp8moe.kernels.gemm import checks as grouped_checks
 from fp8moe.kernels.gemm import grouped
 from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.gemm.grouped import add_grouped_rows, grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from fp8moe.runtime.checks import aligned
@@ -53,6 +53,22 @@ def test_any_groups(sizes, start, rest, n, k, dtype):
     out = torch.full((m, n), float("nan"), dtype=dtype)
     assert grouped_gemm(a, b, group_offsets, out=out) is out
     check(out, a, b, [slice(*pair) for pair in zip(group_offsets, group_offsets[1:], strict=False)])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_products_are_added_in_place(dtype):
+    a, b = activations(20, 144), weights(3, 24, 144)
+    group_offsets = int32([2, 9, 9, 17])
+    before = torch.randn(20, 32).to(dtype)
+    memory = before.clone()
+    add_grouped_rows(a, b, group_offsets, memory[:, :24])
+    a, b = dequantize(a, dtype=torch.float64), dequantize(b, dtype=torch.float64)
+    for expert, rows in enumerate((slice(2, 9), slice(9, 9), slice(9, 17))):
+        expected = a[rows] @ b[expert].T + before[rows, :24].double()
+        assert error_in_its_dtype(memory[rows, :24], expected) < TOLERANCE[dtype]
+    untouched = torch.ones(20, 32, dtype=torch.bool)
+    untouched[2:17, :24] = False
+    assert torch.equal(memory[untouched], before[untouched])
 
 
 def test_result_without_out():
@@ -310,7 +326,8 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
         for value, like in zip((*given_a, *given_b, given_groups), (*a, *b, groups), strict=True):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
         assert out.shape == (22, 32) and out.stride() == (32, 1)
-        assert options == {"max_m": max_m, "expected_m": None if max_m is None else 5, "whole": None}
+        expected = {"max_m": max_m, "expected_m": None if max_m is None else 5, "whole": None, "accumulate": False}
+        assert options == expected
     (first_a, first_b, first_groups, _), _ = plain[0]
     pairs = zip((*first_a, *first_b, first_groups), (*a, *b, groups), strict=True)
     assert all(value.data_ptr() == like.data_ptr() for value, like in pairs)
@@ -340,6 +357,7 @@ def test_opcheck():
     for op, arguments in (
         (ops.grouped_gemm.default, (*a, *b, int32([0, 3, 8]))),
         (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.zeros(8, 32))),
+        (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.ones(8, 32), (16, 4), True)),
         (ops.grouped_gemm_masked.default, (*a3, *b, int32([4, 4]), None)),
         (ops.grouped_gemm_masked_out.default, (*a3, *b, int32([4, 3]), 3, torch.zeros(2, 4, 32))),
         (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([0, 3, 8]), None, None, None, None, (16, 4))),

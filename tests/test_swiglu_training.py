@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import swiglu_quantize_plan
 from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
+from fp8moe.kernels.experts.swiglu_quantize_plan import Beside
+from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
 from fp8moe.quant.quantize import dequantize
 from fp8moe.quant.transpose import quantize_with_transpose
 from fp8moe.runtime import jit
@@ -39,6 +41,12 @@ def assert_same(got, expected) -> None:
         assert a.stride() == b.stride() and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
+def assert_same_rows(got, expected) -> None:
+    """Bits of two FP8Tensor."""
+    assert torch.equal(got.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert got.scale.stride() == expected.scale.stride() and torch.equal(got.scale, expected.scale)
+
+
 # ---- numbers ----
 
 
@@ -64,6 +72,36 @@ def test_forward_is_the_quantized_activation(activation):
     offsets = offsets_of(0, 10, 10, 290)
     h = activation(gate_up.float()).bfloat16()
     assert_same(swiglu_quantize(gate_up, offsets, activation=activation), quantize_with_transpose(h, offsets))
+
+
+@pytest.mark.parametrize("rows", [1, 130])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_rows_alone_and_values(activation, rows):
+    gate_up, grad, row_weights = operands(rows, 256)
+    offsets = offsets_of(0, rows // 2, rows)
+    h, values = swiglu_quantize_rows(gate_up, offsets, activation=activation, values=True)
+    assert_same_rows(h, swiglu_quantize(gate_up, offsets, activation=activation).rows)
+    assert torch.equal(values, activation(gate_up.float()).bfloat16())
+    both, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
+    d, dots_again, d_gate_up, values_again = swiglu_backward_quantize_rows(
+        gate_up, grad, row_weights, offsets, activation=activation, values=True
+    )
+    assert_same_rows(d, both.rows)
+    assert torch.equal(dots_again, dots) and relative_error(values_again, values) <= 1e-4
+    assert d_gate_up.dtype == values.dtype == values_again.dtype == torch.bfloat16
+    assert relative_error(d_gate_up, exact_gradients(gate_up, grad, row_weights, activation)[0]) <= 4e-3
+    assert relative_error(values, activation(gate_up.double())) <= 4e-3
+
+
+@pytest.mark.parametrize("rows", [0, 20])
+def test_no_values_that_nothing_asks_for(rows):
+    gate_up, grad, row_weights = operands(rows, 128)
+    h, values = swiglu_quantize_rows(gate_up, offsets_of(0, rows), activation=Activation())
+    d, dots, *others = swiglu_backward_quantize_rows(
+        gate_up, grad, row_weights, offsets_of(0, rows), activation=Activation()
+    )
+    assert h.data.shape == (rows, 128) and d.data.shape == (rows, 256) and dots.shape == (rows,)
+    assert all(value.numel() == 0 for value in (values, *others))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:3])
@@ -132,6 +170,14 @@ def test_errors():
             swiglu_quantize(gate_up, offsets, activation=activation)
         with pytest.raises(ValueError, match="^activation: expected a gated silu, got"):
             swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=activation)
+        with pytest.raises(ValueError, match="^activation: expected a gated silu, got"):
+            swiglu_quantize_rows(gate_up, offsets, activation=activation)
+        with pytest.raises(ValueError, match="^activation: expected a gated silu, got"):
+            swiglu_backward_quantize_rows(gate_up, grad, row_weights, offsets, activation=activation)
+    with pytest.raises(TypeError, match="^group_offsets: expected a torch.Tensor, got NoneType"):
+        swiglu_quantize_rows(gate_up, None, activation=silu)
+    with pytest.raises(ValueError, match=r"^grad: expected shape \(4, 128\), got \(3, 128\)"):
+        swiglu_backward_quantize_rows(gate_up, grad[:3], row_weights, offsets, activation=silu)
     with pytest.raises(TypeError, match="^gate_up: expected a torch.Tensor, got NoneType"):
         swiglu_quantize(None, offsets, activation=silu)
     with pytest.raises(TypeError, match="^grad: expected a torch.Tensor, got NoneType"):
@@ -166,6 +212,10 @@ def test_opcheck(rows, activation):
     ops = torch.ops.fp8moe
     torch.library.opcheck(ops.swiglu_quantize.default, (gate_up, *form))
     torch.library.opcheck(ops.swiglu_backward_quantize.default, (gate_up, grad, row_weights, *form))
+    for values in (False, True):
+        torch.library.opcheck(ops.swiglu_quantize_rows.default, (gate_up, *form, values))
+        operands_of = gate_up, grad, row_weights, *form, values
+        torch.library.opcheck(ops.swiglu_backward_quantize_rows.default, operands_of)
 
 
 def test_compile_fullgraph():
@@ -186,8 +236,9 @@ def test_compile_fullgraph():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[:3])
 @pytest.mark.parametrize("backward", [False, True])
-def test_every_variant_compiles_without_spills(activation, backward):
-    spec = swiglu_quantize_plan.kernel_spec(activation, backward)
+@pytest.mark.parametrize("beside", Beside)
+def test_every_variant_compiles_without_spills(activation, backward, beside):
+    spec = swiglu_quantize_plan.kernel_spec(activation, backward, beside)
     report = jit.compile_spec(spec)
     assert report.spill_stores == report.spill_loads == report.stack == 0
     blocks = 2 if backward else 3

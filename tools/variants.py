@@ -17,6 +17,7 @@ from fp8moe.kernels.block.router import route, router_logits
 from fp8moe.kernels.block.sampling import SamplingState, sample
 from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
+from fp8moe.kernels.experts.ranks import pick_ranks, spread_ranks
 from fp8moe.kernels.experts.rows_to import experts_rows_to
 from fp8moe.kernels.gemm.flat_k import grouped_gemm_k_flat
 from fp8moe.kernels.gemm.row_layout import grouped_gemm_by_layout
@@ -90,6 +91,22 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     yield lambda: fp8moe.grouped_gemm(rows, experts, offsets, out=make.zeros(200, 512, dtype=torch.float32))
     yield lambda: fp8moe.grouped_gemm_masked(masked, experts, sizes)
     yield lambda: fp8moe.grouped_gemm_k(rows, make.rows(72, 1024), make.integers([0, 512, 1024]))
+    for dtype in (torch.bfloat16, torch.float32):
+        out = make.zeros(200, 512, dtype=dtype)
+        yield lambda out=out: ops.grouped_gemm_out(*rows, *experts, offsets, out, None, True)
+    for limit, alpha in ((None, None), (7.0, None), (7.0, 1.702)):
+        gate_up, grad, weights = make.normal(200, 512), make.normal(200, 256), make.uniform(200, mean=1.0)
+        for values in (False, True):
+            form = offsets, limit, alpha, values
+            yield lambda x=gate_up, form=form: ops.swiglu_quantize_rows(x, *form)
+            yield lambda x=(gate_up, grad, weights), form=form: ops.swiglu_backward_quantize_rows(*x, *form)
+    for count, top_k, rank in ((128, 8, 16), (5, 2, 24)):
+        index, places = (make.zeros(70, top_k, dtype=torch.int32) for _ in range(2))
+        ranks, picked = make.normal(70, count * rank), make.normal(70 * top_k, rank)
+        form = index, places, count
+        yield lambda x=ranks, form=form: pick_ranks(x, *form)
+        for weights in (None, make.uniform(70, top_k, mean=1.0)):
+            yield lambda x=(picked, weights), form=form: spread_ranks(*x, *form)
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))

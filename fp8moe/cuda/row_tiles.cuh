@@ -15,7 +15,7 @@ struct Results {
   float* row_scale;     // (num_rows, ceil(width / 128)), columns `row_scale_pitch` apart
   u8* columns;          // (width, 128 * row_tiles)
   float* column_scale;  // (width, row_tiles), columns `column_scale_pitch` apart
-  int* offsets;         // (num_groups + 1), where the groups begin once each is padded to whole tiles
+  int* offsets;         // (num_groups + 1), where the groups begin once each is padded to whole tiles, or none
   const int* groups;    // (num_groups + 1), where they begin, or none: one group of all rows
   i64 width, row_scale_pitch, column_scale_pitch;
   u32 num_rows, num_groups;
@@ -88,6 +88,6 @@ __device__ i64 find_tile(const Results& results, RowTile& tile) {
   const u32 within = blockIdx.x - strip * results.strip * results.row_tiles;
   const u32 strip_tiles = min(results.strip, results.column_tiles - strip * results.strip);
   const u32 row_tile = within / strip_tiles;
-  find_rows(results, tile, row_tile, blockIdx.x == 0);
+  find_rows(results, tile, row_tile, blockIdx.x == 0 && results.offsets);
   return i64{strip * results.strip + within - row_tile * strip_tiles} * BLOCK;
 }

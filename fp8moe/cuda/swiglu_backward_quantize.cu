@@ -1,5 +1,6 @@
-// The gradient of gate and up for `weight * SwiGLU(gate, up)`, rounded to bfloat16 and quantized along its rows and
-// along its columns, see quantize_tile.cuh; and for the gradient of the weights the sum of SwiGLU * grad over each row.
+// The gradient of gate and up for `weight * SwiGLU(gate, up)`, rounded to bfloat16 and quantized along its rows; and
+// BESIDE them along its columns, see quantize_tile.cuh, or not quantized, and SwiGLU itself. For the gradient of the
+// weights the sum of SwiGLU * grad over each row.
 //
 // Compile-time constants: those of swiglu_operands.cuh.
 #include "swiglu_operands.cuh"
@@ -9,6 +10,8 @@ struct Source {
   const Element* grad;     // (num_rows, width / 2), rows `grad_stride` apart
   const float* weights;    // (num_rows)
   float* dots;             // (width / 256, num_rows), the sums over 128 columns; written
+  Element* d_gate_up;      // (num_rows, width)
+  Element* values;         // (num_rows, width / 2), SwiGLU without weights
   i64 row_stride, grad_stride;
   float limit, alpha;
 };
@@ -33,24 +36,30 @@ struct SwigluGradients : Swiglu<SWIGLU_FORM> {
 __device__ void make_gradients(const Source& source, const Results& results, const RowTile& tile,
                                const ThreadPosition& p, i64 column) {
   float* dots = source.dots + column / BLOCK * results.num_rows + tile.first;
+  const i64 size = results.width / 2;
+  const ValuesBeside gradients = {source.d_gate_up, results.width}, values = {source.values, size};
 #pragma unroll 1
   for (int r = 0; r < SIDE; ++r) {
     const int row = p.row + r;
     const float weight = row < tile.count ? source.weights[tile.first + row] : 0.f;
     wait_for_operands(r);
     const Vector gate = vector_in(GATE, r), up = vector_in(UP, r), grad = vector_in(GRAD, r);
-    u32 d_gate[SIDE / 2], d_up[SIDE / 2];
+    u32 d_gate[SIDE / 2], d_up[SIDE / 2], h[SIDE / 2];
     float dot = 0.f;
 #pragma unroll
     for (int c = 0; c < SIDE; c += 2) {
       const SwigluGradients left(gate[c], up[c], source), right(gate[c + 1], up[c + 1], source);
       const float left_grad = weight * grad[c], right_grad = weight * grad[c + 1];
       dot += left.value() * grad[c] + right.value() * grad[c + 1];
+      h[c / 2] = pack_bfloat16(left.value(), right.value());
       d_gate[c / 2] = pack_bfloat16(left.d_gate(left_grad), right.d_gate(right_grad));
       d_up[c / 2] = pack_bfloat16(left.d_up(left_grad), right.d_up(right_grad));
     }
     put_vector(GATE, r, d_gate);
     put_vector(UP, r, d_up);
+    gradients.store(tile, p, column, r, d_gate);
+    gradients.store(tile, p, size + column, r, d_up);
+    values.store(tile, p, column, r, h);
     dot = warp_reduce<ROW_LANES>(dot, [](float a, float b) { return a + b; });
     if (p.column_group == 0 && row < tile.count) dots[row] = dot;
   }
@@ -68,9 +77,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   const Rows gate = {source.gate_up, source.row_stride}, up = {source.gate_up + size, source.row_stride};
   copy_operands(s.tile, p, column, {gate, up, {source.grad, source.grad_stride}});
   make_gradients(source, results, s.tile, p, column);
-  Values values;
-  load_values(GATE, values);
-  quantize_tile(results, s, p, column, values);
-  load_values(UP, values);
-  quantize_tile(results, s, p, size + column, values);
+  quantize(GATE, results, s, p, column);
+  quantize(UP, results, s, p, size + column);
 }

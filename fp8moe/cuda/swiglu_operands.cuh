@@ -1,17 +1,20 @@
-// The operands of SwiGLU and of its backward on their way to quantize_tile.cuh. Each thread copies its own to shared
+// The operands of SwiGLU and of its backward on their way to the quantizers. Each thread copies its own to shared
 // memory, because registers would hold too few loads in flight. What it computes takes their place, rounded to
 // bfloat16, so that a tile fits into 32 registers.
 //
 // Compile-time constants: those of quantize_tile.cuh with INPUT = BFloat16, VECTOR = 1 and WEIGHTED = 0; SWIGLU_FORM
-// (see swiglu.cuh), OPERANDS (2, or 3 with a gradient), SOURCE_BYTES, SHARED_BYTES.
+// (see swiglu.cuh), OPERANDS (2, or 3 with a gradient), BESIDE, SOURCE_BYTES, SHARED_BYTES.
 #pragma once
 
-#include "quantize_tile.cuh"
+#include "quantize_tile_rows.cuh"
 #include "swiglu.cuh"
 
 static_assert(VECTOR && VECTORS == 1 && !WEIGHTED);
 
 enum Operand { GATE, UP, GRAD };  // the transposed tile takes the place of GATE
+
+// BESIDE, what is written beside the quantized rows: nothing, the quantized columns, or the values in bfloat16.
+enum Beside { NOTHING, COLUMNS, VALUES };
 
 struct OperandVectors {
   Bytes16 of[OPERANDS][SIDE][THREADS];
@@ -56,7 +59,27 @@ __device__ void wait_for_operands(int r) {
   if (r == HALF) async_wait<0>();
 }
 
-__device__ void load_values(Operand operand, Values& values) {
+// A matrix in bfloat16 beside the results, rows next to each other; written if BESIDE == VALUES.
+struct ValuesBeside {
+  Element* data;
+  i64 width;
+
+  // Row r of what a thread has made.
+  __device__ void store(const RowTile& tile, const ThreadPosition& p, i64 column, int r, const u32 (&words)[4]) const {
+    if (BESIDE != VALUES || p.row + r >= tile.count) return;
+    store_16(data + (tile.first + p.row + r) * width + column + p.column(0), {words[0], words[1], words[2], words[3]});
+  }
+};
+
+// What takes the place of an operand, to the results in the columns from `first_column` on.
+__device__ void quantize(Operand operand, const Results& results, Shared& s, const ThreadPosition& p,
+                         i64 first_column) {
+  Values values;
 #pragma unroll
   for (int r = 0; r < SIDE; ++r) values[r][0] = vector_in(operand, r);
+  if constexpr (BESIDE == COLUMNS) {
+    quantize_tile(results, s, p, first_column, values);
+  } else {
+    quantize_rows(results, s.tile, p, first_column, values);
+  }
 }

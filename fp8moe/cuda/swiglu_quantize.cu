@@ -1,17 +1,21 @@
-// SwiGLU of gate and up, rounded to bfloat16 and quantized along its rows and along its columns; see quantize_tile.cuh.
+// SwiGLU of gate and up, rounded to bfloat16 and quantized along its rows; and BESIDE them along its columns, see
+// quantize_tile.cuh, or not quantized.
 //
 // Compile-time constants: those of swiglu_operands.cuh.
 #include "swiglu_operands.cuh"
 
 struct Source {
   const Element* gate_up;  // (num_rows, 2 * width), rows `row_stride` apart
+  Element* values;         // (num_rows, width)
   i64 row_stride;
   float limit, alpha;
 };
 static_assert(sizeof(Source) == SOURCE_BYTES);
 
 // In place of gate.
-__device__ void make_swiglu(const Source& source) {
+__device__ void make_swiglu(const Source& source, const Results& results, const RowTile& tile, const ThreadPosition& p,
+                            i64 column) {
+  const ValuesBeside values = {source.values, results.width};
   const auto swiglu = [&](float gate, float up) {
     return Swiglu<SWIGLU_FORM>(gate, up, source.limit, source.alpha).value();
   };
@@ -25,6 +29,7 @@ __device__ void make_swiglu(const Source& source) {
       h[c / 2] = pack_bfloat16(swiglu(gate[c], up[c]), swiglu(gate[c + 1], up[c + 1]));
     }
     put_vector(GATE, r, h);
+    values.store(tile, p, column, r, h);
   }
 }
 
@@ -39,8 +44,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
   const ThreadPosition p;
   const Rows gate = {source.gate_up, source.row_stride}, up = {source.gate_up + results.width, source.row_stride};
   copy_operands(s.tile, p, column, {gate, up});
-  make_swiglu(source);
-  Values values;
-  load_values(GATE, values);
-  quantize_tile(results, s, p, column, values);
+  make_swiglu(source, results, s.tile, p, column);
+  quantize(GATE, results, s, p, column);
 }

@@ -109,8 +109,14 @@ class Plan:
             args=(self._results, source),
         )
 
-    def launch(self, stream: int, results: Results, groups: Tensor | None, **operands: Tensor | None) -> None:
-        """Enqueue the kernel. groups: offsets (E + 1,), contiguous, or None; operands: fields of `source`."""
+    def launch(
+        self, stream: int, results: tuple[Tensor | None, ...], groups: Tensor | None, **operands: Tensor | None
+    ) -> None:
+        """Enqueue the kernel.
+
+        results: in the order of `Results`, None for those that the kernel does not write. groups: offsets (E + 1,),
+        contiguous, or None. operands: fields of `source`.
+        """
         launcher = self._launcher
         rows, row_scale, columns, column_scale, offsets = results
         targets = {"rows": rows, "row_scale": row_scale, "columns": columns, "column_scale": column_scale}
@@ -134,7 +140,7 @@ def quantize_with_transpose(
 ) -> None:
     """Fill `results` as ``quant.transpose.quantize_with_transpose`` describes."""
     if not results[2].numel():
-        write_offsets(group_offsets, results)
+        write_offsets(group_offsets, results[0].shape[0], results[4])
         return
     x = unit_stride(x)
     group_offsets, tokens, row_weights = (
@@ -165,6 +171,6 @@ def quantize_with_transpose(
         plan.launch(current_stream(index), results, group_offsets, x=x, tokens=tokens, weights=row_weights)
 
 
-def write_offsets(group_offsets: Tensor | None, results: Results) -> None:
-    """Fill `results` where there is nothing to quantize."""
-    results[4].copy_(pad_groups(group_offsets, results[0].shape[0], results[4].device)[2])
+def write_offsets(group_offsets: Tensor | None, rows: int, offsets: Tensor) -> None:
+    """Fill the results' offsets where there is nothing to quantize."""
+    offsets.copy_(pad_groups(group_offsets, rows, offsets.device)[2])

@@ -13,6 +13,7 @@ from fp8moe import FP8Tensor, grouped_gemm_k, quantize_128x1, quantize_128x128
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from fp8moe.kernels.experts.swiglu_quantize_reference import swiglu_backward
+from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
 from fp8moe.quant import transpose_reference
 from fp8moe.quant.transpose import Transposed, quantize_with_transpose
 from fp8moe.quant.transpose_fp8 import transpose_fp8
@@ -84,19 +85,26 @@ def used_rows(groups: torch.Tensor | None, rows: int) -> torch.Tensor:
 
 
 def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Activation) -> float:
-    """The largest error of the activation, its gradients, both ways, and the dots."""
+    """The largest error of the activation, its gradients, both ways, the dots, and the same by rows alone."""
     gate_up, grad = torch.randn(rows, 2 * size).bfloat16(), torch.randn(rows, size).bfloat16()
     weights, groups = torch.rand(rows) + 0.1, torch.tensor(offsets, dtype=torch.int32)
     operands = [value.cuda() for value in (gate_up, grad, weights, groups)]
     h = swiglu_quantize(operands[0], operands[3], activation=activation)
     d, dots = swiglu_backward_quantize(*operands, activation=activation)
+    rows_alone = {"activation": activation, "values": True}
+    h_rows, h_values = swiglu_quantize_rows(operands[0], operands[3], **rows_alone)
+    d_rows, dots_again, d_values, _ = swiglu_backward_quantize_rows(*operands, **rows_alone)
     gate, up = gate_up.double().chunk(2, dim=-1)
     *gradients, value = swiglu_backward(gate, up, weights[:, None] * grad.double(), activation)
-    used = used_rows(groups, rows)
+    gradient, used = torch.cat(gradients, dim=-1), used_rows(groups, rows)
+    pairs = (
+        *((part, (value * grad).sum(-1)) for part in (dots, dots_again)),
+        *((h_values, value), (exact(h_rows), value), (d_values, gradient), (exact(d_rows), gradient)),
+    )
     return max(
         both_ways_error(h, value, groups),
-        both_ways_error(d, torch.cat(gradients, dim=-1), groups),
-        relative_error(dots.cpu()[used], (value * grad).sum(-1)[used]),
+        both_ways_error(d, gradient, groups),
+        *(relative_error(got.cpu()[used], expected[used]) for got, expected in pairs),
     )
 
 

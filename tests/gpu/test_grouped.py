@@ -1,6 +1,7 @@
 """The grouped GEMM kernels against float64 over the same quantized operands."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from benchmarks.operands import rounded_error
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.gemm.grouped import add_grouped_rows, grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from tests import gemm_cases
@@ -89,6 +90,33 @@ def test_odd_sizes(n, k, groups):
         out = poisoned(m, n, dtype=dtype)
         assert grouped_gemm(a, b, group_offsets, out=out) is out
         check(out, a, b, slices(group_offsets))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(("n", "k"), [*WEIGHTS, (4096, 7168)])
+def test_products_are_added_in_place(n, k, groups):
+    """Rounded once, other rows as they were, also where rows of the result lie apart; the same bits every time."""
+    sizes = GROUPS[groups]
+    m = 3 + sum(sizes) + 5
+    a, b = activations(m, k), weights(len(sizes), n, k)
+    group_offsets = offsets(sizes, start=3)
+    before = torch.randn(m, n + 8, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    for dtype, columns in product(DTYPES, (n, n + 8)):
+        results = []
+        for _ in range(3):
+            memory = before[:, :columns].to(dtype, copy=True)
+            add_grouped_rows(a, b, group_offsets, memory[:, :n])
+            assert torch.equal(memory[:, n:], before[:, n:columns].to(dtype))
+            results.append(memory[:, :n])
+        assert all(torch.equal(result, results[0]) for result in results)
+        outside = torch.ones(m, dtype=torch.bool, device=DEVICE)
+        for expert, rows in enumerate(slices(group_offsets)):
+            outside[rows] = False
+            if rows.start < rows.stop:
+                x, w = FP8Tensor(a[0][rows], a[1][rows]), FP8Tensor(b[0][expert], b[1][expert])
+                error = rounded_error(results[0][rows], exact(x, w) + before[rows, :n].to(dtype).double())
+                assert error <= TOLERANCE, (expert, rows, error)
+        assert torch.equal(results[0][outside], before[outside, :n].to(dtype))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 8, 100])

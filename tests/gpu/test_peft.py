@@ -11,7 +11,7 @@ from tests.waiting import no_waiting
 peft = pytest.importorskip("peft")
 from fp8moe.integrations.peft import merge_and_unload, register  # noqa: E402
 from fp8moe.integrations.peft.products import grouped, grouped_outer  # noqa: E402
-from tests.peft_reference import Model, adapted, expected, run  # noqa: E402
+from tests.peft_reference import Model, adapted, expected, run, scaled  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +45,16 @@ def cases(num_experts=8, hidden=272, size=208, tokens=300, top_k=2, dtype=torch.
 def test_results_and_gradients(variant, dtype):
     options = VARIANTS[variant]
     check(*cases(dtype=dtype, **options), tolerance=CLAMPED if "swiglu_limit" in options else STRAIGHT)
+
+
+@pytest.mark.parametrize("variant", ["plain", "gelu", "relu2, no gate"])
+def test_adapters_are_as_exact_as_bfloat16(variant):
+    layer = adapted(scaled(make(**VARIANTS[variant]), 1e-4), device=DEVICE)
+    arguments = inputs(device=DEVICE)
+    (out, grads), (value, values) = run(layer, *arguments), expected(layer, *arguments)
+    errors = {"out": relative_error(out, value)}
+    errors |= {name: relative_error(grads[name], exact) for name, exact in values.items()}
+    assert max(errors.values()) <= 8e-3, errors
 
 
 @pytest.mark.parametrize("sizes", [(256, 128), (272, 96), (131, 77), (2048, 768)])

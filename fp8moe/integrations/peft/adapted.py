@@ -12,20 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.peft.products import grouped, grouped_outer, product
+from fp8moe.integrations.peft.activation import activate, activate_backward
+from fp8moe.integrations.peft.products import add_product, grouped, grouped_outer, product
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import checks
 from fp8moe.kernels.experts.operands import WHOLE, Operands, row_dtype, without_padding
+from fp8moe.kernels.experts.ranks import pick_ranks, spread_ranks
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.experts.trained_rows import (
-    Layer,
-    Order,
-    activate,
-    activate_backward,
-    no_double_backward,
-)
+from fp8moe.kernels.experts.trained_rows import Layer, Order, no_double_backward
 from fp8moe.kernels.experts.training import assignments_of, by_assignment, order_of
-from fp8moe.quant.formats import BLOCK, FP8Tensor
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.transpose_fp8 import transpose_fp8
 
 
@@ -60,9 +56,9 @@ def adapted_experts(
     Returns (T, H) in the dtype of hidden_states.
 
     Gradients of hidden_states, dropped, top_k_weights and the factors are straight through every quantization. Those of
-    up_a and up_b come from the gradient of GEMM 1's result in FP8, which the input gradient takes. Equal inputs give
-    equal bits. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask
-    with dropout), and ``4 * R * r``.
+    the factors come from activations and gradients in bfloat16, before these are quantized. Equal inputs give equal
+    bits. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask with
+    dropout), and ``4 * R * r``; down_b it keeps transposed.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     FP8 weights have been changed in place since the forward; so does a backward of the backward.
@@ -77,11 +73,11 @@ class _Routed:
     """Tokens in the order of experts, and between them and the ranks (T, E * r) of all experts."""
 
     def __init__(self, top_k_index: Tensor, num_experts: int):
-        self.index, self.num_experts = top_k_index, num_experts
         groups, rows = sort_by_expert(top_k_index, num_experts)
         assignments = assignments_of(rows, WHOLE)
         self.order: Order = order_of(groups, rows, assignments, WHOLE)
         self.assignments = assignments.clamp(min=0)
+        self.places = top_k_index.int(), rows, num_experts
 
     def weights(self, top_k_weights: Tensor) -> Tensor:
         """(T, K) -> (R,) float32."""
@@ -89,18 +85,11 @@ class _Routed:
 
     def pick(self, ranks: Tensor) -> Tensor:
         """(T, E * r) -> (R, r): for each row the ranks of its expert."""
-        expert = self.index.flatten().index_select(0, self.assignments).long().clamp(0, self.num_experts - 1)
-        token = self.order.tokens.long().clamp(min=0)
-        return ranks.view(-1, ranks.shape[1] // self.num_experts).index_select(0, token * self.num_experts + expert)
+        return pick_ranks(ranks, *self.places)
 
     def spread(self, values: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
         """(R, r) -> (T, E * r): every row, times its weight, added to the ranks of its expert."""
-        picked = by_assignment(values, self.order.rows)
-        if top_k_weights is not None:
-            picked = picked * top_k_weights[..., None]
-        experts = torch.arange(self.num_experts, device=values.device)
-        chosen = self.index[:, None, :] == experts[:, None]  # (T, E, K)
-        return product(chosen, picked).flatten(1)
+        return spread_ranks(values, None if top_k_weights is None else top_k_weights.float(), *self.places)
 
 
 class _Adapted(torch.autograd.Function):
@@ -112,22 +101,24 @@ class _Adapted(torch.autograd.Function):
         hidden, size = layer.down.data.shape[1:]
         layer = layer.padded()
         order, groups = routed.order, routed.order.groups
-        a, _, _ = order.gather(x, layer.down.data.shape[1], None, False)
-        projected = order.multiply(a, layer.up, torch.bfloat16)
-        del a
         read = x if dropped is None else dropped  # by the first factors
         up_ranks = routed.pick(product(read, up_a.flatten(0, 1).T))
-        projected += grouped(up_ranks, up_b.mT, groups)
-        h, _ = activate(projected, groups, activation, size, False)
+        projected = grouped(up_ranks, up_b.mT, groups)
+        a, _, _ = order.gather(x, layer.down.data.shape[1], None, False)
+        order.multiply_add(a, layer.up, projected)
+        del a
+        h, values = activate(projected, groups, activation, size)
+        mask = None
+        if dropout:
+            values, mask = torch.native_dropout(values, dropout, True)
+        down_ranks = grouped(values, down_a.mT, groups)
+        del values
         y = order.multiply(h, layer.down, row_dtype(x.dtype))
         del h
         out = without_padding(order.sum(y, top_k_weights, x.dtype), hidden)
         del y
-        values, mask = activation(projected), None
-        if dropout:
-            values, mask = torch.native_dropout(values, dropout, True)
-        down_ranks = grouped(values, down_a.mT, groups)
-        out += product(routed.spread(down_ranks, top_k_weights), down_b.mT.flatten(0, 1))
+        down_b = down_b.mT.flatten(0, 1)  # (E * r, H)
+        add_product(out, routed.spread(down_ranks, top_k_weights), down_b)
         kept = projected, up_ranks, down_ranks, mask
         # With the FP8 weights, so that autograd refuses a backward after they were merged into.
         ctx.save_for_backward(read, top_k_weights, up_a, up_b, down_a, down_b, *weights, *kept)
@@ -153,37 +144,36 @@ class _Gradients(torch.autograd.Function):
         keep = 1 / (1 - dropout)
 
         # As in `trained_rows.backward`, gradients come without the weights of the rows, which take them later.
-        rows, _, _ = order.gather(grad, layer.down.data.shape[1], None, False)
-        d_h = order.multiply(rows, transpose_fp8(layer.down), torch.bfloat16)
-        del rows
-        d_ranks = routed.pick(product(grad, down_b.mT.flatten(0, 1).T))
-        d_values = grouped(d_ranks, down_a, groups)
-        d_h += d_values if mask is None else torch.ops.aten.native_dropout_backward(d_values, mask, keep)
-        del d_values
-        values = activation(projected)
+        d_ranks = routed.pick(product(grad, down_b.T))
+        d_h = grouped(d_ranks, down_a, groups)
         if mask is not None:
-            values = values.mul_(mask).mul_(keep)
+            d_h = torch.ops.aten.native_dropout_backward(d_h, mask, keep)
+        rows, _, _ = order.gather(grad, layer.down.data.shape[1], None, False)
+        order.multiply_add(rows, transpose_fp8(layer.down), d_h)
+        del rows
+        d_rows, dots, d_projected, values = activate_backward(projected, d_h, row_weights, groups, activation)
+        del d_h
+        if mask is not None:
+            values = torch.ops.aten.native_dropout_backward(values, mask, keep)
         d_down_a = grouped_outer((d_ranks * row_weights[:, None]).bfloat16(), values, groups)
         del values
-        d_down_b = product(routed.spread(down_ranks, top_k_weights).T, grad).unflatten(0, (len(up_a), -1)).mT
-
-        d_rows, _, _, dots = activate_backward(projected, d_h, row_weights, groups, activation, False)
-        del d_h
-        d_projected = _in_bfloat16(d_rows)
         d_up_b = grouped_outer(d_projected, up_ranks, groups)
         d_ranks = routed.spread(grouped(d_projected, up_b, groups))
         del d_projected
+        d_down_b = product(routed.spread(down_ranks, top_k_weights).T, grad).unflatten(0, (len(up_a), -1)).mT
         d_up_a = product(d_ranks.T, read).view_as(up_a)
+
         d_x = d_read = None
-        if any(needed):
-            d_read = product(d_ranks, up_a.flatten(0, 1)).to(dtype)
         if needed[0]:
             dx = order.multiply(d_rows, transpose_fp8(layer.up), row_dtype(dtype))
             d_x = without_padding(order.sum(dx, None, dtype), grad.shape[1])
-            if not needed[1]:
-                d_x += d_read
+            del dx
+        if needed[1]:
+            d_read = product(d_ranks, up_a.flatten(0, 1)).to(dtype)
+        elif needed[0]:
+            add_product(d_x, d_ranks, up_a.flatten(0, 1))
         d_weights = by_assignment(dots, order.rows).to(top_k_weights.dtype)
-        return d_x, d_read if needed[1] else None, d_weights, d_up_a, d_up_b, d_down_a, d_down_b
+        return d_x, d_read, d_weights, d_up_a, d_up_b, d_down_a, d_down_b
 
     @staticmethod
     def backward(ctx, *grads):
@@ -194,10 +184,3 @@ def _layer(weights: Sequence[Tensor], activation: Activation) -> Layer:
     """weights: data and scale of both projections."""
     up, up_scale, down, down_scale = weights
     return Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), None, None, activation)
-
-
-def _in_bfloat16(t: FP8Tensor) -> Tensor:
-    """Rows (R, C) in blocks of 1x128, C a multiple of it, without a copy in float32."""
-    values = t.data.to(torch.bfloat16)
-    values.unflatten(1, (-1, BLOCK)).mul_(t.scale[..., None])
-    return values

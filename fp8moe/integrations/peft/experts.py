@@ -165,14 +165,14 @@ class LoraExperts(nn.Module, FP8LoraLayer):
 
         def inner(weight_name: str) -> Tensor:
             parts = [getattr(self.lora_A[name], weight_name).bfloat16() for name in adapters]
-            return F.pad(torch.cat(parts, 1), (0, 0, 0, more_ranks))
+            return _pad(_join(parts, 1), (0, 0, 0, more_ranks))
 
         def outer(weight_name: str) -> Tensor:
             parts = [(getattr(self.lora_B[name], weight_name) * self.scaling[name]).bfloat16() for name in adapters]
-            return F.pad(torch.cat(parts, 2), (0, more_ranks))
+            return _pad(_join(parts, 2), (0, more_ranks))
 
-        up_b = F.pad(outer(up).unflatten(1, (-1, size)), (0, 0, 0, more_columns)).flatten(1, 2)
-        return Factors(inner(up), up_b, F.pad(inner(down), (0, more_columns)), outer(down))
+        up_b = _pad(outer(up).unflatten(1, (-1, size)), (0, 0, 0, more_columns)).flatten(1, 2)
+        return Factors(inner(up), up_b, _pad(inner(down), (0, more_columns)), outer(down))
 
     def _dropout(self, adapters: list[str]) -> float:
         """The probability in training, otherwise 0; ValueError where it differs between the active adapters."""
@@ -188,3 +188,13 @@ class LoraExperts(nn.Module, FP8LoraLayer):
 
     def __repr__(self) -> str:
         return "lora." + super().__repr__()
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    """Side by side; one is not copied."""
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def _pad(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """`F.pad`, which copies also where there is nothing to add."""
+    return F.pad(x, sizes) if any(sizes) else x

@@ -15,9 +15,17 @@ RANK_MULTIPLE = 8  # PyTorch's grouped product wants rows at multiples of 16 byt
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, matrices or batches of them."""
+    """``a @ b`` of matrices."""
     a, b = a.bfloat16(), b.bfloat16()
     return a @ b if use_cuda(a) else (a.float() @ b.float()).bfloat16()
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out += a @ b`` for matrices; on a GPU a bfloat16 ``out`` is rounded once."""
+    if use_cuda(out) and out.dtype is torch.bfloat16:
+        out.addmm_(a.bfloat16(), b.bfloat16())
+    else:
+        out += product(a, b)
 
 
 def grouped(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:

@@ -67,3 +67,15 @@ def activation_backward(projected: Tensor, grad: Tensor, activation: Activation)
         d_gate = torch.where(gate > limit, 0, d_gate)
         d_up = torch.where(up.abs() > limit, 0, d_up)
     return torch.cat([d_gate, d_up], dim=-1), value * linear
+
+
+def weighted_backward(
+    projected: Tensor, d_h: Tensor, row_weights: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`activation_backward` of rows with a weight each (R,), in float32; and the gradient of the weights (R,).
+
+    d_h: (R, I), without the weights.
+    """
+    d_h = d_h.float()
+    d_projected, values = activation_backward(projected.float(), row_weights[:, None] * d_h, activation)
+    return d_projected, values, (values * d_h).sum(-1)

@@ -28,7 +28,7 @@ def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, *, activation: Activ
     """
     check_tensor("gate_up", gate_up)
     check_tensor("group_offsets", group_offsets)
-    _check_activation(activation)
+    check_swiglu(activation)
     return transposed(
         torch.ops.fp8moe.swiglu_quantize(gate_up.detach(), group_offsets, activation.limit, activation.alpha)
     )
@@ -53,14 +53,14 @@ def swiglu_backward_quantize(
     operands = {"gate_up": gate_up, "grad": grad, "row_weights": row_weights, "group_offsets": group_offsets}
     for name, value in operands.items():
         check_tensor(name, value)
-    _check_activation(activation)
+    check_swiglu(activation)
     *results, dots = torch.ops.fp8moe.swiglu_backward_quantize(
         *(value.detach() for value in operands.values()), activation.limit, activation.alpha
     )
     return transposed(results), dots
 
 
-def _check_activation(activation: Activation) -> None:
+def check_swiglu(activation: Activation) -> None:
     if not activation.is_swiglu:
         raise ValueError(f"activation: expected a gated silu, got {activation}")
 

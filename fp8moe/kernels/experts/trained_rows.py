@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts.activation_backward import activation_backward
+from fp8moe.kernels.experts.activation_backward import weighted_backward
 from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.operands import pad_columns, pad_weights, row_dtype, without_padding
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.kernels.gemm.grouped import grouped_rows
+from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
+from fp8moe.kernels.gemm.grouped import add_grouped_rows, grouped_rows
 from fp8moe.kernels.gemm.grouped_k import weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
@@ -94,6 +95,10 @@ class Order(NamedTuple):
     def multiply(self, a: FP8Tensor, b: FP8Tensor, dtype: torch.dtype, *, others_zero: bool = False) -> Tensor:
         """``a[rows of e] @ b[e].T``; see `grouped_rows`."""
         return grouped_rows(a, b, self.groups, dtype, whole=self.whole, others_zero=others_zero)
+
+    def multiply_add(self, a: FP8Tensor, b: FP8Tensor, out: Tensor) -> None:
+        """The same added to ``out``; see `add_grouped_rows`."""
+        add_grouped_rows(a, b, self.groups, out, whole=self.whole)
 
     def sum(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Rows y (R, H) to tokens (T, H), or themselves."""
@@ -204,15 +209,23 @@ def activate(
 
     size: the columns that are not padding.
     """
+    if activation.is_swiglu and not transposed:
+        return swiglu_quantize_rows(projected, groups, activation=activation)[0], None
     if activation.is_swiglu:
         h = swiglu_quantize(projected, groups, activation=activation)
-        return h.rows, h.columns if transposed else None
-    values = activation(projected.float())
-    values[:, size:] = 0  # some functions have another value at 0
+        return h.rows, h.columns
+    values = values_of(projected, activation, size)
     if not transposed:
         return quantize_1x128(values), None
     h = quantize_with_transpose(values, groups)
     return h.rows, h.columns
+
+
+def values_of(projected: Tensor, activation: Activation, size: int) -> Tensor:
+    """Its values in float32 for an activation that is no SwiGLU; see `activate`."""
+    values = activation(projected.float())
+    values[:, size:] = 0  # some functions have another value at 0
+    return values
 
 
 def activate_backward(
@@ -222,12 +235,13 @@ def activate_backward(
 
     d_h: (R, I), without the weights of the rows.
     """
+    if activation.is_swiglu and not transposed:
+        rows, dots, *_ = swiglu_backward_quantize_rows(projected, d_h, row_weights, groups, activation=activation)
+        return rows, None, None, dots
     if activation.is_swiglu:
         d, dots = swiglu_backward_quantize(projected, d_h, row_weights, groups, activation=activation)
-        return d.rows, d.columns if transposed else None, d.offsets, dots
-    d_h = d_h.float()
-    d_projected, value = activation_backward(projected.float(), row_weights[:, None] * d_h, activation)
-    dots = (value * d_h).sum(-1)
+        return *d, dots
+    d_projected, _, dots = weighted_backward(projected, d_h, row_weights, activation)
     if not transposed:
         return quantize_1x128(d_projected), None, None, dots
     d = quantize_with_transpose(d_projected, groups)

@@ -76,6 +76,13 @@ def grouped_rows(
     return out
 
 
+def add_grouped_rows(
+    a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, *, whole: tuple[int, int] | None = None
+) -> None:
+    """`grouped_rows` added to ``out``, whose other rows stay: the sums are rounded once."""
+    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole, True)
+
+
 def grouped_gemm_masked(
     a: FP8Tensor | tuple[Tensor, Tensor],
     b: FP8Tensor | tuple[Tensor, Tensor],
@@ -144,16 +151,18 @@ def compute(
     max_m: int | None = None,
     expected_m: int | None = None,
     whole: Sequence[int] | None = None,
+    accumulate: bool = False,
 ) -> None:
-    """Write the products of checked operands to ``out`` on the backend that takes them; all rows in two dimensions."""
+    """Write the products of checked operands to ``out``, or add them, on the backend that takes them; all rows in two
+    dimensions."""
     if out.numel() == 0 or b[0].shape[0] == 0:
         return
     if use_cuda(a[0]):
         a, b = checks.activations(*a), FP8Tensor(aligned(b[0]), b[1].contiguous())
         options = {"max_m": max_m, "expected_m": expected_m, "whole": whole and tuple(whole)}
-        grouped_plan.grouped_gemm(a, b, groups.contiguous(), out, **options)
+        grouped_plan.grouped_gemm(a, b, groups.contiguous(), out, accumulate=accumulate, **options)
     else:
-        grouped_gemm_reference(a, b, groups, out, max_m=max_m)
+        grouped_gemm_reference(a, b, groups, out, max_m=max_m, accumulate=accumulate)
 
 
 def _check_out(name: str, out: Tensor, operands: tuple[Tensor, ...]) -> None:
@@ -183,13 +192,14 @@ def _grouped_gemm_out(
     group_offsets: Tensor,
     out: Tensor,
     whole: Sequence[int] | None = None,
+    accumulate: bool = False,
 ) -> None:
     _grouped_gemm_out_fake(a, a_scale, b, b_scale, group_offsets, out)
     _check_memory(out, "group_offsets", a, a_scale, b, b_scale, group_offsets)
-    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, whole=whole)
+    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, whole=whole, accumulate=accumulate)
 
 
-def _grouped_gemm_out_fake(*arguments: Tensor | Sequence[int] | None) -> None:
+def _grouped_gemm_out_fake(*arguments: Tensor | Sequence[int] | bool | None) -> None:
     *operands, out = arguments[:6]
     checks.result(out, checks.contiguous(*operands), operands[0].device)
 
@@ -252,7 +262,8 @@ _grouped_gemm_op = define(
     f"grouped_gemm({_OPERANDS}, Tensor group_offsets) -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True
 )
 _grouped_gemm_out_op = define(
-    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, SymInt[]? whole=None) -> ()",
+    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, SymInt[]? whole=None, "
+    "bool accumulate=False) -> ()",
     _grouped_gemm_out,
     _grouped_gemm_out_fake,
     forward_only=True,

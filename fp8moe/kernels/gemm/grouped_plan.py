@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.config import GemmConfig
-from fp8moe.kernels.gemm.epilogue import Epilogue, PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.epilogue import AddAndStore, Epilogue, PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.plan import Plan
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.launch import current_stream, device_guard
@@ -19,20 +19,25 @@ Option = float | tuple[int, int] | GemmConfig | None
 _plans: PlanCache[Plan] = PlanCache()
 
 
-def grouped_gemm(a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, **options: Option) -> None:
-    """``out[rows of e] = a[rows of e] @ b[e].T`` on tensors that ``kernels.gemm.grouped`` has checked.
+def grouped_gemm(
+    a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, *, accumulate: bool = False, **options: Option
+) -> None:
+    """``out[rows of e] = a[rows of e] @ b[e].T``, or ``+=``, on tensors that ``kernels.gemm.grouped`` has checked.
 
     Args:
         a: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
         b: (E, N, K) float8_e4m3fn; (E, ceil(N / 128), ceil(K / 128)) float32; contiguous.
         groups: int32, offsets (E + 1,), ranges of rows (E, 2), or with `max_m`, where M = E * max_m, rows in use (E,).
         out: (M, N) bfloat16 or float32, rows 16-byte aligned, written.
+        accumulate: add the products to what `out` holds.
         options: max_m, expected_m, whole and cfg, as for `Plan`.
     """
     if a.data.shape[1] == 0:
-        _zero_groups(groups, out, options.get("max_m"))
+        if not accumulate:
+            _zero_groups(groups, out, options.get("max_m"))
         return
-    _run((*a, *b, groups), out, (0,), PlainStore(out.dtype), options | {"ranges": groups.dim() == 2})
+    epilogue, addend = (AddAndStore, (out.data_ptr(), out.stride(0))) if accumulate else (PlainStore, ())
+    _run((*a, *b, groups), out, (0, *addend), epilogue(out.dtype), options | {"ranges": groups.dim() == 2})
 
 
 def grouped_gemm_swiglu(

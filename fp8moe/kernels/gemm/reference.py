@@ -55,15 +55,24 @@ def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtyp
 
 
 def grouped_gemm_reference(
-    a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, *, max_m: int | None = None
+    a: FP8Tensor,
+    b: FP8Tensor,
+    groups: Tensor,
+    out: Tensor,
+    *,
+    max_m: int | None = None,
+    accumulate: bool = False,
 ) -> None:
-    """``out[rows of e] = gemm(a[rows of e], b[e])`` for every expert e. Other rows of ``out`` are left alone.
+    """``out[rows of e] = gemm(a[rows of e], b[e])`` for every expert e; with `accumulate` added, rounded once. Other
+    rows of ``out`` are left alone.
 
     a: data (M, K) with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)); out (M, N).
     groups, max_m: see `group_rows`.
     """
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
-        out[rows] = gemm_reference(_part(a, rows), _part(b, expert), None, out.dtype)
+        dtype = torch.float32 if accumulate else out.dtype
+        result = gemm_reference(_part(a, rows), _part(b, expert), None, dtype)
+        out[rows] = result + out[rows] if accumulate else result
 
 
 def grouped_gemm_swiglu_reference(

@@ -1,0 +1,165 @@
+"""SwiGLU and its backward by rows alone: the bits of both ways, values as exact as bfloat16, nothing else written."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts import swiglu_quantize_plan, swiglu_quantize_reference
+from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
+from tests.errors import relative_error
+from tests.experts_cases import swiglu_operands
+from tests.gpu.test_swiglu_training import ACTIVATIONS, SIZES
+from tests.gpu.test_transpose import GROUPS, GUARD, MARK, NONSENSE, bits, marked_results, offsets_of, used_parts
+
+pytestmark = pytest.mark.gpu
+
+BFLOAT16_ERROR = 4e-3
+operands = partial(swiglu_operands, device="cuda")
+
+
+def marked_values(rows, width) -> tuple[torch.Tensor, torch.Tensor]:
+    """An uninitialized (rows, width) bfloat16 in memory full of marks, and that memory with a guard behind it."""
+    buffer = torch.full((2 * rows * width + GUARD,), MARK, dtype=torch.uint8, device="cuda")
+    return buffer[:-GUARD].view(torch.bfloat16).view(rows, width), buffer
+
+
+def run(gate_up, grad, row_weights, groups, activation, values=True):
+    """Rows of the forward and of the backward, the values of both, the dots; and the memory of all but the dots."""
+    rows, size = grad.shape
+    results, memory, beside = [], [], []
+    for width in (size, 2 * size):
+        marked, buffers = marked_results(rows, width, len(groups) - 1)
+        results.append((*marked[:2], None, None, None))
+        memory += zip(marked[:2], buffers[:2], strict=True)
+    for width in (size, 2 * size, size):
+        beside.append(marked_values(rows, width))
+    h, d_gate_up, again = (value for value, _ in beside)
+    forward, backward = ((h,), (d_gate_up, again)) if values else ((), ())
+    swiglu_quantize_plan.swiglu_quantize(gate_up, groups, activation, results[0], *forward)
+    dots = swiglu_quantize_plan.swiglu_backward_quantize(
+        gate_up, grad, row_weights, groups, activation, results[1], *backward
+    )
+    return results, (h, d_gate_up, again), dots, memory + beside
+
+
+def both_ways(gate_up, grad, row_weights, groups, activation):
+    rows, size = grad.shape
+    forward, _ = marked_results(rows, size, len(groups) - 1)
+    backward, _ = marked_results(rows, 2 * size, len(groups) - 1)
+    swiglu_quantize_plan.swiglu_quantize(gate_up, groups, activation, forward)
+    dots = swiglu_quantize_plan.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation, backward)
+    return forward, backward, dots
+
+
+def rows_in_groups(both, groups, rows) -> torch.Tensor:
+    return used_parts(both, groups, rows)[0][:, 0]
+
+
+def assert_matches(gate_up, grad, row_weights, groups, activation) -> None:
+    rows = len(grad)
+    forward, backward, expected_dots = both_ways(gate_up, grad, row_weights, groups, activation)
+    used = rows_in_groups(forward, groups, rows)
+    for values in (False, True):
+        results, beside, dots, memory = run(gate_up, grad, row_weights, groups, activation, values)
+        for got, want in zip(results, (forward, backward), strict=True):
+            assert torch.equal(bits(got[0])[used], bits(want[0])[used])
+            assert torch.equal(bits(got[1])[used], bits(want[1])[used])
+        assert torch.equal(dots[used], expected_dots[used])
+        for part, buffer in memory:
+            written = torch.zeros(buffer.numel() - GUARD, dtype=torch.bool, device="cuda")
+            of_rows = used[:, None] if values or part.dtype != torch.bfloat16 else torch.zeros_like(used)[:, None]
+            elements = torch.zeros(len(written) // part.itemsize, dtype=torch.bool, device="cuda")
+            elements.as_strided(part.shape, part.stride()).copy_(of_rows.expand(part.shape))
+            written = elements.repeat_interleave(part.itemsize)
+            assert (buffer[:-GUARD][~written] == MARK).all() and (buffer[-GUARD:] == MARK).all()
+    h, d_gate_up, again = (value[used] for value in beside)
+    assert torch.equal(h, again)
+    d_exact, h_exact, _ = swiglu_quantize_reference.swiglu_gradients(
+        gate_up.double()[used], grad[used], row_weights[used], activation
+    )
+    if used.any():
+        assert relative_error(h, h_exact) <= BFLOAT16_ERROR and relative_error(d_gate_up, d_exact) <= BFLOAT16_ERROR
+
+
+@pytest.mark.parametrize("offsets,rows", [case for case in GROUPS if case[0] is not None])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_groups_and_sizes(offsets, rows, activation):
+    for size in SIZES:
+        assert_matches(*operands(rows, size), offsets_of(offsets), activation)
+
+
+@pytest.mark.parametrize("offsets", NONSENSE)
+def test_offsets_that_mean_nothing(offsets):
+    assert_matches(*operands(300, 128), offsets_of(offsets), ACTIVATIONS[1])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["gate", "up", "grad", "row_weights"])
+def test_nan_and_infinity_stay_in_their_row(value, where):
+    gate_up, grad, row_weights = operands(200, 256)
+    groups = offsets_of((0, 200))
+    clean, clean_values, clean_dots, _ = run(gate_up, grad, row_weights, groups, Activation())
+    if where == "row_weights":
+        row_weights[140] = value
+    else:
+        {"gate": gate_up, "up": gate_up[:, 256:], "grad": grad}[where][140, 5] = value
+    results, values, dots, _ = run(gate_up, grad, row_weights, groups, Activation())
+    others = torch.arange(200, device="cuda") != 140
+    for got, want in zip(results, clean, strict=True):
+        assert torch.equal(bits(got[0])[others], bits(want[0])[others])
+        assert torch.equal(bits(got[1])[others], bits(want[1])[others])
+    assert all(torch.equal(got[others], want[others]) for got, want in zip(values, clean_values, strict=True))
+    assert torch.equal(dots[others], clean_dots[others])
+    assert not values[1][140].isfinite().all()
+    assert values[0][140].isfinite().all() == (where in ("grad", "row_weights"))
+
+
+def test_rows_outside_the_groups_are_not_read():
+    gate_up, grad, row_weights = operands(300, 128)
+    groups = offsets_of((10, 150, 290))
+    results, values, _, _ = run(gate_up, grad, row_weights, groups, Activation())
+    for rows in (slice(0, 10), slice(290, 300)):
+        gate_up[rows], grad[rows], row_weights[rows] = math.nan, math.nan, math.nan
+    again, values_again, _, _ = run(gate_up, grad, row_weights, groups, Activation())
+    for got, want in zip((*again[0][:2], *again[1][:2]), (*results[0][:2], *results[1][:2]), strict=True):
+        assert torch.equal(bits(got), bits(want))
+    assert all(
+        torch.equal(got.view(torch.int16), want.view(torch.int16))
+        for got, want in zip(values_again, values, strict=True)
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_same_bits_every_time(activation):
+    gate_up, grad, row_weights = operands(700, 1024)
+    groups = offsets_of((0, 300, 300, 690))
+    results, values, dots, _ = run(gate_up, grad, row_weights, groups, activation)
+    for _ in range(20):
+        again, values_again, dots_again, _ = run(gate_up, grad, row_weights, groups, activation)
+        for got, want in zip((*again[0][:2], *again[1][:2]), (*results[0][:2], *results[1][:2]), strict=True):
+            assert torch.equal(bits(got), bits(want))
+        assert all(torch.equal(got[:690], want[:690]) for got, want in zip(values_again, values, strict=True))
+        assert torch.equal(dots_again[:690], dots[:690])
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_strided_operands_and_no_rows(values):
+    options = {"activation": Activation(), "values": values}
+    gate_up, grad, row_weights = operands(140, 128)
+    groups = offsets_of((0, 30, 140))
+    wide = torch.empty(140, 280, device="cuda").bfloat16()[:, 8:264].copy_(gate_up)
+    strided = wide, grad.t().contiguous().t(), row_weights.repeat_interleave(2)[::2]
+    (h, *beside), (h_again, *beside_again) = (
+        swiglu_quantize_rows(value, groups, **options) for value in (gate_up, wide)
+    )
+    d, *others = swiglu_backward_quantize_rows(gate_up, grad, row_weights, groups, **options)
+    d_again, *others_again = swiglu_backward_quantize_rows(*strided, groups, **options)
+    for got, want in zip((*h_again, *d_again), (*h, *d), strict=True):
+        assert torch.equal(bits(got), bits(want))
+    assert all(map(torch.equal, (*beside_again, *others_again), (*beside, *others)))
+    h, _ = swiglu_quantize_rows(gate_up[:0], offsets_of((0, 0)), **options)
+    d, dots, *_ = swiglu_backward_quantize_rows(*(value[:0] for value in strided), offsets_of((0, 0)), **options)
+    assert h.data.shape == (0, 128) and d.data.shape == (0, 256) and dots.shape == (0,)
