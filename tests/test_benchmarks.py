@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks import (
     baselines,
+    choice,
     command,
     experts,
     gemm,
@@ -944,3 +945,25 @@ def test_rows_means_and_thresholds_are_shown(monkeypatch, tmp_path, capsys, benc
     table, means, thresholds = capsys.readouterr().out.split("\n\n")
     assert len(table.splitlines()) == 1 + len(rows) and len(means.splitlines()) < len(rows)
     assert thresholds == "no threshold applies to these rows\n"
+
+
+def test_choice_has_sixty_problems_with_their_candidates():
+    found = choice.problems()
+    assert found == choice.problems() and len(found) == len(set(found)) == 60
+    assert sum(problem.groups > 0 for problem in found) == 30
+    for problem in found:
+        configs = choice.candidates(problem, 132)
+        assert len(set(configs)) == len(configs) <= choice.MOST
+        if problem.groups:
+            offsets = choice.group_offsets(problem)
+            assert offsets[0] == 0 and offsets[-1] == problem.m and (offsets.diff() >= 0).all()
+    assert any((choice.group_offsets(problem).diff() == 0).any() for problem in found if problem.groups)
+
+
+def test_regret_is_over_the_best_candidate():
+    problem = choice.Problem(0, 64, 256, 1024)
+    times = dict(zip(choice.candidates(problem, 132), (11.0, 12.0, 10.0), strict=False))
+    row = choice.make_row(problem, times)
+    assert row["us"] == 11 and row["best_us"] == 10 and row["regret"] == pytest.approx(0.1)
+    mean, largest = choice.thresholds([row, row | {"regret": 0.0}])
+    assert not mean.passed and mean.value == pytest.approx(0.05) and largest.value == pytest.approx(0.1)

@@ -1,0 +1,139 @@
+"""How good the choice of tiles is on shapes that it was not fitted to: `python -m benchmarks.choice [--out DIR]`.
+
+For each of 30 dense and 30 grouped problems, always the same, the candidates that the cost model expects within half
+as much again of the fastest are timed in turn. `regret` is how much slower the chosen one is than the best of them.
+Groups have very different sizes, as skewed routing makes them, and some are empty.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import command, operands, timing
+from benchmarks.report import Threshold, format_table
+from fp8moe.kernels.gemm import dense_plan, grouped_plan
+from fp8moe.kernels.gemm.config import GemmConfig
+from fp8moe.kernels.gemm.cost import dense_time, grouped_time
+from fp8moe.kernels.gemm.dense_plan import Operands
+from fp8moe.kernels.gemm.epilogue import PlainStore
+from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, dense_candidates, grouped_candidates
+from fp8moe.runtime.jit import load_all
+from fp8moe.runtime.launch import num_sms
+
+EACH = 30  # problems with groups, and without
+LIKELY, MOST = 1.5, 16  # candidates: over the time of the fastest expected; how many
+MOST_ROWS, MOST_BYTES = 20000, 4 << 30
+COLUMNS = ("groups", "m", "n", "k", "candidates", "chosen", "us", "best", "best_us", "regret")
+
+
+class Problem(NamedTuple):
+    """Rows in all, weights (n, k), and how many of them; 0 for a dense GEMM."""
+
+    groups: int
+    m: int
+    n: int
+    k: int
+
+
+def problems() -> list[Problem]:
+    """The dense ones, then the grouped ones."""
+    draw = random.Random(60)
+
+    def size(least: int, most: int, multiple: int) -> int:
+        """Small ones as often as large ones."""
+        return max(least, round(least * (most / least) ** draw.random() / multiple) * multiple)
+
+    found = [Problem(0, size(1, MOST_ROWS, 1), size(256, 20000, 8), size(256, 16384, 16)) for _ in range(EACH)]
+    while len(found) < 2 * EACH:
+        problem = Problem(size(2, 512, 1), size(8, MOST_ROWS, 1), size(256, 8192, 16), size(256, 8192, 16))
+        if problem.groups * problem.n * problem.k <= MOST_BYTES:
+            found.append(problem)
+    return found
+
+
+def group_offsets(problem: Problem) -> Tensor:
+    """Of groups whose sizes differ as those of skewed routing: (groups + 1,) int32."""
+    generator = torch.Generator().manual_seed(problem.m)
+    share = torch.empty(problem.groups).exponential_(generator=generator) ** 2
+    owner = torch.multinomial(share, problem.m, replacement=True, generator=generator)
+    sizes = torch.bincount(owner, minlength=problem.groups)
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
+
+
+def candidates(problem: Problem, sms: int) -> list[GemmConfig]:
+    """The chosen one, then others that are expected to be nearly as fast."""
+    groups, m, n, k = problem
+    if groups:
+        found = grouped_candidates(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
+        times = {config: grouped_time(config, groups, m / groups, n, k, sms) for config in found}
+        chosen = choose_grouped(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
+    else:
+        times = {config: dense_time(config, m, n, k, sms) for config in dense_candidates(m, n, k, sms)}
+        chosen = choose_dense(m, n, k, sms)
+    limit = LIKELY * times[chosen]
+    others = sorted((config for config in times if config != chosen and times[config] <= limit), key=times.__getitem__)
+    return [chosen, *others[: MOST - 1]]
+
+
+def call_of(problem: Problem) -> Callable[[GemmConfig], object]:
+    """Runs the problem with a configuration, on random operands."""
+    groups, m, n, k = problem
+    a, out = operands.random_rows(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    if groups:
+        b, offsets = operands.random_experts(groups, n, k), group_offsets(problem).cuda()
+        return lambda config: grouped_plan.grouped_gemm(a, b, offsets, out, cfg=config)
+    dense = Operands(*a, *operands.weight(n, k))
+    return lambda config: dense_plan.gemm(dense, out, cfg=config)
+
+
+def name(config: GemmConfig) -> str:
+    """Tokens x features, and what else there is."""
+    marks = {"s": config.staged, f"/{config.split_k}": config.split_k > 1, f"*{config.blocks_per_sm}": True}
+    return f"{config.block_m}x{config.block_n}" + "".join(mark for mark, used in marks.items() if used)
+
+
+def make_row(problem: Problem, times: dict[GemmConfig, float]) -> dict:
+    """times: of the candidates in microseconds, first that of the chosen one."""
+    (chosen, us), *_ = times.items()
+    best = min(times, key=times.__getitem__)
+    names = {"candidates": len(times), "chosen": name(chosen), "us": us, "best": name(best), "best_us": times[best]}
+    return problem._asdict() | names | {"regret": us / times[best] - 1}
+
+
+def thresholds(rows: Sequence[dict]) -> list[Threshold]:
+    regrets = [row["regret"] for row in rows]
+    return [
+        Threshold(f"choice of tiles, {len(rows)} shapes, mean regret", sum(regrets) / len(regrets), 0.02, 0.01),
+        Threshold(f"choice of tiles, {len(rows)} shapes, largest regret", max(regrets), 0.1, 0.05),
+    ]
+
+
+def run() -> dict:
+    """Times the candidates of every problem; {"gpu", "rows", "thresholds"}."""
+    gpu = command.start()
+    sms = num_sms(torch.cuda.current_device())
+    found = {problem: candidates(problem, sms) for problem in problems()}
+    epilogue = PlainStore(torch.bfloat16)
+    load_all({kernel_spec(config, p.n, p.k, epilogue) for p, configs in found.items() for config in configs})
+    rows = []
+    for problem, configs in found.items():
+        call = call_of(problem)
+        calls = [partial(call, config) for config in configs]
+        timed = timing.measure(calls, rests=[0.0] * len(calls))
+        rows.append(make_row(problem, {config: one.median_us for config, one in zip(configs, timed, strict=True)}))
+    return command.result(gpu, rows, thresholds(rows))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = command.parser("choice", "the chosen tiles against the other candidates").parse_args(argv)
+    result = run()
+    command.finish(args.out / "choice.json", result, format_table(result["rows"], COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
