@@ -12,7 +12,7 @@ _MAX_PLANS = 4096  # prefill asks for a new number of tokens at almost every ste
 
 
 class PlanCache(Generic[Plan]):
-    """Plans by key and by the settings that they depend on. Past 4096 the oldest goes. Safe to use from several threads."""
+    """Plans by key and by the settings that hold. Past 4096 the oldest goes. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}

@@ -158,7 +158,7 @@ def unstaged(config: GemmConfig, k: int) -> GemmConfig:
 
 def fits(config: GemmConfig, k: int) -> bool:
     """Whether registers and shared memory suffice, with two stages to alternate between."""
-    registers = config.accumulators * (config.slabs + 1) + (36 if config.groups else 28)
+    registers = config.accumulators * (config.slabs + 1) + (36 if config.groups and not config.swap else 28)
     shared = config.shared_bytes
     return (
         registers <= config.registers

@@ -31,7 +31,9 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
     """The configurations worth considering for (m, n, k): what fits an SM, and splits that fit in one wave.
 
     parts: of K that are summed one by one: splits of so many blocks, however many waves they take, and blocks that do
-    it themselves. Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens, and up to 512 it may take
+    it themselves.
+
+    Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens, and up to 512 it may take
     some of them.
     """
     narrow = [GemmConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
