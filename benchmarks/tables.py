@@ -1,9 +1,9 @@
 """The figures of README.md and of pages in docs/: `python -m benchmarks.tables` writes them.
 
 Ratios to DeepGEMM and cuBLAS are of medians of one run, benchmarks/baselines/same_run.json, bold where we are slower.
-The rest is from validation/h200.json, of two GPUs from h200_x2.json beside it: where that is not there, what is written
-stays. The tables stand between BEGIN and END in their file; a test keeps them as these
-two have them.
+The rest is from validation/h200.json, of two GPUs from h200_x2.json beside it, and of batch invariance from
+h200_batch_invariance.json: where one is not there, what is written stays. The tables stand between BEGIN and END in
+their file; a test keeps them as these files have them.
 """
 
 import argparse
@@ -17,7 +17,11 @@ from benchmarks.roofline import NODE, least_us, predicted
 
 ROOT = Path(__file__).parent.parent
 VALIDATION = ROOT / "validation" / "h200.json"
-TWO_GPUS = VALIDATION.with_name("h200_x2.json")
+BESIDE = {
+    "distributed": VALIDATION.with_name("h200_x2.json"),
+    "batch_invariance": VALIDATION.with_name("h200_batch_invariance.json"),
+}
+"""Benchmarks that `tools.validate` does not run."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
 
 
@@ -270,6 +274,20 @@ def lora(benchmarks: dict) -> str:
     )
 
 
+def batch_invariance(benchmarks: dict) -> str | None:
+    if "batch_invariance" not in benchmarks:
+        return None
+    rows = benchmarks["batch_invariance"]["rows"]
+    tokens = sorted({row["m"] for row in select(rows, "gemm")})
+    ratios: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        dense = row["what"] == "gemm"
+        what = f"{row['n']} x {row['k']}" if dense else f"experts, {row['model']}"
+        ratios.setdefault((what, str(row["parts"]) if dense else "1"), []).append(f"{row['ratio']:.2f}")
+    header = ("weights", "parts of K", *(f"{count} tokens" for count in tokens))
+    return table(header, [(*what, *found) for what, found in ratios.items()])
+
+
 def roofline(benchmarks: dict) -> str:
     rows = []
     for case in baselines.cases("experts"):
@@ -378,6 +396,7 @@ def distributed(benchmarks: dict) -> str | None:
 
 FILES: dict[str, Callable[[dict], str | None]] = {
     "README.md": readme,
+    "docs/batch-invariance.md": batch_invariance,
     "docs/experts.md": roofline,
     "docs/finetuning.md": lora,
     "docs/mqa.md": mqa,
@@ -387,8 +406,8 @@ FILES: dict[str, Callable[[dict], str | None]] = {
 
 def stored() -> dict[str, dict]:
     """The results of the benchmarks by their names."""
-    several = {"distributed": json.loads(TWO_GPUS.read_text())} if TWO_GPUS.exists() else {}
-    return json.loads(VALIDATION.read_text())["benchmarks"] | several
+    beside = {name: json.loads(path.read_text()) for name, path in BESIDE.items() if path.exists()}
+    return json.loads(VALIDATION.read_text())["benchmarks"] | beside
 
 
 def with_tables(text: str, tables: str | None) -> str:

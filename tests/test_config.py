@@ -10,7 +10,10 @@ import pytest
 import fp8moe
 from fp8moe.runtime import config
 
-NAMES = ("BACKEND", "CACHE_DIR", "NUM_SMS", "PRINT_CONFIGS", "PRINT_COMPILER", "DUMP_DIR", "COMPILER", "JIT")
+NAMES = (
+    *("BACKEND", "CACHE_DIR", "NUM_SMS", "PRINT_CONFIGS", "PRINT_COMPILER", "DUMP_DIR", "COMPILER", "JIT"),
+    "BATCH_INVARIANT",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +57,7 @@ def test_cache_dir_follows_xdg_unless_it_is_relative(monkeypatch):
         ("BACKEND", "", "backend", "auto"),
         ("COMPILER", "nvcc", "compiler", "nvcc"),
         ("JIT", "background", "jit", "background"),
+        ("BATCH_INVARIANT", "1", "batch_invariant", True),
         ("NUM_SMS", "64", "num_sms", 64),
         ("NUM_SMS", "", "num_sms", None),
         ("PRINT_CONFIGS", "1", "print_configs", True),

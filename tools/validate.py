@@ -43,7 +43,7 @@ def require_gpu() -> None:
     """SystemExit with one sentence unless there is a Hopper GPU and the settings are the defaults."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("validation needs a Hopper (sm_90) GPU that PyTorch can use")
-    defaults = {"backend": "auto", "num_sms": None, "compiler": "nvrtc"}
+    defaults = {"backend": "auto", "num_sms": None, "compiler": "nvrtc", "batch_invariant": False}
     changed = [f"FP8MOE_{name.upper()}" for name, value in defaults.items() if getattr(config.settings, name) != value]
     if changed:
         raise SystemExit(f"validation records what the defaults do: unset {', '.join(changed)}")

@@ -29,7 +29,6 @@
 struct Arguments {
   const float* b_scale;
   Epilogue::Output out;
-  float4* part_sums;
   ScheduleArguments schedule;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
@@ -365,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
     MathWarp math(s, args.b_scale + k.first, warpgroup);
     Epilogue epilogue{s, args.out, out_map};
-    consume(math, schedule, epilogue, k, split, PartSums(args.part_sums));
+    consume(math, schedule, epilogue, k, split, PartSums(s));
   }
   Split::leave();
   Epilogue::leave(args.out);

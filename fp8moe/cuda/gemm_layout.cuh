@@ -48,7 +48,9 @@ constexpr int STORE_COLUMNS = 64;  // of bfloat16
 constexpr int STORE_BYTES = 16 * 128;
 constexpr int SLAB_STORE_BYTES = STAGED ? 64 * COLUMNS * 2 : 4 * STORE_BYTES;
 constexpr int STAGING_BYTES = (STAGED ? SLABS : 1) * SLAB_STORE_BYTES;  // of a warpgroup
-constexpr int EPILOGUE_BYTES = round_up(REDUCES ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : WARPGROUPS * STAGING_BYTES, 128);
+constexpr int PART_SUM_BYTES = PARTS > 1 && !PARTS_IN_REGISTERS ? BLOCK_M * BLOCK_N * 4 : 0;  // gemm_parts.cuh
+constexpr int EPILOGUE_BYTES =
+    round_up(REDUCES ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : WARPGROUPS * STAGING_BYTES, 128) + PART_SUM_BYTES;
 
 // The groups' rows, from `first` to `end`, and the tile rows before each group, of all of them at [Groups].
 template <int Groups>
@@ -61,7 +63,7 @@ struct GroupTable<0> {};
 struct Shared {
   u8 a[STAGES][A_BYTES];
   u8 b[STAGES][B_BYTES];
-  u8 epilogue[EPILOGUE_BYTES];  // staging tiles, or sums: those of the tile, or received from the cluster
+  u8 epilogue[EPILOGUE_BYTES];  // staging tiles and sums of parts, or sums: of the tile, or received from the cluster
   float a_scale[STAGES][A_SCALE_PITCH];
   Ring<STAGES> ring;
   Barrier sums;

@@ -164,7 +164,7 @@ def test_decoder(quantized):
         replace_linears(model, skip=("lm_head", "gate"))
     decoder = GraphDecoder(model, batch_sizes=(1, 4, 80), max_length=96)
     ids = prompts(4, 24)
-    arguments = dict(max_new_tokens=40, return_logprobs=True)
+    new, arguments = 40, dict(max_new_tokens=40, return_logprobs=True)
     for others in (1, 3, 70):
         together = torch.cat([ids[:1], *[ids[1:]] * -(-others // 3)])[: 1 + others]
         shorter = torch.ones_like(together)
@@ -174,4 +174,5 @@ def test_decoder(quantized):
                 tokens, logprobs = decoder.generate(together, attention_mask=given, **arguments)
                 one = together[row : row + 1, 0 if given is None or row == 0 else 9 :]
                 alone = decoder.generate(one, **arguments)
-                assert torch.equal(alone[0][0], tokens[row]) and torch.equal(alone[1][0], logprobs[row]), (others, row)
+                assert torch.equal(alone[0][0, -new:], tokens[row, -new:]), (others, row)
+                assert torch.equal(alone[1][0], logprobs[row]), (others, row)

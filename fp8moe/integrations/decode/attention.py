@@ -109,7 +109,7 @@ def parts_of(batch: int, heads: int, device: torch.device) -> int:
     """Into how many parts the keys of each of so many sequences and heads are split: so that there is about one for
     each SM, or 1. Where results are to be batch invariant, as for one sequence, enough that the kernel splits none."""
     if config.settings.batch_invariant:
-        return ceil_div(_sms(device), heads)
+        return ceil_div(2 * _sms(device), heads)
     parts = _sms(device) // (batch * heads)
     return parts if parts >= MIN_PARTS else 1
 

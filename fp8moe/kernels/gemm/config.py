@@ -89,9 +89,10 @@ class GemmConfig:
         products = 2 if self.overlaps else 1
         return (2 * self.slabs + products) * self.accumulators + 28 <= self.registers
 
-    def part_sum_bytes(self, blocks: int) -> int:
-        """Memory for the sums of the parts so far, of so many blocks."""
-        return 0 if self.parts == 1 or self.keeps_parts else blocks * self.block_m * self.block_n * 4
+    @property
+    def part_sum_bytes(self) -> int:
+        """Shared memory for the sums of the parts so far."""
+        return 0 if self.parts == 1 or self.keeps_parts else self.block_m * self.block_n * 4
 
     @property
     def stage_bytes(self) -> int:
@@ -121,10 +122,12 @@ class GemmConfig:
 
     @property
     def epilogue_bytes(self) -> int:
-        """Shared memory of the epilogue: the reduction buffer, the bfloat16 tile, or 16 x 64 of it per math warp."""
+        """Shared memory of the epilogue: the reduction buffer; or the bfloat16 tile, or 16 x 64 of it per math warp, and
+        the sums of parts."""
         if self.reduces:
             return self.partial_bytes
-        return self.block_m * self.block_n * 2 if self.staged else self.warpgroups * 4 * 16 * 128
+        staging = self.block_m * self.block_n * 2 if self.staged else self.warpgroups * 4 * 16 * 128
+        return staging + self.part_sum_bytes
 
     @property
     def shared_bytes(self) -> int:

@@ -53,6 +53,9 @@ class _Dense(NamedTuple):
     overlapped_mma: float = 1  # of a product's cycles, with another under way
 
 
+# Each further part of the K of a 128 x 128 tile that a block sums: through shared memory, or in registers.
+_PART, _KEPT_PART = 0.75, 0.1
+
 _SWAPPED = _Dense(
     start=3.18,
     per_stage=0.115,
@@ -70,25 +73,25 @@ _SWAPPED = _Dense(
     overlap=3.8,
 )
 _STRAIGHT = _Dense(
-    start=2.55,
-    per_stage=0.0338,
+    start=2.67,
+    per_stage=0.0473,
     per_split=0,
-    reduction=4.21,
-    epilogue=1.95,
-    step=220,
-    wait=0.715,
+    reduction=4.75,
+    epilogue=0.688,
+    step=258,
+    wait=0.93,
     mma=0.0354,
-    shared=0.942,
-    sparse=0.287,
-    l2=21.2e6,
-    dram=3.8e6,
-    unaligned=1,
-    overlap=2.08,
-    staged_epilogue=0.73,
+    shared=0.92,
+    sparse=0.3,
+    l2=26.4e6,
+    dram=4.28e6,
+    unaligned=1.26,
+    overlap=1.5,
+    staged_epilogue=0,
     shallow=1.01,
-    piece=0.000594,
-    overlapped_step=24.6,
-    overlapped_mma=1.22,
+    piece=0.000492,
+    overlapped_step=57.3,
+    overlapped_mma=1.16,
 )
 
 
@@ -122,6 +125,9 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     ends = (before + c.epilogue) * area / 128**2
     if config.split_k > 1:
         ends += c.per_split * (config.split_k - 1) + c.reduction * area / 128**2
+    if config.parts > 1:
+        part = _KEPT_PART if config.keeps_parts else _PART
+        ends += waves * (config.parts - 1) * part * area / 128**2
     if config.warpgroups == 1 or config.split_k > 1:
         ends += c.per_stage * config.stages
     return c.start + overlapped + ends
@@ -129,24 +135,24 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
 
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
 
-_GROUPED_START = 7.11
-_GROUPED_STEP = 321.5  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
-_GROUPED_SWAPPED = 2.95  # the product's share of it, where weights are its rows
-_GROUPED_OVERLAPPED = 177.9  # the same where the next product is under way meanwhile, its product aside
-_GROUPED_OVERLAPPED_PRODUCT = 0.57  # the product's share of it
-_GROUPED_MMA = 0.0355  # cycles of one output element and 128 products
-_GROUPED_LOAD = 84.0  # bytes a cycle into one SM
-_GROUPED_L2 = 14.07e6
-_GROUPED_DRAM = 4.6e6
-_GROUPED_EPILOGUE = 1.17  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.304  # of one that TMA writes
-_GROUPED_SHALLOW = 1.03  # products take longer behind a ring of less than four stages
-_GROUPED_FULLEST = 0.01  # how much the fullest tiles of a round decide when it ends, the average one the rest
-_GROUPED_SHARED = 0.954  # of a product whose tokens a second one shares
-_GROUPED_PER_SPLIT = 0.121  # each further block that shares a K
-_GROUPED_REDUCTION = 5.51  # of a 128 x 128 tile through distributed shared memory
-_GROUPED_OVERLAP = 2.26  # exponent of the norm that joins times that overlap
-_UNALIGNED = 1.95  # loads out of L2 take so much longer where rows do not begin at multiples of 128 bytes
+_GROUPED_START = 7.027
+_GROUPED_STEP = 318.7  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_SWAPPED = 3.103  # the product's share of it, where weights are its rows
+_GROUPED_OVERLAPPED = 229  # the same where the next product is under way meanwhile, its product aside
+_GROUPED_OVERLAPPED_PRODUCT = 0.448  # the product's share of it
+_GROUPED_MMA = 0.03534  # cycles of one output element and 128 products
+_GROUPED_LOAD = 73.75  # bytes a cycle into one SM
+_GROUPED_L2 = 14.89e6
+_GROUPED_DRAM = 4.769e6
+_GROUPED_EPILOGUE = 0.8827  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.2447  # of one that TMA writes
+_GROUPED_SHALLOW = 1.023  # products take longer behind a ring of less than four stages
+_GROUPED_FULLEST = 0.03391  # how much the fullest tiles of a round decide when it ends, the average one the rest
+_GROUPED_SHARED = 0.9636  # of a product whose tokens a second one shares
+_GROUPED_PER_SPLIT = 0.4722  # each further block that shares a K
+_GROUPED_REDUCTION = 3.407  # of a 128 x 128 tile through distributed shared memory
+_GROUPED_OVERLAP = 2.127  # exponent of the norm that joins times that overlap
+_UNALIGNED = 2.123  # loads out of L2 take so much longer where rows do not begin at multiples of 128 bytes
 
 _SKEWED = 0.35  # how likely routing is taken to be skewed, otherwise even
 _QUANTILES = 16

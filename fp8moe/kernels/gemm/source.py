@@ -18,7 +18,7 @@ def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSp
         "A_SCALE_BOX": cfg.scale_box,
         "SPLIT_K": cfg.split_k,
         "PARTS": cfg.parts,
-        "PARTS_IN_REGISTERS": int(cfg.keeps_parts),
+        "PARTS_IN_REGISTERS": int(cfg.parts > 1 and cfg.keeps_parts),
         "BLOCKS_PER_SM": cfg.blocks_per_sm,
         "STAGED": int(cfg.staged),
         "GROUPS": cfg.groups,
@@ -40,7 +40,7 @@ def grouped_k_spec(cfg: GroupedKConfig, n: int, *, out_float32: bool, accumulate
 def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
     """``struct Arguments`` of cuda/gemm.cu, the epilogue's ``Output`` in it."""
     schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in ("m", "max_m", "raster", "group_pitch")))
-    fields = (("b_scale", ctypes.c_int64), *epilogue.fields, ("part_sums", ctypes.c_int64), *schedule)
+    fields = (("b_scale", ctypes.c_int64), *epilogue.fields, *schedule)
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 

@@ -56,11 +56,13 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
         most = 4 if m <= 64 else 2 if tile.block_m == 64 else 1  # blocks on an SM
         for split_k in _splits(tile, k, parts):
             for blocks_per_sm in range(1, most + 1):
-                config = with_stages(replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm), k)
+                alone = parts if parts and split_k == 1 else 1
+                shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, parts=alone)
+                config = with_stages(shape, k)
                 one_wave = count <= resident_clusters(config, num_sms)
                 crowded = blocks_per_sm == 1 or count * split_k > 0.7 * num_sms * (blocks_per_sm - 1)
                 if fits(config, k) and (one_wave or split_k in (1, parts)) and crowded:
-                    found.append(replace(config, parts=parts) if parts and split_k == 1 else config)
+                    found.append(config)
     return found
 
 
@@ -70,7 +72,7 @@ def _splits(tile: GemmConfig, k: int, parts: int | None) -> Iterable[int]:
         return range(1, 2 if tile.staged else min(8, ceil(k / 128)) + 1)
     if tile.swap or parts == 1:  # a block whose weights are the 64-row operand does not sum parts
         return (parts,)
-    return (1,) if tile.staged else (1, parts)
+    return () if tile.staged else (1, parts)  # no shared memory for a bfloat16 tile and for sums of parts
 
 
 @lru_cache(maxsize=4096)

@@ -59,7 +59,6 @@ class Variant:
         self._arguments = arguments_type(epilogue)(m=m, max_m=max_m or 0, raster=raster, group_pitch=1 + ranges)
         for name, value in epilogue.values.items():
             setattr(self._arguments, name, value)
-        self._part_sum_bytes = cfg.part_sum_bytes(concurrent)
         # b_scale and the epilogue's addresses and pitches are set at once, in less time than one by one.
         count = 1 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields)
         self._addresses = (ctypes.c_int64 * count).from_buffer(self._arguments)
@@ -96,8 +95,4 @@ class Variant:
                 self._out.replace_address(out[0])
             self._addresses[:] = (b_scale, *out)
             self._arguments.groups = groups
-            if self._part_sum_bytes:
-                # Freed on return, while the kernel still runs; the allocator hands it on in the order of the stream.
-                part_sums = torch.empty(self._part_sum_bytes, dtype=torch.uint8, device="cuda")
-                self._arguments.part_sums = part_sums.data_ptr()
             launcher.launch(stream)
