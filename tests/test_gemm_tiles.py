@@ -116,9 +116,9 @@ def test_few_sms_hold_at_least_one_cluster():
 
 # (n, k), m -> block_m, block_n, swap, splits K. A change of the cost model that moves one of these is to be measured.
 CHOICES = [
-    ((7168, 2048), 1, (8, 64, True, True)),
+    ((7168, 2048), 1, (8, 128, True, False)),
     ((7168, 2048), 64, (64, 64, False, False)),
-    ((7168, 2048), 128, (64, 64, False, False)),
+    ((7168, 2048), 128, (64, 128, False, False)),
     ((7168, 2048), 512, (256, 128, False, False)),
     ((7168, 2048), 4096, (256, 128, False, False)),
     ((2112, 7168), 1, (8, 64, True, True)),

@@ -1,9 +1,9 @@
 // The tile of the GEMM and its place in shared memory.
 //
 // Further constants from kernels/gemm/source.py: the weights' K; GROUPS of them (0: one matrix, and all rows belong to
-// it); SWAP, SPLIT_K, PARTS, PARTS_IN_REGISTERS, STAGED, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma, A_SCALE_BOX (token scales of
-// one load); GATED (the weights are those of gate, then those of up); OUT_FLOAT32, BIAS (0: none, 1: bfloat16, 2:
-// float32) and SWIGLU_FORM of the epilogue.
+// it); SWAP, SPLIT_K, PARTS, PARTS_IN_REGISTERS, STAGED, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma,
+// A_SCALE_BOX (token scales of one load); GATED (the weights are those of gate, then those of up); OUT_FLOAT32, BIAS
+// (0: none, 1: bfloat16, 2: float32) and SWIGLU_FORM of the epilogue.
 #pragma once
 
 #include "gemm_block.cuh"
@@ -47,7 +47,7 @@ constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // floats; keeps the scatte
 constexpr int STORE_COLUMNS = 64;  // of bfloat16
 constexpr int STORE_BYTES = 16 * 128;
 constexpr int SLAB_STORE_BYTES = STAGED ? 64 * COLUMNS * 2 : 4 * STORE_BYTES;
-constexpr int STAGING_BYTES = (STAGED ? SLABS : 1) * SLAB_STORE_BYTES;  // of a warpgroup
+constexpr int STAGING_BYTES = (STAGED ? SLABS : 1) * SLAB_STORE_BYTES;                        // of a warpgroup
 constexpr int PART_SUM_BYTES = PARTS > 1 && !PARTS_IN_REGISTERS ? BLOCK_M * BLOCK_N * 4 : 0;  // gemm_parts.cuh
 constexpr int EPILOGUE_BYTES =
     round_up(REDUCES ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : WARPGROUPS * STAGING_BYTES, 128) + PART_SUM_BYTES;

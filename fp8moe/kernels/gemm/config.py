@@ -122,8 +122,8 @@ class GemmConfig:
 
     @property
     def epilogue_bytes(self) -> int:
-        """Shared memory of the epilogue: the reduction buffer; or the bfloat16 tile, or 16 x 64 of it per math warp, and
-        the sums of parts."""
+        """Shared memory of the epilogue: the reduction buffer; otherwise the bfloat16 tile, or 16 x 64 of it per math
+        warp, and the sums of parts."""
         if self.reduces:
             return self.partial_bytes
         staging = self.block_m * self.block_n * 2 if self.staged else self.warpgroups * 4 * 16 * 128
