@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe.runtime import config
 from fp8moe.runtime.checks import check_tensor, describe
 
 
@@ -54,6 +55,22 @@ def check_eval(model: nn.Module) -> None:
     training = next((path for path, module in model.named_modules() if module.training), None)
     if training is not None:
         raise ValueError(f"model: call model.eval() first, {training or 'it'} is in training mode")
+
+
+def check_batch_invariance(model: Any, attention: str, states: bool) -> None:
+    """attention: "flash", or another and why. states: some layers keep states of linear attention."""
+    name = type(model).__name__
+    if attention != "flash":
+        raise ValueError(f"model: {name} cannot be batch invariant, as it is without flash attention ({attention})")
+    if states:
+        raise ValueError(f"model: {name} cannot be batch invariant, as it has layers of linear attention")
+
+
+def check_mode(batch_invariant: bool) -> None:
+    """batch_invariant: whether the decoder was made so."""
+    if config.settings.batch_invariant != batch_invariant:
+        made = "inside" if batch_invariant else "outside"
+        raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
 
 
 def integer(name: str, value: Any) -> int:

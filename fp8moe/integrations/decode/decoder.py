@@ -14,7 +14,14 @@ from fp8moe.integrations.decode import custom_generate
 from fp8moe.integrations.decode.arguments import Call, parse
 from fp8moe.integrations.decode.attention import NAME as FLASH
 from fp8moe.integrations.decode.cache import has_states
-from fp8moe.integrations.decode.checks import check_eval, check_model, device_of, integer
+from fp8moe.integrations.decode.checks import (
+    check_batch_invariance,
+    check_eval,
+    check_mode,
+    check_model,
+    device_of,
+    integer,
+)
 from fp8moe.integrations.decode.compile_ahead import compile_for_prompts
 from fp8moe.integrations.decode.flag import EndFlag
 from fp8moe.integrations.decode.generation import Generation
@@ -125,7 +132,8 @@ class GraphDecoder:
             self.way = self._choose_way(fuse)
         self.fused: tuple[FusedModule, ...] = self.way.fused or ()
         self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
-        self._check_batch_invariance()
+        if self._batch_invariant:
+            check_batch_invariance(model, self.attention, any(has_states(step.cache) for step in self.steps.values()))
         self._flag = EndFlag() if self.captured else None
         if self.captured:
             self._capture()
@@ -309,9 +317,7 @@ class GraphDecoder:
         with self._lock:
             if not self.steps:
                 raise RuntimeError("the decoder is closed")
-            if config.settings.batch_invariant != self._batch_invariant:
-                made = "inside" if self._batch_invariant else "outside"
-                raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
+            check_mode(self._batch_invariant)
             check_eval(self.model)
             if self.captured and (change := self._state.change(self.model)):
                 raise RuntimeError(f"{change} since the capture: make a new GraphDecoder")
@@ -377,13 +383,6 @@ class GraphDecoder:
         own = self.model.config.get_text_config(decoder=True)._attn_implementation
         self.attention = "flash" if way.attention else f"{own}: {refusal or 'on a GPU only'}"
         return way
-
-    def _check_batch_invariance(self) -> None:
-        name, attention = type(self.model).__name__, self.attention
-        if self._batch_invariant and self.way.attention is None:
-            raise ValueError(f"model: {name} cannot be batch invariant, as it is without flash attention ({attention})")
-        if self._batch_invariant and any(has_states(step.cache) for step in self.steps.values()):
-            raise ValueError(f"model: {name} cannot be batch invariant, as it has layers of linear attention")
 
     def _capture(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
