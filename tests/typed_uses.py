@@ -40,6 +40,9 @@ def operations(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
     assert_type(fp8moe.mqa_logits(x, (a.data, a.scale), weight, offsets, offsets, fill_masked=False), Tensor)
     assert_type(fp8moe.paged_mqa_logits(x, x, weight, offsets, offsets, max_context_len=64), Tensor)
 
+    with fp8moe.batch_invariant() as nothing:
+        assert_type(nothing, None)
+
     fp8moe.gemm(x, b)  # type: ignore[arg-type]
     fp8moe.gemm(a, b, product)  # type: ignore[call-arg]
     fp8moe.gemm(a, b, out_dtype="float32")  # type: ignore[arg-type]
