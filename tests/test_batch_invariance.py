@@ -101,6 +101,8 @@ def test_the_mode_ends_with_its_block(monkeypatch):
         assert config.settings.batch_invariant
     with pytest.raises(KeyError), fp8moe.batch_invariant():
         raise KeyError
+    with pytest.raises(TypeError, match="enabled: expected a bool, got str"), fp8moe.batch_invariant("yes"):
+        pass
     assert not config.settings.batch_invariant
     monkeypatch.setenv("FP8MOE_BATCH_INVARIANT", "1")
     try:

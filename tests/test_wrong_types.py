@@ -44,6 +44,7 @@ CALLS = {
     ),
     "FP8MQAIndexer.from_transformers": (fp8moe.FP8MQAIndexer.from_transformers, {"indexer": None}),
     "FP8Tensor": None,  # a pair, whatever is in it
+    "batch_invariant": None,
     "GroupedExperts": (EXPERTS, {"hidden_states": X, "top_k_index": INDEX, "top_k_weights": WEIGHTS}),
     "GroupedExperts.from_experts": (fp8moe.GroupedExperts.from_experts, {"module": EXPERTS}),
     "dequantize": (fp8moe.dequantize, {"t": A}),

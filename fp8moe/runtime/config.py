@@ -121,8 +121,12 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
 
     enabled: False for the usual choice of tiles, where FP8MOE_BATCH_INVARIANT=1 holds. The mode is the process's, not
     the thread's. CUDA graphs and `GraphDecoder`s keep the mode that they were captured in.
+
+    Raises TypeError for anything but True and False.
     """
     global settings
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled: expected a bool, got {type(enabled).__name__}")
     before = __getattr__("settings") if "settings" not in globals() else settings
     settings = replace(before, batch_invariant=enabled)
     try:
