@@ -44,9 +44,9 @@ def test_k_is_summed_alike_for_any_number_of_tokens(n, k, invariant):
         found = {order(choice.dense_choice(m, n, k, sms)) for m in TOKENS}
         assert found == {parts}
         assert all({order(tile) for tile in dense_candidates(m, n, k, sms, parts)} == {parts} for m in TOKENS)
-    variants = Family(n, k, 0, PlainStore(torch.bfloat16)).all_variants(1, 600, SMS)
+    variants = Family(n, k, 0, PlainStore(torch.bfloat16)).all_variants(1, 200, SMS)
     assert variants == {
-        kernel_spec(choice.dense_choice(m, n, k, SMS), n, k, PlainStore(torch.bfloat16)) for m in range(1, 601)
+        kernel_spec(choice.dense_choice(m, n, k, SMS), n, k, PlainStore(torch.bfloat16)) for m in range(1, 201)
     }
 
 
@@ -70,8 +70,8 @@ def test_without_the_mode_nothing_changes():
 
 def test_variants_that_sum_parts_compile_without_spills():
     def candidates():
-        for n, k in ((576, 7168), (2112, 7168), (4096, 4096)):
-            for m in (60, 100, 500, 5000):
+        for n, k in ((576, 7168), (4096, 4096)):
+            for m in (60, 500):
                 for tile in dense_candidates(m, n, k, SMS, invariant_parts(n, k)):
                     if tile.parts > 1:
                         yield tile, n, k
