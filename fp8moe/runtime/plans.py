@@ -20,7 +20,8 @@ class PlanCache(Generic[Plan]):
 
     def find(self, key: Hashable) -> Plan | None:
         """The plan that was built for `key`, or None."""
-        return self._plans.get((*_settings(), key))
+        settings = config.settings
+        return self._plans.get((settings.num_sms, settings.batch_invariant, key))
 
     def get(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
         """The plan of `key`, from ``build()`` if there is none yet."""
@@ -28,13 +29,9 @@ class PlanCache(Generic[Plan]):
         return self._keep(key, build()) if plan is None else plan
 
     def _keep(self, key: Hashable, plan: Plan) -> Plan:
+        settings = config.settings
         with self._lock:
             if len(self._plans) >= _MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[*_settings(), key] = plan
+            self._plans[settings.num_sms, settings.batch_invariant, key] = plan
         return plan
-
-
-def _settings() -> tuple[int | None, bool]:
-    """What holds at this moment: the limit of SMs, and whether results are batch invariant."""
-    return config.settings.num_sms, config.settings.batch_invariant
