@@ -45,8 +45,8 @@ def test_logits(dtypes, tokens, experts, hidden):
 
 def test_logits_of_strided_operands():
     x, weight = torch.randn(16, 3).t(), torch.randn(5, 32)[:, ::2]
-    expected = router_logits(x.contiguous(), weight.contiguous(), dtype=torch.float32)
-    assert torch.equal(router_logits(x, weight, dtype=torch.float32), expected)
+    logits = router_logits(x, weight, dtype=torch.float32)
+    assert error_in_its_dtype(logits, x.double() @ weight.double().t()) < 1e-6
 
 
 # ---- route ----

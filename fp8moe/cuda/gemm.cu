@@ -120,25 +120,40 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& 
   }
 }
 
+// Large tiles find the next stage, and wait for it, under the last product of the one before. Then nothing but the
+// promotion lies between two products of a warpgroup, and that is shorter than the other's product.
+constexpr bool AHEAD = UNROLLED_STAGES > 1 && !OVERLAPS;
+
 struct MathWarp {
   Shared& s;
   Pipeline<STAGES> pipeline;
+  TileStart rows, columns;  // AHEAD: of the next stage's tiles, its 64-row side from this warpgroup's first slab on
   WeightScales weights;
   int warpgroup;
 
   __device__ __forceinline__ MathWarp(Shared& s, const float* b_scale, int warpgroup)
-      : s(s), pipeline(s.ring), weights(b_scale), warpgroup(warpgroup) {}
+      : s(s), pipeline(s.ring), weights(b_scale), warpgroup(warpgroup) {
+    find_tiles();
+  }
+
+  __device__ __forceinline__ void find_tiles() {
+    const TileStart a = TileStart(shared_address(s.a)) + static_cast<int>(pipeline.stage * BLOCK_M * ROW_STEP);
+    const TileStart b = TileStart(shared_address(s.b)) + static_cast<int>(pipeline.stage * BLOCK_N * ROW_STEP);
+    rows = (SWAP ? b : a) + slab_row(warpgroup, 0) * ROW_STEP;
+    columns = SWAP ? a : b;
+  }
 
   // Multiplies the next stage, hands it back, and adds the products to the sums of the first `Used` slabs. Lane
-  // `source` holds the weight scales. Calls meanwhile() under the first product.
+  // `source` holds the weight scales. Calls meanwhile() under the first product. AHEAD: only a tile's first stage is
+  // waited for here, the next one under the last product, if there are `more` of the tile.
   template <bool First, int Used, typename Meanwhile>
-  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
+  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool more,
                                            const Meanwhile& meanwhile) {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
     const TileScales weight_scales(weights, source, tile);
-    pipeline.arrived();
+    if (First || !AHEAD) pipeline.arrived();
+    if (!AHEAD) find_tiles();
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0);
-    const u32 a = shared_address(s.a[pipeline.stage]), b = shared_address(s.b[pipeline.stage]);
     // The scales of the tokens are loaded ahead of the products: handing the stage back does not wait for loads in
     // flight, and the next scales may be there sooner than a load that was issued last.
     float tokens[SWAP ? ACCUMULATORS / 2 : 2];
@@ -150,22 +165,28 @@ struct MathWarp {
 #pragma unroll
     for (int slab = 0; slab < Used; ++slab) {
       const int row = slab_row(warpgroup, slab), column = slab_column(slab);
-      start_product(partial, wgmma_descriptor((SWAP ? b : a) + row * BLOCK_K),
-                    wgmma_descriptor((SWAP ? a : b) + column * BLOCK_K));
+      start_product(partial, rows + slab_row(0, slab) * ROW_STEP, columns + column * ROW_STEP);
       if constexpr (!SWAP) {
         tokens[0] = a_scale[row + warp * 16 + lane / 4];
         tokens[1] = a_scale[row + warp * 16 + lane / 4 + 8];
       }
       if (slab == 0) meanwhile();
-      wgmma_wait();
-      if (slab == Used - 1) pipeline.release();  // before the last promotion
+      if (slab == Used - 1) {
+        const Released stage(pipeline);
+        pipeline.advance();
+        if (AHEAD) find_tiles();
+        if (AHEAD && more) pipeline.arrived();
+        wgmma_wait();
+        stage.arrive();  // before the last promotion
+      } else {
+        wgmma_wait();
+      }
       if constexpr (SWAP) {
         promote_swapped<First>(sum[slab], partial, tokens, weight_scales.at(row));
       } else {
         promote<First>(sum[slab], partial, tokens, weight_scales, column);
       }
     }
-    pipeline.advance();
   }
 
   // A product that has been started, of a warpgroup's only slab, and its scales.
@@ -226,9 +247,11 @@ struct MathWarp {
   // Multiplies `count` stages whose weight scales are held from lane `source` on.
   template <int Used>
   __device__ __forceinline__ void multiply_more(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
-                                                int count) {
+                                                int count, bool more) {
     constexpr int UNROLLED = Used == SLABS ? UNROLLED_STAGES : 1;
-    multiply_stages<UNROLLED>(count, [&](int i) { multiply<false, Used>(sum, tile, source + i, [] {}); });
+    asm volatile("" : "+r"(count));  // known to ptxas, it would unroll the loop and end each product at once
+    multiply_stages<UNROLLED>(
+        count, [&](int i) { multiply<false, Used>(sum, tile, source + i, i + 1 < count || more, [] {}); });
   }
 
   // How many of this warpgroup's slabs have rows of the group.
@@ -247,6 +270,7 @@ struct MathWarp {
       if (lane_id() == 0) pipeline.empty().arrive();
       pipeline.advance();
     }
+    if (AHEAD) find_tiles();
   }
 };
 
@@ -299,13 +323,14 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
           });
         } else {
           const bool whole = !EVEN || used == SLABS;
-          if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, find_next);
-          if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, find_next);
+          const bool more_after = base + count < end;
+          if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1, find_next);
+          if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, count > 1, find_next);
           fetch_next_scales();
           if (whole) {
-            math.multiply_more<SLABS>(sum, tile, begun, count - begun);
+            math.multiply_more<SLABS>(sum, tile, begun, count - begun, more_after);
           } else {
-            math.multiply_more<1>(sum, tile, begun, count - begun);
+            math.multiply_more<1>(sum, tile, begun, count - begun, more_after);
           }
         }
       }

@@ -25,9 +25,12 @@ struct RasterPosition {
   }
 };
 
+// From one row of a tile to the next, in the units of descriptors.
+constexpr int ROW_STEP = BLOCK_K / 16;
+
 // Starts the product of a 64-row slab over one block of K, from descriptors of both tiles; wgmma_wait() ends it.
-template <int Accumulators>
-__device__ __forceinline__ void start_product(float (&partial)[Accumulators], u64 rows, u64 columns) {
+template <int Accumulators, typename Descriptor>
+__device__ __forceinline__ void start_product(float (&partial)[Accumulators], Descriptor rows, Descriptor columns) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < BLOCK_K / 32; ++k) wgmma(partial, rows + 2 * k, columns + 2 * k, k > 0);

@@ -69,6 +69,22 @@ struct Pipeline {
   }
 };
 
+// A stage to hand back once a product has read it. Its barrier is found before, so that nothing else is left to do
+// then.
+struct Released {
+  u32 empty;
+
+  template <int Stages>
+  __device__ __forceinline__ explicit Released(const Pipeline<Stages>& pipeline) : empty(pipeline.empty().address()) {
+    asm volatile("" : "+r"(empty));
+  }
+  // By a whole warp, as Pipeline::release().
+  __device__ __forceinline__ void arrive() const {
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(empty);
+  }
+};
+
 // The dynamic shared memory of the block as the kernel's Shared, at a multiple of 1024 bytes for swizzled tiles. The
 // host adds SWIZZLE_ALIGNMENT to sizeof(Shared).
 constexpr int SWIZZLE_ALIGNMENT = 1024;

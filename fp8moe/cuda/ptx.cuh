@@ -204,6 +204,20 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
   return (swizzle << 62) | (u64{8 * RowBytes >> 4} << 32) | ((address & 0x3FFFF) >> 4);
 }
 
+// The same for rows of 128 bytes, as one register to carry from stage to stage.
+struct TileStart {
+  u32 start;
+
+  TileStart() = default;
+  __device__ __forceinline__ explicit TileStart(u32 address) : start(address >> 4) {}
+  __device__ __forceinline__ TileStart operator+(int step) const {
+    TileStart later = *this;
+    later.start += step;
+    return later;
+  }
+  __device__ __forceinline__ operator u64() const { return wgmma_descriptor(0) | start; }
+};
+
 template <int Registers>
 __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));

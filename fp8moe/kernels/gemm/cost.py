@@ -46,8 +46,7 @@ class _Dense(NamedTuple):
     unaligned: float  # reading takes so much longer where rows do not begin at multiples of 128 bytes
     overlap: float  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
     # Of tiles whose rows are tokens:
-    staged_epilogue: float = 0  # of a 128 x 128 tile that TMA writes, under the next one
-    shallow: float = 1  # products take longer behind a ring of less than four stages
+    per_tile: float = 0  # from one tile to the next, beside an epilogue that TMA does not do under the next one
     piece: float = 0  # as mma, for each piece of a product's columns that has a weight scale of its own
     overlapped_step: float = 0  # cycles from one stage to the next where the next product is under way
     overlapped_mma: float = 1  # of a product's cycles, with another under way
@@ -80,18 +79,17 @@ _STRAIGHT = _Dense(
     epilogue=0.688,
     step=258,
     wait=0.93,
-    mma=0.0354,
+    mma=0.0358,
     shared=0.92,
     sparse=0.3,
     l2=26.4e6,
     dram=4.28e6,
     unaligned=1.26,
     overlap=1.5,
-    staged_epilogue=0,
-    shallow=1.01,
-    piece=0.000492,
+    per_tile=0.094,
+    piece=0.000595,
     overlapped_step=57.3,
-    overlapped_mma=1.16,
+    overlapped_mma=1.147,
 )
 
 
@@ -113,16 +111,15 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     shared = config.block_m + config.block_n + area * (1 / 64 + 1 / config.columns)
     loaded = per_sm * shared * c.shared
     steps = waves * ceil(ceil(k / 128) / config.split_k)
-    shallow = c.shallow if config.staged and config.stages < 4 else 1
-    compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES * shallow
+    compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES
     in_flight = min(1.0, per_sm * config.stages * (config.block_m + config.block_n) * 128 / 200e3)
     sparse = 1 + c.sparse * (1 - in_flight)
     dram = (n * k + m * k + 2 * m * n) / c.dram * sparse * (c.unaligned if k % 128 else 1)
     l2 = tiles * (config.block_m + config.block_n) * k / c.l2 * sparse if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
-    before = (waves - 1) * (c.staged_epilogue if config.staged else c.epilogue)
-    ends = (before + c.epilogue) * area / 128**2
+    epilogue = c.epilogue * area / 128**2
+    ends = epilogue + (waves - 1) * (c.per_tile + (0 if config.staged else epilogue))
     if config.split_k > 1:
         ends += c.per_split * (config.split_k - 1) + c.reduction * area / 128**2
     if config.parts > 1:

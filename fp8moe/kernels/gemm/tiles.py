@@ -61,7 +61,8 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
                 config = with_stages(shape, k)
                 one_wave = count <= resident_clusters(config, num_sms)
                 crowded = blocks_per_sm == 1 or count * split_k > 0.7 * num_sms * (blocks_per_sm - 1)
-                if fits(config, k) and (one_wave or split_k in (1, parts)) and crowded:
+                useful = not config.staged or not one_wave  # TMA writes a tile under the next one's products
+                if fits(config, k) and (one_wave or split_k in (1, parts)) and crowded and useful:
                     found.append(config)
     return found
 
