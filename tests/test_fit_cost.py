@@ -1,0 +1,80 @@
+"""tools.fit_cost, and the choice of tiles on the times that are stored."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.choice import Problem, make_row, problems
+from fp8moe.kernels.gemm import cost
+from tools import fit_cost
+from tools.fit_cost import CONSTANTS, Timed
+
+STORED = Path("benchmarks/baselines/tiles_h200.json")
+
+
+@pytest.fixture
+def constants(monkeypatch):
+    """What a test makes of the constants ends with it."""
+    for name in {constant.split(".")[0] for every in CONSTANTS.values() for constant in every}:
+        monkeypatch.setattr(cost, name, getattr(cost, name))
+
+
+def timed(problem):
+    """As long as expected."""
+    found = fit_cost.candidates(problem)
+    return Timed(problem, {config: fit_cost.expected(problem, config) for config in found})
+
+
+@pytest.mark.parametrize("kind,mean,largest", [("dense", 0.01, 0.12), ("grouped", 0.03, 0.17)])
+def test_choice_on_stored_times(kind, mean, largest):
+    regrets = [fit_cost.regret(one) for one in fit_cost.of_kind(fit_cost.load(STORED), kind)]
+    assert len(regrets) == (60 if kind == "dense" else 70)
+    assert sum(regrets) / len(regrets) < mean and max(regrets) < largest
+
+
+@pytest.mark.parametrize(
+    "constant,problem", [("_STRAIGHT.mma", (0, 4096, 4096, 7168)), ("_GROUPED_MMA", (8, 8192, 4096, 7168))]
+)
+def test_a_constant_is_found_again(constants, constant, problem):
+    true = fit_cost.get(constant)
+    one = timed(Problem(*problem))
+    fit_cost.put(constant, 0.8 * true)
+    fitted = fit_cost.fit([constant], lambda: fit_cost.loss([one]), rounds=12, hold=0)
+    assert fitted[constant] == fit_cost.get(constant) == pytest.approx(true, rel=0.01)
+
+
+def test_what_is_held_does_not_move(constants):
+    one = timed(Problem(0, 4096, 4096, 7168))
+    fit_cost.put("_STRAIGHT.mma", before := 0.9 * fit_cost.get("_STRAIGHT.mma"))
+    fitted = fit_cost.fit(["_STRAIGHT.mma"], lambda: fit_cost.loss([one]), rounds=8, hold=1e3)
+    assert fitted["_STRAIGHT.mma"] == pytest.approx(before, rel=0.01)
+
+
+def test_regret():
+    problem = Problem(0, 4096, 4096, 7168)
+    fast, slow, *_ = sorted(fit_cost.candidates(problem), key=lambda config: fit_cost.expected(problem, config))
+    assert fit_cost.regret(Timed(problem, {fast: 110.25, slow: 100.0})) == pytest.approx(0.1)
+    assert fit_cost.regret(Timed(problem, {fast: 100.2, slow: 100.0})) == 0
+    assert fit_cost.regret(Timed(problem, {fast: 90.0, slow: 100.0})) == 0
+
+
+def test_rows_of_the_benchmark_are_read(tmp_path):
+    problem = next(one for one in problems() if one.groups)
+    one = timed(problem)
+    (tmp_path / "choice.json").write_text(json.dumps({"rows": [make_row(*one)]}))
+    assert fit_cost.load(tmp_path / "choice.json") == [one]
+
+
+def test_other_seeds_have_other_problems():
+    assert problems() == problems() and not set(problems()) & set(problems(61))
+
+
+def test_command_line(constants, capsys, tmp_path):
+    rows = [row for row in json.loads(STORED.read_text())["rows"] if not row["groups"]][:3]
+    (tmp_path / "few.json").write_text(json.dumps({"rows": rows}))
+    fit_cost.main(["dense", str(tmp_path / "few.json"), "--rounds", "1"])
+    printed = capsys.readouterr().out
+    assert "before: 3 problems" in printed and "_STRAIGHT.mma = " in printed
+    with pytest.raises(SystemExit, match="no grouped problems in .*few.json"):
+        fit_cost.main(["grouped", str(tmp_path / "few.json")])
