@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 import fp8moe
 from benchmarks import baselines
+from fp8moe import FP8Tensor
 
 FP8_MAX = 448.0
 STD = 100.0  # of the E4M3 values to which normal data is quantized
 AT_ONCE = 1 << 28  # elements drawn in one piece
 CACHE_BLOCK = 64  # tokens
+SMS = 132  # of the GPU whose tiles may be asked for
 
 
 class Case(NamedTuple):
@@ -70,16 +72,16 @@ class Operands:
     def integers(self, values: Tensor | Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.as_tensor(values, dtype=dtype).to(self.device)
 
-    def rows(self, m: int, k: int) -> fp8moe.FP8Tensor:
+    def rows(self, m: int, k: int) -> FP8Tensor:
         """(m, k) in blocks of 1x128, with the scales of one block next to each other."""
         scale = self.uniform(ceil_div(k, 128), 4 * ceil_div(m, 4), mean=1 / STD)
-        return fp8moe.FP8Tensor(self.codes(m, k), scale.t()[:m])
+        return FP8Tensor(self.codes(m, k), scale.t()[:m])
 
-    def weights(self, *shape: int) -> fp8moe.FP8Tensor:
+    def weights(self, *shape: int) -> FP8Tensor:
         """(..., n, k) in blocks of 128x128, scaled to keep the variance."""
         *lead, n, k = shape
         scale = self.uniform(*lead, ceil_div(n, 128), ceil_div(k, 128), mean=k**-0.5 / STD)
-        return fp8moe.FP8Tensor(self.codes(*shape), scale)
+        return FP8Tensor(self.codes(*shape), scale)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -105,8 +107,15 @@ def gemm(
     out_dtype: str = "bfloat16",
     pitch: int | None = None,
     c: str | None = None,
+    tile: str | None = None,
 ) -> Callable:
-    """bias: its dtype. pitch: elements from one row of the result to the next. c: "apart" or, in place, "out"."""
+    """bias: its dtype. pitch: elements from one row of the result to the next. c: "apart" or, in place, "out".
+
+    tile: instead of the chosen one, of a GEMM without the rest.
+    """
+    if tile is not None:
+        out = make.zeros(m, n, dtype=torch.bfloat16)
+        return with_tile(tile, make.rows(m, k), make.weights(n, k), out)
     dtype = getattr(torch, out_dtype)
     options = {"bias": None if bias is None else make.normal(n, dtype=getattr(torch, bias)), "out_dtype": dtype}
     out = make.zeros(m, pitch or n, dtype=dtype)[:, :n]
@@ -122,15 +131,38 @@ def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
     return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
 
 
-def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int) -> Callable:
+def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int, tile: str | None = None) -> Callable:
+    """tile: instead of the chosen one."""
     offsets = group_offsets(groups, mean_rows)
     out = make.zeros(offsets[-1], n, dtype=torch.bfloat16)
     operands = make.rows(offsets[-1], k), make.weights(groups, n, k), make.integers(offsets)
+    if tile is not None:
+        return with_tile(tile, *operands[:2], out, operands[2])
     return partial(fp8moe.grouped_gemm, *operands, out=out)
 
 
+def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None = None) -> Callable:
+    """A GEMM with the candidate of that name, as `benchmarks.choice` prints it. ValueError if there is none."""
+    from benchmarks.choice import Problem, every_candidate, name
+    from fp8moe.kernels.gemm import dense_plan, grouped_plan
+
+    problem = Problem(0 if offsets is None else len(b.data), len(a.data), *b.data.shape[-2:])
+    named = {name(config): config for config in every_candidate(problem, SMS)}
+    if tile not in named:
+        raise ValueError(f"no tile {tile!r} for {problem}; there are {', '.join(named)}")
+
+    def call() -> Tensor:
+        if offsets is None:
+            dense_plan.gemm(dense_plan.Operands(*a, *b), out, cfg=named[tile])
+        else:
+            grouped_plan.grouped_gemm(a, b, offsets, out, cfg=named[tile])
+        return out
+
+    return call
+
+
 def grouped_gemm_masked(make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int) -> Callable:
-    a = fp8moe.FP8Tensor(*(part.unflatten(0, (groups, max_m)) for part in make.rows(groups * max_m, k)))
+    a = FP8Tensor(*(part.unflatten(0, (groups, max_m)) for part in make.rows(groups * max_m, k)))
     out = make.zeros(groups, max_m, n, dtype=torch.bfloat16)
     sizes = make.integers(group_sizes(groups, mean_rows))
     return partial(fp8moe.grouped_gemm_masked, a, make.weights(groups, n, k), sizes, expected_m=mean_rows, out=out)
@@ -152,7 +184,7 @@ def mqa_logits(
     make: Operands, queries: int, tokens: int, heads: int = 64, head_dim: int = 128, fill_masked: bool = True
 ) -> Callable:
     """The last queries over the tokens, each of which sees its own key and those before it."""
-    kv = fp8moe.FP8Tensor(make.codes(tokens, head_dim), make.uniform(tokens, mean=1 / STD))
+    kv = FP8Tensor(make.codes(tokens, head_dim), make.uniform(tokens, mean=1 / STD))
     q, weights = make.codes(queries, heads, head_dim), make.normal(queries, heads, dtype=torch.float32)
     starts, ends = torch.zeros(queries), torch.arange(tokens - queries, tokens) + 1
     return partial(

@@ -67,15 +67,22 @@ def group_offsets(problem: Problem) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
 
 
-def candidates(problem: Problem, sms: int) -> list[GemmConfig]:
-    """The chosen one, then others that are expected to be nearly as fast."""
+def every_candidate(problem: Problem, sms: int) -> dict[GemmConfig, float]:
+    """What may be chosen, with the time that the cost model expects of it."""
     groups, m, n, k = problem
     if groups:
         found = grouped_candidates(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
-        times = {config: grouped_time(config, groups, m / groups, n, k, sms) for config in found}
+        return {config: grouped_time(config, groups, m / groups, n, k, sms) for config in found}
+    return {config: dense_time(config, m, n, k, sms) for config in dense_candidates(m, n, k, sms)}
+
+
+def candidates(problem: Problem, sms: int) -> list[GemmConfig]:
+    """The chosen one, then others that are expected to be nearly as fast."""
+    groups, m, n, k = problem
+    times = every_candidate(problem, sms)
+    if groups:
         chosen = choose_grouped(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
     else:
-        times = {config: dense_time(config, m, n, k, sms) for config in dense_candidates(m, n, k, sms)}
         chosen = choose_dense(m, n, k, sms)
     limit = LIKELY * times[chosen]
     others = sorted((config for config in times if config != chosen and times[config] <= limit), key=times.__getitem__)

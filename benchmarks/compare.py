@@ -10,6 +10,9 @@ faster. `results` says whether they are equal bit for bit, or how far they are a
 ratio shows what the clock does to all others. Cases that the older revision cannot run are named and left out. The exit
 status is 1 if a threshold is missed or a case fails.
 
+With `--tiles` GEMMs run with given tiles instead of the chosen ones, named as `benchmarks.choice` prints them: what a
+change does to a kernel, before the cost model knows of it.
+
 REVISION: a git revision of this checkout, or a directory that holds a checkout, for machines without the repository.
 """
 
@@ -158,6 +161,18 @@ def compare(
     return rows
 
 
+def with_tiles(cases: Iterable[Case], tiles: Sequence[str]) -> list[Case]:
+    """The GEMMs without addends among the cases, each with every tile; the yardstick stays as it is."""
+    plain = {"gemm": {"m", "n", "k"}, "grouped_gemm": {"groups", "mean_rows", "n", "k"}}
+    found = []
+    for case in cases:
+        if case.op == YARDSTICK:
+            found.append(case)
+        elif case.sizes.keys() == plain.get(case.op):
+            found += [Case(case.op, case.sizes | {"tile": tile}) for tile in tiles]
+    return found
+
+
 def format_row(row: dict) -> str:
     """A line for one case."""
     if "ratio" not in row:
@@ -204,11 +219,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--new", default=str(ROOT), metavar="REVISION", help="to compare with, instead of this checkout"
     )
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name this regular expression finds")
+    parser.add_argument(
+        "--tiles",
+        nargs="+",
+        metavar="TILE",
+        help="the plain cases of gemm and grouped_gemm, with each of these instead of the chosen one: 128x192s*1",
+    )
     parser.add_argument("--turns", type=int, default=TURNS, help=f"of each revision for a case (default {TURNS})")
     parser.add_argument("--geomean", type=float, default=GEOMEAN, help=f"threshold of the ratios (default {GEOMEAN})")
     parser.add_argument("--least", type=float, default=LEAST, help=f"threshold of each ratio (default {LEAST})")
     args = parser.parse_args(argv)
     cases = [case for case in calls.timed() + calls.more_timed() if re.search(args.only, case.name)]
+    if args.tiles:
+        cases = with_tiles(cases, args.tiles)
     if not cases:
         parser.error(f"--only: no case has {args.only!r} in its name")
     gpu = command.start()

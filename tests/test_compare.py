@@ -212,6 +212,28 @@ def test_timed_cases_are_of_every_op_and_have_names_of_their_own():
     assert [Case(*json.loads(json.dumps(case))) for case in cases] == cases
 
 
+def test_cases_with_given_tiles():
+    cases = [
+        Case("gemm", {"m": 4096, "n": 512, "k": 256}),
+        Case("gemm", {"m": 1, "n": 512, "k": 256, "bias": "float32"}),
+    ]
+    cases += [Case("cublas", {"m": 4096, "n": 512, "k": 256}), Case("append_kv", {"tokens": 1})]
+    tiled = compare.with_tiles(cases, ["128x192s*1", "256x128*1"])
+    assert [case.name for case in tiled] == [
+        "gemm m=4096 n=512 k=256 tile=128x192s*1",
+        "gemm m=4096 n=512 k=256 tile=256x128*1",
+        "cublas m=4096 n=512 k=256",
+    ]
+    for case in (
+        tiled[1],
+        Case("grouped_gemm", {"groups": 2, "mean_rows": 256, "n": 512, "k": 256, "tile": "256x128*1"}),
+    ):
+        assert callable(calls.build(case, calls.Operands("cpu")))
+        unknown = Case(case.op, case.sizes | {"tile": "3x5*1"})
+        with pytest.raises(ValueError, match=r"no tile '3x5\*1' for .*; there are .*256x128\*1"):
+            calls.build(unknown, calls.Operands("cpu"))
+
+
 def test_operands_are_the_same_for_the_same_seed():
     draw = [calls.Operands("cpu").rows(5, 260) for _ in range(2)]
     assert torch.equal(draw[0].data.view(torch.uint8), draw[1].data.view(torch.uint8))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.choice import Problem, make_row, problems
+from benchmarks.choice import Problem, every_candidate, make_row, problems
 from fp8moe.kernels.gemm import cost
 from tools import fit_cost
 from tools.fit_cost import CONSTANTS, Timed
@@ -22,8 +22,7 @@ def constants(monkeypatch):
 
 def timed(problem):
     """As long as expected."""
-    found = fit_cost.candidates(problem)
-    return Timed(problem, {config: fit_cost.expected(problem, config) for config in found})
+    return Timed(problem, every_candidate(problem, fit_cost.SMS))
 
 
 @pytest.mark.parametrize("kind,mean,largest", [("dense", 0.01, 0.12), ("grouped", 0.03, 0.17)])
@@ -53,7 +52,8 @@ def test_what_is_held_does_not_move(constants):
 
 def test_regret():
     problem = Problem(0, 4096, 4096, 7168)
-    fast, slow, *_ = sorted(fit_cost.candidates(problem), key=lambda config: fit_cost.expected(problem, config))
+    expected = every_candidate(problem, fit_cost.SMS)
+    fast, slow, *_ = sorted(expected, key=expected.__getitem__)
     assert fit_cost.regret(Timed(problem, {fast: 110.25, slow: 100.0})) == pytest.approx(0.1)
     assert fit_cost.regret(Timed(problem, {fast: 100.2, slow: 100.0})) == 0
     assert fit_cost.regret(Timed(problem, {fast: 90.0, slow: 100.0})) == 0

@@ -15,10 +15,9 @@ from math import log
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.choice import Problem, name
+from benchmarks.choice import Problem, every_candidate, name
 from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.config import GemmConfig
-from fp8moe.kernels.gemm.tiles import dense_candidates, grouped_candidates
 
 SMS = 132
 UNSEEN_US = 0.25  # how much times of one tile differ from run to run
@@ -45,19 +44,12 @@ class Timed(NamedTuple):
     times: dict[GemmConfig, float]
 
 
-def candidates(problem: Problem) -> list[GemmConfig]:
-    groups, m, n, k = problem
-    if groups:
-        return grouped_candidates(m, groups, m / groups, n, k, SMS, max_m=None, swiglu=False)
-    return dense_candidates(m, n, k, SMS)
-
-
 def load(path: Path) -> list[Timed]:
     """The rows of a file whose tiles are still candidates."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
         problem = Problem(*(row[field] for field in Problem._fields))
-        named = {name(config): config for config in candidates(problem)}
+        named = {name(config): config for config in every_candidate(problem, SMS)}
         times = {named[tile]: us for tile, us in row["times"].items() if tile in named}
         if len(times) > 1:
             found.append(Timed(problem, times))
