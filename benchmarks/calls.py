@@ -22,7 +22,6 @@ FP8_MAX = 448.0
 STD = 100.0  # of the E4M3 values to which normal data is quantized
 AT_ONCE = 1 << 28  # elements drawn in one piece
 CACHE_BLOCK = 64  # tokens
-SMS = 132  # of the GPU whose tiles may be asked for
 
 
 class Case(NamedTuple):
@@ -143,22 +142,13 @@ def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int, ti
 
 def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None = None) -> Callable:
     """A GEMM with the candidate of that name, as `benchmarks.choice` prints it. ValueError if there is none."""
-    from benchmarks.choice import Problem, every_candidate, name
-    from fp8moe.kernels.gemm import dense_plan, grouped_plan
+    from benchmarks.choice import Problem, every_candidate, multiply, name
 
     problem = Problem(0 if offsets is None else len(b.data), len(a.data), *b.data.shape[-2:])
-    named = {name(config): config for config in every_candidate(problem, SMS)}
+    named = {name(config): config for config in every_candidate(problem)}
     if tile not in named:
         raise ValueError(f"no tile {tile!r} for {problem}; there are {', '.join(named)}")
-
-    def call() -> Tensor:
-        if offsets is None:
-            dense_plan.gemm(dense_plan.Operands(*a, *b), out, cfg=named[tile])
-        else:
-            grouped_plan.grouped_gemm(a, b, offsets, out, cfg=named[tile])
-        return out
-
-    return call
+    return partial(multiply, a, b, out, offsets, named[tile])
 
 
 def grouped_gemm_masked(make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int) -> Callable:

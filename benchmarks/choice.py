@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks import command, operands, timing
 from benchmarks.report import Threshold, format_table
+from fp8moe import FP8Tensor
 from fp8moe.kernels.gemm import dense_plan, grouped_plan
 from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.cost import dense_time, grouped_time
@@ -30,6 +31,7 @@ EACH = 30  # problems with groups, and without
 LIKELY, MOST = 1.5, 16  # candidates: over the time of the fastest expected; how many
 MOST_ROWS, MOST_BYTES = 20000, 4 << 30
 SEED = 60
+SMS = 132  # of an H100 or H200
 COLUMNS = ("groups", "m", "n", "k", "candidates", "chosen", "us", "best", "best_us", "regret")
 
 
@@ -67,19 +69,24 @@ def group_offsets(problem: Problem) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
 
 
-def every_candidate(problem: Problem, sms: int) -> dict[GemmConfig, float]:
-    """What may be chosen, with the time that the cost model expects of it."""
+def expected_us(problem: Problem, config: GemmConfig, sms: int = SMS) -> float:
+    """By the cost model."""
+    groups, m, n, k = problem
+    return grouped_time(config, groups, m / groups, n, k, sms) if groups else dense_time(config, m, n, k, sms)
+
+
+def every_candidate(problem: Problem, sms: int = SMS) -> list[GemmConfig]:
+    """What may be chosen."""
     groups, m, n, k = problem
     if groups:
-        found = grouped_candidates(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
-        return {config: grouped_time(config, groups, m / groups, n, k, sms) for config in found}
-    return {config: dense_time(config, m, n, k, sms) for config in dense_candidates(m, n, k, sms)}
+        return grouped_candidates(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
+    return dense_candidates(m, n, k, sms)
 
 
 def candidates(problem: Problem, sms: int) -> list[GemmConfig]:
     """The chosen one, then others that are expected to be nearly as fast."""
     groups, m, n, k = problem
-    times = every_candidate(problem, sms)
+    times = {config: expected_us(problem, config, sms) for config in every_candidate(problem, sms)}
     if groups:
         chosen = choose_grouped(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
     else:
@@ -94,10 +101,17 @@ def call_of(problem: Problem) -> Callable[[GemmConfig], object]:
     groups, m, n, k = problem
     a, out = operands.random_rows(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     if groups:
-        b, offsets = operands.random_experts(groups, n, k), group_offsets(problem).cuda()
-        return lambda config: grouped_plan.grouped_gemm(a, b, offsets, out, cfg=config)
-    dense = Operands(*a, *operands.weight(n, k))
-    return lambda config: dense_plan.gemm(dense, out, cfg=config)
+        return partial(multiply, a, operands.random_experts(groups, n, k), out, group_offsets(problem).cuda())
+    return partial(multiply, a, operands.weight(n, k), out, None)
+
+
+def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, config: GemmConfig) -> Tensor:
+    """A GEMM with this configuration, grouped if there are offsets."""
+    if offsets is None:
+        dense_plan.gemm(Operands(*a, *b), out, cfg=config)
+    else:
+        grouped_plan.grouped_gemm(a, b, offsets, out, cfg=config)
+    return out
 
 
 def name(config: GemmConfig) -> str:

@@ -157,6 +157,11 @@ def test_every_variant_keeps_to_its_registers(out_dtype, bias_dtype):
     assert not faults(compiled, PlainStore(out_dtype, bias_dtype))
 
 
+def test_few_steps_are_not_unrolled_into_serial_products():
+    tiles = (GemmConfig(256, 128, staged=True), GemmConfig(128, 192, staged=True))
+    assert not faults([(with_stages(tile, 512), 32768, 512) for tile in tiles], PlainStore(torch.bfloat16))
+
+
 def compile_with(spec: jit.KernelSpec, old: str, new: str) -> str:
     """The compiler's log for a variant with `old`, which must occur in its text, replaced."""
     text = jit.full_source(spec)

@@ -15,11 +15,10 @@ from math import log
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.choice import Problem, every_candidate, name
+from benchmarks.choice import Problem, every_candidate, expected_us, name
 from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.config import GemmConfig
 
-SMS = 132
 UNSEEN_US = 0.25  # how much times of one tile differ from run to run
 SLOW, OF_SLOW = 1.25, 0.2  # over the time of the fastest; weight of its error
 FIRST_STEP = 0.12
@@ -49,7 +48,7 @@ def load(path: Path) -> list[Timed]:
     found = []
     for row in json.loads(path.read_text())["rows"]:
         problem = Problem(*(row[field] for field in Problem._fields))
-        named = {name(config): config for config in every_candidate(problem, SMS)}
+        named = {name(config): config for config in every_candidate(problem)}
         times = {named[tile]: us for tile, us in row["times"].items() if tile in named}
         if len(times) > 1:
             found.append(Timed(problem, times))
@@ -62,16 +61,9 @@ def of_kind(timed: Sequence[Timed], kind: str) -> list[Timed]:
     return [one for one, its in zip(timed, kinds, strict=True) if its == kind]
 
 
-def expected(problem: Problem, config: GemmConfig) -> float:
-    groups, m, n, k = problem
-    if groups:
-        return cost.grouped_time(config, groups, m / groups, n, k, SMS)
-    return cost.dense_time(config, m, n, k, SMS)
-
-
 def regret(one: Timed) -> float:
     """How much slower the choice is than the fastest candidate; differences that no one sees count as none."""
-    chosen = min(one.times, key=lambda config: expected(one.problem, config))
+    chosen = min(one.times, key=lambda config: expected_us(one.problem, config))
     best = min(one.times.values())
     return max(one.times[chosen] - UNSEEN_US, best) / best - 1
 
@@ -82,7 +74,7 @@ def loss(timed: Sequence[Timed]) -> float:
         best = min(times.values())
         for config, us in times.items():
             share = 1 if us < SLOW * best else OF_SLOW
-            error += share * log(expected(problem, config) / us) ** 2
+            error += share * log(expected_us(problem, config) / us) ** 2
             weight += share
     return 0.5 * (error / weight) ** 0.5 + 6 * sum(map(regret, timed)) / len(timed)
 
