@@ -1,9 +1,10 @@
-"""How good the choice of tiles is on shapes that it was not fitted to: `python -m benchmarks.choice [--seed N]`.
+"""How good the choice of tiles is on shapes that it was not fitted to: `python -m benchmarks.choice [--fit]`.
 
 For each of 30 dense and 30 grouped problems, always the same, the candidates that the cost model expects within half
 as much again of the fastest are timed in turn. `regret` is how much slower the chosen one is than the best of them.
-Groups have very different sizes, as skewed routing makes them, and some are empty. With another seed the problems are
-others: their `times` are for `tools.fit_cost`, which must not see those that judge it.
+Groups have very different sizes, as skewed routing makes them, and some are empty. With `--fit` the problems are
+others: weights of models, with even and with skewed groups, whose `times` are for `tools.fit_cost`. It must not see
+those that judge it.
 """
 
 import random
@@ -30,23 +31,46 @@ from fp8moe.runtime.launch import num_sms
 EACH = 30  # problems with groups, and without
 LIKELY, MOST = 1.5, 16  # candidates: over the time of the fastest expected; how many
 MOST_ROWS, MOST_BYTES = 20000, 4 << 30
+LONG_US = 100  # kernels for which the GPU clocks down, the more the longer it was busy: it rests before them
 SEED = 60
 SMS = 132  # of an H100 or H200
 COLUMNS = ("groups", "m", "n", "k", "candidates", "chosen", "us", "best", "best_us", "regret")
 
 
+# Of models' linear layers and experts (DeepSeek-V3, Kimi-K2, Qwen3, Mixtral): (n, k).
+LINEAR = (
+    *((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)),
+    *((5120, 2048), (6144, 4096)),
+)
+EXPERTS = ((4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072), (1536, 2048))
+TOKENS = (1, 4, 8, 16, 24, 32, 40, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+GROUPS = ((4, 8192), (8, 4096), (6, 1024), (8, 256), (16, 512), (32, 32), (32, 192), (32, 256), (32, 768), (128, 64))
+"""And their mean rows."""
+
+
 class Problem(NamedTuple):
-    """Rows in all, weights (n, k), and how many of them; 0 for a dense GEMM."""
+    """Rows in all, weights (n, k), and how many of them; 0 for a dense GEMM. skewed: the sizes of the groups."""
 
     groups: int
     m: int
     n: int
     k: int
+    skewed: bool = True
 
 
-def problems(seed: int = SEED) -> list[Problem]:
-    """The dense ones, then the grouped ones."""
-    draw = random.Random(seed)
+def fitted() -> list[Problem]:
+    """What the choice is fitted to, the dense ones first."""
+    found = [Problem(0, m, n, k) for n, k in LINEAR for m in TOKENS]
+    for n, k in EXPERTS:
+        for groups, mean in GROUPS:
+            if groups * n * k <= MOST_BYTES:
+                found += [Problem(groups, groups * mean, n, k, skewed) for skewed in (False, True)]
+    return found
+
+
+def problems() -> list[Problem]:
+    """What judges the choice, the dense ones first."""
+    draw = random.Random(SEED)
 
     def size(least: int, most: int, multiple: int) -> int:
         """Small ones as often as large ones."""
@@ -61,9 +85,13 @@ def problems(seed: int = SEED) -> list[Problem]:
 
 
 def group_offsets(problem: Problem) -> Tensor:
-    """Of groups whose sizes differ as those of skewed routing: (groups + 1,) int32."""
+    """Of groups whose sizes differ as those of skewed routing, or by a third: (groups + 1,) int32."""
     generator = torch.Generator().manual_seed(problem.m)
-    share = torch.empty(problem.groups).exponential_(generator=generator) ** 2
+    share = torch.empty(problem.groups)
+    if problem.skewed:
+        share = share.exponential_(generator=generator) ** 2
+    else:
+        share.uniform_(0.68, 1.32, generator=generator)
     owner = torch.multinomial(share, problem.m, replacement=True, generator=generator)
     sizes = torch.bincount(owner, minlength=problem.groups)
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
@@ -71,13 +99,13 @@ def group_offsets(problem: Problem) -> Tensor:
 
 def expected_us(problem: Problem, config: GemmConfig, sms: int = SMS) -> float:
     """By the cost model."""
-    groups, m, n, k = problem
+    groups, m, n, k, _ = problem
     return grouped_time(config, groups, m / groups, n, k, sms) if groups else dense_time(config, m, n, k, sms)
 
 
 def every_candidate(problem: Problem, sms: int = SMS) -> list[GemmConfig]:
     """What may be chosen."""
-    groups, m, n, k = problem
+    groups, m, n, k, _ = problem
     if groups:
         return grouped_candidates(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
     return dense_candidates(m, n, k, sms)
@@ -85,7 +113,7 @@ def every_candidate(problem: Problem, sms: int = SMS) -> list[GemmConfig]:
 
 def candidates(problem: Problem, sms: int) -> list[GemmConfig]:
     """The chosen one, then others that are expected to be nearly as fast."""
-    groups, m, n, k = problem
+    groups, m, n, k, _ = problem
     times = {config: expected_us(problem, config, sms) for config in every_candidate(problem, sms)}
     if groups:
         chosen = choose_grouped(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
@@ -98,7 +126,7 @@ def candidates(problem: Problem, sms: int) -> list[GemmConfig]:
 
 def call_of(problem: Problem) -> Callable[[GemmConfig], object]:
     """Runs the problem with a configuration, on random operands."""
-    groups, m, n, k = problem
+    groups, m, n, k, _ = problem
     a, out = operands.random_rows(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     if groups:
         return partial(multiply, a, operands.random_experts(groups, n, k), out, group_offsets(problem).cuda())
@@ -116,7 +144,11 @@ def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, co
 
 def name(config: GemmConfig) -> str:
     """Tokens x features, and what else there is."""
-    marks = {"s": config.staged, f"/{config.split_k}": config.split_k > 1, f"*{config.blocks_per_sm}": True}
+    marks = {
+        "s": config.staged,
+        f"/{config.split_k}": config.split_k > 1,
+        f"*{config.blocks_per_sm}": True,
+    }
     return f"{config.block_m}x{config.block_n}" + "".join(mark for mark, used in marks.items() if used)
 
 
@@ -137,30 +169,30 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
     ]
 
 
-def run(seed: int = SEED) -> dict:
+def run(timed: Sequence[Problem]) -> dict:
     """Times the candidates of every problem; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
     sms = num_sms(torch.cuda.current_device())
-    found = {problem: candidates(problem, sms) for problem in problems(seed)}
+    found = {problem: candidates(problem, sms) for problem in timed}
     epilogue = PlainStore(torch.bfloat16)
     load_all({kernel_spec(config, p.n, p.k, epilogue) for p, configs in found.items() for config in configs})
     rows = []
     for problem, configs in found.items():
         call = call_of(problem)
         calls = [partial(call, config) for config in configs]
-        timed = timing.measure(calls, rests=[0.0] * len(calls))
-        rows.append(make_row(problem, {config: one.median_us for config, one in zip(configs, timed, strict=True)}))
+        rests = [timing.SHORT_REST_S if expected_us(problem, config, sms) > LONG_US else 0.0 for config in configs]
+        found_us = [one.median_us for one in timing.measure(calls, rests=rests)]
+        rows.append(make_row(problem, dict(zip(configs, found_us, strict=True))))
     return command.result(gpu, rows, thresholds(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser("choice", "the chosen tiles against the other candidates")
-    parser.add_argument(
-        "--seed", type=int, default=SEED, help=f"of the problems; {SEED} for those that judge the choice"
-    )
+    parser.add_argument("--fit", action="store_true", help="time what tools.fit_cost fits the choice to")
     args = parser.parse_args(argv)
-    result = run(args.seed)
-    command.finish(args.out / "choice.json", result, format_table(result["rows"], COLUMNS))
+    result = run(fitted() if args.fit else problems())
+    name = "tiles.json" if args.fit else "choice.json"
+    command.finish(args.out / name, result, format_table(result["rows"], COLUMNS))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, with_stag
 from fp8moe.kernels.gemm.cost import dense_time, resident_clusters
 from fp8moe.kernels.gemm.epilogue import PlainStore
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, dense_candidates, describe_dense, raster_group
+from fp8moe.kernels.gemm.tiles import choose_dense, dense_candidates, describe_dense, raster_group, tokens_of_tile
 from fp8moe.runtime import compilers, jit
 from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import COMPLAINTS, faults, one_of_each
@@ -67,6 +67,25 @@ def test_choice_is_the_cheapest_candidate(problem):
 
 @settings(max_examples=200)
 @given(problems)
+def test_tiles_share_the_tokens(problem):
+    m = problem[0]
+    for config in dense_candidates(*problem):
+        each, tiles = tokens_of_tile(config, m), math.ceil(m / config.block_m)
+        assert each <= config.block_m and each % 8 == 0  # loads of scales begin at multiples of four
+        assert math.ceil(m / each) <= tiles
+        if not config.staged:
+            assert each * tiles - m < 8 * tiles, "TMA would load rows behind the last"
+
+
+def test_tokens_of_tiles():
+    narrow = GemmConfig(64, 64, warpgroups=1)
+    assert [tokens_of_tile(narrow, m) for m in (3, 40, 64, 65, 96, 130, 1000)] == [8, 40, 64, 40, 48, 48, 64]
+    assert tokens_of_tile(GemmConfig(256, 128, staged=True), 300) == 256  # whole slabs for TMA
+    assert tokens_of_tile(GemmConfig(128, 256, groups=4), 300) == 128
+
+
+@settings(max_examples=200)
+@given(problems)
 def test_raster_group_is_some_of_the_rows(problem):
     m, n, _, num_sms = problem
     for config in dense_candidates(*problem):
@@ -116,14 +135,14 @@ def test_few_sms_hold_at_least_one_cluster():
 
 # (n, k), m -> block_m, block_n, swap, splits K. A change of the cost model that moves one of these is to be measured.
 CHOICES = [
-    ((7168, 2048), 1, (8, 128, True, False)),
+    ((7168, 2048), 1, (8, 64, True, True)),
     ((7168, 2048), 64, (64, 64, False, False)),
     ((7168, 2048), 128, (64, 128, False, False)),
     ((7168, 2048), 512, (256, 128, False, False)),
     ((7168, 2048), 4096, (256, 128, False, False)),
     ((2112, 7168), 1, (8, 64, True, True)),
     ((2112, 7168), 64, (64, 64, False, True)),
-    ((2112, 7168), 128, (64, 64, False, True)),
+    ((2112, 7168), 128, (64, 32, False, False)),
     ((2112, 7168), 512, (128, 64, False, False)),
     ((2112, 7168), 4096, (128, 192, False, False)),
     ((4096, 7168), 1, (8, 64, True, True)),

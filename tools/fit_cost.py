@@ -1,17 +1,19 @@
-"""Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--rounds N]`.
+"""Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--proposals N]`.
 
-FILE: of `benchmarks.choice` with a seed of its own, or benchmarks/baselines/tiles_h200.json. Prints the constants, for
-cost.py, and the regret before and after.
+FILE: of `benchmarks.choice --fit`, or benchmarks/baselines/tiles_h200.json. Prints the constants, for cost.py, and the
+regret before and after.
 
-One constant after the other is changed, as far as the loss falls: half the root mean square of the logarithmic error
-of the times, those of slow tiles counting a fifth, plus six times the mean regret of the choice, plus how far the
-constants are from where they began. Few problems should not undo what many have taught.
+By simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983) of a loss: half the
+root mean square of the logarithmic error of the times, those of slow tiles counting a fifth, plus six times the mean
+regret of the choice, plus how far the constants are from where they began. Few problems should not undo what many have
+taught. Tiles that are expected to take nearly as long share the choice, so that the loss does not jump.
 """
 
 import argparse
 import json
+import random
 from collections.abc import Callable, Sequence
-from math import log
+from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +23,15 @@ from fp8moe.kernels.gemm.config import GemmConfig
 
 UNSEEN_US = 0.25  # how much times of one tile differ from run to run
 SLOW, OF_SLOW = 1.25, 0.2  # over the time of the fastest; weight of its error
-FIRST_STEP = 0.12
+NEARLY = 0.01  # over the time of the fastest expected: shares the choice
+STEPS = (0.01, 0.03, 0.1, 0.25)  # of a proposal: standard deviations of the logarithms
+HOTTEST = 2e-3  # a loss so much higher is accepted once in e at first
+_ENDS = ("start", "per_stage", "per_split", "reduction", "epilogue", "last_epilogue")
+_EVERY = (*_ENDS, "step", "shared", "dram", "overlap")
+_PRODUCTS = ("per_tile", "piece", "mma", "wait", "sparse", "overlapped_step", "overlapped_mma")
 CONSTANTS = {
-    "dense": [f"_STRAIGHT.{field}" for field in ("epilogue", "per_tile", "piece", "mma", "step", "dram", "overlap")],
-    "swapped": [f"_SWAPPED.{field}" for field in ("per_stage", "per_split", "reduction", "epilogue", "step", "dram")],
+    "dense": [f"_STRAIGHT.{field}" for field in (*_EVERY, *_PRODUCTS)],
+    "swapped": [f"_SWAPPED.{field}" for field in _EVERY],
     "grouped": [
         f"_GROUPED_{field}" for field in ("START", "STEP", "OVERLAPPED", "OVERLAPPED_PRODUCT", "MMA", "LOAD", "L2")
     ]
@@ -61,22 +68,29 @@ def of_kind(timed: Sequence[Timed], kind: str) -> list[Timed]:
     return [one for one, its in zip(timed, kinds, strict=True) if its == kind]
 
 
+def excess(times: dict[GemmConfig, float], chosen: GemmConfig) -> float:
+    """How much slower a candidate is than the fastest; differences that no one sees count as none."""
+    best = min(times.values())
+    return max(times[chosen] - UNSEEN_US, best) / best - 1
+
+
 def regret(one: Timed) -> float:
-    """How much slower the choice is than the fastest candidate; differences that no one sees count as none."""
-    chosen = min(one.times, key=lambda config: expected_us(one.problem, config))
-    best = min(one.times.values())
-    return max(one.times[chosen] - UNSEEN_US, best) / best - 1
+    """How much slower the choice is than the fastest candidate."""
+    return excess(one.times, min(one.times, key=lambda config: expected_us(one.problem, config)))
 
 
 def loss(timed: Sequence[Timed]) -> float:
-    error = weight = 0.0
+    error = weight = regrets = 0.0
     for problem, times in timed:
-        best = min(times.values())
+        expected = {config: expected_us(problem, config) for config in times}
+        best, first = min(times.values()), min(expected.values())
         for config, us in times.items():
             share = 1 if us < SLOW * best else OF_SLOW
-            error += share * log(expected_us(problem, config) / us) ** 2
+            error += share * log(expected[config] / us) ** 2
             weight += share
-    return 0.5 * (error / weight) ** 0.5 + 6 * sum(map(regret, timed)) / len(timed)
+        shares = {config: exp(-(us / first - 1) / NEARLY) for config, us in expected.items()}
+        regrets += sum(share * excess(times, config) for config, share in shares.items()) / sum(shares.values())
+    return 0.5 * (error / weight) ** 0.5 + 6 * regrets / len(timed)
 
 
 def get(constant: str) -> float:
@@ -89,39 +103,44 @@ def put(constant: str, number: float) -> None:
     setattr(cost, value, getattr(cost, value)._replace(**{field[0]: number}) if field else number)
 
 
-def fit(constants: Sequence[str], loss: Callable[[], float], rounds: int, hold: float) -> dict[str, float]:
-    """Changes constants of the cost model, as far as the loss falls; returns what they are then.
+def fit(constants: Sequence[str], loss: Callable[[], float], proposals: int, hold: float) -> dict[str, float]:
+    """Changes constants of the cost model until the loss is low; returns what they are then.
 
     hold: what the mean square of their logarithmic changes adds to the loss.
     """
+    draw = random.Random(0)
     begun = {constant: get(constant) for constant in constants if get(constant) > 0}
-    steps = dict.fromkeys(begun, FIRST_STEP)
 
     def total() -> float:
         return loss() + hold * sum(log(get(constant) / number) ** 2 for constant, number in begun.items()) / len(begun)
 
-    least = total()
-    for _ in range(rounds):
-        for constant, step in steps.items():
-            before = get(constant)
-            for factor in (1 + step, 1 - step):
-                put(constant, before * factor)
-                now = total()
-                if now < least:
-                    least, steps[constant] = now, 1.3 * step
-                    break
-            else:
-                put(constant, before)
-                steps[constant] = step / 2
-    return {constant: get(constant) for constant in begun}
+    current = least = total()
+    best = begun
+    for i in range(proposals):
+        heat, step = HOTTEST * (1 - i / proposals), draw.choice(STEPS)
+        changed = draw.sample(list(begun), min(draw.choice((1, 2, 3)), len(begun)))
+        before = {constant: get(constant) for constant in changed}
+        for constant, number in before.items():
+            put(constant, number * exp(draw.gauss(0, step)))
+        now = total()
+        if now < current or draw.random() < exp((current - now) / heat):
+            current = now
+            if now < least:
+                least, best = now, {constant: get(constant) for constant in begun}
+        else:
+            for constant, number in before.items():
+                put(constant, number)
+    for constant, number in best.items():
+        put(constant, number)
+    return best
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.fit_cost", description="fit the cost model of the GEMMs")
     parser.add_argument("kind", choices=CONSTANTS)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--hold", type=float, default=0.3, help="how much changes of constants weigh (default: 0.3)")
+    parser.add_argument("--proposals", type=int, default=10000)
+    parser.add_argument("--hold", type=float, default=0.02, help="how much changes of constants weigh (default: 0.02)")
     args = parser.parse_args(argv)
     timed = of_kind([one for path in args.files for one in load(path)], args.kind)
     if not timed:
@@ -134,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
 
     report("before")
-    fitted = fit(CONSTANTS[args.kind], lambda: loss(timed), args.rounds, args.hold)
+    fitted = fit(CONSTANTS[args.kind], lambda: loss(timed), args.proposals, args.hold)
     report("after")
     for constant, number in fitted.items():
         print(f"{constant} = {number:.4g}")

@@ -44,6 +44,7 @@ struct KRange {
 struct Loader {
   Shared& s;
   const TensorMap &a, &a_scale, &b;
+  int tile_m;  // tokens of one load, unless the tile is partial
 
   // Pieces of 64 tokens of a partial tile.
   static __device__ __forceinline__ int pieces(const Tile& tile) {
@@ -52,7 +53,7 @@ struct Loader {
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
     Barrier& full = s.ring.full[stage];
-    full.expect(PARTIAL ? STAGE_BYTES - A_BYTES + pieces(tile) * A_PIECE_BYTES : STAGE_BYTES);
+    full.expect(STAGE_BYTES - A_BYTES + (PARTIAL ? pieces(tile) * A_PIECE_BYTES : tile_m * BLOCK_K));
     const u32 target = shared_address(s.b[stage]);
     const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n);
     tma_load(target, b, full.address(), k_block * BLOCK_K, row);
@@ -122,7 +123,7 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& 
 
 // Large tiles find the next stage, and wait for it, under the last product of the one before. Then nothing but the
 // promotion lies between two products of a warpgroup, and that is shorter than the other's product.
-constexpr bool AHEAD = UNROLLED_STAGES > 1 && !OVERLAPS;
+constexpr bool AHEAD = UNROLLED_STAGES > 1 && !OVERLAPS && STAGES > 2 && K_BLOCKS > 8;
 
 struct MathWarp {
   Shared& s;
@@ -249,7 +250,7 @@ struct MathWarp {
   __device__ __forceinline__ void multiply_more(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
                                                 int count, bool more) {
     constexpr int UNROLLED = Used == SLABS ? UNROLLED_STAGES : 1;
-    asm volatile("" : "+r"(count));  // known to ptxas, it would unroll the loop and end each product at once
+    if (AHEAD) asm volatile("" : "+r"(count));  // known to ptxas, it would unroll the loop and end each product at once
     multiply_stages<UNROLLED>(
         count, [&](int i) { multiply<false, Used>(sum, tile, source + i, i + 1 < count || more, [] {}); });
   }
@@ -361,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   const bool loads = warp == MATH_WARPS && lane == 0;
   const Split split;
   const KRange k(split.rank);
-  const Loader loader{s, a, a_scale, b};
+  const Loader loader{s, a, a_scale, b, args.schedule.tokens_of_tile()};
   Schedule<GROUPS> schedule(args.schedule, s.groups);
 
   if (warp == MATH_WARPS) {

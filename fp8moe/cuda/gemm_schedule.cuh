@@ -17,6 +17,12 @@ struct ScheduleArguments {
   int max_m;
   int raster;       // height of a band of tiles, see RasterPosition
   int group_pitch;  // from one group to the next in `groups`
+  int tile_m;       // of one matrix: see tokens_of_tile()
+  int tile_rows;    // of one matrix
+
+  // BLOCK_M, or fewer: TMA takes longer for rows behind the last than for any others, so that tiles of one matrix share
+  // its rows evenly. TMA writes whole slabs of 64 only.
+  __device__ __forceinline__ int tokens_of_tile() const { return GROUPS || STAGED ? BLOCK_M : tile_m; }
 };
 
 // Walks over this block's tiles, one in each round of all blocks. The blocks of a split have the same.
@@ -52,15 +58,16 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
   const ScheduleArguments& args;
 
   __device__ __forceinline__ Schedule(const ScheduleArguments& args, GroupTable<0>&) : args(args) {
-    tiles = ceil_div(args.m, BLOCK_M) * TILE_COLUMNS;
+    tiles = args.tile_rows * TILE_COLUMNS;
   }
 
   __device__ __forceinline__ void prepare() {}
   __device__ __forceinline__ void ready() {}
 
   __device__ __forceinline__ Tile at(int index) const {
-    const RasterPosition position(index, ceil_div(args.m, BLOCK_M), args.raster);
-    return {position.row * BLOCK_M, position.column * BLOCK_N, args.m, 0};
+    const RasterPosition position(index, args.tile_rows, args.raster);
+    const int m = position.row * args.tokens_of_tile();
+    return {m, position.column * BLOCK_N, min(args.m, m + args.tokens_of_tile()), 0};
   }
 };
 

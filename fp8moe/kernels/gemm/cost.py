@@ -36,6 +36,7 @@ class _Dense(NamedTuple):
     per_split: float  # each further block that shares a K
     reduction: float  # of a 128 x 128 tile through distributed shared memory
     epilogue: float  # of a 128 x 128 tile
+    last_epilogue: float  # of the last one of a block, when all store at once
     step: float  # cycles from a full stage to an empty one, beside the product itself
     wait: float  # part of the product that a single warpgroup cannot hide
     mma: float  # cycles of one output element and 128 products
@@ -56,40 +57,42 @@ class _Dense(NamedTuple):
 _PART, _KEPT_PART = 0.75, 0.1
 
 _SWAPPED = _Dense(
-    start=3.18,
-    per_stage=0.115,
-    per_split=0.0431,
-    reduction=5.33,
-    epilogue=14.6,
-    step=266,
+    start=1.85,
+    per_stage=0.109,
+    per_split=0.0441,
+    reduction=0.99,
+    epilogue=12.3,
+    last_epilogue=8.72,
+    step=226,
     wait=0,
     mma=0,
-    shared=0.951,
+    shared=0.635,
     sparse=0,
     l2=inf,
-    dram=3.4e6,
+    dram=3.46e6,
     unaligned=1.19,
-    overlap=3.8,
+    overlap=1.71,
 )
 _STRAIGHT = _Dense(
-    start=2.67,
-    per_stage=0.0473,
-    per_split=0,
-    reduction=4.75,
-    epilogue=0.688,
-    step=258,
-    wait=0.93,
-    mma=0.0358,
-    shared=0.92,
-    sparse=0.3,
+    start=2.16,
+    per_stage=0.0192,
+    per_split=0.0854,
+    reduction=5.64,
+    epilogue=0.421,
+    last_epilogue=1.17,
+    step=435,
+    wait=0.776,
+    mma=0.0347,
+    shared=0.93,
+    sparse=0.322,
     l2=26.4e6,
-    dram=4.28e6,
+    dram=4.12e6,
     unaligned=1.26,
-    overlap=1.5,
-    per_tile=0.094,
-    piece=0.000595,
-    overlapped_step=57.3,
-    overlapped_mma=1.147,
+    overlap=2.23,
+    per_tile=0.296,
+    piece=0.000948,
+    overlapped_step=58.3,
+    overlapped_mma=1.08,
 )
 
 
@@ -100,6 +103,7 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     slots = resident_clusters(config, num_sms)
     waves = ceil(tiles / slots)
     per_sm = max(1, min(tiles, slots) * config.split_k / num_sms)
+    fullest = ceil(per_sm)  # blocks on the SM that has the most
     area = config.block_m * config.block_n
 
     mma = area * (c.mma + c.piece * config.scale_pieces)
@@ -109,9 +113,9 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
         alone = c.overlapped_step
     # TMA writes both tiles; each product reads its 64 rows and its columns.
     shared = config.block_m + config.block_n + area * (1 / 64 + 1 / config.columns)
-    loaded = per_sm * shared * c.shared
+    loaded = fullest * shared * c.shared
     steps = waves * ceil(ceil(k / 128) / config.split_k)
-    compute = steps * max(alone, per_sm * mma, loaded) / _CYCLES
+    compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
     in_flight = min(1.0, per_sm * config.stages * (config.block_m + config.block_n) * 128 / 200e3)
     sparse = 1 + c.sparse * (1 - in_flight)
     dram = (n * k + m * k + 2 * m * n) / c.dram * sparse * (c.unaligned if k % 128 else 1)
@@ -119,9 +123,9 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
     epilogue = c.epilogue * area / 128**2
-    ends = epilogue + (waves - 1) * (c.per_tile + (0 if config.staged else epilogue))
+    ends = c.last_epilogue * area / 128**2 + (waves - 1) * (c.per_tile + (0 if config.staged else epilogue))
     if config.split_k > 1:
-        ends += c.per_split * (config.split_k - 1) + c.reduction * area / 128**2
+        ends += c.per_split * (config.split_k - 1) + c.reduction * fullest * area / 128**2
     if config.parts > 1:
         part = _KEPT_PART if config.keeps_parts else _PART
         ends += waves * (config.parts - 1) * part * area / 128**2

@@ -39,7 +39,8 @@ def grouped_k_spec(cfg: GroupedKConfig, n: int, *, out_float32: bool, accumulate
 
 def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
     """``struct Arguments`` of cuda/gemm.cu, the epilogue's ``Output`` in it."""
-    schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in ("m", "max_m", "raster", "group_pitch")))
+    sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows")
+    schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in sizes))
     fields = (("b_scale", ctypes.c_int64), *epilogue.fields, *schedule)
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 

@@ -12,6 +12,14 @@ from math import ceil
 
 from fp8moe.kernels.gemm.config import GemmConfig, GroupedKConfig, fits, with_stages
 from fp8moe.kernels.gemm.cost import dense_time, grouped_time, resident_clusters
+from fp8moe.quant.formats import align
+
+
+def tokens_of_tile(config: GemmConfig, m: int) -> int:
+    """Tokens that each tile takes: tiles of one matrix share its ``m`` evenly, unless TMA writes them."""
+    if config.groups or config.staged:
+        return config.block_m
+    return min(config.block_m, align(ceil(m / ceil(m / config.block_m)), 8))
 
 
 def raster_group(config: GemmConfig, m: int, concurrent: int) -> int:
@@ -48,19 +56,20 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
         tiles += [GemmConfig(256, 128), GemmConfig(128, 256)]
         tiles += [replace(tile, staged=True) for tile in tiles if tile.block_n >= 128 and tile.block_n % 64 == 0]
     if 64 < m <= 512:
-        tiles += narrow
+        tiles += [GemmConfig(64, 32, warpgroups=1), *narrow]
 
     found = []
     for tile in tiles:
         count = ceil(m / tile.block_m) * ceil(n / tile.block_n)
         most = 4 if m <= 64 else 2 if tile.block_m == 64 else 1  # blocks on an SM
+        full = 0.7 if tile.swap else 1  # of the SMs: few blocks may still share some
         for split_k in _splits(tile, k, parts):
             for blocks_per_sm in range(1, most + 1):
                 alone = parts if parts and split_k == 1 else 1
                 shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, parts=alone)
                 config = with_stages(shape, k)
                 one_wave = count <= resident_clusters(config, num_sms)
-                crowded = blocks_per_sm == 1 or count * split_k > 0.7 * num_sms * (blocks_per_sm - 1)
+                crowded = blocks_per_sm == 1 or count * split_k > full * num_sms * (blocks_per_sm - 1)
                 useful = not config.staged or not one_wave  # TMA writes a tile under the next one's products
                 if fits(config, k) and (one_wave or split_k in (1, parts)) and crowded and useful:
                     found.append(config)
@@ -155,7 +164,10 @@ def grouped_candidates(
             for blocks_per_sm in range(1, most + 1):
                 shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, groups=groups)
                 config = with_stages(shape, k)
-                if fits(config, k) and (split_k == 1 or bound <= resident_clusters(config, num_sms)):
+                slots = resident_clusters(config, num_sms)
+                # TMA writes a tile under the next one's products.
+                useful = not config.staged or groups * ceil(expected_m / tile.block_m) * ceil(n / tile.block_n) > slots
+                if fits(config, k) and (split_k == 1 or bound <= slots) and useful:
                     found.append(config)
     return found
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import arguments_type, kernel_spec
-from fp8moe.kernels.gemm.tiles import raster_group, row_tiles_bound
+from fp8moe.kernels.gemm.tiles import raster_group, row_tiles_bound, tokens_of_tile
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.jit import load
 from fp8moe.runtime.launch import Launcher, tensor_map
@@ -38,8 +38,9 @@ class Variant:
         n, groups = b.shape[-2], b.shape[0] if b.dim() == 3 else 0
         b_rows = cfg.block_n // 2 if epilogue.gated else cfg.block_n  # of gate, and as many of up
         blocks = a_scale.shape[1]
+        tile_m = tokens_of_tile(cfg, m)
         # Groups may end within a tile: without swap their tokens are loaded 64 rows at a time.
-        a_rows = 64 if groups and not cfg.swap else cfg.block_m
+        a_rows = 64 if groups and not cfg.swap else tile_m
         self._a = tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(a_rows, 128), swizzle=128)
         self._a_scale = tensor_map(
             a_scale, shape=(blocks, m), strides=(a_scale.stride(1), 1), box=(1, cfg.scale_box), l2_promotion=0
@@ -52,11 +53,14 @@ class Variant:
         if cfg.staged and out is not None and out.dtype == torch.bfloat16 and out.stride(0) == n:
             self._out = tensor_map(out, shape=tuple(out.shape), strides=(n, 1), box=(64, 64), swizzle=128)
 
-        tiles = row_tiles_bound(cfg.block_m, m, max(groups, 1), max_m) * ceil_div(n, cfg.block_n)
+        tile_rows = row_tiles_bound(tile_m, m, max(groups, 1), max_m)
+        tiles = tile_rows * ceil_div(n, cfg.block_n)
         # A block has one tile, or a resident grid walks over them.
         concurrent = tiles if cfg.single_tile else min(tiles, sms * cfg.blocks_per_sm)
         raster = raster_group(cfg, m, concurrent)
-        self._arguments = arguments_type(epilogue)(m=m, max_m=max_m or 0, raster=raster, group_pitch=1 + ranges)
+        self._arguments = arguments_type(epilogue)(
+            m=m, max_m=max_m or 0, raster=raster, group_pitch=1 + ranges, tile_m=tile_m, tile_rows=tile_rows
+        )
         for name, value in epilogue.values.items():
             setattr(self._arguments, name, value)
         # b_scale and the epilogue's addresses and pitches are set at once, in less time than one by one.
