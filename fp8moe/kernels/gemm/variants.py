@@ -30,7 +30,9 @@ class Family(NamedTuple):
         """
         sizes = _ladder(1, rows)
         if not self.groups:
-            sizes = (min(size, rows) for size in (*range(1, _FEW), *_whole_tiles(_MANY), *_ladder(_MANY, rows)))
+            ends = [*_whole_tiles(_MANY)]
+            first = (end + 1 for end in ends)  # of the next interval
+            sizes = (min(size, rows) for size in (*range(1, _FEW), *ends, *first, *_ladder(_MANY, rows)))
         return self._kernels(map(self._choice(num_sms), sizes))
 
     def all_variants(self, step: int, rows: int, num_sms: int) -> set[KernelSpec]:
