@@ -62,14 +62,14 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
     for tile in tiles:
         count = ceil(m / tile.block_m) * ceil(n / tile.block_n)
         most = 4 if m <= 64 else 2 if tile.block_m == 64 else 1  # blocks on an SM
-        full = 0.7 if tile.swap else 1  # of the SMs: few blocks may still share some
+        filled = 0.7 if tile.swap else 1  # of the SMs, before blocks share them: a few share one for no reason
         for split_k in _splits(tile, k, parts):
             for blocks_per_sm in range(1, most + 1):
                 alone = parts if parts and split_k == 1 else 1
                 shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, parts=alone)
                 config = with_stages(shape, k)
                 one_wave = count <= resident_clusters(config, num_sms)
-                crowded = blocks_per_sm == 1 or count * split_k > full * num_sms * (blocks_per_sm - 1)
+                crowded = blocks_per_sm == 1 or count * split_k > filled * num_sms * (blocks_per_sm - 1)
                 useful = not config.staged or not one_wave  # TMA writes a tile under the next one's products
                 if fits(config, k) and (one_wave or split_k in (1, parts)) and crowded and useful:
                     found.append(config)
