@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 
 import torch
@@ -37,3 +38,8 @@ def _run(rank, world, backend, port, work, arguments):
     if backend == "nccl":
         torch.cuda.synchronize()
     dist.destroy_process_group()
+    # The interpreter does not end: a thread of gloo that frees a tensor meanwhile would abort the process
+    # (pytorch/pytorch#179291).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
