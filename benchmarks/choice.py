@@ -144,11 +144,7 @@ def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, co
 
 def name(config: GemmConfig) -> str:
     """Tokens x features, and what else there is."""
-    marks = {
-        "s": config.staged,
-        f"/{config.split_k}": config.split_k > 1,
-        f"*{config.blocks_per_sm}": True,
-    }
+    marks = {"s": config.staged, f"/{config.split_k}": config.split_k > 1, f"*{config.blocks_per_sm}": True}
     return f"{config.block_m}x{config.block_n}" + "".join(mark for mark, used in marks.items() if used)
 
 
@@ -191,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--fit", action="store_true", help="time what tools.fit_cost fits the choice to")
     args = parser.parse_args(argv)
     result = run(fitted() if args.fit else problems())
-    name = "tiles.json" if args.fit else "choice.json"
-    command.finish(args.out / name, result, format_table(result["rows"], COLUMNS))
+    file = "tiles.json" if args.fit else "choice.json"
+    command.finish(args.out / file, result, format_table(result["rows"], COLUMNS))
 
 
 if __name__ == "__main__":

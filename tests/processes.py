@@ -38,7 +38,7 @@ def _run(rank, world, backend, port, work, arguments):
     if backend == "nccl":
         torch.cuda.synchronize()
     dist.destroy_process_group()
-    # The interpreter does not end: a thread of gloo that frees a tensor meanwhile would abort the process
+    # The interpreter does not end: a thread of gloo that frees a tensor meanwhile may abort the process
     # (pytorch/pytorch#179291).
     sys.stdout.flush()
     sys.stderr.flush()
