@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -214,9 +215,20 @@ def test_other_threads_build_their_modules_meanwhile(mixtral):
     assert not any(value.is_meta for model in models for value in model.state_dict().values())
 
 
-def test_two_threads_load_at_once(mixtral):
-    dtype, models = torch.get_default_dtype(), []
-    threads = [threading.Thread(target=lambda: models.append(load_model(mixtral))) for _ in range(3)]
+def test_threads_load_at_once(mixtral, monkeypatch):
+    dtype, set_default_dtype, models = torch.get_default_dtype(), torch.set_default_dtype, []
+
+    def slow(dtype):
+        set_default_dtype(dtype)
+        time.sleep(0.02)  # meanwhile, threads that do not wait read it, or set another one
+
+    monkeypatch.setattr(torch, "set_default_dtype", slow)
+
+    def load():
+        for _ in range(3):  # one thread begins a load while another one ends its own
+            models.append(load_model(mixtral))
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -226,4 +238,4 @@ def test_two_threads_load_at_once(mixtral):
         assert_equal_states(model, models[0])
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert any(type(module) is FP8Linear for module in model.modules())
-    assert len(models) == 3
+    assert len(models) == 9

@@ -1,6 +1,7 @@
 """How the tensors of a checkpoint become those of a transformers model: transformers' own conversions say it."""
 
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ from torch import Tensor
 from fp8moe.checkpoints.files import GENERATION_CONFIG, Checkpoint, count_problems, read_json
 from fp8moe.checkpoints.match import state_of
 from fp8moe.checkpoints.names import DOWN, GATE, GATE_UP, UP, parse_expert
+
+# While transformers makes a model, it changes PyTorch's default dtype and how its models tie weights, for all threads.
+# Without this lock, a model that is made meanwhile gets the other one's dtype, or weights that are not tied.
+construction_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def empty_model(config: Any) -> Any:
     Its class is the one that ``architectures`` names, if that generates; otherwise that of AutoModelForCausalLM or
     AutoModelForImageTextToText.
 
-    Changes nothing that other threads see. Raises ValueError, with transformers' reason, if it cannot make one.
+    Its dtype is PyTorch's default. Raises ValueError, with transformers' reason, if it cannot make one.
     """
     import transformers
 
@@ -79,7 +84,7 @@ def empty_model(config: Any) -> Any:
             make = transformers.AutoModelForCausalLM.from_config
         else:
             make = transformers.AutoModelForImageTextToText.from_config
-        with torch.device("meta"):
+        with construction_lock, torch.device("meta"):
             return make(config, dtype=torch.get_default_dtype()).eval()
     except Exception as error:
         raise ValueError(f"config.json: transformers cannot make the model ({reason_of(error)})") from error

@@ -14,6 +14,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils import logging
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
+from fp8moe.checkpoints.architecture import construction_lock
 from fp8moe.checkpoints.files import DTYPES
 from fp8moe.checkpoints.write import Layout
 
@@ -71,7 +72,7 @@ def rehearse(model: Any, layout: Layout, quantization: Mapping[str, Any] | None)
     """
     tensors = {name: torch.empty(shape, dtype=DTYPES[dtype], device="meta") for name, (dtype, shape) in layout.items()}
     method = {"quant_method": _PLAIN if quantization is None else _FP8}
-    with _quiet():
+    with construction_lock, _quiet():
         loaded, report = type(model).from_pretrained(
             None,
             config=model.config,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.architecture import empty_model, reason_of
+from fp8moe.checkpoints.architecture import construction_lock, empty_model, reason_of
 from fp8moe.checkpoints.quantize import DEFAULT_SKIP
 from fp8moe.integrations.names import NAME
 from fp8moe.integrations.transformers import register
@@ -38,14 +38,16 @@ def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
     config = copy.deepcopy(config)  # it loses layers
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # or transformers would quantize by itself
-    before, own = torch.get_default_dtype(), getattr(config.get_text_config(decoder=True), "dtype", None)
-    torch.set_default_dtype(own if own in (torch.bfloat16, torch.float16) else torch.bfloat16)
-    try:
-        model = empty_model(config)
-        if quantization is not None:
-            _put_fp8_modules(model, dict(quantization))
-    finally:
-        torch.set_default_dtype(before)
+    own = getattr(config.get_text_config(decoder=True), "dtype", None)
+    with construction_lock:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(own if own in (torch.bfloat16, torch.float16) else torch.bfloat16)
+        try:
+            model = empty_model(config)
+            if quantization is not None:
+                _put_fp8_modules(model, dict(quantization))
+        finally:
+            torch.set_default_dtype(before)
     _keep_one_layer_of_each_kind(model)
     _reserve_memory(model)
     model.set_experts_implementation(NAME)

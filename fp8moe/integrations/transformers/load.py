@@ -1,7 +1,6 @@
 """load_model: a transformers model with its FP8 weights as they are, on a CPU too."""
 
 import os
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from fp8moe.checkpoints.architecture import empty_model, read_config, read_generation_config
+from fp8moe.checkpoints.architecture import construction_lock, empty_model, read_config, read_generation_config
 from fp8moe.checkpoints.files import CheckpointError, open_checkpoint
-
-_from_pretrained_lock = threading.Lock()  # of two at a time, transformers would keep the default dtype of one
 
 
 def load_model(
@@ -55,7 +52,7 @@ def load_model(
     problems = matched.problems + matched.cast_by_transformers(dtype)
     if problems:
         raise CheckpointError(f"cannot load {directory}", problems)
-    with ExitStack() as stack, _from_pretrained_lock:
+    with ExitStack() as stack, construction_lock:
         files = {file: stack.enter_context(safe_open(directory / file, framework="pt")) for file in checkpoint.files}
         model, report = type(matched.model).from_pretrained(
             None,
