@@ -1,8 +1,8 @@
 """The figures of README.md and of pages in docs/: `python -m benchmarks.tables` writes them.
 
 Ratios to DeepGEMM and cuBLAS are of medians of one run, benchmarks/baselines/same_run.json, bold where we are slower.
-The rest is from validation/h200.json, of two GPUs from h200_x2.json beside it, and of batch invariance from
-h200_batch_invariance.json: where one is not there, what is written stays. The tables stand between BEGIN and END in
+The rest is from validation/h200.json and the files beside it that BESIDE names: where one is not there, what is written
+stays. The tables stand between BEGIN and END in
 their file; a test keeps them as these files have them.
 """
 
@@ -20,8 +20,12 @@ VALIDATION = ROOT / "validation" / "h200.json"
 BESIDE = {
     "distributed": VALIDATION.with_name("h200_x2.json"),
     "batch_invariance": VALIDATION.with_name("h200_batch_invariance.json"),
+    "expected_m": VALIDATION.with_name("h200_expected_m.json"),
+    "gemm_h100": VALIDATION.with_name("h100_gemm.json"),
+    "warmup": VALIDATION.with_name("h200_warmup.json"),
 }
 """Benchmarks that `tools.validate` does not run."""
+GEMMS = {"H200": "gemm", "H100": "gemm_h100"}
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
 
 
@@ -43,34 +47,36 @@ def mean_and_least(*groups: Iterable[float]) -> tuple[str, str]:
     return tuple(", ".join(format_ratio(of(group)) for group in values) for of in (geomean, min))
 
 
-def gemm(rows: Sequence[dict]) -> str:
-    def cells(m: Iterable[int], now: str, *names: str) -> list[str]:
-        """What `now` is in the rows; of the fastest of the names, on both GPUs."""
-        found = [*mean_and_least(row[now] for row in rows if row["m"] in m)]
-        gpus = [[case for case in baselines.cases("gemm", gpu) if case.sizes["m"] in m] for gpu in ("H200", "H100")]
-        return found + [
-            cell for cases in gpus for cell in mean_and_least(min(map(case.ratio, names)) for case in cases)
-        ]
-
+def gemm(rows: Sequence[dict], device: str) -> str:
+    """rows: of today; none of a device on which it was not measured."""
     rows = [row | {"over_cublas": row["cublas_us"] and row["cublas_us"] / row["us"]} for row in rows]
-    both = ("deep_gemm", "cublas_block")
+
+    def line(what: str, m: Iterable[int], now: str, *names: str) -> tuple[str, ...]:
+        """What `now` is in the rows; of the fastest of the names in the run of the baselines."""
+        found = [row[now] for row in rows if row["m"] in m]
+        cases = [case for case in baselines.cases("gemm", device) if case.sizes["m"] in m]
+        then = mean_and_least(min(map(case.ratio, names)) for case in cases)
+        return what, *(mean_and_least(found) if found else ("", "")), *then
+
     return table(
-        ("dense GEMM: DeepGEMM's time / ours", "now", "least", "one run, c94a80b", "least", "H100", "least"),
+        (f"dense GEMM on an {device}: DeepGEMM's time / ours", "now", "least", "one run, c94a80b", "least"),
         [
-            ("m = 1, 16, 64", *cells((1, 16, 64), "vs_deep_gemm", "deep_gemm")),
-            ("m = 128 (the faster of DeepGEMM and cuBLAS)", *cells((128,), "vs_best", *both)),
-            ("m = 512", *cells((512,), "vs_deep_gemm", "deep_gemm")),
-            ("m = 4096", *cells((4096,), "vs_deep_gemm", "deep_gemm")),
-            (
+            line("m = 1, 16, 64", (1, 16, 64), "vs_deep_gemm", "deep_gemm"),
+            line("m = 128 (the faster of DeepGEMM and cuBLAS)", (128,), "vs_best", "deep_gemm", "cublas_block"),
+            line("m = 512", (512,), "vs_deep_gemm", "deep_gemm"),
+            line("m = 4096", (4096,), "vs_deep_gemm", "deep_gemm"),
+            line(
                 "m = 4096: time of cuBLAS with one scale per tensor / ours",
-                *cells((4096,), "over_cublas", "cublas_per_tensor"),
+                (4096,),
+                "over_cublas",
+                "cublas_per_tensor",
             ),
         ],
     )
 
 
-def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict]) -> str:
-    """rows: of the GEMMs over groups of rows; along_k: of those that are added to `out`."""
+def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict], guesses: Sequence[dict]) -> str:
+    """rows: of the GEMMs over groups of rows; along_k: of those that are added to `out`; guesses: of `expected_m`."""
     plain, masked = "grouped_gemm", "grouped_gemm_masked"
 
     def ratios(op: str, belongs: Callable[[int, int], bool]) -> tuple[list[float], list[float]]:
@@ -89,6 +95,8 @@ def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict]) -> str:
     added = [row["vs_deep_gemm"] for row in along_k]
     written = [row["vs_deep_gemm"] * row["accumulate_us"] / row["us"] for row in along_k]
     cases = baselines.cases("grouped_gemm_k")
+    what = "masked, the same groups, `expected_m` of 0.7 to 1.5 times the mean: over the time with the mean, at most"
+    guessed = [(what, f"{max(row['over_mean'] for row in guesses):.2f}")] if guesses else []
     return table(
         ("grouped GEMMs: DeepGEMM's time / ours", "now", "least", "one run, c94a80b", "least"),
         [
@@ -100,6 +108,7 @@ def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict]) -> str:
                 "masked, 32 groups of 192 rows, 6 of 1024, `expected_m` 20% too high",
                 *(of(masked, 32, 192), of(masked, 6, 1024)),
             ),
+            *guessed,
             line("masked, 1 to 20 rows", ratios(masked, lambda g, m: m <= 20)),
             line(
                 "weight gradients, added to `out`, as DeepGEMM does",
@@ -111,27 +120,41 @@ def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict]) -> str:
 
 
 def experts(rows: Sequence[dict]) -> str:
-    def ratios(name: str, *tokens: int) -> list[float]:
-        cases = baselines.cases("experts")
-        return [case.ratio(name, "fp8moe_graph") for case in cases if not tokens or case.sizes["tokens"] in tokens]
-
-    two_gemms, whole = "deep_gemm_two_gemms", "transformers_deep_gemm_graph"
-    bf16 = [row["vs_bf16"] for row in rows if row["routing"] == "random" and row["vs_bf16"] is not None]
-    reading = geomean(1 / ratio for ratio in ratios("weight_read_floor", 8, 64))
-    (one_token,) = (row["graph_us"] for row in rows if (row["model"], row["tokens"]) == ("dsv3", 1))
     slowest = max(row["host_us"] for row in rows if row["host_us"] is not None)
+    rows = [row for row in rows if row["routing"] == "random"]
+    cases = baselines.cases("experts")
+
+    def cells(now: str, then: str, *tokens: int) -> tuple[str, str, str, str]:
+        """Of a ratio in the rows, and of an implementation's time over ours in the run of the baselines."""
+        ours = [row[now] for row in rows if row[now] is not None and row["tokens"] in tokens]
+        theirs = [case.ratio(then, "fp8moe_graph") for case in cases if case.sizes["tokens"] in tokens]
+        return *mean_and_least(ours), *mean_and_least(theirs)
+
+    few, many = (1, 8, 64, 512), (8192,)
+    two_gemms = "vs_two_gemms", "deep_gemm_two_gemms"
+    us = {(row["model"], row["tokens"]): row["graph_us"] for row in rows}
+    weights = [case for case in cases if case.sizes["tokens"] in (8, 64)]
+    floors = [case.us("weight_read_floor") for case in weights]
+    reading = geomean(us[tuple(case.sizes.values())] / floor for case, floor in zip(weights, floors, strict=True))
+    before = geomean(case.us("fp8moe_graph") / floor for case, floor in zip(weights, floors, strict=True))
     return table(
-        ("experts layer, CUDA graph, four models, 1 to 8192 tokens", "", "least"),
+        ("experts layer, CUDA graph, four models, 1 to 8192 tokens", "now", "least", "one run, c94a80b", "least"),
         [
-            ("time of transformers with DeepGEMM / ours", *mean_and_least(ratios(whole))),
-            ("time of transformers in bfloat16 (a mean) / ours", *mean_and_least(bf16)),
             (
-                "time of DeepGEMM's two GEMMs alone / our whole layer, 1 to 512 tokens",
-                *mean_and_least(ratios(two_gemms, 1, 8, 64, 512)),
+                "time of transformers with DeepGEMM / ours",
+                *cells("vs_deep_gemm", "transformers_deep_gemm_graph", *few, *many),
             ),
-            ("the same, 8192 tokens", *mean_and_least(ratios(two_gemms, 8192))),
-            ("8 and 64 tokens: our time / reading the weights in use at 4.2 TB/s", f"{reading:.2f}"),
-            ("1 token of DeepSeek-V3 (8 of 256 experts)", f"{one_token:.0f} us"),
+            (
+                "time of transformers in bfloat16 (a mean) / ours",
+                *mean_and_least(row["vs_bf16"] for row in rows if row["vs_bf16"] is not None),
+            ),
+            ("time of DeepGEMM's two GEMMs alone / our whole layer, 1 to 512 tokens", *cells(*two_gemms, *few)),
+            ("the same, 8192 tokens", *cells(*two_gemms, *many)),
+            (
+                "8 and 64 tokens: our time / reading the weights in use at 4.2 TB/s",
+                *(f"{reading:.2f}", "", f"{before:.2f}"),
+            ),
+            ("1 token of DeepSeek-V3 (8 of 256 experts)", f"{us['dsv3', 1]:.0f} us"),
             ("CPU time of an eager call, 1 to 128 tokens", f"at most {slowest:.0f} us"),
         ],
     )
@@ -255,9 +278,13 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
 def readme(benchmarks: dict) -> str:
     layer, passes = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training))
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
-    groups = grouped_gemm(benchmarks["grouped_gemm"]["rows"], select(benchmarks["training"]["rows"], "grouped_gemm_k"))
-    products = [gemm(benchmarks["gemm"]["rows"]), groups]
-    return "\n".join([*products, layer, index_scores(), passes, model, others(benchmarks)])
+    groups = grouped_gemm(
+        benchmarks["grouped_gemm"]["rows"],
+        select(benchmarks["training"]["rows"], "grouped_gemm_k"),
+        benchmarks["expected_m"]["rows"] if "expected_m" in benchmarks else (),
+    )
+    dense = [gemm(benchmarks[name]["rows"] if name in benchmarks else (), gpu) for gpu, name in GEMMS.items()]
+    return "\n".join([*dense, groups, layer, index_scores(), passes, model, others(benchmarks)])
 
 
 def lora(benchmarks: dict) -> str:
@@ -394,6 +421,22 @@ def distributed(benchmarks: dict) -> str | None:
     return "\n".join(parts)
 
 
+def warmup(benchmarks: dict) -> str | None:
+    if "warmup" not in benchmarks:
+        return None
+    header = ("batches of 1, 8, 64", "CPUs", "kernels", "time", "on disk", "compiled by the model afterwards")
+    return table(
+        header,
+        [
+            (
+                *(row["model"], str(row["cpus"]), str(row["kernels"]), f"{row['seconds']:.0f} s"),
+                *(f"{row['mb']:.0f} MB", str(row["compiled"])),
+            )
+            for row in benchmarks["warmup"]["rows"]
+        ],
+    )
+
+
 FILES: dict[str, Callable[[dict], str | None]] = {
     "README.md": readme,
     "docs/batch-invariance.md": batch_invariance,
@@ -401,6 +444,7 @@ FILES: dict[str, Callable[[dict], str | None]] = {
     "docs/finetuning.md": lora,
     "docs/mqa.md": mqa,
     "docs/distributed.md": distributed,
+    "docs/warmup.md": warmup,
 }
 
 

@@ -152,7 +152,7 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
     if products.keys() >= set(stored_cases()):
         values = [products[case]["vs_deep_gemm"] for case in stored_cases()]
         name = "grouped_gemm_k, accumulating, geomean of DeepGEMM / ours"
-        found.append(Threshold(name, geomean(values), 1.0, 1.15, at_least=True))
+        found.append(Threshold(name, geomean(values), 1.04, 1.1, at_least=True))
     if products:
         worst = max(row["error"] for row in products.values())
         found.append(Threshold("grouped_gemm_k, largest relative error", worst, MAX_ERROR))
@@ -160,7 +160,7 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
     for row in select(ours, "experts"):
         if (row["model"], row["tokens"]) == (MODEL, TOKENS):
             name = f"experts, {MODEL}, {TOKENS} tokens, forward and backward, transformers' bfloat16 / ours"
-            found.append(Threshold(name, row["speedup"], 2.0, 2.6, at_least=True))
+            found.append(Threshold(name, row["speedup"], 2.4, 2.7, at_least=True))
             name = f"experts, {MODEL}, {TOKENS} tokens, activation memory over that of bfloat16"
             found.append(Threshold(name, row["kept_ratio"], 0.6, 0.5))
     for row in select(ours, "linear"):

@@ -192,14 +192,14 @@ def timed(us, kernels=("kernel",)):
     return timing.Timing((us,), kernels)
 
 
-def gemm_rows(speedup):
+def gemm_rows(speedup, device="H200"):
     """Rows in which every shape takes DeepGEMM's time divided by `speedup(m, n, k)`, on a GPU that is 3% slower."""
     rows = []
-    for case in baselines.cases("gemm"):
+    for case in baselines.cases("gemm", device):
         slower = 1.03 if case.has_yardstick else 1.0
         yardstick = timed(slower * case.us("cublas_per_tensor")) if case.has_yardstick else None
         us = slower * case.us("deep_gemm") / speedup(*case.sizes.values())
-        rows.append(gemm.make_row(**case.sizes, timed=timed(us), error=1e-4, yardstick=yardstick))
+        rows.append(gemm.make_row(**case.sizes, timed=timed(us), error=1e-4, yardstick=yardstick, device=device))
     return rows
 
 
@@ -234,6 +234,26 @@ def test_gemm_thresholds_on_all_shapes():
     assert reading.value == pytest.approx(report.geomean(expected)) and (reading.limit, reading.aim) == (1.25, 1.1)
     best = thresholds["m=128, geomean of the faster of DeepGEMM and cuBLAS / ours"]
     assert best.value == pytest.approx(1.4)  # cuBLAS is faster nowhere
+
+
+def test_gemm_thresholds_on_an_h100():
+    rows = gemm_rows(lambda m, n, k: 0.97 if m == 512 else 1.0, "H100")
+    assert rows[0]["vs_deep_gemm"] == pytest.approx(1) and rows[0]["over_reading"] is rows[0]["of_copy"] is None
+    *means, error = gemm.thresholds(rows, "H100")
+    found = [(one.value, one.limit, one.passed) for one in means]
+    assert [limit for _, limit, _ in found] == [0.98] * 4 and [passed for *_, passed in found] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert error.passed
+
+
+def test_the_baselines_of_a_gpu_are_found_by_its_name():
+    assert baselines.device("NVIDIA H200") == "H200" and baselines.device("NVIDIA H100 80GB HBM3") == "H100"
+    with pytest.raises(LookupError, match="nothing of NVIDIA H800, only of H100 and H200"):
+        baselines.device("NVIDIA H800")
 
 
 def test_one_slow_shape_misses_its_threshold():
@@ -390,7 +410,7 @@ def grouped_rows(ratio):
 def test_grouped_thresholds():
     rows = grouped_rows(lambda case: 1.2 if case.op == "grouped_gemm" else 1.1)
     thresholds = grouped_gemm.thresholds(rows)
-    assert [one.value for one in thresholds] == pytest.approx([1.2, 1.2, 1.2, 1.1, 1.1, 1e-5])
+    assert [one.value for one in thresholds] == pytest.approx([1.2] * 5 + [1.1, 1.1, 1e-5])
     assert all(one.passed for one in thresholds)
     slow = Case("grouped_gemm_masked", 256, 2, 7168, 2048, 2)
     rows = grouped_rows(lambda case: 0.9 if case == slow else 1.2)
@@ -518,14 +538,14 @@ def test_experts_rows_hold_ratios_and_stages():
 def test_experts_thresholds():
     thresholds = experts.thresholds(experts_rows(lambda name, tokens: 1.2, skew=1.1), ERRORS)
     values = [one.value for one in thresholds]
-    assert values[0] == pytest.approx(1.2)
-    assert values[1] > 1.2
-    assert values[2:] == pytest.approx([101.0, 121.71 / 1.2, 1.1, 1.0, 2.3e-3, 1.0])
+    assert values[:2] == pytest.approx([1.2, 1.2])
+    assert values[2] > 1.2
+    assert values[3:] == pytest.approx([101.0, 121.71 / 1.2, 1.1, 1.0, 2.3e-3, 1.0])
     assert all(one.passed for one in thresholds)
     rows = experts_rows(lambda name, tokens: 0.99, skew=1.2)
     rows[0]["host_us"], rows[4]["extra_bytes"] = 181.0, 2 * rows[4]["documented_bytes"]
     missed = [one.passed for one in experts.thresholds(rows, ERRORS | {"cuda, own activations": 1.9e-3})]
-    assert missed == [False, True, False, False, False, False, True, False]
+    assert missed == [False, True, True, False, False, False, False, True, False]
 
 
 def test_experts_thresholds_need_every_case():
@@ -658,7 +678,7 @@ def test_training_rows_hold_rates_and_ratios():
 def test_training_thresholds():
     thresholds = training.thresholds(training_rows())
     assert [one.value for one in thresholds] == pytest.approx([1.3, 1e-5, 2.6 / 1.1, 0.4, 1.56 / 1.1])
-    assert all(one.passed for one in thresholds)
+    assert [one.passed for one in thresholds] == [True, True, False, True, True]  # 2.36, where 2.4 is asked for
     slow = training.thresholds(training_rows(speedup=0.9, kept_ratio=0.7))
     assert [one.passed for one in slow] == [False, True, False, False, False]
 

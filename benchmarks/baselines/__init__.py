@@ -92,6 +92,14 @@ class Case:
         return scale * self.us(name) / us
 
 
+def device(gpu: str) -> str:
+    """What the run calls a GPU of this name: "H100" or "H200". LookupError for one that it was not made on."""
+    for known in ("H100", "H200"):
+        if known in gpu:
+            return known
+    raise LookupError(f"{SAME_RUN.name} has nothing of {gpu}, only of H100 and H200")
+
+
 def cases(op: str, device: str = "H200") -> list[Case]:
     """All cases of an op, in the order of the file; LookupError if there are none."""
     found = [case for (key_op, key_device, *_), case in _same_run().items() if (key_op, key_device) == (op, device)]
