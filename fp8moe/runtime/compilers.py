@@ -13,6 +13,8 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from fp8moe.runtime.cuda_core import cuda_core
+
 ARCH = "sm_90a"
 STD = "c++17"
 PTXAS_OPTIONS = ("-v",)
@@ -84,12 +86,11 @@ def _nvrtc_version() -> str:
 
 def _compile_nvrtc(text: str, name: str) -> tuple[bytes, str]:
     version = _nvrtc_version()
-    from cuda.core import Program, ProgramOptions
-
+    core = cuda_core()
     log = io.StringIO()
     # NVRTC has a cache of its own, which leaves no log to read registers and spills from.
-    options = ProgramOptions(name=name, arch=ARCH, std=STD, ptxas_options=list(PTXAS_OPTIONS), no_cache=True)
-    program = Program(text, "c++", options)
+    options = core.ProgramOptions(name=name, arch=ARCH, std=STD, ptxas_options=list(PTXAS_OPTIONS), no_cache=True)
+    program = core.Program(text, "c++", options)
     try:
         cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's error classes are private

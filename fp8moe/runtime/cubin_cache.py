@@ -12,6 +12,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp8moe.runtime.cuda_core import cuda_core
+
 if TYPE_CHECKING:
     from cuda.core.utils import FileStreamProgramCache
 
@@ -69,8 +71,6 @@ def _header(key: bytes, cubin: bytes) -> bytes:
 
 
 def _open(directory: Path) -> "FileStreamProgramCache":
-    from cuda.core.utils import FileStreamProgramCache
-
     kernels = directory / "kernels"
     directory.parent.mkdir(parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -78,7 +78,7 @@ def _open(directory: Path) -> "FileStreamProgramCache":
     kernels.mkdir(mode=0o700, exist_ok=True)
     # Nothing for others here: the files inside are then safe whatever the umask.
     _require_own(kernels, 0o077)
-    return FileStreamProgramCache(kernels, max_size_bytes=_MAX_BYTES)
+    return cuda_core().utils.FileStreamProgramCache(kernels, max_size_bytes=_MAX_BYTES)
 
 
 def _require_own(directory: Path, forbidden: int) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from fp8moe.runtime import compilers, config
 from fp8moe.runtime.cubin_cache import open_cache
+from fp8moe.runtime.cuda_core import cuda_core
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
@@ -151,11 +152,9 @@ def _report(name: str, cubin: bytes, log: str) -> CompileReport:
 
 def cache_key(spec: KernelSpec) -> bytes:
     """Digest of everything that decides the cubin: the whole source text, the options, the compiler, cuda.core."""
-    import cuda.core
-
     compiler = config.settings.compiler
     options = f"{compilers.ARCH} {compilers.STD} {compilers.PTXAS_OPTIONS}"
-    parts = (compilers.identity(compiler), cuda.core.__version__, options, spec.name, full_source(spec))
+    parts = (compilers.identity(compiler), cuda_core().__version__, options, spec.name, full_source(spec))
     digest = hashlib.sha256(_KEY_VERSION)
     for part in parts:
         data = part.encode()
@@ -255,8 +254,6 @@ def is_cached(spec: KernelSpec) -> bool:
 
 def load_all(specs: Iterable[KernelSpec]) -> None:
     """`load` all of them, several compiled at a time."""
-    import cuda.core  # noqa: F401  (several threads that import it first get in each other's way)
-
     missing = [spec for spec in specs if spec not in _kernels]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for spec, code in zip(missing, pool.map(cubin, missing), strict=True):
@@ -264,9 +261,7 @@ def load_all(specs: Iterable[KernelSpec]) -> None:
 
 
 def _load_cubin(code: bytes, name: str) -> "Kernel":
-    from cuda.core import ObjectCode
-
     from fp8moe.runtime.driver import loading_code
 
     with loading_code():
-        return ObjectCode.from_cubin(code, name=name).get_kernel(name)
+        return cuda_core().ObjectCode.from_cubin(code, name=name).get_kernel(name)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8moe.runtime import config
+from fp8moe.runtime.cuda_core import cuda_core
 from fp8moe.runtime.driver import DriverError, check, loading_code
 from fp8moe.runtime.hopper import MAX_BLOCKS_PER_PORTABLE_CLUSTER
 
@@ -192,9 +193,7 @@ def device_guard(device_index: int) -> AbstractContextManager[Any]:
         return torch.cuda.device(device_index)
     if device_index not in _bound.indices:
         # In a new thread PyTorch's device is set but no context is current yet, and the driver API needs one.
-        from cuda.core import Device
-
-        Device(device_index).set_current()
+        cuda_core().Device(device_index).set_current()
         _bound.indices.add(device_index)
     return _no_guard
 
