@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = options.run(options)
             sys.stdout.flush()
         except KeyboardInterrupt as interrupt:
-            print(f"{options.prog}: {interrupt or 'interrupted'}", file=sys.stderr)
+            print(f"{options.prog}: {str(interrupt) or 'interrupted'}", file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:
             # Whoever read has gone, as `head` does; nothing is left to say, at exit either.

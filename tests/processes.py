@@ -1,7 +1,6 @@
 """Several processes of one group, on the CPU or on a GPU each."""
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 
@@ -9,19 +8,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+HOST = "127.0.0.1"
+
 # NVLink multicast stays off: on some hosts a program that uses it harms others.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def in_processes(work: Callable, *arguments, world: int = 2, backend: str = "gloo"):
     """Calls work(*arguments), a function of a module, in `world` processes of one group."""
-    mp.spawn(_run, (world, backend, free_port(), work, arguments), nprocs=world)
+    store = meeting_place()
+    mp.spawn(_run, (world, backend, store.port, work, arguments), nprocs=world)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def meeting_place() -> dist.TCPStore:
+    """Through which processes find each other, while it lives. Its port is taken: no other program can get it first."""
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
 def _run(rank, world, backend, port, work, arguments):
@@ -31,8 +32,7 @@ def _run(rank, world, backend, port, work, arguments):
         os.environ.update(WITHOUT_MULTICAST)
         torch.cuda.set_device(rank)
         options["device_id"] = torch.device("cuda", rank)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, **options)
+    dist.init_process_group(backend, store=dist.TCPStore(HOST, port), rank=rank, world_size=world, **options)
     # Not where work raises: NCCL would wait for the other ranks, which then wait for this one.
     work(*arguments)
     if backend == "nccl":

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import weakref
 from pathlib import Path
 
@@ -422,6 +423,13 @@ def test_interrupted_save(tmp_path, saved, monkeypatch):
     with pytest.raises(CheckpointError, match="neither"):
         load_fp8_checkpoint(Model(), tmp_path)
     save_fp8_checkpoint(saved[0], tmp_path, max_shard_size=60_000)
+    assert not inspect_checkpoint(tmp_path).problems
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(tmp_path, saved):
+    for name in (SINGLE, "model-00001-of-00002.safetensors"):
+        (tmp_path / f".{name}.{os.getpid()}.partial").write_bytes(b"half")
+    save_fp8_checkpoint(saved[0], tmp_path)
     assert not inspect_checkpoint(tmp_path).problems
 
 

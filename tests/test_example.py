@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8moe import FP8Linear, GroupedExperts
-from tests.processes import free_port
+from tests.processes import HOST, meeting_place
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -102,7 +102,8 @@ def test_an_interrupted_run_resumes_to_the_same_losses(tmp_path, monkeypatch, ca
 def go_on(rank, port, directory):
     """One of two processes, as torchrun starts them."""
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     shorten(pytest.MonkeyPatch())
     assert run(directory, "--ep", "2", "--resume") == 0
 
@@ -114,7 +115,8 @@ def test_two_processes_that_share_the_experts_train_as_one_does(tmp_path, monkey
     with monkeypatch.context() as patched:  # one process begins with bf16, two go on, and make FP8 from the start
         interrupt_at(patched, 3)
         assert run(parts, "--resume") == 1
-    torch.multiprocessing.spawn(go_on, (free_port(), parts), nprocs=2)
+    store = meeting_place()
+    torch.multiprocessing.spawn(go_on, (store.port, parts), nprocs=2)
     expected, found = (json.loads((directory / "losses.json").read_text()) for directory in (whole, parts))
     assert (expected["processes"], found["processes"]) == (1, 2)
     bf16, fp8 = (found["runs"][label]["losses"] for label in ("bf16", "fp8"))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8moe import FP8Linear, GroupedExperts
+from fp8moe import FP8Linear, GroupedExperts, quantize_128x128
 from fp8moe.integrations.checkpoints import CheckpointError, quantize_checkpoint
 from fp8moe.integrations.transformers import load_model
 from tests.transformers_models import BASE, random_model
@@ -141,6 +141,19 @@ def test_all_that_does_not_fit_is_listed(mixtral, tmp_path):
         load_model(rewritten(mixtral, tmp_path, tensors))
 
 
+def test_an_fp8_head_that_the_model_ties_to_its_embedding(mixtral, tmp_path):
+    tensors = tensors_of(mixtral)
+    head = quantize_128x128(tensors["model.embed_tokens.weight"])
+    tensors |= {"lm_head.weight": head.data, "lm_head.weight_scale_inv": head.scale}
+    with pytest.raises(CheckpointError) as caught:
+        load_model(rewritten(mixtral, tmp_path, tensors))
+    assert caught.value.problems[0] == (
+        "lm_head.weight: F8_E4M3, but the model ties it to model.embed_tokens.weight, which is not"
+    )
+    untied = load_model(rewritten(mixtral, tmp_path, tensors, tie_word_embeddings=False))
+    assert torch.equal(untied.lm_head.weight.float(), head.data.float())
+
+
 def test_conversions_are_tried_before_anything_is_read(tmp_path):
     """Kimi-Linear's three convolutions become one."""
     MODELS["KimiLinearForCausalLM"].build(torch.bfloat16).save_pretrained(tmp_path / "source")
@@ -157,6 +170,14 @@ def test_conversions_are_tried_before_anything_is_read(tmp_path):
         load_model(rewritten(tmp_path / "fp8", tmp_path / "less", tensors))
     assert len(caught.value.problems) == 1 and str(tuple(made)) in caught.value.problems[0]
 
+    tensors |= {name.format(part): value.view(torch.int16) for part, value in zip("qkv", parts, strict=True)}
+    with pytest.raises(CheckpointError, match="_conv1d.weight: dtype I16, expected torch.float32"):
+        load_model(rewritten(tmp_path / "fp8", tmp_path / "integers", tensors))
+    tensors |= {name.format(part): value.view(torch.complex64) for part, value in zip("qkv", parts, strict=True)}
+    with pytest.raises(CheckpointError, match="_conv1d.weight: dtype C64, expected torch.float32"):
+        load_model(rewritten(tmp_path / "fp8", tmp_path / "complex", tensors))
+
+    tensors |= {name.format(part): value for part, value in zip("qkv", parts, strict=True)}
     tensors[name.format("q")] = parts[0].to(torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match=r"q_conv1d.weight: F8_E4M3, but transformers makes .* by Concatenate"):
         load_model(rewritten(tmp_path / "fp8", tmp_path / "fp8 conv", tensors))

@@ -329,7 +329,13 @@ def test_sources_that_cannot_be_quantized(tmp_path):
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     problems = refused_source(write(tmp_path / "mxfp4", unquantized(), config=config))
     assert problems == ["config.json: the checkpoint is quantized already (mxfp4); start from the unquantized one"]
+    nested = write(tmp_path / "nested", unquantized(), config={"text_config": config})
+    assert refused_source(nested) == problems
     tensors = unquantized(fused=True)
+    gate_up = "layers.0.experts.gate_up_proj"
+    odd = {name: value for name, value in tensors.items() if name != "layers.0.experts.down_proj"}
+    (problem,) = refused_source(write(tmp_path / "odd", odd | {gate_up: tensors[gate_up][:, 1:].contiguous()}))
+    assert problem == f"{gate_up}: shape (3, 143, 144), expected as many rows of gate as of up"
     transposed = {name: t.mT.contiguous() if "experts" in name else t for name, t in tensors.items()}
     problems = refused_source(write(tmp_path / "transposed", transposed))
     assert len(problems) == 2 and problems[0].startswith("layers.0.experts.gate_up_proj: shape (3, 144, 144)")

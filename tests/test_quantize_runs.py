@@ -381,6 +381,15 @@ def test_errors_are_one_line(src, dst, monkeypatch, error):
     assert stopped.value.code == f"fp8moe quantize: {error}"
 
 
+def test_ctrl_c_is_one_line(src, capsys, monkeypatch):
+    def stop(directory):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fp8moe.commands.inspect.inspect_checkpoint", stop)
+    assert main(["inspect", str(src)]) == 130
+    assert capsys.readouterr().err == "fp8moe inspect: interrupted\n"
+
+
 def test_output_that_nobody_reads():
     process = start("info")
     process.stdout.close()

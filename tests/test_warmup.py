@@ -180,6 +180,12 @@ def test_no_model(arguments, message):
         main(["warmup", *arguments])
 
 
+def test_without_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(warmup.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="^fp8moe warmup: transformers, .* is not installed: pip install"):
+        main(["warmup", "--model-type", "mixtral", "--output", str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     "option, value, expected",
     [
@@ -203,6 +209,14 @@ def test_wrong_numbers(option, value, expected, capsys):
         (
             {"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}},
             "quantization_config has quant_method 'gptq'; fp8moe runs 'fp8'",
+        ),
+        (
+            {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            r"config.json: weight_block_size is \[64, 64\], expected \[128, 128\]",
+        ),
+        (
+            {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+            "config.json: activation_scheme is 'static', expected 'dynamic'",
         ),
         (
             {"model_type": "gpt_oss", "num_hidden_layers": 1, "num_local_experts": 2},

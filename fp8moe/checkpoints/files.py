@@ -177,12 +177,19 @@ def section(config: Mapping, name: str, problems: list[str]) -> dict:
     return {}
 
 
+def sections(config: dict) -> list[dict]:
+    """A configuration and the objects in it: text_config and others."""
+    found = [config]
+    for content in found:
+        found += [value for value in content.values() if isinstance(value, dict)]
+    return found
+
+
 def count_problems(checkpoint: Checkpoint) -> list[str]:
     """Numbers of layers and experts in config.json that these tensors cannot be: to make as many takes all memory."""
     limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
-    problems, sections = [], [checkpoint.config]
-    for content in sections:
-        sections += [value for value in content.values() if isinstance(value, dict)]
+    problems = []
+    for content in sections(checkpoint.config):
         for name, value in content.items():
             if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > limit:
                 problems.append(f"{CONFIG}: {name} is {shown(value)}, expected at most {limit} for these tensors")

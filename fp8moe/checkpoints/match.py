@@ -194,14 +194,15 @@ def _is_scale(key: str, state: Mapping[str, Tensor]) -> bool:
 
 def _check_tied(checkpoint: Checkpoint, plan: Plan, state: Mapping[str, Tensor]) -> None:
     """Of tensors that the model ties together, the checkpoint may have several, if they are equal."""
-    for keys in _ties(state):
+    for keys in ties(state):
         names = [plan.sources[key][WHOLE] for key in keys if WHOLE in plan.sources.get(key, ())]
         for name in names[1:]:
             if not _equal(checkpoint, names[0], name):
                 plan.problems.append(f"{name}: differs from {names[0]}, but the model ties the two")
 
 
-def _ties(state: Mapping[str, Tensor]) -> list[list[str]]:
+def ties(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of each tensor."""
     keys = defaultdict(list)
     for key, value in state.items():
         keys[id(value)].append(key)
@@ -218,7 +219,7 @@ def _equal(checkpoint: Checkpoint, *names: str) -> bool:
 
 def _missing(plan: Plan, state: Mapping[str, Tensor]) -> list[str]:
     problems = []
-    for keys in _ties(state):
+    for keys in ties(state):
         found = next((key for key in keys if plan.sources.get(key)), None)
         if found is not None:
             problems += _missing_parts(found, plan.sources[found], state[found])

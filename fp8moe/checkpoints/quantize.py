@@ -24,6 +24,7 @@ from fp8moe.checkpoints.files import (
     TensorInfo,
     open_checkpoint,
     read_pieces,
+    sections,
 )
 from fp8moe.checkpoints.fit import Fit, fit_to_transformers
 from fp8moe.checkpoints.journal import Journal
@@ -185,9 +186,11 @@ def _quantize_shard(
 
 
 def _source_problems(source: Checkpoint, quantized: Container[str]) -> list[str]:
-    if source.quantization:
-        method = source.quantization.get("quant_method")
-        return [f"{CONFIG}: the checkpoint is quantized already ({method}); start from the unquantized one"]
+    for content in sections(source.config):
+        quantization = content.get("quantization_config")
+        if quantization and isinstance(quantization, dict):
+            method = quantization.get("quant_method")
+            return [f"{CONFIG}: the checkpoint is quantized already ({method}); start from the unquantized one"]
     problems = [
         f"{file}: is a link to outside of the checkpoint; put the file itself there"
         for file in (CONFIG, INDEX, *source.files)
@@ -217,6 +220,8 @@ def _source_problems(source: Checkpoint, quantized: Container[str]) -> list[str]
             expected = (experts, 2 * size if fused[1] == GATE_UP else size, hidden)
             if info.shape != expected:
                 problems.append(f"{name}: shape {info.shape}, expected {expected} to go with {DOWN}")
+        elif fused[1] == GATE_UP and info.shape[1] % 2:
+            problems.append(f"{name}: shape {info.shape}, expected as many rows of gate as of up")
     return problems
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,8 +85,8 @@ class ShardWriter:
 
 
 def temporary_path(path: Path) -> Path:
-    """The name under which this process writes what will become ``path``."""
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """A new name to write what will become ``path``. In containers processes of the same number follow each other."""
+    return path.with_name(f".{path.name}.{secrets.randbits(64)}.partial")
 
 
 def final_name(temporary: str) -> str | None:

@@ -1,6 +1,7 @@
 """`fp8moe warmup`: compile the kernels of a model before it runs, on any machine."""
 
 import argparse
+import importlib.util
 import os
 import re
 import signal
@@ -67,6 +68,8 @@ _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 
 
 def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argparse.Namespace) -> list[KernelSpec]:
     """All that may be launched."""
+    if importlib.util.find_spec("transformers") is None:
+        raise RuntimeError("transformers, which makes the models, is not installed: pip install transformers")
     from fp8moe.integrations.decode.chunks import MOST_WHOLE_TOKENS
 
     sms = _sms(options.sms)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.checkpoints.architecture import construction_lock, empty_model, reason_of
+from fp8moe.checkpoints.names import config_problems
 from fp8moe.checkpoints.quantize import DEFAULT_SKIP
 from fp8moe.integrations.names import NAME
 from fp8moe.integrations.transformers import register
@@ -63,6 +64,8 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
     method = quantization.get("quant_method")
     if method != "fp8":
         raise ValueError(f"config.json: quantization_config has quant_method {method!r}; fp8moe runs 'fp8'")
+    for problem in config_problems(quantization):
+        raise ValueError(problem)
     if quantization.get("modules_to_not_convert") is None:
         linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
         quantization["modules_to_not_convert"] = [name for name in linears if matches(name, DEFAULT_SKIP)]

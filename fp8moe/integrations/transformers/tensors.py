@@ -11,9 +11,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fp8moe.checkpoints.architecture import Location, convert, locate
-from fp8moe.checkpoints.files import DTYPES, FP8, Checkpoint
+from fp8moe.checkpoints.files import DTYPES, FLOATS, FP8, Checkpoint
 from fp8moe.checkpoints.load import copy_tensor, ignored_names
-from fp8moe.checkpoints.match import Plan, find_place, make_plan, state_of
+from fp8moe.checkpoints.match import Plan, find_place, make_plan, state_of, ties
 from fp8moe.checkpoints.names import SCALE, scale_name, weight_of
 from fp8moe.integrations.transformers.quantizer import replace_modules
 
@@ -107,7 +107,13 @@ def match_model(checkpoint: Checkpoint, model: nn.Module) -> Matched:
 
     problems: list[str] = []
     replaced: list[str] = []
-    for module, name in sorted(_fp8_modules(checkpoint, state, spelled).items()):
+    modules = _fp8_modules(checkpoint, state, spelled)
+    tied = {key: keys for keys in ties(state) for key in keys}
+    for module, name in sorted(modules.items()):
+        others = [key for key in tied.get(f"{module}.weight", ()) if key.rpartition(".")[0] not in modules]
+        if others:
+            problems.append(f"{name}: {FP8}, but the model ties it to {others[0]}, which is not")
+            continue
         try:
             replace_modules(model, [module])
             replaced.append(module)
@@ -161,6 +167,10 @@ def _conversion(
     if quantized:
         return [], [f"{quantized[0]}: {FP8}, but transformers makes {location.key} of it by {steps}, without its scale"]
     infos = {name: checkpoint.tensors[name] for name in sources}
+    expected = state[location.key].dtype
+    for name, info in infos.items():
+        if not (expected.is_floating_point and info.dtype in FLOATS) and DTYPES.get(info.dtype) != expected:
+            return [location.key], [f"{name}: dtype {info.dtype}, expected {expected}"]
     values = {name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta") for name, info in infos.items()}
     try:
         made = convert(model, sources, values)
