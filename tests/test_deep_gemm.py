@@ -99,6 +99,18 @@ def test_both_by_rows():
     assert torch.equal(rounded, d.bfloat16())
 
 
+def test_blocks_of_each_operand():
+    """As some callers give them in place of a recipe, None where they do not know better."""
+    a, b, d = rows(70, 384), rows(136, 384, seed=1), torch.empty(70, 136)
+    deep_gemm.fp8_gemm_nt(a, b, d, recipe=None, recipe_a=(1, 128), recipe_b=(1, 128))
+    assert relative_error(d, product(a, b)) < 3e-4
+    a, b = operands(70, 136, 384)
+    expected = gemm(a, b, out_dtype=torch.float32)
+    for blocks in ({"recipe_a": (1, 128), "recipe_b": (128, 128)}, {"recipe_a": None, "recipe_b": [128, 128]}):
+        deep_gemm.fp8_gemm_nt(a, b, d.zero_(), **blocks)
+        assert torch.equal(d, expected)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_both_by_rows_adds_c(inside):
     a, b, c = rows(70, 384), rows(136, 384, seed=1), torch.randn(70, 136)
@@ -149,6 +161,8 @@ def test_nothing_is_recorded_for_gradients():
         ({"d": lambda d: d.half()}, TypeError, "d: expected bfloat16 or float32"),
         ({"c": lambda _: torch.zeros(8, 16)}, TypeError, "c: expected bfloat16"),
         ({"recipe": lambda _: (1, 1, 32)}, NotImplementedError, "recipe: expected"),
+        ({"recipe_a": lambda _: (1, 32), "recipe_b": lambda _: (1, 32)}, NotImplementedError, "recipe: expected"),
+        ({"recipe_a": lambda _: (1, 128), "recipe_b": lambda _: (1, 32)}, NotImplementedError, "recipe_a, recipe_b: "),
         ({"recipe": lambda _: (1, 1, 128), "d": lambda d: d[0]}, ValueError, "d: expected shape"),
         ({"recipe": lambda _: (1, 1, 128)}, ValueError, "b.scale: expected shape"),
     ],
@@ -157,51 +171,11 @@ def test_wrong_arguments(change, error, match):
     a, b = operands(8, 16, 384)
     arguments = {"a": a, "b": b, "d": torch.full((8, 16), 7.0, dtype=torch.bfloat16), "c": None, "recipe": None}
     d = arguments["d"]
-    arguments |= {name: make(arguments[name]) for name, make in change.items()}
+    arguments |= {name: make(arguments.get(name)) for name, make in change.items()}
     with pytest.raises(error, match=match):
         deep_gemm.fp8_gemm_nt(**arguments)
     assert (d == 7).all()
     assert issubclass(NotImplementedError, RuntimeError)  # which DeepGEMM raises
-
-
-# ---- bfloat16 ----
-
-
-def matrices(*shapes):
-    return [torch.randn(*shape, generator=torch.Generator().manual_seed(7)).bfloat16() for shape in shapes]
-
-
-@pytest.mark.parametrize("name", ["bf16_gemm", "cublaslt_gemm"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("layout", ["nt", *LAYOUTS])
-def test_bfloat16(name, layout, dtype):
-    a, b = matrices((72, 128), (136, 128))
-    expected = a.double() @ b.double().T
-    operands = (a.t().contiguous() if layout[0] == "t" else a, b.t().contiguous() if layout[1] == "n" else b)
-    function = getattr(deep_gemm, f"{name}_{layout}")
-    d = torch.full((72, 136), float("nan"), dtype=dtype)
-    function(*operands, d)
-    assert relative_error(d, expected) < (1e-5 if dtype is torch.float32 else 3e-3)
-    c = torch.randn(72, 136).to(dtype)
-    function(*operands, d, c)
-    assert relative_error(d, expected + c.double()) < (1e-5 if dtype is torch.float32 else 3e-3)
-    inside = c.clone()
-    function(*operands, inside, inside)
-    assert torch.equal(inside, d)
-
-
-def test_bfloat16_wrong_arguments():
-    a, b = matrices((72, 128), (136, 128))
-    d = torch.zeros(72, 136, dtype=torch.bfloat16)
-    for arguments, error, match in (
-        ((a.float(), b, d), TypeError, "a: expected bfloat16"),
-        ((a, b[:, :64], d), ValueError, "b: expected K = 128"),
-        ((a, b, d.half()), TypeError, "d: expected bfloat16 or float32"),
-        ((a, b, d[:8]), ValueError, "d: expected shape"),
-        ((a, b, d, d.float()), TypeError, "c: expected bfloat16"),
-    ):
-        with pytest.raises(error, match=match):
-            deep_gemm.bf16_gemm_nt(*arguments)
 
 
 # ---- layouts ----
@@ -288,6 +262,16 @@ def test_packed_cast():
         deep_gemm.per_token_cast_to_fp8(x, True, 32)
 
 
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+def test_cast_by_dimensions(use_ue8m0):
+    x = torch.randn(70, 64) * torch.arange(1, 71)[:, None]
+    data, scale = deep_gemm.utils.per_custom_dims_cast_to_fp8(x, (0,), use_ue8m0)
+    expected = quantize_1x128(x, scale_format="ue8m0" if use_ue8m0 else "float32")
+    assert torch.equal(bits(data), bits(expected.data)) and torch.equal(scale, expected.scale[:, 0])
+    data, scale = deep_gemm.per_custom_dims_cast_to_fp8(x.view(7, 10, 64).bfloat16(), (0, -1), use_ue8m0)
+    assert scale.shape == (7, 64) and relative_error(data.double() * scale[:, None], x.view(7, 10, 64)) < 0.06
+
+
 # ---- settings ----
 
 
@@ -320,6 +304,20 @@ def test_other_settings_are_kept():
         deep_gemm.set_tc_util(101)
     with pytest.raises(ValueError, match="alignment: expected at least 1"):
         deep_gemm.set_mk_alignment_for_contiguous_layout(0)
+
+
+def test_settings_without_effect_are_taken():
+    deep_gemm.set_ignore_compile_dims(True)
+    for multiple_of in ((16, 64), ((16, 64),), (16,)):
+        deep_gemm.set_block_size_multiple_of(*multiple_of)
+
+
+def test_determinism_is_batch_invariance():
+    for enabled in (True, False):
+        deep_gemm.use_deterministic_algorithms(enabled)
+        assert config.settings.batch_invariant is deep_gemm.get_deterministic_algorithms() is enabled
+    with pytest.raises(TypeError, match="enabled: expected a bool"):
+        deep_gemm.use_deterministic_algorithms(1)
 
 
 # ---- testing ----
@@ -356,17 +354,20 @@ def test_bench_kineto(tmp_path):
 # ---- names ----
 
 SIGNATURES = {
-    "fp8_gemm_nt": "a, b, d, c=None, recipe=None, compiled_dims='nk', disable_ue8m0_cast=False",
-    "fp8_fp4_gemm_nt": "a, b, d, c=None, recipe=None, compiled_dims='nk', disable_ue8m0_cast=False",
+    "fp8_gemm_nt": "a, b, d, c=None, recipe=None, compiled_dims='nk', disable_ue8m0_cast=False, recipe_a=None, "
+    "recipe_b=None",
+    "fp8_fp4_gemm_nt": "a, b, d, c=None, recipe=None, compiled_dims='nk', disable_ue8m0_cast=False, recipe_a=None, "
+    "recipe_b=None",
     "m_grouped_fp8_gemm_nt_contiguous": "a, b, d, grouped_layout, recipe=None, compiled_dims='nk', "
-    "disable_ue8m0_cast=False, use_psum_layout=False, expected_m_for_psum_layout=None",
+    "disable_ue8m0_cast=False, use_psum_layout=False, expected_m_for_psum_layout=None, recipe_a=None, recipe_b=None",
     "fp8_m_grouped_gemm_nt_masked": "a, b, d, masked_m, expected_m, recipe=None, compiled_dims='nk', "
-    "disable_ue8m0_cast=False",
+    "disable_ue8m0_cast=False, recipe_a=None, recipe_b=None",
     "k_grouped_fp8_gemm_nt_contiguous": "a, b, d, ks, ks_tensor, c=None, recipe=(1, 1, 128), compiled_dims='mn'",
-    "fp8_mqa_logits": "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True",
+    "fp8_mqa_logits": "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0, "
+    "logits_dtype=torch.float32, schedule_meta=None",
     "fp8_paged_mqa_logits": "q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, "
-    "clean_logits=False",
-    "get_paged_mqa_logits_metadata": "context_lens, block_size, num_sms",
+    "clean_logits=False, logits_dtype=torch.float32, indices=None",
+    "get_paged_mqa_logits_metadata": "context_lens, block_size, num_sms, indices=None",
     "gemm_fp8_fp8_bf16_nt": "lhs, rhs, out",
     "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous": "lhs, rhs, out, m_indices",
     "m_grouped_gemm_fp8_fp8_bf16_nt_masked": "lhs, rhs, out, masked_m, expected_m",
@@ -382,7 +383,10 @@ def test_signatures(name):
 
 
 def test_names():
-    assert all(hasattr(deep_gemm, name) for name in deep_gemm.__all__)
+    for module in (deep_gemm, deep_gemm.utils, deep_gemm.utils.layout, deep_gemm.utils.math):
+        assert all(hasattr(module, name) for name in module.__all__)
+    assert deep_gemm.utils.get_mk_alignment_for_contiguous_layout() == 128
+    assert deep_gemm.get_k_alignment_for_contiguous_layout() == 128
     for absent in ("fp8_fp4_mega_moe", "get_symm_buffer_for_mega_moe", "tf32_hc_prenorm_gemm", "einsum", "fp8_einsum"):
         assert getattr(deep_gemm, absent, None) is None
         with pytest.raises(AttributeError):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.operands import rounded_error
-from fp8moe import gemm, grouped_gemm, grouped_gemm_masked
+from fp8moe import gemm, grouped_gemm, grouped_gemm_masked, mqa_logits
 from fp8moe.integrations import deep_gemm
 from fp8moe.kernels.gemm import flat_k_plan, row_layout_plan
 from fp8moe.kernels.gemm.reference import group_ranges, join_groups
@@ -212,8 +212,28 @@ def test_bfloat16():
     a, b = torch.randn(200, 512, device=DEVICE).bfloat16(), torch.randn(136, 512, device=DEVICE).bfloat16()
     for dtype in DTYPES:
         d = nans(200, 136, dtype=dtype)
+        expected, tolerance = a.double() @ b.double().T, 1e-5 if dtype is torch.float32 else 3e-3
         deep_gemm.bf16_gemm_nt(a, b, d)
-        assert relative_error(d, a.double() @ b.double().T) < (1e-5 if dtype is torch.float32 else 3e-3)
+        assert relative_error(d, expected) < tolerance
+        c = torch.randn(200, 136, device=DEVICE).to(dtype)
+        deep_gemm.bf16_gemm_nt(a, b, d, c)
+        assert relative_error(d, expected + c.double()) < tolerance
+        batches = nans(4, 50, 136, dtype=dtype)
+        deep_gemm.m_grouped_bf16_gemm_nt_masked(a.view(4, 50, 512), b.expand(4, -1, -1), batches, int32([50] * 4), 50)
+        assert relative_error(batches.view(200, 136), expected) < tolerance
+
+
+def test_deterministic_bfloat16():
+    before = config.settings
+    try:
+        deep_gemm.use_deterministic_algorithms(True)
+        a, b = torch.randn(300, 4096, device=DEVICE).bfloat16(), torch.randn(136, 4096, device=DEVICE).bfloat16()
+        whole, one = nans(300, 136), nans(1, 136)
+        deep_gemm.bf16_gemm_nt(a, b, whole)
+        deep_gemm.bf16_gemm_nt(a[7:8], b, one)
+    finally:
+        config.settings = before
+    assert torch.equal(one, whole[7:8])
 
 
 @pytest.mark.parametrize("psum", [False, True])
@@ -225,6 +245,24 @@ def test_bfloat16_contiguous(psum):
     deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, d, layout, use_psum_layout=psum)
     for group, rows in enumerate(groups):
         assert relative_error(d[rows], a[rows].double() @ b[group].double().T) < 3e-3
+
+
+# ---- index scores ----
+
+
+@pytest.mark.parametrize("keys", [1000, 1024])
+def test_index_scores(keys):
+    q = torch.randn(40, 32, 128, device=DEVICE).to(torch.float8_e4m3fn)
+    kv = torch.randn(keys, 128, device=DEVICE).to(torch.float8_e4m3fn), torch.rand(keys, device=DEVICE)
+    heads, starts = torch.randn(40, 32, device=DEVICE), int32(list(range(0, 800, 20)))
+    ends = starts + 200
+    whole = mqa_logits(q, kv, heads, starts, ends)
+    out = deep_gemm.fp8_mqa_logits(q, kv, heads, starts, ends)
+    assert torch.equal(out, whole) and out.stride() == (1024, 1)
+    shifted = deep_gemm.fp8_fp4_mqa_logits((q, None), kv, heads, starts, ends, 200)  # as vLLM 0.33
+    assert shifted.stride() == (256, 1)
+    for row, start in enumerate(starts.tolist()):
+        assert torch.equal(shifted[row], whole[row, start : start + 200])
 
 
 # ---- graphs, waiting, CPU time ----
@@ -261,6 +299,7 @@ def calls(m=1024, groups=4, n=512, k=1024):
         (along, lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(x, y, along, [256] * groups, sizes)),
         (rounded, lambda: deep_gemm.m_grouped_bf16_gemm_nt_contiguous(*bf16, rounded, layout)),
         (scores, lambda: scores.copy_(deep_gemm.fp8_mqa_logits(q, kv, heads, starts, stops))),
+        (scores, lambda: scores.copy_(deep_gemm.fp8_mqa_logits(q, kv, heads, starts, stops, False, 256))),
         (scores, paged),
     )
 

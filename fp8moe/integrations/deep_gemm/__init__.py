@@ -66,17 +66,22 @@ from fp8moe.integrations.deep_gemm.layouts import (
 )
 from fp8moe.integrations.deep_gemm.settings import (
     get_compile_mode,
+    get_deterministic_algorithms,
+    get_k_alignment_for_contiguous_layout,
     get_m_alignment_for_contiguous_layout,
     get_mk_alignment_for_contiguous_layout,
     get_num_sms,
     get_pdl,
     get_tc_util,
     get_theoretical_mk_alignment_for_contiguous_layout,
+    set_block_size_multiple_of,
     set_compile_mode,
+    set_ignore_compile_dims,
     set_mk_alignment_for_contiguous_layout,
     set_num_sms,
     set_pdl,
     set_tc_util,
+    use_deterministic_algorithms,
 )
 from fp8moe.integrations.deep_gemm.testing import (
     bench_kineto,
@@ -87,6 +92,7 @@ from fp8moe.integrations.deep_gemm.utils.math import (
     ceil_div,
     per_block_cast_to_fp8,
     per_channel_cast_to_fp8,
+    per_custom_dims_cast_to_fp8,
     per_token_cast_to_fp8,
 )
 
@@ -120,6 +126,8 @@ __all__ = [
     "gemm_fp8_fp8_bf16_nt",
     "get_col_major_tma_aligned_tensor",
     "get_compile_mode",
+    "get_deterministic_algorithms",
+    "get_k_alignment_for_contiguous_layout",
     "get_m_alignment_for_contiguous_layout",
     "get_mk_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
@@ -146,12 +154,16 @@ __all__ = [
     "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
+    "per_custom_dims_cast_to_fp8",
     "per_token_cast_to_fp8",
+    "set_block_size_multiple_of",
     "set_compile_mode",
+    "set_ignore_compile_dims",
     "set_mk_alignment_for_contiguous_layout",
     "set_num_sms",
     "set_pdl",
     "set_tc_util",
     "transform_sf_into_required_layout",
+    "use_deterministic_algorithms",
     "wgrad_gemm_fp8_fp8_fp32_nt",
 ]

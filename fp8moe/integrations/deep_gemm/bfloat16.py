@@ -8,25 +8,31 @@ from fp8moe.integrations.deep_gemm.operands import check_addend
 from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from fp8moe.kernels.gemm.checks import RESULTS
 from fp8moe.quant.checks import check_vector
+from fp8moe.runtime import config
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import check_dtype, check_like, check_tensor
+from fp8moe.runtime.fixed_rows import by_fixed_rows
 
 
 def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
     """``d = c + a @ b.T``, or ``a @ b.T`` without c.
 
     a (M, K), b (N, K) bfloat16; d (M, N) bfloat16 or float32, written; c like d. Any strides. compiled_dims: no effect.
+    After `use_deterministic_algorithms` a row's bits do not depend on the rows beside it.
     """
     a, b = _matrix("a", a, 2), _matrix("b", b, 2)
     check_addend(c, d)
     _check_product(d, (a.shape[0], b.shape[0]), a, b)
-    if d.dtype is torch.float32:
-        product = _mm_float32(a, b.t())
-        torch.add(product, 0 if c is None else c, out=d)
-    elif c is None:
-        torch.mm(a, b.t(), out=d)
-    else:
-        torch.addmm(c, a, b.t(), out=d)
+    if not config.settings.batch_invariant:
+        _multiply(a, b, d, c)
+        return
+
+    def product(*rows: Tensor) -> Tensor:
+        out = d.new_empty((len(rows[0]), len(b)))
+        _multiply(rows[0], b, out, *rows[1:])
+        return out
+
+    d.copy_(by_fixed_rows(product, a, *(() if c is None else (c,))))
 
 
 def bf16_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
@@ -75,8 +81,8 @@ def m_grouped_bf16_gemm_nt_contiguous(
 ) -> None:
     """``d[i] = a[i] @ b[group of i].T`` for every row i that has a group; other rows of d are left alone.
 
-    a (M, K), b (E, N, K) bfloat16; d (M, N) bfloat16 or float32. grouped_layout: as for
-    `m_grouped_fp8_gemm_nt_contiguous`, with groups in any order and any number of places.
+    a (M, K), b (E, N, K) bfloat16; d (M, N) bfloat16 or float32, of values rounded to bfloat16 in both. grouped_layout:
+    as for `m_grouped_fp8_gemm_nt_contiguous`, with groups in any order and any number of places.
     """
     a, b = _matrix("a", a, 2), _matrix("b", b, 3)
     check_tensor("grouped_layout", grouped_layout)
@@ -106,7 +112,7 @@ def m_grouped_bf16_gemm_nt_masked(
     a, b = _matrix("a", a, 3), _matrix("b", b, 3)
     check_vector("masked_m", masked_m, torch.int32, a.shape[0], a.device)
     _check_product(d, (*a.shape[:2], b.shape[1]), a, b)
-    d.copy_(torch.bmm(a, b.mT))
+    _multiply(a, b, d)
 
 
 def _matrix(name: str, value: Tensor, dimensions: int) -> Tensor:
@@ -124,10 +130,21 @@ def _check_product(d: Tensor, shape: tuple[int, ...], a: Tensor, b: Tensor) -> N
     check_like("d", d, RESULTS, shape, a.device, "a")
 
 
-def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def _multiply(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """``d = c + a @ b.mT``, of matrices or batches of them.
+
+    Not by mm and addmm: programs that let DeepGEMM compute these for PyTorch, as SGLang does for deterministic
+    inference, would come back here.
+    """
+    if a.dim() == 2:
+        a, b, d, c = a[None], b[None], d[None], None if c is None else c[None]
+    if d.dtype is torch.float32 and a.is_cuda:
+        product = torch.ops.aten.bmm.dtype(a, b.mT, torch.float32)
+        torch.add(product, 0 if c is None else c, out=d)
+        return
+    if d.dtype is torch.float32:
+        a, b = a.float(), b.float()
+    torch.baddbmm(d if c is None else c, a, b.mT, beta=0 if c is None else 1, out=d)
 
 
 def _group_of_rows(layout: Tensor, rows: int, groups: int, psum: bool) -> Tensor:

@@ -19,6 +19,8 @@ def fp8_gemm_nt(
     recipe: Recipe | None = None,
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
+    recipe_a: Recipe | None = None,
+    recipe_b: Recipe | None = None,
 ) -> None:
     """``d = c + a @ b.T`` of dequantized operands, or ``a @ b.T`` without c, summed in float32.
 
@@ -26,13 +28,13 @@ def fp8_gemm_nt(
         `get_mn_major_tma_aligned_tensor` returns it. Or int32, four exponents each.
     b: data (N, K), scale (ceil(N/128), ceil(K/128)); with recipe (1, 1, 128) scale (N, K/128), K a multiple of 128.
     d: (M, N) bfloat16 or float32, written. c: like d; d itself, or memory of its own.
-    recipe: blocks of the scales; None is (1, 128, 128).
+    recipe: blocks of the scales; None is (1, 128, 128). recipe_a, recipe_b: (1, 128) and that of b, in its place.
     compiled_dims, disable_ue8m0_cast: no effect: N and K are compiled in, and scales are never cast on Hopper.
 
     Raises NotImplementedError for FP4, data that is not K-major and other recipes, TypeError or ValueError as `gemm`.
     """
     a, b = fp8("a", a), fp8("b", b)
-    if by_rows(recipe):
+    if by_rows(recipe, recipe_a, recipe_b):
         _check_matrix(d)
         # Made on the device: all of K in one group.
         whole = torch.arange(2, dtype=torch.int32, device=d.device).mul_(a.data.shape[-1])

@@ -23,6 +23,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     disable_ue8m0_cast: bool = False,
     use_psum_layout: bool = False,
     expected_m_for_psum_layout: int | None = None,
+    recipe_a: Recipe | None = None,
+    recipe_b: Recipe | None = None,
 ) -> None:
     """``d[i] = a[i] @ b[group of i].T`` of dequantized operands for every row i that has a group.
 
@@ -36,7 +38,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     Raises as `fp8_gemm_nt`.
     """
-    weights_by_blocks(recipe)
+    weights_by_blocks(recipe, recipe_a, recipe_b)
     a, b = fp8("a", a), fp8("b", b)
     check_tensor("grouped_layout", grouped_layout)
     alignment = get_mk_alignment_for_contiguous_layout()
@@ -64,6 +66,8 @@ def m_grouped_fp8_gemm_nt_masked(
     recipe: Recipe | None = None,
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
+    recipe_a: Recipe | None = None,
+    recipe_b: Recipe | None = None,
 ) -> None:
     """``d[e, :masked_m[e]] = a[e, :masked_m[e]] @ b[e].T`` of dequantized operands for every group e.
 
@@ -71,7 +75,7 @@ def m_grouped_fp8_gemm_nt_masked(
     b: as for `m_grouped_fp8_gemm_nt_contiguous`. d: (E, max_m, N) bfloat16 or float32; other rows are left alone.
     masked_m: int32 (E,) on the device, read there only. expected_m: about how many rows a group has, for the speed.
     """
-    weights_by_blocks(recipe)
+    weights_by_blocks(recipe, recipe_a, recipe_b)
     grouped_gemm_masked(fp8("a", a), fp8("b", b), masked_m, expected_m=expected_m, out=d)
 
 

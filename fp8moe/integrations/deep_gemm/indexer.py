@@ -4,12 +4,17 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations.deep_gemm.operands import named
-from fp8moe.kernels.indexer.checks import BLOCK_TOKENS
+from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, Prefill, context_limit, prefill
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
+from fp8moe.quant.checks import fp8_operand
+from fp8moe.quant.formats import align
 from fp8moe.runtime.autograd import detached
-from fp8moe.runtime.checks import check_tensor
+from fp8moe.runtime.checks import check_int, check_tensor
 
 Query = tuple[Tensor, Tensor | None]
+
+_PITCH = 256  # columns: rows of scores begin at multiples of 1 KB, as DeepGEMM's and as top-k kernels want it
+_WORKSPACE = 256 << 20  # bytes beside the result where scores are shifted
 
 
 @named(starts="cu_seq_len_k_start", ends="cu_seq_len_k_end")
@@ -19,14 +24,31 @@ def fp8_mqa_logits(
     weights: Tensor,
     cu_seq_len_k_start: Tensor,
     cu_seq_len_k_end: Tensor,
-    clean_logits: bool = True,
+    clean_logits: bool | int = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: Tensor | None = None,
 ) -> Tensor:
     """`fp8moe.mqa_logits`: (S, T) float32; clean_logits writes -inf outside of the ranges, which are undefined without.
 
     q (S, H, D) float8_e4m3fn, kv data (T, D) with scale (T,), weights (S, H) float32, starts and ends (S,) int32.
+    max_seqlen_k: the longest range or more, for scores (S, max_seqlen_k) in which each row begins with its own range.
+        Where an int stands in the place of clean_logits, as in DeepGEMM's newest signature, it is this, without -inf.
+    schedule_meta: not read. Rows of the result lie a multiple of 1 KB apart.
+
+    Raises NotImplementedError for another logits_dtype than float32.
     """
-    ranges = cu_seq_len_k_start, cu_seq_len_k_end
-    return mqa_logits(q, kv, detached(weights), *ranges, fill_masked=clean_logits)
+    if not isinstance(clean_logits, bool):
+        clean_logits, max_seqlen_k = False, clean_logits
+    check_int("max_seqlen_k", max_seqlen_k)
+    if max_seqlen_k < 0:
+        raise ValueError(f"max_seqlen_k: expected at least 0, got {max_seqlen_k}")
+    _check_dtype(logits_dtype)
+    for name, value in (("q", q), ("weights", weights), ("starts", cu_seq_len_k_start), ("ends", cu_seq_len_k_end)):
+        check_tensor(name, value)
+    values = q, *fp8_operand("kv", kv), weights, cu_seq_len_k_start, cu_seq_len_k_end
+    operands = Prefill(*map(detached, values))
+    return _from_starts(operands, max_seqlen_k, clean_logits) if max_seqlen_k else _whole(operands, clean_logits)
 
 
 def fp8_paged_mqa_logits(
@@ -38,23 +60,34 @@ def fp8_paged_mqa_logits(
     schedule_meta: Tensor | None,
     max_context_len: int,
     clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
 ) -> Tensor:
     """`fp8moe.paged_mqa_logits`: (B * next_n, max_context_len) float32.
 
     q (B, next_n, H, D) float8_e4m3fn, kv_cache (num_blocks, 64, 1, D + 4) uint8, weights (B * next_n, H) float32,
-    context_lens (B,) or (B, next_n), block_table (B, max_blocks) int32. clean_logits: as for `fp8_mqa_logits`.
-    schedule_meta: not read; the kernel shares its work out on the device.
+    context_lens (B,) or (B, next_n), block_table (B, max_blocks) int32. clean_logits: as for `fp8_mqa_logits`, as are
+    the rows' distance and logits_dtype. schedule_meta: not read; the kernel shares its work out on the device.
+
+    Raises NotImplementedError for indices, which Hopper has no kernel for.
     """
-    options = {"max_context_len": max_context_len, "fill_masked": clean_logits}
-    return paged_mqa_logits(q, kv_cache, detached(weights), context_lens, block_table, **options)
+    _check_dtype(logits_dtype)
+    _check_indices(indices)
+    context_limit(max_context_len)
+    options = {"max_context_len": align(max_context_len, _PITCH), "fill_masked": clean_logits}
+    logits = paged_mqa_logits(q, kv_cache, detached(weights), context_lens, block_table, **options)
+    return logits[:, :max_context_len]
 
 
-def get_paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, num_sms: int) -> Tensor:
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_size: int, num_sms: int, indices: Tensor | None = None
+) -> Tensor:
     """What `fp8_paged_mqa_logits` wants as schedule_meta: int32 (num_sms + 1, 2) on the device, as DeepGEMM's is.
 
-    It holds zeros: no schedule is made ahead of the call.
+    It holds zeros: no schedule is made ahead of the call. indices: as for `fp8_paged_mqa_logits`.
     """
     check_tensor("context_lens", context_lens)
+    _check_indices(indices)
     if block_size != BLOCK_TOKENS:
         raise NotImplementedError(f"block_size: expected {BLOCK_TOKENS}, that of the cache on Hopper, got {block_size}")
     return torch.zeros((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
@@ -77,3 +110,49 @@ def _values(q: Query) -> Tensor:
     if scale is not None:
         raise NotImplementedError("q: FP4 values, which have scales, have no kernel on Hopper; expected (FP8, None)")
     return values
+
+
+def _scores(operands: Prefill, clean: bool) -> Tensor:
+    q, data, scale, weights, starts, ends = operands
+    return mqa_logits(q, (data, scale), weights, starts, ends, fill_masked=clean)
+
+
+def _whole(operands: Prefill, clean: bool) -> Tensor:
+    """Scores (S, T), computed with keys of any value behind the last one, so that rows are `_PITCH` apart."""
+    keys = operands.kv.shape[0] if operands.kv.dim() else 0
+    if keys % _PITCH:
+        prefill(operands)
+        data, scale = _longer(operands.kv), _longer(operands.kv_scale)
+        operands = operands._replace(kv=data, kv_scale=scale)
+    return _scores(operands, clean)[:, :keys]
+
+
+def _longer(x: Tensor) -> Tensor:
+    longer = x.new_empty((align(len(x), _PITCH), *x.shape[1:]))
+    longer[: len(x)] = x
+    return longer
+
+
+def _from_starts(operands: Prefill, columns: int, clean: bool) -> Tensor:
+    """Scores (S, columns), each row from where its range starts: those of some queries at a time, shifted."""
+    queries, keys = prefill(operands)
+    q, data, scale, weights, starts, ends = operands
+    logits = q.new_empty((queries, align(columns, _PITCH)), dtype=torch.float32)[:, :columns]
+    starts, column = starts.clamp(min=0), torch.arange(columns, device=q.device)
+    some = max(1, _WORKSPACE // (4 * keys + 8 * columns))  # scores in float32, places in int64
+    for first in range(0, queries if keys else 0, some):
+        rows = slice(first, first + some)
+        scores = _scores(Prefill(q[rows], data, scale, weights[rows], starts[rows], ends[rows]), clean=False)
+        places = (starts[rows, None] + column).clamp_(max=keys - 1)
+        logits[rows] = scores.gather(1, places)
+    return logits.masked_fill_(column >= (ends.clamp(max=keys) - starts)[:, None], -torch.inf) if clean else logits
+
+
+def _check_dtype(logits_dtype: torch.dtype) -> None:
+    if logits_dtype is not torch.float32:
+        raise NotImplementedError(f"logits_dtype: expected float32, that of scores on Hopper, got {logits_dtype}")
+
+
+def _check_indices(indices: Tensor | None) -> None:
+    if indices is not None:
+        raise NotImplementedError("indices: sequences with different numbers of queries have no kernel on Hopper")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8moe.integrations.deep_gemm.layouts import float32_scale
 from fp8moe.quant.checks import fp8_operand
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.runtime.autograd import recorded
 from fp8moe.runtime.checks import check_like, check_tensor
 
@@ -43,8 +43,16 @@ def transposed(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return data.mT, scale.mT
 
 
-def by_rows(recipe: Recipe | None) -> bool:
-    """Whether both operands have a scale for each row, (1, 1, 128); otherwise the weights have one per 128x128."""
+def by_rows(recipe: Recipe | None, recipe_a: Recipe | None = None, recipe_b: Recipe | None = None) -> bool:
+    """Whether both operands have a scale for each row, (1, 1, 128); otherwise the weights have one per 128x128.
+
+    recipe_a, recipe_b: the blocks of one operand each, (1, 128) or (128, 128), in place of a recipe.
+    """
+    if recipe_a is not None or recipe_b is not None:
+        (rows_a, *k_a), (rows_b, *k_b) = recipe_a or (1, BLOCK), recipe_b or (BLOCK, BLOCK)
+        if k_a != k_b:
+            raise NotImplementedError(f"recipe_a, recipe_b: expected blocks of {BLOCK} along K, got {k_a} and {k_b}")
+        recipe = (rows_a, rows_b, *k_b)
     if recipe is None or tuple(recipe) == (1, 128, 128):
         return False
     if tuple(recipe) == (1, 1, 128):
@@ -52,10 +60,10 @@ def by_rows(recipe: Recipe | None) -> bool:
     raise NotImplementedError(f"recipe: expected (1, 128, 128) or (1, 1, 128), those of Hopper, got {tuple(recipe)}")
 
 
-def weights_by_blocks(recipe: Recipe | None) -> None:
+def weights_by_blocks(*recipes: Recipe | None) -> None:
     """NotImplementedError for any other recipe."""
-    if by_rows(recipe):
-        raise NotImplementedError(f"recipe: expected (1, 128, 128) of grouped weights, got {tuple(recipe)}")
+    if by_rows(*recipes):
+        raise NotImplementedError("recipe: expected (1, 128, 128) of grouped weights, got (1, 1, 128)")
 
 
 def check_addend(c: Tensor | None, d: Tensor) -> None:

@@ -1,5 +1,6 @@
-"""DeepGEMM's settings. That of the SMs is fp8moe's own; the alignment says how layouts are read; others are kept."""
+"""DeepGEMM's settings. SMs and determinism are fp8moe's; the alignment says how layouts are read; others are kept."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,9 +56,24 @@ def get_m_alignment_for_contiguous_layout() -> int:
     return _values.mk_alignment
 
 
+get_k_alignment_for_contiguous_layout = get_m_alignment_for_contiguous_layout
+
+
 def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
     """The alignment that suits the kernels best: 128, also that of groups along K."""
     return BLOCK
+
+
+def use_deterministic_algorithms(enabled: bool) -> None:
+    """`fp8moe.batch_invariant` for this process from now on: the bits of a row do not depend on the rows beside it."""
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled: expected a bool, got {type(enabled).__name__}")
+    config.settings = replace(config.settings, batch_invariant=enabled)
+
+
+def get_deterministic_algorithms() -> bool:
+    """Whether that holds, by `use_deterministic_algorithms` or FP8MOE_BATCH_INVARIANT=1."""
+    return config.settings.batch_invariant
 
 
 def set_tc_util(tc_util: int) -> None:
@@ -89,3 +105,11 @@ def set_compile_mode(compile_mode: int) -> None:
 
 def get_compile_mode() -> int:
     return _values.compile_mode
+
+
+def set_ignore_compile_dims(ignore: bool) -> None:
+    """No effect: M is never compiled in."""
+
+
+def set_block_size_multiple_of(*multiple_of: int | Sequence[int]) -> None:
+    """No effect: tiles are chosen by the cost model."""

@@ -1,10 +1,14 @@
 """Casts to FP8 with a scale for each block, as the GEMMs take them."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from fp8moe.integrations.deep_gemm.layouts import get_mn_major_tma_aligned_packed_ue8m0_tensor
-from fp8moe.quant.formats import BLOCK, align, ceil_div
+from fp8moe.quant.formats import BLOCK, FP8_MAX, align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
+from fp8moe.quant.reference import block_scale
 from fp8moe.quant.reference import up_to_power_of_two as ceil_to_ue8m0
 
 __all__ = [
@@ -13,6 +17,7 @@ __all__ = [
     "ceil_to_ue8m0",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
+    "per_custom_dims_cast_to_fp8",
     "per_token_cast_to_fp8",
 ]
 
@@ -44,6 +49,18 @@ def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool = False, gran_k: int = BL
     _check_block(gran_k)
     columns = quantize_1x128(x.t(), scale_format="ue8m0") if use_ue8m0 else quantize_128x1(x)
     return tuple(part.t() for part in columns)
+
+
+def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+    """Data float8_e4m3fn like x, and scale float32 with one value for each index of x in `dims`, of these sizes.
+
+    With dims (0,) those of the keys of `fp8_mqa_logits`: x (T, D), scale (T,).
+    """
+    kept = {dim % x.dim() for dim in dims}
+    x = x.float()
+    scale = block_scale(x.abs().amax([dim for dim in range(x.dim()) if dim not in kept], keepdim=True), use_ue8m0)
+    data = (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return data, scale.view([x.shape[dim] for dim in sorted(kept)])
 
 
 def _check_block(gran_k: int) -> None:
