@@ -7,6 +7,7 @@ import torch
 
 from fp8moe.integrations.decode import GraphDecoder
 from tests.decode_models import Puts, byte_level_tokenizer, tiny_mixtral
+from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
 
 transformers = pytest.importorskip("transformers")
@@ -55,6 +56,14 @@ def test_a_prompt_that_has_pad_tokens(model, decoder):
     for mask in (None, torch.ones_like(ids)):
         how = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
         assert torch.equal(model.generate(ids, custom_generate=decoder, **how), model.generate(ids, **how))
+
+
+@pytest.mark.parametrize("name", ["Gemma4ForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"])
+def test_prompts_without_images_of_models_that_take_them(name):
+    model, ids = MODELS[name].build(), prompts(2, 6)
+    decoder = GraphDecoder(model, batch_sizes=(2,), max_length=16, fuse=False)
+    how = {"attention_mask": left_padded(ids, 2, 0), "do_sample": False, "max_new_tokens": 4}
+    assert torch.equal(model.generate(ids, custom_generate=decoder, **how), model.generate(ids, **how))
 
 
 def test_sampling():

@@ -6,6 +6,7 @@ import torch
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.decode.host_reads import HostReads
 from fp8moe.integrations.decode.probe import check_step
+from tests.decode_models import tiny_mixtral
 from tests.linear_attention_models import NAMES, PROMPTS, READ_ON_THE_HOST, build
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import BASE, left_padded, prompts, random_model
@@ -94,6 +95,15 @@ def test_position_biases_of_prompts_that_are_padded():
     assert torch.equal(decoder.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=()), expected)
 
 
+def test_routers_that_mix_the_tokens_of_a_call_are_refused():
+    model, ids = MODELS["DogeForCausalLM"].build(), prompts(2, 8) % 128
+    with torch.no_grad():
+        alone, beside = model(input_ids=ids[:1]).logits[0], model(input_ids=ids).logits[0]
+    assert (alone - beside).norm() > 0.01 * alone.norm()  # as transformers says it does
+    with pytest.raises(ValueError, match=r"layers.0.mlp \(DogeCDMoE\) routes a token by others of the same call"):
+        GraphDecoder(model, max_length=8)
+
+
 def test_other_caches_are_refused():
     for name, message in (
         ("Llama4ForCausalLM", "layer 0 keeps a StaticSlidingWindowLayer"),
@@ -165,6 +175,43 @@ def test_a_model_of_nan_is_refused():
         model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="^model: the logits of LlamaForCausalLM are NaN"):
         GraphDecoder(model, max_length=8)
+
+
+def test_logits_that_no_token_is_chosen_from_are_refused():
+    with pytest.raises(ValueError, match="^model: the logits of LlamaForCausalLM are torch.float64, expected bfloat16"):
+        GraphDecoder(random_model("llama", LLAMA, dtype=torch.float64), max_length=8)
+
+
+def test_weights_without_memory_are_refused():
+    with pytest.raises(ValueError, match="^model: expected weights in memory, they are on the meta device"):
+        GraphDecoder(random_model("llama", LLAMA).to("meta"), max_length=8)
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "JambaForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
+def test_models_that_are_set_to_return_the_logits_of_routers(name):
+    """As configurations of models are that were trained with a loss of these."""
+    model, ids = build(name), prompts(2, 6)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
+    for config in (model.config, model.config.get_text_config()):
+        config.output_router_logits = True
+    decoder = GraphDecoder(model, batch_sizes=(3,), max_length=16)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=4), expected)
+    assert torch.equal(model.generate(ids, do_sample=False, max_new_tokens=4, custom_generate=decoder), expected)
+
+
+def test_autocast_of_the_caller_changes_nothing():
+    model, ids, how = tiny_mixtral(), prompts(2, 6), {"max_new_tokens": 4}
+    expected = GraphDecoder(model, batch_sizes=(2,), max_length=16).generate(ids, **how)
+    with torch.autocast("cpu", torch.bfloat16):
+        decoder = GraphDecoder(model, batch_sizes=(2,), max_length=16)
+        assert decoder.fused
+        prefix = decoder.prefix(ids[0, :4])
+        assert torch.equal(decoder.generate(ids, **how), expected)
+        assert torch.equal(torch.stack([*decoder.stream(ids, **how)], 1), expected[:, 6:])
+        assert torch.equal(decoder.generate(ids[:1, 4:], prefix=prefix, **how), expected[:1, 4:])
+        found = dict(decoder.run([{"input_ids": row} | how for row in ids]))
+        assert all(torch.equal(found[row], expected[row, 6:]) for row in found)
+        assert torch.is_autocast_enabled("cpu")
 
 
 def test_a_step_that_reads_values_on_the_host_is_refused_before_the_capture():

@@ -160,6 +160,7 @@ def test_what_a_prefix_needs():
         (prompts(1, 63), ValueError, "^input_ids: 63 tokens leave no room for others in max_length, 64"),
         (prompts(1, 6).float(), TypeError, "^input_ids: expected integers"),
         ([3, 4], TypeError, r"^input_ids: expected a torch\.Tensor"),
+        (torch.tensor([3, 128]), ValueError, "^input_ids: expected tokens between 0 and 127, got 128"),
         (prompts(1, 0), ValueError, "^input_ids: .* neither of them 0"),
     ):
         with pytest.raises(exception, match=message):
@@ -173,6 +174,15 @@ def test_what_a_prefix_needs():
     decoder.close()
     with pytest.raises(RuntimeError, match="closed"):
         decoder.prefix(prompts(1, 6))
+
+
+def test_a_prefix_does_not_outlive_what_is_added_to_the_scores_of_routers():
+    decoder = GraphDecoder(MODELS["DeepseekV3ForCausalLM"].build(), max_length=MAX_LENGTH)
+    prefix, ids = decoder.prefix(prompts(1, 7)), prompts(1, 6)
+    decoder.generate(ids, prefix=prefix, max_new_tokens=4)
+    decoder.model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias").add_(torch.arange(8))
+    with pytest.raises(ValueError, match="^prefix: the model's weights have moved or changed since it was made"):
+        decoder.generate(ids, prefix=prefix, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("name", ["InklingForCausalLM", "Qwen3NextForCausalLM"])

@@ -139,6 +139,25 @@ def test_prefixes(decoder):
         assert torch.equal(new, alone(decoder, given[index])), index
 
 
+def test_tokens_that_the_model_does_not_have_stop_no_other_request(decoder):
+    given = [{"input_ids": ids, "max_new_tokens": 4} for ids in (prompts(1, 5)[0], torch.tensor([3, -1]))]
+    found = dict(decoder.run(given))
+    assert torch.equal(found[0], alone(decoder, given[0]))
+    assert str(found[1]) == "input_ids: expected tokens between 0 and 127, got -1"
+    with pytest.raises(ValueError, match="^input_ids: expected tokens between 0 and 127, got 128"):
+        decoder.generate(torch.tensor([[3, 128]]), max_new_tokens=4)
+
+
+def test_stop_strings_may_begin_in_a_prefix(decoder):
+    tokenizer = byte_level_tokenizer()
+    beginning, prompt = (torch.tensor(tokenizer.convert_tokens_to_ids(pieces)) for pieces in (["x", "st"], ["o"]))
+    request = {"input_ids": prompt, "max_new_tokens": 9, "prefix": decoder.prefix(beginning)}
+    first = alone(decoder, request)[:1]
+    request |= {"stop_strings": "sto" + tokenizer.decode(first), "tokenizer": tokenizer}
+    assert [new.tolist() for _, new in decoder.run([request])] == [first.tolist()]
+    assert torch.equal(alone(decoder, request), first)
+
+
 def test_prompts_of_different_lengths_after_a_prefix_of_states():
     """They are read one length at a time."""
     model = linear_attention_models.build("Qwen3NextForCausalLM")

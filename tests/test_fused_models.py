@@ -209,6 +209,15 @@ def test_gradients_go_through_the_models_own_forward():
         assert parameter.grad is None or torch.equal(parameter.grad, other.grad), name
 
 
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_autocast_runs_the_models_own_forwards(name):
+    model = MODELS[name].build()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = logits(model)
+        optimize(model)
+        assert torch.equal(logits(model), expected)
+
+
 def test_adapters_run():
     peft = pytest.importorskip("peft")
     model = MODELS[NAME].build()

@@ -57,6 +57,37 @@ def test_experts_that_take_no_implementation_are_named(name, tmp_path):
     assert rows and all(row.runs_on == "transformers" and "experts interface" in row.why for row in rows)
 
 
+def test_experts_of_a_part_that_is_asked_to_change_are_named():
+    model = MODELS["Llama4ForConditionalGeneration"].build(experts_implementation="eager")
+    with pytest.warns(UserWarning, match="^Llama4TextExperts does not run on fp8moe"):
+        model.set_experts_implementation({"text_config": "fp8moe"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.set_experts_implementation({"vision_config": "fp8moe", "text_config": "eager"})
+    assert not messages(caught)
+
+
+@pytest.mark.parametrize("implementation", ["fp8moe", "eager"])
+def test_experts_that_a_quantizer_puts_into_the_model_are_named(implementation):
+    class PackedExperts(nn.Module):
+        """As of GGUF and MXFP4: with a forward of their own."""
+
+    class Quantizer(transformers.quantizers.HfQuantizer):
+        is_trainable = is_serializable = False
+
+        def _process_model_before_weight_loading(self, model, **kwargs):
+            model.set_submodule("model.layers.0.mlp.experts", PackedExperts())
+
+    model = MODELS["MixtralForCausalLM"].build(experts_implementation=implementation)
+    quantizer = Quantizer(transformers.FineGrainedFP8Config(), pre_quantized=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quantizer.preprocess_model(model)
+    assert any(text.startswith("PackedExperts does not run on fp8moe") for text in messages(caught)) == (
+        implementation == "fp8moe"
+    )
+
+
 def test_the_warning_is_shown_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.resetwarnings()  # what Python does by default

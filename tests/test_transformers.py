@@ -252,6 +252,15 @@ def test_fp8_experts_of_other_formats(options, message):
         forward(fp8_experts(**options))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_experts_that_were_cast_are_refused(dtype):
+    """The scales are still there, but no longer those of the weights."""
+    with pytest.raises(
+        TypeError, match=r"FP8Experts cannot run .*gate_up_proj: expected float8_e4m3fn beside its scales"
+    ):
+        forward(fp8_experts().to(dtype))
+
+
 def test_transposed_experts_with_bias():
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 

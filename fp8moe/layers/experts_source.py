@@ -136,6 +136,11 @@ def _read_fused(module: nn.Module) -> Source:
             parts = [[FP8Tensor(*part) for part in zip(*expert, strict=True)] for expert in chunks]
         else:
             _check_dtype(f"module.{name}", fused)
+            if getattr(module, f"{name}_scale_inv", None) is not None:
+                raise TypeError(
+                    f"module.{name}: expected float8_e4m3fn beside its scales, got {fused.dtype}: a cast turned FP8 "
+                    "weights into others without their scales; load them again"
+                )
             parts = [list(expert.chunk(matrices)) for expert in local(fused.detach()).unbind()]
         _, rows, columns = getattr(module, name).shape
         shape = matrices, rows // matrices, columns

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.decode.checks import check_prompt, integer, integers
+from fp8moe.integrations.decode.checks import check_prompt, check_tokens, integer, integers
 from fp8moe.integrations.decode.prefix import Prefix
 from fp8moe.integrations.decode.sampling import Sampling, parameters, random_seeds
 from fp8moe.integrations.decode.step import vocabulary
-from fp8moe.integrations.decode.stop_strings import StopStrings
+from fp8moe.integrations.decode.stop_strings import StopStrings, Tail
 from fp8moe.integrations.decode.transfer import moved
 from fp8moe.runtime.checks import describe
 
@@ -37,6 +37,15 @@ class Call:
     return_logprobs: bool
     streamer_has_prompts: bool = False
 
+    def tails(self) -> list[Tail | None]:
+        """Of each sequence the last tokens so far, in which stop strings may begin: those of a prefix too."""
+        if self.stop is None:
+            return [None] * len(self.tokens)
+        window = self.stop.window
+        before = [] if self.prefix is None else self.prefix.tokens[-window:].tolist()
+        last = self.tokens[:, -window:] if self.mask is None else self.tokens.masked_fill(~self.mask, -1)
+        return [Tail(self.stop, before + [token for token in prompt if token >= 0]) for prompt in last.tolist()]
+
 
 def parse(decoder: Any, arguments: Mapping[str, Any], generation_config: Any) -> Call:
     """Check the arguments of ``decoder.generate``; what is None comes from the generation config, as it says there.
@@ -45,6 +54,7 @@ def parse(decoder: Any, arguments: Mapping[str, Any], generation_config: Any) ->
     """
     ids, mask = arguments["input_ids"], arguments["attention_mask"]
     check_prompt(ids, mask)
+    check_tokens(ids, decoder.model)
     batch = len(ids)
     new_tokens = integer("max_new_tokens", arguments["max_new_tokens"])
     ends, pad = end_tokens(

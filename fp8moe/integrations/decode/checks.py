@@ -20,7 +20,13 @@ def device_of(model: Any) -> torch.device:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise ValueError(f"model: expected all of it on one device, got {sorted(map(str, devices))}")
-    return devices.pop()
+    device = devices.pop()
+    if device.type == "meta":
+        raise ValueError("model: expected weights in memory, they are on the meta device")
+    return device
+
+
+_MIXING = ("DogeCDMoE",)  # routers of transformers that mix the tokens of a call, which it keeps for old checkpoints
 
 
 def check_model(model: Any, captured: bool) -> None:
@@ -43,6 +49,11 @@ def check_model(model: Any, captured: bool) -> None:
         kinds = set(kinds.values() if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else [])
         if kinds & {"dynamic", "longrope"}:
             raise ValueError(f"model: {path} changes its frequencies on the host as the sequence grows ({kinds})")
+        if type(module).__name__ in _MIXING:
+            raise ValueError(
+                f"model: {path} ({type(module).__name__}) routes a token by others of the same call, of other sequences "
+                "too, and calls of a decoder are others than the model's own"
+            )
         if captured and _is_experts(module) and module.config._experts_implementation == "eager":
             raise ValueError(
                 f"model: {path} runs the experts implementation 'eager', which reads the routing on the host and "
@@ -110,6 +121,17 @@ def check_prompt(ids: Tensor, mask: Tensor | None) -> None:
         check_tensor("attention_mask", mask)
         if mask.shape != ids.shape:
             raise ValueError(f"attention_mask: expected shape {tuple(ids.shape)}, got {tuple(mask.shape)}")
+
+
+def check_tokens(ids: Tensor, model: Any) -> None:
+    """That the model has all of these tokens; of tokens on a GPU nothing is read."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if size is None or ids.device.type != "cpu":
+        return
+    ids = ids.long()
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if len(wrong):
+        raise ValueError(f"input_ids: expected tokens between 0 and {size - 1}, got {wrong[0]}")
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -97,6 +97,8 @@ def streamer_of_caller() -> Any:
 def _check_model_arguments(mask: Tensor, arguments: dict[str, Any]) -> None:
     known = {"attention_mask", "position_ids", "past_key_values", *_WITHOUT_EFFECT}
     others = sorted(name for name, value in arguments.items() if value is not None and name not in known)
+    if arguments.get("mm_encoder_outputs") == {}:  # of a prompt without images
+        others.remove("mm_encoder_outputs")
     if others:
         raise ValueError(f"{others[0]}: GraphDecoder does not pass it to the model")
     past, positions = arguments.get("past_key_values"), arguments.get("position_ids")

@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from fp8moe.integrations.decode.requests import LEAST_SHARE, Result, run
 from fp8moe.integrations.decode.short_prompts import FEW_TOKENS
 from fp8moe.integrations.decode.stats import Records, Stats, cache_bytes, pool_bytes
 from fp8moe.integrations.decode.step import Step, Way, capture_stream
+from fp8moe.integrations.decode.surroundings import surroundings
 from fp8moe.integrations.decode.turns import Turns
 from fp8moe.integrations.models import FusedModule, find_fused
 from fp8moe.quant.formats import ceil_div
@@ -61,7 +62,7 @@ class GraphDecoder:
 
     Made inside of `fp8moe.batch_invariant`, or with FP8MOE_BATCH_INVARIANT=1, a sequence has the same tokens and
     logarithms of probabilities whatever else is in its batch; it is to be called inside too. That needs flash
-    attention.
+    attention. torch.autocast changes nothing in it.
 
     The graphs read the weights where they lay at the capture: after moving or changing them, make a new decoder;
     `generate` raises RuntimeError until then. Threads may share a decoder: their calls take turns. A stream or run
@@ -336,10 +337,8 @@ class GraphDecoder:
         return None if self._reader is None or self._reader.short_prompts is None else self._reader
 
     def on_device(self, stream: torch.cuda.Stream | None = None) -> AbstractContextManager:
-        """Within it the model's device is the current one, and on it this stream."""
-        if self.device.type != "cuda":
-            return nullcontext()
-        return torch.cuda.device(self.device) if stream is None else torch.cuda.stream(stream)
+        """Within it the model's device is the current one, and on it this stream, and torch.autocast is off."""
+        return surroundings(self.device, stream)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -83,7 +83,7 @@ class Generation:
         if self.call.streamer is not None and not self.call.streamer_has_prompts:
             self.call.streamer.put(self.call.given.cpu())
         readback = Readback(self.step.tokens.device)
-        alive = self._alive()
+        alive = dict(enumerate(self.call.tails()))  # the rows whose sequences go on
         self._begin()
         for number in range(self.call.new_tokens):
             if number:
@@ -127,15 +127,6 @@ class Generation:
     def _advance(self) -> None:
         self.step.replay()
         self._record.steps += 1
-
-    def _alive(self) -> dict[int, Tail | None]:
-        """The rows whose sequences go on, with the tails in which stop strings are looked for."""
-        if self.call.stop is None:
-            return dict.fromkeys(range(self.batch))
-        before = [] if self.call.prefix is None else self.call.prefix.tokens.tolist()
-        prompts = self.call.tokens if self.call.mask is None else self.call.tokens.masked_fill(~self.call.mask, -1)
-        tails = (before + [token for token in prompt if token >= 0] for prompt in prompts.tolist())
-        return {row: Tail(self.call.stop, tail) for row, tail in enumerate(tails)}
 
     def _read(self, readback: Readback, alive: dict[int, Tail | None]) -> Iterator[Tensor]:
         """The next step's tokens, if any sequence got one; those that end with it are taken from `alive`."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations.decode.cache import copy_rows, has_states
-from fp8moe.integrations.decode.checks import check_prompt
+from fp8moe.integrations.decode.checks import check_prompt, check_tokens
 from fp8moe.integrations.decode.model_state import ModelState
 from fp8moe.integrations.decode.step import Step
 from fp8moe.runtime.checks import check_tensor
@@ -70,6 +70,7 @@ def read_prefix(decoder: Any, input_ids: Tensor) -> Prefix:
     check_tensor("input_ids", input_ids)
     ids = input_ids[None] if input_ids.dim() == 1 else input_ids
     check_prompt(ids, None)
+    check_tokens(ids, decoder.model)
     if len(ids) > 1:
         raise ValueError(f"input_ids: expected one prefix, got a batch of {len(ids)}")
     length = ids.shape[1]

@@ -9,6 +9,7 @@ from fp8moe.integrations.decode.cache import STATES
 from fp8moe.integrations.decode.host_reads import HostReads
 from fp8moe.integrations.decode.step import PLAIN, Step, Way, positions_of, vocabulary
 from fp8moe.integrations.models import Optimized
+from fp8moe.runtime.checks import FLOATING
 
 PADDING = 2
 PROMPT = 8
@@ -83,6 +84,8 @@ def check_step(model: Any, device: torch.device, captured: bool, way: Way = PLAI
             f"({', '.join(sorted(set(reads)))})"
         )
     for logits, (whole, alone) in zip(stepwise, wholes, strict=True):
+        if logits.dtype not in FLOATING:
+            raise ValueError(f"model: the logits of {name} are {logits.dtype}, expected bfloat16, float16 or float32")
         if whole.isnan().any():
             raise ValueError(f"model: the logits of {name} are NaN")
         parts = [slice(1, None)] if way == PLAIN else [slice(1, None), slice(1)]  # how others read prompts is ours too

@@ -350,5 +350,4 @@ def _parse(decoder: Any, request: Any) -> tuple[Call, Tail | None]:
                 "tokens that are pad_token_id count as zeros)"
             )
         call = replace(call, tokens=call.tokens[:, padding:], mask=None)
-    tail = None if call.stop is None else Tail(call.stop, call.tokens[0, -call.stop.window :].tolist())
-    return call, tail
+    return call, *call.tails()

@@ -210,6 +210,7 @@ class Step:
         self.seen.next_call(whole=whole)
         fused = nullcontext() if self.way.fused is None else self.way.fused.in_force()
         with used_by(self.model, self.way.attention, self.seen), fused, linears_by_fixed_rows():
+            arguments |= _without_router_loss(self.model.config)
             output = self.model(
                 input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, **arguments
             )
@@ -314,6 +315,13 @@ def _copy(target: Tensor, rows: Tensor, source: Tensor, chosen: Tensor) -> None:
         width = min(target.shape[1], values.shape[1])
         target, values = target[:, :width], values[:, :width]
     target.index_copy_(0, rows, values)
+
+
+def _without_router_loss(config: Any) -> dict[str, bool]:
+    """For models that are set to return the logits of routers: their loss of these wants a mask of the tokens alone."""
+    parts = (config, config.get_text_config(decoder=True))
+    asked = any(getattr(part, "output_router_logits", False) for part in parts)
+    return {"output_router_logits": False} if asked else {}
 
 
 def vocabulary(model: Any) -> int:

@@ -1,8 +1,9 @@
-"""Whether a module runs nothing but the forward that its code says."""
+"""Whether a module runs nothing but the forward that its code says, and as it says."""
 
 import functools
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -16,6 +17,12 @@ def runs_as_written(module: nn.Module) -> bool:
     if ("forward" in own and not is_fused(module)) or any(own[kind] for kind in _HOOKS):
         return False
     return all(map(_is_idle, own["_forward_hooks"].values()))
+
+
+def is_cast(weight: Tensor) -> bool:
+    """Whether torch.autocast has the module of this weight run in another dtype."""
+    kind = weight.device.type
+    return not weight.is_meta and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != weight.dtype
 
 
 def is_fused(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.integrations.models import forms, mlp
-from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.integrations.models.hooks import is_cast, runs_as_written
 from fp8moe.integrations.models.second_stream import SecondStream
 from fp8moe.integrations.names import NAME
 from fp8moe.kernels.block.rms_norm import Normed
@@ -21,7 +21,8 @@ def serves(module: nn.Module, dtype: torch.dtype) -> bool:
 
 def serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
     """Whether our kernels route as the module does for an input of this dtype."""
-    return forms.form_of(module, forms.ROUTER) is not None and runs_as_written(module) and module.weight.dtype is dtype
+    known = forms.form_of(module, forms.ROUTER) is not None and runs_as_written(module)
+    return known and module.weight.dtype is dtype and not is_cast(module.weight)
 
 
 def prepare(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.integrations.models import forms
-from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.integrations.models.hooks import is_cast, runs_as_written
 from fp8moe.kernels.block.rms_norm import Normed, rms_norm
 from fp8moe.runtime.checks import FLOATING
 
@@ -16,6 +16,7 @@ def serves(module: nn.Module, dtype: torch.dtype) -> bool:
         and runs_as_written(module)
         and module.weight.dtype is dtype
         and dtype in FLOATING
+        and not is_cast(module.weight)
     )
 
 

@@ -1,6 +1,9 @@
 """register: transformers runs its experts, FP8 linears and indexers on fp8moe."""
 
 import functools
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 from fp8moe.integrations.transformers.experts import NAME, experts_forward
 from fp8moe.integrations.transformers.indexers import route_indexers
@@ -47,10 +50,15 @@ def register() -> None:
 
 
 def _announce_others() -> None:
-    """Have models warn of experts that do not run on fp8moe, when they are made for it or asked to change to it."""
+    """Have models warn of experts that do not run on fp8moe, when they are made for it or asked to change to it.
+
+    Quantizers of transformers replace modules in a model that is made already: experts by their own, too.
+    """
     from transformers import PreTrainedModel
+    from transformers.quantizers import HfQuantizer
 
     made, changed = PreTrainedModel.post_init, PreTrainedModel.set_experts_implementation
+    replaced = HfQuantizer.preprocess_model
     if hasattr(made, "_fp8moe"):
         return
 
@@ -63,8 +71,24 @@ def _announce_others() -> None:
     @functools.wraps(changed)
     def set_experts_implementation(self, experts_implementation):
         changed(self, experts_implementation)
-        if experts_implementation == NAME:
-            warn_of_others(self)
+        for part in _asked(self, experts_implementation):
+            warn_of_others(part)
+
+    @functools.wraps(replaced)
+    def preprocess_model(self, model, *args, **kwargs):
+        replaced(self, model, *args, **kwargs)
+        if model.config._experts_implementation == NAME:
+            warn_of_others(model)
 
     post_init._fp8moe = True
     PreTrainedModel.post_init, PreTrainedModel.set_experts_implementation = post_init, set_experts_implementation
+    HfQuantizer.preprocess_model = preprocess_model
+
+
+def _asked(model: Any, implementation: str | dict[str, str]) -> Iterator[Any]:
+    """The model, or the parts of it with these configurations, that are asked to change to fp8moe."""
+    asked = implementation if isinstance(implementation, dict) else {"": implementation}
+    configs = {"": model.config} | {name: getattr(model.config, name) for name in model.config.sub_configs}
+    for name in [name for name, wanted in asked.items() if wanted == NAME and name in configs]:
+        parts = (part for part in model.modules() if getattr(part, "config", None) is configs[name])
+        yield from islice(parts, 1)  # what it contains has the same configuration
