@@ -51,8 +51,8 @@ def check_model(model: Any, captured: bool) -> None:
             raise ValueError(f"model: {path} changes its frequencies on the host as the sequence grows ({kinds})")
         if type(module).__name__ in _MIXING:
             raise ValueError(
-                f"model: {path} ({type(module).__name__}) routes a token by others of the same call, of other sequences "
-                "too, and calls of a decoder are others than the model's own"
+                f"model: {path} ({type(module).__name__}) routes a token by others of the same call, of other "
+                "sequences too, and calls of a decoder are others than the model's own"
             )
         if captured and _is_experts(module) and module.config._experts_implementation == "eager":
             raise ValueError(
