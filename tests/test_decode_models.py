@@ -96,10 +96,7 @@ def test_position_biases_of_prompts_that_are_padded():
 
 
 def test_routers_that_mix_the_tokens_of_a_call_are_refused():
-    model, ids = MODELS["DogeForCausalLM"].build(), prompts(2, 8) % 128
-    with torch.no_grad():
-        alone, beside = model(input_ids=ids[:1]).logits[0], model(input_ids=ids).logits[0]
-    assert (alone - beside).norm() > 0.01 * alone.norm()  # as transformers says it does
+    model = MODELS["DogeForCausalLM"].build()
     with pytest.raises(ValueError, match=r"layers.0.mlp \(DogeCDMoE\) routes a token by others of the same call"):
         GraphDecoder(model, max_length=8)
 

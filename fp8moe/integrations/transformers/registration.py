@@ -88,7 +88,8 @@ def _announce_others() -> None:
 def _asked(model: Any, implementation: str | dict[str, str]) -> Iterator[Any]:
     """The model, or the parts of it with these configurations, that are asked to change to fp8moe."""
     asked = implementation if isinstance(implementation, dict) else {"": implementation}
-    configs = {"": model.config} | {name: getattr(model.config, name) for name in model.config.sub_configs}
-    for name in [name for name, wanted in asked.items() if wanted == NAME and name in configs]:
-        parts = (part for part in model.modules() if getattr(part, "config", None) is configs[name])
-        yield from islice(parts, 1)  # what it contains has the same configuration
+    configs = {"": model.config} | {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    for config in [configs.get(name) for name, wanted in asked.items() if wanted == NAME]:
+        if config is not None:
+            parts = (part for part in model.modules() if getattr(part, "config", None) is config)
+            yield from islice(parts, 1)  # what it contains has the same configuration
