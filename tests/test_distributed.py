@@ -341,7 +341,7 @@ def wrong_calls(world):
         )
         fails(
             call(x=x.clone().requires_grad_(last)),
-            "expected the same mode and inputs with gradients on all ranks, "
+            "expected the same mode and the same gradients on all ranks, "
             f"got none on {ranks}; training and hidden_states on {it}",
         )
         agree(spread(x, index, weights), plain(x, index, weights), options.get("exact", False))

@@ -101,6 +101,27 @@ def one_of_the_inputs(world):
         assert routing.grad.any()
 
 
+def ranks_without_rows(world):
+    """All tokens go to the experts of one rank, or to none; the others' masters get zeros."""
+    layer = make_trained(EXPERTS)
+    x, index, weights, grad = inputs(6, EXPERTS)
+    for route in (index % 2, torch.full_like(index, -1)):
+        _, expected = backward(layer, x, route, weights, grad)
+        for options in METHODS:
+            if options.get("method") == "replicated":
+                mine = x, route, weights, grad
+            else:
+                mine = share([x, route, weights, grad], [6] + [0] * (world - 1))
+            _, grads = backward(parallel(layer, **options), *mine)
+            for name in ("up_proj", "down_proj"):
+                (got,) = (value.full_tensor() for key, value in grads.items() if key.endswith(name))
+                (value,) = (value for key, value in expected.items() if key.endswith(name))
+                assert relative_error(got, value) <= TOLERANCE if value.any() else not got.any()
+            for name in ("x", "weights"):
+                value = expected[name][: len(grads[name])]
+                assert relative_error(grads[name], value) <= TOLERANCE if value.any() else not grads[name].any()
+
+
 def same_bits_without_gradients(world):
     """In training mode, as checkpointing needs it; and checkpointing itself."""
     layer = make_trained(EXPERTS)
@@ -179,6 +200,33 @@ def changed_masters(world):
     agree(spread(x, index, weights), 2 * out.detach())
 
 
+def no_second_derivatives(world):
+    """As in one process they are an error: what has gone over a collective would be missing from them."""
+    x, index, weights, _ = inputs(6, EXPERTS, dtype=torch.float32)
+    for layer in (make(EXPERTS), make_trained(EXPERTS)):
+        for options in METHODS:
+            spread = parallel(layer, **options)
+            for asks in ((True, False), (False, True)):
+                leaves = [value.clone().requires_grad_(ask) for value, ask in zip((x, weights), asks, strict=True)]
+                out = spread(leaves[0], index, leaves[1])
+                (leaf,) = (value for value in leaves if value.requires_grad)
+                (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+                with pytest.raises(RuntimeError, match="^fp8moe.GroupedExperts: there is no double backward"):
+                    grad.square().sum().backward()
+
+
+def a_rank_without_a_backward(world):
+    """The others would wait for it in theirs: all refuse the forward."""
+    x, index, weights, _ = inputs(6, EXPERTS)
+    spread, last = parallel(make_trained(EXPERTS)), dist.get_rank() == world - 1
+    sentence = "gradients on all ranks, got training and parameters on rank 0; training on rank 1$"
+    with torch.set_grad_enabled(not last), pytest.raises(ValueError, match=sentence):
+        spread(x, index, weights)
+    spread.requires_grad_(not last)
+    with pytest.raises(ValueError, match=sentence):
+        spread(x, index, weights)
+
+
 def beside_fsdp(world):
     """FSDP2 on the other axis of a mesh: data parallel groups, each with all experts."""
     plain = Block()
@@ -217,7 +265,10 @@ def beside_fsdp(world):
 
 
 CASES = {
-    2: (gradients, sizes, frozen, one_of_the_inputs, same_bits_without_gradients, optimizers, changed_masters),
+    2: (
+        *(gradients, sizes, frozen, one_of_the_inputs, same_bits_without_gradients, optimizers, changed_masters),
+        *(ranks_without_rows, no_second_derivatives, a_rank_without_a_backward),
+    ),
     4: (gradients, beside_fsdp),
 }
 

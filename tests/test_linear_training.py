@@ -84,6 +84,17 @@ def test_no_rows_give_zero_gradients(features, lead):
     assert d_weight.shape == layer.weight.shape and not d_weight.any() and not d_bias.any()
 
 
+@pytest.mark.parametrize("features", [(0, 21), (131, 0), (0, 0)])
+@pytest.mark.parametrize("lead", [(), (5,), (0,)])
+def test_layers_without_features(lead, features):
+    layer = make(*features)
+    x, grad = torch.randn(*lead, features[0]), torch.randn(*lead, features[1])
+    plain = nn.functional.linear(x, layer.weight.detach(), layer.bias.detach())
+    out, (d_x, d_weight, d_bias) = gradients(layer, x, grad, layer.parameters())
+    assert torch.equal(out, plain) and d_x.shape == x.shape and d_weight.shape == layer.weight.shape
+    assert torch.equal(d_bias, grad.reshape(lead[0] if lead else 1, features[1]).sum(0))
+
+
 def test_strided_input_and_gradient():
     layer = make()
     x, grad = torch.randn(7, 272, 5).transpose(1, 2), torch.randn(1, 1, 136).expand(7, 5, 136)

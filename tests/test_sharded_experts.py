@@ -100,14 +100,29 @@ def refusals():
     before = list(linears)
     with pytest.raises(ValueError, match="^0.weight: expected a whole weight to quantize, got a DTensor with"):
         replace_linears(linears)
+    with pytest.raises(ValueError, match="^0.weight: expected a whole weight to quantize, got a DTensor with"):
+        replace_linears(linears, master_dtype=torch.float32)  # FSDP2 would go on gathering those of the old modules
     assert list(linears) == before
     with pytest.raises(ValueError, match="^linear.weight: expected a whole weight to quantize, got a DTensor with"):
         FP8Linear.from_linear(linears[1])
 
 
+def parts_of_experts():
+    """What FSDP2 has not gathered, as it does for calls of the module that it was applied to, are not all experts."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for dtype in (None, torch.bfloat16):
+        model = nn.Sequential(GroupedExperts(**SIZES, master_dtype=dtype))
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(
+            ValueError, match=r"^down_proj: expected all of it on this rank, got \(2, 144, 72\) of a DT"
+        ):
+            model[0](*inputs())
+
+
 def all_conversions():
     conversions()
     refusals()
+    parts_of_experts()
 
 
 def test_experts_are_quantized_where_they_are():

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 from fp8moe.runtime.checks import FLOATING
 
-# That the call can have a backward, and which inputs want gradients of it.
-GRADIENTS = ("training", "hidden_states", "top_k_weights")
+# That the call can have a backward, and what wants gradients of it.
+GRADIENTS = ("training", "hidden_states", "top_k_weights", "parameters")
 
 
 class Call(NamedTuple):
@@ -39,7 +39,7 @@ _SAME = {  # what is expected, and how a number is shown
     "layer": ("expected all ranks to call the same layer", "the {}. of those made parallel".format),
     "dtype": ("hidden_states: expected the same dtype on all ranks", FLOATING.__getitem__),
     "top_k": ("top_k_index: expected the same number of experts a token on all ranks", str),
-    "gradients": ("expected the same mode and inputs with gradients on all ranks", _gradients),
+    "gradients": ("expected the same mode and the same gradients on all ranks", _gradients),
 }
 
 

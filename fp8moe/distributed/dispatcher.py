@@ -49,7 +49,8 @@ class Inputs(NamedTuple):
 
     def call(self, layer: int) -> Call:
         x, index, routing = self.tokens
-        gradients = sum(bit << place for place, bit in enumerate((self.trains, recorded(x), recorded(routing))))
+        bits = self.trains, recorded(x), recorded(routing), recorded(*self.local.weights.tensors())
+        gradients = sum(bit << place for place, bit in enumerate(bits))
         return Call(len(x), 0, layer, FLOATING.index(x.dtype), index.shape[1], gradients)
 
 

@@ -67,7 +67,7 @@ class LocalExperts(NamedTuple):
         return [options | {"first_row": row} for row in reversed(range(0, max(rows, 1), room))]
 
     def partial_sums_with_gradients(self, tokens: Tokens, rows: int | None) -> Tensor:
-        """The same for a backward, which needs room for all rows."""
+        """The same for a backward, which needs room for all rows, and for one if there are none."""
         if rows is None and not capturing(tokens.top_k_index):
             rows = self.rows_here(tokens.top_k_index)
         return experts_training(
@@ -79,7 +79,7 @@ class LocalExperts(NamedTuple):
             down_master=self.weights.down_master,
             first_expert=self.first,
             num_experts=self.total,
-            num_rows=None if rows is None else min(align(rows, 128), tokens.top_k_index.numel()),
+            num_rows=None if rows is None else min(align(max(rows, 1), 128), tokens.top_k_index.numel()),
             out_dtype=torch.float32,
         )
 

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from fp8moe.distributed.all_to_all import AllToAll, inverse, owners
 from fp8moe.distributed.collectives import exchange, ordered_sum, weighted_sum
 from fp8moe.distributed.gather import Gather
-from fp8moe.distributed.transport import Transport
+from fp8moe.distributed.transport import Transport, differentiated_once
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 
@@ -92,6 +92,7 @@ class _Permute(torch.autograd.Function):
         return x.index_select(0, inverse(rows, count).div(max(rows.shape[1], 1), rounding_mode="floor"))
 
     @staticmethod
+    @differentiated_once
     def backward(ctx, grad):
         (rows,) = ctx.saved_tensors
         return ordered_sum(grad, rows, ctx.dtype), None, None
@@ -105,6 +106,7 @@ class _Back(torch.autograd.Function):
         return pairs.back(y, rows)
 
     @staticmethod
+    @differentiated_once
     def backward(ctx, grad):
         return ctx.pairs.out(grad, *ctx.saved_tensors, ctx.count), None, None
 
@@ -116,6 +118,7 @@ class _WeightedSum(torch.autograd.Function):
         return weighted_sum(y, places, weights, dtype)
 
     @staticmethod
+    @differentiated_once
     def backward(ctx, grad):
         y, places, weights = ctx.saved_tensors
         d_y = y.new_zeros(len(y) + 1, y.shape[1])  # assignments to no expert share the last row

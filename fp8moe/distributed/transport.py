@@ -1,11 +1,14 @@
 """How tokens get to their experts and results back: what the methods have in common, and its derivatives."""
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fp8moe.distributed.packet import Tokens, pack, unpack
+from fp8moe.kernels.experts.trained_rows import no_double_backward
 
 
 class Transport(ABC):
@@ -44,6 +47,33 @@ def collect(transport: Transport, partial: Tensor, dtype: torch.dtype) -> Tensor
     return _Collect.apply(transport, partial, dtype)
 
 
+def differentiated_once(backward: Callable) -> Callable:
+    """A backward of an autograd.Function whose gradients cannot be differentiated: that is an error.
+
+    Collectives show autograd nothing, so that a second derivative would lack what has gone over them.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx, *grads: Tensor) -> tuple:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        return tuple(value if value is None else _Once.apply(value, *grads, *ctx.saved_tensors) for value in found)
+
+    return run
+
+
+class _Once(torch.autograd.Function):
+    """A gradient, and what it was computed from."""
+
+    @staticmethod
+    def forward(ctx, value, *_):
+        return value.view_as(value)
+
+    backward = staticmethod(no_double_backward)
+
+
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transport, hidden_states, top_k_index, top_k_weights):
@@ -53,6 +83,7 @@ class _Send(torch.autograd.Function):
         return tuple(tokens)
 
     @staticmethod
+    @differentiated_once
     def backward(ctx, d_hidden, _, d_weights):
         # What is asked for is the same on all ranks: they have agreed on it.
         back, needed = ctx.transport.back, ctx.needs_input_grad
@@ -67,5 +98,6 @@ class _Collect(torch.autograd.Function):
         return transport.back(partial, dtype)
 
     @staticmethod
+    @differentiated_once
     def backward(ctx, grad):
         return None, ctx.transport.out(grad).float(), None

@@ -66,7 +66,7 @@ class GroupedExperts(MasterModule):
         device: of the parameters.
         dtype: bfloat16, float16 or float32, the dtype in which weights are initialized before they are quantized;
             TypeError for another. Inputs may have any of the three.
-        master_dtype: bfloat16 or float32, of weights to train; None for frozen FP8 weights.
+        master_dtype: bfloat16 or float32, of weights to train; None for frozen FP8 weights; TypeError for another.
         activation: "silu" or another name of transformers' ("gelu", "relu", "relu2"...): f in ``f(gate) * up``. All
             but gated silu run as PyTorch operations between the GEMMs.
         gated: whether there is a gate; otherwise an expert computes ``down_e @ f(up_e @ x)``.
@@ -76,8 +76,8 @@ class GroupedExperts(MasterModule):
             many rows; others, and all by default, put the rows of one expert after those of another. The results are
             the same as long as the experts of each token are distinct.
 
-    Raises TypeError for a size that is no int, ValueError for a size below one, more than 1024 experts, or activation
-    arguments that do not go together.
+    Raises TypeError for a size that is no int, ValueError for a size or decode_capacity below one, more than 1024
+    experts, an unknown activation, or activation arguments that do not go together.
     """
 
     # Set by `fp8moe.distributed.ExpertParallel`: the parameters are then DTensors, and each rank has E/W experts.
@@ -277,7 +277,7 @@ class GroupedExperts(MasterModule):
         x, index, routing, residual = flattened(*arguments)
         if recorded(residual):
             return residual.view_as(hidden_states) + self(hidden_states, top_k_index, top_k_weights)
-        weights = self.local_weights()
+        weights = self.whole_weights()
         check_derivatives(_NAME, x, routing, *weights.tensors())
         if self.trains(weights, x, routing):
             masters = {"up_master": weights.up_master, "down_master": weights.down_master}
@@ -318,6 +318,18 @@ class GroupedExperts(MasterModule):
             training=self.trainable and self.training,
         )
         return out.to(dtype)
+
+    def whole_weights(self) -> Weights:
+        """`local_weights` that are those of all experts; ValueError for a part of them."""
+        weights = self.local_weights()
+        down = self.down_proj
+        if weights.down.data.shape != down.shape:
+            raise ValueError(
+                f"down_proj: expected all of it on this rank, got {tuple(weights.down.data.shape)} of a DTensor "
+                f"{tuple(down.shape)} with {down.placements}; call the module that fully_shard was applied to, or "
+                "spread the experts by fp8moe.distributed.ExpertParallel"
+            )
+        return weights
 
     def local_weights(self) -> Weights:
         """The FP8 weights that are on this rank, and their masters."""

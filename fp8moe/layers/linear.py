@@ -94,7 +94,7 @@ class FP8Linear(MasterModule):
 
         linear: nn.Linear with a bfloat16, float16 or float32 weight, on any device, or an FP8Linear with a
             master_dtype; TypeError otherwise, as for a subclass with a forward of its own, and ValueError for hooks,
-            a replaced forward, adapters and parametrizations.
+            a replaced forward, adapters and parametrizations, and for a DTensor.
         scale_format: of frozen weight scales, "float32" or "ue8m0" (powers of two). ValueError for another, and for
             "ue8m0" with a master_dtype.
         master_dtype: bfloat16 or float32 for a layer to train. Its weight is the Parameter of ``linear``, so that
@@ -115,8 +115,8 @@ class FP8Linear(MasterModule):
             device="meta",
             master_dtype=master_dtype,
         )
+        check_not_sharded("linear.weight", weight)
         if master_dtype is None:
-            check_not_sharded("linear.weight", weight)
             data, scale = quantize_128x128(weight.detach(), scale_format=scale_format)
             new.weight, new.weight_scale_inv = frozen(data), frozen(scale)
         elif weight.dtype == master_dtype:
@@ -213,7 +213,7 @@ def replace_linears(
     Raises TypeError, with the model untouched, for a model that is no module or itself a linear (use
     `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear of another dtype than bfloat16, float16
     and float32, or another master_dtype than bfloat16 and float32; and ValueError, the model untouched too, for an
-    nn.Linear with hooks or a replaced forward, which would not run any more, and for a DTensor to quantize.
+    nn.Linear with hooks or a replaced forward, which would not run any more, and for a DTensor.
     """
     check_master_dtype(master_dtype)
     if not isinstance(model, nn.Module):
@@ -235,8 +235,7 @@ def replace_linears(
     for name, *_ in groups:
         module = model.get_submodule(name)
         check_dtype(f"{name}.weight", module.weight, *FLOATING)
-        if master_dtype is None:
-            check_not_sharded(f"{name}.weight", module.weight)
+        check_not_sharded(f"{name}.weight", module.weight)
         check_no_hooks(name, module)
     for group in groups:
         replacement = FP8Linear.from_linear(model.get_submodule(group[0]), master_dtype=master_dtype)

@@ -153,7 +153,7 @@ class LoraExperts(nn.Module, FP8LoraLayer):
         base = self.get_base_layer()
         check_base(self.name, base)  # it may have been spread since
         layer = base if isinstance(base, GroupedExperts) else kept_layer(base)
-        weights = layer.local_weights()
+        weights = layer.whole_weights()
         return Layer(weights.up, weights.down, None, None, layer.activation)
 
     def _factors(self, adapters: list[str]) -> Factors:

@@ -46,7 +46,7 @@ def experts_training(
         their dtype, where they require one. None for frozen weights.
     first_expert, num_experts: where the weights are those of one rank, the index of the first expert that is here, and
         how many there are on all ranks. An assignment to another expert adds nothing and gets no gradient.
-    num_rows: assignments to make room for, the same of those beyond; None: all T * K.
+    num_rows: assignments to make room for, the same of those beyond, at least one if there are any; None: all T * K.
     out_dtype: bfloat16, float16 or float32, of the result; None: that of hidden_states.
     Returns (T, H) in out_dtype; the results of GEMM 1 are rounded to bfloat16, the weighted sums once.
 

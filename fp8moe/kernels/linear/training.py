@@ -87,7 +87,7 @@ def _backward(*arguments: Tensor | bool | None) -> tuple[Tensor, Tensor, Tensor]
     d_x, d_weight, d_bias = (grad.new_empty(0) for _ in range(3))
     n, k = weight.shape
     if bias_grad:
-        d_bias = grad.reshape(-1, n).sum(0, dtype=torch.float32)
+        d_bias = grad.reshape(math.prod(grad.shape[:-1]), n).sum(0, dtype=torch.float32)
     if master is not None:
         rows, grad_columns, offsets = quantize_with_transpose(_matrix(grad))
         d_weight = weight_gradients(grad_columns, FP8Tensor(*columns), offsets, master.dtype)[0, :n, :k].contiguous()
