@@ -114,6 +114,35 @@ def test_the_mode_ends_with_its_block(monkeypatch):
         config.reload()
 
 
+def test_blocks_of_several_threads():
+    """They need not end in the order in which they began: none ends another's mode, and nothing is left of any."""
+    one, other = fp8moe.batch_invariant(), fp8moe.batch_invariant()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert config.settings.batch_invariant
+    with fp8moe.batch_invariant(False):
+        other.__exit__(None, None, None)
+        assert not config.settings.batch_invariant
+    assert not config.settings.batch_invariant
+
+
+class InTheMode(torch.nn.Module):
+    def forward(self, x):
+        with fp8moe.batch_invariant():
+            return fp8moe.quantize_1x128(x).scale, config.settings.batch_invariant
+
+
+def test_graphs_cannot_hold_the_mode(fresh_compiler):
+    x = torch.randn(4, 128)
+    with pytest.raises(RuntimeError, match="batch_invariant: an exported program cannot hold the mode; enter it where"):
+        torch.export.export(InTheMode(), (x,), strict=False)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="batch_invariant: a graph cannot hold the mode; enter it"):
+        torch.compile(InTheMode(), backend="eager", fullgraph=True)(x)
+    assert torch.compile(InTheMode(), backend="eager")(x)[1]
+    assert not config.settings.batch_invariant
+
+
 def test_plans_are_kept_by_mode():
     plans = PlanCache()
     assert plans.get("key", lambda: "usual") == "usual"

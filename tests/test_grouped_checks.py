@@ -142,6 +142,22 @@ def test_out_that_overlaps_an_operand(name):
             grouped_gemm(*call, out=out)
 
 
+@pytest.mark.parametrize("columns", [24, 32])
+def test_masked_out_of_one_row_each(columns):
+    """The stride of a dimension of size 1 is of no consequence, whatever PyTorch sets it to."""
+    parent = torch.full((4, columns), 7.0)
+    a, rows = tuple(value[:, :1] for value in MASKED_A), parent[:, :24]
+    used = torch.tensor([1, 0, 0, 0], dtype=torch.int32)
+    for out in (rows.unsqueeze(1), parent.unsqueeze(1)[..., :24], rows.as_strided((4, 1, 24), (columns, 1, 1))):
+        parent.fill_(7)
+        assert grouped_gemm_masked(a, B, used, out=out) is out
+        assert torch.equal(rows[0].bfloat16(), grouped_gemm_masked(a, B, used)[0, 0])
+        assert (parent[1:] == 7).all() and (parent[:, 24:] == 7).all()
+    for strides in ((8, 24, 1), (25, 24, 1)):
+        with pytest.raises(ValueError, match=r"^out: expected row-major, strides .*, got "):
+            grouped_gemm_masked(a, B, used, out=torch.zeros(128).as_strided((4, 1, 24), strides))
+
+
 def test_masked_out_that_overlaps_an_operand():
     out = torch.zeros(4, 8, 24)
     out.view(torch.int32).view(-1)[-4:] = MASKED_M

@@ -77,6 +77,14 @@ def test_offsets_that_mean_nothing():
     assert relative_error(out[2], exact_along_k(a, b, int32([0, 256]))[0]) <= TOLERANCE
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_offsets_that_are_refused_write_nothing(accumulate):
+    a, b, out = operand(8, 256, 0), operand(8, 256, 1), torch.ones(2, 8, 8)
+    with pytest.raises(ValueError, match="got group 1 at 128:200"):
+        grouped_gemm_k(a, b, int32([0, 128, 200]), out=out, accumulate=accumulate)
+    assert torch.equal(out, torch.ones(2, 8, 8))
+
+
 def test_no_columns_and_no_groups():
     a, b = operand(8, 0, 0), operand(16, 0, 1)
     assert torch.equal(grouped_gemm_k(a, b, int32([0, 0])), torch.zeros(1, 8, 16))

@@ -239,8 +239,9 @@ def test_dequantize_errors():
         dequantize((data.float(), scale))
     with pytest.raises(TypeError, match="t.scale.*float32.*float64"):
         dequantize((data, scale.double()))
-    with pytest.raises(TypeError, match="dtype.*int32"):
-        dequantize((data, scale), dtype=torch.int32)
+    for dtype in (torch.int32, "float32", None, float):
+        with pytest.raises(TypeError, match=rf"^dtype: expected a floating dtype, got {dtype!r}$"):
+            dequantize((data, scale), dtype=dtype)
     with pytest.raises(ValueError, match=r"t.scale.*\(9, 3\).*\(1, 3\).*\(9, 2\)"):
         dequantize((data, scale[:, :2]))
     with pytest.raises(ValueError, match="t.scale.*meta"):

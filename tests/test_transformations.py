@@ -111,6 +111,20 @@ def test_vmap_cannot_write_to_out(name):
             transform(call)(value[None] if transform is torch.vmap else value)
 
 
+def test_vmap_over_groups_cannot_write_to_out():
+    masked = tuple(value.unflatten(0, (2, 2)) for value in A)
+    for name, call, groups in (
+        ("grouped_gemm", lambda offsets: grouped_gemm(A, B, offsets, out=torch.empty(4, 128)), OFFSETS),
+        (
+            "grouped_gemm_masked",
+            lambda sizes: grouped_gemm_masked(masked, B, sizes, out=torch.empty(2, 2, 128)),
+            int32([2, 2]),
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^fp8moe\.{name}: out= does not work under torch\.func or vmap; call"):
+            torch.vmap(call)(groups[None])
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name[0].isupper()] + ["quantize"])
 def test_gradients_through_vmap(name):

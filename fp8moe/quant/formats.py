@@ -36,10 +36,12 @@ _register_namedtuple(FP8Tensor, serialized_type_name="fp8moe.FP8Tensor")
 
 
 def ceil_div(n: int, divisor: int) -> int:
+    """n / divisor, rounded up."""
     return (n + divisor - 1) // divisor
 
 
 def align(n: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is at least n."""
     return ceil_div(n, multiple) * multiple
 
 

@@ -69,8 +69,8 @@ def dequantize(t: FP8Tensor | tuple[torch.Tensor, torch.Tensor], *, dtype: torch
     data, scale = fp8_operand("t", t)
     check_dtype("t.data", data, torch.float8_e4m3fn)
     check_dtype("t.scale", scale, torch.float32)
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype: expected a floating dtype, got {dtype}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: expected a floating dtype, got {dtype!r}")
     if data.dim() == 0:
         raise ValueError("t.data: expected at least one dimension, got a scalar")
     check_device("t.scale", scale, data.device, "t.data")

@@ -17,10 +17,13 @@ A variable that is set to the empty string counts as unset.
 
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -115,21 +118,40 @@ def reload() -> Settings:
     return settings
 
 
+_blocks: dict[object, bool] = {}  # the modes of all blocks that are open, the last one entered at the end
+_outside = False  # the mode outside of them
+_entering = threading.RLock()  # a block may also end while the garbage collector runs
+
+
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """Within it the bits of a token's result do not depend on what else is in its batch; docs/batch-invariance.md.
 
     enabled: False for the usual choice of tiles, where FP8MOE_BATCH_INVARIANT=1 holds. The mode is the process's, not
-    the thread's. CUDA graphs and `GraphDecoder`s keep the mode that they were captured in.
+    the thread's: of blocks that are open in several threads, the last one entered decides. CUDA graphs and
+    `GraphDecoder`s keep the mode that they were captured in.
 
-    Raises TypeError for anything but True and False.
+    Raises TypeError for anything but True and False, RuntimeError inside of what torch.export traces.
     """
-    global settings
+    global settings, _outside
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled: expected a bool, got {type(enabled).__name__}")
-    before = __getattr__("settings") if "settings" not in globals() else settings
-    settings = replace(before, batch_invariant=enabled)
+    if torch.compiler.is_exporting():
+        raise RuntimeError("batch_invariant: an exported program cannot hold the mode; enter it where the program runs")
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg="batch_invariant: a graph cannot hold the mode; enter it where the graph runs")
+    if "settings" not in globals():
+        reload()
+    block = object()
+    with _entering:
+        if not _blocks:
+            _outside = settings.batch_invariant
+        _blocks[block] = enabled
+        settings = replace(settings, batch_invariant=enabled)
     try:
         yield
     finally:
-        settings = replace(settings, batch_invariant=before.batch_invariant)
+        with _entering:
+            del _blocks[block]
+            mode = next(reversed(_blocks.values()), _outside)
+            settings = replace(settings, batch_invariant=mode)

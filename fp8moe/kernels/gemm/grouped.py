@@ -51,7 +51,7 @@ def grouped_gemm(
     check_tensor("group_offsets", group_offsets)
     if out is None:
         return autograd.run(_grouped_gemm_op, "fp8moe.grouped_gemm", *operands, group_offsets)
-    _check_out("fp8moe.grouped_gemm", out, operands)
+    _check_out("fp8moe.grouped_gemm", out, (*operands, group_offsets), "group_offsets")
     _grouped_gemm_out_op(*operands, group_offsets, out)
     return out
 
@@ -111,7 +111,7 @@ def grouped_gemm_masked(
     checks.expected_rows(expected_m)
     if out is None:
         return autograd.run(_masked_op, "fp8moe.grouped_gemm_masked", *operands, masked_m, expected_m)
-    _check_out("fp8moe.grouped_gemm_masked", out, operands)
+    _check_out("fp8moe.grouped_gemm_masked", out, (*operands, masked_m), "masked_m")
     _masked_out_op(*operands, masked_m, expected_m, out)
     return out
 
@@ -165,9 +165,9 @@ def compute(
         grouped_gemm_reference(a, b, groups, out, max_m=max_m, accumulate=accumulate)
 
 
-def _check_out(name: str, out: Tensor, operands: tuple[Tensor, ...]) -> None:
+def _check_out(name: str, out: Tensor, operands: tuple[Tensor, ...], groups: str) -> None:
     check_tensor("out", out)
-    autograd.check_out(name, (*_NAMES, "out"), (*operands, out))
+    autograd.check_out(name, (*_NAMES, groups, "out"), (*operands, out))
 
 
 def _check_memory(out: Tensor, groups: str, *operands: Tensor) -> None:

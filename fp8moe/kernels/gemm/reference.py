@@ -152,11 +152,12 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
     ValueError where a group does not begin and end at a multiple of 128. Reads the groups on the host.
     """
     k = a[0].shape[1]
-    offsets = group_offsets.tolist()
-    for group, pair in enumerate(zip(offsets, offsets[1:], strict=False)):
-        start, end = (min(max(offset, 0), k) for offset in pair)
+    offsets = [min(max(offset, 0), k) for offset in group_offsets.tolist()]
+    groups = list(zip(offsets, offsets[1:], strict=False))
+    for group, (start, end) in enumerate(groups):
         if start < end and (start % BLOCK or end % BLOCK):
             raise ValueError(f"group_offsets: expected multiples of {BLOCK}, got group {group} at {start}:{end}")
+    for group, (start, end) in enumerate(groups):
         total = out[group] if accumulate else torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
         for block in range(start // BLOCK, end // BLOCK):
             columns = slice(block * BLOCK, (block + 1) * BLOCK)

@@ -71,7 +71,7 @@ def paged_mqa_logits(
     block_table: (B, max_blocks) int32: tokens 64 * i to 64 * i + 63 of sequence b are in block ``block_table[b, i]``,
         clamped to [0, num_blocks - 1]. Entries past the context may hold anything. Without any block
         (num_blocks or max_blocks 0) no query sees a token.
-    max_context_len: columns of the result.
+    max_context_len: an int, the number of columns of the result.
     fill_masked: write -inf to entries past what a query sees. Otherwise they are not written: uninitialized.
     Returns (B * next_n, max_context_len) float32; see `mqa_logits` for sums, NaN and gradients.
 
@@ -79,8 +79,8 @@ def paged_mqa_logits(
     CUDA graph whose sequences grow between replays. Method: the lightning indexer of DeepSeek-V3.2, arXiv:2512.02556,
     section 2.1, over the paged cache of arXiv:2309.06180.
 
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device, or for a cache that lies
-    otherwise in memory.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device, a cache that is not
+    contiguous or not aligned, or a max_context_len outside [0, 2**31).
     """
     operands = (q, kv_cache, weights, context_lens, block_table)
     for name, value in zip(("q", "kv_cache", "weights", "context_lens", "block_table"), operands, strict=True):
