@@ -311,7 +311,7 @@ def batch_invariance(benchmarks: dict) -> str | None:
         dense = row["what"] == "gemm"
         what = f"{row['n']} x {row['k']}" if dense else f"experts, {row['model']}"
         ratios.setdefault((what, str(row["parts"]) if dense else "1"), []).append(f"{row['ratio']:.2f}")
-    header = ("weights", "parts of K", *(f"{count} tokens" for count in tokens))
+    header = ("weights", "parts of K", *(f"{count} token{'s' * (count > 1)}" for count in tokens))
     return table(header, [(*what, *found) for what, found in ratios.items()])
 
 

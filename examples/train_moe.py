@@ -252,11 +252,11 @@ def validate(model: nn.Module, text: Tensor, preset: Preset, processes: Processe
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="train a small mixture of experts in bfloat16 and in FP8")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="of each run; default: %(default)s")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--preset", choices=PRESETS, help="default: small on a GPU, tiny on a CPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("train_moe"), metavar="DIR")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("train_moe"), metavar="DIR", help="default: %(default)s")
     parser.add_argument(
         "--ep", type=int, default=1, metavar="N", help="processes, started by torchrun, to share the experts"
     )

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in {"quantize": quantize, "inspect": inspect, "warmup": warmup, "info": info}.items():
-        subparser = subparsers.add_parser(name, help=command.HELP)
+        subparser = subparsers.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run, prog=subparser.prog)
     options = parser.parse_args(argv)

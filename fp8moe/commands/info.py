@@ -12,6 +12,9 @@ from fp8moe.runtime import config
 from fp8moe.runtime.backend import use_cuda
 
 HELP = "versions, settings, and what can run here"
+DESCRIPTION = (
+    "Print versions, the values of the FP8MOE_* variables, what each device runs, and whether a kernel can be compiled."
+)
 PACKAGES = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "gguf")
 
 

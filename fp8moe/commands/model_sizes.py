@@ -10,9 +10,10 @@ from fp8moe.checkpoints.files import CONFIG, read_json
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", nargs="?", type=Path, metavar="SRC", help="a checkpoint, or its config.json")
-    parser.add_argument("--model-type", metavar="TYPE", help="of transformers, instead of SRC: qwen3_moe, deepseek_v3")
+    add_type = {"metavar": "TYPE", "help": "instead of SRC: a model type of transformers, such as qwen3_moe"}
+    parser.add_argument("--model-type", **add_type)
     size = {"type": _size, "action": "append", "default": [], "metavar": "NAME=VALUE"}
-    parser.add_argument("--set", **size, help="of the configuration, as --set hidden_size=2048; again for more")
+    parser.add_argument("--set", **size, help="a value of the configuration, such as hidden_size=2048; may be repeated")
 
 
 def read_source(options: argparse.Namespace) -> dict[str, Any]:

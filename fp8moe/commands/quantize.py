@@ -7,17 +7,48 @@ import torch
 from fp8moe.checkpoints import DEFAULT_SKIP, inspect_checkpoint, quantize_checkpoint
 
 HELP = "turn a checkpoint into a DeepSeek-style FP8 checkpoint"
+DESCRIPTION = (
+    "Quantize a checkpoint to E4M3 with one scale for each 128x128 block, then print what was written. An interrupted "
+    "run is continued by the same command."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="directory with safetensors in bfloat16, float16 or float32")
     parser.add_argument("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
-    parser.add_argument("--scale-format", choices=("float32", "ue8m0"), default="float32", help="default: %(default)s")
-    parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="more modules to leave alone")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    parser.add_argument("--allow-nonfinite", action="store_true", help="go on with weights that hold NaN or infinity")
-    parser.add_argument("--force", action="store_true", help="write to a DST that holds other things, over their names")
-    parser.add_argument("--verify", action="store_true", help="read finished shards and their sources again")
+    parser.add_argument(
+        "--scale-format",
+        choices=("float32", "ue8m0"),
+        default="float32",
+        help="ue8m0: powers of two, one byte a scale; default: %(default)s",
+    )
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="modules to leave unquantized, by name or the last part of it, such as '*.layers.0.*' or 'v_proj'; may be "
+        "repeated; default: output layers, embeddings, norms and routers, which are always left out",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to quantize, with the same result; default: %(default)s, a GPU if there is one",
+    )
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="go on with weights that hold NaN or infinity; default: an error"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="write to a DST that holds other files, and overwrite those of the same names; default: an error",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read finished shards and their sources again; default: compare their sizes and times only",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

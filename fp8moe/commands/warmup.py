@@ -24,18 +24,23 @@ from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.progress import progress, still_running
 
 HELP = "compile the kernels of a model before it runs; needs no GPU"
+DESCRIPTION = (
+    "Compile the kernels that GraphDecoder and prompts of a model may need. Reads config.json only; needs neither a "
+    "GPU nor a driver."
+)
 SMS = 132  # of H100 and H200 SXM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     add = parser.add_argument
-    add("--batch-sizes", type=_count, nargs="+", default=[1], metavar="B", help="of GraphDecoder; default: 1")
-    add("--max-length", type=_count, default=4096, metavar="L", help="of GraphDecoder; default: %(default)s")
-    add("--tokens", type=_count, default=8192, metavar="T", help="of a prompt that is read; default: %(default)s")
-    add("--sms", type=_count, help=f"of the GPU that the kernels are for; default: of the one here, or {SMS}")
-    add("--output", type=Path, metavar="DIR", help="to be read as FP8MOE_CACHE_DIR; default: the cache directory")
-    add("--jobs", type=_count, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one for each CPU")
+    add("--batch-sizes", type=_count, nargs="+", default=[1], metavar="B", help="those of GraphDecoder; default: 1")
+    add("--max-length", type=_count, default=4096, metavar="L", help="that of GraphDecoder; default: %(default)s")
+    add("--tokens", type=_count, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
+    add("--sms", type=_count, metavar="N", help=f"SMs of the target GPU; default: those of the GPU here, or {SMS}")
+    add("--output", type=Path, metavar="DIR", help="where to keep the kernels; default: FP8MOE_CACHE_DIR")
+    jobs = len(os.sched_getaffinity(0))
+    add("--jobs", type=_count, default=jobs, metavar="N", help="processes that compile; default: one for each CPU")
     add("--check", action="store_true", help="compile nothing; list what is missing, and exit with status 1 if any is")
 
 

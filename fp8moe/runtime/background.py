@@ -34,7 +34,11 @@ def busy() -> bool:
 
 
 def finish() -> None:
-    """Wait until no kernel is to come. Errors of the compiler are not raised here, but by the futures."""
+    """Wait until all kernels that FP8MOE_JIT=background has begun are compiled or have failed. Raises nothing.
+
+    Launches after it take the best kernels. Where one could not be compiled, a warning names it and the slower one goes
+    on.
+    """
     for future in list(_futures.values()):
         future.exception()
 

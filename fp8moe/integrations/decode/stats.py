@@ -22,7 +22,7 @@ class Stats:
     seconds: of the last RECENT calls, from their first tokens to their last ones.
 
     Of the same calls, None before there is one:
-    time_to_first_token: seconds from the begin of a call on the device to its first token: the mean.
+    time_to_first_token: seconds from the start of a call on the device to its first token: the mean.
     tokens_per_second: tokens after the first one of each sequence, by the time from the first token to the last one.
 
     cache_bytes: keys, values and states of all batch sizes; 0 before they are first used. graph_bytes: memory pool of

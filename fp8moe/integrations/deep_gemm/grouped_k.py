@@ -55,7 +55,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     recipe: Recipe = (1, 1, 128),
     compiled_dims: str = "mn",
 ) -> None:
-    """The same for one matrix of all groups, as `per_channel_cast_to_fp8` returns it.
+    """`k_grouped_fp8_gemm_nt_contiguous` of operands that are one matrix of all groups, from `per_channel_cast_to_fp8`.
 
     a: data (K, M), scale (K/128, M); b: data (K, N), scale (K/128, N). On Hopper the data is K-major: transposed views.
     """

@@ -18,7 +18,10 @@ _PACKAGE = __name__.rpartition(".")[0]
 def install(*, replace: bool = False) -> None:
     """Make ``import deep_gemm`` in this process give `fp8moe.integrations.deep_gemm`, with its submodules.
 
-    Again, it changes nothing. RuntimeError where another deep_gemm is imported or installed; replace: hide that one.
+    replace: True hides another deep_gemm that is imported or installed, in this process. Calling it again changes
+        nothing.
+
+    Raises RuntimeError where there is another deep_gemm and replace is False.
     """
     drop_in = sys.modules[_PACKAGE]
     if sys.modules.get(NAME) is drop_in:

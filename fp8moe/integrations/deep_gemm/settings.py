@@ -24,7 +24,10 @@ _values = _Values()
 
 
 def set_num_sms(num_sms: int) -> None:
-    """The most SMs that a GEMM or index scores may occupy from now on: FP8MOE_NUM_SMS of this process."""
+    """The most SMs that a GEMM or index scores may occupy from the next call on: FP8MOE_NUM_SMS of this process.
+
+    Raises TypeError for anything but an int, ValueError below 1.
+    """
     check_int("num_sms", num_sms)
     if num_sms < 1:
         raise ValueError(f"num_sms: expected at least 1, got {num_sms}")
@@ -32,14 +35,17 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def get_num_sms() -> int:
-    """The same, but not more than the current device has. Without a GPU, an H100's unless set."""
+    """The number of `set_num_sms`, at most that of the current device, which is the default. Without a GPU 132."""
     if torch.cuda.is_available():
         return launch.num_sms(torch.cuda.current_device())
     return config.settings.num_sms or _H100_SMS
 
 
 def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
-    """Where groups of a psum layout begin: at multiples of it. Groups by rows may begin at any row."""
+    """Groups of a psum layout begin at multiples of this number of rows. Groups by rows may begin at any row.
+
+    Raises TypeError for anything but an int, ValueError below 1.
+    """
     check_int("alignment", alignment)
     if alignment < 1:
         raise ValueError(f"alignment: expected at least 1, got {alignment}")
@@ -47,7 +53,7 @@ def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """128 unless set."""
+    """The value of `set_mk_alignment_for_contiguous_layout`; 128 by default."""
     return _values.mk_alignment
 
 
@@ -65,19 +71,22 @@ def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = 
 
 
 def use_deterministic_algorithms(enabled: bool) -> None:
-    """`fp8moe.batch_invariant` for this process from now on: the bits of a row do not depend on the rows beside it."""
+    """`fp8moe.batch_invariant` for this process from the next call on: the bits of a row do not depend on other rows.
+
+    Raises TypeError for anything but True and False.
+    """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled: expected a bool, got {type(enabled).__name__}")
     config.settings = replace(config.settings, batch_invariant=enabled)
 
 
 def get_deterministic_algorithms() -> bool:
-    """Whether that holds, by `use_deterministic_algorithms` or FP8MOE_BATCH_INVARIANT=1."""
+    """Whether `use_deterministic_algorithms` or FP8MOE_BATCH_INVARIANT=1 has turned batch invariance on."""
     return config.settings.batch_invariant
 
 
 def set_tc_util(tc_util: int) -> None:
-    """Kept; no effect. A share of the tensor cores' time in percent."""
+    """Kept; no effect. tc_util: an int, 0 to 100 percent; TypeError or ValueError for another."""
     check_int("tc_util", tc_util)
     if not 0 <= tc_util <= 100:
         raise ValueError(f"tc_util: expected 0 to 100 percent, got {tc_util}")
@@ -85,6 +94,7 @@ def set_tc_util(tc_util: int) -> None:
 
 
 def get_tc_util() -> int:
+    """The value of `set_tc_util`; 100 by default."""
     return _values.tc_util
 
 
@@ -94,6 +104,7 @@ def set_pdl(enable_pdl: bool) -> None:
 
 
 def get_pdl() -> bool:
+    """The value of `set_pdl`; False by default."""
     return _values.pdl
 
 
@@ -104,6 +115,7 @@ def set_compile_mode(compile_mode: int) -> None:
 
 
 def get_compile_mode() -> int:
+    """The value of `set_compile_mode`; 0 by default."""
     return _values.compile_mode
 
 

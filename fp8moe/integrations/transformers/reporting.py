@@ -36,7 +36,9 @@ class ModuleReport(NamedTuple):
 def report(model: nn.Module) -> list[ModuleReport]:
     """What runs each experts module, linear layer and indexer of ``model``, in the order of its modules.
 
-    model: of transformers, after `register` or not, or of `load_model`. Nothing is computed, quantized or changed.
+    model: a model of transformers, before or after `register`, or one of `load_model`. Nothing is computed, quantized
+        or changed.
+    Returns a `ModuleReport` for each.
     """
     expert_modules = dict(experts_modules(model))
     rows = []
