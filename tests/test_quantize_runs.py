@@ -314,6 +314,20 @@ def test_a_run_that_is_ended_can_be_resumed(tmp_path, dst, number, status):
     assert not inspect_checkpoint(dst).problems and [path.name for path in dst.glob(".*")] == [STATE]
 
 
+def test_an_interrupt_before_a_shard_is_begun_leaves_no_temporary_file(src, dst, monkeypatch):
+    def interrupted(writer):
+        assert list(dst.glob("*.partial"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "__enter__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(src, dst)
+    assert not list(dst.glob("*.partial"))
+    monkeypatch.undo()
+    quantize_checkpoint(src, dst)
+    assert not inspect_checkpoint(dst).problems
+
+
 # The command.
 
 

@@ -1,6 +1,7 @@
 """What is in the destination of quantize_checkpoint already: finished, left by a killed run, or not its own."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def make_room(target: Path, found: Found, shards: Iterable[str]) -> None:
         found.finished.discard(INDEX)
     for name in {SINGLE, INDEX} - found.finished:
         (target / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def tidied(target: Path, files: Collection[str]) -> Iterator[None]:
+    """Within it files of these names are written. An exception leaves no temporary file of theirs.
+
+    Ctrl-C may come between the making of a file and the block that would delete it.
+    """
+    try:
+        yield
+    except BaseException:
+        for path in target.iterdir():
+            if final_name(path.name) in files:
+                path.unlink(missing_ok=True)
+        raise
 
 
 def _shard_problems(

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from fp8moe.checkpoints.checksum import Checksum, Stamp, bytes_of, header_bytes
 from fp8moe.checkpoints.companions import leaves, read_companions
-from fp8moe.checkpoints.destination import make_room, survey
+from fp8moe.checkpoints.destination import make_room, survey, tidied
 from fp8moe.checkpoints.files import (
     CONFIG,
     DTYPES,
@@ -144,17 +144,18 @@ def quantize_checkpoint(
             )
         journal.begin()
         make_room(target, found, layouts)
-        for name in contents.keys() - found.finished - {INDEX}:
-            write_bytes(target / name, contents[name])
-        total = sum(info.nbytes for info in source.tensors.values())
-        with progress(total=total, label="quantizing", unit="B") as bar:
-            for file in source.files:
-                if file in found.finished:
-                    bar.update(sum(info.nbytes for info in source.by_file[file].values()))
-                else:
-                    _quantize_shard(source, file, target, recipe, journal, bar.update)
-        if INDEX in contents.keys() - found.finished:
-            write_bytes(target / INDEX, contents[INDEX])
+        with tidied(target, layouts.keys() | contents.keys()):
+            for name in contents.keys() - found.finished - {INDEX}:
+                write_bytes(target / name, contents[name])
+            total = sum(info.nbytes for info in source.tensors.values())
+            with progress(total=total, label="quantizing", unit="B") as bar:
+                for file in source.files:
+                    if file in found.finished:
+                        bar.update(sum(info.nbytes for info in source.by_file[file].values()))
+                    else:
+                        _quantize_shard(source, file, target, recipe, journal, bar.update)
+            if INDEX in contents.keys() - found.finished:
+                write_bytes(target / INDEX, contents[INDEX])
     if left_out:
         warnings.warn(printable(f"not copied from {source.directory}: {', '.join(left_out)}"), stacklevel=2)
     warn_if_hardly_fp8(tensors)
