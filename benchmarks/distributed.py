@@ -461,6 +461,7 @@ def work(args: Any) -> None:
     if dist.get_rank() == 0:
         shown = rows + (predicted(rows, MODEL) if dist.get_world_size() == 2 else [])
         command.finish(path, made, *format_kinds(shown, COLUMNS))
+    dist.barrier()  # a process that ends at once may abort: ExpertParallel's agreement is over gloo
     dist.destroy_process_group()
 
 

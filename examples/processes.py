@@ -1,6 +1,5 @@
 """Training in several processes, one for each GPU: experts spread over them, everything else sharded by FSDP2."""
 
-import atexit
 import os
 from typing import NamedTuple
 
@@ -53,6 +52,16 @@ class Processes(NamedTuple):
         for module in (*layers, model):
             fully_shard(module, mesh=self.mesh, ignored_params=set(weights))
 
+    def finish(self) -> None:
+        """Leave the group, when all processes are here.
+
+        None ends before: a thread of gloo that frees a tensor while Python exits aborts its process
+        (pytorch/pytorch#179291).
+        """
+        if self.mesh is not None:
+            dist.barrier()
+            dist.destroy_process_group()
+
 
 def start(count: int, device: str) -> tuple[Processes, torch.device]:
     """Join the processes that torchrun has started. SystemExit if they are not as many as `count`."""
@@ -62,7 +71,6 @@ def start(count: int, device: str) -> tuple[Processes, torch.device]:
     if world == 1:
         return Processes(), torch.device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    atexit.register(dist.destroy_process_group)
     place = torch.device(device)
     if device == "cuda":
         place = torch.device(device, int(os.environ["LOCAL_RANK"]))

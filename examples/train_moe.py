@@ -290,7 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Interrupted as interrupted:
             if processes.rank == 0:
                 print(interrupted)
+            processes.finish()
             return 1
+    processes.finish()
     if processes.rank:
         return 0
     about = {

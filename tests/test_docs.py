@@ -62,6 +62,14 @@ def test_missing_paths_are_found():
     assert missing_paths(wrong, ROOT) == ["fp8moe/cuda/no.cu", "tests/no*.py", "docs/no.md", "no.cuh", "gemm.cu"]
 
 
+@all_pages
+def test_scripts_of_several_processes_end_with_a_barrier(page):
+    """A process that ends at once may abort (pytorch/pytorch#179291), too seldom for a test that runs it."""
+    text = page.read_text(encoding="utf-8")
+    ends = re.findall(r"(.*)\ndist\.destroy_process_group\(\)\n", text)
+    assert ends == ["dist.barrier()"] * text.count("destroy_process_group()")
+
+
 def resolves(name):
     """Whether a dotted name is a module of this repository, or a name in one."""
     parts = name.split(".")
