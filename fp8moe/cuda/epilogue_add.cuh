@@ -8,14 +8,14 @@ struct BiasAndMatrix : Bias {
   long long c_pitch;  // elements between its rows
 
   // As for Bias.
-  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, int end) const {
-    Bias::add(sum, row, n, end);
+  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], Pieces pieces, int row, int n, int end) const {
+    Bias::add(sum, pieces, row, n, end);
     row += lane_id() / 4;
     n += 2 * (lane_id() % 4);
     float2 upper[COLUMNS / 8], lower[COLUMNS / 8];
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
-      const bool inside = n + 8 * j < N;
+      const bool inside = pieces.has(j) && n + 8 * j < N;
       upper[j] = inside && row < end ? pair_at(row, n + 8 * j) : make_float2(0.f, 0.f);
       lower[j] = inside && row + 8 < end ? pair_at(row + 8, n + 8 * j) : make_float2(0.f, 0.f);
     }

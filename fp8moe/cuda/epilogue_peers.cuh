@@ -25,8 +25,9 @@ struct PeerStore {
 
   __device__ __forceinline__ PeerStore(Shared& s, const Output& out, const TensorMap&) : s(s), out(out) {}
 
-  __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
-    static_assert(!STAGED);
+  __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup,
+                                                 Split) {
+    static_assert(!STAGED && (SPLIT_K == 1 || SWAP));
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
     const u32 staging = shared_address(s.epilogue + warpgroup * STAGING_BYTES + warp * STORE_BYTES);
 #pragma unroll

@@ -13,13 +13,15 @@ struct Bias {
     return 0.f;
   }
 
-  // To the sums of this warp's 16 rows of a slab, from `row` and column `n` on; rows from `end` on do not count.
-  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, int end) const {
+  // To `pieces` of the sums of this warp's 16 rows of a slab, from `row` and column `n` on; rows from `end` on do not
+  // count.
+  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], Pieces pieces, int row, int n, int end) const {
     if constexpr (BIAS) {
       n += 2 * (lane_id() % 4);
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j, n += 8) {
         if (n >= N) return;
+        if (!pieces.has(j)) continue;
         const float left = at(n), right = at(n + 1);
         sum[4 * j] += left, sum[4 * j + 1] += right, sum[4 * j + 2] += left, sum[4 * j + 3] += right;
       }
@@ -46,7 +48,8 @@ struct Store {
   const Output& out;
   const TensorMap& map;  // of the result as if its pitch were N
 
-  __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
+  __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup,
+                                                 Split split) {
     const int warp = threadIdx.x / WARP % 4;
     u8* staging = s.epilogue + warpgroup * STAGING_BYTES;
     if constexpr (BY_TMA) {
@@ -57,12 +60,17 @@ struct Store {
     for (int slab = 0; slab < SLABS; ++slab) {
       const int row = tile.m + slab_row(warpgroup, slab), n = tile.n + slab_column(slab);
       if (row >= tile.end) break;
-      out.addend.add(sum[slab], row + warp * 16, n, tile.end);
+      const Pieces pieces = split.pieces(slab);
+      out.addend.add(sum[slab], pieces, row + warp * 16, n, tile.end);
       const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);
       if constexpr (OUT_FLOAT32) {
         store_pairs(
-            sum[slab], static_cast<float*>(out.data), out.pitch, row + warp * 16, n, tile.end,
+            sum[slab], pieces, static_cast<float*>(out.data), out.pitch, row + warp * 16, n, tile.end,
             [](float* pair, float left, float right) { *reinterpret_cast<float2*>(pair) = make_float2(left, right); });
+      } else if constexpr (SPLIT_K > 1) {
+        store_pairs(
+            sum[slab], pieces, static_cast<u16*>(out.data), out.pitch, row + warp * 16, n, tile.end,
+            [](u16* pair, float left, float right) { *reinterpret_cast<u32*>(pair) = pack_bfloat16(left, right); });
       } else if (BY_TMA && out.pitch == N && row + 64 <= tile.end) {
         store_slab(sum[slab], target, row, n, warpgroup);
       } else {

@@ -22,8 +22,9 @@ struct SwigluQuantize {
 
   __device__ __forceinline__ SwigluQuantize(Shared& s, const Output& out, const TensorMap&) : s(s), out(out) {}
 
-  __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
-    static_assert(SLABS == 2 && COLUMNS == 128 && !STAGED || !GATED || SWAP);
+  __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup,
+                                                 Split) {
+    static_assert(SLABS == 2 && COLUMNS == 128 && !STAGED && SPLIT_K == 1 || !GATED || SWAP);
     float (&gate)[ACCUMULATORS] = sum[0];
     const float (&up)[ACCUMULATORS] = sum[SLABS - 1];
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4;

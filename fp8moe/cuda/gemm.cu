@@ -17,7 +17,7 @@
 //
 // OVERLAPS: a warpgroup starts its next wgmma before it promotes the last one.
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
-// SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
+// SPLIT_K > 1: the blocks of a cluster share the K of a tile, and then its sums (gemm_reduction.cuh).
 // PARTS > 1: a block sums the parts of K one by one, and adds them up as such a cluster does (gemm_parts.cuh).
 //
 // The prelude (kernels/gemm/source.py) has the constants, wgmma() and the Epilogue, one of epilogue_*.cuh.
@@ -99,7 +99,7 @@ __device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<G
   if (any) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) loader.load_tokens(tile, k.first + i, i);
-    Sums{loader.s, tile, split}.expect();
+    if constexpr (SPLIT_K > 1) Exchange{loader.s, tile, split.rank}.expect();
   }
 }
 
@@ -282,9 +282,8 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   tile = same_in_warp(tile);
   if (more) {
     math.weights.fetch(tile, 0, k.count);
-  } else {  // as Sums::gather(), or leave() would wait for what never comes
+  } else {
     Split::await_peers();
-    Split::received();
   }
   while (more) {
     const int used = math.slabs_in_use(tile);
@@ -337,15 +336,16 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
       }
       parts.add(sum, part);
     }
-    if constexpr (REDUCES) {
-      Sums sums{math.s, tile, split};
+    if constexpr (SPLIT_K > 1) Exchange{math.s, tile, split.rank}.add_up(sum, math.warpgroup);
+    if constexpr (SWAP) {
+      const Sums sums{math.s, tile, split};
       sums.gather(sum, math.warpgroup);
       epilogue.from_sums(sums);
-      if constexpr (SPLIT_K > 1) break;  // its only tile
-      sync_math_warps();                 // the sums may be overwritten
+      if constexpr (SPLIT_K == 1) sync_math_warps();  // the sums may be overwritten
     } else if (used > 0) {
-      epilogue.from_registers(sum, tile, math.warpgroup);
+      epilogue.from_registers(sum, tile, math.warpgroup, split);
     }
+    if constexpr (SPLIT_K > 1) break;  // its only tile
     tile = following;
   }
   epilogue.finish();
@@ -385,13 +385,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (loads) produce(loader, schedule, k);
     __syncwarp();
     Split::await_peers();
-    Split::received();
   } else {
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
     MathWarp math(s, args.b_scale + k.first, warpgroup);
     Epilogue epilogue{s, args.out, out_map};
     consume(math, schedule, epilogue, k, split, PartSums(s));
   }
-  Split::leave();
   Epilogue::leave(args.out);
 }

@@ -52,17 +52,26 @@ __device__ __forceinline__ void multiply_stages(int count, const Multiply& multi
   }
 }
 
-// Writes the sums of this warp's 16 rows from the registers with write(target, left, right), two columns at a time:
-// four lanes fill a 32-byte sector. `row` is the warp's first; rows from `end` on and columns from N on are left out.
-template <int Accumulators, typename Write>
-__device__ __forceinline__ void store_pairs(const float (&sum)[Accumulators], float* out, long long pitch, int row,
-                                            int n, int end, const Write& write) {
+// Pieces of 8 columns of a slab.
+struct Pieces {
+  int begin, end;
+
+  __device__ __forceinline__ bool has(int piece) const { return piece >= begin && piece < end; }
+};
+
+// Writes `pieces` of the sums of this warp's 16 rows from the registers with write(target, left, right), two columns at
+// a time: four lanes fill a 32-byte sector with floats. `row` is the warp's first; rows from `end` on and columns from N
+// on are left out.
+template <int Accumulators, typename Element, typename Write>
+__device__ __forceinline__ void store_pairs(const float (&sum)[Accumulators], Pieces pieces, Element* out,
+                                            long long pitch, int row, int n, int end, const Write& write) {
   const int lane = lane_id();
   row += lane / 4;
   n += 2 * (lane % 4);
-  float* target = out + row * pitch + n;
+  Element* target = out + row * pitch + n;
 #pragma unroll
   for (int j = 0; j < Accumulators / 4; ++j) {
+    if (!pieces.has(j)) continue;
     if (n + 8 * j >= N) return;
     if (row < end) write(target + 8 * j, sum[4 * j], sum[4 * j + 1]);
     if (row + 8 < end) write(target + 8 * pitch + 8 * j, sum[4 * j + 2], sum[4 * j + 3]);

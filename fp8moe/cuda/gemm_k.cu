@@ -170,7 +170,8 @@ __device__ __forceinline__ void store_tile(const float (&sum)[SLABS][ACCUMULATOR
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab) {
     const int row = tile.m + (warpgroup * SLABS + slab) * 64 + warp * 16;
-    store_pairs(sum[slab], out + static_cast<long long>(tile.group) * m * N, N, row, tile.n, m, store_pair);
+    store_pairs(sum[slab], {0, BLOCK_N / 8}, out + static_cast<long long>(tile.group) * m * N, N, row, tile.n, m,
+                store_pair);
   }
 }
 

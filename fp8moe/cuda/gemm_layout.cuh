@@ -31,16 +31,23 @@ constexpr int SCALE_ROWS = GATED ? 2 * PROJECTION_SCALE_ROWS : ceil_div(N, 128);
 constexpr int GRANULE = (BLOCK_N & -BLOCK_N) < 128 ? (BLOCK_N & -BLOCK_N) : 128;
 constexpr int TILE_SCALE_ROWS = (128 - GRANULE + BLOCK_N - 1) / 128 + 1;  // of weight scales that a tile can touch
 
-constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // the sums reach the epilogue through shared memory
-
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
 constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128);
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_LOADS * A_SCALE_BOX * 4;  // that arrive
 constexpr int A_SCALE_PITCH = round_up((BLOCK_M + (GROUPS ? 4 : 0)) * 4, 128) / 4;
 
-constexpr int SLICE_M = ceil_div(BLOCK_M, SPLIT_K);  // tokens that one block of a split sums and stores
-constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // floats; keeps the scattered writes off each other's banks
+// The blocks of a split share out their tile: in portions of 8 output features, or, where weights are the 64-row side, of
+// two tokens. A thread has 4 sums of a portion in each slab of rows, where it has any.
+constexpr int PORTIONS = SWAP ? BLOCK_M / 2 : BLOCK_N / 8;
+constexpr int MOST_PORTIONS = ceil_div(PORTIONS, SPLIT_K);  // of one block
+constexpr int ROW_SLABS = SLABS / COLUMN_SLABS;
+constexpr int PORTION_THREADS = WARPGROUP * WARPGROUPS / (SWAP ? 4 : 1);  // that have sums of one portion
+constexpr int RECEIVED_BYTES = (SPLIT_K - 1) * MOST_PORTIONS * ROW_SLABS * PORTION_THREADS * 16;
+
+// Where weights are the 64-row side, sums reach the epilogue by token.
+constexpr int SUM_PITCH = BLOCK_N + 4;  // floats; keeps the scattered writes off each other's banks
+constexpr int SUM_BYTES = SWAP ? 2 * MOST_PORTIONS * SUM_PITCH * 4 : 0;
 
 // A tile leaves the registers through staging tiles with rows of 128 bytes: 16 rows of a warp at a time, or, where it
 // is STAGED, a whole slab that TMA writes under the next tile's products.
@@ -50,7 +57,7 @@ constexpr int SLAB_STORE_BYTES = STAGED ? 64 * COLUMNS * 2 : 4 * STORE_BYTES;
 constexpr int STAGING_BYTES = (STAGED ? SLABS : 1) * SLAB_STORE_BYTES;                        // of a warpgroup
 constexpr int PART_SUM_BYTES = PARTS > 1 && !PARTS_IN_REGISTERS ? BLOCK_M * BLOCK_N * 4 : 0;  // gemm_parts.cuh
 constexpr int EPILOGUE_BYTES =
-    round_up(REDUCES ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : WARPGROUPS * STAGING_BYTES, 128) + PART_SUM_BYTES;
+    round_up(SWAP || SPLIT_K > 1 ? RECEIVED_BYTES + SUM_BYTES : WARPGROUPS * STAGING_BYTES, 128) + PART_SUM_BYTES;
 
 // The groups' rows, from `first` to `end`, and the tile rows before each group, of all of them at [Groups].
 template <int Groups>
@@ -63,7 +70,7 @@ struct GroupTable<0> {};
 struct Shared {
   u8 a[STAGES][A_BYTES];
   u8 b[STAGES][B_BYTES];
-  u8 epilogue[EPILOGUE_BYTES];  // staging tiles and sums of parts, or sums: of the tile, or received from the cluster
+  u8 epilogue[EPILOGUE_BYTES];  // staging tiles and sums of parts, or sums: received from the cluster, and by token
   float a_scale[STAGES][A_SCALE_PITCH];
   Ring<STAGES> ring;
   Barrier sums;
@@ -72,14 +79,12 @@ struct Shared {
 static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/config.py counts otherwise");
 static_assert(A_BYTES % SWIZZLE_ALIGNMENT == 0 && B_BYTES % SWIZZLE_ALIGNMENT == 0,
               "a stage begins a swizzle's period");
-static_assert(SPLIT_K == 1 || BLOCK_M * (BLOCK_N + 8) * 4 <= STAGES * (A_BYTES + B_BYTES),
-              "a partial tile takes the place of the ring");
 static_assert(ROWS % (64 * WARPGROUPS) == 0 && COLUMNS <= 256);
 static_assert(COLUMNS % (SWAP ? 8 : 16) == 0, "stmatrix stores 16 columns at a time");
-static_assert(SPLIT_K <= K_BLOCKS && (SPLIT_K == 1 || COLUMN_SLABS == 1));
+static_assert(SPLIT_K <= K_BLOCKS);
 static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
-static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
-static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS));
+static_assert(!STAGED || (!SWAP && SPLIT_K == 1 && COLUMNS % STORE_COLUMNS == 0));
+static_assert(PARTS == 1 || (!SWAP && SPLIT_K == 1 && GROUPS == 0 && PARTS <= K_BLOCKS));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 
 // Where a tile may be partial, both warpgroups have as many slabs with rows of the group, or one has one more.

@@ -155,12 +155,11 @@ __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.comm
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Contiguous copy to another block's shared memory; counts its bytes on the mbarrier there. Multiples of 16 bytes.
-__device__ __forceinline__ void bulk_copy_to_block(u32 target, u32 source, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-      "r"(source), "r"(bytes), "r"(barrier)
-      : "memory");
+// Writes four floats to another block's shared memory; counts their 16 bytes on the mbarrier there.
+__device__ __forceinline__ void store_to_block(u32 target, const float* v, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
+               "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
+               : "memory");
 }
 
 // Orders this thread's ordinary shared-memory stores before asynchronous copies that read them.

@@ -100,11 +100,6 @@ class GemmConfig:
         return (self.block_m + self.block_n) * 128 + align((self.block_m + (4 if self.groups else 0)) * 4, 128) + 16
 
     @property
-    def reduces(self) -> bool:
-        """Whether the epilogue sums through the reduction buffer."""
-        return self.swap or self.split_k > 1
-
-    @property
     def scale_box(self) -> int:
         """Token scales that one load brings: a group may begin at any row, a load only at a multiple of 4."""
         return min(self.block_m, 128) + (4 if self.groups else 0)
@@ -115,17 +110,19 @@ class GemmConfig:
         return self.split_k > 1 or (self.swap and self.groups == 0)
 
     @property
-    def partial_bytes(self) -> int:
-        """Shared memory of a float32 tile: the reduction buffer, or what a split block sends."""
-        slices = self.split_k * ceil(self.block_m / self.split_k)
-        return align(slices * (self.block_n + (4 if self.swap else 8)) * 4, 128)
+    def sum_bytes(self) -> int:
+        """Shared memory for the sums that the other blocks of a split send to this one, and for those by token."""
+        portions = ceil((self.block_m // 2 if self.swap else self.block_n // 8) / self.split_k)
+        received = (self.split_k - 1) * portions * (2 * self.block_n if self.swap else 8 * self.block_m) * 4
+        by_token = 2 * portions * (self.block_n + 4) * 4 if self.swap else 0
+        return align(received + by_token, 128)
 
     @property
     def epilogue_bytes(self) -> int:
-        """Shared memory of the epilogue: the reduction buffer; otherwise the bfloat16 tile, or 16 x 64 of it per math
-        warp, and the sums of parts."""
-        if self.reduces:
-            return self.partial_bytes
+        """Shared memory of the epilogue: sums received and by token; otherwise the bfloat16 tile, or 16 x 64 of it per
+        math warp, and the sums of parts."""
+        if self.swap or self.split_k > 1:
+            return self.sum_bytes
         staging = self.block_m * self.block_n * 2 if self.staged else self.warpgroups * 4 * 16 * 128
         return staging + self.part_sum_bytes
 
@@ -142,15 +139,10 @@ class GemmConfig:
 
 
 def with_stages(config: GemmConfig, k: int) -> GemmConfig:
-    """``config`` with as many stages as the shared memory of its share of an SM holds, and no more than K needs.
-
-    A split's partial tile takes the place of the ring, which must be large enough for it.
-    """
+    """``config`` with as many stages as the shared memory of its share of an SM holds, and no more than K needs."""
     budget = min(SHARED_LIMIT, SHARED_PER_SM // config.blocks_per_sm - 1024)
     fit = (budget - SWIZZLE_ALIGNMENT - config.tail_bytes - config.epilogue_bytes) // config.stage_bytes
     most = ceil(ceil(k / 128) / config.split_k) if config.single_tile else MAX_STAGES
-    if config.split_k > 1:
-        most = max(most, ceil(config.partial_bytes / ((config.block_m + config.block_n) * 128)))
     return replace(config, stages=max(1, min(fit, most, MAX_STAGES)))
 
 
@@ -168,7 +160,6 @@ def fits(config: GemmConfig, k: int) -> bool:
         and shared <= SHARED_LIMIT
         and (shared + 1024) * config.blocks_per_sm <= SHARED_PER_SM
         and config.stages >= min(2, ceil(ceil(k / 128) / config.split_k))
-        and (config.split_k == 1 or config.stages * (config.block_m + config.block_n) * 128 >= config.partial_bytes)
     )
 
 
