@@ -280,8 +280,9 @@ def test_a_shard_is_noted_before_it_has_its_name(src, dst, monkeypatch):
 
 
 def start(*arguments):
-    """`fp8moe` in a process of its own."""
-    script = "import sys, fp8moe.cli; sys.exit(fp8moe.cli.main())"
+    """`fp8moe` in a process of its own, which Ctrl-C ends even where these tests run in the background of a shell."""
+    script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    script += "import fp8moe.cli; sys.exit(fp8moe.cli.main())"
     return subprocess.Popen(
         [sys.executable, "-c", script, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -207,13 +207,13 @@ def _step_cycles(config: GemmConfig, rows: int) -> float:
     return max(alone, sum(slabs) * product, (height + config.block_n) * 128 / _GROUPED_LOAD)
 
 
-def _tiles_by_height(config: GemmConfig, expected_m: float) -> dict[int, float]:
+@lru_cache(maxsize=256)
+def _tiles_by_height(height: int, swap: bool, expected_m: float) -> dict[int, float]:
     """How many tiles a group is expected to have in one column of tiles, by rows in use, in pieces of 64."""
-    height = config.block_m
     tiles: dict[int, float] = defaultdict(float)
     for rows, probability in group_sizes(expected_m):
         whole, rest = divmod(rows, height)
-        if config.swap:
+        if swap:
             tiles[height] += probability * (whole + (rest > 0))
         elif height == 256 and whole and 0 < rest <= 64:  # gemm_schedule.cuh evens out the last two
             tiles[256] += probability * (whole - 1)
@@ -229,7 +229,7 @@ def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: 
     """Microseconds expected for groups of about ``expected_m`` rows and weights (n, k), from a cold L2."""
     expected_m = max(expected_m, 1 / groups)
     steps, columns, height = ceil(k / 128), ceil(n / config.block_n), config.block_m
-    by_height = _tiles_by_height(config, expected_m)
+    by_height = _tiles_by_height(height, config.swap, expected_m)
     tiles = sum(by_height.values()) * groups * columns
     fullest = _step_cycles(config, height)
     cycles = sum(count * _step_cycles(config, rows) for rows, count in by_height.items() if count) * groups * columns

@@ -66,14 +66,23 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
         for split_k in _splits(tile, k, parts):
             for blocks_per_sm in range(1, most + 1):
                 alone = parts if parts and split_k == 1 else 1
-                shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, parts=alone)
-                config = with_stages(shape, k)
+                config = _fitting(tile, split_k, blocks_per_sm, 0, alone, k)
+                if config is None:
+                    continue
                 one_wave = count <= resident_clusters(config, num_sms)
                 crowded = blocks_per_sm == 1 or count * split_k > filled * num_sms * (blocks_per_sm - 1)
                 useful = not config.staged or not one_wave  # TMA writes a tile under the next one's products
-                if fits(config, k) and (one_wave or split_k in (1, parts)) and crowded and useful:
+                if (one_wave or split_k in (1, parts)) and crowded and useful:
                     found.append(config)
     return found
+
+
+@lru_cache(maxsize=1 << 16)
+def _fitting(tile: GemmConfig, split_k: int, blocks_per_sm: int, groups: int, parts: int, k: int) -> GemmConfig | None:
+    """``tile`` with these attributes and as many stages as there is room for; None if it does not fit an SM."""
+    shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, groups=groups, parts=parts)
+    config = with_stages(shape, k)
+    return config if fits(config, k) else None
 
 
 def _splits(tile: GemmConfig, k: int, parts: int | None) -> Iterable[int]:
@@ -162,12 +171,13 @@ def grouped_candidates(
             # Beyond it, too few registers.
             most = (3 if tile.block_n == 256 else 4) if tile.swap else 3 if tile.warpgroups == 1 else 1
             for blocks_per_sm in range(1, most + 1):
-                shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, groups=groups)
-                config = with_stages(shape, k)
+                config = _fitting(tile, split_k, blocks_per_sm, groups, 1, k)
+                if config is None:
+                    continue
                 slots = resident_clusters(config, num_sms)
                 # TMA writes a tile under the next one's products.
                 useful = not config.staged or groups * ceil(expected_m / tile.block_m) * ceil(n / tile.block_n) > slots
-                if fits(config, k) and (split_k == 1 or bound <= slots) and useful:
+                if (split_k == 1 or bound <= slots) and useful:
                     found.append(config)
     return found
 
