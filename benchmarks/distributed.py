@@ -461,7 +461,7 @@ def work(args: Any) -> None:
     if dist.get_rank() == 0:
         shown = rows + (predicted(rows, MODEL) if dist.get_world_size() == 2 else [])
         command.finish(path, made, *format_kinds(shown, COLUMNS))
-    dist.barrier()  # a process that ends at once may abort: ExpertParallel's agreement is over gloo
+    dist.barrier()  # ExpertParallel agrees over gloo: a process that ends at once may abort (pytorch/pytorch#179291)
     dist.destroy_process_group()
 
 

@@ -32,6 +32,14 @@ def raster_group(config: GemmConfig, m: int, concurrent: int) -> int:
     return ceil(rows / ceil(rows / ideal))
 
 
+@lru_cache(maxsize=1 << 16)
+def _fitting(tile: GemmConfig, split_k: int, blocks_per_sm: int, groups: int, parts: int, k: int) -> GemmConfig | None:
+    """``tile`` with these attributes and as many stages as there is room for; None if it does not fit an SM."""
+    shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, groups=groups, parts=parts)
+    config = with_stages(shape, k)
+    return config if fits(config, k) else None
+
+
 # ---- one matrix ----
 
 
@@ -75,14 +83,6 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
                 if (one_wave or split_k in (1, parts)) and crowded and useful:
                     found.append(config)
     return found
-
-
-@lru_cache(maxsize=1 << 16)
-def _fitting(tile: GemmConfig, split_k: int, blocks_per_sm: int, groups: int, parts: int, k: int) -> GemmConfig | None:
-    """``tile`` with these attributes and as many stages as there is room for; None if it does not fit an SM."""
-    shape = replace(tile, split_k=split_k, blocks_per_sm=blocks_per_sm, groups=groups, parts=parts)
-    config = with_stages(shape, k)
-    return config if fits(config, k) else None
 
 
 def _splits(tile: GemmConfig, k: int, parts: int | None) -> Iterable[int]:
