@@ -169,6 +169,19 @@ def exact_prefill(operands: Prefill, rows: slice = slice(None)) -> Exact:
     return Exact(logits, magnitude)
 
 
+def from_starts(exact: Exact, starts: Tensor, max_range: int) -> Exact:
+    """Each row from where its range starts on, max_range columns of it."""
+
+    def shifted(values: Tensor, missing: float) -> Tensor:
+        out = values.new_full((len(values), max_range), missing)
+        for row, value, start in zip(out, values, starts.clamp(min=0).tolist(), strict=True):
+            part = value[start : start + max_range]
+            row[: len(part)] = part
+        return out
+
+    return Exact(shifted(exact.logits, float("-inf")), shifted(exact.magnitude, 0.0))
+
+
 def exact_paged(operands: Paged, max_context_len: int, sequences: range | None = None) -> Exact:
     """Of some of the sequences."""
     q, kv_cache, weights, context_lens, block_table = operands
@@ -223,14 +236,28 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def write_prefill(backend, operands: Prefill, *, fill_masked: bool) -> Tensor:
-    """What a backend (reference, mqa_logits_plan) makes of a result full of POISON, none of it behind the result."""
+def write_prefill(backend, operands: Prefill, *, fill_masked: bool, max_range: int | None = None) -> Tensor:
+    """What a backend (reference, mqa_logits_plan) makes of a result full of POISON, none of it behind the result.
+
+    max_range: columns, each row from where its range starts on.
+    """
     q, (data, scale), *rest = operands
+    options = {"fill_masked": fill_masked, "from_starts": max_range is not None}
     return _write(
-        (q.shape[0], data.shape[0]),
+        (q.shape[0], data.shape[0] if max_range is None else max_range),
         q.device,
-        lambda out: backend.mqa_logits(checks.Prefill(q, data, scale, *rest), out, fill_masked=fill_masked),
+        lambda out: backend.mqa_logits(checks.Prefill(q, data, scale, *rest), out, **options),
     )
+
+
+def check_prefill(backend, operands: Prefill, *max_ranges: int) -> None:
+    """A backend's scores, with and without -inf, by key and in rows of max_ranges from the start of each range on."""
+    exact = exact_prefill(operands)
+    for max_range in (None, *max_ranges):
+        expected = exact if max_range is None else from_starts(exact, operands.starts, max_range)
+        assert_matches(write_prefill(backend, operands, fill_masked=True, max_range=max_range), expected)
+        out = write_prefill(backend, operands, fill_masked=False, max_range=max_range)
+        assert_matches(out, expected, masked=POISON)
 
 
 def write_paged(backend, operands: Paged, max_context_len: int, *, fill_masked: bool) -> Tensor:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fp8moe.integrations import deep_gemm
-from fp8moe.integrations.deep_gemm import indexer
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests.errors import relative_error
@@ -43,11 +42,9 @@ SHIFTED = {
 }
 
 
-@pytest.mark.parametrize("workspace", [1 << 28, 3000])
 @pytest.mark.parametrize("form", SHIFTED)
-def test_each_row_from_its_start(form, workspace, monkeypatch):
+def test_each_row_from_its_start(form):
     """Scores (S, max_seqlen_k): what memory for (S, T) would be lost on in a batch of many sequences."""
-    monkeypatch.setattr(indexer, "_WORKSPACE", workspace)
     q, kv, w = index_operands(9, 70)
     starts, ends = int32([0, 5, 69, 70, 3, 20, 0, 1, 60]), int32([50, 6, 70, 70, 2, 70, 0, 44, 99])
     out, whole = SHIFTED[form](q, kv, w, starts, ends), mqa_logits(q, kv, w, starts, ends)
@@ -127,7 +124,7 @@ def test_index_scores_wrong_arguments():
         deep_gemm.get_paged_mqa_logits_metadata(int32([5]), 32, 132)
     ranges = int32([0, 0]), int32([70, 70])
     for options, error, match in (
-        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected at least 0"),
+        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected 0 to"),
         ({"clean_logits": 2.0}, TypeError, "max_seqlen_k: expected an int"),
         ({"logits_dtype": torch.bfloat16}, NotImplementedError, "logits_dtype: expected float32"),
     ):

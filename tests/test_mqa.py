@@ -46,8 +46,10 @@ def test_ranges(heads, head_dim, kind):
     out = mqa_logits(*operands)
     assert out.is_contiguous()
     cases.assert_matches(out, exact)
-    cases.assert_matches(cases.write_prefill(reference, operands, fill_masked=True), exact)
-    cases.assert_matches(cases.write_prefill(reference, operands, fill_masked=False), exact, masked=POISON)
+    cases.check_prefill(reference, operands, 1, 50, 90, 130)
+    out = mqa_logits(*operands, max_range=50)
+    assert out.is_contiguous()
+    cases.assert_matches(out, cases.from_starts(exact, operands.starts, 50))
 
 
 bounds = st.one_of(st.integers(-5, 45), st.sampled_from([INT32.min, INT32.max]))
@@ -58,7 +60,9 @@ def test_any_ranges(keys, each):
     operands = cases.prefill(len(each), keys, heads=32, head_dim=32)
     starts, ends = zip(*each, strict=True)
     operands = operands._replace(starts=int32(starts), ends=int32(ends))
-    cases.assert_matches(mqa_logits(*operands), cases.exact_prefill(operands))
+    exact = cases.exact_prefill(operands)
+    cases.assert_matches(mqa_logits(*operands), exact)
+    cases.assert_matches(mqa_logits(*operands, max_range=7), cases.from_starts(exact, operands.starts, 7))
 
 
 def test_chunks_of_queries(monkeypatch):
@@ -67,6 +71,7 @@ def test_chunks_of_queries(monkeypatch):
     for chunk in (1, 64 * 50 * 4):
         monkeypatch.setattr(reference, "_CHUNK", chunk)
         cases.assert_matches(mqa_logits(*operands), exact)
+        cases.assert_matches(mqa_logits(*operands, max_range=9), cases.from_starts(exact, operands.starts, 9))
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 5), (5, 0), (0, 0)])
@@ -75,6 +80,9 @@ def test_empty(tokens, keys):
     for fill_masked in (True, False):
         out = mqa_logits(*operands, fill_masked=fill_masked)
         assert out.shape == (tokens, keys) and out.dtype == torch.float32
+    assert mqa_logits(*operands, max_range=0).shape == (tokens, 0)
+    out = mqa_logits(*operands, max_range=7)
+    assert out.shape == (tokens, 7) and (keys or out.isneginf().all())
 
 
 def test_unmasked_result():
@@ -239,6 +247,8 @@ def uint8(*shape):
 
 
 BAD_PREFILL = {
+    "row type": (dict(max_range=9.0), TypeError, r"^max_range: expected an int, got float"),
+    "row length": (dict(max_range=-1), ValueError, r"^max_range: expected 0 to 2\*\*31 - 1 tokens, got -1"),
     "q type": (dict(q=1), TypeError, r"^q: expected a torch.Tensor, got int 1"),
     "q dtype": (dict(q=PREFILL.q.float()), TypeError, r"^q: expected float8_e4m3fn, got torch.float32"),
     "q rank": (dict(q=fp8(6, 64)), ValueError, r"^q: expected shape \(S, H, D\) .*, got \(6, 64\)"),
@@ -370,7 +380,8 @@ def test_backward_raises():
 @pytest.mark.parametrize(("tokens", "keys"), [(6, 10), (0, 10), (6, 0)])
 def test_opcheck(tokens, keys):
     q, kv, *rest = cases.prefill(tokens, keys, heads=32, head_dim=64, kind="full")
-    torch.library.opcheck(torch.ops.fp8moe.mqa_logits.default, (q, *kv, *rest, True), test_utils=OPCHECKS)
+    torch.library.opcheck(torch.ops.fp8moe.mqa_logits.default, (q, *kv, *rest, None, False, True), test_utils=OPCHECKS)
+    torch.library.opcheck(torch.ops.fp8moe.mqa_logits.default, (q, *kv, *rest, 7, True, True), test_utils=OPCHECKS)
 
 
 @pytest.mark.parametrize("lens", [[70, 3], [[70, 3], [4, 5]], []])

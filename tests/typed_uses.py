@@ -38,6 +38,7 @@ def operations(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
     assert_type(fp8moe.grouped_gemm_masked(a, (b.data, b.scale), offsets, expected_m=3), Tensor)
     assert_type(fp8moe.grouped_gemm_k((a.data, a.scale), b, offsets, out=product, accumulate=True), Tensor)
     assert_type(fp8moe.mqa_logits(x, (a.data, a.scale), weight, offsets, offsets, fill_masked=False), Tensor)
+    assert_type(fp8moe.mqa_logits(x, a, weight, offsets, offsets, max_range=64), Tensor)
     assert_type(fp8moe.paged_mqa_logits(x, x, weight, offsets, offsets, max_context_len=64), Tensor)
 
     with fp8moe.batch_invariant() as nothing:

@@ -18,6 +18,7 @@ __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xF
 struct Output {
   float* scores;  // (queries, columns)
   int columns;
+  int from_starts;  // whether a row begins with the first token that its query scores, rather than with token 0
   int fill_masked;  // whether what no query scores becomes -inf
 };
 
@@ -86,36 +87,43 @@ struct Fold {
   }
 };
 
+// The token in the first column of the row of a query that scores `tokens`.
+__device__ __forceinline__ int first_token(const Output& out, Range tokens) {
+  return !PAGED && out.from_starts ? tokens.begin : 0;
+}
+
 // Where the kept scores of a segment go, tile after tile.
 struct Target {
-  Range tokens;  // that the query scores
-  u32 fill_end;  // other tokens before it become -inf
-  int token;     // of the first kept row
-  float* score;  // of that token
+  Range scored;  // columns
+  u32 fill_end;  // other columns before it become -inf
+  int column;    // of the first kept row
+  float* score;  // in that column
 
   // queries: how many there are. first_query: the warpgroup's, within the group.
   __device__ __forceinline__ Target(const Output& out, int queries, const Item& item, const Kept& kept,
                                     int first_query) {
     const int query = first_query + kept.query;
     const long long s = static_cast<long long>(item.segment.group) * QUERIES + query;
-    tokens = kept.any ? item.tokens[query] : Range{0, 0};
+    const Range tokens = kept.any ? item.tokens[query] : Range{0, 0};
+    const int first = first_token(out, tokens);
+    scored = {tokens.begin - first, tokens.end - first};
     fill_end = out.fill_masked && kept.any && s < queries ? out.columns : 0;
-    token = item.segment.first * TILE + kept.row;
-    score = out.scores + s * out.columns + token;
+    column = item.segment.first * TILE + kept.row - first;
+    score = out.scores + s * out.columns + column;
   }
 
   __device__ __forceinline__ void advance(int tiles) {
-    token += tiles * TILE;
+    column += tiles * TILE;
     score += tiles * TILE;
   }
 
   __device__ __forceinline__ void store(const float (&sum)[SUMS], const float (&scale)[KEPT]) const {
 #pragma unroll
     for (int k = 0; k < KEPT; ++k) {
-      const int t = token + 8 * k;
-      const bool inside = t >= tokens.begin && t < tokens.end;
+      const int c = column + 8 * k;
+      const bool inside = c >= scored.begin && c < scored.end;
       const float value = inside ? sum[k] * scale[k] : negative_infinity();
-      if (inside || static_cast<u32>(t) < fill_end) score[8 * k] = value;
+      if (inside || static_cast<u32>(c) < fill_end) score[8 * k] = value;
     }
   }
 };

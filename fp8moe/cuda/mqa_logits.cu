@@ -1,5 +1,6 @@
 // Index scores of DeepSeek sparse attention (arXiv:2512.02556, section 2.1), a prefill and a paged variant:
 //   out[s, t] = kv_scale[t] * sum_h weights[s, h] * relu(q[s, h] . kv[t])     for start(s) <= t < end(s)
+//               or, from_starts, out[s, t - start(s)]
 //   q (S, H, D) e4m3, kv tokens of D e4m3 and a float32 scale, weights (S, H) float32, out (S, columns) float32
 //
 // The schedule (mqa_schedule.cuh) gives each thread block segments: neighbouring tiles of TILE kv tokens that a group
@@ -173,9 +174,10 @@ __device__ __forceinline__ void fill(const Arguments& arguments, int warp) {
     const int begin = static_cast<int>(piece % pieces) * FILL_COLUMNS;
     const int end = begin + min(FILL_COLUMNS, out.columns - begin);
     const Range tiles = group_tiles(arguments.ranges, static_cast<int>(s) / QUERIES);
+    const int first = first_token(out, query_tokens(arguments.ranges, static_cast<int>(s)));
     // The part that the tiles cover. Their ends may lie past 2^31.
-    const int low = clamp(static_cast<long long>(tiles.begin) * TILE, begin, end);
-    const int high = clamp(static_cast<long long>(tiles.end) * TILE, low, end);
+    const int low = clamp(static_cast<long long>(tiles.begin) * TILE - first, begin, end);
+    const int high = clamp(static_cast<long long>(tiles.end) * TILE - first, low, end);
     float* row = out.scores + s * out.columns;
 #pragma unroll 8
     for (int t = begin + lane_id(); t < low; t += WARP) row[t] = negative_infinity();

@@ -8,13 +8,14 @@
 #include "ptx.cuh"
 #include "warp.cuh"
 
-// The kv tokens that each query scores: from starts[s] to ends[s], or paged, the first tokens of its sequence. The
-// values are clamped to the tokens that exist.
+// The kv tokens that each query scores: from starts[s] to ends[s], `longest` of them at most, or paged, the first tokens
+// of its sequence. The values are clamped to the tokens that exist.
 struct Ranges {
   const int* starts;  // (queries,); not used if paged
   const int* ends;    // (queries,); paged: context lengths, (sequences,) of the last query of each, or (queries,)
   int queries;
   int limit;      // kv tokens
+  int longest;    // not used if paged
   int per_query;  // paged: whether `ends` has a length for each query
 };
 
@@ -32,7 +33,8 @@ __device__ __forceinline__ Range query_tokens(const Ranges& ranges, int s) {
         ranges.per_query ? max(ranges.ends[s], 0) : max(ranges.ends[s / QUERIES], 0) - (QUERIES - 1 - s % QUERIES);
     return {0, min(length, ranges.limit)};
   } else {
-    return {max(ranges.starts[s], 0), min(ranges.ends[s], ranges.limit)};
+    const int begin = min(max(ranges.starts[s], 0), ranges.limit);
+    return {begin, begin + min(max(min(ranges.ends[s], ranges.limit) - begin, 0), ranges.longest)};
   }
 }
 

@@ -211,7 +211,7 @@ class FP8MQAIndexer(nn.Module):
         rows = self._check_tokens(hidden_states, q_resid, position_embeddings)
         for name, value in (("kv_cache", kv_cache), ("context_lens", context_lens), ("block_table", block_table)):
             check_tensor(name, value)
-        mqa_checks.context_limit(max_context_len)
+        mqa_checks.row_length("max_context_len", max_context_len)
         if block_table.dim() != 2:
             raise ValueError(f"block_table: expected shape (B, max_blocks), got {tuple(block_table.shape)}")
         batch = block_table.shape[0]

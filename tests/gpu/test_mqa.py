@@ -27,10 +27,9 @@ paged = partial(cases.paged, device=DEVICE)
 
 
 def check_prefill(operands):
-    """Both ways to treat what is masked."""
-    exact = cases.exact_prefill(operands)
-    cases.assert_matches(cases.write_prefill(mqa_logits_plan, operands, fill_masked=True), exact)
-    cases.assert_matches(cases.write_prefill(mqa_logits_plan, operands, fill_masked=False), exact, masked=POISON)
+    """By key, and in rows from the start of each range on that are shorter than some ranges, and longer than all."""
+    keys = operands.kv.data.shape[0]
+    cases.check_prefill(mqa_logits_plan, operands, keys // 3 + 1, keys + 70)
 
 
 def check_paged(operands, max_context_len):
@@ -71,7 +70,10 @@ def test_long_keys(kind):
 
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 5), (5, 0), (0, 0)])
 def test_empty(tokens, keys):
-    assert mqa_logits(*prefill(tokens, keys, kind="full")).shape == (tokens, keys)
+    operands = prefill(tokens, keys, kind="full")
+    assert mqa_logits(*operands).shape == (tokens, keys)
+    out = mqa_logits(*operands, max_range=7)
+    assert out.shape == (tokens, 7) and (keys or out.isneginf().all())
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(9, 30), (70, 700)])
@@ -233,8 +235,10 @@ def test_other_layouts_of_the_paged_form():
 def test_same_bits_every_time():
     operands, cached = prefill(300, 3000, kind="ragged"), paged([5000, 30, 64, 7000, 0, 900], next_n=2)
     first = mqa_logits(*operands), paged_mqa_logits(*cached, max_context_len=7000)
+    rows = mqa_logits(*operands, max_range=900)
     for _ in range(20):
         assert cases.same_bits(mqa_logits(*operands), first[0])
+        assert cases.same_bits(mqa_logits(*operands, max_range=900), rows)
         assert cases.same_bits(paged_mqa_logits(*cached, max_context_len=7000), first[1])
 
 
@@ -250,7 +254,7 @@ def captured(run):
 
 def test_graph_replays_with_other_ranges():
     operands = prefill(150, 1100, kind="extremes")
-    graph, out = captured(lambda: mqa_logits(*operands))
+    graph, (out, from_starts) = captured(lambda: (mqa_logits(*operands), mqa_logits(*operands, max_range=400)))
     for seed, kind in enumerate(cases.RANGES):
         other = prefill(150, 1100, kind=kind, seed=10 * seed)
         for mine, value in zip(
@@ -258,8 +262,11 @@ def test_graph_replays_with_other_ranges():
         ):
             mine.copy_(value)
         out.fill_(POISON)
+        from_starts.fill_(POISON)
         graph.replay()
-        cases.assert_matches(out, cases.exact_prefill(other))
+        exact = cases.exact_prefill(other)
+        cases.assert_matches(out, exact)
+        cases.assert_matches(from_starts, cases.from_starts(exact, other.starts, 400))
 
 
 @pytest.mark.parametrize("next_n", [1, 2])

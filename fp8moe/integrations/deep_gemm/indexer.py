@@ -4,17 +4,16 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations.deep_gemm.operands import named
-from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, Prefill, context_limit, prefill
-from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
+from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, Prefill, prefill, row_length
+from fp8moe.kernels.indexer.mqa_logits import paged_mqa_logits, scores
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import align
 from fp8moe.runtime.autograd import detached
-from fp8moe.runtime.checks import check_int, check_tensor
+from fp8moe.runtime.checks import check_tensor
 
 Query = tuple[Tensor, Tensor | None]
 
 _PITCH = 256  # columns: rows of scores begin at multiples of 1 KB, as DeepGEMM's and as top-k kernels want it
-_WORKSPACE = 256 << 20  # bytes beside the result where scores are shifted
 
 
 @named(starts="cu_seq_len_k_start", ends="cu_seq_len_k_end")
@@ -40,15 +39,15 @@ def fp8_mqa_logits(
     """
     if not isinstance(clean_logits, bool):
         clean_logits, max_seqlen_k = False, clean_logits
-    check_int("max_seqlen_k", max_seqlen_k)
-    if max_seqlen_k < 0:
-        raise ValueError(f"max_seqlen_k: expected at least 0, got {max_seqlen_k}")
+    row_length("max_seqlen_k", max_seqlen_k)
     _check_dtype(logits_dtype)
     for name, value in (("q", q), ("weights", weights), ("starts", cu_seq_len_k_start), ("ends", cu_seq_len_k_end)):
         check_tensor(name, value)
     values = q, *fp8_operand("kv", kv), weights, cu_seq_len_k_start, cu_seq_len_k_end
     operands = Prefill(*map(detached, values))
-    return _from_starts(operands, max_seqlen_k, clean_logits) if max_seqlen_k else _whole(operands, clean_logits)
+    columns = max_seqlen_k or prefill(operands)[1]
+    logits = scores(operands, align(columns, _PITCH), from_starts=max_seqlen_k > 0, fill_masked=clean_logits)
+    return logits[:, :columns]
 
 
 def fp8_paged_mqa_logits(
@@ -73,7 +72,7 @@ def fp8_paged_mqa_logits(
     """
     _check_dtype(logits_dtype)
     _check_indices(indices)
-    context_limit(max_context_len)
+    row_length("max_context_len", max_context_len)
     options = {"max_context_len": align(max_context_len, _PITCH), "fill_masked": clean_logits}
     logits = paged_mqa_logits(q, kv_cache, detached(weights), context_lens, block_table, **options)
     return logits[:, :max_context_len]
@@ -110,42 +109,6 @@ def _values(q: Query) -> Tensor:
     if scale is not None:
         raise NotImplementedError("q: FP4 values, which have scales, have no kernel on Hopper; expected (FP8, None)")
     return values
-
-
-def _scores(operands: Prefill, clean: bool) -> Tensor:
-    q, data, scale, weights, starts, ends = operands
-    return mqa_logits(q, (data, scale), weights, starts, ends, fill_masked=clean)
-
-
-def _whole(operands: Prefill, clean: bool) -> Tensor:
-    """Scores (S, T), computed with keys of any value behind the last one, so that rows are `_PITCH` apart."""
-    keys = operands.kv.shape[0] if operands.kv.dim() else 0
-    if keys % _PITCH:
-        prefill(operands)
-        data, scale = _longer(operands.kv), _longer(operands.kv_scale)
-        operands = operands._replace(kv=data, kv_scale=scale)
-    return _scores(operands, clean)[:, :keys]
-
-
-def _longer(x: Tensor) -> Tensor:
-    longer = x.new_empty((align(len(x), _PITCH), *x.shape[1:]))
-    longer[: len(x)] = x
-    return longer
-
-
-def _from_starts(operands: Prefill, columns: int, clean: bool) -> Tensor:
-    """Scores (S, columns), each row from where its range starts: those of some queries at a time, shifted."""
-    queries, keys = prefill(operands)
-    q, data, scale, weights, starts, ends = operands
-    logits = q.new_empty((queries, align(columns, _PITCH)), dtype=torch.float32)[:, :columns]
-    starts, column = starts.clamp(min=0), torch.arange(columns, device=q.device)
-    some = max(1, _WORKSPACE // (4 * keys + 8 * columns))  # scores in float32, places in int64
-    for first in range(0, queries if keys else 0, some):
-        rows = slice(first, first + some)
-        scores = _scores(Prefill(q[rows], data, scale, weights[rows], starts[rows], ends[rows]), clean=False)
-        places = (starts[rows, None] + column).clamp_(max=keys - 1)
-        logits[rows] = scores.gather(1, places)
-    return logits.masked_fill_(column >= (ends.clamp(max=keys) - starts)[:, None], -torch.inf) if clean else logits
 
 
 def _check_dtype(logits_dtype: torch.dtype) -> None:

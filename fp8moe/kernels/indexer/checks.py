@@ -79,10 +79,11 @@ def paged(operands: Paged) -> int:
     return batch * next_n
 
 
-def context_limit(max_context_len: int) -> None:
-    check_int("max_context_len", max_context_len)
-    if not 0 <= max_context_len < 1 << 31:
-        raise ValueError(f"max_context_len: expected 0 to 2**31 - 1 tokens, got {max_context_len}")
+def row_length(name: str, value: int) -> None:
+    """The columns of a result that an argument gives."""
+    check_int(name, value)
+    if not 0 <= value < 1 << 31:
+        raise ValueError(f"{name}: expected 0 to 2**31 - 1 tokens, got {value}")
 
 
 def cache(kv_cache: Tensor) -> tuple[int, int]:

@@ -24,6 +24,7 @@ def mqa_logits(
     ends: Tensor,
     *,
     fill_masked: bool = True,
+    max_range: int | None = None,
 ) -> Tensor:
     """``out[s, t] = kv.scale[t] * sum over h of weights[s, h] * relu(q[s, h] . kv.data[t])`` for t in the range of s.
 
@@ -33,20 +34,30 @@ def mqa_logits(
     starts, ends: (S,) int32, on the device of the operands: query s scores the keys ``starts[s]`` up to ``ends[s]``,
         both clamped to [0, T]; a range whose end comes before its start is empty.
     fill_masked: write -inf to entries outside of the ranges. Otherwise they are not written: uninitialized.
-    Returns (S, T) float32. Products are summed in float32; a NaN in an operand reaches the entries that depend on it
-    and no other. Equal inputs give equal bits.
+    max_range: an int: each row begins with its own range, ``out[s, i]`` is the score of key ``starts[s] + i``, and of a
+        longer range the keys behind the first ``max_range`` are left out.
+    Returns (S, T) float32, or (S, max_range). Products are summed in float32; a NaN in an operand reaches the entries
+    that depend on it and no other. Equal inputs give equal bits.
 
     On the CUDA backend the host neither knows nor waits for the ranges, and only tiles that some range meets are
     computed, so that a call can be captured in a CUDA graph. Keys there may lie at any multiple of 16 bytes, such as
     ``cache[:, :D]`` of wider rows; operands in another layout are copied first. There is no backward: calling it raises
     RuntimeError. Method: the lightning indexer of DeepSeek-V3.2, arXiv:2512.02556, section 2.1.
 
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device, or a max_range outside
+    [0, 2**31).
     """
     for name, value in (("q", q), ("weights", weights), ("starts", starts), ("ends", ends)):
         check_tensor(name, value)
-    operands = (q, *fp8_operand("kv", kv), weights, starts, ends)
-    return autograd.run(_mqa_logits_op, "fp8moe.mqa_logits", *operands, fill_masked)
+    if max_range is not None:
+        checks.row_length("max_range", max_range)
+    operands = Prefill(q, *fp8_operand("kv", kv), weights, starts, ends)
+    return scores(operands, max_range, from_starts=max_range is not None, fill_masked=fill_masked)
+
+
+def scores(operands: Prefill, columns: int | None, *, from_starts: bool, fill_masked: bool) -> Tensor:
+    """`mqa_logits` with T columns (None), with more, or with any number of them from the start of each range on."""
+    return autograd.run(_mqa_logits_op, "fp8moe.mqa_logits", *operands, columns, from_starts, fill_masked)
 
 
 def paged_mqa_logits(
@@ -85,22 +96,27 @@ def paged_mqa_logits(
     operands = (q, kv_cache, weights, context_lens, block_table)
     for name, value in zip(("q", "kv_cache", "weights", "context_lens", "block_table"), operands, strict=True):
         check_tensor(name, value)
-    checks.context_limit(max_context_len)
+    checks.row_length("max_context_len", max_context_len)
     return autograd.run(_paged_op, "fp8moe.paged_mqa_logits", *operands, max_context_len, fill_masked)
 
 
-def _mqa_logits(*arguments: Tensor | bool) -> Tensor:
-    operands, fill_masked = Prefill(*arguments[:-1]), arguments[-1]
+def _mqa_logits(*arguments: Tensor | int | None) -> Tensor:
+    *operands, _, from_starts, fill_masked = arguments
+    operands = Prefill(*operands)
     out = _mqa_logits_fake(*arguments)
-    if out.numel():
+    if out.numel() and operands.kv.shape[0]:
         backend = mqa_logits_plan if use_cuda(operands.q) else reference
-        backend.mqa_logits(operands, out, fill_masked=fill_masked)
+        backend.mqa_logits(operands, out, fill_masked=fill_masked, from_starts=from_starts)
+    elif fill_masked:
+        out.fill_(-torch.inf)
     return out
 
 
-def _mqa_logits_fake(*arguments: Tensor | bool) -> Tensor:
-    operands = Prefill(*arguments[:-1])
-    return torch.empty(checks.prefill(operands), dtype=torch.float32, device=operands.q.device)
+def _mqa_logits_fake(*arguments: Tensor | int | None) -> Tensor:
+    *operands, columns, _, _ = arguments
+    queries, tokens = checks.prefill(Prefill(*operands))
+    shape = queries, tokens if columns is None else columns
+    return torch.empty(shape, dtype=torch.float32, device=operands[0].device)
 
 
 def _paged(*arguments: Tensor | int) -> Tensor:
@@ -120,8 +136,8 @@ def _paged_fake(*arguments: Tensor | int) -> Tensor:
 
 
 _mqa_logits_op = define(
-    "mqa_logits(Tensor q, Tensor kv, Tensor kv_scale, Tensor weights, Tensor starts, Tensor ends, bool fill_masked) "
-    "-> Tensor",
+    "mqa_logits(Tensor q, Tensor kv, Tensor kv_scale, Tensor weights, Tensor starts, Tensor ends, SymInt? columns, "
+    "bool from_starts, bool fill_masked) -> Tensor",
     _mqa_logits,
     _mqa_logits_fake,
     forward_only=True,

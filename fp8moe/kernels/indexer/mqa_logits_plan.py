@@ -50,14 +50,17 @@ class Plan:
 _plans: PlanCache[Plan] = PlanCache()
 
 
-def mqa_logits(operands: Prefill, out: Tensor, *, fill_masked: bool, cfg: MqaConfig | None = None) -> None:
-    """The scores of operands that the entry has checked, into out (S, T) float32, contiguous, not empty.
+def mqa_logits(
+    operands: Prefill, out: Tensor, *, fill_masked: bool, from_starts: bool = False, cfg: MqaConfig | None = None
+) -> None:
+    """The scores of operands that the entry has checked, into out (S, columns) float32, contiguous, not empty.
 
+    from_starts: the first column is the first key of each range, rather than key 0: then there may be fewer than T.
     cfg: the variant to run instead of the usual one.
     """
     q, kv, kv_scale, weights, starts, ends = operands
     queries, heads, head_dim = q.shape
-    tokens = kv.shape[0]
+    tokens, columns = kv.shape[0], out.shape[1]
     q, kv, kv_scale, weights = aligned(q), row_major(kv), aligned(kv_scale), aligned(weights)
     starts, ends = starts.contiguous(), ends.contiguous()
     index = q.get_device()
@@ -70,11 +73,18 @@ def mqa_logits(operands: Prefill, out: Tensor, *, fill_masked: bool, cfg: MqaCon
             q,
             tensor_map(kv, shape=kv.shape, strides=kv.stride(), box=box, swizzle=head_dim),
             tensor_map(kv_scale, shape=(1, tokens), strides=(tokens, 1), box=(1, TILE), l2_promotion=0),
-            Arguments(queries=queries, limit=tokens, columns=tokens, fill_masked=fill_masked),
+            Arguments(
+                queries=queries,
+                limit=tokens,
+                longest=columns,
+                columns=columns,
+                from_starts=from_starts,
+                fill_masked=fill_masked,
+            ),
         )
 
     with device_guard(index):
-        _plans.get((q.shape, kv.shape, kv.stride(0), fill_masked, cfg, index), build).launch(
+        _plans.get((q.shape, kv.shape, kv.stride(0), columns, from_starts, fill_masked, cfg, index), build).launch(
             current_stream(index),
             *(q.data_ptr(), kv.data_ptr(), kv_scale.data_ptr()),
             weights=weights.data_ptr(),

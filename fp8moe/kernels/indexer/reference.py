@@ -15,23 +15,27 @@ _CHUNK = 1 << 23  # products of one head of a query with a key, at a time
 _INF = float("inf")
 
 
-def mqa_logits(operands: Prefill, out: Tensor, *, fill_masked: bool) -> None:
-    """Write the logits of ``mqa_logits`` to ``out`` (S, T) float32, any strides. Waits for no GPU.
+def mqa_logits(operands: Prefill, out: Tensor, *, fill_masked: bool, from_starts: bool = False) -> None:
+    """Write the logits of ``mqa_logits`` to ``out`` (S, columns) float32, any strides. Waits for no GPU.
 
-    Products are exact, see `products`; all sums are in float32. Queries are taken in chunks: memory beside the result
-    is a float32 copy of the keys and tens of MB, or what one query takes where that is more.
+    from_starts: the first column is the first key of each range, rather than key 0. Products are exact, see `products`;
+    all sums are in float32. Queries are taken in chunks: memory beside the result is a float32 copy of the keys and
+    tens of MB, or what one query takes where that is more.
     """
     q, kv, kv_scale, weights, starts, ends = operands
     keys = to_float32(kv).t()
-    columns = torch.arange(kv.shape[0], device=q.device)
-    heads = q.shape[1]
-    chunk = max(1, _CHUNK // max(1, heads * kv.shape[0]))
+    columns = torch.arange(out.shape[1], device=q.device)
+    tokens, heads = kv.shape[0], q.shape[1]
+    starts, ends = starts.clamp(0, tokens), ends.clamp(0, tokens)
+    chunk = max(1, _CHUNK // max(1, heads * tokens))
     for first in range(0, q.shape[0], chunk):
         rows = slice(first, first + chunk)
         scores = products(to_float32(q[rows]).flatten(0, 1), keys).relu_().unflatten(0, (-1, heads))
         logits = scores.mul_(weights[rows, :, None]).sum(1).mul_(kv_scale)
-        seen = (columns >= starts[rows, None]) & (columns < ends[rows, None])
-        out[rows] = torch.where(seen, logits, -_INF if fill_masked else out[rows])
+        token = starts[rows, None] + columns if from_starts else columns.expand(len(logits), -1)
+        seen = (token >= starts[rows, None]) & (token < ends[rows, None])
+        found = logits.gather(1, token.clamp(max=tokens - 1))
+        out[rows] = torch.where(seen, found, -_INF if fill_masked else out[rows])
 
 
 def paged_mqa_logits(operands: Paged, out: Tensor, *, fill_masked: bool) -> None:

@@ -26,11 +26,11 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("starts", "ends")),
-        *((name, ctypes.c_int) for name in ("queries", "limit", "per_query")),
+        *((name, ctypes.c_int) for name in ("queries", "limit", "longest", "per_query")),
         *((name, ctypes.c_int64) for name in ("weights", "block_table")),
         *((name, ctypes.c_int) for name in ("table_pitch", "num_blocks")),
         ("scores", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("columns", "fill_masked")),
+        *((name, ctypes.c_int) for name in ("columns", "from_starts", "fill_masked")),
     )
 
 
