@@ -74,8 +74,8 @@ struct Loader {
     }
 #pragma unroll
     for (int i = 0; i < A_SCALE_LOADS; ++i) {
-      tma_load(shared_address(s.a_scale[stage] + i * 128), a_scale, full, (GROUPS ? tile.m & ~3 : tile.m) + i * 128,
-               k_block);
+      tma_load(shared_address(s.a_scale[stage] + i * A_SCALE_STEP), a_scale, full,
+               (GROUPS ? tile.m & ~3 : tile.m) + i * A_SCALE_STEP, k_block);
     }
   }
 };

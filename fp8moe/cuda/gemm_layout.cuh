@@ -35,7 +35,7 @@ constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // the sums reach the epilogue th
 
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
-constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128);
+constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128), A_SCALE_STEP = BLOCK_M / A_SCALE_LOADS;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_LOADS * A_SCALE_BOX * 4;  // that arrive
 constexpr int A_SCALE_PITCH = round_up((BLOCK_M + (GROUPS ? 4 : 0)) * 4, 128) / 4;
 

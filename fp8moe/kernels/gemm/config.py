@@ -71,7 +71,7 @@ class GemmConfig:
     @property
     def math_registers(self) -> int:
         """Registers of a math thread, by ``setmaxnreg``; 0 leaves every thread its even share."""
-        return 240 if self.warpgroups == 2 and self.blocks_per_sm == 1 else 0
+        return {2: 240, 3: 160}.get(self.warpgroups, 0) if self.blocks_per_sm == 1 else 0
 
     @property
     def registers(self) -> int:
@@ -107,7 +107,7 @@ class GemmConfig:
     @property
     def scale_box(self) -> int:
         """Token scales that one load brings: a group may begin at any row, a load only at a multiple of 4."""
-        return min(self.block_m, 128) + (4 if self.groups else 0)
+        return self.block_m // ceil(self.block_m / 128) + (4 if self.groups else 0)
 
     @property
     def single_tile(self) -> bool:

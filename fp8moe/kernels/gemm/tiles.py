@@ -61,7 +61,7 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
     else:
         tiles = [GemmConfig(128, block_n) for block_n in (64, 96, 112, 128, 160, 176, 192)]
     if m > 128:
-        tiles += [GemmConfig(256, 128), GemmConfig(128, 256)]
+        tiles += [GemmConfig(256, 128), GemmConfig(128, 256), GemmConfig(192, 128, warpgroups=3)]
         tiles += [replace(tile, staged=True) for tile in tiles if tile.block_n >= 128 and tile.block_n % 64 == 0]
     if 64 < m <= 512:
         tiles += [GemmConfig(64, 32, warpgroups=1), *narrow]
