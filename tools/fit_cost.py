@@ -37,7 +37,7 @@ CONSTANTS = {
     ]
     + [
         f"_GROUPED_{name}"
-        for name in ("DRAM", "EPILOGUE", "STAGED_EPILOGUE", "SHALLOW", "FULLEST", "SHARED", "OVERLAP")
+        for name in ("DRAM", "EPILOGUE", "STAGED_EPILOGUE", "FULLEST", "SHARED", "OVERLAP")
     ],
 }
 """What is changed for which problems: fields of a constant of cost.py, or constants."""

@@ -172,6 +172,13 @@ def fits(config: GemmConfig, k: int) -> bool:
     )
 
 
+def tokens_of_tile(config: GemmConfig, m: int) -> int:
+    """Tokens that each tile takes: tiles of one matrix share its ``m`` evenly, unless TMA writes them."""
+    if config.groups or config.staged:
+        return config.block_m
+    return min(config.block_m, align(ceil(m / ceil(m / config.block_m)), 8))
+
+
 @dataclass(frozen=True)
 class GroupedKConfig:
     """One compiled variant of ``cuda/gemm_k.cu``.

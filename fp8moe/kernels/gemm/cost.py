@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import ceil, exp, inf, log
 from typing import NamedTuple
 
-from fp8moe.kernels.gemm.config import GemmConfig
+from fp8moe.kernels.gemm.config import GemmConfig, tokens_of_tile
 
 _CYCLES = 1755
 
@@ -34,7 +34,7 @@ class _Dense(NamedTuple):
     start: float  # launch, first loads from a cold L2, last stores
     per_stage: float  # start of the first load to start of the next
     per_split: float  # each further block that shares a K
-    reduction: float  # of a 128 x 128 tile through distributed shared memory
+    reduction: float  # of a 128 x 128 tile by 256 threads, through distributed shared memory
     epilogue: float  # of a 128 x 128 tile
     last_epilogue: float  # of the last one of a block, when all store at once
     step: float  # cycles from a full stage to an empty one, beside the product itself
@@ -60,7 +60,7 @@ _SWAPPED = _Dense(
     start=1.85,
     per_stage=0.109,
     per_split=0.0441,
-    reduction=0.99,
+    reduction=0.57,
     epilogue=12.3,
     last_epilogue=8.72,
     step=226,
@@ -74,25 +74,25 @@ _SWAPPED = _Dense(
     overlap=1.71,
 )
 _STRAIGHT = _Dense(
-    start=2.16,
-    per_stage=0.0192,
-    per_split=0.0854,
-    reduction=5.64,
-    epilogue=0.421,
-    last_epilogue=1.17,
-    step=435,
-    wait=0.776,
-    mma=0.0347,
-    shared=0.93,
-    sparse=0.322,
+    start=1.87,
+    per_stage=0.0354,
+    per_split=0.00979,
+    reduction=2.85,
+    epilogue=0.366,
+    last_epilogue=2.71,
+    step=350,
+    wait=0.622,
+    mma=0.0285,
+    shared=0.815,
+    sparse=0.734,
     l2=14.9e6,
-    dram=4.12e6,
+    dram=5.55e6,
     unaligned=1.26,
-    overlap=2.23,
-    per_tile=0.296,
-    piece=0.000948,
-    overlapped_step=58.3,
-    overlapped_mma=1.08,
+    overlap=1.44,
+    per_tile=1.1,
+    piece=0.000947,
+    overlapped_step=52.3,
+    overlapped_mma=1.04,
 )
 
 
@@ -104,7 +104,8 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     waves = ceil(tiles / slots)
     per_sm = max(1, min(tiles, slots) * config.split_k / num_sms)
     fullest = ceil(per_sm)  # blocks on the SM that has the most
-    area = config.block_m * config.block_n
+    rows = config.block_m if config.swap else tokens_of_tile(config, m)
+    area, used = config.block_m * config.block_n, rows * config.block_n
 
     mma = area * (c.mma + c.piece * config.scale_pieces)
     alone = c.step + (c.wait * mma if config.warpgroups == 1 else 0)
@@ -112,7 +113,7 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
         mma *= c.overlapped_mma
         alone = c.overlapped_step
     # TMA writes both tiles; each product reads its 64 rows and its columns.
-    shared = config.block_m + config.block_n + area * (1 / 64 + 1 / config.columns)
+    shared = rows + config.block_n + area * (1 / 64 + 1 / config.columns)
     loaded = fullest * shared * c.shared
     steps = waves * ceil(ceil(k / 128) / config.split_k)
     compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
@@ -122,10 +123,12 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     l2 = tiles * (config.block_m + config.block_n) * k / c.l2 * sparse if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
-    epilogue = c.epilogue * area / 128**2
-    ends = c.last_epilogue * area / 128**2 + (waves - 1) * (c.per_tile + (0 if config.staged else epilogue))
+    epilogue = c.epilogue * used / 128**2
+    ends = c.last_epilogue * used / 128**2 + (waves - 1) * (c.per_tile + (0 if config.staged else epilogue))
     if config.split_k > 1:
-        ends += c.per_split * (config.split_k - 1) + c.reduction * fullest * area / 128**2
+        # The threads of a block sum its share of what all of them have.
+        summed = used / 128**2 * (1 - 1 / config.split_k) * 2 / config.warpgroups
+        ends += c.per_split * (config.split_k - 1) + c.reduction * fullest * summed
     if config.parts > 1:
         part = _KEPT_PART if config.keeps_parts else _PART
         ends += waves * (config.parts - 1) * part * area / 128**2
@@ -136,23 +139,22 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
 
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
 
-_GROUPED_START = 7.027
-_GROUPED_STEP = 318.7  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_START = 3.696
+_GROUPED_STEP = 362.7  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
 _GROUPED_SWAPPED = 3.103  # the product's share of it, where weights are its rows
-_GROUPED_OVERLAPPED = 229  # the same where the next product is under way meanwhile, its product aside
-_GROUPED_OVERLAPPED_PRODUCT = 0.448  # the product's share of it
-_GROUPED_MMA = 0.03534  # cycles of one output element and 128 products
-_GROUPED_LOAD = 73.75  # bytes a cycle into one SM
-_GROUPED_L2 = 14.89e6
-_GROUPED_DRAM = 4.769e6
-_GROUPED_EPILOGUE = 0.8827  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.2447  # of one that TMA writes
-_GROUPED_SHALLOW = 1.023  # products take longer behind a ring of less than four stages
-_GROUPED_FULLEST = 0.03391  # how much the fullest tiles of a round decide when it ends, the average one the rest
-_GROUPED_SHARED = 0.9636  # of a product whose tokens a second one shares
+_GROUPED_OVERLAPPED = 269.9  # the same where the next product is under way meanwhile, its product aside
+_GROUPED_OVERLAPPED_PRODUCT = 0.2704  # the product's share of it
+_GROUPED_MMA = 0.03645  # cycles of one output element and 128 products
+_GROUPED_LOAD = 73.46  # bytes a cycle into one SM
+_GROUPED_L2 = 11.48e6
+_GROUPED_DRAM = 4.927e6
+_GROUPED_EPILOGUE = 0.8603  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.1659  # of one that TMA writes
+_GROUPED_FULLEST = 0.0313  # how much the fullest tiles of a round decide when it ends, the average one the rest
+_GROUPED_SHARED = 0.9325  # of a product whose tokens a second one shares
 _GROUPED_PER_SPLIT = 0.4722  # each further block that shares a K
 _GROUPED_REDUCTION = 3.407  # of a 128 x 128 tile through distributed shared memory
-_GROUPED_OVERLAP = 2.127  # exponent of the norm that joins times that overlap
+_GROUPED_OVERLAP = 4.012  # exponent of the norm that joins times that overlap
 _UNALIGNED = 2.123  # loads out of L2 take so much longer where rows do not begin at multiples of 128 bytes
 
 _SKEWED = 0.35  # how likely routing is taken to be skewed, otherwise even
@@ -244,8 +246,7 @@ def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: 
         step *= _GROUPED_SHARED
     if config.swap or config.warpgroups == 1:
         step = max(step, per_sm * height * config.block_n * _GROUPED_MMA, per_sm * loaded / _GROUPED_LOAD)
-    shallow = _GROUPED_SHALLOW if config.stages < 4 and not config.swap else 1
-    compute = share * ceil(steps / config.split_k) * step / _CYCLES * shallow
+    compute = share * ceil(steps / config.split_k) * step / _CYCLES
 
     rows = expected_m * groups
     active = sum(probability for _, probability in group_sizes(expected_m)) * groups

@@ -12,14 +12,6 @@ from math import ceil
 
 from fp8moe.kernels.gemm.config import GemmConfig, GroupedKConfig, fits, with_stages
 from fp8moe.kernels.gemm.cost import dense_time, grouped_time, resident_clusters
-from fp8moe.quant.formats import align
-
-
-def tokens_of_tile(config: GemmConfig, m: int) -> int:
-    """Tokens that each tile takes: tiles of one matrix share its ``m`` evenly, unless TMA writes them."""
-    if config.groups or config.staged:
-        return config.block_m
-    return min(config.block_m, align(ceil(m / ceil(m / config.block_m)), 8))
 
 
 def raster_group(config: GemmConfig, m: int, concurrent: int) -> int:

@@ -7,10 +7,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm.config import GemmConfig
+from fp8moe.kernels.gemm.config import GemmConfig, tokens_of_tile
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import arguments_type, kernel_spec
-from fp8moe.kernels.gemm.tiles import raster_group, row_tiles_bound, tokens_of_tile
+from fp8moe.kernels.gemm.tiles import raster_group, row_tiles_bound
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.jit import load
 from fp8moe.runtime.launch import Launcher, tensor_map
