@@ -35,10 +35,7 @@ CONSTANTS = {
     "grouped": [
         f"_GROUPED_{field}" for field in ("START", "STEP", "OVERLAPPED", "OVERLAPPED_PRODUCT", "MMA", "LOAD", "L2")
     ]
-    + [
-        f"_GROUPED_{name}"
-        for name in ("DRAM", "EPILOGUE", "STAGED_EPILOGUE", "FULLEST", "SHARED", "OVERLAP")
-    ],
+    + [f"_GROUPED_{name}" for name in ("DRAM", "EPILOGUE", "STAGED_EPILOGUE", "FULLEST", "SHARED", "OVERLAP")],
 }
 """What is changed for which problems: fields of a constant of cost.py, or constants."""
 

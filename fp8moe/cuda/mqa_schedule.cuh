@@ -34,7 +34,8 @@ __device__ __forceinline__ Range query_tokens(const Ranges& ranges, int s) {
     return {0, min(length, ranges.limit)};
   } else {
     const int begin = min(max(ranges.starts[s], 0), ranges.limit);
-    return {begin, begin + min(max(min(ranges.ends[s], ranges.limit) - begin, 0), ranges.longest)};
+    const int end = max(min(ranges.ends[s], ranges.limit), begin);
+    return {begin, begin + min(end - begin, ranges.longest)};
   }
 }
 
