@@ -8,8 +8,8 @@
 #include "ptx.cuh"
 #include "warp.cuh"
 
-// The kv tokens that each query scores: from starts[s] to ends[s], `longest` of them at most, or paged, the first tokens
-// of its sequence. The values are clamped to the tokens that exist.
+// The kv tokens that each query scores: from starts[s] to ends[s], `longest` of them at most, or paged, the first
+// tokens of its sequence. The values are clamped to the tokens that exist.
 struct Ranges {
   const int* starts;  // (queries,); not used if paged
   const int* ends;    // (queries,); paged: context lengths, (sequences,) of the last query of each, or (queries,)
