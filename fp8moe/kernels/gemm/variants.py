@@ -12,7 +12,8 @@ from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime.jit import KernelSpec
 
 _LADDER = 1.1  # from one number of rows to the next one that is looked at
-_FEW, _NARROW, _MANY = 128, 512, 8192  # from the first to the last, wherever the number of tiles changes
+_FEW, _MANY = 128, 8192  # from the first to the last, wherever the tokens of a tile, or the number of tiles, change
+_HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # of tiles for more than _FEW rows; up to so many rows 64 too
 
 
 class Family(NamedTuple):
@@ -30,7 +31,7 @@ class Family(NamedTuple):
         """
         sizes = _ladder(1, rows)
         if not self.groups:
-            ends = [*_whole_tiles(_MANY)]
+            ends = _full_tiles(_MANY)
             first = (end + 1 for end in ends)  # of the next interval
             sizes = (min(size, rows) for size in (*range(1, _FEW), *ends, *first, *_ladder(_MANY, rows)))
         return self._kernels(map(self._choice(num_sms), sizes))
@@ -76,20 +77,28 @@ def _ladder(least: int, most: int) -> Iterator[int]:
     yield most
 
 
-def _whole_tiles(most: int) -> Iterator[int]:
-    """Rows that fill tiles, from _FEW on: of 64 rows, which are chosen up to _NARROW, or of 128."""
-    yield from range(_FEW, min(_NARROW, most), 64)
-    yield from range(_NARROW, most, 128)
+def _full_tiles(most: int) -> list[int]:
+    """Rows from _FEW on with one more of which a tile of some height takes more tokens, or there are more such tiles.
+
+    Tiles share the rows evenly, in multiples of 8 (`config.tokens_of_tile`).
+    """
+    found = set()
+    for height in _HEIGHTS:
+        end = min(_NARROW, most) if height == 64 else most
+        for tiles in range(1, ceil(end / height) + 1):
+            each = range(height * (tiles - 1) // tiles // 8 * 8, height + 1, 8)
+            found.update(tiles * tokens for tokens in each)
+    return sorted(rows for rows in found if _FEW <= rows < most)
 
 
 def _of_each_interval(choose: Callable[[int], GemmConfig], most: int) -> set[GemmConfig]:
     """All that `dense_choice` chooses for 1 to `most` rows.
 
-    Between `_whole_tiles` the numbers of tiles stay, and the difference of two candidates' times rises or falls
+    Between `_full_tiles` the tiles stay as they are, and the difference of two candidates' times rises or falls
     throughout: what is chosen at both ends is chosen between them.
     """
     chosen = {choose(rows) for rows in range(1, min(_FEW, most) + 1)}
-    for last, end in pairwise((*_whole_tiles(most), most)):
+    for last, end in pairwise((*_full_tiles(most), most)):
         intervals = [(last + 1, end)]
         while intervals:
             low, high = intervals.pop()
