@@ -12,7 +12,7 @@ from fp8moe.kernels.activation import FUNCTIONS, Activation
 from fp8moe.kernels.gemm import checks as grouped_checks
 from fp8moe.kernels.gemm import grouped
 from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.grouped import add_grouped_rows, grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu, grouped_rows
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from fp8moe.runtime.checks import aligned
@@ -55,20 +55,34 @@ def test_any_groups(sizes, start, rest, n, k, dtype):
     check(out, a, b, [slice(*pair) for pair in zip(group_offsets, group_offsets[1:], strict=False)])
 
 
+@pytest.mark.parametrize("rank", [16, 48])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_products_are_added_in_place(dtype):
+def test_a_product_of_low_rank_is_added(dtype, rank):
     a, b = activations(20, 144), weights(3, 24, 144)
-    group_offsets = int32([2, 9, 9, 17])
-    before = torch.randn(20, 32).to(dtype)
-    memory = before.clone()
-    add_grouped_rows(a, b, group_offsets, memory[:, :24])
+    ranks, factors = torch.randn(20, rank).bfloat16(), torch.randn(3, 24, rank).bfloat16()
+    out = grouped_rows(a, b, int32([2, 9, 9, 17]), dtype, others_zero=True, low_rank=(ranks, factors))
     a, b = dequantize(a, dtype=torch.float64), dequantize(b, dtype=torch.float64)
     for expert, rows in enumerate((slice(2, 9), slice(9, 9), slice(9, 17))):
-        expected = a[rows] @ b[expert].T + before[rows, :24].double()
-        assert error_in_its_dtype(memory[rows, :24], expected) < TOLERANCE[dtype]
-    untouched = torch.ones(20, 32, dtype=torch.bool)
-    untouched[2:17, :24] = False
-    assert torch.equal(memory[untouched], before[untouched])
+        expected = a[rows] @ b[expert].T + ranks[rows].double() @ factors[expert].double().T
+        assert error_in_its_dtype(out[rows], expected) < TOLERANCE[dtype]
+    assert not out[:2].any() and not out[17:].any()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "factors", "error", "match"),
+    [
+        ((20, 24), (3, 24, 24), ValueError, "ranks: expected a multiple of 16"),
+        ((19, 16), (3, 24, 16), ValueError, "ranks: expected shape"),
+        ((20, 16), (3, 32, 16), ValueError, "factors: expected shape"),
+        ((20, 16), None, ValueError, "factors: expected a tensor"),
+    ],
+)
+def test_products_of_low_rank_that_do_not_fit(ranks, factors, error, match):
+    low_rank = [None if shape is None else torch.zeros(shape, dtype=torch.bfloat16) for shape in (ranks, factors)]
+    with pytest.raises(error, match=match):
+        grouped_rows(
+            activations(20, 144), weights(3, 24, 144), int32([2, 9, 9, 17]), torch.bfloat16, low_rank=low_rank
+        )
 
 
 def test_result_without_out():
@@ -326,7 +340,7 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
         for value, like in zip((*given_a, *given_b, given_groups), (*a, *b, groups), strict=True):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
         assert out.shape == (22, 32) and out.stride() == (32, 1)
-        expected = {"max_m": max_m, "expected_m": None if max_m is None else 5, "whole": None, "accumulate": False}
+        expected = {"max_m": max_m, "expected_m": None if max_m is None else 5, "whole": None, "low_rank": None}
         assert options == expected
     (first_a, first_b, first_groups, _), _ = plain[0]
     pairs = zip((*first_a, *first_b, first_groups), (*a, *b, groups), strict=True)
@@ -354,10 +368,11 @@ def test_opcheck():
     a, b = activations(8, 144), weights(2, 32, 144)
     a3 = [t.unflatten(0, (2, 4)) for t in a]
     gate_up = gate_up_weights(2, 16, 144)
+    low_rank = torch.randn(8, 16).bfloat16(), torch.randn(2, 32, 16).bfloat16()
     for op, arguments in (
         (ops.grouped_gemm.default, (*a, *b, int32([0, 3, 8]))),
         (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.zeros(8, 32))),
-        (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.ones(8, 32), (16, 4), True)),
+        (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.ones(8, 32), (16, 4), *low_rank)),
         (ops.grouped_gemm_masked.default, (*a3, *b, int32([4, 4]), None)),
         (ops.grouped_gemm_masked_out.default, (*a3, *b, int32([4, 3]), 3, torch.zeros(2, 4, 32))),
         (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([0, 3, 8]), None, None, None, None, (16, 4))),

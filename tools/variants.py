@@ -93,7 +93,8 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     yield lambda: fp8moe.grouped_gemm_k(rows, make.rows(72, 1024), make.integers([0, 512, 1024]))
     for dtype in (torch.bfloat16, torch.float32):
         out = make.zeros(200, 512, dtype=dtype)
-        yield lambda out=out: ops.grouped_gemm_out(*rows, *experts, offsets, out, None, True)
+        low_rank = make.normal(200, 16), make.normal(4, 512, 16)
+        yield lambda out=out, more=low_rank: ops.grouped_gemm_out(*rows, *experts, offsets, out, None, *more)
     for limit, alpha in ((None, None), (7.0, None), (7.0, 1.702)):
         gate_up, grad, weights = make.normal(200, 512), make.normal(200, 256), make.uniform(200, mean=1.0)
         for values in (False, True):

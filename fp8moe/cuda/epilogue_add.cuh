@@ -8,16 +8,16 @@ struct BiasAndMatrix : Bias {
   long long c_pitch;  // elements between its rows
 
   // As for Bias.
-  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, int end) const {
-    Bias::add(sum, row, n, end);
+  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {
+    Bias::add(sum, row, n, tile);
     row += lane_id() / 4;
     n += 2 * (lane_id() % 4);
     float2 upper[COLUMNS / 8], lower[COLUMNS / 8];
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
       const bool inside = n + 8 * j < N;
-      upper[j] = inside && row < end ? pair_at(row, n + 8 * j) : make_float2(0.f, 0.f);
-      lower[j] = inside && row + 8 < end ? pair_at(row + 8, n + 8 * j) : make_float2(0.f, 0.f);
+      upper[j] = inside && row < tile.end ? pair_at(row, n + 8 * j) : make_float2(0.f, 0.f);
+      lower[j] = inside && row + 8 < tile.end ? pair_at(row + 8, n + 8 * j) : make_float2(0.f, 0.f);
     }
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
@@ -26,8 +26,8 @@ struct BiasAndMatrix : Bias {
     }
   }
 
-  __device__ __forceinline__ float4 add(float4 sum, long long row, int n) const {
-    sum = Bias::add(sum, row, n);
+  __device__ __forceinline__ float4 add(float4 sum, long long row, int n, const Tile& tile) const {
+    sum = Bias::add(sum, row, n, tile);
     const float2 left = pair_at(row, n), right = pair_at(row, n + 2);
     return make_float4(sum.x + left.x, sum.y + left.y, sum.z + right.x, sum.w + right.y);
   }

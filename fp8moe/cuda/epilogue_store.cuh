@@ -13,8 +13,8 @@ struct Bias {
     return 0.f;
   }
 
-  // To the sums of this warp's 16 rows of a slab, from `row` and column `n` on; rows from `end` on do not count.
-  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, int end) const {
+  // To the sums of this warp's 16 rows of a slab, from `row` and column `n` on; rows behind the tile's do not count.
+  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {
     if constexpr (BIAS) {
       n += 2 * (lane_id() % 4);
 #pragma unroll
@@ -27,7 +27,7 @@ struct Bias {
   }
 
   // To four output features of a token.
-  __device__ __forceinline__ float4 add(float4 sum, long long row, int n) const {
+  __device__ __forceinline__ float4 add(float4 sum, long long row, int n, const Tile& tile) const {
     if constexpr (BIAS) return make_float4(sum.x + at(n), sum.y + at(n + 1), sum.z + at(n + 2), sum.w + at(n + 3));
     return sum;
   }
@@ -57,7 +57,7 @@ struct Store {
     for (int slab = 0; slab < SLABS; ++slab) {
       const int row = tile.m + slab_row(warpgroup, slab), n = tile.n + slab_column(slab);
       if (row >= tile.end) break;
-      out.addend.add(sum[slab], row + warp * 16, n, tile.end);
+      out.addend.add(sum[slab], row + warp * 16, n, tile);
       const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);
       if constexpr (OUT_FLOAT32) {
         store_pairs(
@@ -79,7 +79,7 @@ struct Store {
       const int token = i / QUADS, n = sums.tile.n + i % QUADS * 4;
       const long long row = sums.first_row() + token;
       if (n >= N) continue;
-      const float4 total = out.addend.add(sums.at(token, i % QUADS * 4), row, n);
+      const float4 total = out.addend.add(sums.at(token, i % QUADS * 4), row, n, sums.tile);
       if constexpr (OUT_FLOAT32) {
         *reinterpret_cast<float4*>(static_cast<float*>(out.data) + row * out.pitch + n) = total;
       } else {

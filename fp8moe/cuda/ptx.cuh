@@ -218,6 +218,18 @@ struct TileStart {
   __device__ __forceinline__ operator u64() const { return wgmma_descriptor(0) | start; }
 };
 
+// ---- mma ("Warp-level matrix instructions: mma.sync") ----
+
+// Adds a product of 16 x 8 over 16 values to a warp's sums, which lie as wgmma leaves them: of the rows lane / 4 and
+// 8 further on the columns 2 * (lane % 4) and the next. upper, lower: of these two rows, columns: of column lane / 4,
+// the four values from 4 * (lane % 4) on.
+__device__ __forceinline__ void mma_bfloat16(float* sum, uint2 upper, uint2 lower, uint2 columns) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(columns.x), "r"(columns.y));
+}
+
 template <int Registers>
 __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));

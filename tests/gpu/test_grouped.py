@@ -9,7 +9,7 @@ import torch
 from benchmarks.operands import rounded_error
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.grouped import add_grouped_rows, grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from tests import gemm_cases
@@ -94,29 +94,44 @@ def test_odd_sizes(n, k, groups):
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(("n", "k"), [*WEIGHTS, (4096, 7168)])
-def test_products_are_added_in_place(n, k, groups):
-    """Rounded once, other rows as they were, also where rows of the result lie apart; the same bits every time."""
+def test_products_of_low_rank_are_added(n, k, groups):
+    """Rounded once, nothing of other groups or behind the last row; the same bits every time."""
     sizes = GROUPS[groups]
     m = 3 + sum(sizes) + 5
     a, b = activations(m, k), weights(len(sizes), n, k)
     group_offsets = offsets(sizes, start=3)
-    before = torch.randn(m, n + 8, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
-    for dtype, columns in product(DTYPES, (n, n + 8)):
-        results = []
-        for _ in range(3):
-            memory = before[:, :columns].to(dtype, copy=True)
-            add_grouped_rows(a, b, group_offsets, memory[:, :n])
-            assert torch.equal(memory[:, n:], before[:, n:columns].to(dtype))
-            results.append(memory[:, :n])
-        assert all(torch.equal(result, results[0]) for result in results)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for dtype, rank in product(DTYPES, (16, 80)):
+        ranks, factors = (
+            torch.randn(*shape, rank, generator=generator, device=DEVICE).bfloat16()
+            for shape in ((m,), (len(sizes), n))
+        )
+        ranks[:3] = ranks[m - 5 :] = NAN
+        results = [poisoned(m, n, dtype=dtype) for _ in range(20)]
+        for out in results:
+            torch.ops.fp8moe.grouped_gemm_out(*a, *b, group_offsets, out, None, ranks, factors)
+        assert all(torch.equal(out.nan_to_num(), results[0].nan_to_num()) for out in results)
         outside = torch.ones(m, dtype=torch.bool, device=DEVICE)
         for expert, rows in enumerate(slices(group_offsets)):
             outside[rows] = False
             if rows.start < rows.stop:
                 x, w = FP8Tensor(a[0][rows], a[1][rows]), FP8Tensor(b[0][expert], b[1][expert])
-                error = rounded_error(results[0][rows], exact(x, w) + before[rows, :n].to(dtype).double())
+                added = ranks[rows].double() @ factors[expert].double().T
+                error = rounded_error(results[0][rows], exact(x, w) + added)
                 assert error <= TOLERANCE, (expert, rows, error)
-        assert torch.equal(results[0][outside], before[outside, :n].to(dtype))
+        assert results[0][outside].isnan().all()
+
+
+def test_a_rank_that_is_not_finite_stays_in_its_row():
+    a, b = activations(200, 272), weights(2, 136, 272)
+    ranks, factors = (torch.randn(*shape, 16, device=DEVICE).bfloat16() for shape in ((200,), (2, 136)))
+    group_offsets = offsets([90, 110])
+    ranks[70, 3], factors[1, 17, 5] = NAN, float("inf")
+    out = poisoned(200, 136)
+    torch.ops.fp8moe.grouped_gemm_out(*a, *b, group_offsets, out, None, ranks, factors)
+    affected = torch.zeros(200, 136, dtype=torch.bool, device=DEVICE)
+    affected[70], affected[90:, 17] = True, True
+    assert torch.equal(~out.isfinite(), affected)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 8, 100])

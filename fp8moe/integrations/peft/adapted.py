@@ -1,19 +1,20 @@
 """Experts in FP8 with a low-rank addition to each weight (LoRA, arXiv:2106.09685), the FP8 weights as they are.
 
-The sizes that adapters meet are H on one side and I on the other. On the side of I they are grouped products over the
-rows of experts, which the FP8 GEMMs have in that order anyway. On the side of H they are one product over the tokens
-and the ranks of all experts, (T, H) by (H, E * r), from which each row takes the ranks of its expert: that reads every
-token once instead of once for each of its experts, and makes no matrix (R, H) beside those of the FP8 layer.
+From ranks to H or I the FP8 GEMMs add the product to their sums, before these are rounded. To ranks from I it is a
+grouped product over the rows of experts. To ranks from H it is one product over the tokens and the ranks of all
+experts, (T, H) by (H, E * r), from which each row takes the ranks of its expert: that reads every token once instead of
+once for each of its experts, and makes no matrix (R, H) beside those of the FP8 layer.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.integrations.peft.activation import activate, activate_backward
-from fp8moe.integrations.peft.products import add_product, grouped, grouped_outer, product
+from fp8moe.integrations.peft.products import grouped, grouped_outer, product
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import checks
 from fp8moe.kernels.experts.operands import WHOLE, Operands, row_dtype, without_padding
@@ -29,7 +30,7 @@ class Factors(NamedTuple):
     """What is added to the weights of experts: ``up_b @ up_a`` and ``down_b @ down_a``, scaled already.
 
     up_a (E, r, H), up_b (E, P, r), down_a (E, r, Q), down_b (E, H, r), bfloat16. I is padded with zeros to a multiple
-    of 128: P is that, twice with a gate, and Q. r is a multiple of 8.
+    of 128: P is that, twice with a gate, and Q. r is a multiple of 16.
     """
 
     up_a: Tensor
@@ -58,7 +59,7 @@ def adapted_experts(
     Gradients of hidden_states, dropped, top_k_weights and the factors are straight through every quantization. Those of
     the factors come from activations and gradients in bfloat16, before these are quantized. Equal inputs give equal
     bits. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask with
-    dropout), and ``4 * R * r``; down_b it keeps transposed.
+    dropout), and ``4 * R * r``.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     FP8 weights have been changed in place since the forward; so does a backward of the backward.
@@ -103,9 +104,8 @@ class _Adapted(torch.autograd.Function):
         order, groups = routed.order, routed.order.groups
         read = x if dropped is None else dropped  # by the first factors
         up_ranks = routed.pick(product(read, up_a.flatten(0, 1).T))
-        projected = grouped(up_ranks, up_b.mT, groups)
         a, _, _ = order.gather(x, layer.down.data.shape[1], None, False)
-        order.multiply_add(a, layer.up, projected)
+        projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=(up_ranks, up_b))
         del a
         h, values = activate(projected, groups, activation, size)
         mask = None
@@ -113,12 +113,10 @@ class _Adapted(torch.autograd.Function):
             values, mask = torch.native_dropout(values, dropout, True)
         down_ranks = grouped(values, down_a.mT, groups)
         del values
-        y = order.multiply(h, layer.down, row_dtype(x.dtype))
+        y = order.multiply(h, layer.down, row_dtype(x.dtype), low_rank=(down_ranks, _to_rows(down_b, layer)))
         del h
         out = without_padding(order.sum(y, top_k_weights, x.dtype), hidden)
         del y
-        down_b = down_b.mT.flatten(0, 1)  # (E * r, H)
-        add_product(out, routed.spread(down_ranks, top_k_weights), down_b)
         kept = projected, up_ranks, down_ranks, mask
         # With the FP8 weights, so that autograd refuses a backward after they were merged into.
         ctx.save_for_backward(read, top_k_weights, up_a, up_b, down_a, down_b, *weights, *kept)
@@ -144,13 +142,13 @@ class _Gradients(torch.autograd.Function):
         keep = 1 / (1 - dropout)
 
         # As in `trained_rows.backward`, gradients come without the weights of the rows, which take them later.
-        d_ranks = routed.pick(product(grad, down_b.T))
-        d_h = grouped(d_ranks, down_a, groups)
-        if mask is not None:
-            d_h = torch.ops.aten.native_dropout_backward(d_h, mask, keep)
+        d_ranks = routed.pick(product(grad, down_b.transpose(0, 1).flatten(1)))
         rows, _, _ = order.gather(grad, layer.down.data.shape[1], None, False)
-        order.multiply_add(rows, transpose_fp8(layer.down), d_h)
+        low_rank = (d_ranks, down_a.mT.contiguous()) if mask is None else None
+        d_h = order.multiply(rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=low_rank)
         del rows
+        if mask is not None:
+            d_h += torch.ops.aten.native_dropout_backward(grouped(d_ranks, down_a, groups), mask, keep)
         d_rows, dots, d_projected, values = activate_backward(projected, d_h, row_weights, groups, activation)
         del d_h
         if mask is not None:
@@ -158,26 +156,32 @@ class _Gradients(torch.autograd.Function):
         d_down_a = grouped_outer((d_ranks * row_weights[:, None]).bfloat16(), values, groups)
         del values
         d_up_b = grouped_outer(d_projected, up_ranks, groups)
-        d_ranks = routed.spread(grouped(d_projected, up_b, groups))
+        d_ranks = grouped(d_projected, up_b, groups)
         del d_projected
         d_down_b = product(routed.spread(down_ranks, top_k_weights).T, grad).unflatten(0, (len(up_a), -1)).mT
-        d_up_a = product(d_ranks.T, read).view_as(up_a)
+        d_token_ranks = routed.spread(d_ranks)
+        d_up_a = product(d_token_ranks.T, read).view_as(up_a)
 
         d_x = d_read = None
         if needed[0]:
-            dx = order.multiply(d_rows, transpose_fp8(layer.up), row_dtype(dtype))
+            low_rank = None if needed[1] else (d_ranks, _to_rows(up_a.mT, layer))
+            dx = order.multiply(d_rows, transpose_fp8(layer.up), row_dtype(dtype), low_rank=low_rank)
             d_x = without_padding(order.sum(dx, None, dtype), grad.shape[1])
             del dx
         if needed[1]:
-            d_read = product(d_ranks, up_a.flatten(0, 1)).to(dtype)
-        elif needed[0]:
-            add_product(d_x, d_ranks, up_a.flatten(0, 1))
+            d_read = product(d_token_ranks, up_a.flatten(0, 1)).to(dtype)
         d_weights = by_assignment(dots, order.rows).to(top_k_weights.dtype)
         return d_x, d_read, d_weights, d_up_a, d_up_b, d_down_a, d_down_b
 
     @staticmethod
     def backward(ctx, *grads):
         no_double_backward(ctx, *grads)
+
+
+def _to_rows(factors: Tensor, layer: Layer) -> Tensor:
+    """Factors (E, H, r) for products with the rows of the padded layer, whose H may be larger."""
+    padding = layer.down.data.shape[1] - factors.shape[1]
+    return F.pad(factors, (0, 0, 0, padding)) if padding else factors.contiguous()
 
 
 def _layer(weights: Sequence[Tensor], activation: Activation) -> Layer:

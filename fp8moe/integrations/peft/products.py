@@ -11,21 +11,13 @@ from torch import Tensor
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.operators import define
 
-RANK_MULTIPLE = 8  # PyTorch's grouped product wants rows at multiples of 16 bytes
+RANK_MULTIPLE = 16  # of a tensor core's product in bfloat16
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of matrices."""
     a, b = a.bfloat16(), b.bfloat16()
     return a @ b if use_cuda(a) else (a.float() @ b.float()).bfloat16()
-
-
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``out += a @ b`` for matrices; on a GPU a bfloat16 ``out`` is rounded once."""
-    if use_cuda(out) and out.dtype is torch.bfloat16:
-        out.addmm_(a.bfloat16(), b.bfloat16())
-    else:
-        out += product(a, b)
 
 
 def grouped(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fp8moe.kernels.experts.operands import pad_columns, pad_weights, row_dtype,
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
-from fp8moe.kernels.gemm.grouped import add_grouped_rows, grouped_rows
+from fp8moe.kernels.gemm.grouped import grouped_rows
 from fp8moe.kernels.gemm.grouped_k import weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
@@ -92,13 +92,18 @@ class Order(NamedTuple):
             return quantize_1x128(x), None, None
         return permute_quantize(x, self.rows, self.tokens.shape[0]), None, None
 
-    def multiply(self, a: FP8Tensor, b: FP8Tensor, dtype: torch.dtype, *, others_zero: bool = False) -> Tensor:
+    def multiply(
+        self,
+        a: FP8Tensor,
+        b: FP8Tensor,
+        dtype: torch.dtype,
+        *,
+        others_zero: bool = False,
+        low_rank: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """``a[rows of e] @ b[e].T``; see `grouped_rows`."""
-        return grouped_rows(a, b, self.groups, dtype, whole=self.whole, others_zero=others_zero)
-
-    def multiply_add(self, a: FP8Tensor, b: FP8Tensor, out: Tensor) -> None:
-        """The same added to ``out``; see `add_grouped_rows`."""
-        add_grouped_rows(a, b, self.groups, out, whole=self.whole)
+        options = {"whole": self.whole, "others_zero": others_zero, "low_rank": low_rank}
+        return grouped_rows(a, b, self.groups, dtype, **options)
 
     def sum(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Rows y (R, H) to tokens (T, H), or themselves."""

@@ -39,6 +39,20 @@ def contiguous(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_off
     return shape
 
 
+def low_rank(ranks: Tensor, factors: Tensor | None, a: Tensor, b: Tensor) -> None:
+    """Dtypes, shapes and devices of ranks (M, r) and factors (E, N, r), whose product is added to that of a and b."""
+    if factors is None:
+        raise ValueError("factors: expected a tensor beside ranks, got None")
+    m, (experts, n, k) = a.shape[0], b.shape
+    rank = ranks.shape[-1]
+    check_like("ranks", ranks, (torch.bfloat16,), (m, rank), a.device, "a.data")
+    check_like("factors", factors, (torch.bfloat16,), (experts, n, rank), a.device, "a.data")
+    if rank % 16 or not rank:
+        raise ValueError(f"ranks: expected a multiple of 16 ranks (pad with zeros), got {rank}")
+    if not k:
+        raise ValueError("a.data: expected a K to which ranks are added, got K = 0")
+
+
 def rows_of_experts(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[int, int]:
     """The same without the groups."""
     m, k = fp8_data("a.data", a, "(M, K)")

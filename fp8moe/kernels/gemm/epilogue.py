@@ -50,6 +50,21 @@ class AddAndStore(PlainStore):
 
 
 @dataclass(frozen=True)
+class AddLowRank(PlainStore):
+    """``sums + ranks @ factors[e].T`` in bfloat16 or float32, for rows of group e. rank: a multiple of 16."""
+
+    rank: int = 0
+
+    header: ClassVar[str] = "epilogue_low_rank.cuh"
+    fields: ClassVar[Fields] = tuple((name, ctypes.c_int64) for name in ("data", "pitch", "ranks", "factors"))
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Compile-time constants."""
+        return super().constants | {"RANK": self.rank}
+
+
+@dataclass(frozen=True)
 class SwigluQuantize:
     """A SwiGLU of gate and up, quantized 1x128."""
 

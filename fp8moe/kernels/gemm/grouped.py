@@ -64,23 +64,19 @@ def grouped_rows(
     *,
     whole: tuple[int, int] | None = None,
     others_zero: bool = False,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`grouped_gemm` with a result of `dtype`, bfloat16 or float32, inside of operators.
 
     whole: rows and groups of a GEMM of which this is a part, in whose order K is summed; None: this is all of it.
     others_zero: rows of no group are zeros, not uninitialized.
+    low_rank: ranks (M, r) and factors (E, N, r) in bfloat16, r a multiple of 16: ``ranks[rows of e] @ factors[e].T`` is
+        added to the sums in float32.
     """
     new = torch.zeros if others_zero else torch.empty
     out = new((a.data.shape[0], b.data.shape[1]), dtype=dtype, device=a.data.device)
-    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole)
+    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole, *(low_rank or ()))
     return out
-
-
-def add_grouped_rows(
-    a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, *, whole: tuple[int, int] | None = None
-) -> None:
-    """`grouped_rows` added to ``out``, whose other rows stay: the sums are rounded once."""
-    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole, True)
 
 
 def grouped_gemm_masked(
@@ -151,18 +147,19 @@ def compute(
     max_m: int | None = None,
     expected_m: int | None = None,
     whole: Sequence[int] | None = None,
-    accumulate: bool = False,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the products of checked operands to ``out``, or add them, on the backend that takes them; all rows in two
-    dimensions."""
+    """Write the products of checked operands to ``out`` on the backend that takes them; all rows in two dimensions."""
     if out.numel() == 0 or b[0].shape[0] == 0:
         return
     if use_cuda(a[0]):
         a, b = checks.activations(*a), FP8Tensor(aligned(b[0]), b[1].contiguous())
         options = {"max_m": max_m, "expected_m": expected_m, "whole": whole and tuple(whole)}
-        grouped_plan.grouped_gemm(a, b, groups.contiguous(), out, accumulate=accumulate, **options)
+        if low_rank is not None:
+            low_rank = tuple(aligned(part.contiguous()) for part in low_rank)
+        grouped_plan.grouped_gemm(a, b, groups.contiguous(), out, low_rank=low_rank, **options)
     else:
-        grouped_gemm_reference(a, b, groups, out, max_m=max_m, accumulate=accumulate)
+        grouped_gemm_reference(a, b, groups, out, max_m=max_m, low_rank=low_rank)
 
 
 def _check_out(name: str, out: Tensor, operands: tuple[Tensor, ...], groups: str) -> None:
@@ -192,16 +189,21 @@ def _grouped_gemm_out(
     group_offsets: Tensor,
     out: Tensor,
     whole: Sequence[int] | None = None,
-    accumulate: bool = False,
+    ranks: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> None:
-    _grouped_gemm_out_fake(a, a_scale, b, b_scale, group_offsets, out)
+    _grouped_gemm_out_fake(a, a_scale, b, b_scale, group_offsets, out, whole, ranks, factors)
     _check_memory(out, "group_offsets", a, a_scale, b, b_scale, group_offsets)
-    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, whole=whole, accumulate=accumulate)
+    low_rank = None if ranks is None else (ranks, factors)
+    compute(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, whole=whole, low_rank=low_rank)
 
 
-def _grouped_gemm_out_fake(*arguments: Tensor | Sequence[int] | bool | None) -> None:
+def _grouped_gemm_out_fake(*arguments: Tensor | Sequence[int] | None) -> None:
     *operands, out = arguments[:6]
     checks.result(out, checks.contiguous(*operands), operands[0].device)
+    ranks, factors = arguments[7:] or (None, None)
+    if ranks is not None:
+        checks.low_rank(ranks, factors, operands[0], operands[2])
 
 
 def _masked(*arguments: Tensor | int | None) -> Tensor:
@@ -263,7 +265,7 @@ _grouped_gemm_op = define(
 )
 _grouped_gemm_out_op = define(
     f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, SymInt[]? whole=None, "
-    "bool accumulate=False) -> ()",
+    "Tensor? ranks=None, Tensor? factors=None) -> ()",
     _grouped_gemm_out,
     _grouped_gemm_out_fake,
     forward_only=True,

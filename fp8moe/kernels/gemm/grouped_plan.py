@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.config import GemmConfig
-from fp8moe.kernels.gemm.epilogue import AddAndStore, Epilogue, PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.epilogue import AddLowRank, Epilogue, PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.plan import Plan
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.launch import current_stream, device_guard
@@ -20,24 +20,32 @@ _plans: PlanCache[Plan] = PlanCache()
 
 
 def grouped_gemm(
-    a: FP8Tensor, b: FP8Tensor, groups: Tensor, out: Tensor, *, accumulate: bool = False, **options: Option
+    a: FP8Tensor,
+    b: FP8Tensor,
+    groups: Tensor,
+    out: Tensor,
+    *,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    **options: Option,
 ) -> None:
-    """``out[rows of e] = a[rows of e] @ b[e].T``, or ``+=``, on tensors that ``kernels.gemm.grouped`` has checked.
+    """``out[rows of e] = a[rows of e] @ b[e].T`` on tensors that ``kernels.gemm.grouped`` has checked.
 
     Args:
         a: (M, K) float8_e4m3fn, rows 16-byte aligned; (M, ceil(K / 128)) float32, MN-major, 16-byte aligned.
         b: (E, N, K) float8_e4m3fn; (E, ceil(N / 128), ceil(K / 128)) float32; contiguous.
         groups: int32, offsets (E + 1,), ranges of rows (E, 2), or with `max_m`, where M = E * max_m, rows in use (E,).
         out: (M, N) bfloat16 or float32, rows 16-byte aligned, written.
-        accumulate: add the products to what `out` holds.
+        low_rank: ranks (M, r) and factors (E, N, r), whose product is added; bfloat16, contiguous, r a multiple of 16.
         options: max_m, expected_m, whole and cfg, as for `Plan`.
     """
     if a.data.shape[1] == 0:
-        if not accumulate:
-            _zero_groups(groups, out, options.get("max_m"))
+        _zero_groups(groups, out, options.get("max_m"))
         return
-    epilogue, addend = (AddAndStore, (out.data_ptr(), out.stride(0))) if accumulate else (PlainStore, ())
-    _run((*a, *b, groups), out, (0, *addend), epilogue(out.dtype), options | {"ranges": groups.dim() == 2})
+    epilogue, further = PlainStore(out.dtype), (0,)
+    if low_rank is not None:
+        ranks, factors = low_rank
+        epilogue, further = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
+    _run((*a, *b, groups), out, further, epilogue, options | {"ranges": groups.dim() == 2})
 
 
 def grouped_gemm_swiglu(

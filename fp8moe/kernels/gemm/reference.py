@@ -61,18 +61,20 @@ def grouped_gemm_reference(
     out: Tensor,
     *,
     max_m: int | None = None,
-    accumulate: bool = False,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """``out[rows of e] = gemm(a[rows of e], b[e])`` for every expert e; with `accumulate` added, rounded once. Other
-    rows of ``out`` are left alone.
+    """``out[rows of e] = gemm(a[rows of e], b[e])`` for every expert e, plus ``ranks[rows of e] @ factors[e].T`` of
+    low_rank, rounded once. Other rows of ``out`` are left alone.
 
     a: data (M, K) with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)); out (M, N).
     groups, max_m: see `group_rows`.
     """
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
-        dtype = torch.float32 if accumulate else out.dtype
-        result = gemm_reference(_part(a, rows), _part(b, expert), None, dtype)
-        out[rows] = result + out[rows] if accumulate else result
+        result = gemm_reference(_part(a, rows), _part(b, expert), None, torch.float32)
+        if low_rank is not None:
+            ranks, factors = low_rank
+            result += products(ranks[rows].float(), factors[expert].float().T)
+        out[rows] = result.to(out.dtype)
 
 
 def grouped_gemm_swiglu_reference(
