@@ -49,6 +49,10 @@ struct Store {
   __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
     const int warp = threadIdx.x / WARP % 4;
     u8* staging = s.epilogue + warpgroup * STAGING_BYTES;
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {  // to all slabs first: what that loads is waited for once
+      out.addend.add(sum[slab], tile.m + slab_row(warpgroup, slab) + warp * 16, tile.n + slab_column(slab), tile);
+    }
     if constexpr (BY_TMA) {
       if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // of the tile before
       sync_warpgroup(warpgroup);
@@ -57,7 +61,6 @@ struct Store {
     for (int slab = 0; slab < SLABS; ++slab) {
       const int row = tile.m + slab_row(warpgroup, slab), n = tile.n + slab_column(slab);
       if (row >= tile.end) break;
-      out.addend.add(sum[slab], row + warp * 16, n, tile);
       const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);
       if constexpr (OUT_FLOAT32) {
         store_pairs(
