@@ -69,10 +69,9 @@ def adapter_bytes(model: Model, rank: int) -> int:
 
 
 def activation_bytes(model: Model, tokens: int, rank: int) -> int:
-    """What adapters take beside themselves in a step: scaled copies of the factors and their transposes, the ranks of
-    rows, kept and for a time, and those of all experts for each token."""
-    rows, everywhere = tokens * model.top_k, tokens * model.experts
-    return 3 * adapter_bytes(model, rank) + 16 * rows * rank + 8 * everywhere * rank
+    """What adapters take beside themselves in a step: scaled copies of the factors and their transposes, and the ranks
+    of rows, kept and for a time."""
+    return 3 * adapter_bytes(model, rank) + 16 * tokens * model.top_k * rank
 
 
 def measure_step(of: Pass) -> int:

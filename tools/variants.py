@@ -17,7 +17,7 @@ from fp8moe.kernels.block.router import route, router_logits
 from fp8moe.kernels.block.sampling import SamplingState, sample
 from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
-from fp8moe.kernels.experts.ranks import pick_ranks, spread_ranks
+from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.rows_to import experts_rows_to
 from fp8moe.kernels.gemm.flat_k import grouped_gemm_k_flat
 from fp8moe.kernels.gemm.row_layout import grouped_gemm_by_layout
@@ -101,13 +101,11 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
             form = offsets, limit, alpha, values
             yield lambda x=gate_up, form=form: ops.swiglu_quantize_rows(x, *form)
             yield lambda x=(gate_up, grad, weights), form=form: ops.swiglu_backward_quantize_rows(*x, *form)
-    for count, top_k, rank in ((128, 8, 16), (5, 2, 24)):
-        index, places = (make.zeros(70, top_k, dtype=torch.int32) for _ in range(2))
-        ranks, picked = make.normal(70, count * rank), make.normal(70 * top_k, rank)
-        form = index, places, count
-        yield lambda x=ranks, form=form: pick_ranks(x, *form)
-        for weights in (None, make.uniform(70, top_k, mean=1.0)):
-            yield lambda x=(picked, weights), form=form: spread_ranks(*x, *form)
+    for rank, width in ((16, 2048), (48, 264)):
+        x, factors, ranks = make.normal(200, width), make.normal(4, rank, width), make.normal(200, rank)
+        for tokens in (None, make.zeros(200, dtype=torch.int32)):
+            yield lambda x=(x, factors, offsets, tokens): lora_shrink(*x)
+            yield lambda x=(ranks, x, offsets, tokens): lora_gradient(*x)
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))

@@ -221,13 +221,22 @@ struct TileStart {
 // ---- mma ("Warp-level matrix instructions: mma.sync") ----
 
 // Adds a product of 16 x 8 over 16 values to a warp's sums, which lie as wgmma leaves them: of the rows lane / 4 and
-// 8 further on the columns 2 * (lane % 4) and the next. upper, lower: of these two rows, columns: of column lane / 4,
-// the four values from 4 * (lane % 4) on.
+// 8 further on the columns 2 * (lane % 4) and the next. upper, lower: four values of these two rows; columns: the same
+// four of column lane / 4. The four lanes of a row or column have 16 different ones, in any order.
 __device__ __forceinline__ void mma_bfloat16(float* sum, uint2 upper, uint2 lower, uint2 columns) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(columns.x), "r"(columns.y));
+}
+
+// Four matrices of 8 x 8, whose rows of 16 bytes lie at the addresses of eight lanes each, transposed: a lane gets of
+// their column lane / 4 the rows 2 * (lane % 4) and the next.
+__device__ __forceinline__ void load_transposed(u32 address, u32 (&v)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
 }
 
 template <int Registers>

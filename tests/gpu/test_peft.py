@@ -10,7 +10,7 @@ from tests.waiting import no_waiting
 
 peft = pytest.importorskip("peft")
 from fp8moe.integrations.peft import merge_and_unload, register  # noqa: E402
-from fp8moe.integrations.peft.products import grouped, grouped_outer  # noqa: E402
+from fp8moe.integrations.peft.products import grouped  # noqa: E402
 from tests.peft_reference import Model, adapted, expected, run, scaled  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -97,11 +97,8 @@ def test_grouped_products(rank):
     for actual, reference in (
         (grouped(rows, down.mT, groups)[:400], on_reference(grouped, rows, down.mT, groups)[:400]),
         (grouped(ranks, down, groups)[:400], on_reference(grouped, ranks, down, groups)[:400]),
-        (grouped_outer(ranks, rows, groups), on_reference(grouped_outer, ranks, rows, groups)),
-        (grouped_outer(rows, ranks, groups), on_reference(grouped_outer, rows, ranks, groups)),
     ):
         assert relative_error(actual, reference) <= 4e-3
-    assert not grouped_outer(ranks, rows, groups)[[0, 3]].any()
 
 
 def test_equal_inputs_give_equal_bits_and_nothing_waits():

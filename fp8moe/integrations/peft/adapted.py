@@ -1,24 +1,22 @@
 """Experts in FP8 with a low-rank addition to each weight (LoRA, arXiv:2106.09685), the FP8 weights as they are.
 
-From ranks to H or I the FP8 GEMMs add the product to their sums, before these are rounded. To ranks from I it is a
-grouped product over the rows of experts. To ranks from H it is one product over the tokens and the ranks of all
-experts, (T, H) by (H, E * r), from which each row takes the ranks of its expert: that reads every token once instead of
-once for each of its experts, and makes no matrix (R, H) beside those of the FP8 layer.
+From ranks to H or I the FP8 GEMMs add the product to their sums, before these are rounded. To ranks, and to the
+gradients of factors, two kernels read rows in the order of experts, or tokens where these lie, so that there is no
+matrix (R, H) beside those of the FP8 layer (`kernels.experts.lora`).
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.integrations.peft.activation import activate, activate_backward
-from fp8moe.integrations.peft.products import grouped, grouped_outer, product
+from fp8moe.integrations.peft.products import grouped
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import checks
-from fp8moe.kernels.experts.operands import WHOLE, Operands, row_dtype, without_padding
-from fp8moe.kernels.experts.ranks import pick_ranks, spread_ranks
+from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
+from fp8moe.kernels.experts.operands import WHOLE, Operands, pad_columns, row_dtype, without_padding
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.trained_rows import Layer, Order, no_double_backward
 from fp8moe.kernels.experts.training import assignments_of, by_assignment, order_of
@@ -30,7 +28,7 @@ class Factors(NamedTuple):
     """What is added to the weights of experts: ``up_b @ up_a`` and ``down_b @ down_a``, scaled already.
 
     up_a (E, r, H), up_b (E, P, r), down_a (E, r, Q), down_b (E, H, r), bfloat16. I is padded with zeros to a multiple
-    of 128: P is that, twice with a gate, and Q. r is a multiple of 16.
+    of 128: P is that, twice with a gate, and Q. H and r are padded to multiples of 16.
     """
 
     up_a: Tensor
@@ -71,26 +69,17 @@ def adapted_experts(
 
 
 class _Routed:
-    """Tokens in the order of experts, and between them and the ranks (T, E * r) of all experts."""
+    """Tokens in the order of experts."""
 
     def __init__(self, top_k_index: Tensor, num_experts: int):
         groups, rows = sort_by_expert(top_k_index, num_experts)
         assignments = assignments_of(rows, WHOLE)
         self.order: Order = order_of(groups, rows, assignments, WHOLE)
         self.assignments = assignments.clamp(min=0)
-        self.places = top_k_index.int(), rows, num_experts
 
     def weights(self, top_k_weights: Tensor) -> Tensor:
         """(T, K) -> (R,) float32."""
         return top_k_weights.flatten().index_select(0, self.assignments).float()
-
-    def pick(self, ranks: Tensor) -> Tensor:
-        """(T, E * r) -> (R, r): for each row the ranks of its expert."""
-        return pick_ranks(ranks, *self.places)
-
-    def spread(self, values: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
-        """(R, r) -> (T, E * r): every row, times its weight, added to the ranks of its expert."""
-        return spread_ranks(values, None if top_k_weights is None else top_k_weights.float(), *self.places)
 
 
 class _Adapted(torch.autograd.Function):
@@ -102,8 +91,8 @@ class _Adapted(torch.autograd.Function):
         hidden, size = layer.down.data.shape[1:]
         layer = layer.padded()
         order, groups = routed.order, routed.order.groups
-        read = x if dropped is None else dropped  # by the first factors
-        up_ranks = routed.pick(product(read, up_a.flatten(0, 1).T))
+        read = pad_columns((x if dropped is None else dropped).bfloat16(), up_a.shape[2])  # by the first factors
+        up_ranks = lora_shrink(read, up_a, groups, order.tokens)
         a, _, _ = order.gather(x, layer.down.data.shape[1], None, False)
         projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=(up_ranks, up_b))
         del a
@@ -111,9 +100,9 @@ class _Adapted(torch.autograd.Function):
         mask = None
         if dropout:
             values, mask = torch.native_dropout(values, dropout, True)
-        down_ranks = grouped(values, down_a.mT, groups)
+        down_ranks = lora_shrink(values, down_a, groups)
         del values
-        y = order.multiply(h, layer.down, row_dtype(x.dtype), low_rank=(down_ranks, _to_rows(down_b, layer)))
+        y = order.multiply(h, layer.down, row_dtype(x.dtype), low_rank=(down_ranks, down_b))
         del h
         out = without_padding(order.sum(y, top_k_weights, x.dtype), hidden)
         del y
@@ -142,7 +131,8 @@ class _Gradients(torch.autograd.Function):
         keep = 1 / (1 - dropout)
 
         # As in `trained_rows.backward`, gradients come without the weights of the rows, which take them later.
-        d_ranks = routed.pick(product(grad, down_b.transpose(0, 1).flatten(1)))
+        grad_read = pad_columns(grad.bfloat16(), down_b.shape[1])
+        d_ranks = lora_shrink(grad_read, down_b.mT.contiguous(), groups, order.tokens)
         rows, _, _ = order.gather(grad, layer.down.data.shape[1], None, False)
         low_rank = (d_ranks, down_a.mT.contiguous()) if mask is None else None
         d_h = order.multiply(rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=low_rank)
@@ -153,35 +143,29 @@ class _Gradients(torch.autograd.Function):
         del d_h
         if mask is not None:
             values = torch.ops.aten.native_dropout_backward(values, mask, keep)
-        d_down_a = grouped_outer((d_ranks * row_weights[:, None]).bfloat16(), values, groups)
+        d_ranks, down_ranks = ((ranks * row_weights[:, None]).bfloat16() for ranks in (d_ranks, down_ranks))
+        d_down_a = lora_gradient(d_ranks, values, groups)
         del values
-        d_up_b = grouped_outer(d_projected, up_ranks, groups)
-        d_ranks = grouped(d_projected, up_b, groups)
+        d_up_b = lora_gradient(up_ranks, d_projected, groups).mT
+        d_ranks = lora_shrink(d_projected, up_b.mT.contiguous(), groups)
         del d_projected
-        d_down_b = product(routed.spread(down_ranks, top_k_weights).T, grad).unflatten(0, (len(up_a), -1)).mT
-        d_token_ranks = routed.spread(d_ranks)
-        d_up_a = product(d_token_ranks.T, read).view_as(up_a)
+        d_down_b = lora_gradient(down_ranks, grad_read, groups, order.tokens).mT
+        d_up_a = lora_gradient(d_ranks, read, groups, order.tokens)
 
         d_x = d_read = None
         if needed[0]:
-            low_rank = None if needed[1] else (d_ranks, _to_rows(up_a.mT, layer))
+            low_rank = None if needed[1] else (d_ranks, up_a.mT.contiguous())
             dx = order.multiply(d_rows, transpose_fp8(layer.up), row_dtype(dtype), low_rank=low_rank)
             d_x = without_padding(order.sum(dx, None, dtype), grad.shape[1])
             del dx
         if needed[1]:
-            d_read = product(d_token_ranks, up_a.flatten(0, 1)).to(dtype)
+            d_read = without_padding(order.sum(grouped(d_ranks, up_a, groups), None, dtype), grad.shape[1])
         d_weights = by_assignment(dots, order.rows).to(top_k_weights.dtype)
         return d_x, d_read, d_weights, d_up_a, d_up_b, d_down_a, d_down_b
 
     @staticmethod
     def backward(ctx, *grads):
         no_double_backward(ctx, *grads)
-
-
-def _to_rows(factors: Tensor, layer: Layer) -> Tensor:
-    """Factors (E, H, r) for products with the rows of the padded layer, whose H may be larger."""
-    padding = layer.down.data.shape[1] - factors.shape[1]
-    return F.pad(factors, (0, 0, 0, padding)) if padding else factors.contiguous()
 
 
 def _layer(weights: Sequence[Tensor], activation: Activation) -> Layer:

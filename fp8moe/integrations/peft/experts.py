@@ -13,12 +13,11 @@ from fp8moe.integrations.peft.adapted import Factors, adapted_experts
 from fp8moe.integrations.peft.checks import check_base, check_config
 from fp8moe.integrations.peft.layer import FP8LoraLayer
 from fp8moe.integrations.peft.merging import Stored
-from fp8moe.integrations.peft.products import RANK_MULTIPLE
 from fp8moe.integrations.transformers.experts import kept_layer
 from fp8moe.kernels.experts.trained_rows import Layer
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.experts_call import flattened
-from fp8moe.quant.formats import BLOCK, align
+from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime.checks import FLOATING
 
 
@@ -159,9 +158,9 @@ class LoraExperts(nn.Module, FP8LoraLayer):
     def _factors(self, adapters: list[str]) -> Factors:
         """Those of the adapters side by side, with zeros to sizes that kernels want."""
         (up, _), (down, down_weight) = self._weights().items()
-        size = down_weight.shape[2]
+        hidden, size = down_weight.shape[1:]
         rank = sum(self.r[name] for name in adapters)
-        more_ranks, more_columns = align(rank, RANK_MULTIPLE) - rank, align(size, BLOCK) - size
+        more_ranks, more_hidden, more_columns = -rank % 16, -hidden % 16, -size % BLOCK
 
         def inner(weight_name: str) -> Tensor:
             parts = [getattr(self.lora_A[name], weight_name).bfloat16() for name in adapters]
@@ -172,7 +171,8 @@ class LoraExperts(nn.Module, FP8LoraLayer):
             return _pad(_join(parts, 2), (0, more_ranks))
 
         up_b = _pad(outer(up).unflatten(1, (-1, size)), (0, 0, 0, more_columns)).flatten(1, 2)
-        return Factors(inner(up), up_b, _pad(inner(down), (0, more_columns)), outer(down))
+        up_a, down_b = _pad(inner(up), (0, more_hidden)), _pad(outer(down), (0, 0, 0, more_hidden))
+        return Factors(up_a, up_b, _pad(inner(down), (0, more_columns)), down_b)
 
     def _dropout(self, adapters: list[str]) -> float:
         """The probability in training, otherwise 0; ValueError where it differs between the active adapters."""

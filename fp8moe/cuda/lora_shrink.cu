@@ -1,0 +1,122 @@
+// From the rows of experts to their ranks, the A x of LoRA (arXiv:2106.09685; "shrink" in Punica, arXiv:2310.18547):
+// out[row] = factors[e] @ x[source of row], for each row of group e.
+//
+// A thread block takes ROWS rows, whose groups it goes through, and 16 ranks. Its warps share K: each lane of a warp
+// loads 16 bytes of rows and of factors, so that a step takes 32 values, and the block adds up what its warps have.
+//
+// Compile-time constants: RANK (a multiple of 16), GATHERED (rows have tokens, which are the rows of x), ROWS (a
+// multiple of 16), WARPS.
+#include "vector.cuh"
+#include "warp.cuh"
+
+constexpr int THREADS = WARPS * WARP;
+constexpr int TILES = ROWS / 16;  // of 16 rows
+constexpr int RANKS = 16;         // of a thread block
+constexpr int LOADED = 8;         // values that a lane loads at once
+constexpr int STEP = 4 * LOADED;  // along K, of a warp
+constexpr int PITCH = RANKS + 4;  // floats of a row of sums: multiples of 16 bytes, on different banks
+static_assert(RANK % RANKS == 0 && ROWS % 16 == 0);
+static_assert(ROWS * RANKS % (4 * THREADS) == 0, "a thread adds up four sums at a time");
+
+struct Operands {
+  const u16* x;        // (rows or tokens, k) bfloat16, k a multiple of 8
+  const u16* factors;  // (num_groups, RANK, k) bfloat16
+  const int* groups;   // (num_groups + 1), where they begin, in ascending order
+  const int* tokens;   // (rows) of x, where GATHERED
+  u16* out;            // (rows, RANK) bfloat16, written
+};
+
+struct Sizes {
+  i64 k;
+  u32 rows, num_groups;
+};
+
+// The product of 16 rows with RANKS ranks, as mma_bfloat16() leaves it.
+using Sums = float[RANKS / 8][4];
+
+// Adds a step along K. values: of the lane's two rows and of its factors.
+__device__ __forceinline__ void multiply(Sums& sums, const Bytes16& upper, const Bytes16& lower,
+                                         const Bytes16 (&factors)[RANKS / 8]) {
+#pragma unroll
+  for (int half = 0; half < 4; half += 2) {
+#pragma unroll
+    for (int j = 0; j < RANKS / 8; ++j) {
+      mma_bfloat16(sums[j], make_uint2(upper.words[half], upper.words[half + 1]),
+                   make_uint2(lower.words[half], lower.words[half + 1]),
+                   make_uint2(factors[j].words[half], factors[j].words[half + 1]));
+    }
+  }
+}
+
+// The rows from `begin` to `end`, all of group e, of the ROWS from `first` on.
+__device__ void shrink(const Operands& o, const Sizes& sizes, float (&shared)[WARPS][ROWS][PITCH], int first, int begin,
+                       int end, int e) {
+  const int lane = lane_id(), warp = threadIdx.x / WARP, rank = blockIdx.y * RANKS;
+  const u16* source[TILES][2];
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; ++i) {
+    const int row = first + 8 * i + lane / 4;
+    const bool there = row >= begin && row < end;
+    const i64 at = there ? (GATHERED ? o.tokens[row] : row) : -1;
+    source[i / 2][i % 2] = at < 0 ? nullptr : o.x + at * sizes.k;
+  }
+  const u16* factors = o.factors + (i64{e} * RANK + rank + lane / 4) * sizes.k;
+  Sums sums[TILES] = {};
+#pragma unroll 1
+  for (i64 k = warp * STEP + lane % 4 * LOADED; k < sizes.k + lane % 4 * LOADED; k += WARPS * STEP) {
+    const auto load = [&](const u16* row) { return row && k < sizes.k ? load_16(row + k) : Bytes16{}; };
+    Bytes16 values[TILES][2], columns[RANKS / 8];
+#pragma unroll
+    for (int j = 0; j < RANKS / 8; ++j) columns[j] = load(factors + 8 * j * sizes.k);
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) values[i / 2][i % 2] = load(source[i / 2][i % 2]);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) multiply(sums[t], values[t][0], values[t][1], columns);
+  }
+
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+#pragma unroll
+    for (int j = 0; j < RANKS / 8; ++j) {
+      float* target = &shared[warp][16 * t + lane / 4][8 * j + 2 * (lane % 4)];
+      *reinterpret_cast<float2*>(target) = make_float2(sums[t][j][0], sums[t][j][1]);
+      *reinterpret_cast<float2*>(target + 8 * PITCH) = make_float2(sums[t][j][2], sums[t][j][3]);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = threadIdx.x; i < ROWS * RANKS / 4; i += THREADS) {
+    const int within = i / (RANKS / 4), column = i % (RANKS / 4) * 4, row = first + within;
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float4 v = *reinterpret_cast<const float4*>(&shared[w][within][column]);
+      total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
+    }
+    if (row < begin || row >= end) continue;
+    *reinterpret_cast<uint2*>(o.out + i64{row} * RANK + rank + column) =
+        make_uint2(pack_bfloat16(total.x, total.y), pack_bfloat16(total.z, total.w));
+  }
+  __syncthreads();  // the sums may be overwritten
+}
+
+// Grid: ceil(rows / ROWS) x RANK / 16.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) lora_shrink(const Operands operands, const Sizes sizes) {
+  __shared__ __align__(16) float shared[WARPS][ROWS][PITCH];
+  __shared__ int groups_before;
+  const int rows = static_cast<int>(sizes.rows), num_groups = static_cast<int>(sizes.num_groups);
+  const int first = blockIdx.x * ROWS, last = min(first + ROWS, rows);
+  if (threadIdx.x == 0) groups_before = 0;
+  __syncthreads();
+  int before = 0;
+  for (int e = threadIdx.x; e < num_groups; e += THREADS) before += operands.groups[e + 1] <= first;
+  before = __reduce_add_sync(FULL_WARP, before);
+  if (lane_id() == 0) atomicAdd(&groups_before, before);
+  __syncthreads();
+#pragma unroll 1
+  for (int e = groups_before; e < num_groups; ++e) {
+    const int begin = operands.groups[e], end = operands.groups[e + 1];
+    if (begin >= last) break;
+    if (begin < end) shrink(operands, sizes, shared, first, max(begin, first), min(end, last), e);
+  }
+}

@@ -1,0 +1,101 @@
+"""Products of LoRA's factors with rows of experts on the GPU against float64."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fp8moe.kernels.experts import lora_plan
+from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
+from tests import lora_cases
+from tests.errors import relative_error
+from tests.lora_cases import exact
+from tests.waiting import no_waiting
+
+pytestmark = pytest.mark.gpu
+
+NAN = float("nan")
+TOLERANCE = 2e-3  # rounding to bfloat16 takes 1.7e-3
+SIZES = {
+    "single rows": [1] * 9,
+    "few rows": [3, 0, 7, 8, 0, 9, 2, 5],
+    "around the tiles": [63, 64, 65, 1, 31, 32, 33],
+    "one has it all": [0, 0, 700, 0],
+    "many": [5] * 300,
+    "empty": [0, 0, 0],
+}
+operands = partial(lora_cases.operands, device="cuda")
+
+
+def poisoned(like, rows=0):
+    """With more rows behind it, which no kernel may write."""
+    return torch.full((like.shape[0] + rows, *like.shape[1:]), NAN, device="cuda").bfloat16()
+
+
+@pytest.mark.parametrize("tokens", [None, 37])
+@pytest.mark.parametrize("rank", [16, 48])
+@pytest.mark.parametrize("width", [8, 136, 768, 2050 // 8 * 8, 7168])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products(sizes, width, rank, tokens):
+    sizes = SIZES[sizes]
+    x, factors, ranks, offsets, index = operands(sizes, width, rank, tokens)
+    used = sum(sizes)
+    if index is None:
+        x[used:] = NAN
+    ranks[used:] = NAN
+    shrunk, gradient = exact(x, factors, ranks, offsets, index)
+    out = poisoned(ranks, 1)
+    lora_plan.lora_shrink(x, factors, offsets, index, out[:-1])
+    assert out[used:].isnan().all()
+    made = poisoned(factors, 1)
+    lora_plan.lora_gradient(ranks, x, offsets, index, made[:-1])
+    assert made[-1].isnan().all() and not made[:-1][[size == 0 for size in sizes]].any()
+    if used:
+        assert relative_error(out[:used], shrunk[:used]) <= TOLERANCE
+        assert relative_error(made[:-1], gradient) <= TOLERANCE
+    for _ in range(20):
+        assert torch.equal(lora_shrink(x, factors, offsets, index)[:used], out[:used])
+        assert torch.equal(lora_gradient(ranks, x, offsets, index), made[:-1])
+
+
+def test_what_is_not_finite_stays_where_it_is():
+    x, factors, ranks, offsets, _ = operands([40, 60], 264, 16, rest=0)
+    x[50, 100], factors[0, 3, 7], ranks[20, 5] = NAN, float("inf"), NAN
+    affected = torch.zeros(100, 16, dtype=torch.bool, device="cuda")
+    affected[50], affected[:40, 3] = True, True
+    assert torch.equal(~lora_shrink(x, factors, offsets).isfinite(), affected)
+    affected = torch.zeros(2, 16, 264, dtype=torch.bool, device="cuda")
+    affected[1, :, 100], affected[0, 5] = True, True
+    assert torch.equal(~lora_gradient(ranks, x, offsets).isfinite(), affected)
+
+
+def test_operands_in_any_layout():
+    x, factors, ranks, offsets, index = operands([40, 60], 264, 16, 30, rest=0)
+    others = [value.mT.contiguous().mT for value in (x, factors, ranks)]
+    assert torch.equal(lora_shrink(*others[:2], offsets, index), lora_shrink(x, factors, offsets, index))
+    assert torch.equal(lora_gradient(others[2], others[0], offsets, index), lora_gradient(ranks, x, offsets, index))
+    memory = torch.empty(x.numel() + 1, device="cuda").bfloat16()[1:].view_as(x).copy_(x)
+    assert torch.equal(lora_shrink(memory, factors, offsets, index), lora_shrink(x, factors, offsets, index))
+
+
+def test_a_graph_reads_new_groups_and_the_host_does_not_wait():
+    x, factors, ranks, offsets, index = operands([40, 60, 0], 264, 16, 30, rest=20)
+
+    def call():
+        return lora_shrink(x, factors, offsets, index), lora_gradient(ranks, x, offsets, index)
+
+    call()  # compiled
+    with no_waiting():
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for sizes in ([100, 0, 20], [0, 0, 0], [1, 70, 3]):
+        offsets.copy_(torch.tensor([0, *sizes]).cumsum(0))
+        index.copy_(torch.randint(0, 30, index.shape, dtype=torch.int32))
+        x.normal_()
+        graph.replay()
+        used, again = sum(sizes), call()
+        assert torch.equal(captured[0][:used], again[0][:used]) and torch.equal(captured[1], again[1])
+        for got, want in zip((captured[0][:used], captured[1]), exact(x, factors, ranks, offsets, index), strict=True):
+            assert relative_error(got, want[:used] if got.dim() == 2 else want) <= TOLERANCE or not used
