@@ -80,9 +80,7 @@ def test_a_product_of_low_rank_is_added(dtype, rank):
 def test_products_of_low_rank_that_do_not_fit(ranks, factors, error, match):
     low_rank = [None if shape is None else torch.zeros(shape, dtype=torch.bfloat16) for shape in (ranks, factors)]
     with pytest.raises(error, match=match):
-        grouped_rows(
-            activations(20, 144), weights(3, 24, 144), int32([2, 9, 9, 17]), torch.bfloat16, low_rank=low_rank
-        )
+        grouped_rows(activations(20, 144), weights(3, 24, 144), int32([2, 9, 9, 17]), torch.bfloat16, low_rank=low_rank)
 
 
 def test_result_without_out():
