@@ -38,8 +38,8 @@ def _fitting(tile: GemmConfig, split_k: int, blocks_per_sm: int, groups: int, pa
 def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> list[GemmConfig]:
     """The configurations worth considering for (m, n, k): what fits an SM, and splits that fit in one wave.
 
-    parts: of K that are summed one by one: splits of so many blocks, however many waves they take, and blocks that do
-    it themselves.
+    parts: of K that are summed one by one: splits of so many blocks, and blocks that do it themselves, unless weights
+    are the 64-row operand, whose splits then take any number of waves.
 
     Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens, and up to 512 it may take
     some of them.
@@ -72,7 +72,7 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
                 one_wave = count <= resident_clusters(config, num_sms)
                 crowded = blocks_per_sm == 1 or count * split_k > filled * num_sms * (blocks_per_sm - 1)
                 useful = not config.staged or not one_wave  # TMA writes a tile under the next one's products
-                if (one_wave or split_k in (1, parts)) and crowded and useful:
+                if (one_wave or split_k == 1 or tile.swap and split_k == parts) and crowded and useful:
                     found.append(config)
     return found
 
