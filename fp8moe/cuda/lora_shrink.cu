@@ -5,7 +5,7 @@
 // loads 16 bytes of rows and of factors, so that a step takes 32 values, and the block adds up what its warps have.
 //
 // Compile-time constants: RANK (a multiple of 16), GATHERED (rows have tokens, which are the rows of x), ROWS (a
-// multiple of 16), WARPS.
+// multiple of 16), WARPS, BLOCKS_PER_SM.
 #include "vector.cuh"
 #include "warp.cuh"
 
@@ -16,7 +16,6 @@ constexpr int LOADED = 8;         // values that a lane loads at once
 constexpr int STEP = 4 * LOADED;  // along K, of a warp
 constexpr int PITCH = RANKS + 4;  // floats of a row of sums: multiples of 16 bytes, on different banks
 static_assert(RANK % RANKS == 0 && ROWS % 16 == 0);
-static_assert(ROWS * RANKS % (4 * THREADS) == 0, "a thread adds up four sums at a time");
 
 struct Operands {
   const u16* x;        // (rows or tokens, k) bfloat16, k a multiple of 8
@@ -27,8 +26,7 @@ struct Operands {
 };
 
 struct Sizes {
-  i64 k;
-  u32 rows, num_groups;
+  int k, rows, num_groups;
 };
 
 // The product of 16 rows with RANKS ranks, as mma_bfloat16() leaves it.
@@ -48,28 +46,39 @@ __device__ __forceinline__ void multiply(Sums& sums, const Bytes16& upper, const
   }
 }
 
+// Which rows of x are a lane's, every eighth of the block's; negative: none.
+using Places = int[2 * TILES];
+
+__device__ __forceinline__ void find_places(const Operands& o, Places& places, int first, int last) {
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; ++i) {
+    const int row = first + 8 * i + lane_id() / 4;
+    places[i] = row < last ? (GATHERED ? o.tokens[row] : row) : -1;
+  }
+}
+
 // The rows from `begin` to `end`, all of group e, of the ROWS from `first` on.
-__device__ void shrink(const Operands& o, const Sizes& sizes, float (&shared)[WARPS][ROWS][PITCH], int first, int begin,
-                       int end, int e) {
+__device__ void shrink(const Operands& o, const Sizes& sizes, float (&shared)[WARPS][ROWS][PITCH], const Places& places,
+                       int first, int begin, int end, int e) {
   const int lane = lane_id(), warp = threadIdx.x / WARP, rank = blockIdx.y * RANKS;
-  const u16* source[TILES][2];
+  const int width = sizes.k;
+  u32 there = 0;  // a bit for each of the lane's rows
 #pragma unroll
   for (int i = 0; i < 2 * TILES; ++i) {
     const int row = first + 8 * i + lane / 4;
-    const bool there = row >= begin && row < end;
-    const i64 at = there ? (GATHERED ? o.tokens[row] : row) : -1;
-    source[i / 2][i % 2] = at < 0 ? nullptr : o.x + at * sizes.k;
+    there |= static_cast<u32>(row >= begin && row < end && places[i] >= 0) << i;
   }
-  const u16* factors = o.factors + (i64{e} * RANK + rank + lane / 4) * sizes.k;
+  const u16* factors = o.factors + (i64{e} * RANK + rank + lane / 4) * width;
   Sums sums[TILES] = {};
 #pragma unroll 1
-  for (i64 k = warp * STEP + lane % 4 * LOADED; k < sizes.k + lane % 4 * LOADED; k += WARPS * STEP) {
-    const auto load = [&](const u16* row) { return row && k < sizes.k ? load_16(row + k) : Bytes16{}; };
+  for (int base = warp * STEP; base < width; base += WARPS * STEP) {
+    const int k = base + lane % 4 * LOADED;
+    const auto load = [&](const u16* row, bool there) { return there && k < width ? load_16(row + k) : Bytes16{}; };
     Bytes16 values[TILES][2], columns[RANKS / 8];
 #pragma unroll
-    for (int j = 0; j < RANKS / 8; ++j) columns[j] = load(factors + 8 * j * sizes.k);
+    for (int j = 0; j < RANKS / 8; ++j) columns[j] = load(factors + i64{8} * j * width, true);
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i) values[i / 2][i % 2] = load(source[i / 2][i % 2]);
+    for (int i = 0; i < 2 * TILES; ++i) values[i / 2][i % 2] = load(o.x + i64{places[i]} * width, there >> i & 1);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) multiply(sums[t], values[t][0], values[t][1], columns);
   }
@@ -101,22 +110,24 @@ __device__ void shrink(const Operands& o, const Sizes& sizes, float (&shared)[WA
 }
 
 // Grid: ceil(rows / ROWS) x RANK / 16.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) lora_shrink(const Operands operands, const Sizes sizes) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    lora_shrink(const Operands operands, const Sizes sizes) {
   __shared__ __align__(16) float shared[WARPS][ROWS][PITCH];
   __shared__ int groups_before;
-  const int rows = static_cast<int>(sizes.rows), num_groups = static_cast<int>(sizes.num_groups);
-  const int first = blockIdx.x * ROWS, last = min(first + ROWS, rows);
+  const int num_groups = sizes.num_groups, first = blockIdx.x * ROWS, last = min(first + ROWS, sizes.rows);
   if (threadIdx.x == 0) groups_before = 0;
-  __syncthreads();
+  Places places;  // loaded beside the groups
+  find_places(operands, places, first, last);
   int before = 0;
   for (int e = threadIdx.x; e < num_groups; e += THREADS) before += operands.groups[e + 1] <= first;
   before = __reduce_add_sync(FULL_WARP, before);
+  __syncthreads();
   if (lane_id() == 0) atomicAdd(&groups_before, before);
   __syncthreads();
 #pragma unroll 1
   for (int e = groups_before; e < num_groups; ++e) {
     const int begin = operands.groups[e], end = operands.groups[e + 1];
     if (begin >= last) break;
-    if (begin < end) shrink(operands, sizes, shared, first, max(begin, first), min(end, last), e);
+    if (begin < end) shrink(operands, sizes, shared, places, first, max(begin, first), min(end, last), e);
   }
 }

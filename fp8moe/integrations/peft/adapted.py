@@ -143,7 +143,7 @@ class _Gradients(torch.autograd.Function):
         del d_h
         if mask is not None:
             values = torch.ops.aten.native_dropout_backward(values, mask, keep)
-        d_ranks, down_ranks = ((ranks * row_weights[:, None]).bfloat16() for ranks in (d_ranks, down_ranks))
+        d_ranks, down_ranks = (_weighted(ranks, row_weights) for ranks in (d_ranks, down_ranks))
         d_down_a = lora_gradient(d_ranks, values, groups)
         del values
         d_up_b = lora_gradient(up_ranks, d_projected, groups).mT
@@ -166,6 +166,11 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         no_double_backward(ctx, *grads)
+
+
+def _weighted(ranks: Tensor, row_weights: Tensor) -> Tensor:
+    """ranks (R, r) times the weights of the rows, rounded once."""
+    return torch.mul(ranks, row_weights[:, None], out=torch.empty_like(ranks))
 
 
 def _layer(weights: Sequence[Tensor], activation: Activation) -> Layer:

@@ -11,7 +11,7 @@ from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
 
 _RANKS = 16  # of a thread block
-_SHRINK_ROWS, _SHRINK_WARPS = 64, 8
+_SHRINK_ROWS, _SHRINK_WARPS, _SHRINK_BLOCKS_PER_SM = 64, 4, 4
 _GRADIENT_COLUMNS, _GRADIENT_WARPS = 256, 4
 
 _plans: PlanCache[PointerLauncher] = PlanCache()
@@ -20,12 +20,12 @@ _plans: PlanCache[PointerLauncher] = PlanCache()
 class _Sizes(ctypes.Structure):
     """``struct Sizes`` of cuda/lora_shrink.cu."""
 
-    _fields_ = (("k", ctypes.c_int64), ("rows", ctypes.c_uint32), ("num_groups", ctypes.c_uint32))
+    _fields_ = tuple((name, ctypes.c_int) for name in ("k", "rows", "num_groups"))
 
 
 def shrink_spec(rank: int, gathered: bool) -> KernelSpec:
     defines = (("RANK", rank), ("GATHERED", int(gathered)), ("ROWS", _SHRINK_ROWS), ("WARPS", _SHRINK_WARPS))
-    return KernelSpec("lora_shrink.cu", "lora_shrink", defines)
+    return KernelSpec("lora_shrink.cu", "lora_shrink", (*defines, ("BLOCKS_PER_SM", _SHRINK_BLOCKS_PER_SM)))
 
 
 def gradient_spec(rank: int, gathered: bool) -> KernelSpec:
