@@ -11,7 +11,7 @@ from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
 
 _RANKS = 16  # of a thread block
-_SHRINK_ROWS, _SHRINK_WARPS, _SHRINK_BLOCKS_PER_SM = 64, 4, 4
+_SHRINK_ROWS, _SHRINK_WARPS, _SHRINK_BLOCKS_PER_SM = 32, 4, 6
 _GRADIENT_COLUMNS, _GRADIENT_WARPS = 256, 4
 
 _plans: PlanCache[PointerLauncher] = PlanCache()
