@@ -53,9 +53,26 @@ def test_products(sizes, width, rank, tokens):
     if used:
         assert relative_error(out[:used], shrunk[:used]) <= TOLERANCE
         assert relative_error(made[:-1], gradient) <= TOLERANCE
+    again = torch.empty_like(out)
+    for _ in range(20):
+        lora_plan.lora_shrink(x, factors, offsets, index, again[:-1])
+        assert torch.equal(again[:used], out[:used])
+        assert torch.equal(lora_gradient(ranks, x, offsets, index), made[:-1])
+
+
+@pytest.mark.parametrize("tokens", [None, 37])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_groups_of_few_and_of_many_rows(sizes, tokens):
+    """The operator takes one of two ways."""
+    sizes = SIZES[sizes]
+    x, factors, ranks, offsets, index = operands(sizes, 264, 16, tokens)
+    shrunk, _ = exact(x, factors, ranks, offsets, index)
+    used, out = sum(sizes), lora_shrink(x, factors, offsets, index)
+    assert out.shape == ranks.shape
+    if used:
+        assert relative_error(out[:used], shrunk[:used]) <= TOLERANCE
     for _ in range(20):
         assert torch.equal(lora_shrink(x, factors, offsets, index)[:used], out[:used])
-        assert torch.equal(lora_gradient(ranks, x, offsets, index), made[:-1])
 
 
 def test_what_is_not_finite_stays_where_it_is():

@@ -57,7 +57,7 @@ def adapted_experts(
     Gradients of hidden_states, dropped, top_k_weights and the factors are straight through every quantization. Those of
     the factors come from activations and gradients in bfloat16, before these are quantized. Equal inputs give equal
     bits. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask with
-    dropout), and ``4 * R * r``.
+    dropout), ``4 * R * r``, and a copy of what the first factors read if that is not bfloat16.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     FP8 weights have been changed in place since the forward; so does a backward of the backward.
