@@ -19,7 +19,7 @@ lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CUDA)
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 format: .venv/.installed
 	$(BIN)/ruff check --fix .
@@ -28,7 +28,7 @@ format: .venv/.installed
 
 # The pages and the API reference, in site/.
 docs: .venv/.installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.gemm

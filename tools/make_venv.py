@@ -33,6 +33,7 @@ def main() -> None:
     # pip asks the index only for what is missing, so none of this needs a network where everything is there.
     pip("setuptools>=77")
     pip("--no-build-isolation", "-e", ".[test]")
+    lend_programs()
     if options.model:
         # Only the model file is used: its dependencies (a C++ runtime built from source) are not.
         pip("--no-deps", options.model)
@@ -53,6 +54,14 @@ def lend_packages() -> bool:
     pip("--yes", "setuptools", action="uninstall")  # a new venv may bring an old one, which would hide the lent one
     print(f"using PyTorch {torch.version} of {sys.prefix}")
     return True
+
+
+def lend_programs() -> None:
+    """Link the programs of packages that were lent, so that pip has not installed them: they lie beside that Python."""
+    for name in ("ruff", "clang-format"):
+        here, lent = VENV / "bin" / name, Path(sys.prefix) / "bin" / name
+        if not here.exists() and lent.exists():
+            here.symlink_to(lent)
 
 
 def pip(*arguments: str, action: str = "install") -> None:
