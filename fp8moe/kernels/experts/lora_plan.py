@@ -36,11 +36,13 @@ def gradient_spec(rank: int, gathered: bool) -> KernelSpec:
 def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None, out: Tensor) -> None:
     """Fill `out` as ``experts.lora.lora_shrink`` describes."""
     (rows, rank), groups, width = out.shape, factors.shape[0], x.shape[1]
+    # As many as these rows have groups, if all have equally many.
+    sharing = min(_SHRINK_ROWS, ceil_div(_SHRINK_ROWS * groups, max(rows, 1)))
 
     def build() -> PointerLauncher:
         return PointerLauncher(
             load(shrink_spec(rank, tokens is not None)),
-            grid=(ceil_div(rows, _SHRINK_ROWS), rank // _RANKS),
+            grid=(ceil_div(rows, _SHRINK_ROWS), rank // _RANKS, sharing),
             block=32 * _SHRINK_WARPS,
             pointers=0,
             table=5,
