@@ -80,21 +80,14 @@ class GemmConfig:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a warpgroup starts its next product before it promotes the last one: registers have room for both.
-
-        Where there are parts of K, for the sums of those before too: these would cost more in shared memory.
-        """
-        return not self.swap and self.slabs == 1 and self._room_for(3 if self.parts == 1 else 4)
+        """Whether a warpgroup starts its next product before it promotes the last one: registers have room for both."""
+        return not self.swap and self.slabs == 1 and 3 * self.accumulators + 28 <= self.registers
 
     @property
     def keeps_parts(self) -> bool:
         """Whether the sums of the parts so far have room in the registers, beside all that is there without them."""
         products = 2 if self.overlaps else 1
-        return self._room_for(2 * self.slabs + products)
-
-    def _room_for(self, slabs: int) -> bool:
-        """Whether a math thread has registers for its values of so many slabs."""
-        return slabs * self.accumulators + 28 <= self.registers
+        return (2 * self.slabs + products) * self.accumulators + 28 <= self.registers
 
     @property
     def part_sum_bytes(self) -> int:

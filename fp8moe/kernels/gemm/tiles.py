@@ -83,9 +83,7 @@ def _splits(tile: GemmConfig, k: int, parts: int | None) -> Iterable[int]:
         return range(1, 2 if tile.staged else min(8, ceil(k / 128)) + 1)
     if tile.swap or parts == 1:  # a block whose weights are the 64-row operand does not sum parts
         return (parts,)
-    if tile.staged:  # no shared memory for a bfloat16 tile and for sums of parts
-        return (1,) if replace(tile, parts=parts).keeps_parts else ()
-    return (1, parts)
+    return () if tile.staged else (1, parts)  # no shared memory for a bfloat16 tile and for sums of parts
 
 
 @lru_cache(maxsize=4096)
