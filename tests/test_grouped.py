@@ -75,6 +75,7 @@ def test_a_product_of_low_rank_is_added(dtype, rank):
         ((19, 16), (3, 24, 16), ValueError, "ranks: expected shape"),
         ((20, 16), (3, 32, 16), ValueError, "factors: expected shape"),
         ((20, 16), None, ValueError, "factors: expected a tensor"),
+        (None, (3, 24, 16), ValueError, "ranks: expected a tensor"),
     ],
 )
 def test_products_of_low_rank_that_do_not_fit(ranks, factors, error, match):

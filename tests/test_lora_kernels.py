@@ -45,14 +45,20 @@ def test_opcheck(tokens):
 def test_what_does_not_fit_is_refused():
     x, factors, ranks, offsets, index = operands([2, 0, 5], 24, 16, 4)
     for error, match, call in (
-        (TypeError, "x: expected torch.bfloat16", lambda: lora_shrink(x.float(), factors, offsets, index)),
-        (TypeError, "tokens: expected torch.int32", lambda: lora_shrink(x, factors, offsets, index.long())),
+        (TypeError, "x: expected bfloat16", lambda: lora_shrink(x.float(), factors, offsets, index)),
+        (TypeError, "factors: expected bfloat16", lambda: lora_shrink(x, factors.float(), offsets, index)),
+        (TypeError, "tokens: expected int32", lambda: lora_shrink(x, factors, offsets, index.long())),
+        (TypeError, "group_offsets: expected int32", lambda: lora_shrink(x, factors, offsets.long(), index)),
+        (TypeError, "group_offsets: expected int32", lambda: lora_gradient(ranks, x, offsets.long(), index)),
+        (ValueError, "tokens: expected shape .10,.", lambda: lora_shrink(x, factors, offsets, index[:, None])),
+        (ValueError, "factors: expected on cpu", lambda: lora_shrink(x, factors.to("meta"), offsets, index)),
+        (ValueError, "group_offsets: expected on cpu", lambda: lora_gradient(ranks, x, offsets.to("meta"), index)),
         (ValueError, "multiple of 16 ranks", lambda: lora_shrink(x, factors[:, :8], offsets, index)),
         (ValueError, "multiple of 8 columns", lambda: lora_shrink(x[:, :20], factors[..., :20], offsets, index)),
-        (ValueError, "expected .R, K.", lambda: lora_shrink(x[:, :16], factors, offsets, index)),
-        (ValueError, "expected .R, K.", lambda: lora_shrink(x, factors, offsets[1:], index)),
-        (TypeError, "ranks: expected torch.bfloat16", lambda: lora_gradient(ranks.float(), x, offsets, index)),
-        (ValueError, "ranks: expected 10 rows", lambda: lora_gradient(ranks[1:], x, offsets, index)),
+        (ValueError, "factors: expected shape .3, 16, 16.", lambda: lora_shrink(x[:, :16], factors, offsets, index)),
+        (ValueError, "group_offsets: expected shape .4,.", lambda: lora_shrink(x, factors, offsets[1:], index)),
+        (TypeError, "ranks: expected bfloat16", lambda: lora_gradient(ranks.float(), x, offsets, index)),
+        (ValueError, "ranks: expected shape .10, 16.", lambda: lora_gradient(ranks[1:], x, offsets, index)),
     ):
         with pytest.raises(error, match=match):
             call()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8moe.kernels.experts import lora_plan
 from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import check_dtype, check_like
 from fp8moe.runtime.operators import define
 
 _MANY_ROWS = 16  # of a group, on average
@@ -29,7 +30,7 @@ def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tenso
     On a GPU, groups of few rows are multiplied by PyTorch's grouped product: a thread block of ours takes 32 rows and
     goes through their groups one after the other.
 
-    Raises ValueError for a wrong shape, TypeError for a wrong dtype.
+    Raises ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     return torch.ops.fp8moe.lora_shrink(x, factors, group_offsets, tokens)
 
@@ -43,16 +44,18 @@ def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tenso
     return torch.ops.fp8moe.lora_gradient(ranks, x, group_offsets, tokens)
 
 
-def _check(rank: int, width: int, tokens: Tensor | None, **operands: Tensor) -> None:
-    for name, value in operands.items():
-        if value.dtype is not torch.bfloat16:
-            raise TypeError(f"{name}: expected torch.bfloat16, got {value.dtype}")
+def _check(x: Tensor, rank: int, group_offsets: Tensor, experts: int, tokens: Tensor | None) -> int:
+    """What both products take; returns R."""
+    check_dtype("x", x, torch.bfloat16)
     if rank % 16 or not rank:
         raise ValueError(f"expected a multiple of 16 ranks (pad with zeros), got {rank}")
-    if width % 8:
-        raise ValueError(f"x: expected a multiple of 8 columns (pad with zeros), got {width}")
-    if tokens is not None and tokens.dtype is not torch.int32:
-        raise TypeError(f"tokens: expected torch.int32, got {tokens.dtype}")
+    if x.shape[1] % 8:
+        raise ValueError(f"x: expected a multiple of 8 columns (pad with zeros), got {x.shape[1]}")
+    check_like("group_offsets", group_offsets, (torch.int32,), (experts + 1,), x.device, "x")
+    if tokens is None:
+        return x.shape[0]
+    check_like("tokens", tokens, (torch.int32,), tuple(tokens.shape[:1]), x.device, "x")
+    return tokens.shape[0]
 
 
 def _groups(group_offsets: Tensor) -> Iterator[tuple[int, slice]]:
@@ -82,12 +85,9 @@ def _shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | 
 
 
 def _shrink_fake(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
-    experts, ranks, width = factors.shape
-    _check(ranks, width, tokens, x=x, factors=factors)
-    if x.shape[1] != width or group_offsets.shape != (experts + 1,):
-        sizes = f"{tuple(x.shape)}, {tuple(factors.shape)} and {tuple(group_offsets.shape)}"
-        raise ValueError(f"x, factors, group_offsets: expected (R, K), (E, r, K) and (E + 1,), got {sizes}")
-    return x.new_empty(((x if tokens is None else tokens).shape[0], ranks))
+    experts, rank = factors.shape[:2]
+    check_like("factors", factors, (torch.bfloat16,), (experts, rank, x.shape[1]), x.device, "x")
+    return x.new_empty((_check(x, rank, group_offsets, experts, tokens), rank))
 
 
 def _gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
@@ -103,11 +103,10 @@ def _gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | 
 
 
 def _gradient_fake(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
-    _check(ranks.shape[1], x.shape[1], tokens, ranks=ranks, x=x)
-    rows = (x if tokens is None else tokens).shape[0]
-    if ranks.shape[0] != rows:
-        raise ValueError(f"ranks: expected {rows} rows as many as there are of x, got {ranks.shape[0]}")
-    return x.new_empty((group_offsets.shape[0] - 1, ranks.shape[1], x.shape[1]))
+    experts, rank = group_offsets.shape[0] - 1, ranks.shape[1]
+    rows = _check(x, rank, group_offsets, experts, tokens)
+    check_like("ranks", ranks, (torch.bfloat16,), (rows, rank), x.device, "x")
+    return x.new_empty((experts, rank, x.shape[1]))
 
 
 define("lora_shrink(Tensor x, Tensor factors, Tensor group_offsets, Tensor? tokens) -> Tensor", _shrink, _shrink_fake)

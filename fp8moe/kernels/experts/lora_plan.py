@@ -1,6 +1,7 @@
 """Launches ``cuda/lora_shrink.cu`` and ``cuda/lora_gradient.cu``. Arguments are checked by the callers."""
 
 import ctypes
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -69,14 +70,11 @@ def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tenso
         _launch(("gradient", rank, groups, width), build, x, ranks, group_offsets, tokens, out)
 
 
-def _launch(key: tuple, build, *operands: Tensor | None) -> None:
-    """operands: in the order of the kernel's ``struct Operands``, the result last."""
-    *sources, tokens, out = operands
+def _launch(key: tuple, build: Callable[[], PointerLauncher], *operands: Tensor | None) -> None:
+    """operands: in the order of the kernel's ``struct Operands``; the last two are tokens and the result."""
+    *sources, out = operands
     device = out.get_device()
-    sources = [aligned(source.contiguous()) for source in sources]
-    tokens = None if tokens is None else tokens.contiguous()
+    sources = [None if value is None else aligned(value.contiguous()) for value in sources]
     with device_guard(device):
-        plan = _plans.get((*key, tokens is not None, device), build)
-        addresses = (value.data_ptr() for value in (*sources, out))
-        *first, last = addresses
-        plan.launch(current_stream(device), *first, 0 if tokens is None else tokens.data_ptr(), last)
+        plan = _plans.get((*key, sources[-1] is not None, device), build)
+        plan.launch(current_stream(device), *(0 if value is None else value.data_ptr() for value in (*sources, out)))

@@ -39,10 +39,11 @@ def contiguous(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_off
     return shape
 
 
-def low_rank(ranks: Tensor, factors: Tensor | None, a: Tensor, b: Tensor) -> None:
+def low_rank(ranks: Tensor | None, factors: Tensor | None, a: Tensor, b: Tensor) -> None:
     """Dtypes, shapes and devices of ranks (M, r) and factors (E, N, r), whose product is added to that of a and b."""
-    if factors is None:
-        raise ValueError("factors: expected a tensor beside ranks, got None")
+    for name, value in (("ranks", ranks), ("factors", factors)):
+        if value is None:
+            raise ValueError(f"{name}: expected a tensor beside the other factor of the product, got None")
     m, (experts, n, k) = a.shape[0], b.shape
     rank = ranks.shape[-1]
     check_like("ranks", ranks, (torch.bfloat16,), (m, rank), a.device, "a.data")

@@ -202,7 +202,7 @@ def _grouped_gemm_out_fake(*arguments: Tensor | Sequence[int] | None) -> None:
     *operands, out = arguments[:6]
     checks.result(out, checks.contiguous(*operands), operands[0].device)
     ranks, factors = arguments[7:] or (None, None)
-    if ranks is not None:
+    if ranks is not None or factors is not None:
         checks.low_rank(ranks, factors, operands[0], operands[2])
 
 
