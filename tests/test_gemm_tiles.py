@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, tokens_of_tile, with_stages
 from fp8moe.kernels.gemm.cost import dense_time, resident_clusters
-from fp8moe.kernels.gemm.epilogue import PlainStore
+from fp8moe.kernels.gemm.epilogue import AddAndStore, PlainStore
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, dense_candidates, describe_dense, raster_group
 from fp8moe.runtime import compilers, jit
@@ -174,6 +174,13 @@ def test_every_variant_keeps_to_its_registers(out_dtype, bias_dtype):
     compiled = variants()
     assert {config.block_m for config, _, _ in compiled} == {8, 16, 32, 64, 128, 192, 256}
     assert not faults(compiled, PlainStore(out_dtype, bias_dtype))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_a_matrix_that_is_added_spills_behind_the_main_loop_of_the_largest_tiles(out_dtype):
+    for config, (memory, complaints, static, registers) in faults(variants(), AddAndStore(out_dtype)).items():
+        assert config.block_m * config.block_n == 128 * 256 and max(memory) <= 112, (config, memory)
+        assert not complaints and not static and registers == 168, (config, complaints, static, registers)
 
 
 def test_few_steps_are_not_unrolled_into_serial_products():
