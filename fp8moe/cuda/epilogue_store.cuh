@@ -5,6 +5,8 @@
 
 // A bias for each output feature, or none.
 struct Bias {
+  static constexpr bool TO_ALL_SLABS_FIRST = false;  // before the first is stored, or to each before its own store
+
   const void* bias;  // (N)
 
   __device__ __forceinline__ float at(int n) const {
@@ -49,9 +51,12 @@ struct Store {
   __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
     const int warp = threadIdx.x / WARP % 4;
     u8* staging = s.epilogue + warpgroup * STAGING_BYTES;
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) {  // to all slabs first: what that loads is waited for once
+    const auto add = [&](int slab) {
       out.addend.add(sum[slab], tile.m + slab_row(warpgroup, slab) + warp * 16, tile.n + slab_column(slab), tile);
+    };
+    if constexpr (Addend::TO_ALL_SLABS_FIRST) {
+#pragma unroll
+      for (int slab = 0; slab < SLABS; ++slab) add(slab);
     }
     if constexpr (BY_TMA) {
       if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // of the tile before
@@ -61,6 +66,7 @@ struct Store {
     for (int slab = 0; slab < SLABS; ++slab) {
       const int row = tile.m + slab_row(warpgroup, slab), n = tile.n + slab_column(slab);
       if (row >= tile.end) break;
+      if constexpr (!Addend::TO_ALL_SLABS_FIRST) add(slab);
       const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);
       if constexpr (OUT_FLOAT32) {
         store_pairs(

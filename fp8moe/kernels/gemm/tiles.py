@@ -83,7 +83,9 @@ def _splits(tile: GemmConfig, k: int, parts: int | None) -> Iterable[int]:
         return range(1, 2 if tile.staged else min(8, ceil(k / 128)) + 1)
     if tile.swap or parts == 1:  # a block whose weights are the 64-row operand does not sum parts
         return (parts,)
-    return () if tile.staged else (1, parts)  # no shared memory for a bfloat16 tile and for sums of parts
+    if tile.staged:  # no shared memory for a bfloat16 tile and for sums of parts
+        return (1,) if replace(tile, parts=parts).keeps_parts else ()
+    return (1, parts)
 
 
 @lru_cache(maxsize=4096)
@@ -100,8 +102,8 @@ _INVARIANT_COST = 1.12
 def invariant_parts(n: int, k: int) -> int:
     """The parts of K that are summed one by one for any number of tokens, where results are to be batch invariant.
 
-    Of the weights alone: the fewest with which few tokens take little longer than with the best split for each number,
-    on the 132 SMs of an H100 or H200.
+    Of the weights alone: the fewest equal ones with which few tokens take little longer than with the best split for
+    each number, on the 132 SMs of an H100 or H200. Unequal ones where no equal ones are as good.
     """
     sms = 132
 
@@ -111,8 +113,11 @@ def invariant_parts(n: int, k: int) -> int:
 
         return max(time(m, parts) / time(m, None) for m in _DECODED)
 
-    costs = {parts: cost(parts) for parts in range(1, min(8, ceil(k / 128)) + 1)}
-    return next((parts for parts in costs if costs[parts] <= _INVARIANT_COST), min(costs, key=costs.__getitem__))
+    blocks = ceil(k / 128)
+    costs = {parts: cost(parts) for parts in range(1, min(8, blocks) + 1)}
+    cheap = [parts for parts in costs if costs[parts] <= _INVARIANT_COST]
+    equal = [parts for parts in cheap if blocks % parts == 0]
+    return next(iter(equal or cheap), min(costs, key=costs.__getitem__))
 
 
 def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
