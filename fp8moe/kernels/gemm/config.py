@@ -97,6 +97,11 @@ class GemmConfig:
         return slabs * self.accumulators + 28 <= self.registers
 
     @property
+    def unequal_parts_spill(self) -> bool:
+        """Whether ptxas spills where one part of K is longer than another: sums of parts fill the registers."""
+        return self.keeps_parts and not self.overlaps and not self._room_for(2 * self.slabs + 2)
+
+    @property
     def part_sum_bytes(self) -> int:
         """Shared memory for the sums of the parts so far."""
         return 0 if self.parts == 1 or self.keeps_parts else self.block_m * self.block_n * 4
@@ -171,15 +176,14 @@ def fits(config: GemmConfig, k: int) -> bool:
     with two these took half as long again."""
     blocks = ceil(k / 128)
     registers = config.accumulators * (config.slabs + 1) + (36 if config.groups and not config.swap else 28)
-    # Otherwise ptxas spills where sums of parts fill the registers (docs/kernel-notes.md).
-    short_parts = blocks % config.parts == 0 and blocks // config.parts <= 32
+    spills = config.unequal_parts_spill and (blocks % config.parts or blocks // config.parts > 32)
     shared = config.shared_bytes
     return (
         registers <= config.registers
         and shared <= SHARED_LIMIT
         and (shared + 1024) * config.blocks_per_sm <= SHARED_PER_SM
         and config.stages >= min(2 if config.parts == 1 else 3, ceil(blocks / config.split_k))
-        and (config.parts == 1 or config.overlaps or not config.keeps_parts or short_parts)
+        and not (config.parts > 1 and spills)
         and (config.split_k == 1 or config.stages * (config.block_m + config.block_n) * 128 >= config.partial_bytes)
     )
 
