@@ -35,6 +35,23 @@ struct Bias {
   }
 };
 
+// Writes the sums of this warp's 16 rows from the registers, two columns at a time: four lanes fill a 32-byte sector.
+// `row` is the warp's first; rows from `end` on and columns from N on are left out.
+__device__ __forceinline__ void store_pairs(const float (&sum)[ACCUMULATORS], float* out, long long pitch, int row,
+                                            int n, int end) {
+  const int lane = lane_id();
+  row += lane / 4;
+  n += 2 * (lane % 4);
+  float* target = out + row * pitch + n;
+#pragma unroll
+  for (int j = 0; j < ACCUMULATORS / 4; ++j) {
+    if (n + 8 * j >= N) return;
+    if (row < end) *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sum[4 * j], sum[4 * j + 1]);
+    float* below = target + 8 * pitch + 8 * j;
+    if (row + 8 < end) *reinterpret_cast<float2*>(below) = make_float2(sum[4 * j + 2], sum[4 * j + 3]);
+  }
+}
+
 template <typename Addend>
 struct Store {
   struct Output {
@@ -69,9 +86,7 @@ struct Store {
       if constexpr (!Addend::TO_ALL_SLABS_FIRST) add(slab);
       const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);
       if constexpr (OUT_FLOAT32) {
-        store_pairs(
-            sum[slab], static_cast<float*>(out.data), out.pitch, row + warp * 16, n, tile.end,
-            [](float* pair, float left, float right) { *reinterpret_cast<float2*>(pair) = make_float2(left, right); });
+        store_pairs(sum[slab], static_cast<float*>(out.data), out.pitch, row + warp * 16, n, tile.end);
       } else if (BY_TMA && out.pitch == N && row + 64 <= tile.end) {
         store_slab(sum[slab], target, row, n, warpgroup);
       } else {

@@ -214,6 +214,8 @@ class GroupedKConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: stages of both tiles, their scales and two mbarriers, and room to align them."""
+        """Dynamic shared memory: stages of both tiles, their scales and two mbarriers, two pieces of the result for
+        each math warp, and room to align them."""
         rows = self.block_m + self.block_n
-        return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + SWIZZLE_ALIGNMENT
+        pieces = 4 * self.warpgroups * 2 * 16 * 128
+        return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT
