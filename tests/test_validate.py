@@ -108,6 +108,15 @@ def test_what_fails_beside_others_runs_again_alone(tmp_path):
     result = validate.run_tests(tmp_path)
     assert result["passed_alone"] == ["tests.gpu.test_once::test_once[1.5]"]
     assert (result["passed"], result["failed"], result["exit_code"]) == (2, 1, 1)
+    content = {"digest": "d", "tests": result, "sanitizer": {}}
+    assert validate.run_failures(tmp_path, content, "d") == content
+    (directory / "test_bad.py").write_text(f"{head}def test_good(): assert False\ndef test_it(): pass\n")
+    mended = validate.run_failures(tmp_path, content, "d")["tests"]
+    assert (mended["passed"], mended["failed"], mended["exit_code"], mended["failures"]) == (3, 0, 0, [])
+    assert mended["passed_alone"] == ["tests.gpu.test_bad::test_it", "tests.gpu.test_once::test_once[1.5]"]
+    for stale in (content | {"digest": "other"}, {"digest": "d"}):
+        with pytest.raises(SystemExit, match="--again needs tests"):
+            validate.run_failures(tmp_path, stale, "d")
     (directory / "test_bad.py").unlink()
     (directory / "seen").unlink()
     result = validate.run_tests(tmp_path)

@@ -2,7 +2,8 @@
 
 The file holds a digest of what the GPU runs too (`tools.digest`), so that a test of the CPU suite can tell when it no
 longer speaks of the sources. Parts may be run one at a time: a part is added to the file as soon as it is done, and
-parts that were recorded with another digest are dropped.
+parts that were recorded with another digest are dropped. `--again` runs only what failed of the tests, once a test that
+was wrong itself has been mended.
 """
 
 import argparse
@@ -100,9 +101,19 @@ def run_alone(root: Path, beside_others: dict) -> dict:
         "passed": beside_others["passed"] + len(passed),
         "failed": beside_others["failed"] - len(passed),
         "failures": sorted(set(failed) - set(passed)),
-        "passed_alone": passed,
+        "passed_alone": sorted({*beside_others.get("passed_alone", ()), *passed}),
         "exit_code": again["exit_code"],
     }
+
+
+def run_failures(root: Path, content: dict, current: str) -> dict:
+    """The content of the file with the tests that failed in it run once more.
+
+    SystemExit if it has none of the `current` digest.
+    """
+    if content.get("digest") != current or "tests" not in content:
+        raise SystemExit("--again needs tests that are recorded with the digest of these sources: run --only tests")
+    return content | {"tests": run_alone(root, content["tests"])}
 
 
 def _pytest(root: Path, *arguments: str, processes: int) -> dict:
@@ -250,9 +261,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tools.validate", description="check and time every kernel on this GPU"
     )
     parser.add_argument("--only", metavar="PART[,PART]", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--again", action="store_true", help="run the tests that failed in the file, then only PARTs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: validation/h200.json of the checkout")
     args = parser.parse_args(argv)
-    chosen = args.only.split(",") if args.only else list(PARTS)
+    chosen = args.only.split(",") if args.only else [] if args.again else list(PARTS)
     if unknown := set(chosen) - PARTS.keys():
         parser.error(f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     require_gpu()
@@ -264,6 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(f"validation/h200.json is of an H200, and this GPU is an {gpu}: give --out FILE")
     current = digest(ROOT)
     content = json.loads(path.read_text()) if path.exists() else {}
+    if args.again:
+        write_json(path, content := run_failures(ROOT, content, current))
     measured_with = versions()
     for part in chosen:
         head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": measured_with}
