@@ -3,7 +3,8 @@
 Forward and backward of GroupedExperts, "frozen", whose gradients are those of its inputs, and of our LoRA layer around
 it, "lora", rank 16 in bfloat16, with the gradients of all adapters beside them: the same FP8 weights, inputs and
 routing. As in `benchmarks.training` times are of the replay of a CUDA graph, by CUDA events and with a cold L2:
-`us`, and `forward_us` of the forward alone. `ratio` is "lora" over "frozen"; less is better.
+`us`, and `forward_us` of the forward alone, for the tokens of a decode step and of training. `ratio` is "lora" over
+"frozen", `forward_ratio` of the forward; less is better.
 
 `step_bytes` is the largest amount of memory during training steps, AdamW's included, beside the FP8 weights, adapters,
 inputs and output. `allowed_bytes` is what it may be: gradients and both moments of the adapters, what the frozen pass
@@ -26,9 +27,10 @@ from benchmarks.training import MAX_DIFFERENCE, Pass, capture, largest_differenc
 from fp8moe import GroupedExperts
 
 CASES = ("dsv3_ep8", "qwen3_30b")
-TOKENS, RANK = 8192, 16
+DECODED, TOKENS, RANK = 64, 8192, 16
 STEPS = 3
-COLUMNS = {"experts": ("model", "impl", "forward_us", "us", "ratio", "step_bytes", "allowed_bytes", "difference")}
+_TIMES = ("forward_us", "forward_ratio", "us", "ratio")
+COLUMNS = {"experts": ("model", "tokens", "impl", *_TIMES, "step_bytes", "allowed_bytes", "difference")}
 
 
 class Measurement(NamedTuple):
@@ -124,15 +126,20 @@ def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, M
 
 def make_rows(name: str, measured: Mapping[str, Measurement], *, tokens: int = TOKENS, rank: int = RANK) -> list[dict]:
     """A row for each implementation."""
-    frozen = measured["frozen"].us
+    frozen = measured["frozen"]
     size = {"what": "experts", "model": name, **MODELS[name]._asdict(), "tokens": tokens, "rank": rank}
-    return [size | {"impl": impl, "ratio": found.us / frozen} | found._asdict() for impl, found in measured.items()]
+    return [
+        size
+        | {"impl": impl, "ratio": found.us / frozen.us, "forward_ratio": found.forward_us / frozen.forward_us}
+        | found._asdict()
+        for impl, found in measured.items()
+    ]
 
 
 def thresholds(rows: Sequence[dict]) -> list[Threshold]:
     found = []
     for row in select(rows, "experts"):
-        if row["impl"] != "lora":
+        if row["impl"] != "lora" or row["tokens"] != TOKENS:
             continue
         what = f"LoRA on the experts, {row['model']}, {row['tokens']} tokens, rank {row['rank']}"
         found.append(Threshold(f"{what}, forward and backward / those of frozen experts", row["ratio"], 1.35))
@@ -144,7 +151,8 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
 def run(models: Sequence[str] = CASES) -> dict:
     """Checks and times adapters on the experts of models; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
-    rows = [row for name in models for row in make_rows(name, measure(name))]
+    cases = [(name, tokens) for name in models for tokens in (DECODED, TOKENS)]
+    rows = [row for name, tokens in cases for row in make_rows(name, measure(name, tokens=tokens), tokens=tokens)]
     return command.result(gpu, rows, thresholds(rows))
 
 

@@ -68,18 +68,16 @@ def test_without_the_mode_nothing_changes():
             assert chosen == choose_dense(m, n, k, SMS) and chosen.parts == 1
 
 
-def test_variants_that_sum_parts_compile_without_spills():
-    def candidates():
-        for n, k in ((576, 7168), (4096, 4096)):
-            for m in (60, 500):
-                for tile in dense_candidates(m, n, k, SMS, invariant_parts(n, k)):
-                    if tile.parts > 1:
-                        yield tile, n, k
-
-    tiles = one_of_each(candidates())
+@pytest.mark.parametrize(("k", "parts"), [(7168, 2), (7168, 3), (16384, 2)])
+def test_variants_that_sum_parts_compile_without_spills(k, parts):
+    """Of equal length, and not; more than 32 blocks long."""
+    tiles = [(tile, 576, k) for m in (60, 500) for tile in dense_candidates(m, 576, k, SMS, parts) if tile.parts > 1]
+    tiles = one_of_each(tiles)
     assert {tile.keeps_parts for tile, _, _ in tiles} == {True, False}
-    for epilogue in (PlainStore(torch.bfloat16), PlainStore(torch.float32)):
-        assert not faults(tiles, epilogue)
+    assert {(256, 64), (128, 96), (128, 160)} <= {(tile.block_m, tile.block_n) for tile, _, _ in tiles}
+    assert ((128, 128) in {(tile.block_m, tile.block_n) for tile, _, _ in tiles}) == (k // parts == 3584)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert not faults(tiles, PlainStore(dtype))
 
 
 def test_memory_for_the_sums_of_parts():

@@ -179,7 +179,7 @@ def test_every_variant_keeps_to_its_registers(out_dtype, bias_dtype):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_a_matrix_that_is_added_spills_behind_the_main_loop_of_the_largest_tiles(out_dtype):
     for config, (memory, complaints, static, registers) in faults(variants(), AddAndStore(out_dtype)).items():
-        assert config.block_m * config.block_n == 128 * 256 and max(memory) <= 112, (config, memory)
+        assert config.block_m * config.block_n == 128 * 256 and max(memory) <= 60, (config, memory)
         assert not complaints and not static and registers == 168, (config, complaints, static, registers)
 
 

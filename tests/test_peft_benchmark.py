@@ -19,6 +19,8 @@ def test_rows_and_thresholds():
         adapted = lora.Measurement(500.0, us, memory, allowed_bytes=5000, difference=0.05)
         rows = lora.make_rows("dsv3_ep8", {"frozen": frozen, "lora": adapted})
         assert [row["ratio"] for row in rows] == [1.0, us / 1000]
+        assert [row["forward_ratio"] for row in rows] == [1.0, 1.25]
+        assert not lora.thresholds(lora.make_rows("dsv3_ep8", {"frozen": frozen, "lora": adapted}, tokens=64))
         assert rows[1]["tokens"] == 8192 and rows[1]["rank"] == 16 and rows[1]["hidden"] == 7168
         found = lora.thresholds(rows)
         assert [one.passed for one in found] == passed

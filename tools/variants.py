@@ -101,11 +101,12 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
             form = offsets, limit, alpha, values
             yield lambda x=gate_up, form=form: ops.swiglu_quantize_rows(x, *form)
             yield lambda x=(gate_up, grad, weights), form=form: ops.swiglu_backward_quantize_rows(*x, *form)
-    for rank, width in ((16, 2048), (48, 264)):
-        x, factors, ranks = make.normal(200, width), make.normal(4, rank, width), make.normal(200, rank)
-        for tokens in (None, make.zeros(200, dtype=torch.int32)):
-            yield lambda x=(x, factors, offsets, tokens): lora_shrink(*x)
-            yield lambda x=(ranks, x, offsets, tokens): lora_gradient(*x)
+    few = make.integers([0, 5, 6, 15, 20])
+    for rank, width, ends, count in ((16, 2048, offsets, 200), (48, 264, offsets, 200), (16, 264, few, 20)):
+        x, factors, ranks = make.normal(count, width), make.normal(4, rank, width), make.normal(count, rank)
+        for tokens in (None, make.zeros(count, dtype=torch.int32)):
+            yield lambda x=(x, factors, ends, tokens): lora_shrink(*x)
+            yield lambda x=(ranks, x, ends, tokens): lora_gradient(*x)
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))

@@ -8,6 +8,8 @@
 static_assert(RANK % 16 == 0, "a step of the product takes 16 ranks");
 
 struct LowRank {
+  static constexpr bool TO_ALL_SLABS_FIRST = true;  // loads are waited for once
+
   const u16* ranks;    // (m, RANK) bfloat16
   const u16* factors;  // (groups, N, RANK) bfloat16
 

@@ -5,6 +5,8 @@
 
 // A bias for each output feature, or none.
 struct Bias {
+  static constexpr bool TO_ALL_SLABS_FIRST = false;  // before the first is stored, or to each before its own store
+
   const void* bias;  // (N)
 
   __device__ __forceinline__ float at(int n) const {
@@ -33,6 +35,23 @@ struct Bias {
   }
 };
 
+// Writes the sums of this warp's 16 rows from the registers, two columns at a time: four lanes fill a 32-byte sector.
+// `row` is the warp's first; rows from `end` on and columns from N on are left out.
+__device__ __forceinline__ void store_pairs(const float (&sum)[ACCUMULATORS], float* out, long long pitch, int row,
+                                            int n, int end) {
+  const int lane = lane_id();
+  row += lane / 4;
+  n += 2 * (lane % 4);
+  float* target = out + row * pitch + n;
+#pragma unroll
+  for (int j = 0; j < ACCUMULATORS / 4; ++j) {
+    if (n + 8 * j >= N) return;
+    if (row < end) *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sum[4 * j], sum[4 * j + 1]);
+    float* below = target + 8 * pitch + 8 * j;
+    if (row + 8 < end) *reinterpret_cast<float2*>(below) = make_float2(sum[4 * j + 2], sum[4 * j + 3]);
+  }
+}
+
 template <typename Addend>
 struct Store {
   struct Output {
@@ -49,9 +68,12 @@ struct Store {
   __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
     const int warp = threadIdx.x / WARP % 4;
     u8* staging = s.epilogue + warpgroup * STAGING_BYTES;
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) {  // to all slabs first: what that loads is waited for once
+    const auto add = [&](int slab) {
       out.addend.add(sum[slab], tile.m + slab_row(warpgroup, slab) + warp * 16, tile.n + slab_column(slab), tile);
+    };
+    if constexpr (Addend::TO_ALL_SLABS_FIRST) {
+#pragma unroll
+      for (int slab = 0; slab < SLABS; ++slab) add(slab);
     }
     if constexpr (BY_TMA) {
       if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // of the tile before
@@ -61,11 +83,10 @@ struct Store {
     for (int slab = 0; slab < SLABS; ++slab) {
       const int row = tile.m + slab_row(warpgroup, slab), n = tile.n + slab_column(slab);
       if (row >= tile.end) break;
+      if constexpr (!Addend::TO_ALL_SLABS_FIRST) add(slab);
       const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);
       if constexpr (OUT_FLOAT32) {
-        store_pairs(
-            sum[slab], static_cast<float*>(out.data), out.pitch, row + warp * 16, n, tile.end,
-            [](float* pair, float left, float right) { *reinterpret_cast<float2*>(pair) = make_float2(left, right); });
+        store_pairs(sum[slab], static_cast<float*>(out.data), out.pitch, row + warp * 16, n, tile.end);
       } else if (BY_TMA && out.pitch == N && row + 64 <= tile.end) {
         store_slab(sum[slab], target, row, n, warpgroup);
       } else {

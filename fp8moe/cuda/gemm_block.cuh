@@ -1,4 +1,4 @@
-// What the kernels gemm and gemm_k share: the roles of a block, the order of its tiles, a product, a store.
+// What the kernels gemm and gemm_k share: the roles of a block, the order of its tiles, a product.
 //
 // Constants of both come from Python (kernels/gemm/source.py): N, BLOCK_M, BLOCK_N, WARPGROUPS, STAGES, SHARED_BYTES,
 // ARGUMENTS_BYTES, MATH_REGISTERS, PRODUCER_REGISTERS. Python also generates wgmma() for the width of the tile.
@@ -49,22 +49,5 @@ __device__ __forceinline__ void multiply_stages(int count, const Multiply& multi
       multiply(i);
       if (++i == count) break;
     }
-  }
-}
-
-// Writes the sums of this warp's 16 rows from the registers with write(target, left, right), two columns at a time:
-// four lanes fill a 32-byte sector. `row` is the warp's first; rows from `end` on and columns from N on are left out.
-template <int Accumulators, typename Write>
-__device__ __forceinline__ void store_pairs(const float (&sum)[Accumulators], float* out, long long pitch, int row,
-                                            int n, int end, const Write& write) {
-  const int lane = lane_id();
-  row += lane / 4;
-  n += 2 * (lane % 4);
-  float* target = out + row * pitch + n;
-#pragma unroll
-  for (int j = 0; j < Accumulators / 4; ++j) {
-    if (n + 8 * j >= N) return;
-    if (row < end) write(target + 8 * j, sum[4 * j], sum[4 * j + 1]);
-    if (row + 8 < end) write(target + 8 * pitch + 8 * j, sum[4 * j + 2], sum[4 * j + 3]);
   }
 }

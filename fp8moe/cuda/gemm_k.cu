@@ -6,7 +6,8 @@
 //
 // Roles as in gemm.cu: produce() is one thread that loads, consume() two warpgroups that multiply and promote each
 // 128-deep product to float32 sums (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Here both operands have a scale for
-// each row, so that every product takes its own.
+// each row, so that every product takes its own. TMA writes the sums, or adds them to the result, under the next
+// tile's products (struct Output).
 //
 // The prelude (kernels/gemm/source.py) has the constants of gemm_block.cuh, wgmma(), the type Out of the result (float,
 // or u16 for bfloat16) and ACCUMULATE (with float only).
@@ -22,7 +23,6 @@ constexpr int UNROLLED_STAGES = 4;
 
 struct Arguments {
   const int* offsets;
-  Out* out;  // (groups, m, N)
   int groups, m, k;
   int raster;  // height of a band of tiles, see RasterPosition
 };
@@ -32,9 +32,13 @@ struct alignas(128) StageScales {
   float a[BLOCK_M], b[BLOCK_N];
 };
 
+// What TMA writes at once of a warp's sums: rows, and columns of 128 bytes.
+constexpr int PIECE_ROWS = 16, PIECE_COLUMNS = 128 / sizeof(Out), PIECE_BYTES = PIECE_ROWS * 128;
+
 struct Shared {
   u8 a[STAGES][BLOCK_M * BLOCK_K];
   u8 b[STAGES][BLOCK_N * BLOCK_K];
+  u8 pieces[MATH_WARPS][2][PIECE_BYTES];
   u8 scales[STAGES][sizeof(StageScales)];
   Ring<STAGES> ring;
 
@@ -110,8 +114,7 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
   pipeline.arrived();
   const StageScales& scales = s.stage_scales(pipeline.stage);
-  const u32 a = shared_address(s.a[pipeline.stage]);
-  const u64 columns = wgmma_descriptor(shared_address(s.b[pipeline.stage]));
+  const TileStart a(shared_address(s.a[pipeline.stage])), columns(shared_address(s.b[pipeline.stage]));
   // All scales are loaded ahead of the products: handing the stage back does not wait for loads in flight.
   float rows[2 * SLABS];
 #pragma unroll
@@ -126,7 +129,7 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   float partial[ACCUMULATORS];
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab) {
-    start_product(partial, wgmma_descriptor(a + (warpgroup * SLABS + slab) * 64 * BLOCK_K), columns);
+    start_product(partial, a + (warpgroup * SLABS + slab) * 64 * ROW_STEP, columns);
     // Half of the products of scales: after the wgmma they would hold up the next one, all of them would need registers
     // that it has.
     const float upper = rows[2 * slab], lower = rows[2 * slab + 1];
@@ -155,60 +158,88 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
   pipeline.advance();
 }
 
-// Two neighbours, which no other thread writes: the order of additions is that of the calls.
-__device__ __forceinline__ void store_pair(float* target, float left, float right) {
-  if constexpr (ACCUMULATE) {
-    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(left), "f"(right) : "memory");
-  } else {
-    *reinterpret_cast<float2*>(target) = make_float2(left, right);
-  }
-}
+// Hands the sums of a warp to TMA, 16 rows and up to 128 bytes of each at once, by two pieces of shared memory in turn.
+// An element is written, or added to, by one thread block in a call: the order of additions is that of the calls.
+struct Output {
+  static constexpr int LAST = BLOCK_N % PIECE_COLUMNS;  // columns of the last piece, if that has fewer
 
-__device__ __forceinline__ void store_tile(const float (&sum)[SLABS][ACCUMULATORS], float* out, const Tile& tile, int m,
-                                           int warpgroup) {
-  const int warp = threadIdx.x / WARP % 4;
-#pragma unroll
-  for (int slab = 0; slab < SLABS; ++slab) {
-    const int row = tile.m + (warpgroup * SLABS + slab) * 64 + warp * 16;
-    store_pairs(sum[slab], out + static_cast<long long>(tile.group) * m * N, N, row, tile.n, m, store_pair);
-  }
-}
+  Shared& s;
+  const TensorMap &map, &last;  // by pieces of PIECE_COLUMNS, and of LAST
+  int warpgroup;
+  int turn = 0;
 
-// first where the mask is set: no branch, behind which the compiler would no longer take a warp to be in step.
-__device__ __forceinline__ u32 select(u32 mask, u32 first, u32 second) { return (first & mask) | (second & ~mask); }
-
-// In bfloat16 four lanes have two columns each of two pieces of 8; after two exchanges each has four columns of one
-// piece. All exchanges come before the first store, which is a branch.
-__device__ __forceinline__ void store_tile(const float (&sum)[SLABS][ACCUMULATORS], u16* out, const Tile& tile, int m,
-                                           int warpgroup) {
-  const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
-  const u32 later_piece = 0u - (lane >> 1 & 1), later_columns = 0u - (lane & 1);  // masks
-  uint2 columns[2 * SLABS][BLOCK_N / 16];
+  __device__ __forceinline__ void store(const float (&sum)[SLABS][ACCUMULATORS], const Tile& tile) {
+    const int warp = threadIdx.x / WARP % 4;
 #pragma unroll
-  for (int i = 0; i < 2 * SLABS; ++i) {
+    for (int slab = 0; slab < SLABS; ++slab) {
+      const int row = tile.m + (warpgroup * SLABS + slab) * 64 + warp * PIECE_ROWS;
 #pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; ++j) {
-      const float* v = sum[i / 2] + 8 * j + i % 2 * 2;
-      const u32 first = pack_bfloat16(v[0], v[1]), second = pack_bfloat16(v[4], v[5]);
-      const u32 other = __shfl_xor_sync(FULL_WARP, select(later_piece, first, second), 2);
-      const u32 left = select(later_piece, other, first), right = select(later_piece, second, other);
-      const u32 next = __shfl_xor_sync(FULL_WARP, select(later_columns, left, right), 1);
-      columns[i][j] = make_uint2(select(later_columns, next, left), select(later_columns, right, next));
+      for (int first = 0; first < BLOCK_N; first += PIECE_COLUMNS) {
+        if (first + PIECE_COLUMNS <= BLOCK_N) {
+          store_piece<PIECE_COLUMNS>(sum[slab], first, map, row, tile);
+        } else {
+          store_piece<LAST>(sum[slab], first, last, row, tile);
+        }
+      }
     }
   }
-  const int n = tile.n + (later_piece & 8) + (later_columns & 4);
-#pragma unroll
-  for (int i = 0; i < 2 * SLABS; ++i) {
-    const int row = tile.m + (warpgroup * SLABS + i / 2) * 64 + warp * 16 + lane / 4 + i % 2 * 8;
-    u16* target = out + (static_cast<long long>(tile.group) * m + row) * N + n;
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; ++j) {
-      if (row < m && n + 16 * j < N) *reinterpret_cast<uint2*>(target + 16 * j) = columns[i][j];
+
+  // Behind the last tile.
+  __device__ __forceinline__ void finish() const {
+    if (lane_id() == 0) bulk_wait();
+  }
+
+ private:
+  // `Columns` of a slab from `first` on, once TMA has read what was there two turns before.
+  template <int Columns>
+  __device__ __forceinline__ void store_piece(const float (&sum)[ACCUMULATORS], int first, const TensorMap& target,
+                                              int row, const Tile& tile) {
+    u8* piece = s.pieces[threadIdx.x / WARP][turn];
+    turn ^= 1;
+    if (lane_id() == 0) bulk_wait_read<1>();
+    __syncwarp();
+    stage<Columns>(sum, first, piece);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane_id() == 0) {
+      if constexpr (ACCUMULATE) {
+        tma_add(target, shared_address(piece), tile.n + first, row, tile.group);
+      } else {
+        tma_store(target, shared_address(piece), tile.n + first, row, tile.group);
+      }
+      bulk_commit();
     }
   }
-}
 
-__device__ __forceinline__ void consume(Shared& s, Schedule schedule, int warpgroup) {
+  // Lays them out as TMA reads them: rows of 128 bytes with their 16-byte chunks swapped by row, shorter ones as they
+  // are.
+  template <int Columns>
+  __device__ __forceinline__ void stage(const float (&sum)[ACCUMULATORS], int first, u8* piece) const {
+    constexpr int PITCH = Columns * sizeof(Out);
+    const int lane = lane_id();
+    const auto place = [](int row, int chunk) { return row * PITCH + (PITCH == 128 ? chunk ^ row % 8 : chunk) * 16; };
+    const float* v = sum + first / 2;
+    if constexpr (sizeof(Out) == 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < Columns / 8; ++j) {
+          const int at = place(half * 8 + lane / 4, 2 * j + lane % 4 / 2) + lane % 2 * 8;
+          *reinterpret_cast<float2*>(piece + at) = make_float2(v[4 * j + 2 * half], v[4 * j + 2 * half + 1]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < Columns / 8; j += 2) {
+        const u32 at = shared_address(piece) + place(lane % 16, j + lane / 16);
+        stmatrix_x4(at, pack_bfloat16(v[4 * j], v[4 * j + 1]), pack_bfloat16(v[4 * j + 2], v[4 * j + 3]),
+                    pack_bfloat16(v[4 * j + 4], v[4 * j + 5]), pack_bfloat16(v[4 * j + 6], v[4 * j + 7]));
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void consume(Shared& s, Schedule schedule, Output& output) {
   Pipeline<STAGES> pipeline(s.ring);
   Tile tile;
   bool more = schedule.next(tile);
@@ -222,18 +253,21 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, int warpgr
 #pragma unroll
       for (int i = 0; i < SLABS * ACCUMULATORS; ++i) sum[i / ACCUMULATORS][i % ACCUMULATORS] = initial;
       if (tile.count > 0) {
-        multiply(sum, s, pipeline, warpgroup, find_next);
-        multiply_stages<UNROLLED_STAGES>(tile.count - 1, [&](int) { multiply(sum, s, pipeline, warpgroup, [] {}); });
+        multiply(sum, s, pipeline, output.warpgroup, find_next);
+        multiply_stages<UNROLLED_STAGES>(tile.count - 1,
+                                         [&](int) { multiply(sum, s, pipeline, output.warpgroup, [] {}); });
       }
-      store_tile(sum, schedule.args.out, tile, schedule.args.m, warpgroup);
+      output.store(sum, tile);
     }
     tile = following;
   }
+  output.finish();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gemm_k(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a_scale,
            const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap b_scale,
+           const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out_last,
            const __grid_constant__ Arguments args) {
   Shared& s = aligned_shared<Shared>();
   const int warp = same_in_warp(threadIdx.x / WARP), lane = lane_id(), warpgroup = warp / 4;  // in this order: gemm.cu
@@ -248,6 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp == MATH_WARPS && lane == 0) produce({s, a, a_scale, b, b_scale}, {args});
   } else {
     registers_increase<MATH_REGISTERS>();
-    consume(s, {args}, warpgroup);
+    Output output{s, out, out_last, warpgroup};
+    consume(s, {args}, output);
   }
 }

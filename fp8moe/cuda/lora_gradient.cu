@@ -1,20 +1,19 @@
 // The gradient of LoRA's factors (arXiv:2106.09685): out[e] = sum over the rows of group e of ranks[row] times
 // x[source of row], as (RANK, n). Zeros for a group without rows.
 //
-// A thread block makes 16 ranks x COLUMNS of a group and goes through its rows, ROWS at a time, which it loads while it
+// A thread block makes RANKS x COLUMNS of a group and goes through its rows, ROWS at a time, which it loads while it
 // multiplies those before them.
 //
-// Compile-time constants: RANK (a multiple of 16), GATHERED (rows have tokens, which are the rows of x), WARPS.
+// Compile-time constants: RANK (a multiple of RANKS), RANKS and COLUMNS (of a thread block: 16, and 256, a row of which
+// a warp copies at once), GATHERED (rows have tokens, which are the rows of x), WARPS.
 #include "vector.cuh"
 #include "warp.cuh"
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROWS = 32;                    // of a stage: a lane each
-constexpr int RANKS = 16;                   // of a thread block
-constexpr int COLUMNS = 256;                // of a thread block: a warp copies a row of them at once
 constexpr int CHUNK = 8;                    // values of 16 bytes
 constexpr int TILES = COLUMNS / WARPS / 8;  // of 8 columns, of a warp
-static_assert(RANK % RANKS == 0 && COLUMNS == WARP * CHUNK && TILES % 2 == 0 && ROWS % WARPS == 0);
+static_assert(RANKS == 16 && RANK % RANKS == 0 && COLUMNS == WARP * CHUNK && TILES % 2 == 0 && ROWS % WARPS == 0);
 
 struct Operands {
   const u16* x;       // (rows or tokens, n) bfloat16, n a multiple of 8
@@ -77,7 +76,7 @@ __device__ __forceinline__ void multiply(const Shared& s, int stage, float (&sum
   }
 }
 
-// Grid: ceil(n / COLUMNS) x groups x RANK / 16.
+// Grid: ceil(n / COLUMNS) x groups x RANK / RANKS.
 extern "C" __global__ void __launch_bounds__(THREADS) lora_gradient(const Operands operands, const i64 n) {
   __shared__ __align__(128) Shared s;
   const int begin = operands.groups[blockIdx.y], end = operands.groups[blockIdx.y + 1];

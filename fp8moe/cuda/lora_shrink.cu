@@ -1,21 +1,20 @@
 // From the rows of experts to their ranks, the A x of LoRA (arXiv:2106.09685; "shrink" in Punica, arXiv:2310.18547):
 // out[row] = factors[e] @ x[source of row], for each row of group e.
 //
-// A thread block takes ROWS rows, whose groups it goes through, and 16 ranks. Its warps share K: each lane of a warp
+// The thread blocks of ROWS rows take their groups in turn, each RANKS ranks. Its warps share K: each lane of a warp
 // loads 16 bytes of rows and of factors, so that a step takes 32 values, and the block adds up what its warps have.
 //
-// Compile-time constants: RANK (a multiple of 16), GATHERED (rows have tokens, which are the rows of x), ROWS (a
-// multiple of 16), WARPS, BLOCKS_PER_SM.
+// Compile-time constants: RANK (a multiple of RANKS), RANKS (of a thread block: 16), GATHERED (rows have tokens, which
+// are the rows of x), ROWS (a multiple of 16), WARPS, BLOCKS_PER_SM.
 #include "vector.cuh"
 #include "warp.cuh"
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILES = ROWS / 16;  // of 16 rows
-constexpr int RANKS = 16;         // of a thread block
 constexpr int LOADED = 8;         // values that a lane loads at once
 constexpr int STEP = 4 * LOADED;  // along K, of a warp
 constexpr int PITCH = RANKS + 4;  // floats of a row of sums: multiples of 16 bytes, on different banks
-static_assert(RANK % RANKS == 0 && ROWS % 16 == 0);
+static_assert(RANKS == 16 && RANK % RANKS == 0 && ROWS % 16 == 0);
 
 struct Operands {
   const u16* x;        // (rows or tokens, k) bfloat16, k a multiple of 8
@@ -109,7 +108,7 @@ __device__ void shrink(const Operands& o, const Sizes& sizes, float (&shared)[WA
   __syncthreads();  // the sums may be overwritten
 }
 
-// Grid: ceil(rows / ROWS) x RANK / 16.
+// Grid: ceil(rows / ROWS) x RANK / RANKS x blocks that share the groups of these rows.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     lora_shrink(const Operands operands, const Sizes sizes) {
   __shared__ __align__(16) float shared[WARPS][ROWS][PITCH];
@@ -125,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   if (lane_id() == 0) atomicAdd(&groups_before, before);
   __syncthreads();
 #pragma unroll 1
-  for (int e = groups_before; e < num_groups; ++e) {
+  for (int e = groups_before + blockIdx.z; e < num_groups; e += gridDim.z) {
     const int begin = operands.groups[e], end = operands.groups[e + 1];
     if (begin >= last) break;
     if (begin < end) shrink(operands, sizes, shared, places, first, max(begin, first), min(end, last), e);

@@ -149,10 +149,26 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int 
                : "memory");
 }
 
-// Closes the group of stores that this thread has issued; waits until all groups have read their source, or have
-// written.
+// The same of three dimensions; or adds it to what is there, each float32 element once.
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+               "r"(source), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+__device__ __forceinline__ void tma_add(const TensorMap& map, u32 source, int x, int y, int z) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+      "r"(source), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// Closes the group of stores that this thread has issued; waits until all groups but the last `Pending` have read their
+// source, or until all have written.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int Pending = 0>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Contiguous copy to another block's shared memory; counts its bytes on the mbarrier there. Multiples of 16 bytes.

@@ -1,22 +1,25 @@
 """Cases of the training kernels for compute-sanitizer, in the manner of `sanitize_cases.py`, which runs them.
 
-Every source of the transposing quantizer, the transpose of FP8 weights, the GEMM along K; with and without vectors of
-16 bytes, weights, tokens, and a limit; groups of few rows and of many, uneven, empty, with offsets and tokens that mean
-nothing. Results are checked on the CPU: functions called `errors` return the number of values that have not the bits of
-the reference.
+Every source of the transposing quantizer, the transpose of FP8 weights, the GEMM along K, LoRA's kernels; with and
+without vectors of 16 bytes, weights, tokens, and a limit; groups of few rows and of many, uneven, empty, with offsets
+and tokens that mean nothing. Results are checked on the CPU: functions called `errors` return the number of values that
+have not the bits of the reference.
 """
 
 import torch
 
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe import FP8Tensor, grouped_gemm_k, quantize_128x1, quantize_128x128
+from fp8moe import FP8Tensor, grouped_gemm_k, quantize_1x128, quantize_128x1, quantize_128x128
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
 from fp8moe.kernels.experts.swiglu_quantize_reference import swiglu_backward
 from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
+from fp8moe.kernels.gemm.grouped import grouped_rows
 from fp8moe.quant import transpose_reference
 from fp8moe.quant.transpose import Transposed, quantize_with_transpose
 from fp8moe.quant.transpose_fp8 import transpose_fp8
+from tests import lora_cases
 
 # group offsets, rows, features, tokens, weighted, input type
 TRANSPOSES = (
@@ -44,8 +47,22 @@ GROUPED_K = (
     ((0, 256, 640), 63, 200, False, torch.bfloat16),
     ((-128, 128, 9999 * 128), 257, 24, False, torch.bfloat16),
 )
+# sizes of groups, K, ranks, tokens from which rows are gathered
+LORA = (
+    ((3, 0, 7, 40), 136, 16, None),
+    ((100, 0, 33), 768, 48, 37),
+    ((1,) * 40, 2048, 16, 5),
+    ((700, 1), 264, 16, None),
+)
+# group offsets, rows, N, K, ranks, type of the result
+LOW_RANK = (
+    ((0, 1, 2, 2, 7, 9, 12), 14, 136, 144, 16, torch.bfloat16),
+    ((7, 40, 40, 41, 130, 190), 200, 392, 272, 48, torch.float32),
+    ((0, 700, 700, 1003), 1003, 1040, 272, 16, torch.bfloat16),
+)
 E4M3_ERROR = 4e-2
 GEMM_ERROR = 3e-4
+BFLOAT16_ERROR = 2e-3  # of which rounding takes 1.7e-3
 
 
 def transpose_errors(
@@ -138,10 +155,36 @@ def grouped_k_error(offsets: tuple[int, ...], m: int, n: int, accumulate: bool, 
     return rounded_error(out.cpu(), torch.stack(products) + (before.double() if accumulate else 0))
 
 
+def lora_error(sizes: tuple[int, ...], width: int, rank: int, tokens: int | None) -> float:
+    """The larger error of `lora_shrink` and `lora_gradient`."""
+    x, factors, ranks, offsets, index = lora_cases.operands(sizes, width, rank, tokens, device="cuda")
+    shrunk, gradient = lora_cases.exact(x, factors, ranks, offsets, index)
+    used = sum(sizes)
+    got = lora_shrink(x, factors, offsets, index)[:used]
+    return max(relative_error(got, shrunk[:used]), relative_error(lora_gradient(ranks, x, offsets, index), gradient))
+
+
+def low_rank_error(offsets: tuple[int, ...], m: int, n: int, k: int, rank: int, dtype: torch.dtype) -> float:
+    """Of a grouped GEMM to which ranks are added."""
+    experts = len(offsets) - 1
+    a, b = quantize_1x128(torch.randn(m, k)), quantize_128x128(torch.randn(experts, n, k))
+    ranks, factors = torch.randn(m, rank).bfloat16(), torch.randn(experts, n, rank).bfloat16()
+    on_gpu = [FP8Tensor(operand.data.cuda(), operand.scale.cuda()) for operand in (a, b)]
+    groups, low_rank = torch.tensor(offsets, dtype=torch.int32), (ranks.cuda(), factors.cuda())
+    out = grouped_rows(*on_gpu, groups.cuda(), dtype, others_zero=True, low_rank=low_rank).cpu()
+    expected = torch.zeros(m, n, dtype=torch.float64)
+    for expert, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        products = exact(a)[start:end] @ exact(FP8Tensor(b.data[expert], b.scale[expert])).T
+        expected[start:end] = products + ranks[start:end].double() @ factors[expert].double().T
+    return rounded_error(out, expected)
+
+
 # function, its arguments, the largest result that is correct
 CASES = [
     *((transpose_errors, case, 0) for case in TRANSPOSES),
     *((swiglu_error, case, E4M3_ERROR) for case in SWIGLUS),
     *((transpose_fp8_errors, case, 0) for case in WEIGHTS),
     *((grouped_k_error, case, GEMM_ERROR) for case in GROUPED_K),
+    *((lora_error, case, BFLOAT16_ERROR) for case in LORA),
+    *((low_rank_error, case, GEMM_ERROR) for case in LOW_RANK),
 ]

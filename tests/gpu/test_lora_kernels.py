@@ -63,7 +63,7 @@ def test_products(sizes, width, rank, tokens):
 @pytest.mark.parametrize("tokens", [None, 37])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_groups_of_few_and_of_many_rows(sizes, tokens):
-    """The operator takes one of two ways."""
+    """By the operator, whose thread blocks share the groups of few rows."""
     sizes = SIZES[sizes]
     x, factors, ranks, offsets, index = operands(sizes, 264, 16, tokens)
     shrunk, _ = exact(x, factors, ranks, offsets, index)

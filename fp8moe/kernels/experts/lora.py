@@ -7,15 +7,12 @@ Operands are bfloat16, sums float32, results rounded to bfloat16. Operators ``fp
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.experts import lora_plan
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_dtype, check_like
 from fp8moe.runtime.operators import define
-
-_MANY_ROWS = 16  # of a group, on average
 
 
 def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -26,9 +23,6 @@ def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tenso
     group_offsets: (E + 1,) int32, where the groups begin in ascending order, all within the R rows.
     tokens: (R,) int32.
     Returns (R, r) bfloat16; rows of no group are uninitialized. Equal inputs give equal bits.
-
-    On a GPU, groups of few rows are multiplied by PyTorch's grouped product: a thread block of ours takes 32 rows and
-    goes through their groups one after the other.
 
     Raises ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
@@ -73,9 +67,6 @@ def _source(x: Tensor, tokens: Tensor | None, rows: slice) -> Tensor:
 def _shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
     out = _shrink_fake(x, factors, group_offsets, tokens)
     if use_cuda(x):
-        if 0 < len(out) < _MANY_ROWS * len(factors):
-            rows = x if tokens is None else x.index_select(0, tokens.clamp(min=0))
-            return F.grouped_mm(rows, factors.mT, offs=group_offsets[1:])
         lora_plan.lora_shrink(x, factors, group_offsets, tokens, out)
         return out
     with torch.autocast(x.device.type, enabled=False):

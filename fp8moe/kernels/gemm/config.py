@@ -80,14 +80,26 @@ class GemmConfig:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a warpgroup starts its next product before it promotes the last one: registers have room for both."""
-        return not self.swap and self.slabs == 1 and 3 * self.accumulators + 28 <= self.registers
+        """Whether a warpgroup starts its next product before it promotes the last one: registers have room for both.
+
+        Where there are parts of K, for the sums of those before too: these would cost more in shared memory.
+        """
+        return not self.swap and self.slabs == 1 and self._room_for(3 if self.parts == 1 else 4)
 
     @property
     def keeps_parts(self) -> bool:
         """Whether the sums of the parts so far have room in the registers, beside all that is there without them."""
         products = 2 if self.overlaps else 1
-        return (2 * self.slabs + products) * self.accumulators + 28 <= self.registers
+        return self._room_for(2 * self.slabs + products)
+
+    def _room_for(self, slabs: int) -> bool:
+        """Whether a math thread has registers for its values of so many slabs."""
+        return slabs * self.accumulators + 28 <= self.registers
+
+    @property
+    def unequal_parts_spill(self) -> bool:
+        """Whether ptxas spills where one part of K is longer than another: sums of parts fill the registers."""
+        return self.keeps_parts and not self.overlaps and not self._room_for(2 * self.slabs + 2)
 
     @property
     def part_sum_bytes(self) -> int:
@@ -162,13 +174,16 @@ def unstaged(config: GemmConfig, k: int) -> GemmConfig:
 def fits(config: GemmConfig, k: int) -> bool:
     """Whether registers and shared memory suffice, with two stages to alternate between, or three beside sums of parts:
     with two these took half as long again."""
+    blocks = ceil(k / 128)
     registers = config.accumulators * (config.slabs + 1) + (36 if config.groups and not config.swap else 28)
+    spills = config.unequal_parts_spill and (blocks % config.parts or blocks // config.parts > 32)
     shared = config.shared_bytes
     return (
         registers <= config.registers
         and shared <= SHARED_LIMIT
         and (shared + 1024) * config.blocks_per_sm <= SHARED_PER_SM
-        and config.stages >= min(2 if config.parts == 1 else 3, ceil(ceil(k / 128) / config.split_k))
+        and config.stages >= min(2 if config.parts == 1 else 3, ceil(blocks / config.split_k))
+        and not (config.parts > 1 and spills)
         and (config.split_k == 1 or config.stages * (config.block_m + config.block_n) * 128 >= config.partial_bytes)
     )
 
@@ -199,6 +214,8 @@ class GroupedKConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: stages of both tiles, their scales and two mbarriers, and room to align them."""
+        """Dynamic shared memory: stages of both tiles, their scales and two mbarriers, two pieces of the result for
+        each math warp, and room to align them."""
         rows = self.block_m + self.block_n
-        return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + SWIZZLE_ALIGNMENT
+        pieces = 4 * self.warpgroups * 2 * 16 * 128
+        return self.stages * (rows * 128 + align(rows * 4, 128) + 16) + pieces + SWIZZLE_ALIGNMENT

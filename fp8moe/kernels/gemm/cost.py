@@ -57,21 +57,21 @@ class _Dense(NamedTuple):
 _PART, _KEPT_PART = 0.75, 0.1
 
 _SWAPPED = _Dense(
-    start=1.85,
-    per_stage=0.109,
-    per_split=0.0441,
-    reduction=0.57,
-    epilogue=12.3,
-    last_epilogue=8.72,
-    step=226,
+    start=1.961,
+    per_stage=0.1477,
+    per_split=0.0499,
+    reduction=0.4069,
+    epilogue=7.981,
+    last_epilogue=5.458,
+    step=105.9,
     wait=0,
     mma=0,
-    shared=0.635,
+    shared=0.7405,
     sparse=0,
     l2=inf,
-    dram=3.46e6,
+    dram=3.344e6,
     unaligned=1.19,
-    overlap=1.71,
+    overlap=2.174,
 )
 _STRAIGHT = _Dense(
     start=1.87,

@@ -31,6 +31,13 @@ class Plan:
                     scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, rows), l2_promotion=0
                 ),
             ]
+        columns = 128 // out.element_size()  # that TMA writes at once
+        rest = cfg.block_n % columns or columns  # the last ones of a tile
+        for width in (columns, rest):
+            swizzle = 128 if width == columns else 0
+            self._maps.append(
+                tensor_map(out, shape=out.shape, strides=out.stride(), box=(1, 16, width), swizzle=swizzle)
+            )
         rows = ceil_div(m, cfg.block_m)
         grid = min(groups * rows * ceil_div(n, cfg.block_n), sms)
         # The square-most footprint reads the least of both operands.
@@ -45,12 +52,11 @@ class Plan:
         )
 
     def launch(self, stream: int, operands: tuple[int, ...], offsets: int, out: int) -> None:
-        """Enqueue the kernel. All but `stream` are addresses, those of the operands multiples of 16."""
+        """Enqueue the kernel. All but `stream` are addresses, those of the operands and of `out` multiples of 16."""
         with self._launcher.lock:
-            for descriptor, address in zip(self._maps, operands, strict=True):
+            for descriptor, address in zip(self._maps, (*operands, out, out), strict=True):
                 descriptor.replace_address(address)
             self._arguments.offsets = offsets
-            self._arguments.out = out
             self._launcher.launch(stream)
 
 

@@ -49,7 +49,7 @@ class GroupedKArguments(ctypes.Structure):
     """``struct Arguments`` of cuda/gemm_k.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("offsets", "out")),
+        ("offsets", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("groups", "m", "k", "raster")),
     )
 
