@@ -219,9 +219,10 @@ struct MathWarp {
   }
 
   // Multiplies `count` stages, each under the promotion of the one before it. Lane 0 holds the first weight scales.
-  template <typename Meanwhile>
+  // Calls added(i) when stage i, not the last one, is in the sums and may be the last one of a part.
+  template <typename Meanwhile, typename Added>
   __device__ __forceinline__ void multiply_overlapped(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int count,
-                                                      const Meanwhile& meanwhile) {
+                                                      const Meanwhile& meanwhile, const Added& added) {
     // Where ptxas knows whether the count is odd, it ends each product before it starts another.
     asm volatile("" : "+r"(count));
     Pipeline<STAGES> behind = pipeline;
@@ -233,12 +234,15 @@ struct MathWarp {
     for (; i + 1 < count; i += 2) {
       start(odd, tile, i);
       end<1>(sum, even, behind);
+      if (!EVEN_PARTS) added(i - 1);
       start(even, tile, i + 1);
       end<1>(sum, odd, behind);
+      added(i);
     }
     if (i < count) {
       start(odd, tile, i);
       end<1>(sum, even, behind);
+      if (!EVEN_PARTS) added(i - 1);
       end<0>(sum, odd, behind);
     } else {
       end<0>(sum, even, behind);
@@ -290,53 +294,61 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
     const int used = math.slabs_in_use(tile);
     Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
-#pragma unroll 1
-    for (int part = 0; part < PARTS; ++part) {
-      const int first = part_begin(part), end = PARTS > 1 ? part_begin(part + 1) : k.count;
-      if constexpr (OVERLAPS) {
+    if constexpr (OVERLAPS) {
 #pragma unroll
-        for (float& value : sum[0]) value = 0;
-      }
+      for (float& value : sum[0]) value = 0;
+    }
+    int part = 0, part_end = PARTS > 1 ? part_begin(1) : k.count;  // of the part whose products are being added
+    const auto added = [&](int k_block) {
+      if (PARTS == 1 || part == PARTS - 1 || k_block + 1 < part_end) return;
+      parts.keep(sum, part);
+      part_end = part_begin(++part + 1);
+    };
+    parts.clear();
+    int step = WARP;
 #pragma unroll 1
-      for (int base = first; base < end; base += WARP) {
-        math.weights.turn();
-        const int count = min(WARP, end - base), begun = base == first;
-        const auto find_next = [&] {
-          if (part > 0) return;
-          more = schedule.next(following);
-          following = same_in_warp(following);
-        };
-        const auto fetch_next_scales = [&] {
-          if (base + count < k.count) {
-            math.weights.fetch(tile, base + count, k.count);
-          } else if (more) {
-            math.weights.fetch(following, 0, k.count);
-          }
-        };
-        if (used == 0) {
-          if (begun) find_next();
-          fetch_next_scales();
-          math.skip(count);
-        } else if constexpr (OVERLAPS) {
-          math.multiply_overlapped(sum, tile, count, [&] {
-            if (begun) find_next();
-            fetch_next_scales();
-          });
+    for (int base = 0; base < k.count; base += step) {
+      math.weights.turn();
+      const int end = PARTS > 1 && !OVERLAPS ? part_end : k.count, count = min(WARP, end - base), begun = base == 0;
+      if (PARTS > 1) step = count;
+      const auto find_next = [&] {
+        more = schedule.next(following);
+        following = same_in_warp(following);
+      };
+      const auto fetch_next_scales = [&] {
+        if (base + count < k.count) {
+          math.weights.fetch(tile, base + count, k.count);
+        } else if (more) {
+          math.weights.fetch(following, 0, k.count);
+        }
+      };
+      if (used == 0) {
+        if (begun) find_next();
+        fetch_next_scales();
+        math.skip(count);
+      } else if constexpr (OVERLAPS) {
+        math.multiply_overlapped(
+            sum, tile, count,
+            [&] {
+              if (begun) find_next();
+              fetch_next_scales();
+            },
+            [&](int i) { added(base + i); });
+      } else {
+        const bool whole = !EVEN || used == SLABS;
+        const bool more_after = base + count < k.count;
+        if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1, find_next);
+        if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, count > 1, find_next);
+        fetch_next_scales();
+        if (whole) {
+          math.multiply_more<SLABS>(sum, tile, begun, count - begun, more_after);
         } else {
-          const bool whole = !EVEN || used == SLABS;
-          const bool more_after = base + count < end;
-          if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1, find_next);
-          if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, count > 1, find_next);
-          fetch_next_scales();
-          if (whole) {
-            math.multiply_more<SLABS>(sum, tile, begun, count - begun, more_after);
-          } else {
-            math.multiply_more<1>(sum, tile, begun, count - begun, more_after);
-          }
+          math.multiply_more<1>(sum, tile, begun, count - begun, more_after);
         }
       }
-      parts.add(sum, part);
+      added(base + count - 1);
     }
+    if (PARTS > 1) parts.add(sum, part);
     if constexpr (REDUCES) {
       Sums sums{math.s, tile, split};
       sums.gather(sum, math.warpgroup);
