@@ -47,7 +47,7 @@ constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // floats; keeps the scatte
 constexpr int STORE_COLUMNS = 64;  // of bfloat16
 constexpr int STORE_BYTES = 16 * 128;
 constexpr int SLAB_STORE_BYTES = STAGED ? 64 * COLUMNS * 2 : 4 * STORE_BYTES;
-constexpr int STAGING_BYTES = (STAGED ? SLABS : 1) * SLAB_STORE_BYTES;                        // of a warpgroup
+constexpr int STAGING_BYTES = (STAGED ? SLABS : 1) * SLAB_STORE_BYTES;  // of a warpgroup
 constexpr int PART_SUM_BYTES = PARTS > 1 ? BLOCK_M * BLOCK_N * 4 - PART_REGISTERS * WARPGROUPS * WARPGROUP * 4 : 0;
 constexpr int EPILOGUE_BYTES =
     round_up(REDUCES ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : WARPGROUPS * STAGING_BYTES, 128) + PART_SUM_BYTES;
