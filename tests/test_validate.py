@@ -2,6 +2,7 @@
 
 import copy
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,6 +122,21 @@ def test_what_fails_beside_others_runs_again_alone(tmp_path):
     (directory / "seen").unlink()
     result = validate.run_tests(tmp_path)
     assert (result["passed"], result["failed"], result["exit_code"], result["failures"]) == (1, 0, 0, [])
+
+
+def test_benchmarks_that_are_done_do_not_run_again(monkeypatch):
+    ran, first, second, third = [], *validate.BENCHMARKS[:3]
+
+    def benchmark(name):
+        return SimpleNamespace(run=lambda: ran.append(name) or {"rows": [name]})
+
+    monkeypatch.setattr(validate, "BENCHMARKS", (first, second, third))
+    monkeypatch.setattr(validate, "import_module", lambda path: benchmark(path.removeprefix("benchmarks.")))
+    done = {"date": "then", first: {"rows": ["then"]}, second: {"error": "it raised"}}
+    results = validate.run_benchmarks(done=done)
+    assert ran == [second, third]
+    assert results == {first: {"rows": ["then"]}, second: {"rows": [second]}, third: {"rows": [third]}}
+    assert validate.run_benchmarks() == {name: {"rows": [name]} for name in (first, second, third)}
 
 
 def test_a_file_that_cannot_be_collected_is_a_failure(tmp_path):

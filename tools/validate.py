@@ -3,7 +3,7 @@
 The file holds a digest of what the GPU runs too (`tools.digest`), so that a test of the CPU suite can tell when it no
 longer speaks of the sources. Parts may be run one at a time: a part is added to the file as soon as it is done, and
 parts that were recorded with another digest are dropped. `--again` runs only what failed of the tests, once a test that
-was wrong itself has been mended.
+was wrong itself has been mended, and of the benchmarks what is missing or has failed.
 """
 
 import argparse
@@ -174,13 +174,15 @@ def run_sanitizer(root: Path) -> dict:
         return dict(zip(SANITIZERS, pool.map(run, SANITIZERS), strict=True))
 
 
-def run_benchmarks(save: Callable[[dict], object] = lambda results: None) -> dict:
+def run_benchmarks(save: Callable[[dict], object] = lambda results: None, done: dict | None = None) -> dict:
     """Rows and thresholds of every benchmark; one that raises is recorded with its error and the others still run.
 
-    save: called with the results after each.
+    save: called with the results after each. done: results of an earlier run; those without an error stay.
     """
-    results = {}
+    results = {name: result for name, result in (done or {}).items() if name in BENCHMARKS and "error" not in result}
     for name in BENCHMARKS:
+        if name in results:
+            continue
         try:
             results[name] = import_module(f"benchmarks.{name}").run()
         except Exception:
@@ -190,11 +192,11 @@ def run_benchmarks(save: Callable[[dict], object] = lambda results: None) -> dic
 
 
 PARTS = {
-    "tests": lambda root, save: run_tests(root),
-    "sanitizer": lambda root, save: run_sanitizer(root),
-    "benchmarks": lambda root, save: run_benchmarks(save),
+    "tests": lambda root, save, done: run_tests(root),
+    "sanitizer": lambda root, save, done: run_sanitizer(root),
+    "benchmarks": lambda root, save, done: run_benchmarks(save, done),
 }
-"""What is recorded, and how: with the checkout, and what writes the file while a part goes on."""
+"""What is recorded, and how: with the checkout, what writes the file while a part goes on, and what of it is done."""
 
 
 def merge(stored: dict, current: str, part: str, result: dict) -> dict:
@@ -261,7 +263,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tools.validate", description="check and time every kernel on this GPU"
     )
     parser.add_argument("--only", metavar="PART[,PART]", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--again", action="store_true", help="run the tests that failed in the file, then only PARTs")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="run the tests that failed in the file, then only PARTs, without benchmarks that are done",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: validation/h200.json of the checkout")
     args = parser.parse_args(argv)
     chosen = args.only.split(",") if args.only else [] if args.again else list(PARTS)
@@ -287,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(path, after)
             return after
 
-        content = save(PARTS[part](ROOT, save))
+        content = save(PARTS[part](ROOT, save, content.get(part) if args.again else None))
     print(summary(content, current))
     return int(bool(problems(content, current, needed=chosen)))
 
