@@ -4,22 +4,14 @@
 //   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32                        weights
 //   or, with GROUPS, one (N, K) for each group of rows of a, and sizes of groups that only the device knows
 //
-// A block computes BLOCK_M x BLOCK_N tiles. Its roles, over a ring of STAGES stages in shared memory:
-//
+// A block computes BLOCK_M x BLOCK_N tiles. Its roles, over a ring of STAGES stages in shared memory (docs/gemm.md):
 //   produce()   one thread: TMA loads of a, b and a_scale
-//   consume()   WARPGROUPS math warpgroups: wgmma over one block of 128 along K, then the promotion of the product to
-//               float32 sums (gemm_promotion.cuh), then the epilogue, from the registers or from sums by token
-//
-//   stage        | 0       | 1       | 2       | 0 (phase 1)
-//   loader       | load    | load    | load    | wait for release, load ...
-//   warpgroup 0            | wgmma, promote | wgmma, promote | ...           | epilogue
-//   warpgroup 1            |   wgmma, promote | wgmma, promote | ...         |   epilogue
+//   consume()   WARPGROUPS math warpgroups: wgmma over 128 along K, promotion (gemm_promotion.cuh), then the epilogue
 //
 // OVERLAPS: a warpgroup starts its next wgmma before it promotes the last one.
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
 // SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
 // PARTS > 1: a block sums the parts of K one by one, and adds them up as such a cluster does (gemm_parts.cuh).
-//
 // The prelude (kernels/gemm/source.py) has the constants, wgmma() and the Epilogue, one of epilogue_*.cuh.
 
 #include "gemm_parts.cuh"
@@ -145,8 +137,7 @@ struct MathWarp {
   }
 
   // Multiplies the next stage, hands it back, and adds the products to the sums of the first `Used` slabs. Lane
-  // `source` holds the weight scales. Calls meanwhile() under the first product. AHEAD: only a tile's first stage is
-  // waited for here, the next one under the last product, if there are `more` of the tile.
+  // `source` has the weight scales. Calls meanwhile() under the first product. AHEAD: waits for the next stage, if any.
   template <bool First, int Used, typename Meanwhile>
   __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool more,
                                            const Meanwhile& meanwhile) {
