@@ -1,6 +1,7 @@
 """What `make validate` makes of the tools it runs, and when a stored file vouches for what the GPU runs."""
 
 import copy
+import json
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -137,6 +138,24 @@ def test_benchmarks_that_are_done_do_not_run_again(monkeypatch):
     assert ran == [second, third]
     assert results == {first: {"rows": ["then"]}, second: {"rows": [second]}, third: {"rows": [third]}}
     assert validate.run_benchmarks() == {name: {"rows": [name]} for name in (first, second, third)}
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_benchmarks_of_other_versions_run_again(monkeypatch, tmp_path, again):
+    given, path = [], tmp_path / "file.json"
+    monkeypatch.setattr(validate, "require_gpu", lambda: None)
+    monkeypatch.setattr(validate.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(validate, "digest", lambda root: "d")
+    monkeypatch.setitem(
+        validate.PARTS, "benchmarks", lambda root, save, done: given.append(done) or CLEAN["benchmarks"]
+    )
+    arguments = [*(["--again"] if again else []), "--only", "benchmarks", "--out", str(path)]
+    path.write_text(json.dumps(CLEAN))
+    for driver in ("1", "1", "2"):
+        monkeypatch.setattr(validate, "versions", lambda driver=driver: {"driver": driver})
+        assert validate.main(arguments) == 0
+        assert json.loads(path.read_text())["benchmarks"]["versions"] == {"driver": driver}
+    assert [bool(done) for done in given] == [False, again, False]
 
 
 def test_a_file_that_cannot_be_collected_is_a_failure(tmp_path):
