@@ -4,22 +4,14 @@
 //   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32                        weights
 //   or, with GROUPS, one (N, K) for each group of rows of a, and sizes of groups that only the device knows
 //
-// A block computes BLOCK_M x BLOCK_N tiles. Its roles, over a ring of STAGES stages in shared memory:
-//
+// A block computes BLOCK_M x BLOCK_N tiles. Its roles, over a ring of STAGES stages in shared memory (docs/gemm.md):
 //   produce()   one thread: TMA loads of a, b and a_scale
-//   consume()   WARPGROUPS math warpgroups: wgmma over one block of 128 along K, then the promotion of the product to
-//               float32 sums (gemm_promotion.cuh), then the epilogue, from the registers or from sums by token
-//
-//   stage        | 0       | 1       | 2       | 0 (phase 1)
-//   loader       | load    | load    | load    | wait for release, load ...
-//   warpgroup 0            | wgmma, promote | wgmma, promote | ...           | epilogue
-//   warpgroup 1            |   wgmma, promote | wgmma, promote | ...         |   epilogue
+//   consume()   WARPGROUPS math warpgroups: wgmma over 128 along K, promotion (gemm_promotion.cuh), then the epilogue
 //
 // OVERLAPS: a warpgroup starts its next wgmma before it promotes the last one.
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
 // SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
 // PARTS > 1: a block sums the parts of K one by one, and adds them up as such a cluster does (gemm_parts.cuh).
-//
 // The prelude (kernels/gemm/source.py) has the constants, wgmma() and the Epilogue, one of epilogue_*.cuh.
 
 #include "gemm_parts.cuh"
@@ -145,8 +137,7 @@ struct MathWarp {
   }
 
   // Multiplies the next stage, hands it back, and adds the products to the sums of the first `Used` slabs. Lane
-  // `source` holds the weight scales. Calls meanwhile() under the first product. AHEAD: only a tile's first stage is
-  // waited for here, the next one under the last product, if there are `more` of the tile.
+  // `source` has the weight scales. Calls meanwhile() under the first product. AHEAD: waits for the next stage, if any.
   template <bool First, int Used, typename Meanwhile>
   __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool more,
                                            const Meanwhile& meanwhile) {
@@ -219,9 +210,10 @@ struct MathWarp {
   }
 
   // Multiplies `count` stages, each under the promotion of the one before it. Lane 0 holds the first weight scales.
-  template <typename Meanwhile>
+  // Calls added(i) when stage i, not the last one, is in the sums and may be the last one of a part.
+  template <typename Meanwhile, typename Added>
   __device__ __forceinline__ void multiply_overlapped(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int count,
-                                                      const Meanwhile& meanwhile) {
+                                                      const Meanwhile& meanwhile, const Added& added) {
     // Where ptxas knows whether the count is odd, it ends each product before it starts another.
     asm volatile("" : "+r"(count));
     Pipeline<STAGES> behind = pipeline;
@@ -233,12 +225,15 @@ struct MathWarp {
     for (; i + 1 < count; i += 2) {
       start(odd, tile, i);
       end<1>(sum, even, behind);
+      if (!EVEN_PARTS) added(i - 1);
       start(even, tile, i + 1);
       end<1>(sum, odd, behind);
+      added(i);
     }
     if (i < count) {
       start(odd, tile, i);
       end<1>(sum, even, behind);
+      if (!EVEN_PARTS) added(i - 1);
       end<0>(sum, odd, behind);
     } else {
       end<0>(sum, even, behind);
@@ -290,53 +285,61 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
     const int used = math.slabs_in_use(tile);
     Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
-#pragma unroll 1
-    for (int part = 0; part < PARTS; ++part) {
-      const int first = part_begin(part), end = PARTS > 1 ? part_begin(part + 1) : k.count;
-      if constexpr (OVERLAPS) {
+    if constexpr (OVERLAPS) {
 #pragma unroll
-        for (float& value : sum[0]) value = 0;
-      }
+      for (float& value : sum[0]) value = 0;
+    }
+    int part = 0, part_end = PARTS > 1 ? part_begin(1) : k.count;  // of the part whose products are being added
+    const auto added = [&](int k_block) {
+      if (PARTS == 1 || part == PARTS - 1 || k_block + 1 < part_end) return;
+      parts.keep(sum, part);
+      part_end = part_begin(++part + 1);
+    };
+    parts.clear();
+    int step = WARP;
 #pragma unroll 1
-      for (int base = first; base < end; base += WARP) {
-        math.weights.turn();
-        const int count = min(WARP, end - base), begun = base == first;
-        const auto find_next = [&] {
-          if (part > 0) return;
-          more = schedule.next(following);
-          following = same_in_warp(following);
-        };
-        const auto fetch_next_scales = [&] {
-          if (base + count < k.count) {
-            math.weights.fetch(tile, base + count, k.count);
-          } else if (more) {
-            math.weights.fetch(following, 0, k.count);
-          }
-        };
-        if (used == 0) {
-          if (begun) find_next();
-          fetch_next_scales();
-          math.skip(count);
-        } else if constexpr (OVERLAPS) {
-          math.multiply_overlapped(sum, tile, count, [&] {
-            if (begun) find_next();
-            fetch_next_scales();
-          });
+    for (int base = 0; base < k.count; base += step) {
+      math.weights.turn();
+      const int end = PARTS > 1 && !OVERLAPS ? part_end : k.count, count = min(WARP, end - base), begun = base == 0;
+      if (PARTS > 1) step = count;
+      const auto find_next = [&] {
+        more = schedule.next(following);
+        following = same_in_warp(following);
+      };
+      const auto fetch_next_scales = [&] {
+        if (base + count < k.count) {
+          math.weights.fetch(tile, base + count, k.count);
+        } else if (more) {
+          math.weights.fetch(following, 0, k.count);
+        }
+      };
+      if (used == 0) {
+        if (begun) find_next();
+        fetch_next_scales();
+        math.skip(count);
+      } else if constexpr (OVERLAPS) {
+        math.multiply_overlapped(
+            sum, tile, count,
+            [&] {
+              if (begun) find_next();
+              fetch_next_scales();
+            },
+            [&](int i) { added(base + i); });
+      } else {
+        const bool whole = !EVEN || used == SLABS;
+        const bool more_after = base + count < k.count;
+        if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1, find_next);
+        if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, count > 1, find_next);
+        fetch_next_scales();
+        if (whole) {
+          math.multiply_more<SLABS>(sum, tile, begun, count - begun, more_after);
         } else {
-          const bool whole = !EVEN || used == SLABS;
-          const bool more_after = base + count < end;
-          if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1, find_next);
-          if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, count > 1, find_next);
-          fetch_next_scales();
-          if (whole) {
-            math.multiply_more<SLABS>(sum, tile, begun, count - begun, more_after);
-          } else {
-            math.multiply_more<1>(sum, tile, begun, count - begun, more_after);
-          }
+          math.multiply_more<1>(sum, tile, begun, count - begun, more_after);
         }
       }
-      parts.add(sum, part);
+      added(base + count - 1);
     }
+    if (PARTS > 1) parts.add(sum, part);
     if constexpr (REDUCES) {
       Sums sums{math.s, tile, split};
       sums.gather(sum, math.warpgroup);

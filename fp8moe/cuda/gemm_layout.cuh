@@ -1,7 +1,7 @@
 // The tile of the GEMM and its place in shared memory.
 //
 // Further constants from kernels/gemm/source.py: the weights' K; GROUPS of them (0: one matrix, and all rows belong to
-// it); SWAP, SPLIT_K, PARTS, PARTS_IN_REGISTERS, STAGED, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma,
+// it); SWAP, SPLIT_K, PARTS, PART_REGISTERS, STAGED, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma,
 // A_SCALE_BOX (token scales of one load); GATED (the weights are those of gate, then those of up); OUT_FLOAT32, BIAS
 // (0: none, 1: bfloat16, 2: float32) and SWIGLU_FORM of the epilogue.
 #pragma once
@@ -47,8 +47,8 @@ constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // floats; keeps the scatte
 constexpr int STORE_COLUMNS = 64;  // of bfloat16
 constexpr int STORE_BYTES = 16 * 128;
 constexpr int SLAB_STORE_BYTES = STAGED ? 64 * COLUMNS * 2 : 4 * STORE_BYTES;
-constexpr int STAGING_BYTES = (STAGED ? SLABS : 1) * SLAB_STORE_BYTES;                        // of a warpgroup
-constexpr int PART_SUM_BYTES = PARTS > 1 && !PARTS_IN_REGISTERS ? BLOCK_M * BLOCK_N * 4 : 0;  // gemm_parts.cuh
+constexpr int STAGING_BYTES = (STAGED ? SLABS : 1) * SLAB_STORE_BYTES;  // of a warpgroup
+constexpr int PART_SUM_BYTES = PARTS > 1 ? BLOCK_M * BLOCK_N * 4 - PART_REGISTERS * WARPGROUPS * WARPGROUP * 4 : 0;
 constexpr int EPILOGUE_BYTES =
     round_up(REDUCES ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : WARPGROUPS * STAGING_BYTES, 128) + PART_SUM_BYTES;
 
@@ -79,7 +79,7 @@ static_assert(COLUMNS % (SWAP ? 8 : 16) == 0, "stmatrix stores 16 columns at a t
 static_assert(SPLIT_K <= K_BLOCKS && (SPLIT_K == 1 || COLUMN_SLABS == 1));
 static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
 static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
-static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS));
+static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PART_REGISTERS % 4 == 0));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 
 // Where a tile may be partial, both warpgroups have as many slabs with rows of the group, or one has one more.

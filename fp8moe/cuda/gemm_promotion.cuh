@@ -62,7 +62,7 @@ __device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float 
                                         const float (&tokens)[2], const TileScales& weights, int column) {
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
-    const float weight = weights.at(column + 8 * j / GRANULE * GRANULE);
+    const float weight = weights.at((column + 8 * j) / GRANULE * GRANULE);
     const float upper = tokens[0] * weight, lower = tokens[1] * weight;
     add_product<First>(sum[4 * j], upper, partial[4 * j]);
     add_product<First>(sum[4 * j + 1], upper, partial[4 * j + 1]);

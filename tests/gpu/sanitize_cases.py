@@ -12,6 +12,9 @@ import torch
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
+from fp8moe.kernels.gemm import dense_plan
+from fp8moe.kernels.gemm.config import GemmConfig, with_stages
+from fp8moe.kernels.gemm.dense_plan import Operands
 from tests.gpu.sanitize_block_cases import CASES as BLOCK_CASES
 from tests.gpu.sanitize_layout_cases import CASES as LAYOUT_CASES
 from tests.gpu.sanitize_moe_cases import CASES as MOE_CASES
@@ -41,6 +44,14 @@ QUANTIZATIONS = (
     ("quantize_128x128", 200, 300, torch.bfloat16, "float32"),
     ("quantize_128x128", 384, 1024, torch.float32, "ue8m0"),
 )
+# m, n, k, block_m, block_n, parts of K that a block sums: in registers, with two products under way or one; the rest in
+# shared memory, with one product across a tile or two. The last has more tiles than SMs.
+PARTS = (
+    (200, 200, 1024, 128, 64, 4),
+    (200, 200, 1152, 128, 128, 2),
+    (300, 392, 1280, 128, 160, 3),
+    (1500, 2120, 256, 128, 192, 2),
+)
 COLUMNWISE = ((256, 72, torch.bfloat16), (300, 136, torch.float32))  # rows, columns, input type
 LINEARS = ((3, 576, 1000, True), (130, 1000, 576, False))  # tokens, in, out, bias
 E4M3_ERROR = 4e-2
@@ -66,6 +77,15 @@ def accumulation_error(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
     return rounded_error(fp8moe.gemm(a, b, c=total, out=total).cpu(), expected)
 
 
+def parts_error(m: int, n: int, k: int, block_m: int, block_n: int, parts: int) -> float:
+    a = fp8moe.quantize_1x128(torch.randn(m, k, dtype=torch.bfloat16).cuda())
+    b = fp8moe.quantize_128x128(torch.randn(n, k, dtype=torch.bfloat16).cuda())
+    out = torch.full((m, n), float("nan")).cuda()
+    tile = with_stages(GemmConfig(block_m, block_n, parts=parts), k)
+    dense_plan.gemm(Operands(*a, *b), out, cfg=tile)
+    return rounded_error(out.cpu(), exact(on_cpu(a)) @ exact(on_cpu(b)).T)
+
+
 def quantization_error(op: str, rows: int, columns: int, dtype: torch.dtype, scale_format: str) -> float:
     x = torch.randn(rows, columns).to(dtype)
     return relative_error(exact(on_cpu(getattr(fp8moe, op)(x.cuda(), scale_format=scale_format))), x.double())
@@ -87,6 +107,7 @@ def main() -> None:
     torch.manual_seed(0)
     cases = [(gemm_error, case, GEMM_ERROR[case[3]]) for case in GEMMS]
     cases += [(accumulation_error, case[:4], GEMM_ERROR[case[3]]) for case in GEMMS]
+    cases += [(parts_error, case, GEMM_ERROR[torch.float32]) for case in PARTS]
     cases += [(quantization_error, case, E4M3_ERROR) for case in QUANTIZATIONS]
     cases += [(columnwise_error, case, E4M3_ERROR) for case in COLUMNWISE]
     # Two rounded operands: their errors add in squares.

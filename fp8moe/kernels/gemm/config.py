@@ -10,6 +10,8 @@ from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM,
 
 PRODUCER_REGISTERS = 24
 MAX_STAGES = 16
+_OTHER_REGISTERS = 28  # of a math thread, beside sums and products
+_LEAST_OTHER_REGISTERS = 24  # where sums of parts take all that is left
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,17 @@ class GemmConfig:
 
     @property
     def columns(self) -> int:
-        """Width of one wgmma; a tile of 256 columns takes two."""
+        """Width of one wgmma. A tile of 256 columns takes two, and so does one of 192 that sums parts of K, so that
+        registers have room for most of these sums."""
         if self.swap:
             return self.block_m
-        return 128 if self.block_n == 256 else self.block_n
+        halves = self.block_n == 256 or self.block_n == 192 and self.parts > 1
+        return self.block_n // 2 if halves else self.block_n
 
     @property
     def scale_pieces(self) -> int:
         """Pieces of one wgmma's columns that may each have a weight scale of its own (``GRANULE`` of the kernel)."""
-        return 1 if self.swap else self.columns // min(128, self.block_n & -self.block_n)
+        return 1 if self.swap else ceil(self.columns / min(128, self.block_n & -self.block_n))
 
     @property
     def accumulators(self) -> int:
@@ -87,24 +91,29 @@ class GemmConfig:
         return not self.swap and self.slabs == 1 and self._room_for(3 if self.parts == 1 else 4)
 
     @property
-    def keeps_parts(self) -> bool:
-        """Whether the sums of the parts so far have room in the registers, beside all that is there without them."""
+    def part_registers(self) -> int:
+        """Values of the sums of the parts so far that have room in a thread's registers, beside all that is there
+        without them."""
+        values = self.slabs * self.accumulators
         products = 2 if self.overlaps else 1
-        return self._room_for(2 * self.slabs + products)
+        room = self.registers - _LEAST_OTHER_REGISTERS - values - products * self.accumulators
+        return max(0, min(values, room // 4 * 4)) if self.parts > 1 else 0
+
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether registers have room for all of them."""
+        return self.part_registers == self.slabs * self.accumulators
 
     def _room_for(self, slabs: int) -> bool:
         """Whether a math thread has registers for its values of so many slabs."""
-        return slabs * self.accumulators + 28 <= self.registers
-
-    @property
-    def unequal_parts_spill(self) -> bool:
-        """Whether ptxas spills where one part of K is longer than another: sums of parts fill the registers."""
-        return self.keeps_parts and not self.overlaps and not self._room_for(2 * self.slabs + 2)
+        return slabs * self.accumulators + _OTHER_REGISTERS <= self.registers
 
     @property
     def part_sum_bytes(self) -> int:
         """Shared memory for the sums of the parts so far."""
-        return 0 if self.parts == 1 or self.keeps_parts else self.block_m * self.block_n * 4
+        if self.parts == 1:
+            return 0
+        return self.block_m * self.block_n * 4 - self.part_registers * 128 * self.warpgroups * 4
 
     @property
     def stage_bytes(self) -> int:
@@ -175,15 +184,14 @@ def fits(config: GemmConfig, k: int) -> bool:
     """Whether registers and shared memory suffice, with two stages to alternate between, or three beside sums of parts:
     with two these took half as long again."""
     blocks = ceil(k / 128)
-    registers = config.accumulators * (config.slabs + 1) + (36 if config.groups and not config.swap else 28)
-    spills = config.unequal_parts_spill and (blocks % config.parts or blocks // config.parts > 32)
+    others = _OTHER_REGISTERS + (8 if config.groups and not config.swap else 0)
+    registers = config.accumulators * (config.slabs + 1) + others
     shared = config.shared_bytes
     return (
         registers <= config.registers
         and shared <= SHARED_LIMIT
         and (shared + 1024) * config.blocks_per_sm <= SHARED_PER_SM
         and config.stages >= min(2 if config.parts == 1 else 3, ceil(blocks / config.split_k))
-        and not (config.parts > 1 and spills)
         and (config.split_k == 1 or config.stages * (config.block_m + config.block_n) * 128 >= config.partial_bytes)
     )
 

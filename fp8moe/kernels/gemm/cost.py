@@ -130,7 +130,8 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
         summed = used / 128**2 * (1 - 1 / config.split_k) * 2 / config.warpgroups
         ends += c.per_split * (config.split_k - 1) + c.reduction * fullest * summed
     if config.parts > 1:
-        part = _KEPT_PART if config.keeps_parts else _PART
+        kept = config.part_registers / (config.slabs * config.accumulators)
+        part = kept * _KEPT_PART + (1 - kept) * _PART
         ends += waves * (config.parts - 1) * part * area / 128**2
     if config.warpgroups == 1 or config.split_k > 1:
         ends += c.per_stage * config.stages

@@ -18,7 +18,7 @@ def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSp
         "A_SCALE_BOX": cfg.scale_box,
         "SPLIT_K": cfg.split_k,
         "PARTS": cfg.parts,
-        "PARTS_IN_REGISTERS": int(cfg.parts > 1 and cfg.keeps_parts),
+        "PART_REGISTERS": cfg.part_registers,
         "BLOCKS_PER_SM": cfg.blocks_per_sm,
         "STAGED": int(cfg.staged),
         "GROUPS": cfg.groups,

@@ -104,8 +104,9 @@ _INVARIANT_COST = 1.19  # by the cost model, which expects up to 0.17 more of on
 def invariant_parts(n: int, k: int) -> int:
     """The parts of K that are summed one by one for any number of tokens, where results are to be batch invariant.
 
-    Of the weights alone: the fewest equal ones with which few tokens take little longer than with the best split for
-    each number, on the 132 SMs of an H100 or H200. Unequal ones where no equal ones are as good.
+    Of the weights alone: the fewest with which few tokens take little longer than with the best split for each number,
+    on the 132 SMs of an H100 or H200. Of those, equal ones of an even number of blocks, as products of small tiles
+    alternate between two sets of registers; if there are none, equal ones; then any.
     """
     sms = 132
 
@@ -119,7 +120,8 @@ def invariant_parts(n: int, k: int) -> int:
     costs = {parts: cost(parts) for parts in range(1, min(8, blocks) + 1)}
     cheap = [parts for parts in costs if costs[parts] <= _INVARIANT_COST]
     equal = [parts for parts in cheap if blocks % parts == 0]
-    return next(iter(equal or cheap), min(costs, key=costs.__getitem__))
+    even = [parts for parts in equal if parts == 1 or blocks // parts % 2 == 0]
+    return next(iter(even or equal or cheap), min(costs, key=costs.__getitem__))
 
 
 def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
