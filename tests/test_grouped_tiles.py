@@ -67,8 +67,9 @@ def test_bound_holds_for_any_sizes(sizes, block_m, slack):
 
 
 @pytest.mark.parametrize("expected_m", [0.03, 0.5, 2, 8, 20, 64, 1000, 8192])
-def test_group_sizes_have_the_expected_mean(expected_m):
-    sizes = group_sizes(expected_m)
+@pytest.mark.parametrize("skewed", [False, True])
+def test_group_sizes_have_the_expected_mean(expected_m, skewed):
+    sizes = group_sizes(expected_m, skewed)
     assert sum(rows * probability for rows, probability in sizes) == pytest.approx(expected_m, rel=0.02)
     assert sum(probability for _, probability in sizes) <= 1 + 1e-9
 

@@ -6,7 +6,8 @@ regret before and after.
 By simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983) of a loss: half the
 root mean square of the logarithmic error of the times, those of slow tiles counting a fifth, plus six times the mean
 regret of the choice, plus how far the constants are from where they began. Few problems should not undo what many have
-taught. Tiles that are expected to take nearly as long share the choice, so that the loss does not jump.
+taught. Tiles that are expected to take nearly as long share the choice, so that the loss does not jump. The times are
+expected with the routing that a problem has; the choice does not know it.
 """
 
 import argparse
@@ -80,10 +81,11 @@ def loss(timed: Sequence[Timed]) -> float:
     error = weight = regrets = 0.0
     for problem, times in timed:
         expected = {config: expected_us(problem, config) for config in times}
+        known = {config: expected_us(problem, config, skewed=problem.skewed) for config in times}
         best, first = min(times.values()), min(expected.values())
         for config, us in times.items():
             share = 1 if us < SLOW * best else OF_SLOW
-            error += share * log(expected[config] / us) ** 2
+            error += share * log(known[config] / us) ** 2
             weight += share
         shares = {config: exp(-(us / first - 1) / NEARLY) for config, us in expected.items()}
         regrets += sum(share * excess(times, config) for config, share in shares.items()) / sum(shares.values())

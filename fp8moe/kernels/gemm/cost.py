@@ -17,7 +17,8 @@ from fp8moe.kernels.gemm.config import GemmConfig, tokens_of_tile
 _CYCLES = 1755
 
 # Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 of them, so that some are left over.
-_RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 43, 4: 30, 5: 22, 6: 16, 7: 15, 8: 15}
+# 40 clusters of three blocks take two waves on every H200 measured.
+_RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 16, 7: 15, 8: 15}
 
 
 def resident_clusters(config: GemmConfig, num_sms: int) -> int:
@@ -74,25 +75,25 @@ _SWAPPED = _Dense(
     overlap=2.174,
 )
 _STRAIGHT = _Dense(
-    start=1.87,
-    per_stage=0.0354,
-    per_split=0.00979,
-    reduction=2.85,
-    epilogue=0.366,
-    last_epilogue=2.71,
-    step=350,
-    wait=0.622,
-    mma=0.0285,
-    shared=0.815,
-    sparse=0.734,
-    l2=14.9e6,
-    dram=5.55e6,
-    unaligned=1.26,
-    overlap=1.44,
-    per_tile=1.1,
-    piece=0.000947,
-    overlapped_step=52.3,
-    overlapped_mma=1.04,
+    start=2.114,
+    per_stage=0.03777,
+    per_split=0.009247,
+    reduction=3.001,
+    epilogue=0.4197,
+    last_epilogue=2.565,
+    step=335.1,
+    wait=0.5724,
+    mma=0.03009,
+    shared=0.8693,
+    sparse=0.8089,
+    l2=10.02e6,
+    dram=5.753e6,
+    unaligned=1.091,
+    overlap=1.623,
+    per_tile=0.9529,
+    piece=0.001075,
+    overlapped_step=51.98,
+    overlapped_mma=1.044,
 )
 
 
@@ -140,31 +141,31 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
 
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
 
-_GROUPED_START = 3.696
-_GROUPED_STEP = 362.7  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
-_GROUPED_SWAPPED = 3.103  # the product's share of it, where weights are its rows
-_GROUPED_OVERLAPPED = 269.9  # the same where the next product is under way meanwhile, its product aside
-_GROUPED_OVERLAPPED_PRODUCT = 0.2704  # the product's share of it
-_GROUPED_MMA = 0.03645  # cycles of one output element and 128 products
-_GROUPED_LOAD = 73.46  # bytes a cycle into one SM
-_GROUPED_L2 = 11.48e6
-_GROUPED_DRAM = 4.927e6
-_GROUPED_EPILOGUE = 0.8603  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.1659  # of one that TMA writes
-_GROUPED_FULLEST = 0.0313  # how much the fullest tiles of a round decide when it ends, the average one the rest
-_GROUPED_SHARED = 0.9325  # of a product whose tokens a second one shares
-_GROUPED_PER_SPLIT = 0.4722  # each further block that shares a K
-_GROUPED_REDUCTION = 3.407  # of a 128 x 128 tile through distributed shared memory
-_GROUPED_OVERLAP = 4.012  # exponent of the norm that joins times that overlap
-_UNALIGNED = 2.123  # loads out of L2 take so much longer where rows do not begin at multiples of 128 bytes
+_GROUPED_START = 4.058
+_GROUPED_STEP = 419.0  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_SWAPPED = 3.365  # the product's share of it, where weights are its rows
+_GROUPED_OVERLAPPED = 263.2  # the same where the next product is under way meanwhile, its product aside
+_GROUPED_OVERLAPPED_PRODUCT = 0.2749  # the product's share of it
+_GROUPED_MMA = 0.03889  # cycles of one output element and 128 products
+_GROUPED_LOAD = 45.73  # bytes a cycle into one SM
+_GROUPED_L2 = 14.27e6
+_GROUPED_DRAM = 4.457e6
+_GROUPED_EPILOGUE = 0.5669  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.1751  # of one that TMA writes
+_GROUPED_FULLEST = 0.03959  # how much the fullest tiles of a round decide when it ends, the average one the rest
+_GROUPED_SHARED = 0.8641  # of a product whose tokens a second one shares
+_GROUPED_PER_SPLIT = 0.2871  # each further block that shares a K
+_GROUPED_REDUCTION = 3.11  # of a 128 x 128 tile through distributed shared memory
+_GROUPED_OVERLAP = 3.514  # exponent of the norm that joins times that overlap
+_UNALIGNED = 2.411  # loads out of L2 take so much longer where rows do not begin at multiples of 128 bytes
 
-_SKEWED = 0.35  # how likely routing is taken to be skewed, otherwise even
+SKEWED = 0.5  # how likely routing is taken to be skewed, otherwise even
 _QUANTILES = 16
 _FEW = 12  # rows, which are Poisson distributed
 
 
 @lru_cache(maxsize=4096)
-def group_sizes(expected_m: float) -> tuple[tuple[int, float], ...]:
+def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...]:
     """Sizes of a group of about ``expected_m`` rows, with their probabilities.
 
     With even routing they lie within a third of what is expected; with skewed routing they are distributed like the
@@ -173,15 +174,13 @@ def group_sizes(expected_m: float) -> tuple[tuple[int, float], ...]:
     """
     sizes: dict[int, float] = defaultdict(float)
     middles = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
-    skewed = [log(1 - middle) ** 2 for middle in middles]
-    shares = [(0.68 + 0.64 * middle, 1 - _SKEWED) for middle in middles]
-    shares += [(share * _QUANTILES / sum(skewed), _SKEWED) for share in skewed]
-    for share, probability in shares:
-        rows = share * expected_m
+    shares = [log(1 - middle) ** 2 if skewed else 0.68 + 0.64 * middle for middle in middles]
+    for share in shares:
+        rows = share * _QUANTILES / sum(shares) * expected_m
         if rows >= _FEW:
-            sizes[round(rows)] += probability / _QUANTILES
+            sizes[round(rows)] += 1 / _QUANTILES
             continue
-        probability *= exp(-rows) / _QUANTILES
+        probability = exp(-rows) / _QUANTILES
         for count in range(1, 4 * _FEW):
             probability *= rows / count
             sizes[count] += probability
@@ -211,10 +210,10 @@ def _step_cycles(config: GemmConfig, rows: int) -> float:
 
 
 @lru_cache(maxsize=256)
-def _tiles_by_height(height: int, swap: bool, expected_m: float) -> dict[int, float]:
+def _tiles_by_height(height: int, swap: bool, expected_m: float, skewed: bool) -> dict[int, float]:
     """How many tiles a group is expected to have in one column of tiles, by rows in use, in pieces of 64."""
     tiles: dict[int, float] = defaultdict(float)
-    for rows, probability in group_sizes(expected_m):
+    for rows, probability in group_sizes(expected_m, skewed):
         whole, rest = divmod(rows, height)
         if swap:
             tiles[height] += probability * (whole + (rest > 0))
@@ -228,19 +227,33 @@ def _tiles_by_height(height: int, swap: bool, expected_m: float) -> dict[int, fl
     return tiles
 
 
-def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int) -> float:
-    """Microseconds expected for groups of about ``expected_m`` rows and weights (n, k), from a cold L2."""
+def grouped_time(
+    config: GemmConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: float = SKEWED
+) -> float:
+    """Microseconds expected for groups of about ``expected_m`` rows and weights (n, k), from a cold L2.
+
+    skewed: how likely routing is to be skewed; otherwise it is even.
+    """
+    shares = ((1 - skewed, False), (skewed, True))
+    return sum(share * _grouped_time(config, groups, expected_m, n, k, num_sms, s) for share, s in shares if share)
+
+
+def _grouped_time(
+    config: GemmConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: bool
+) -> float:
+    """The same for one kind of routing. Each has its own number of waves, which a mean of sizes would blur."""
     expected_m = max(expected_m, 1 / groups)
     steps, columns, height = ceil(k / 128), ceil(n / config.block_n), config.block_m
-    by_height = _tiles_by_height(height, config.swap, expected_m)
-    tiles = sum(by_height.values()) * groups * columns
+    by_height = _tiles_by_height(height, config.swap, expected_m, skewed)
+    in_column = sum(by_height.values())
+    tiles = in_column * groups * columns
     fullest = _step_cycles(config, height)
     cycles = sum(count * _step_cycles(config, rows) for rows, count in by_height.items() if count) * groups * columns
     slots = resident_clusters(config, num_sms)
     share = tiles / slots if tiles > 16 * slots else max(1, ceil(tiles / slots - 0.02))
 
     # Blocks that share an SM hide each other's waits, not each other's products and loads.
-    loaded = (height + config.block_n) * 128
+    loaded = (sum(rows * count for rows, count in by_height.items()) / in_column + config.block_n) * 128
     per_sm = max(1.0, min(tiles, slots) * config.split_k / num_sms)
     step = fullest + (1 - _GROUPED_FULLEST) * (cycles / tiles - fullest)
     if not config.swap and config.columns < config.block_n:
@@ -250,7 +263,7 @@ def grouped_time(config: GemmConfig, groups: int, expected_m: float, n: int, k: 
     compute = share * ceil(steps / config.split_k) * step / _CYCLES
 
     rows = expected_m * groups
-    active = sum(probability for _, probability in group_sizes(expected_m)) * groups
+    active = sum(probability for _, probability in group_sizes(expected_m, skewed)) * groups
     dram = (active * n * k + rows * k + 2 * rows * n) / _GROUPED_DRAM
     l2 = tiles * loaded * steps / _GROUPED_L2 * (_UNALIGNED if k % 128 else 1)
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)

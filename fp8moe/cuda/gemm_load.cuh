@@ -1,0 +1,92 @@
+// Loads of a block's tiles by TMA, all by one thread: weights, tokens and their scales into the ring.
+#pragma once
+
+#include "gemm_reduction.cuh"
+
+// The blocks of 128 along K that this block multiplies.
+struct KRange {
+  int first, count;
+
+  __device__ __forceinline__ explicit KRange(int split)
+      : first(Split::k_blocks_before(split)), count(Split::k_blocks_before(split + 1) - first) {}
+};
+
+struct Loader {
+  Shared& s;
+  const TensorMap &a, &a_scale, &b;
+  int tile_m;  // tokens of one load, unless the tile is partial
+
+  // Pieces of 64 tokens of a partial tile.
+  static __device__ __forceinline__ int pieces(const Tile& tile) {
+    return min(ceil_div(tile.end - tile.m, 64), BLOCK_M / 64);
+  }
+
+  __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
+    Barrier& full = s.ring.full[stage];
+    full.expect(STAGE_BYTES - A_BYTES + (PARTIAL ? pieces(tile) * A_PIECE_BYTES : tile_m * BLOCK_K));
+    const u32 target = shared_address(s.b[stage]);
+    const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n);
+    tma_load(target, b, full.address(), k_block * BLOCK_K, row);
+    if constexpr (GATED) tma_load(target + B_BYTES / 2, b, full.address(), k_block * BLOCK_K, row + INTERMEDIATE);
+  }
+
+  __device__ __forceinline__ void load_tokens(const Tile& tile, int k_block, u32 stage) const {
+    const u32 full = s.ring.full[stage].address();
+    const u32 target = shared_address(s.a[stage]);
+    if constexpr (PARTIAL) {
+      const int count = pieces(tile);
+#pragma unroll
+      for (int i = 0; i < BLOCK_M / 64; ++i) {
+        if (i < count) tma_load(target + i * A_PIECE_BYTES, a, full, k_block * BLOCK_K, tile.m + i * 64);
+      }
+    } else {
+      tma_load(target, a, full, k_block * BLOCK_K, tile.m);
+    }
+#pragma unroll
+    for (int i = 0; i < A_SCALE_LOADS; ++i) {
+      tma_load(shared_address(s.a_scale[stage] + i * A_SCALE_STEP), a_scale, full,
+               (GROUPS ? tile.m & ~3 : tile.m) + i * A_SCALE_STEP, k_block);
+    }
+  }
+};
+
+// How many stages of its first tile a block loads into the empty ring.
+__device__ __forceinline__ int first_stages(const Schedule<GROUPS>& schedule, KRange k) {
+  return schedule.ended() ? 0 : min(k.count, STAGES);
+}
+
+// Loads them. Weights and group sizes never come from the kernel before this one, so they do not wait for it.
+__device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<GROUPS>& schedule, KRange k,
+                                          Split split) {
+  const bool any = !schedule.ended();
+  const int count = min(k.count, STAGES);
+  const Tile tile = schedule.at(any ? schedule.index : 0);
+  if (any) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) loader.load_weights(tile, k.first + i, i);
+  }
+  wait_for_previous_kernel();
+  if (any) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) loader.load_tokens(tile, k.first + i, i);
+    Sums{loader.s, tile, split}.expect();
+  }
+}
+
+// Goes on where fill_ring() has ended.
+__device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& schedule, KRange k) {
+  Pipeline<STAGES> pipeline(loader.s.ring);
+  int i = first_stages(schedule, k);
+  pipeline.advance(i);
+  Tile tile;
+  while (schedule.next(tile)) {
+#pragma unroll 1
+    for (; i < k.count; ++i) {
+      pipeline.acquire();
+      loader.load_weights(tile, k.first + i, pipeline.stage);
+      loader.load_tokens(tile, k.first + i, pipeline.stage);
+      pipeline.advance();
+    }
+    i = 0;
+  }
+}
