@@ -1,6 +1,7 @@
 """Training in several processes, one for each GPU: experts spread over them, everything else sharded by FSDP2."""
 
 import os
+import sys
 from typing import NamedTuple
 
 import torch
@@ -53,11 +54,7 @@ class Processes(NamedTuple):
             fully_shard(module, mesh=self.mesh, ignored_params=set(weights))
 
     def finish(self) -> None:
-        """Leave the group, when all processes are here.
-
-        None ends before: a thread of gloo that frees a tensor while Python exits aborts its process
-        (pytorch/pytorch#179291).
-        """
+        """Leave the group, when all processes are here."""
         if self.mesh is not None:
             dist.barrier()
             dist.destroy_process_group()
@@ -76,3 +73,13 @@ def start(count: int, device: str) -> tuple[Processes, torch.device]:
         place = torch.device(device, int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
     return Processes(dist.get_rank(), world, init_device_mesh(device, (world,))), place
+
+
+def exit_with(status: int) -> None:
+    """End this process; one of several without an end of Python, in which a thread of gloo that frees a tensor would
+    abort it (pytorch/pytorch#179291)."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)

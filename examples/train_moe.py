@@ -25,7 +25,7 @@ import run_state
 import torch
 from loss_report import Result
 from moe_model import Config, LanguageModel, MoE
-from processes import Processes, start
+from processes import Processes, exit_with, start
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -311,4 +311,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main())

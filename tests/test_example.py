@@ -21,6 +21,7 @@ import loss_report  # noqa: E402
 import moe_model  # noqa: E402
 import python_text  # noqa: E402
 import train_moe  # noqa: E402
+from processes import exit_with  # noqa: E402
 from train_moe import PRESETS  # noqa: E402
 
 TINY = PRESETS["tiny"]
@@ -105,7 +106,7 @@ def go_on(rank, port, directory):
     os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     shorten(pytest.MonkeyPatch())
-    assert run(directory, "--ep", "2", "--resume") == 0
+    exit_with(run(directory, "--ep", "2", "--resume"))
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")

@@ -11,7 +11,7 @@ from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime.jit import KernelSpec
 
-_LADDER = 1.1  # from one number of rows to the next one that is looked at
+_LADDER = 1.07  # from one number of rows to the next one that is looked at
 _FEW, _MANY = 128, 8192  # from the first to the last, wherever the tokens of a tile, or the number of tiles, change
 _HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # of tiles for more than _FEW rows; up to so many rows 64 too
 
