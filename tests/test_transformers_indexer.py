@@ -279,7 +279,7 @@ def test_a_cache_from_before():
     with torch.no_grad():
         with without(model):
             cache = model(prompts(), use_cache=True).past_key_values
-        message = "past_key_values: layer 0 has indexer keys in torch.float32, .* This cache cannot be used further"
+        message = "cache: layer 0 has indexer keys in torch.float32, .* This cache cannot be used further"
         with pytest.raises(ValueError, match=message):
             model(prompts()[:, :1], past_key_values=cache)
     lengths = [(layer.keys.shape[2], layer.indexer_keys.shape[1]) for layer in cache.layers]

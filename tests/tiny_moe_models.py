@@ -127,6 +127,14 @@ _INKLING = {
     "rel_extent": 32,
     "unpadded_vocab_size": 128,
 }
+_INKLING_LOOP = _INKLING | {
+    "num_hidden_layers": 3,
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 2,
+    "loop_num_passes": 2,
+    "loop_gate_rank": 8,
+}
 _INKLING_VISION = {"text_hidden_size": 128, "projection_hidden_dim": 128}
 _MINIMAX_M3 = {
     "dense_intermediate_size": 256,
@@ -225,6 +233,7 @@ _ALL = {
     "HYV3ForCausalLM": _causal("hy_v3"),
     "HYV4ForCausalLM": _causal("hy_v4", **_MLA, **_INDEXER, **_ONE_DENSE),
     "Inkling2ForCausalLM": _causal("inkling2_text", **_INKLING),
+    "Inkling2LoopForCausalLM": _causal("inkling2_loop_text", **_INKLING_LOOP),
     "InklingForCausalLM": _causal("inkling_text", **_INKLING),
     "JambaForCausalLM": _causal(
         "jamba", num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=16, mamba_dt_rank=8
@@ -243,6 +252,7 @@ _ALL = {
     "LagunaForCausalLM": _causal("laguna"),
     "Lfm2MoeForCausalLM": _causal("lfm2_moe", layer_types=["conv", "full_attention"], num_dense_layers=1),
     "Llama4ForCausalLM": _causal("llama4_text", intermediate_size_mlp=256),
+    "LaraMiniForCausalLM": _causal("lara_mini", **_LINEAR_ATTENTION | _SHARED),
     "LongcatFlashForCausalLM": _causal(
         "longcat_flash",
         **_MLA,
@@ -322,7 +332,18 @@ _ALL = {
         },
         vision_config={"projection_intermediate_size": 128},
     ),
+    "HYV4VLForConditionalGeneration": _multimodal(
+        "hy_v4_vl",
+        text_config=_MLA
+        | _INDEXER
+        | _ONE_DENSE
+        | {"index_n_heads": 16, "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}},  # four heads have near ties
+        vision_config={},
+    ),
     "Inkling2ForConditionalGeneration": _multimodal("inkling2", text_config=_INKLING, vision_config=_INKLING_VISION),
+    "Inkling2LoopForConditionalGeneration": _multimodal(
+        "inkling2_loop", text_config=_INKLING_LOOP, vision_config=_INKLING_VISION
+    ),
     "Llama4ForConditionalGeneration": _multimodal(
         "llama4",
         text_config={"intermediate_size_mlp": 256},

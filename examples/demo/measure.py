@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from examples.demo.progress import passes
 from examples.demo.report import Count, Measurement, weights
+from fp8moe.integrations import cache_argument
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.runtime.backend import use_cuda
 
@@ -70,10 +71,11 @@ def passage() -> str:
 
 def generate(model: Any, tokens: Tensor, count: int, end: int | None) -> Iterator[int]:
     """Up to `count` greedy tokens after `tokens` (1, T), stopping before `end`. One yield a token, once it is known."""
+    name = cache_argument.name_of(model.forward)
     cache = None
     for _ in range(count):
-        output = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=tokens, use_cache=True, **{name: cache})
+        cache = output[name]
         tokens = output.logits[:, -1:].argmax(-1)
         token = tokens.item()
         if token == end:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe.integrations import cache_argument
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import check_tensor, describe
 
@@ -33,10 +34,9 @@ def check_model(model: Any, captured: bool) -> None:
     name = type(model).__name__
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise TypeError(f"model: expected a causal language model, got {name}")
-    parameters = inspect.signature(model.forward).parameters
-    for needed in ("past_key_values", "position_ids"):
-        if needed not in parameters:
-            raise TypeError(f"model: expected a model whose forward takes {needed}, got {name}")
+    positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not positions or cache_argument.name_of(model.forward) is None:
+        raise TypeError(f"model: expected a model whose forward takes a cache and position_ids, got {name}")
     check_eval(model)
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention not in ("sdpa", "eager"):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8moe.integrations import cache_argument
 from fp8moe.integrations.decode.step import positions_of
 
 _WITHOUT_EFFECT = ("use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states")
@@ -95,14 +96,16 @@ def streamer_of_caller() -> Any:
 
 
 def _check_model_arguments(mask: Tensor, arguments: dict[str, Any]) -> None:
-    known = {"attention_mask", "position_ids", "past_key_values", *_WITHOUT_EFFECT}
+    known = {"attention_mask", "position_ids", *cache_argument.NAMES, *_WITHOUT_EFFECT}
     others = sorted(name for name, value in arguments.items() if value is not None and name not in known)
     if arguments.get("mm_encoder_outputs") == {}:  # of a prompt without images
         others.remove("mm_encoder_outputs")
     if others:
         raise ValueError(f"{others[0]}: GraphDecoder does not pass it to the model")
-    past, positions = arguments.get("past_key_values"), arguments.get("position_ids")
-    if past is not None and past.get_seq_length():
-        raise ValueError("past_key_values: GraphDecoder begins with an empty cache; see GraphDecoder.prefix")
+    for name in cache_argument.NAMES:
+        past = arguments.get(name)
+        if past is not None and past.get_seq_length():
+            raise ValueError(f"{name}: GraphDecoder begins with an empty cache; see GraphDecoder.prefix")
+    positions = arguments.get("position_ids")
     if positions is not None and (positions != positions_of(mask)).logical_and(mask.bool()).any():
         raise ValueError("position_ids: GraphDecoder counts the tokens of a prompt from 0")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8moe.integrations import cache_argument
 from fp8moe.integrations.decode.attention import Rows, used_by
 from fp8moe.integrations.decode.cache import Place, clear_rows, copy_rows, has_states, reset, static_cache
 from fp8moe.integrations.decode.chunks import columns_at_a_time
@@ -211,9 +212,8 @@ class Step:
         fused = nullcontext() if self.way.fused is None else self.way.fused.in_force()
         with used_by(self.model, self.way.attention, self.seen), fused, linears_by_fixed_rows():
             arguments |= _without_router_loss(self.model.config)
-            output = self.model(
-                input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, **arguments
-            )
+            arguments[cache_argument.name_of(self.model.forward)] = self.cache
+            output = self.model(input_ids=tokens, position_ids=positions, use_cache=True, **arguments)
         return output.logits[:, -1]
 
     def accept(self, logits: Tensor) -> None:

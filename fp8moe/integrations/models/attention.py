@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe.integrations import cache_argument
 from fp8moe.integrations.models import forms, linears, norms
 from fp8moe.integrations.models.hooks import runs_as_written
 from fp8moe.kernels.block import rotary
@@ -48,6 +49,7 @@ def attend(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Any = None,
     past_key_values: Any = None,
+    cache: Any = None,
     **options: Any,
 ) -> Tensor:
     """The module's result (B, T, H). normed: of its input's rows, quantized or values; lead: (B, T)."""
@@ -59,7 +61,8 @@ def attend(
     else:
         parts = linears.project(normed.quantized, _inputs(module), cos.dtype)
     q, k, v = (part.view(*lead, -1, size) for part in parts)
-    layer = _rows_of(past_key_values, module.layer_idx, k, v)
+    past = past_key_values if cache is None else cache
+    layer = _rows_of(past, module.layer_idx, k, v)
     if layer is None:
         batch, tokens, heads, _ = k.shape
         keys, values = torch.empty((2, batch, heads, tokens, size), dtype=k.dtype, device=k.device)
@@ -83,8 +86,8 @@ def attend(
     if layer is not None:
         end = layer.place.end
         keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
-    elif past_key_values is not None:
-        keys, values = past_key_values.update(keys, values, module.layer_idx)
+    elif past is not None:
+        keys, values = cache_argument.update(past_key_values, cache, keys, values, module.layer_idx, options)
     match form.window:
         case "module":
             options = {**options, "sliding_window": module.sliding_window}
@@ -108,9 +111,9 @@ def _has_norms(module: nn.Module, form: forms.Attention) -> bool:
     return form.norm == "always" or (form.norm == "if use_qk_norm" and bool(module.use_qk_norm))
 
 
-def _rows_of(past_key_values: Any, index: int, k: Tensor, v: Tensor) -> Any:
+def _rows_of(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
     """The layer of GraphDecoder's cache that takes k and v (B, T, key heads, D); None if the cache is another's."""
-    layer = next(iter(getattr(past_key_values, "layers", ())[index : index + 1]), None)  # some caches add layers later
+    layer = next(iter(getattr(past, "layers", ())[index : index + 1]), None)  # some caches add layers later
     if not hasattr(layer, "place"):
         return None
     if not layer.is_initialized:

@@ -18,14 +18,39 @@ from torch import nn
 
 @functools.cache
 def digest(function: Callable) -> str:
-    """Of the function's code, without its name, annotations, docstring and decorators."""
+    """Of the function's code, without its name, annotations, docstring and decorators; a cache by its old name."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    if any(argument.arg == "cache" for argument in tree.args.args):
+        tree = _OldCacheName().visit(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             node.annotation = None
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     text = f"({ast.unparse(tree.args)})\n{ast.unparse(ast.Module(body, []))}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _OldCacheName(ast.NodeTransformer):
+    """Code as it was before transformers 5.24, which calls past_key_values cache, and hands its update() the kwargs."""
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.arg = "past_key_values" if node.arg == "cache" else node.arg
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        node.id = "past_key_values" if node.id == "cache" else node.id
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
+        node.arg = "past_key_values" if node.arg == "cache" else node.arg
+        self.generic_visit(node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        if ast.unparse(node.func) == "past_key_values.update":
+            node.keywords = [one for one in node.keywords if ast.unparse(one) != "kwargs=kwargs"]
+        return node
 
 
 def form_of(module: nn.Module, forms: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fp8moe.integrations import cache_argument
 from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.models import forms, linears, norms
 from fp8moe.integrations.models.hooks import runs_as_written
@@ -47,6 +48,7 @@ def attend(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Any = None,
     past_key_values: Any = None,
+    cache: Any = None,
     **options: Any,
 ) -> Tensor:
     """The module's result (B, T, H). normed: of its input's rows, quantized or values; lead: (B, T)."""
@@ -64,8 +66,8 @@ def attend(
     k_rot = k_rot.view(*lead, -1)[:, None]
     rotate = "apply_rotary_pos_emb_interleave" if module.config.rope_interleave else "apply_rotary_pos_emb"
     q_rot, k_rot = forms.called(module, rotate)(q_rot, k_rot, cos, sin)
-    if past_key_values is not None:
-        latent, k_rot = past_key_values.update(latent, k_rot, module.layer_idx)
+    if past_key_values is not None or cache is not None:
+        latent, k_rot = cache_argument.update(past_key_values, cache, latent, k_rot, module.layer_idx, options)
     weight = None
     if lead[1] == 1 and _is_plain(module, attention_mask, latent.shape[2], options):
         weight = _up_weight(module.kv_b_proj, q.dtype)

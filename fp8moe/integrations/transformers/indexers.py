@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe.integrations import cache_argument
 from fp8moe.kernels.indexer.checks import NUM_HEADS
 from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits
@@ -20,9 +21,13 @@ from fp8moe.quant.quantize import quantize_1x128
 
 _MODULES = ("deepseek_v32", "glm_moe_dsa")
 _PARAMETERS = (
-    *("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids"),
-    "past_key_values",
-)
+    "self",
+    "hidden_states",
+    "q_resid",
+    "position_embeddings",
+    "attention_mask",
+    "position_ids",
+)  # and the cache
 _PACKED_QUERIES = 16
 """Sequences that have at most so many queries together share a launch: each query is scored with the keys of all."""
 
@@ -42,7 +47,8 @@ def route_indexers() -> None:
         cls = getattr(importlib.import_module(f"{path}.modeling_{module}"), name, None)
         if cls is None or is_routed(cls):
             continue
-        if tuple(inspect.signature(cls.forward).parameters) == _PARAMETERS:
+        parameters = tuple(inspect.signature(cls.forward).parameters)
+        if parameters in [(*_PARAMETERS, name) for name in cache_argument.NAMES]:
             theirs, cls.forward = cls.forward, _routed(cls.forward)
             _rebind(theirs, cls.forward)
 
@@ -88,16 +94,16 @@ def _routed(theirs):
         attention_mask: Tensor,
         position_ids: Tensor | None,
         past_key_values: Any = None,
+        cache: Any = None,
     ) -> Tensor:
+        past = past_key_values if cache is None else cache
         if refusal(self) is not None:
-            return theirs(
-                *(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids), past_key_values
-            )
+            return theirs(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past)
         operands = score_operands(self, hidden_states, q_resid, position_embeddings, interleaved=interleaved)
         q, weights, k = operands
         rows = _key_rows(k)
-        if past_key_values is not None:
-            rows = _cached(past_key_values, self.layer_idx, rows)
+        if past is not None:
+            rows = _cached(past, self.layer_idx, rows)
         return _selected(q, weights, rows, attention_mask, self.index_topk)
 
     forward._fp8moe = True
@@ -161,7 +167,7 @@ def _cached(cache: Any, layer: int, rows: Tensor) -> Tensor:
     before = getattr(cache.layers[layer], "indexer_keys", None)
     if before is not None and before.dtype != rows.dtype:
         raise ValueError(
-            f"past_key_values: layer {layer} has indexer keys in {before.dtype}, cached before "
+            f"cache: layer {layer} has indexer keys in {before.dtype}, cached before "
             "fp8moe.integrations.transformers.register(). This cache cannot be used further: the indexer's keys of the "
             "new tokens are missing. Start again with a new cache or GraphDecoder (a reset one keeps its buffers)"
         )
