@@ -73,6 +73,26 @@ def test_logits_of_every_class(name):
     assert {row.what for row in changed} == PARTS.get(name, {row.what for row in changed})
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_models_in_bfloat16_are_fused_as_those_in_float32(name):
+    assert {row.what for row in optimize(MODELS[name].build(torch.bfloat16))} == PARTS[name]
+
+
+def test_a_router_in_float32_is_fused_in_a_model_in_bfloat16():
+    model = MODELS["DeepseekV3ForCausalLM"].build(torch.bfloat16)
+    routers = [layer.mlp.gate.float() for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    x = torch.randn(5, routers[0].weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        before, before_routed = logits(model), routers[0](x)
+        assert "norms and residuals, latent attention, router" in {row.what for row in optimize(model)}
+        logits_of_experts, weights, index = routers[0](x)
+    assert logits_of_experts.dtype is torch.float32
+    torch.testing.assert_close(logits_of_experts, before_routed[0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(index.sort().values, before_routed[2].sort().values)
+    torch.testing.assert_close(weights.sum(-1), before_routed[1].sum(-1).float())
+    assert distance(logits(model), before) <= 2e-2
+
+
 @pytest.mark.parametrize("name", [name for name, parts in PARTS.items() if len(parts) > 1])
 def test_generate_with_padding_and_a_cache(name):
     model = MODELS[name].build()

@@ -21,8 +21,10 @@ def serves(module: nn.Module, dtype: torch.dtype) -> bool:
 
 def serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
     """Whether our kernels route as the module does for an input of this dtype."""
-    known = forms.form_of(module, forms.ROUTER) is not None and runs_as_written(module)
-    return known and module.weight.dtype is dtype and not is_cast(module.weight)
+    form = forms.form_of(module, forms.ROUTER)
+    if form is None or not runs_as_written(module) or is_cast(module.weight):
+        return False
+    return module.weight.dtype is dtype or (form.in_float32 and module.weight.dtype is torch.float32)
 
 
 def prepare(module: nn.Module) -> bool:
@@ -94,7 +96,8 @@ def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Te
 def _route(router: nn.Module, x: Tensor) -> tuple[Tensor, Routing]:
     """x (M, H); the logits (M, E) and what follows from them."""
     form = forms.form_of(router, forms.ROUTER)
-    logits = router_logits(x, router.weight, dtype=torch.float32 if form.in_float32 else x.dtype)
+    operand = x.to(router.weight.dtype)  # transformers keeps some routers in float32, in models of any dtype
+    logits = router_logits(operand, router.weight, dtype=torch.float32 if form.in_float32 else x.dtype)
     groups = {}
     if form.bias:
         groups = {
