@@ -23,6 +23,7 @@ struct Arguments {
   const float* b_scale;
   Epilogue::Output out;
   ScheduleArguments schedule;
+  int early_stages;  // see fill_ring()
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
 
@@ -289,7 +290,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     s.ring.init(1, MATH_WARPS);
     if constexpr (SPLIT_K > 1) s.sums.init(1);
     mbarrier_init_fence();
-    fill_ring(loader, schedule, k, split);
+    fill_ring(loader, schedule, k, split, args.early_stages);
+  } else if (warp == MATH_WARPS + 1) {
+    prefetch_map(b), prefetch_map(a), prefetch_map(a_scale);
+    if constexpr (STAGED) prefetch_map(out_map);
   }
   __syncthreads();
   schedule.ready();
@@ -298,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
   if (warpgroup == WARPGROUPS) {
     if constexpr (MATH_REGISTERS > 0) registers_decrease<PRODUCER_REGISTERS>();
-    if (loads) produce(loader, schedule, k);
+    if (loads) produce(loader, schedule, k, args.early_stages);
     __syncwarp();
     Split::await_peers();
     Split::received();

@@ -50,33 +50,35 @@ struct Loader {
   }
 };
 
-// How many stages of its first tile a block loads into the empty ring.
-__device__ __forceinline__ int first_stages(const Schedule<GROUPS>& schedule, KRange k) {
-  return schedule.ended() ? 0 : min(k.count, STAGES);
+// How many stages of its first tile a block loads into the empty ring, up to `most`.
+__device__ __forceinline__ int stages_to_fill(const Schedule<GROUPS>& schedule, KRange k, int most) {
+  return schedule.ended() ? 0 : min(k.count, most);
 }
 
-// Loads them. Weights and group sizes never come from the kernel before this one, so they do not wait for it.
-__device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<GROUPS>& schedule, KRange k,
-                                          Split split) {
-  const bool any = !schedule.ended();
-  const int count = min(k.count, STAGES);
-  const Tile tile = schedule.at(any ? schedule.index : 0);
-  if (any) {
+// Loads them, but for the tokens behind FIRST_STAGES: the threads of a block meet as soon as products may begin.
+// Weights and group sizes never come from the kernel before this one, so they do not wait for it; where there is one to
+// wait for, `most` is large.
+__device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<GROUPS>& schedule, KRange k, Split split,
+                                          int most) {
+  const int count = stages_to_fill(schedule, k, most);
+  const Tile tile = schedule.at(count > 0 ? schedule.index : 0);
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) loader.load_weights(tile, k.first + i, i);
-  }
+  for (int i = 0; i < count; ++i) loader.load_weights(tile, k.first + i, i);
   wait_for_previous_kernel();
-  if (any) {
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) loader.load_tokens(tile, k.first + i, i);
-    Sums{loader.s, tile, split}.expect();
-  }
+  for (int i = 0; i < min(count, FIRST_STAGES); ++i) loader.load_tokens(tile, k.first + i, i);
+  if (count > 0) Sums{loader.s, tile, split}.expect();
 }
 
 // Goes on where fill_ring() has ended.
-__device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& schedule, KRange k) {
+__device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& schedule, KRange k, int most) {
   Pipeline<STAGES> pipeline(loader.s.ring);
-  int i = first_stages(schedule, k);
+  int i = stages_to_fill(schedule, k, most);
+  if (i > FIRST_STAGES) {
+    const Tile first = schedule.at(schedule.index);
+#pragma unroll 1
+    for (int stage = FIRST_STAGES; stage < i; ++stage) loader.load_tokens(first, k.first + stage, stage);
+  }
   pipeline.advance(i);
   Tile tile;
   while (schedule.next(tile)) {

@@ -121,6 +121,11 @@ class GemmConfig:
         return (self.block_m + self.block_n) * 128 + align((self.block_m + (4 if self.groups else 0)) * 4, 128) + 16
 
     @property
+    def first_stages(self) -> int:
+        """Stages that are loaded before the threads of a block meet: with more of them products begin later."""
+        return min(2, self.stages)
+
+    @property
     def reduces(self) -> bool:
         """Whether the epilogue sums through the reduction buffer."""
         return self.swap or self.split_k > 1

@@ -16,6 +16,7 @@ def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSp
         "COLUMNS": cfg.columns,
         "OVERLAPS": int(cfg.overlaps),
         "A_SCALE_BOX": cfg.scale_box,
+        "FIRST_STAGES": cfg.first_stages,
         "SPLIT_K": cfg.split_k,
         "PARTS": cfg.parts,
         "PART_REGISTERS": cfg.part_registers,
@@ -41,7 +42,7 @@ def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
     """``struct Arguments`` of cuda/gemm.cu, the epilogue's ``Output`` in it."""
     sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows")
     schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in sizes))
-    fields = (("b_scale", ctypes.c_int64), *epilogue.fields, *schedule)
+    fields = (("b_scale", ctypes.c_int64), *epilogue.fields, *schedule, ("early_stages", ctypes.c_int))
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 

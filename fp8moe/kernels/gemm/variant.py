@@ -61,6 +61,8 @@ class Variant:
         self._arguments = arguments_type(epilogue)(
             m=m, max_m=max_m or 0, raster=raster, group_pitch=1 + ranges, tile_m=tile_m, tile_rows=tile_rows
         )
+        # Their weights are loaded ahead of any tokens, which may have to wait for the kernel in front.
+        self._arguments.early_stages = cfg.stages if pdl else cfg.first_stages
         for name, value in epilogue.values.items():
             setattr(self._arguments, name, value)
         # b_scale and the epilogue's addresses and pitches are set at once, in less time than one by one.
