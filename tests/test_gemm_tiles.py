@@ -7,6 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fp8moe.kernels.gemm import variant
 from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, tokens_of_tile, with_stages
 from fp8moe.kernels.gemm.cost import dense_time, resident_clusters
 from fp8moe.kernels.gemm.epilogue import AddAndStore, PlainStore
@@ -46,7 +47,8 @@ def test_candidates_are_possible(problem):
         assert config.shared_bytes <= SHARED_LIMIT == 227 * 1024
         assert (config.shared_bytes + 1024) * config.blocks_per_sm <= SHARED_PER_SM == 228 * 1024
         math_registers = config.warpgroups * 128 * config.math_registers
-        assert math_registers + 128 * PRODUCER_REGISTERS <= REGISTERS_PER_SM
+        at_launch = REGISTERS_PER_SM // config.threads // 8 * 8 * config.threads  # which setmaxnreg shares out anew
+        assert math_registers + 128 * PRODUCER_REGISTERS <= at_launch
         # Splits are for tiles that leave SMs idle.
         tiles = math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
         assert config.split_k == 1 or tiles <= resident_clusters(config, num_sms)
@@ -87,18 +89,36 @@ def test_tokens_of_tiles():
 @settings(max_examples=200)
 @given(problems)
 def test_raster_group_is_some_of_the_rows(problem):
-    m, n, _, num_sms = problem
+    m, n, k, num_sms = problem
     for config in dense_candidates(*problem):
         rows = math.ceil(m / config.block_m)
         for concurrent in {1, num_sms, rows * math.ceil(n / config.block_n)}:
-            assert 1 <= raster_group(config, m, concurrent) <= rows
+            assert 1 <= raster_group(config, m, k, concurrent) <= rows
 
 
 def test_raster_group_is_square_and_even():
     tile = GemmConfig(128, 128)
-    assert raster_group(tile, 128 * 100, 100) == 10
-    assert raster_group(tile, 128 * 16, 100) == 8  # not 10 and 6
-    assert raster_group(GemmConfig(256, 64), 256 * 100, 100) == 5  # 5 x 20 tiles: 1280 x 1280
+    assert raster_group(tile, 128 * 100, 7168, 100) == 10
+    assert raster_group(tile, 128 * 16, 7168, 100) == 8  # not 10 and 6
+    assert raster_group(GemmConfig(256, 64), 256 * 100, 7168, 100) == 5  # 5 x 20 tiles: 1280 x 1280
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_weights_of_the_whole_ring_come_early_behind_a_kernel_that_is_running(pdl, monkeypatch):
+    monkeypatch.setattr(variant, "tensor_map", lambda *operands, **layout: None)
+    config = with_stages(GemmConfig(64, 64, warpgroups=1), 7168)
+    a, a_scale = torch.empty(64, 7168, dtype=torch.float8_e4m3fn), torch.empty(56, 64).t()
+    b, out = torch.empty(64, 7168, dtype=torch.float8_e4m3fn), torch.empty(64, 64, dtype=torch.bfloat16)
+    options = {"max_m": None, "ranges": False, "pdl": pdl}
+    made = variant.Variant(config, (a, a_scale, b, out), PlainStore(torch.bfloat16), SMS, **options)
+    assert config.stages > config.first_stages == 2
+    assert made._arguments.early_stages == (config.stages if pdl else 2)
+
+
+def test_raster_group_is_all_rows_where_the_tokens_stay_in_l2():
+    assert raster_group(GemmConfig(128, 192), 4096, 512, 132) == 32
+    assert raster_group(GemmConfig(256, 128), 4096, 1536, 132) == 16
+    assert raster_group(GemmConfig(256, 128), 4096, 2048, 132) < 16
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,18 @@ from fp8moe.kernels.gemm.config import GemmConfig, GroupedKConfig, fits, with_st
 from fp8moe.kernels.gemm.cost import dense_time, grouped_time, resident_clusters
 
 
-def raster_group(config: GemmConfig, m: int, concurrent: int) -> int:
+_TOKENS_IN_L2 = 6.5e6  # bytes, an eighth of an H200's L2: so many tokens stay there while weights come and go
+
+
+def raster_group(config: GemmConfig, m: int, k: int, concurrent: int) -> int:
     """Height, in tiles, of the groups that ``concurrent`` tiles walk column by column.
 
-    The square-most footprint reads the least of both operands; the groups are then evened out over the rows.
+    If all tokens stay in L2, all rows: weights are read once. Otherwise the square-most footprint reads the least of
+    both operands; the groups are then evened out over the rows.
     """
     rows = ceil(m / config.block_m)
+    if m * k <= _TOKENS_IN_L2:
+        return rows
     ideal = max(1, round((concurrent * config.block_n / config.block_m) ** 0.5))
     return ceil(rows / ceil(rows / ideal))
 

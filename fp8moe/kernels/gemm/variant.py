@@ -57,7 +57,7 @@ class Variant:
         tiles = tile_rows * ceil_div(n, cfg.block_n)
         # A block has one tile, or a resident grid walks over them.
         concurrent = tiles if cfg.single_tile else min(tiles, sms * cfg.blocks_per_sm)
-        raster = raster_group(cfg, m, concurrent)
+        raster = raster_group(cfg, m, k, concurrent)
         self._arguments = arguments_type(epilogue)(
             m=m, max_m=max_m or 0, raster=raster, group_pitch=1 + ranges, tile_m=tile_m, tile_rows=tile_rows
         )
