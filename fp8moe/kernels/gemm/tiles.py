@@ -13,7 +13,6 @@ from math import ceil
 from fp8moe.kernels.gemm.config import GemmConfig, GroupedKConfig, fits, with_stages
 from fp8moe.kernels.gemm.cost import dense_time, grouped_time, resident_clusters
 
-
 _TOKENS_IN_L2 = 6.5e6  # bytes, an eighth of an H200's L2: so many tokens stay there while weights come and go
 
 
