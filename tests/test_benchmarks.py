@@ -987,3 +987,30 @@ def test_regret_is_over_the_best_candidate():
     assert row["us"] == 11 and row["best_us"] == 10 and row["regret"] == pytest.approx(0.1)
     mean, largest = choice.thresholds([row, row | {"regret": 0.0}])
     assert not mean.passed and mean.value == pytest.approx(0.05) and largest.value == pytest.approx(0.1)
+
+
+def test_regret_is_by_the_second_times_of_the_chosen_and_the_best():
+    problem = choice.Problem(0, 64, 2112, 7168)
+    configs = choice.candidates(problem, 132)[:6]
+    times = dict(zip(configs, (11.0, 9.0, 12.0, 10.0, 10.5, 13.0), strict=True))
+    again = choice.finalists(times)
+    assert again == [configs[i] for i in (0, 1, 3, 4)]
+    row = choice.make_row(problem, times, dict(zip(again, (10.4, 10.5, 10.0, 10.6), strict=True)))
+    assert (row["us"], row["best"], row["best_us"]) == (10.4, choice.name(configs[3]), 10.0)
+    assert row["regret"] == pytest.approx(0.04) and row["candidates"] == len(row["times"]) == 6
+
+
+def test_candidates_are_timed_in_turn(monkeypatch):
+    problem = choice.Problem(0, 64, 2112, 7168)
+    configs, timed = choice.candidates(problem, 132)[:2], []
+
+    def measure(calls, *, rests):
+        for call in calls:
+            call()
+        assert len(rests) == len(calls)
+        return [timing.Timing((us,), ()) for us in (3.0, 9.0, 1.0, 8.0, 2.0, 7.0)]
+
+    monkeypatch.setattr(choice, "call_of", lambda problem: timed.append)
+    monkeypatch.setattr(timing, "measure", measure)
+    assert choice.time_in_turn(problem, configs, 132, rounds=3) == dict(zip(configs, (2.0, 8.0), strict=True))
+    assert timed == configs * 3

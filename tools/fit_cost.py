@@ -30,15 +30,18 @@ HOTTEST = 2e-3  # a loss so much higher is accepted once in e at first
 _ENDS = ("start", "per_stage", "per_split", "reduction", "epilogue", "last_epilogue")
 _EVERY = (*_ENDS, "step", "shared", "dram", "overlap")
 _PRODUCTS = ("per_tile", "piece", "mma", "wait", "sparse", "overlapped_step", "overlapped_mma")
+_STRAIGHT = (*_EVERY, *_PRODUCTS, "split", "crowded", "per_other_stage")
 CONSTANTS = {
-    "dense": [f"_STRAIGHT.{field}" for field in (*_EVERY, *_PRODUCTS)],
+    "dense": [f"_STRAIGHT.{field}" for field in _STRAIGHT],
     "swapped": [f"_SWAPPED.{field}" for field in _EVERY],
     "grouped": [
         f"_GROUPED_{field}" for field in ("START", "STEP", "OVERLAPPED", "OVERLAPPED_PRODUCT", "MMA", "LOAD", "L2")
     ]
-    + [f"_GROUPED_{name}" for name in ("DRAM", "EPILOGUE", "STAGED_EPILOGUE", "FULLEST", "SHARED", "OVERLAP")],
+    + [f"_GROUPED_{name}" for name in ("DRAM", "EPILOGUE", "STAGED_EPILOGUE", "FULLEST", "SHARED", "OVERLAP")]
+    + [f"_GROUPED_{name}" for name in ("SM_LOAD", "SWAPPED_SM_LOAD", "LATENCY", "LAST_EPILOGUE")]
+    + [f"_GROUPED_TILES.{tile}" for tile in cost._GROUPED_TILES],
 }
-"""What is changed for which problems: fields of a constant of cost.py, or constants."""
+"""What is changed for which problems: fields of a constant of cost.py, entries of a table there, or constants."""
 
 
 class Timed(NamedTuple):
@@ -94,12 +97,20 @@ def loss(timed: Sequence[Timed]) -> float:
 
 def get(constant: str) -> float:
     value, *field = constant.split(".")
-    return getattr(getattr(cost, value), *field) if field else getattr(cost, value)
+    found = getattr(cost, value)
+    if isinstance(found, dict):
+        return found[field[0]]
+    return getattr(found, *field) if field else found
 
 
 def put(constant: str, number: float) -> None:
     value, *field = constant.split(".")
-    setattr(cost, value, getattr(cost, value)._replace(**{field[0]: number}) if field else number)
+    found = getattr(cost, value)
+    if isinstance(found, dict):
+        changed: object = {**found, field[0]: number}
+    else:
+        changed = found._replace(**{field[0]: number}) if field else number
+    setattr(cost, value, changed)
 
 
 def fit(constants: Sequence[str], loss: Callable[[], float], proposals: int, hold: float) -> dict[str, float]:

@@ -52,6 +52,9 @@ class _Dense(NamedTuple):
     piece: float = 0  # as mma, for each piece of a product's columns that has a weight scale of its own
     overlapped_step: float = 0  # cycles from one stage to the next where the next product is under way
     overlapped_mma: float = 1  # of a product's cycles, with another under way
+    split: float = 0  # of any split, whose blocks wait for each other
+    per_other_stage: float = 0  # as per_stage, of tiles of several warpgroups that are not split
+    crowded: float = 0  # reading takes so much less for each block that the average SM has fewer than the fullest one
 
 
 # Each further part of the K of a 128 x 128 tile that a block sums: through shared memory, or in registers.
@@ -75,25 +78,28 @@ _SWAPPED = _Dense(
     overlap=2.174,
 )
 _STRAIGHT = _Dense(
-    start=2.114,
-    per_stage=0.03777,
-    per_split=0.009247,
-    reduction=3.001,
-    epilogue=0.4197,
-    last_epilogue=2.565,
+    start=1.941,
+    per_stage=0.03879,
+    per_split=0.008858,
+    reduction=2.155,
+    epilogue=0.4193,
+    last_epilogue=2.3,
     step=335.1,
     wait=0.5724,
-    mma=0.03009,
-    shared=0.8693,
-    sparse=0.8089,
-    l2=10.02e6,
-    dram=5.753e6,
-    unaligned=1.091,
-    overlap=1.623,
-    per_tile=0.9529,
-    piece=0.001075,
+    mma=0.03191,
+    shared=0.9246,
+    sparse=0.6843,
+    l2=8.719e6,
+    dram=5.104e6,
+    unaligned=1,
+    overlap=1.821,
+    per_tile=0.7701,
+    piece=0.001021,
     overlapped_step=51.98,
-    overlapped_mma=1.044,
+    overlapped_mma=1.042,
+    split=0.3742,
+    crowded=0.1047,
+    per_other_stage=0.02018,
 )
 
 
@@ -103,7 +109,8 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     tiles = ceil(m / config.block_m) * ceil(n / config.block_n)
     slots = resident_clusters(config, num_sms)
     waves = ceil(tiles / slots)
-    per_sm = max(1, min(tiles, slots) * config.split_k / num_sms)
+    mean = min(tiles, slots) * config.split_k / num_sms
+    per_sm = max(1, mean)
     fullest = ceil(per_sm)  # blocks on the SM that has the most
     rows = config.block_m if config.swap else tokens_of_tile(config, m)
     area, used = config.block_m * config.block_n, rows * config.block_n
@@ -121,6 +128,7 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     in_flight = min(1.0, per_sm * config.stages * (config.block_m + config.block_n) * 128 / 200e3)
     sparse = 1 + c.sparse * (1 - in_flight)
     dram = (n * k + m * k + 2 * m * n) / c.dram * sparse * (c.unaligned if k % 128 else 1)
+    dram *= 1 - c.crowded * (fullest - mean)
     l2 = tiles * (config.block_m + config.block_n) * k / c.l2 * sparse if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
@@ -129,35 +137,69 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     if config.split_k > 1:
         # The threads of a block sum its share of what all of them have.
         summed = used / 128**2 * (1 - 1 / config.split_k) * 2 / config.warpgroups
-        ends += c.per_split * (config.split_k - 1) + c.reduction * fullest * summed
+        ends += c.split + c.per_split * (config.split_k - 1) + c.reduction * fullest * summed
     if config.parts > 1:
         kept = config.part_registers / (config.slabs * config.accumulators)
         part = kept * _KEPT_PART + (1 - kept) * _PART
         ends += waves * (config.parts - 1) * part * area / 128**2
     if config.warpgroups == 1 or config.split_k > 1:
         ends += c.per_stage * config.stages
+    else:
+        ends += c.per_other_stage * config.stages
     return c.start + overlapped + ends
 
 
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
 
-_GROUPED_START = 4.058
-_GROUPED_STEP = 419.0  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
-_GROUPED_SWAPPED = 3.365  # the product's share of it, where weights are its rows
-_GROUPED_OVERLAPPED = 263.2  # the same where the next product is under way meanwhile, its product aside
-_GROUPED_OVERLAPPED_PRODUCT = 0.2749  # the product's share of it
-_GROUPED_MMA = 0.03889  # cycles of one output element and 128 products
-_GROUPED_LOAD = 45.73  # bytes a cycle into one SM
-_GROUPED_L2 = 14.27e6
-_GROUPED_DRAM = 4.457e6
-_GROUPED_EPILOGUE = 0.5669  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.1751  # of one that TMA writes
-_GROUPED_FULLEST = 0.03959  # how much the fullest tiles of a round decide when it ends, the average one the rest
-_GROUPED_SHARED = 0.8641  # of a product whose tokens a second one shares
-_GROUPED_PER_SPLIT = 0.2871  # each further block that shares a K
-_GROUPED_REDUCTION = 3.11  # of a 128 x 128 tile through distributed shared memory
-_GROUPED_OVERLAP = 3.514  # exponent of the norm that joins times that overlap
-_UNALIGNED = 2.411  # loads out of L2 take so much longer where rows do not begin at multiples of 128 bytes
+_GROUPED_START = 3.671
+_GROUPED_STEP = 347.3  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_SWAPPED = 3.335  # the product's share of it, where weights are its rows
+_GROUPED_OVERLAPPED = 100  # the same where the next product is under way meanwhile, its product aside
+_GROUPED_OVERLAPPED_PRODUCT = 0.6  # the product's share of it
+_GROUPED_MMA = 0.03515  # cycles of one output element and 128 products
+_GROUPED_LOAD = 53.46  # bytes a cycle into one block
+_GROUPED_SM_LOAD = 1.233  # over that: into an SM whose blocks have one warpgroup
+_GROUPED_SWAPPED_SM_LOAD = 0.6039  # where weights are the 64-row operand
+_GROUPED_WIDE_SM_LOAD = 1.03  # the same in tiles of 256 features: only SwiGLU has them
+_GROUPED_LATENCY = 2024  # cycles in which all stages of a ring are filled and emptied once, at least
+_GROUPED_L2 = 14.26e6
+_GROUPED_DRAM = 4.868e6
+_GROUPED_EPILOGUE = 0.3224  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.142  # of one that TMA writes
+_GROUPED_LAST_EPILOGUE = 2.022  # what the last one of a block takes longer, when all store at once
+_GROUPED_FULLEST = 0.03456  # how much the fullest tiles of a round decide when it ends, the average one the rest
+_GROUPED_SHARED = 0.9165  # of a product whose tokens a second one shares
+_GROUPED_PER_SPLIT = 0.1353  # each further block that shares a K
+_GROUPED_REDUCTION = 2.245  # of a 128 x 128 tile through distributed shared memory
+_GROUPED_OVERLAP = 2.661  # exponent of the norm that joins times that overlap
+_UNALIGNED = 2.226  # loads out of L2 take so much longer where rows do not begin at multiples of 128 bytes
+
+# How long a tile takes over what the rest of the model expects, if K is not split: tokens x features, s if TMA writes
+# it, * blocks on an SM. Those that are not here take what is expected: they are within half a percent, were never
+# timed (SwiGLU), or split K.
+_GROUPED_TILES = {
+    "8x64*2": 1.024,
+    "8x64*3": 0.973,
+    "8x64*4": 0.981,
+    "16x64*1": 0.993,
+    "16x64*2": 1.013,
+    "16x64*4": 1.010,
+    "16x128*2": 1.014,
+    "32x64*2": 1.007,
+    "32x64*4": 1.011,
+    "64x64*1": 1.013,
+    "64x64*2": 0.986,
+    "64x96*1": 0.994,
+    "64x128*1": 0.976,
+    "128x112*1": 1.024,
+    "128x128*1": 0.968,
+    "128x128s*1": 1.025,
+    "128x192*1": 1.009,
+    "128x192s*1": 0.979,
+    "128x256*1": 1.006,
+    "128x256s*1": 0.970,
+    "256x128s*1": 1.008,
+}
 
 SKEWED = 0.5  # how likely routing is taken to be skewed, otherwise even
 _QUANTILES = 16
@@ -187,6 +229,11 @@ def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...
     return tuple(sizes.items())
 
 
+def tile_name(config: GemmConfig) -> str:
+    """Its key in `_GROUPED_TILES`."""
+    return f"{config.block_m}x{config.block_n}{'s' if config.staged else ''}*{config.blocks_per_sm}"
+
+
 def _slabs_in_use(config: GemmConfig, rows: int) -> tuple[int, ...]:
     """Slabs that each warpgroup multiplies where a tile has ``rows`` of a group (``slab_row`` of gemm_layout.cuh)."""
     if config.swap:
@@ -206,7 +253,8 @@ def _step_cycles(config: GemmConfig, rows: int) -> float:
         alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product
     else:
         alone = max(slabs) * (_GROUPED_STEP + product * (_GROUPED_SWAPPED if config.swap else 1))
-    return max(alone, sum(slabs) * product, (height + config.block_n) * 128 / _GROUPED_LOAD)
+    loaded = (height + config.block_n) * 128 / _GROUPED_LOAD
+    return max(alone, sum(slabs) * product, loaded, _GROUPED_LATENCY / config.stages)
 
 
 @lru_cache(maxsize=256)
@@ -259,7 +307,10 @@ def _grouped_time(
     if not config.swap and config.columns < config.block_n:
         step *= _GROUPED_SHARED
     if config.swap or config.warpgroups == 1:
-        step = max(step, per_sm * height * config.block_n * _GROUPED_MMA, per_sm * loaded / _GROUPED_LOAD)
+        several = _GROUPED_SM_LOAD
+        if config.swap:
+            several = _GROUPED_WIDE_SM_LOAD if config.block_n == 256 else _GROUPED_SWAPPED_SM_LOAD
+        step = max(step, per_sm * height * config.block_n * _GROUPED_MMA, per_sm * loaded / (several * _GROUPED_LOAD))
     compute = share * ceil(steps / config.split_k) * step / _CYCLES
 
     rows = expected_m * groups
@@ -269,6 +320,8 @@ def _grouped_time(
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
     area = height * config.block_n / 128**2
     ends = (_GROUPED_STAGED_EPILOGUE if config.staged else _GROUPED_EPILOGUE) * share * area
+    ends += _GROUPED_LAST_EPILOGUE * area
     if config.split_k > 1:
         ends += _GROUPED_PER_SPLIT * (config.split_k - 1) + _GROUPED_REDUCTION * area
-    return _GROUPED_START + overlapped + ends
+    measured = 1 if config.split_k > 1 else _GROUPED_TILES.get(tile_name(config), 1)
+    return measured * (_GROUPED_START + overlapped + ends)
