@@ -1,9 +1,9 @@
 """Pictures of the results: `python -m benchmarks.plots [--results FILE | DIR] [--out DIR]`.
 
 What compares fp8moe with DeepGEMM and cuBLAS is drawn from medians of one run, benchmarks/baselines/same_run.json; bars
-of what is slower than DeepGEMM have a colour of their own. The rest is read from a validation file (default:
-validation/h200.json), or from a directory of files like `quantize.json` that the benchmarks wrote; the picture of one
-without rows there is left alone.
+of what is slower than DeepGEMM have a colour of their own. The rest is read from validation files (default:
+validation/h200.json and, for whole models, h200_models.json), or from a directory of files like `quantize.json` that
+the benchmarks wrote; the picture of one without rows there is left alone.
 """
 
 import argparse
@@ -46,7 +46,9 @@ STYLE = {
 def load(results: Path, name: str) -> list[dict]:
     """Rows of one benchmark from a directory of results or from a validation file; none if it is not there."""
     if not results.is_dir():
-        return json.loads(results.read_text()).get("benchmarks", {}).get(name, {}).get("rows", [])
+        content = json.loads(results.read_text())
+        parts = (content.get(part, {}) for part in ("benchmarks", "models"))
+        return next((part[name].get("rows", []) for part in parts if name in part), [])
     path = results / f"{name}.json"
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
@@ -370,17 +372,18 @@ OF_RESULTS = {
     "training": ("training", draw_training),
 }
 """Picture -> the benchmark that it is drawn from, and how."""
+VALIDATION = [Path("validation/h200.json"), Path("validation/h200_models.json")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="draw the benchmark results")
-    parser.add_argument("--results", type=Path, default=Path("validation/h200.json"), metavar="FILE|DIR")
+    parser.add_argument("--results", type=Path, nargs="+", default=VALIDATION, metavar="FILE|DIR")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="DIR")
     args = parser.parse_args(argv)
     for name, draw in OF_BASELINES.items():
         draw(args.out / f"{name}.png")
     for name, (benchmark, draw) in OF_RESULTS.items():
-        if rows := load(args.results, benchmark):
+        if rows := next(filter(None, (load(results, benchmark) for results in args.results)), None):
             draw(rows, args.out / f"{name}.png")
 
 

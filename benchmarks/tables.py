@@ -1,9 +1,9 @@
 """The figures of README.md and of pages in docs/: `python -m benchmarks.tables` writes them.
 
 Ratios to DeepGEMM and cuBLAS are of medians of one run, benchmarks/baselines/same_run.json, bold where we are slower.
-The rest is from validation/h200.json and the files beside it that BESIDE names: where one is not there, what is written
-stays. The tables stand between BEGIN and END in
-their file; a test keeps them as these files have them.
+The rest is from validation/h200.json, h200_models.json and the files beside them that BESIDE names: where one of these
+is not there, what is written stays. The tables stand between BEGIN and END in their file; a test keeps them as these
+files have them.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from benchmarks.roofline import NODE, least_us, predicted
 
 ROOT = Path(__file__).parent.parent
 VALIDATION = ROOT / "validation" / "h200.json"
+MODELS = VALIDATION.with_name("h200_models.json")
 BESIDE = {
     "distributed": VALIDATION.with_name("h200_x2.json"),
     "batch_invariance": VALIDATION.with_name("h200_batch_invariance.json"),
@@ -231,7 +232,8 @@ def others(benchmarks: dict) -> str:
     )
 
 
-def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
+def decode(rows: Sequence[dict], requests: Sequence[dict], *, earlier: bool) -> str:
+    """earlier: they are of other kernels than the validation's."""
     plain = {(row["batch"], row["prompt"]): f"{row['ms']:.1f} ms" for row in select(rows, "decode_bf16")}
     found = [
         (
@@ -271,13 +273,14 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
         found.append(("constructor, three batch sizes, to the first token", f"{row['new_s']:.0f} s", "", "", ""))
         found.append(("the same with compiled kernels on the disk", f"{row['again_s']:.0f} s", "", "", ""))
         found.append(("GPU memory beside weights and keys and values", f"{row['beside_gb']:.1f} GB", "", "", ""))
-    header = ("Qwen3-30B-A3B's sizes, 48 layers", "time", "tokens/s", "time over that of the bytes read", "bfloat16")
-    return table(header, found)
+    what = "Qwen3-30B-A3B's sizes, 48 layers" + ("; **with earlier kernels**" if earlier else "")
+    return table((what, "time", "tokens/s", "time over that of the bytes read", "bfloat16"), found)
 
 
 def readme(benchmarks: dict) -> str:
     layer, passes = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training))
-    model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
+    models = benchmarks["models"]
+    model = decode(models["decode"]["rows"], models["requests"]["rows"], earlier=models["earlier"])
     groups = grouped_gemm(
         benchmarks["grouped_gemm"]["rows"],
         select(benchmarks["training"]["rows"], "grouped_gemm_k"),
@@ -449,9 +452,11 @@ FILES: dict[str, Callable[[dict], str | None]] = {
 
 
 def stored() -> dict[str, dict]:
-    """The results of the benchmarks by their names."""
+    """The results of the benchmarks by their names; of whole models under "models", and whether they are earlier."""
     beside = {name: json.loads(path.read_text()) for name, path in BESIDE.items() if path.exists()}
-    return json.loads(VALIDATION.read_text())["benchmarks"] | beside
+    kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, MODELS))
+    whole = models["models"] | {"earlier": models["digest"] != kernels["digest"]}
+    return kernels["benchmarks"] | beside | {"models": whole}
 
 
 def with_tables(text: str, tables: str | None) -> str:

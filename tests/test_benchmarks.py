@@ -22,6 +22,7 @@ from benchmarks import (
     plots,
     quantize,
     report,
+    tables,
     timing,
     training,
 )
@@ -921,15 +922,28 @@ def test_pictures_are_drawn_of_the_baselines_and_of_what_there_is(tmp_path):
         "quantize": {"rows": quantize_rows()},
         "experts": {"rows": experts_rows(lambda name, tokens: 1.1)},
         "training": {"rows": training_rows()},
-        "decode": {"rows": decode_rows()},
     }
     write_json(tmp_path / "new.json", {"benchmarks": benchmarks})
-    plots.main(["--results", str(tmp_path / "new.json"), "--out", str(tmp_path / "new")])
+    write_json(tmp_path / "models.json", {"models": {"decode": {"rows": decode_rows()}}})
+    files = [str(tmp_path / name) for name in ("new.json", "models.json")]
+    plots.main(["--results", *files, "--out", str(tmp_path / "new")])
     assert {path.stem for path in (tmp_path / "new").glob("*.png")} == {*plots.OF_BASELINES, *plots.OF_RESULTS}
     older = {"experts": {"error": "wrong result"}, "quantize": benchmarks["quantize"]}
     write_json(tmp_path / "old.json", {"benchmarks": older})
     plots.main(["--results", str(tmp_path / "old.json"), "--out", str(tmp_path / "old")])
     assert {path.stem for path in (tmp_path / "old").iterdir()} == {*plots.OF_BASELINES, "quantize"}
+
+
+@pytest.mark.parametrize("digest", ["of the kernels", "of others"])
+def test_tables_say_where_whole_models_ran_with_earlier_kernels(digest, tmp_path, monkeypatch):
+    kernels, models = (json.loads(path.read_text()) for path in (tables.VALIDATION, tables.MODELS))
+    for name, content in (
+        ("VALIDATION", kernels | {"digest": "of the kernels"}),
+        ("MODELS", models | {"digest": digest}),
+    ):
+        write_json(tmp_path / name, content)
+        monkeypatch.setattr(tables, name, tmp_path / name)
+    assert ("**with earlier kernels**" in tables.readme(tables.stored())) == (digest == "of others")
 
 
 def test_results_are_read_from_a_directory(tmp_path):

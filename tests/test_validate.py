@@ -13,7 +13,7 @@ CLEAN = {
     "digest": "d",
     "tests": {"passed": 3, "failed": 0, "skipped": 0, "failures": [], "skips": [], "exit_code": 0},
     "sanitizer": {tool: {"errors": 0, "exit_code": 0, "tail": []} for tool in validate.SANITIZERS},
-    "benchmarks": {name: {"rows": [], "thresholds": []} for name in validate.BENCHMARKS},
+    "benchmarks": {name: {"rows": [], "thresholds": []} for name in validate.BENCHMARKS["benchmarks"]},
 }
 
 
@@ -126,18 +126,18 @@ def test_what_fails_beside_others_runs_again_alone(tmp_path):
 
 
 def test_benchmarks_that_are_done_do_not_run_again(monkeypatch):
-    ran, first, second, third = [], *validate.BENCHMARKS[:3]
+    ran, names = [], validate.BENCHMARKS["benchmarks"][:3]
+    first, second, third = names
 
     def benchmark(name):
         return SimpleNamespace(run=lambda: ran.append(name) or {"rows": [name]})
 
-    monkeypatch.setattr(validate, "BENCHMARKS", (first, second, third))
     monkeypatch.setattr(validate, "import_module", lambda path: benchmark(path.removeprefix("benchmarks.")))
     done = {"date": "then", first: {"rows": ["then"]}, second: {"error": "it raised"}}
-    results = validate.run_benchmarks(done=done)
+    results = validate.run_benchmarks(names, done=done)
     assert ran == [second, third]
     assert results == {first: {"rows": ["then"]}, second: {"rows": [second]}, third: {"rows": [third]}}
-    assert validate.run_benchmarks() == {name: {"rows": [name]} for name in (first, second, third)}
+    assert validate.run_benchmarks(names) == {name: {"rows": [name]} for name in names}
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -174,7 +174,7 @@ def test_missed_thresholds_are_listed_with_their_limit():
 
 
 def test_every_recorded_benchmark_is_there_to_run():
-    for name in validate.BENCHMARKS:
+    for name in (*validate.BENCHMARKS["benchmarks"], *validate.BENCHMARKS["models"]):
         assert callable(import_module(f"benchmarks.{name}").run)
 
 
@@ -187,6 +187,39 @@ def test_unknown_part_is_refused(capsys):
     with pytest.raises(SystemExit):
         validate.main(["--only", "tests,everything"])
     assert "everything" in capsys.readouterr().err
+
+
+def test_whole_models_have_a_file_of_their_own(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(validate, "ROOT", tmp_path)
+    monkeypatch.setattr(validate, "require_gpu", lambda: None)
+    monkeypatch.setattr(validate.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(validate, "digest", lambda root: "d")
+    monkeypatch.setattr(validate, "versions", dict)
+    missed = {"name": "a step", "value": 3.0, "limit": 2, "unit": "ms", "passed": False}
+    ran = []
+
+    def benchmark(path):
+        return SimpleNamespace(run=lambda: ran.append(path) or {"rows": [{}], "thresholds": [missed]})
+
+    monkeypatch.setattr(validate, "import_module", benchmark)
+    for again, count in (([], 2), (["--again"], 2), ([], 4)):
+        assert validate.main([*again, "--only", "models"]) == 0
+        assert len(ran) == count
+    assert "threshold missed: a step" in capsys.readouterr().out
+    content = json.loads((tmp_path / "validation/h200_models.json").read_text())
+    assert content["digest"] == "d" and set(content["models"]) == {"date", "versions", "decode", "requests"}
+    assert not (tmp_path / "validation/h200.json").exists()
+    del content["models"]["requests"]
+    assert validate.problems(content, "d", ("models",)) == ["benchmark requests: missing"]
+    with pytest.raises(SystemExit):
+        validate.main(["--only", "tests,models"])
+    assert "a file of their own" in capsys.readouterr().err
+
+
+def test_the_stored_file_of_whole_models_is_complete():
+    content = json.loads((validate.ROOT / "validation/h200_models.json").read_text())
+    assert validate.problems(content, content["digest"], ("models",)) == []
+    assert "H200" in content["models"]["versions"]["gpu"]
 
 
 def test_without_a_gpu_it_says_what_it_needs(monkeypatch):

@@ -4,6 +4,9 @@ The file holds a digest of what the GPU runs too (`tools.digest`), so that a tes
 longer speaks of the sources. Parts may be run one at a time: a part is added to the file as soon as it is done, and
 parts that were recorded with another digest are dropped. `--again` runs only what failed of the tests, once a test that
 was wrong itself has been mended, and of the benchmarks what is missing or has failed.
+
+Whole models are measured by `--only models`, into a file of their own: they take as long as half of all else. It has a
+digest too; where that is not the validation's, `benchmarks.tables` says so beside the figures.
 """
 
 import argparse
@@ -31,10 +34,14 @@ from tools.digest import digest
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-BENCHMARKS = (
-    *("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa"),
-    *("sampling", "decode", "requests", "lora"),
-)
+BENCHMARKS = {
+    "benchmarks": (
+        *("gemm", "quantize", "transpose", "host", "grouped_gemm", "experts", "training", "mqa"),
+        *("sampling", "lora"),
+    ),
+    "models": ("decode", "requests"),
+}
+"""What the parts that measure run."""
 TIMEOUT_S = 570
 TAIL_LINES = 30
 _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
@@ -174,13 +181,15 @@ def run_sanitizer(root: Path) -> dict:
         return dict(zip(SANITIZERS, pool.map(run, SANITIZERS), strict=True))
 
 
-def run_benchmarks(save: Callable[[dict], object] = lambda results: None, done: dict | None = None) -> dict:
-    """Rows and thresholds of every benchmark; one that raises is recorded with its error and the others still run.
+def run_benchmarks(
+    names: Sequence[str], save: Callable[[dict], object] = lambda results: None, done: dict | None = None
+) -> dict:
+    """Rows and thresholds of these benchmarks; one that raises is recorded with its error and the others still run.
 
     save: called with the results after each. done: results of an earlier run; those without an error stay.
     """
-    results = {name: result for name, result in (done or {}).items() if name in BENCHMARKS and "error" not in result}
-    for name in BENCHMARKS:
+    results = {name: result for name, result in (done or {}).items() if name in names and "error" not in result}
+    for name in names:
         if name in results:
             continue
         try:
@@ -194,9 +203,14 @@ def run_benchmarks(save: Callable[[dict], object] = lambda results: None, done: 
 PARTS = {
     "tests": lambda root, save, done: run_tests(root),
     "sanitizer": lambda root, save, done: run_sanitizer(root),
-    "benchmarks": lambda root, save, done: run_benchmarks(save, done),
+    **{
+        part: lambda root, save, done, names=names: run_benchmarks(names, save, done)
+        for part, names in BENCHMARKS.items()
+    },
 }
 """What is recorded, and how: with the checkout, what writes the file while a part goes on, and what of it is done."""
+FILES = {"h200.json": ("tests", "sanitizer", "benchmarks"), "h200_models.json": ("models",)}
+"""In validation/: which parts a file has. The first is what vouches for the kernels."""
 
 
 def merge(stored: dict, current: str, part: str, result: dict) -> dict:
@@ -206,7 +220,7 @@ def merge(stored: dict, current: str, part: str, result: dict) -> dict:
     return {"digest": current, **{name: parts[name] for name in PARTS if name in parts}}
 
 
-def problems(content: dict, current: str, needed: Iterable[str] = PARTS) -> list[str]:
+def problems(content: dict, current: str, needed: Iterable[str] = FILES["h200.json"]) -> list[str]:
     """What keeps a validation file from vouching for the `current` digest: one sentence each, empty if nothing does."""
     found = []
     if content.get("digest") != current:
@@ -221,31 +235,33 @@ def problems(content: dict, current: str, needed: Iterable[str] = PARTS) -> list
             result = sanitizer[tool]
             if result["errors"] != 0 or result["exit_code"] != 0:
                 found.append(f"{tool}: {result['errors']} errors, exit code {result['exit_code']}")
-    if benchmarks := content.get("benchmarks"):
-        results = {name: benchmarks.get(name, {"error": "missing"}) for name in BENCHMARKS}
-        found += [f"benchmark {name}: {result['error']}" for name, result in results.items() if "error" in result]
+    for part, names in BENCHMARKS.items():
+        if benchmarks := content.get(part):
+            results = {name: benchmarks.get(name, {"error": "missing"}) for name in names}
+            found += [f"benchmark {name}: {result['error']}" for name, result in results.items() if "error" in result]
     return found
 
 
 def missed_thresholds(content: dict) -> list[str]:
     """The thresholds that the recorded benchmarks miss."""
-    results = [content.get("benchmarks", {}).get(name, {}) for name in BENCHMARKS]
+    results = [content.get(part, {}).get(name, {}) for part, names in BENCHMARKS.items() for name in names]
     missed = [one for result in results for one in result.get("thresholds", ()) if not one["passed"]]
     return [f"{one['name']}: {one['value']:.4g}, limit {one['limit']:g} {one['unit']}".rstrip() for one in missed]
 
 
-def summary(content: dict, current: str) -> str:
+def summary(content: dict, current: str, needed: Iterable[str] = FILES["h200.json"]) -> str:
     """What was recorded and what is wrong with it, for people."""
     lines = [f"digest {content['digest'][:16]}"]
     if tests := content.get("tests"):
         lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
     if sanitizer := content.get("sanitizer"):
         lines.append("sanitizer: " + ", ".join(f"{tool} {sanitizer[tool]['errors']} errors" for tool in SANITIZERS))
-    if benchmarks := content.get("benchmarks"):
-        rows = {name: len(benchmarks.get(name, {}).get("rows", ())) for name in BENCHMARKS}
-        lines.append("benchmarks: " + ", ".join(f"{name} {count} rows" for name, count in rows.items()))
+    for part, names in BENCHMARKS.items():
+        if benchmarks := content.get(part):
+            rows = {name: len(benchmarks.get(name, {}).get("rows", ())) for name in names}
+            lines.append(f"{part}: " + ", ".join(f"{name} {count} rows" for name, count in rows.items()))
     lines += [f"threshold missed: {threshold}" for threshold in missed_thresholds(content)]
-    lines += [f"problem: {problem}" for problem in problems(content, current)]
+    lines += [f"problem: {problem}" for problem in problems(content, current, needed)]
     return "\n".join(lines)
 
 
@@ -262,27 +278,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.validate", description="check and time every kernel on this GPU"
     )
-    parser.add_argument("--only", metavar="PART[,PART]", help=f"of {', '.join(PARTS)} (default: all)")
+    default, whole_models = FILES.values()
+    help_parts = f"of {', '.join(PARTS)} (default: {', '.join(default)})"
+    parser.add_argument("--only", metavar="PART[,PART]", help=help_parts)
     parser.add_argument(
         "--again",
         action="store_true",
         help="run the tests that failed in the file, then only PARTs, without benchmarks that are done",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: validation/h200.json of the checkout")
+    files = "validation/h200.json of the checkout, of models h200_models.json"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {files}")
     args = parser.parse_args(argv)
-    chosen = args.only.split(",") if args.only else [] if args.again else list(PARTS)
+    chosen = args.only.split(",") if args.only else [] if args.again else list(default)
     if unknown := set(chosen) - PARTS.keys():
         parser.error(f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if set(chosen) & set(whole_models) and set(chosen) - set(whole_models):
+        parser.error("models have a file of their own: run --only models by itself")
+    name, needed = next((name, parts) for name, parts in FILES.items() if set(chosen) <= set(parts))
     require_gpu()
     if "sanitizer" in chosen:
         find_sanitizer()  # before anything has taken long
-    path = args.out or ROOT / "validation/h200.json"
+    path = args.out or ROOT / "validation" / name
     gpu = torch.cuda.get_device_name()
     if args.out is None and "H200" not in gpu:
-        raise SystemExit(f"validation/h200.json is of an H200, and this GPU is an {gpu}: give --out FILE")
+        raise SystemExit(f"validation/{name} is of an H200, and this GPU is an {gpu}: give --out FILE")
     current = digest(ROOT)
     content = json.loads(path.read_text()) if path.exists() else {}
-    if args.again:
+    if args.again and "tests" in needed:
         write_json(path, content := run_failures(ROOT, content, current))
     measured_with = versions()
     for part in chosen:
@@ -296,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         earlier = content.get(part, {}) if args.again else {}
         done = earlier if earlier.get("versions") == measured_with else {}  # rows of a part have one set of versions
         content = save(PARTS[part](ROOT, save, done))
-    print(summary(content, current))
+    print(summary(content, current, needed))
     return int(bool(problems(content, current, needed=chosen)))
 
 
