@@ -21,6 +21,7 @@ MODELS = VALIDATION.with_name("h200_models.json")
 BESIDE = {
     "distributed": VALIDATION.with_name("h200_x2.json"),
     "batch_invariance": VALIDATION.with_name("h200_batch_invariance.json"),
+    "choice": VALIDATION.with_name("h200_choice.json"),
     "expected_m": VALIDATION.with_name("h200_expected_m.json"),
     "gemm_h100": VALIDATION.with_name("h100_gemm.json"),
     "warmup": VALIDATION.with_name("h200_warmup.json"),
@@ -213,6 +214,8 @@ def others(benchmarks: dict) -> str:
         max(row["ms"] for row in select(host, f"first call, {source}"))
         for source in ("empty cache", "from the disk cache")
     )
+    chosen = benchmarks["choice"]["rows"]
+    over = [1 + row["regret"] for row in chosen]
     return table(
         ("", ""),
         [
@@ -228,12 +231,15 @@ def others(benchmarks: dict) -> str:
             ("`quantize_1x128` of 1 to 64 rows of 7168", f"at most {small:.1f} us"),
             ("CPU time of an eager `gemm`, `FP8Linear`", f"at most {calls[0]:.0f} us, {calls[1]:.0f} us"),
             ("first call of a new kernel, and from the disk cache", f"{first / 1000:.2f} s, {cached:.1f} ms"),
+            (
+                f"{len(chosen)} shapes that the choice of tiles has not seen: time over that of the fastest tile",
+                f"{sum(over) / len(over):.3f} on average, at most {max(over):.2f}",
+            ),
         ],
     )
 
 
-def decode(rows: Sequence[dict], requests: Sequence[dict], *, earlier: bool) -> str:
-    """earlier: they are of other kernels than the validation's."""
+def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
     plain = {(row["batch"], row["prompt"]): f"{row['ms']:.1f} ms" for row in select(rows, "decode_bf16")}
     found = [
         (
@@ -273,14 +279,13 @@ def decode(rows: Sequence[dict], requests: Sequence[dict], *, earlier: bool) -> 
         found.append(("constructor, three batch sizes, to the first token", f"{row['new_s']:.0f} s", "", "", ""))
         found.append(("the same with compiled kernels on the disk", f"{row['again_s']:.0f} s", "", "", ""))
         found.append(("GPU memory beside weights and keys and values", f"{row['beside_gb']:.1f} GB", "", "", ""))
-    what = "Qwen3-30B-A3B's sizes, 48 layers" + ("; **with earlier kernels**" if earlier else "")
-    return table((what, "time", "tokens/s", "time over that of the bytes read", "bfloat16"), found)
+    header = ("Qwen3-30B-A3B's sizes, 48 layers", "time", "tokens/s", "time over that of the bytes read", "bfloat16")
+    return table(header, found)
 
 
 def readme(benchmarks: dict) -> str:
     layer, passes = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training))
-    models = benchmarks["models"]
-    model = decode(models["decode"]["rows"], models["requests"]["rows"], earlier=models["earlier"])
+    model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
     groups = grouped_gemm(
         benchmarks["grouped_gemm"]["rows"],
         select(benchmarks["training"]["rows"], "grouped_gemm_k"),
@@ -452,11 +457,10 @@ FILES: dict[str, Callable[[dict], str | None]] = {
 
 
 def stored() -> dict[str, dict]:
-    """The results of the benchmarks by their names; of whole models under "models", and whether they are earlier."""
+    """The results of the benchmarks by their names."""
     beside = {name: json.loads(path.read_text()) for name, path in BESIDE.items() if path.exists()}
     kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, MODELS))
-    whole = models["models"] | {"earlier": models["digest"] != kernels["digest"]}
-    return kernels["benchmarks"] | beside | {"models": whole}
+    return kernels["benchmarks"] | models["models"] | beside
 
 
 def with_tables(text: str, tables: str | None) -> str:

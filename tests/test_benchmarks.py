@@ -22,7 +22,6 @@ from benchmarks import (
     plots,
     quantize,
     report,
-    tables,
     timing,
     training,
 )
@@ -932,18 +931,6 @@ def test_pictures_are_drawn_of_the_baselines_and_of_what_there_is(tmp_path):
     write_json(tmp_path / "old.json", {"benchmarks": older})
     plots.main(["--results", str(tmp_path / "old.json"), "--out", str(tmp_path / "old")])
     assert {path.stem for path in (tmp_path / "old").iterdir()} == {*plots.OF_BASELINES, "quantize"}
-
-
-@pytest.mark.parametrize("digest", ["of the kernels", "of others"])
-def test_tables_say_where_whole_models_ran_with_earlier_kernels(digest, tmp_path, monkeypatch):
-    kernels, models = (json.loads(path.read_text()) for path in (tables.VALIDATION, tables.MODELS))
-    for name, content in (
-        ("VALIDATION", kernels | {"digest": "of the kernels"}),
-        ("MODELS", models | {"digest": digest}),
-    ):
-        write_json(tmp_path / name, content)
-        monkeypatch.setattr(tables, name, tmp_path / name)
-    assert ("**with earlier kernels**" in tables.readme(tables.stored())) == (digest == "of others")
 
 
 def test_results_are_read_from_a_directory(tmp_path):

@@ -6,7 +6,7 @@ parts that were recorded with another digest are dropped. `--again` runs only wh
 was wrong itself has been mended, and of the benchmarks what is missing or has failed.
 
 Whole models are measured by `--only models`, into a file of their own. It has a digest too, and a test asks for the
-same one. OWED names the only kernels that landed without.
+same one.
 """
 
 import argparse
@@ -211,11 +211,6 @@ PARTS = {
 """What is recorded, and how: with the checkout, what writes the file while a part goes on, and what of it is done."""
 FILES = {"h200.json": ("tests", "sanitizer", "benchmarks"), "h200_models.json": ("models",)}
 """In validation/: which parts a file has. The first is what vouches for the kernels."""
-OWED = (
-    "53629e30bc5b2e0db0a7915825620362ac0f14f4261f356d9f4031d864b64d7d",
-    "9313953f983b2bde3ed2bb56daa4f7c5ce2e222387308792e7d44cf1697a8c26",
-)
-"""Kernels with which whole models have not run yet, and those of the figures that stand meanwhile."""
 
 
 def merge(stored: dict, current: str, part: str, result: dict) -> dict:
@@ -245,11 +240,6 @@ def problems(content: dict, current: str, needed: Iterable[str] = FILES["h200.js
             results = {name: benchmarks.get(name, {"error": "missing"}) for name in names}
             found += [f"benchmark {name}: {result['error']}" for name, result in results.items() if "error" in result]
     return found
-
-
-def models_are_current(kernels: str, models: str) -> bool:
-    """Whether whole models may have run with kernels of one digest where those of another are validated."""
-    return models == kernels or (kernels, models) == OWED
 
 
 def missed_thresholds(content: dict) -> list[str]:
