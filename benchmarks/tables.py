@@ -214,8 +214,9 @@ def others(benchmarks: dict) -> str:
         max(row["ms"] for row in select(host, f"first call, {source}"))
         for source in ("empty cache", "from the disk cache")
     )
-    chosen = benchmarks["choice"]["rows"]
-    over = [1 + row["regret"] for row in chosen]
+    over = [1 + row["regret"] for row in benchmarks["choice"]["rows"]] if "choice" in benchmarks else []
+    what = f"{len(over)} shapes that the choice of tiles has not seen: time over that of the fastest tile"
+    unseen = [(what, f"{sum(over) / len(over):.3f} on average, at most {max(over):.2f}")] if over else []
     return table(
         ("", ""),
         [
@@ -231,10 +232,7 @@ def others(benchmarks: dict) -> str:
             ("`quantize_1x128` of 1 to 64 rows of 7168", f"at most {small:.1f} us"),
             ("CPU time of an eager `gemm`, `FP8Linear`", f"at most {calls[0]:.0f} us, {calls[1]:.0f} us"),
             ("first call of a new kernel, and from the disk cache", f"{first / 1000:.2f} s, {cached:.1f} ms"),
-            (
-                f"{len(chosen)} shapes that the choice of tiles has not seen: time over that of the fastest tile",
-                f"{sum(over) / len(over):.3f} on average, at most {max(over):.2f}",
-            ),
+            *unseen,
         ],
     )
 
