@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -38,6 +39,19 @@ def prompt(rows=2, length=12):
     return torch.randint(3, 120, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
+BROKEN = {"DogeForCausalLM": TypeError, "Llama4ForConditionalGeneration": AttributeError}
+"""What transformers' own forward() of a model raises, Doge's in 5.17, Llama4's in 5.24."""
+
+
+@contextmanager
+def skipped_if_broken(name):
+    """Skips the test where a model of BROKEN raises that error; no other model, and no other error."""
+    try:
+        yield
+    except BROKEN.get(name, ()) as error:
+        pytest.skip(f"the model does not run: {error}")
+
+
 def logits(model, **arguments):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -62,10 +76,8 @@ def in_fp8(name=NAME, dtype=torch.bfloat16, **options):
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "DiffusionGemmaForBlockDiffusion"])
 def test_logits_of_every_class(name):
     model = MODELS[name].build()
-    try:
+    with skipped_if_broken(name):
         before = logits(model)
-    except (TypeError, AttributeError) as error:  # Doge with transformers 5.17, Llama4 with 5.24
-        pytest.skip(f"the model does not run: {error}")
     changed = optimize(model)
     assert distance(logits(model), before) <= 1e-5
     changed.restore()
