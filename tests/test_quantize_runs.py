@@ -302,7 +302,8 @@ def test_a_run_that_is_ended_can_be_resumed(tmp_path, dst, number, status):
         time.sleep(0.01)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == status and not (dst / INDEX).exists()
+    assert process.returncode == status, errors
+    assert not (dst / INDEX).exists()
     if number == signal.SIGINT:
         assert not list(dst.glob("*.partial"))
         assert errors.splitlines()[-1] == (
@@ -313,6 +314,26 @@ def test_a_run_that_is_ended_can_be_resumed(tmp_path, dst, number, status):
     quantize_checkpoint(src, dst)
     assert 0 < len(done) < 75 and {path: path.stat().st_mtime_ns for path in done} == done
     assert not inspect_checkpoint(dst).problems and [path.name for path in dst.glob(".*")] == [STATE]
+
+
+def test_an_interrupt_that_pytorch_takes_for_a_wrong_argument_is_one(src, dst, monkeypatch, capsys):
+    class Sequence:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("fp8moe.commands.quantize.quantize_checkpoint", lambda *_, **__: torch.tensor(Sequence()))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(ValueError, match="could not determine the shape"):
+            torch.tensor(Sequence())
+        assert main(["quantize", str(src), str(dst), "--device", "cpu"]) == 130
+        assert "interrupted; the same command" in capsys.readouterr().err
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_before_a_shard_is_begun_leaves_no_temporary_file(src, dst, monkeypatch):

@@ -1,6 +1,10 @@
 """`fp8moe quantize`: turn a checkpoint into an FP8 checkpoint, then describe what was written."""
 
 import argparse
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -51,20 +55,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextmanager
+def ctrl_c_ends() -> Iterator[None]:
+    """Within it Ctrl-C is a KeyboardInterrupt, whatever becomes of it on the way out.
+
+    PyTorch takes one that comes while it looks at an element of an argument for a wrong argument: a ValueError.
+    """
+    before, pressed = signal.getsignal(signal.SIGINT), False
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def press(*_) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    except Exception as error:
+        if pressed:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch finds no GPU that it can use; --device cpu works too")
     try:
-        quantize_checkpoint(
-            options.source,
-            options.target,
-            skip=(*DEFAULT_SKIP, *options.skip),
-            scale_format=options.scale_format,
-            device=None if options.device == "auto" else options.device,
-            allow_nonfinite=options.allow_nonfinite,
-            force=options.force,
-            verify=options.verify,
-        )
+        with ctrl_c_ends():
+            quantize_checkpoint(
+                options.source,
+                options.target,
+                skip=(*DEFAULT_SKIP, *options.skip),
+                scale_format=options.scale_format,
+                device=None if options.device == "auto" else options.device,
+                allow_nonfinite=options.allow_nonfinite,
+                force=options.force,
+                verify=options.verify,
+            )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command goes on behind the last finished shard") from None
     report = inspect_checkpoint(options.target)
