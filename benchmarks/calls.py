@@ -142,10 +142,10 @@ def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int, ti
 
 def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None = None) -> Callable:
     """A GEMM with the candidate of that name, as `benchmarks.choice` prints it. ValueError if there is none."""
-    from benchmarks.choice import Problem, every_candidate, multiply, name
+    from benchmarks.choice import Problem, every_candidate, multiply
 
     problem = Problem(0 if offsets is None else len(b.data), len(a.data), *b.data.shape[-2:])
-    named = {name(config): config for config in every_candidate(problem)}
+    named = {config.name: config for config in every_candidate(problem)}
     if tile not in named:
         raise ValueError(f"no tile {tile!r} for {problem}; there are {', '.join(named)}")
     return partial(multiply, a, b, out, offsets, named[tile])

@@ -1,16 +1,17 @@
-"""How good the choice of tiles is on shapes that it was not fitted to: `python -m benchmarks.choice [--fit]`.
+"""How good the choice of tiles is on shapes that it was not fitted to: `python -m benchmarks.choice`.
 
 For each of 30 dense and 30 grouped problems, always the same, the candidates that the cost model expects within half
 as much again of the fastest are timed in turn. The least of many times is low by chance, so the chosen one and the best
 others are then timed again, several times in turn: `regret` is how much slower the chosen one is than the best of them
 by these second times alone. Groups have very different sizes, as skewed routing makes them, and some are empty. With
 `--fit` the problems are others: weights of models, with even and with skewed groups, and shapes of six more draws,
-whose `times` are for `tools.fit_cost`; these are timed once. It must not see those that judge it.
+whose `times` are for `tools.fit_cost`; these are timed once. It must not see those that judge it. What
+`--models` times is said in `benchmarks.choice_models`.
 """
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from fp8moe.kernels.gemm.dense_plan import Operands
 from fp8moe.kernels.gemm.epilogue import PlainStore
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, dense_candidates, grouped_candidates
-from fp8moe.runtime.jit import load_all
+from fp8moe.runtime.jit import KernelSpec, load_all
 from fp8moe.runtime.launch import num_sms
 
 EACH = 30  # problems with groups, and without
@@ -63,12 +64,19 @@ class Problem(NamedTuple):
 
 def fitted() -> list[Problem]:
     """What the choice is fitted to, the dense ones first."""
-    found = [Problem(0, m, n, k) for n, k in LINEAR for m in TOKENS]
-    for n, k in EXPERTS:
-        for groups, mean in GROUPS:
-            if groups * n * k <= MOST_BYTES:
-                found += [Problem(groups, groups * mean, n, k, skewed) for skewed in (False, True)]
-    return sorted([*found, *(problem for seed in FITTED_SEEDS for problem in drawn(seed))], key=lambda p: p.groups > 0)
+    groups = [problem for weights in EXPERTS for problem in with_groups(*weights, GROUPS)]
+    random_ones = [problem for seed in FITTED_SEEDS for problem in drawn(seed)]
+    return sorted([*linear(), *groups, *random_ones], key=lambda problem: problem.groups > 0)
+
+
+def linear() -> list[Problem]:
+    return [Problem(0, m, n, k) for n, k in LINEAR for m in TOKENS]
+
+
+def with_groups(n: int, k: int, pairs: Iterable[tuple[int, int]]) -> list[Problem]:
+    """Of groups and their mean rows, with even and with skewed sizes, those whose weights have room."""
+    pairs = [(groups, mean) for groups, mean in pairs if groups * n * k <= MOST_BYTES]
+    return [Problem(groups, groups * mean, n, k, skewed) for groups, mean in pairs for skewed in (False, True)]
 
 
 def problems() -> list[Problem]:
@@ -119,17 +127,17 @@ def every_candidate(problem: Problem, sms: int = SMS) -> list[GemmConfig]:
     return dense_candidates(m, n, k, sms)
 
 
-def candidates(problem: Problem, sms: int) -> list[GemmConfig]:
-    """The chosen one, then others that are expected to be nearly as fast."""
+def candidates(problem: Problem, sms: int, likely: float = LIKELY, most: int = MOST) -> list[GemmConfig]:
+    """The chosen one, then others that are expected to be nearly as fast, by the cost model alone."""
     groups, m, n, k, _ = problem
     times = {config: expected_us(problem, config, sms) for config in every_candidate(problem, sms)}
     if groups:
         chosen = choose_grouped(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
     else:
         chosen = choose_dense(m, n, k, sms)
-    limit = LIKELY * times[chosen]
+    limit = likely * min(times.values())
     others = sorted((config for config in times if config != chosen and times[config] <= limit), key=times.__getitem__)
-    return [chosen, *others[: MOST - 1]]
+    return [chosen, *others[: most - 1]]
 
 
 def call_of(problem: Problem) -> Callable[[GemmConfig], object]:
@@ -150,12 +158,6 @@ def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, co
     return out
 
 
-def name(config: GemmConfig) -> str:
-    """Tokens x features, and what else there is."""
-    marks = {"s": config.staged, f"/{config.split_k}": config.split_k > 1, f"*{config.blocks_per_sm}": True}
-    return f"{config.block_m}x{config.block_n}" + "".join(mark for mark, used in marks.items() if used)
-
-
 def finalists(times: dict[GemmConfig, float]) -> list[GemmConfig]:
     """The chosen one, which is the first, and the fastest others."""
     chosen, *others = times
@@ -168,8 +170,8 @@ def make_row(problem: Problem, times: dict[GemmConfig, float], again: dict[GemmC
     judged = times if again is None else again
     (chosen, us), *_ = judged.items()
     best = min(judged, key=judged.__getitem__)
-    names = {"candidates": len(times), "chosen": name(chosen), "us": us, "best": name(best), "best_us": judged[best]}
-    every = {name(config): time for config, time in times.items()}
+    names = {"candidates": len(times), "chosen": chosen.name, "us": us, "best": best.name, "best_us": judged[best]}
+    every = {config.name: time for config, time in times.items()}
     return problem._asdict() | names | {"regret": us / judged[best] - 1, "times": every}
 
 
@@ -190,13 +192,18 @@ def time_in_turn(problem: Problem, configs: Sequence[GemmConfig], sms: int, roun
     return {config: statistics.median(found[i :: len(configs)]) for i, config in enumerate(configs)}
 
 
-def run(timed: Sequence[Problem], *, twice: bool = True) -> dict:
+def kernels(found: Mapping[Problem, Iterable[GemmConfig]]) -> set[KernelSpec]:
+    """Of problems' configurations."""
+    epilogue = PlainStore(torch.bfloat16)
+    return {kernel_spec(config, p.n, p.k, epilogue) for p, configs in found.items() for config in configs}
+
+
+def run(timed: Sequence[Problem], *, twice: bool = True, likely: float = LIKELY, most: int = MOST) -> dict:
     """Times the candidates of every problem, and the best of them again; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
     sms = num_sms(torch.cuda.current_device())
-    found = {problem: candidates(problem, sms) for problem in timed}
-    epilogue = PlainStore(torch.bfloat16)
-    load_all({kernel_spec(config, p.n, p.k, epilogue) for p, configs in found.items() for config in configs})
+    found = {problem: candidates(problem, sms, likely, most) for problem in timed}
+    load_all(kernels(found))
     rows = []
     for problem, configs in found.items():
         times = time_in_turn(problem, configs, sms)
@@ -207,8 +214,15 @@ def run(timed: Sequence[Problem], *, twice: bool = True) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser("choice", "the chosen tiles against the other candidates")
-    parser.add_argument("--fit", action="store_true", help="time what tools.fit_cost fits the choice to")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--fit", action="store_true", help="time what tools.fit_cost fits the choice to")
+    others.add_argument("--models", action="store_true", help="time what the package corrects the choice by")
     args = parser.parse_args(argv)
+    if args.models:
+        from benchmarks.choice_models import write
+
+        write(args.out / "measured.json")
+        return
     result = run(fitted(), twice=False) if args.fit else run(problems())
     file = "tiles.json" if args.fit else "choice.json"
     command.finish(args.out / file, result, format_table(result["rows"], COLUMNS))

@@ -997,7 +997,7 @@ def test_regret_is_by_the_second_times_of_the_chosen_and_the_best():
     again = choice.finalists(times)
     assert again == [configs[i] for i in (0, 1, 3, 4)]
     row = choice.make_row(problem, times, dict(zip(again, (10.4, 10.5, 10.0, 10.6), strict=True)))
-    assert (row["us"], row["best"], row["best_us"]) == (10.4, choice.name(configs[3]), 10.0)
+    assert (row["us"], row["best"], row["best_us"]) == (10.4, configs[3].name, 10.0)
     assert row["regret"] == pytest.approx(0.04) and row["candidates"] == len(row["times"]) == 6
 
 

@@ -47,8 +47,8 @@ def test_choice_on_stored_times(file, kind, problems, mean, largest):
     "constant,problem",
     [
         ("_STRAIGHT.mma", (0, 4096, 4096, 7168)),
-        ("_GROUPED_LOAD", (8, 2048, 4096, 7168)),
-        ("_GROUPED_TILES.128x128*1", (8, 2048, 4096, 7168)),
+        ("_GROUPED_LOAD", (8, 4096, 4096, 7168)),
+        ("_GROUPED_TILES.128x128*1", (8, 4096, 4096, 7168)),
     ],
 )
 def test_a_constant_is_found_again(constants, constant, problem):

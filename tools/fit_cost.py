@@ -14,11 +14,12 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.choice import Problem, every_candidate, expected_us, name
+from benchmarks.choice import Problem, every_candidate, expected_us
 from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.config import GemmConfig
 
@@ -52,11 +53,12 @@ class Timed(NamedTuple):
 
 
 def load(path: Path) -> list[Timed]:
-    """The rows of a file whose tiles are still candidates."""
+    """The rows of a file whose tiles are still candidates, or were before the last ones of a launch could be halved."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
         problem = Problem(*(row[field] for field in Problem._fields))
-        named = {name(config): config for config in every_candidate(problem)}
+        configs = every_candidate(problem)
+        named = {one.name: one for config in configs for one in (config, replace(config, halves=False))}
         times = {named[tile]: us for tile, us in row["times"].items() if tile in named}
         if len(times) > 1:
             found.append(Timed(problem, times))

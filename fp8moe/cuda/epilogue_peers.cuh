@@ -27,21 +27,22 @@ struct PeerStore {
 
   __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
     static_assert(!STAGED);
-    const int lane = lane_id(), warp = threadIdx.x / WARP % 4;
+    const int lane = lane_id(), warp = threadIdx.x / WARP % 4, used = slabs_in_use(tile, warpgroup);
     const u32 staging = shared_address(s.epilogue + warpgroup * STAGING_BYTES + warp * STORE_BYTES);
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      const int row = tile.m + slab_row(warpgroup, slab) + warp * 16, n = tile.n + slab_column(slab);
-      if (row - warp * 16 >= tile.end) break;
+      const auto [first_row, column] = slab_of(tile, warpgroup, slab);
+      const int row = tile.m + first_row + warp * 16, n = tile.n + column;
+      if (slab >= used || row - warp * 16 >= tile.end) break;
       if constexpr (OUT_FLOAT32) {
         const Place upper = place(row + lane / 4, tile.end), lower = place(row + lane / 4 + 8, tile.end);
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; ++j) {
-          const int column = n + 8 * j + 2 * (lane % 4);
+          const int feature = n + 8 * j + 2 * (lane % 4);
           const float* v = sum[slab] + 4 * j;
-          if (column >= N) break;
-          if (upper.peer >= 0) store<float>(upper, column, make_float2(v[0], v[1]));
-          if (lower.peer >= 0) store<float>(lower, column, make_float2(v[2], v[3]));
+          if (feature >= N) break;
+          if (upper.peer >= 0) store<float>(upper, feature, make_float2(v[0], v[1]));
+          if (lower.peer >= 0) store<float>(lower, feature, make_float2(v[2], v[3]));
         }
       } else {
         store_rows(sum[slab], staging, row, n, tile.end);

@@ -66,14 +66,17 @@ struct Store {
   const TensorMap& map;  // of the result as if its pitch were N
 
   __device__ __forceinline__ void from_registers(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) {
-    const int warp = threadIdx.x / WARP % 4;
+    const int warp = threadIdx.x / WARP % 4, used = slabs_in_use(tile, warpgroup);
     u8* staging = s.epilogue + warpgroup * STAGING_BYTES;
     const auto add = [&](int slab) {
-      out.addend.add(sum[slab], tile.m + slab_row(warpgroup, slab) + warp * 16, tile.n + slab_column(slab), tile);
+      const auto [row, column] = slab_of(tile, warpgroup, slab);
+      out.addend.add(sum[slab], tile.m + row + warp * 16, tile.n + column, tile);
     };
     if constexpr (Addend::TO_ALL_SLABS_FIRST) {
 #pragma unroll
-      for (int slab = 0; slab < SLABS; ++slab) add(slab);
+      for (int slab = 0; slab < SLABS; ++slab) {
+        if (slab < used) add(slab);
+      }
     }
     if constexpr (BY_TMA) {
       if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();  // of the tile before
@@ -81,8 +84,9 @@ struct Store {
     }
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      const int row = tile.m + slab_row(warpgroup, slab), n = tile.n + slab_column(slab);
-      if (row >= tile.end) break;
+      const auto [first_row, column] = slab_of(tile, warpgroup, slab);
+      const int row = tile.m + first_row, n = tile.n + column;
+      if (slab >= used || row >= tile.end) break;
       if constexpr (!Addend::TO_ALL_SLABS_FIRST) add(slab);
       const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);
       if constexpr (OUT_FLOAT32) {

@@ -70,8 +70,10 @@ struct MathWarp {
     float partial[ACCUMULATORS];
 #pragma unroll
     for (int slab = 0; slab < Used; ++slab) {
-      const int row = slab_row(warpgroup, slab), column = slab_column(slab);
-      start_product(partial, rows + slab_row(0, slab) * ROW_STEP, columns + column * ROW_STEP);
+      const int row = slab_of(tile, warpgroup, slab).row;
+      const bool moved = slab == 1 && tile.upright();
+      start_product(partial, moved ? columns + HALF_N * ROW_STEP : rows + slab_row(0, slab) * ROW_STEP,
+                    moved ? columns : columns + slab_column(slab) * ROW_STEP);
       if constexpr (!SWAP) {
         tokens[0] = a_scale[row + warp * 16 + lane / 4];
         tokens[1] = a_scale[row + warp * 16 + lane / 4 + 8];
@@ -90,7 +92,7 @@ struct MathWarp {
       if constexpr (SWAP) {
         promote_swapped<First>(sum[slab], partial, tokens, weight_scales.at(row));
       } else {
-        promote<First>(sum[slab], partial, tokens, weight_scales, column);
+        promote<First>(sum[slab], partial, tokens, weight_scales, slab_column(slab));
       }
     }
   }
@@ -164,12 +166,15 @@ struct MathWarp {
         count, [&](int i) { multiply<false, Used>(sum, tile, source + i, i + 1 < count || more, [] {}); });
   }
 
-  // How many of this warpgroup's slabs have rows of the group.
-  __device__ __forceinline__ int slabs_in_use(const Tile& tile) const {
-    if constexpr (!PARTIAL) return SLABS;
-    const int rows = tile.end - tile.m - slab_row(warpgroup, 0);
-    if constexpr (!EVEN) return rows > 0 ? SLABS : 0;
-    return max(0, min(ceil_div(rows, slab_row(0, 1)), SLABS));
+  // The same for a tile of which this warpgroup has one slab. `first`: these are the tile's first stages.
+  __device__ __forceinline__ void multiply_one(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, bool first,
+                                               int count, bool more) {
+    if (first) {
+#pragma unroll
+      for (float& value : sum[0]) value = -0.f;  // a product added to it keeps its sign
+      if (AHEAD) pipeline.arrived();
+    }
+    multiply_more<1>(sum, tile, 0, count, more);
   }
 
   // Hands `count` stages back unused.
@@ -196,7 +201,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
     Split::received();
   }
   while (more) {
-    const int used = math.slabs_in_use(tile);
+    const int used = slabs_in_use(tile, math.warpgroup);
     Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
     if constexpr (OVERLAPS) {
@@ -227,8 +232,9 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
           math.weights.fetch(following, 0, k.count);
         }
       };
+      const bool whole = !PARTIAL && !HALVES || used == SLABS;
+      if (begun && !whole) find_next();
       if (used == 0) {
-        if (begun) find_next();
         fetch_next_scales();
         math.skip(count);
       } else if constexpr (OVERLAPS) {
@@ -240,15 +246,13 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
             },
             [&](int i) { added(base + i); });
       } else {
-        const bool whole = !EVEN || used == SLABS;
         const bool more_after = base + count < k.count;
         if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1, find_next);
-        if (begun && !whole) math.multiply<true, 1>(sum, tile, 0, count > 1, find_next);
         fetch_next_scales();
         if (whole) {
           math.multiply_more<SLABS>(sum, tile, begun, count - begun, more_after);
-        } else {
-          math.multiply_more<1>(sum, tile, begun, count - begun, more_after);
+        } else if constexpr (EVEN || HALVES) {
+          math.multiply_one(sum, tile, begun, count, more_after);
         }
       }
       added(base + count - 1);

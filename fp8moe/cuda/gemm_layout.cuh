@@ -1,7 +1,7 @@
 // The tile of the GEMM and its place in shared memory.
 //
 // Further constants from kernels/gemm/source.py: the weights' K; GROUPS of them (0: one matrix, and all rows belong to
-// it); SWAP, SPLIT_K, PARTS, PART_REGISTERS, STAGED, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma,
+// it); SWAP, SPLIT_K, PARTS, PART_REGISTERS, STAGED, HALVES, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma,
 // A_SCALE_BOX (token scales of one load); FIRST_STAGES that are loaded before all else; GATED (the weights are those of
 // gate, then those of up); OUT_FLOAT32, BIAS (0: none, 1: bfloat16, 2: float32) and SWIGLU_FORM of the epilogue.
 #pragma once
@@ -18,6 +18,11 @@ constexpr int ACCUMULATORS = COLUMNS / 2;                     // registers of on
 // A group may end within a tile: then tokens are loaded 64 rows at a time, and slabs without any are left out.
 constexpr bool PARTIAL = GROUPS > 0 && !SWAP;
 constexpr int A_PIECE_BYTES = 64 * BLOCK_K;
+
+// HALVES: tiles of 128x256 may be halved, and those of groups upright (TileShape of gemm_schedule.cuh). Of 192 tokens
+// of an upright tile, the last 64 take the place of the weights that it does not have.
+constexpr bool UPRIGHTS = HALVES && PARTIAL;
+constexpr int HALF_N = BLOCK_N / 2;
 
 // Stages of one turn of the math warps' loop. Small tiles wait for memory, and their code too comes from there.
 constexpr int UNROLLED_STAGES = SWAP || SPLIT_K > 1 || BLOCKS_PER_SM > 1 ? 1 : 4;
@@ -36,8 +41,8 @@ constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // the sums reach the epilogue th
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
 constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128), A_SCALE_STEP = BLOCK_M / A_SCALE_LOADS;
-constexpr int STAGE_BYTES = A_BYTES + B_BYTES + A_SCALE_LOADS * A_SCALE_BOX * 4;  // that arrive
-constexpr int A_SCALE_PITCH = round_up((BLOCK_M + (GROUPS ? 4 : 0)) * 4, 128) / 4;
+constexpr int A_SCALE_BYTES = A_SCALE_LOADS * A_SCALE_BOX * 4;  // that arrive; twice as many of an upright tile
+constexpr int A_SCALE_PITCH = round_up(((UPRIGHTS ? 2 * BLOCK_M : BLOCK_M) + (GROUPS ? 4 : 0)) * 4, 128) / 4;
 
 constexpr int SLICE_M = ceil_div(BLOCK_M, SPLIT_K);  // tokens that one block of a split sums and stores
 constexpr int SUM_PITCH = BLOCK_N + (SWAP ? 4 : 8);  // floats; keeps the scattered writes off each other's banks
@@ -81,11 +86,12 @@ static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
 static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
 static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PART_REGISTERS % 4 == 0));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
+static_assert(!HALVES || (BLOCK_M == 128 && BLOCK_N == 256 && WARPGROUPS == 2 && !REDUCES && !GATED && PARTS == 1));
 
 // Where a tile may be partial, both warpgroups have as many slabs with rows of the group, or one has one more.
 constexpr bool EVEN = PARTIAL && !GATED && SLABS == 2 && COLUMN_SLABS == 1;
 
-// First row and column, within the tile, of a warpgroup's slab. Weights are taken in turns, so that slabs that both
+// First row and column, within a whole tile, of a warpgroup's slab. Weights are taken in turns, so that slabs that both
 // warpgroups multiply at one time share a weight scale; tokens are only where it spreads them evenly: otherwise it is
 // faster not to.
 __device__ __forceinline__ constexpr int slab_row(int warpgroup, int slab) {

@@ -18,16 +18,20 @@ struct Loader {
 
   // Pieces of 64 tokens of a partial tile.
   static __device__ __forceinline__ int pieces(const Tile& tile) {
-    return min(ceil_div(tile.end - tile.m, 64), BLOCK_M / 64);
+    return min(ceil_div(tile.end - tile.m, 64), BLOCK_M / 64 + tile.upright());
   }
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
     Barrier& full = s.ring.full[stage];
-    full.expect(STAGE_BYTES - A_BYTES + (PARTIAL ? pieces(tile) * A_PIECE_BYTES : tile_m * BLOCK_K));
+    full.expect(tile.columns() * BLOCK_K + (tile.upright() ? 2 : 1) * A_SCALE_BYTES +
+                (PARTIAL ? pieces(tile) * A_PIECE_BYTES : tile_m * BLOCK_K));
     const u32 target = shared_address(s.b[stage]);
     const int row = tile.group * N + (GATED ? tile.n / 2 : tile.n);
     tma_load(target, b, full.address(), k_block * BLOCK_K, row);
     if constexpr (GATED) tma_load(target + B_BYTES / 2, b, full.address(), k_block * BLOCK_K, row + INTERMEDIATE);
+    if constexpr (HALVES) {
+      if (tile.shape == WHOLE) tma_load(target + B_BYTES / 2, b, full.address(), k_block * BLOCK_K, row + HALF_N);
+    }
   }
 
   __device__ __forceinline__ void load_tokens(const Tile& tile, int k_block, u32 stage) const {
@@ -46,6 +50,11 @@ struct Loader {
     for (int i = 0; i < A_SCALE_LOADS; ++i) {
       tma_load(shared_address(s.a_scale[stage] + i * A_SCALE_STEP), a_scale, full,
                (GROUPS ? tile.m & ~3 : tile.m) + i * A_SCALE_STEP, k_block);
+    }
+    if (tile.upright()) {
+      const int row = tile.m + BLOCK_M;
+      tma_load(shared_address(s.b[stage]) + HALF_N * BLOCK_K, a, full, k_block * BLOCK_K, row);
+      tma_load(shared_address(s.a_scale[stage] + BLOCK_M), a_scale, full, row & ~3, k_block);
     }
   }
 };

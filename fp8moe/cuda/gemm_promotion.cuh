@@ -17,7 +17,8 @@ struct WeightScales {
     const int block = min(first + static_cast<int>(lane_id()), count - 1);
 #pragma unroll
     for (int r = 0; r < TILE_SCALE_ROWS; ++r) {
-      const int row = GATED ? r * PROJECTION_SCALE_ROWS + tile.n / 256 : min(tile.n / 128 + r, SCALE_ROWS - 1);
+      const int within = tile.upright() ? 0 : r;  // both slabs have the same columns
+      const int row = GATED ? r * PROJECTION_SCALE_ROWS + tile.n / 256 : min(tile.n / 128 + within, SCALE_ROWS - 1);
       next[r] = b_scale[(static_cast<long long>(tile.group) * SCALE_ROWS + row) * K_BLOCKS + block];
     }
   }

@@ -4,11 +4,55 @@
 #include "gemm_layout.cuh"
 #include "warp.cuh"
 
+// With HALVES, tiles of 128x256 are WHOLE or
+//   HALVED    128x128: both halves of a tile where the last wave would fill no more than half of the blocks
+//   UPRIGHT   192x128: two of them, in place of a group's last two tiles in 256 columns, if the last one has no more
+//             than 64 rows; they load a tenth less
+enum TileShape : int { WHOLE, HALVED, UPRIGHT };
+
 struct Tile {
   int m, n;   // first token and first output feature
   int end;    // tokens from here on are not the group's
   int group;  // whose weights
+  int shape;  // a TileShape
+
+  __device__ __forceinline__ bool halved() const { return HALVES && shape == HALVED; }
+  __device__ __forceinline__ bool upright() const { return UPRIGHTS && shape == UPRIGHT; }
+  __device__ __forceinline__ int columns() const { return HALVES && shape != WHOLE ? HALF_N : BLOCK_N; }
+
+  // One half of it: columns, or of an upright tile its first 128 rows and the others.
+  __device__ __forceinline__ Tile half(int which) const {
+    Tile tile = {m, n, end, group, HALVED};
+    if (upright()) {
+      tile.m += which * BLOCK_M;
+      tile.end = min(end, tile.m + BLOCK_M);
+    } else {
+      tile.n += which * HALF_N;
+    }
+    return tile;
+  }
 };
+
+// First row and column of a slab within its tile.
+struct Slab {
+  int row, column;
+};
+
+__device__ __forceinline__ Slab slab_of(const Tile& tile, int warpgroup, int slab) {
+  if (slab == 1 && tile.upright()) return {BLOCK_M, 0};
+  return {slab_row(warpgroup, slab), slab_column(slab)};
+}
+
+// How many of a warpgroup's slabs the tile has, with rows of the group.
+__device__ __forceinline__ int slabs_in_use(const Tile& tile, int warpgroup) {
+  if constexpr (!PARTIAL) return tile.halved() ? 1 : SLABS;
+  const int rows = tile.end - tile.m - slab_row(warpgroup, 0);
+  if constexpr (!EVEN) {
+    const bool one = tile.halved() || tile.upright() && warpgroup == 1;
+    return rows <= 0 ? 0 : one ? 1 : SLABS;
+  }
+  return max(0, min(ceil_div(rows, slab_row(0, 1)), SLABS));
+}
 
 // What the schedule of a launch is made from.
 struct ScheduleArguments {
@@ -29,13 +73,32 @@ struct ScheduleArguments {
 template <typename Derived>
 struct TileWalk {
   int place = blockIdx.x / SPLIT_K, index = place, tiles = 0;
+  int halved_from = 0;  // HALVES: tiles from here on are halved, and count twice
+
+  // How many whole tiles there are.
+  __device__ __forceinline__ void set_tiles(int count) {
+    tiles = count;
+    if constexpr (HALVES) {
+      const int last = count % gridDim.x;
+      if (2 * last <= gridDim.x) tiles += last;
+      halved_from = 2 * last <= gridDim.x ? count - last : count;
+    }
+  }
 
   __device__ __forceinline__ bool ended() const { return index >= tiles; }
+
+  // The tile, or the half of one, at `index`.
+  __device__ __forceinline__ Tile at(int index) const {
+    const bool half = HALVES && index >= halved_from;
+    const int beyond = index - halved_from;
+    const Tile tile = static_cast<const Derived*>(this)->tile_at(half ? halved_from + beyond / 2 : index);
+    return half ? tile.half(beyond % 2) : tile;
+  }
 
   // The next tile; false behind the last.
   __device__ __forceinline__ bool next(Tile& tile) {
     if (ended()) return false;
-    tile = static_cast<const Derived*>(this)->at(index);
+    tile = at(index);
     const int places = gridDim.x / SPLIT_K;
     if constexpr (GROUPS > 0) {
       // The last tiles of groups take less time, and may be every second one: each round moves the blocks on by one.
@@ -58,16 +121,16 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
   const ScheduleArguments& args;
 
   __device__ __forceinline__ Schedule(const ScheduleArguments& args, GroupTable<0>&) : args(args) {
-    tiles = args.tile_rows * TILE_COLUMNS;
+    set_tiles(args.tile_rows * TILE_COLUMNS);
   }
 
   __device__ __forceinline__ void prepare() {}
   __device__ __forceinline__ void ready() {}
 
-  __device__ __forceinline__ Tile at(int index) const {
+  __device__ __forceinline__ Tile tile_at(int index) const {
     const RasterPosition position(index, args.tile_rows, args.raster);
     const int m = position.row * args.tokens_of_tile();
-    return {m, position.column * BLOCK_N, min(args.m, m + args.tokens_of_tile()), 0};
+    return {m, position.column * BLOCK_N, min(args.m, m + args.tokens_of_tile()), 0, WHOLE};
   }
 };
 
@@ -78,7 +141,6 @@ struct Schedule<0> : TileWalk<Schedule<0>> {
 template <int Groups>
 struct Schedule : TileWalk<Schedule<Groups>> {
   static constexpr int EACH = ceil_div(Groups, WARP);  // groups of a lane
-  using TileWalk<Schedule<Groups>>::tiles;
 
   const ScheduleArguments& args;
   GroupTable<Groups>& table;
@@ -123,11 +185,11 @@ struct Schedule : TileWalk<Schedule<Groups>> {
   // By whole warps, once the table is filled. Groups that overlap may make more tiles than there are blocks for, where
   // each block has only one.
   __device__ __forceinline__ void ready() {
-    tiles = same_in_warp(table.tile_rows_before[Groups]) * TILE_COLUMNS;
-    if (SPLIT_K > 1) tiles = min(tiles, static_cast<int>(gridDim.x) / SPLIT_K);
+    const int count = same_in_warp(table.tile_rows_before[Groups]) * TILE_COLUMNS;
+    this->set_tiles(SPLIT_K > 1 ? min(count, static_cast<int>(gridDim.x) / SPLIT_K) : count);
   }
 
-  __device__ __forceinline__ Tile at(int index) const {
+  __device__ __forceinline__ Tile tile_at(int index) const {
     int group = 0, beyond = Groups;
 #pragma unroll 1
     while (beyond - group > 1) {
@@ -140,21 +202,29 @@ struct Schedule : TileWalk<Schedule<Groups>> {
     }
     const int before = table.tile_rows_before[group], rows = table.tile_rows_before[group + 1] - before;
     const RasterPosition position(index - before * TILE_COLUMNS, rows, args.raster);
-    int m = table.first[group] + position.row * BLOCK_M, end = table.end[group];
+    int m = table.first[group] + position.row * BLOCK_M, n = position.column * BLOCK_N, end = table.end[group];
+    int shape = WHOLE;
+    const int last = table.first[group] + (rows - 1) * BLOCK_M;
+    const bool short_last = rows > 1 && end - last <= 64 && position.row >= rows - 2;
     if constexpr (EVEN && BLOCK_M == 256) {
       // A last tile of 64 rows would keep one warpgroup busy: it gets 128, the one before it 192.
-      const int last = table.first[group] + (rows - 1) * BLOCK_M;
-      if (rows > 1 && end - last <= 64) {
-        if (position.row == rows - 1) m = last - 64;
-        if (position.row == rows - 2) end = last - 64;
+      if (short_last && position.row == rows - 1) m = last - 64;
+      if (short_last && position.row == rows - 2) end = last - 64;
+    }
+    if constexpr (UPRIGHTS) {
+      if (short_last && n + HALF_N < N) {
+        m = last - BLOCK_M;
+        n += (position.row - (rows - 2)) * HALF_N;
+        shape = UPRIGHT;
       }
     }
-    return {m, position.column * BLOCK_N, end, group};
+    return {m, n, end, group, shape};
   }
 };
 
 // The same tile, known to the compiler to be so in all lanes: what depends on it may stay in uniform registers.
 __device__ __forceinline__ Tile same_in_warp(Tile tile) {
   if (GROUPS == 0) return tile;
-  return {same_in_warp(tile.m), same_in_warp(tile.n), same_in_warp(tile.end), same_in_warp(tile.group)};
+  return {same_in_warp(tile.m), same_in_warp(tile.n), same_in_warp(tile.end), same_in_warp(tile.group),
+          HALVES ? same_in_warp(tile.shape) : WHOLE};
 }

@@ -52,6 +52,8 @@ PARTS = (
     (300, 392, 1280, 128, 160, 3),
     (1500, 2120, 256, 128, 192, 2),
 )
+# m, n, k, block_m, block_n, whether TMA writes the result: the 21 tiles of a second wave are halved
+HALVED = ((1032, 4104, 272, 128, 256, False), (1032, 4104, 272, 128, 256, True))
 COLUMNWISE = ((256, 72, torch.bfloat16), (300, 136, torch.float32))  # rows, columns, input type
 LINEARS = ((3, 576, 1000, True), (130, 1000, 576, False))  # tokens, in, out, bias
 E4M3_ERROR = 4e-2
@@ -78,11 +80,18 @@ def accumulation_error(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
 
 
 def parts_error(m: int, n: int, k: int, block_m: int, block_n: int, parts: int) -> float:
+    return tile_error(m, n, k, GemmConfig(block_m, block_n, parts=parts), torch.float32)
+
+
+def halved_error(m: int, n: int, k: int, block_m: int, block_n: int, staged: bool) -> float:
+    return tile_error(m, n, k, GemmConfig(block_m, block_n, halves=True, staged=staged), torch.bfloat16)
+
+
+def tile_error(m: int, n: int, k: int, tile: GemmConfig, out_dtype: torch.dtype) -> float:
     a = fp8moe.quantize_1x128(torch.randn(m, k, dtype=torch.bfloat16).cuda())
     b = fp8moe.quantize_128x128(torch.randn(n, k, dtype=torch.bfloat16).cuda())
-    out = torch.full((m, n), float("nan")).cuda()
-    tile = with_stages(GemmConfig(block_m, block_n, parts=parts), k)
-    dense_plan.gemm(Operands(*a, *b), out, cfg=tile)
+    out = torch.full((m, n), float("nan"), dtype=out_dtype).cuda()
+    dense_plan.gemm(Operands(*a, *b), out, cfg=with_stages(tile, k))
     return rounded_error(out.cpu(), exact(on_cpu(a)) @ exact(on_cpu(b)).T)
 
 
@@ -108,6 +117,7 @@ def main() -> None:
     cases = [(gemm_error, case, GEMM_ERROR[case[3]]) for case in GEMMS]
     cases += [(accumulation_error, case[:4], GEMM_ERROR[case[3]]) for case in GEMMS]
     cases += [(parts_error, case, GEMM_ERROR[torch.float32]) for case in PARTS]
+    cases += [(halved_error, case, GEMM_ERROR[torch.bfloat16]) for case in HALVED]
     cases += [(quantization_error, case, E4M3_ERROR) for case in QUANTIZATIONS]
     cases += [(columnwise_error, case, E4M3_ERROR) for case in COLUMNWISE]
     # Two rounded operands: their errors add in squares.

@@ -8,6 +8,7 @@ written.
 """
 
 import copy
+from itertools import accumulate
 
 import torch
 
@@ -21,6 +22,8 @@ from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.permute_fp8 import permute_fp8
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.rows_to import experts_rows_to
+from fp8moe.kernels.gemm import grouped_plan
+from fp8moe.kernels.gemm.config import GemmConfig, with_stages
 from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
 from fp8moe.kernels.gemm.reference import group_rows, grouped_gemm_swiglu_reference
 from fp8moe.quant.reference import quantize_1x128 as quantize_reference
@@ -79,6 +82,11 @@ GROUPED = (
     ((-5, 30, 80), 100, 24, 144, torch.float32),
     ((0, 40, 9999), 100, 24, 144, torch.bfloat16),
     ((50, 20, 40), 100, 24, 144, torch.bfloat16),
+)
+# group sizes, n, k, whether TMA writes the result: in tiles of 128x256, some of them halved, some upright
+WIDE = (
+    ((192, 0, 130, 320, 64), 2184, 272, False),
+    ((129,) * 17, 1032, 1152, True),
 )
 # rows in use, max_m, n, k, output type
 MASKED = (
@@ -235,6 +243,15 @@ def grouped_error(offsets: tuple[int, ...], m: int, n: int, k: int, out_dtype: t
     return groups_error(on_cpu(a), on_cpu(b), groups, out.cpu(), None)
 
 
+def wide_error(sizes: tuple[int, ...], n: int, k: int, staged: bool) -> float:
+    groups = torch.tensor((0, *accumulate(sizes)), dtype=torch.int32)
+    a, b = random_rows(sum(sizes), k), random_experts(len(sizes), n, k)
+    out = torch.full((sum(sizes), n), float("nan"), dtype=torch.bfloat16).cuda()
+    tile = with_stages(GemmConfig(128, 256, groups=len(sizes), halves=True, staged=staged), k)
+    grouped_plan.grouped_gemm(a, b, groups.cuda(), out, cfg=tile)
+    return groups_error(on_cpu(a), on_cpu(b), groups, out.cpu(), None)
+
+
 def masked_error(masked_m: tuple[int, ...], max_m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
     experts = len(masked_m)
     a, b = random_rows(experts, max_m, k), random_experts(experts, n, k)
@@ -346,6 +363,7 @@ CASES = [
     *((dispatch_errors, case, 0) for case in DISPATCHES),
     *((placed_errors, case, 0) for case in PLACED),
     *((grouped_error, case, GEMM_ERROR) for case in GROUPED),
+    *((wide_error, case, GEMM_ERROR) for case in WIDE),
     *((masked_error, case, GEMM_ERROR) for case in MASKED),
     *((swiglu_error, case, CODES_ERROR) for case in SWIGLUS),
     *((experts_error, case, LAYER_ERROR) for case in EXPERTS),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from fp8moe.kernels.gemm.config import GemmConfig, unstaged
-from fp8moe.kernels.gemm.cost import dense_time, grouped_time
 from fp8moe.kernels.gemm.epilogue import Epilogue, PeerStore
+from fp8moe.kernels.gemm.measured import dense_time, grouped_time
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import (
     choose_dense,
@@ -51,18 +52,20 @@ def choose(
     max_m: int | None,
     whole: tuple[int, int] | None,
 ) -> tuple[GemmConfig, GemmConfig | None]:
-    """What the cost model chooses, and what serves meanwhile: None where nothing does, or nothing has to.
+    """What is expected to be fastest, and what serves meanwhile: None where nothing does, or nothing has to.
 
     m: rows of all groups; groups 0: of a dense GEMM. The others are those of `plan.Plan`.
     """
     if groups:
         problem, options = (groups, expected_m, n, k, num_sms), {"max_m": max_m, "swiglu": epilogue.gated}
         best = grouped_choice(m, *problem, **options, whole=whole)
-        candidates, time = (lambda: grouped_candidates(m, *problem, **options)), grouped_time
+        candidates = partial(grouped_candidates, m, *problem, **options)
+        time = partial(grouped_time, swiglu=epilogue.gated)
     else:
         problem = m, n, k, num_sms
         best = dense_choice(*problem)
-        candidates, time = (lambda: dense_candidates(*problem, _parts(n, k))), dense_time
+        candidates = partial(dense_candidates, *problem, _parts(n, k))
+        time = partial(dense_time, parts=_parts(n, k))
 
     best = served(best, k, epilogue)
 

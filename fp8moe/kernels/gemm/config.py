@@ -30,6 +30,8 @@ class GemmConfig:
             products; otherwise each warp writes its rows by way of a small buffer, and the ring is deeper.
         groups: weight matrices of a grouped GEMM, of whose rows the block keeps a table; 0 for a dense one.
         parts: of K, that a block sums one by one and adds up, as a split of so many blocks does.
+        halves: of tiles of 128x256 those of the last wave are halved, where that fills no more than half of the blocks,
+            and those of groups may be 192x128 (``TileShape`` of cuda/gemm_schedule.cuh).
     """
 
     block_m: int
@@ -42,6 +44,14 @@ class GemmConfig:
     staged: bool = False
     groups: int = 0
     parts: int = 1
+    halves: bool = False
+
+    @property
+    def name(self) -> str:
+        """Tokens x features, and what else there is: s if TMA writes the tile, h if the last ones are halved, / split
+        of K, * blocks on an SM."""
+        marks = {"s": self.staged, "h": self.halves, f"/{self.split_k}": self.split_k > 1, f"*{self.blocks_per_sm}": 1}
+        return f"{self.block_m}x{self.block_n}" + "".join(mark for mark, used in marks.items() if used)
 
     @property
     def threads(self) -> int:
@@ -118,7 +128,10 @@ class GemmConfig:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage: both tiles, the scales of the tokens and two mbarriers."""
-        return (self.block_m + self.block_n) * 128 + align((self.block_m + (4 if self.groups else 0)) * 4, 128) + 16
+        scales = self.block_m
+        if self.groups:
+            scales = self.block_m * (2 if self.halves else 1) + 4  # 192x128 takes two loads of 128 and 4
+        return (self.block_m + self.block_n) * 128 + align(scales * 4, 128) + 16
 
     @property
     def first_stages(self) -> int:

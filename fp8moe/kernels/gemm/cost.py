@@ -57,6 +57,7 @@ class _Dense(NamedTuple):
     crowded: float = 0  # reading takes so much less for each block that the average SM has fewer than the fullest one
 
 
+_HALF = 0.6  # of the time of a tile that half of it takes: it loads so much
 # Each further part of the K of a 128 x 128 tile that a block sums: through shared memory, or in registers.
 _PART, _KEPT_PART = 0.75, 0.1
 
@@ -109,6 +110,7 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     tiles = ceil(m / config.block_m) * ceil(n / config.block_n)
     slots = resident_clusters(config, num_sms)
     waves = ceil(tiles / slots)
+    rounds = waves - (1 - _HALF if config.halves else 0)
     mean = min(tiles, slots) * config.split_k / num_sms
     per_sm = max(1, mean)
     fullest = ceil(per_sm)  # blocks on the SM that has the most
@@ -123,7 +125,7 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     # TMA writes both tiles; each product reads its 64 rows and its columns.
     shared = rows + config.block_n + area * (1 / 64 + 1 / config.columns)
     loaded = fullest * shared * c.shared
-    steps = waves * ceil(ceil(k / 128) / config.split_k)
+    steps = rounds * ceil(ceil(k / 128) / config.split_k)
     compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
     in_flight = min(1.0, per_sm * config.stages * (config.block_m + config.block_n) * 128 / 200e3)
     sparse = 1 + c.sparse * (1 - in_flight)
@@ -230,7 +232,7 @@ def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...
 
 
 def tile_name(config: GemmConfig) -> str:
-    """Its key in `_GROUPED_TILES`."""
+    """Its key in `_GROUPED_TILES`: `GemmConfig.name` without splits and halves."""
     return f"{config.block_m}x{config.block_n}{'s' if config.staged else ''}*{config.blocks_per_sm}"
 
 
@@ -299,6 +301,8 @@ def _grouped_time(
     cycles = sum(count * _step_cycles(config, rows) for rows, count in by_height.items() if count) * groups * columns
     slots = resident_clusters(config, num_sms)
     share = tiles / slots if tiles > 16 * slots else max(1, ceil(tiles / slots - 0.02))
+    if config.halves and tiles <= 16 * slots and (tiles / slots - 0.02) % 1 <= 0.5:
+        share -= 1 - _HALF
 
     # Blocks that share an SM hide each other's waits, not each other's products and loads.
     loaded = (sum(rows * count for rows, count in by_height.items()) / in_column + config.block_n) * 128

@@ -22,6 +22,7 @@ def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSp
         "PART_REGISTERS": cfg.part_registers,
         "BLOCKS_PER_SM": cfg.blocks_per_sm,
         "STAGED": int(cfg.staged),
+        "HALVES": int(cfg.halves),
         "GROUPS": cfg.groups,
         "GATED": int(epilogue.gated),
     }

@@ -1,4 +1,4 @@
-"""The choice of tiles: which variants are worth considering for a problem, and the one the cost model prefers.
+"""The choice of tiles: which variants are worth considering for a problem, and the one that is expected to be fastest.
 
 ``describe_dense`` and ``describe_grouped`` print the candidates on any machine.
 """
@@ -10,8 +10,10 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
+from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.config import GemmConfig, GroupedKConfig, fits, with_stages
-from fp8moe.kernels.gemm.cost import dense_time, grouped_time, resident_clusters
+from fp8moe.kernels.gemm.cost import resident_clusters
+from fp8moe.kernels.gemm.measured import dense_time, grouped_time
 
 _TOKENS_IN_L2 = 6.5e6  # bytes, an eighth of an H200's L2: so many tokens stay there while weights come and go
 
@@ -58,7 +60,8 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
     else:
         tiles = [GemmConfig(128, block_n) for block_n in (64, 96, 112, 128, 160, 176, 192)]
     if m > 128:
-        tiles += [GemmConfig(256, 128), GemmConfig(128, 256), GemmConfig(192, 128, warpgroups=3)]
+        tiles += [GemmConfig(256, 128), GemmConfig(128, 256)]
+        tiles += [GemmConfig(192, block_n, warpgroups=3) for block_n in (96, 128)]
         tiles += [replace(tile, staged=True) for tile in tiles if tile.block_n >= 128 and tile.block_n % 64 == 0]
         if parts and parts > 1:  # registers have room for their sums
             tiles += [GemmConfig(256, 64), GemmConfig(256, 80)]
@@ -73,7 +76,8 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
         for split_k in _splits(tile, k, parts):
             for blocks_per_sm in range(1, most + 1):
                 alone = parts if parts and split_k == 1 else 1
-                config = _fitting(tile, split_k, blocks_per_sm, 0, alone, k)
+                halves = tile.block_n == 256 and alone == 1 and count > num_sms and 0 < count % num_sms <= num_sms / 2
+                config = _fitting(replace(tile, halves=halves), split_k, blocks_per_sm, 0, alone, k)
                 if config is None:
                     continue
                 one_wave = count <= resident_clusters(config, num_sms)
@@ -97,8 +101,9 @@ def _splits(tile: GemmConfig, k: int, parts: int | None) -> Iterable[int]:
 
 @lru_cache(maxsize=4096)
 def choose_dense(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> GemmConfig:
-    """The candidate that the cost model expects to be fastest. parts: of K; None: as many as may be."""
-    return min(dense_candidates(m, n, k, num_sms, parts), key=lambda config: dense_time(config, m, n, k, num_sms))
+    """The candidate that is expected to be fastest. parts: of K; None: as many as may be."""
+    found = dense_candidates(m, n, k, num_sms, parts)
+    return min(found, key=lambda config: dense_time(config, m, n, k, num_sms, parts))
 
 
 _DECODED = (1, 8, 16, 32, 64)  # tokens
@@ -115,14 +120,14 @@ def invariant_parts(n: int, k: int) -> int:
     """
     sms = 132
 
-    def cost(parts: int) -> float:
+    def relative(parts: int) -> float:
         def time(m: int, parts: int | None) -> float:
-            return dense_time(choose_dense(m, n, k, sms, parts), m, n, k, sms)
+            return min(cost.dense_time(config, m, n, k, sms) for config in dense_candidates(m, n, k, sms, parts))
 
         return max(time(m, parts) / time(m, None) for m in _DECODED)
 
     blocks = ceil(k / 128)
-    costs = {parts: cost(parts) for parts in range(1, min(8, blocks) + 1)}
+    costs = {parts: relative(parts) for parts in range(1, min(8, blocks) + 1)}
     cheap = [parts for parts in costs if costs[parts] <= _INVARIANT_COST]
     equal = [parts for parts in cheap if blocks % parts == 0]
     even = [parts for parts in equal if parts == 1 or blocks // parts % 2 == 0]
@@ -164,7 +169,8 @@ def grouped_candidates(
         straight = [GemmConfig(128, 256)]
         if not swiglu:
             # The first of equals is chosen: a high tile reads the weights of its group once.
-            straight = [GemmConfig(256, 128), *straight, GemmConfig(128, 192), GemmConfig(128, 128)]
+            wide = GemmConfig(128, 256, halves=True)
+            straight = [GemmConfig(256, 128), wide, GemmConfig(128, 192), GemmConfig(128, 128)]
             straight += [replace(tile, staged=True) for tile in straight]
             straight += [GemmConfig(128, block_n) for block_n in (96, 112)]
             straight += [GemmConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
@@ -202,7 +208,7 @@ def choose_grouped(
     whole: tuple[int, int] | None = None,
     unsplit: bool = False,
 ) -> GemmConfig:
-    """The candidate that the cost model expects to be fastest.
+    """The candidate that is expected to be fastest.
 
     whole: rows and groups of which these are a part: K is split as it would be for all of them, so that equal operands
     have equal results. unsplit: K is not split.
@@ -213,7 +219,7 @@ def choose_grouped(
     elif whole is not None:
         split_k = choose_grouped(*whole, expected_m, n, k, num_sms, max_m=max_m, swiglu=swiglu).split_k
         found = [config for config in found if config.split_k == split_k]
-    return min(found, key=lambda config: grouped_time(config, groups, expected_m, n, k, num_sms))
+    return min(found, key=lambda config: grouped_time(config, groups, expected_m, n, k, num_sms, swiglu=swiglu))
 
 
 def describe_grouped(
@@ -221,7 +227,7 @@ def describe_grouped(
 ) -> str:
     """A table of the candidates for contiguous groups, the fastest expected first."""
     found = grouped_candidates(rows, groups, expected_m, n, k, num_sms, max_m=None, swiglu=swiglu)
-    return _table((grouped_time(c, groups, expected_m, n, k, num_sms), c) for c in found)
+    return _table((grouped_time(c, groups, expected_m, n, k, num_sms, swiglu=swiglu), c) for c in found)
 
 
 def _table(costs: Iterable[tuple[float, GemmConfig]]) -> str:

@@ -36,7 +36,8 @@ class Variant:
         a, a_scale, b, out = operands
         m, k = a.shape
         n, groups = b.shape[-2], b.shape[0] if b.dim() == 3 else 0
-        b_rows = cfg.block_n // 2 if epilogue.gated else cfg.block_n  # of gate, and as many of up
+        # Of gate, and as many of up; or of half a tile.
+        b_rows = cfg.block_n // 2 if epilogue.gated or cfg.halves else cfg.block_n
         blocks = a_scale.shape[1]
         tile_m = tokens_of_tile(cfg, m)
         # Groups may end within a tile: without swap their tokens are loaded 64 rows at a time.

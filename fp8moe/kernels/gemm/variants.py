@@ -8,6 +8,7 @@ from typing import NamedTuple
 from fp8moe.kernels.gemm.choice import dense_choice, grouped_choice, served
 from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
+from fp8moe.kernels.gemm.measured import dense_ends
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime.jit import KernelSpec
 
@@ -25,13 +26,13 @@ class Family(NamedTuple):
     epilogue: Epilogue
 
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
-        """The kernels that are chosen for up to so many rows, by the cost model, but for a few near ties.
+        """The kernels that are chosen for up to so many rows, but for a few near ties.
 
         Takes a fraction of a second.
         """
         sizes = _ladder(1, rows)
         if not self.groups:
-            ends = _full_tiles(_MANY)
+            ends = self._ends(_MANY)
             first = (end + 1 for end in ends)  # of the next interval
             sizes = (min(size, rows) for size in (*range(1, _FEW), *ends, *first, *_ladder(_MANY, rows)))
         return self._kernels(map(self._choice(num_sms), sizes))
@@ -41,7 +42,7 @@ class Family(NamedTuple):
         choose = self._choice(num_sms)
         if self.groups:
             return self._kernels(map(choose, range(step, rows + 1, step)))
-        return self._kernels(_of_each_interval(choose, rows))
+        return self._kernels(_of_each_interval(choose, self._ends(rows), rows))
 
     def _choice(self, num_sms: int) -> Callable[[int], GemmConfig]:
         """The configuration for a number of rows, as `plan.Plan` chooses it."""
@@ -50,6 +51,11 @@ class Family(NamedTuple):
             return lambda rows: dense_choice(rows, n, k, num_sms)
         options = {"max_m": None, "swiglu": epilogue.gated}
         return lambda rows: grouped_choice(rows, groups, rows / groups, n, k, num_sms, **options)
+
+    def _ends(self, most: int) -> list[int]:
+        """The last rows of intervals, each after the one before: `_full_tiles`, and where corrections change course."""
+        corrected = (rows for rows in dense_ends(self.n, self.k) if _FEW <= rows < most)
+        return sorted({*_full_tiles(most), *corrected})
 
     def _kernels(self, configs: Iterable[GemmConfig]) -> set[KernelSpec]:
         configs = {served(config, self.k, self.epilogue) for config in configs}
@@ -91,14 +97,14 @@ def _full_tiles(most: int) -> list[int]:
     return sorted(rows for rows in found if _FEW <= rows < most)
 
 
-def _of_each_interval(choose: Callable[[int], GemmConfig], most: int) -> set[GemmConfig]:
-    """All that `dense_choice` chooses for 1 to `most` rows.
+def _of_each_interval(choose: Callable[[int], GemmConfig], ends: list[int], most: int) -> set[GemmConfig]:
+    """All that `dense_choice` chooses for 1 to `most` rows. ends: of intervals, from _FEW on.
 
-    Between `_full_tiles` the tiles stay as they are, and the difference of two candidates' times rises or falls
+    In each the tiles stay as they are, and the difference of two candidates' times rises or falls
     throughout: what is chosen at both ends is chosen between them.
     """
     chosen = {choose(rows) for rows in range(1, min(_FEW, most) + 1)}
-    for last, end in pairwise((*_full_tiles(most), most)):
+    for last, end in pairwise((*ends, most)):
         intervals = [(last + 1, end)]
         while intervals:
             low, high = intervals.pop()
