@@ -270,7 +270,7 @@ def replace(pattern, replacement, files="fp8moe/**/*.py"):
 
 
 CHANGES = {
-    "the choice of tiles": replace(r"\bmin\((?=\w+_candidates\()", "max("),
+    "the choice of tiles": replace(r"\bmin\((?=found, key)", "max("),
     "the depth of rings": replace(r"^MAX_STAGES = \d+$", "MAX_STAGES = 3"),
     "a launch attribute": replace(r"\bpdl=True", "pdl=False"),
     "shared memory": replace(r"\bsmem=(?=\w+[.(])", "smem=16 + "),
