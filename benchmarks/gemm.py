@@ -1,4 +1,4 @@
-"""Dense FP8 GEMM against the baselines: `python -m benchmarks.gemm [--m M ...] [--shapes NxK ...] [--out DIR]`.
+"""Dense FP8 GEMM against the baselines: `python -m benchmarks.gemm [--m M ...] [--shapes NxK ...] [--no-rest]`.
 
 - `vs_deep_gemm` and `vs_best`: time of DeepGEMM, and of the faster of DeepGEMM and cuBLAS with block scales, over ours;
   more is better. Where the baselines have cuBLAS with one scale per tensor, it is timed here too (`cublas_us`) and all
@@ -7,7 +7,8 @@
   better.
 - `of_copy`: bytes per second over those of a copy, on an H200.
 
-Every shape is checked against float64 over its quantized operands before it is timed.
+Every shape is checked against float64 over its quantized operands before it is timed. With --no-rest times are those at
+the power limit, beside cuBLAS's; the baselines are of a GPU that rested, so that nothing is compared with them.
 """
 
 from collections.abc import Sequence
@@ -110,7 +111,12 @@ def thresholds(rows: Sequence[dict], device: str = "H200") -> list[Threshold]:
     return found
 
 
-def run(sizes: Sequence[int] = baselines.DENSE_M, shapes: Sequence[tuple[int, int]] = baselines.DENSE_SHAPES) -> dict:
+def run(
+    sizes: Sequence[int] = baselines.DENSE_M,
+    shapes: Sequence[tuple[int, int]] = baselines.DENSE_SHAPES,
+    *,
+    rest: bool = True,
+) -> dict:
     """Checks and times every (m, n, k); {"gpu", "rows", "thresholds"}. RuntimeError if a result is wrong."""
     gpu = command.start()
     device = baselines.device(gpu)
@@ -130,8 +136,10 @@ def run(sizes: Sequence[int] = baselines.DENSE_M, shapes: Sequence[tuple[int, in
             errors.append(error)
     rows = [
         make_row(*key, timed, error, yardstick, device)
-        for key, (timed, yardstick), error in zip(keys, timing.measure_pairs(calls), errors, strict=True)
+        for key, (timed, yardstick), error in zip(keys, timing.measure_pairs(calls, rest=rest), errors, strict=True)
     ]
+    if not rest:
+        return command.result(gpu, [row | dict.fromkeys(RATIOS) for row in rows], [])
     return command.result(gpu, rows, thresholds(rows, device))
 
 
@@ -145,10 +153,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser("gemm", "dense FP8 GEMM against the baselines")
     parser.add_argument("--m", type=int, nargs="+", default=baselines.DENSE_M)
     parser.add_argument("--shapes", type=parse_shape, nargs="+", default=baselines.DENSE_SHAPES, metavar="NxK")
+    command.add_rest(parser)
     args = parser.parse_args(argv)
-    result = run(args.m, args.shapes)
+    result = run(args.m, args.shapes, rest=args.rest)
     by_m = format_table(summarize(result["rows"], ("m",), RATIOS), ("m", *RATIOS))
-    command.finish(args.out / "gemm.json", result, format_table(result["rows"], COLUMNS), by_m)
+    file = "gemm.json" if args.rest else "gemm_hot.json"
+    command.finish(args.out / file, result, format_table(result["rows"], COLUMNS), by_m)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ DeepGEMM's time over ours; more is better:
   there are; the others are off by as much as the rows differ. `expected_m` is what the baselines' callers gave.
 
 Every case is checked before it is timed: some rows of several groups against float64 over the quantized operands, and
-that exactly the rows of groups are written.
+that exactly the rows of groups are written. With --no-rest times are those at the power limit, as of `benchmarks.gemm`.
 """
 
 from collections.abc import Sequence
@@ -174,7 +174,7 @@ def prepare(case: Case, b: FP8Tensor, *, device: str = "cuda") -> Prepared:
     return Prepared((call, yardstick), sum(sizes), error)
 
 
-def run(cases: Sequence[Case] | None = None, *, device: str = "cuda") -> dict:
+def run(cases: Sequence[Case] | None = None, *, device: str = "cuda", rest: bool = True) -> dict:
     """Checks and times every case, by default the stored ones; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
     cases = stored_cases() if cases is None else cases
@@ -182,11 +182,13 @@ def run(cases: Sequence[Case] | None = None, *, device: str = "cuda") -> dict:
     weights = {shape: operands.random_experts(*shape, device=device) for shape in shapes}
     prepared = [prepare(case, weights[case.groups, case.n, case.k], device=device) for case in cases]
     rests = [timing.REST_S if case.mean_m > FEW_ROWS else timing.SHORT_REST_S for case in cases]
-    timings = timing.measure_pairs([one.calls for one in prepared], rests=rests)
+    timings = timing.measure_pairs([one.calls for one in prepared], rests=rests, rest=rest)
     rows = [
         make_row(case, one.rows, timed, one.error, yardstick)
         for case, one, (timed, yardstick) in zip(cases, prepared, timings, strict=True)
     ]
+    if not rest:
+        return command.result(gpu, [row | {"vs_deep_gemm": None} for row in rows], [])
     return command.result(gpu, rows, thresholds(rows))
 
 
@@ -194,12 +196,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser("grouped_gemm", "grouped GEMMs against the baselines")
     parser.add_argument("--op", choices=OPS, nargs="+", default=OPS)
     parser.add_argument("--groups", type=int, nargs="+", help="only cases with so many groups")
+    command.add_rest(parser)
     args = parser.parse_args(argv)
     cases = [case for case in stored_cases() if case.op in args.op]
-    result = run([case for case in cases if args.groups is None or case.groups in args.groups])
+    result = run([case for case in cases if args.groups is None or case.groups in args.groups], rest=args.rest)
     kinds, ratios = ("op", "groups", "mean_m"), ("vs_deep_gemm",)
     by_kind = format_table(summarize(result["rows"], kinds, ratios), (*kinds, *ratios))
-    command.finish(args.out / "grouped_gemm.json", result, format_table(result["rows"], COLUMNS), by_kind)
+    file = "grouped_gemm.json" if args.rest else "grouped_gemm_hot.json"
+    command.finish(args.out / file, result, format_table(result["rows"], COLUMNS), by_kind)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ REPEATS = 20
 # Before each case, as if it were measured alone: at its power limit the GPU clocks down, more the longer it was busy.
 REST_S = 0.3
 SHORT_REST_S = 0.05  # before cases that power does not limit
+HEAT_S = 1.0  # of repeats ahead of a case that is to be measured at the power limit
 FLUSH_BYTES = 256 << 20
 # No op of this package fills int16, so the kernel that does is recognised by its name.
 FLUSH_DTYPE = torch.int16
@@ -53,10 +54,11 @@ class Timing:
         return statistics.fmean(self.samples_us)
 
 
-def attribute(events: Iterable[KernelEvent], fill: str, calls: int, repeats: int) -> list[Timing]:
+def attribute(events: Iterable[KernelEvent], fill: str, calls: int, repeats: int, ahead: int = 0) -> list[Timing]:
     """Shares out the events of one session, `repeats` times (fill, call) for each of `calls` calls in order.
 
-    `fill` is the name of the fill's kernel. Raises RuntimeError if the events do not fit that order: a fill too many
+    `fill` is the name of the fill's kernel. ahead: fills of each call, with whatever follows them, that do not count.
+    Raises RuntimeError if the events do not fit that order: a fill too many
     or too few, a call without GPU work, or a call whose repeats launched different kernels (records were lost).
     """
     segments: list[list[KernelEvent]] = []
@@ -67,11 +69,12 @@ def attribute(events: Iterable[KernelEvent], fill: str, calls: int, repeats: int
             segments[-1].append(event)
         else:
             raise RuntimeError(f"the profiler recorded {event.name!r} before the first fill")
-    if len(segments) != calls * repeats:
-        raise RuntimeError(f"the profiler recorded {len(segments)} fills for {calls} calls of {repeats} repeats")
+    each = ahead + repeats
+    if len(segments) != calls * each:
+        raise RuntimeError(f"the profiler recorded {len(segments)} fills for {calls} calls of {each} repeats")
     timings = []
     for call in range(calls):
-        group = segments[call * repeats : (call + 1) * repeats]
+        group = segments[call * each + ahead : (call + 1) * each]
         kernels = {tuple(event.name for event in segment) for segment in group}
         if len(kernels) != 1 or () in kernels:
             raise RuntimeError(f"call {call}: expected the same kernels in every repeat, recorded {sorted(kernels)}")
@@ -98,11 +101,14 @@ def profile(work: Callable[[], None]) -> list[KernelEvent]:
     ]
 
 
-def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[Timing]:
+def measure(
+    calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None, rest: bool = True
+) -> list[Timing]:
     """GPU time of each call, in order, with a cold L2.
 
     Every call runs WARMUP times first, so that compilation and module loading stay out of the numbers. rests: seconds
-    of idling before each call's repeats, by default REST_S.
+    of idling before each call's repeats, by default REST_S. Without `rest` each call runs for HEAT_S instead, so that
+    power limits the clock.
     """
     flush = _warm_up(calls)
     # A first short session initialises the profiler and says what the fill's kernel is called in this version of torch.
@@ -111,23 +117,38 @@ def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | N
         raise RuntimeError(f"expected one kernel for the fill of the L2 cache, recorded {sorted(names)}")
 
     def session() -> None:
-        for call, rest in _rested(calls, rests):
+        for call, seconds in _rested(calls, rests):
             torch.cuda.synchronize()
-            time.sleep(rest)
+            if rest:
+                time.sleep(seconds)
+            else:
+                flush.fill_(0)
+                _heat(call)
             for repeat in range(REPEATS):
                 flush.fill_(repeat)
                 call()
 
-    return attribute(profile(session), names.pop(), len(calls), REPEATS)
+    return attribute(profile(session), names.pop(), len(calls), REPEATS, ahead=int(not rest))
+
+
+def _heat(call: Callable[[], object]) -> None:
+    end = time.perf_counter() + HEAT_S
+    while time.perf_counter() < end:
+        for _ in range(REPEATS):
+            call()
+        torch.cuda.synchronize()
 
 
 def measure_pairs(
-    pairs: Sequence[tuple[Callable[[], object], Callable[[], object] | None]], *, rests: Sequence[float] | None = None
+    pairs: Sequence[tuple[Callable[[], object], Callable[[], object] | None]],
+    *,
+    rests: Sequence[float] | None = None,
+    rest: bool = True,
 ) -> list[tuple[Timing, Timing | None]]:
     """The same for calls that may each have a second one, timed right after it; a pair's rest comes before both."""
     calls = [call for pair in pairs for call in pair if call is not None]
     each = None if rests is None else [r for r, pair in zip(rests, pairs, strict=True) for call in pair if call]
-    timings = iter(measure(calls, rests=each))
+    timings = iter(measure(calls, rests=each, rest=rest))
     return [(next(timings), next(timings) if second else None) for _, second in pairs]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,42 @@ def drop(events, index):
 def test_lost_records_are_an_error(index):
     with pytest.raises(RuntimeError, match="recorded"):
         timing.attribute(drop(session([[("gemm", 1)]], repeats=2), index), FILL, calls=1, repeats=2)
+
+
+def test_what_comes_ahead_of_the_repeats_does_not_count():
+    heated = [(FILL, 60), *[("gemm", 9_000)] * 50]
+    events, clock = [], 0
+    for name, duration in 2 * [*heated, (FILL, 60), ("gemm", 5_000), (FILL, 60), ("gemm", 7_000)]:
+        events.append(KernelEvent(name, clock, duration))
+        clock += duration + 10
+    timed = timing.attribute(events, FILL, calls=2, repeats=2, ahead=1)
+    assert [one.samples_us for one in timed] == [(5.0, 7.0)] * 2
+    with pytest.raises(RuntimeError, match="6 fills for 2 calls of 2 repeats"):
+        timing.attribute(events, FILL, calls=2, repeats=2)
+
+
+@pytest.mark.parametrize("rest", [True, False])
+def test_a_case_rests_or_is_repeated_before_it_is_timed(monkeypatch, rest):
+    clock, calls, idle = [0.0], [], []
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing.time, "sleep", idle.append)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def call():
+        calls.append("gemm")
+        clock[0] += timing.HEAT_S / 100
+
+    def profile(work):
+        calls.clear()
+        work()
+        return [KernelEvent(name, 10 * i, 5) for i, name in enumerate(calls)] or [KernelEvent(FILL, 0, 5)]
+
+    monkeypatch.setattr(timing, "profile", profile)
+    monkeypatch.setattr(timing, "_warm_up", lambda _: SimpleNamespace(fill_=lambda value: calls.append(FILL)))
+    (timed,) = timing.measure([call], rests=[0.25], rest=rest)
+    assert len(timed.samples_us) == timing.REPEATS
+    assert idle == ([0.25] if rest else [])
+    assert calls.count("gemm") == timing.REPEATS + (0 if rest else 100)
 
 
 def test_repeats_that_differ_are_an_error():
@@ -432,7 +469,7 @@ def test_grouped_summary_has_a_line_for_each_kind_of_groups():
     assert all(line["vs_deep_gemm"] == pytest.approx(1.25) for line in lines)
 
 
-def fake_timings(calls, *, rests=None):
+def fake_timings(calls, *, rests=None, rest=True):
     assert rests is None or len(calls) == len(rests)
     for call in calls:
         call()
@@ -456,6 +493,13 @@ def test_grouped_benchmark_checks_and_times_its_cases(small_rooms):
     ]
     assert all(row["error"] <= 3e-4 for row in result["rows"])
     assert [one["passed"] for one in result["thresholds"]] == [True]
+
+
+def test_times_at_the_power_limit_are_not_compared(small_rooms, monkeypatch):
+    hot = []
+    monkeypatch.setattr(timing, "measure", lambda calls, rest, **options: hot.append(not rest) or fake_timings(calls))
+    (row,) = (result := grouped_gemm.run([Case("grouped_gemm", 3, 20, 136, 272)], device="cpu", rest=False))["rows"]
+    assert (hot, row["us"], row["vs_deep_gemm"], result["thresholds"]) == ([True], 3.0, None, [])
 
 
 @pytest.mark.parametrize("op", grouped_gemm.OPS)
@@ -957,7 +1001,7 @@ def test_chosen_parts_are_run_written_and_shown(monkeypatch, tmp_path, capsys):
 def test_rows_means_and_thresholds_are_shown(monkeypatch, tmp_path, capsys, benchmark):
     name = benchmark.__name__.removeprefix("benchmarks.")
     rows = {"gemm": gemm_rows, "grouped_gemm": grouped_rows, "experts": experts_rows}[name](lambda *_: 1.5)
-    monkeypatch.setattr(benchmark, "run", lambda *_: command.result("a GPU", rows, [], more=1))
+    monkeypatch.setattr(benchmark, "run", lambda *_, **options: command.result("a GPU", rows, [], more=1))
     benchmark.main(["--out", str(tmp_path)])
     assert json.loads((tmp_path / f"{name}.json").read_text()) == {
         **{"gpu": "a GPU", "rows": rows},
