@@ -25,6 +25,7 @@ from fp8moe import FP8Linear, gemm
 
 CALLS_PER_BATCH = 200
 BATCHES = 15
+WARMUP_BATCHES = 5  # until clocks and caches of the CPU are those of a process that works
 # A kernel for few rows and one for many: (m, n, k).
 FIRST_CALLS = ((1, 7168, 2048), (4096, 7168, 2048))
 FIRST_CALL_REPEATS = 2
@@ -37,14 +38,14 @@ COLUMNS = ("what", "m", "n", "k", "us", "deep_gemm_us", "ms", "second_ms", "impo
 def host_us(call: Callable[[], object], *, calls: int = CALLS_PER_BATCH, batches: int = BATCHES) -> float:
     """CPU time in microseconds of one call: the median over batches of the mean in a batch."""
     times = []
-    for _ in range(batches + 1):
+    for _ in range(WARMUP_BATCHES + batches):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
             call()
         times.append(1e6 * (time.perf_counter() - start) / calls)
     torch.cuda.synchronize()
-    return statistics.median(times[1:])  # the first batch warms up
+    return statistics.median(times[WARMUP_BATCHES:])
 
 
 def cpu_rows() -> list[dict]:

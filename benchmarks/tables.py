@@ -24,6 +24,8 @@ BESIDE = {
     "choice": VALIDATION.with_name("h200_choice.json"),
     "expected_m": VALIDATION.with_name("h200_expected_m.json"),
     "gemm_h100": VALIDATION.with_name("h100_gemm.json"),
+    "gemm_hot": VALIDATION.with_name("h200_gemm_hot.json"),
+    "grouped_gemm_hot": VALIDATION.with_name("h200_grouped_gemm_hot.json"),
     "warmup": VALIDATION.with_name("h200_warmup.json"),
 }
 """Benchmarks that `tools.validate` does not run."""
@@ -119,6 +121,44 @@ def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict], guesses: Sequenc
             line("weight gradients, written", (written, [case.ratio() for case in cases])),
         ],
     )
+
+
+def power_limit(benchmarks: dict) -> str:
+    """What changes where the GPU has not rested, for the shapes that were timed so too: medians of two runs."""
+    dense, groups = (
+        [
+            (rested, hot)
+            for hot in benchmarks[f"{name}_hot"]["rows"]
+            for rested in benchmarks[name]["rows"]
+            if same(hot, rested)
+        ]
+        for name in ("gemm", "grouped_gemm")
+    )
+
+    def line(what: str, pairs: Iterable[tuple[dict, dict]]) -> tuple[str, ...]:
+        both = [*zip(*pairs, strict=True)]
+        over = (geomean(row["cublas_us"] / row["us"] for row in rows) for rows in both)
+        longer = (
+            geomean(hot[us] / rested[us] for rested, hot in zip(*both, strict=True)) for us in ("us", "cublas_us")
+        )
+        return what, *map(format_ratio, over), *(f"{ratio:.2f}" for ratio in longer)
+
+    return table(
+        (
+            *("time of cuBLAS with one scale per tensor / ours", "rested", "at the power limit"),
+            *("ours, over the rested time", "cuBLAS, likewise"),
+        ),
+        [
+            *(line(f"dense, m = {m}", [pair for pair in dense if pair[0]["m"] == m]) for m in (512, 4096)),
+            line("4 groups of 8192 rows, 8 of 4096", [pair for pair in groups if pair[0]["groups"] <= 8]),
+            line("32 groups of 256 rows", [pair for pair in groups if pair[0]["groups"] == 32]),
+        ],
+    )
+
+
+def same(row: dict, other: dict) -> bool:
+    """Whether both are of one problem."""
+    return all(row.get(name) == other.get(name) for name in ("op", "groups", "mean_m", "m", "n", "k"))
 
 
 def experts(rows: Sequence[dict]) -> str:
@@ -290,7 +330,8 @@ def readme(benchmarks: dict) -> str:
         benchmarks["expected_m"]["rows"] if "expected_m" in benchmarks else (),
     )
     dense = [gemm(benchmarks[name]["rows"] if name in benchmarks else (), gpu) for gpu, name in GEMMS.items()]
-    return "\n".join([*dense, groups, layer, index_scores(), passes, model, others(benchmarks)])
+    hot = [power_limit(benchmarks)] if benchmarks.keys() >= {"gemm_hot", "grouped_gemm_hot"} else []
+    return "\n".join([*dense, groups, *hot, layer, index_scores(), passes, model, others(benchmarks)])
 
 
 def lora(benchmarks: dict) -> str:
