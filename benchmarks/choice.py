@@ -4,7 +4,7 @@ For each of 30 dense and 30 grouped problems, always the same, the candidates th
 as much again of the fastest are timed in turn. The least of many times is low by chance, so the chosen one and the best
 others are then timed again, several times in turn: `regret` is how much slower the chosen one is than the best of them
 by these second times alone. Groups have very different sizes, as skewed routing makes them, and some are empty. With
-`--fit` the problems are others: weights of models, with even and with skewed groups, and shapes of six more draws,
+`--fit` the problems are others: weights of models, with even and with skewed groups, and shapes of nine more draws,
 whose `times` are for `tools.fit_cost`; these are timed once. It must not see those that judge it. What
 `--models` times is said in `benchmarks.choice_models`.
 """
@@ -36,7 +36,7 @@ LIKELY, MOST = 1.5, 16  # candidates: over the time of the fastest expected; how
 OTHERS, ROUNDS = 3, 5  # timed again beside the chosen one; how often
 MOST_ROWS, MOST_BYTES = 20000, 4 << 30
 LONG_US = 100  # kernels for which the GPU clocks down, the more the longer it was busy: it rests before them
-SEED, FITTED_SEEDS = 60, range(61, 67)
+SEED, FITTED_SEEDS = 60, range(61, 70)
 SMS = 132  # of an H100 or H200
 COLUMNS = ("groups", "m", "n", "k", "candidates", "chosen", "us", "best", "best_us", "regret")
 

@@ -157,8 +157,8 @@ def test_few_sms_hold_at_least_one_cluster():
 CHOICES = [
     ((7168, 2048), 1, (8, 64, True, True)),
     ((7168, 2048), 64, (64, 64, False, False)),
-    ((7168, 2048), 128, (64, 128, False, False)),
-    ((7168, 2048), 512, (128, 112, False, False)),
+    ((7168, 2048), 128, (128, 64, False, False)),
+    ((7168, 2048), 512, (256, 128, False, False)),
     ((7168, 2048), 4096, (256, 128, False, False)),
     ((2112, 7168), 1, (8, 64, True, True)),
     ((2112, 7168), 64, (64, 64, False, True)),

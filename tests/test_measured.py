@@ -131,8 +131,8 @@ def factor(config, m, n=2112, k=7168):
 def test_dense_times_between_two_rows(known):
     config = choose_dense(1000, 2112, 7168, SMS)
     known([dense_row(1000, config, 1.2), dense_row(4000, config, 1 / 1.2)])
-    assert factor(config, 1000) == factor(config, 700) == pytest.approx(1.2)
-    assert factor(config, 4000) == factor(config, 6000) == pytest.approx(1 / 1.2)
+    assert factor(config, 1000) == pytest.approx(factor(config, 700)) == pytest.approx(1.2)
+    assert factor(config, 4000) == pytest.approx(factor(config, 6000)) == pytest.approx(1 / 1.2)
     assert factor(config, 2000) == pytest.approx(1)
     assert 1 < factor(config, 1500) < 1.2 < 1.2 / factor(config, 2500)
     assert 1 < factor(config, 400) < 1.2

@@ -1,6 +1,7 @@
 """Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--proposals N]`.
 
-FILE: of `benchmarks.choice --fit`, or benchmarks/baselines/tiles_h200.json. Prints the constants, for cost.py, and the
+FILE: of `benchmarks.choice --fit`, such as benchmarks/baselines/tiles_h200.json, or measured_h200.json of the package.
+Prints the constants, for cost.py, and the
 regret before and after.
 
 By simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983) of a loss: half the
@@ -28,16 +29,13 @@ SLOW, OF_SLOW = 1.25, 0.2  # over the time of the fastest; weight of its error
 NEARLY = 0.01  # over the time of the fastest expected: shares the choice
 STEPS = (0.01, 0.03, 0.1, 0.25)  # of a proposal: standard deviations of the logarithms
 HOTTEST = 2e-3  # a loss so much higher is accepted once in e at first
-_ENDS = ("start", "per_stage", "per_split", "reduction", "epilogue", "last_epilogue")
+_ENDS = ("start", "per_stage", "split", "per_split", "reduction", "epilogue", "last_epilogue")
 _EVERY = (*_ENDS, "step", "shared", "dram", "overlap")
-_PRODUCTS = ("per_tile", "piece", "mma", "wait", "sparse", "overlapped_step", "overlapped_mma")
-_STRAIGHT = (*_EVERY, *_PRODUCTS, "split", "crowded", "per_other_stage")
+_STRAIGHT = (*_EVERY, "per_tile", "piece", "mma", "wait", "overlapped_step", "overlapped_mma")
 CONSTANTS = {
     "dense": [f"_STRAIGHT.{field}" for field in _STRAIGHT],
-    "swapped": [f"_SWAPPED.{field}" for field in _EVERY],
-    "grouped": [
-        f"_GROUPED_{field}" for field in ("START", "STEP", "OVERLAPPED", "OVERLAPPED_PRODUCT", "MMA", "LOAD", "L2")
-    ]
+    "swapped": [f"_SWAPPED.{field}" for field in (*_EVERY, "crowded")],
+    "grouped": [f"_GROUPED_{name}" for name in ("START", "STEP", "OVERLAPPED", "OVERLAPPED_PRODUCT", "MMA", "LOAD")]
     + [f"_GROUPED_{name}" for name in ("DRAM", "EPILOGUE", "STAGED_EPILOGUE", "FULLEST", "SHARED", "OVERLAP")]
     + [f"_GROUPED_{name}" for name in ("SM_LOAD", "SWAPPED_SM_LOAD", "LATENCY", "LAST_EPILOGUE")]
     + [f"_GROUPED_TILES.{tile}" for tile in cost._GROUPED_TILES],

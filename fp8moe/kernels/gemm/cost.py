@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
-from math import ceil, exp, inf, log
+from math import ceil, exp, gcd, log
 from typing import NamedTuple
 
 from fp8moe.kernels.gemm.config import GemmConfig, tokens_of_tile
@@ -19,6 +19,13 @@ _CYCLES = 1755
 # Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 of them, so that some are left over.
 # 40 clusters of three blocks take two waves on every H200 measured.
 _RESIDENT_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 16, 7: 15, 8: 15}
+
+# Bytes a microsecond out of L2, by the power of two that rows of operands begin at multiples of. 32 bytes are a sector.
+_L2 = {16: 6.1e6, 32: 12.2e6, 64: 16e6, 128: 16.7e6}
+
+
+def _l2_rate(k: int) -> float:
+    return _L2[gcd(k, 128)]
 
 
 def resident_clusters(config: GemmConfig, num_sms: int) -> int:
@@ -33,74 +40,62 @@ class _Dense(NamedTuple):
     """Constants of `dense_time`."""
 
     start: float  # launch, first loads from a cold L2, last stores
-    per_stage: float  # start of the first load to start of the next
+    per_stage: float  # start of the first load to start of the next, where nothing else goes on
+    split: float  # of any split, whose blocks wait for each other
     per_split: float  # each further block that shares a K
     reduction: float  # of a 128 x 128 tile by 256 threads, through distributed shared memory
     epilogue: float  # of a 128 x 128 tile
     last_epilogue: float  # of the last one of a block, when all store at once
     step: float  # cycles from a full stage to an empty one, beside the product itself
-    wait: float  # part of the product that a single warpgroup cannot hide
-    mma: float  # cycles of one output element and 128 products
     shared: float  # cycles of 128 bytes into or out of shared memory
-    sparse: float  # reading takes longer where the rings of an SM hold less than 200 KB
-    l2: float  # bytes a microsecond out of L2, where rows do not begin at multiples of 128 bytes: others do not wait
     dram: float  # bytes a microsecond out of memory
-    unaligned: float  # reading takes so much longer where rows do not begin at multiples of 128 bytes
     overlap: float  # exponent of the norm that joins times that overlap: 1 not at all, infinity fully
+    crowded: float = 0  # reading takes so much less for each block that the average SM has fewer than the fullest one
     # Of tiles whose rows are tokens:
-    per_tile: float = 0  # from one tile to the next, beside an epilogue that TMA does not do under the next one
+    wait: float = 0  # part of the product that a single warpgroup cannot hide
+    mma: float = 0  # cycles of one output element and 128 products
     piece: float = 0  # as mma, for each piece of a product's columns that has a weight scale of its own
+    per_tile: float = 0  # from one tile to the next, beside an epilogue that TMA does not do under the next one
     overlapped_step: float = 0  # cycles from one stage to the next where the next product is under way
     overlapped_mma: float = 1  # of a product's cycles, with another under way
-    split: float = 0  # of any split, whose blocks wait for each other
-    per_other_stage: float = 0  # as per_stage, of tiles of several warpgroups that are not split
-    crowded: float = 0  # reading takes so much less for each block that the average SM has fewer than the fullest one
 
 
-_HALF = 0.6  # of the time of a tile that half of it takes: it loads so much
+_HALF = 0.7  # of the time of a tile that half of it takes: it loads six tenths
 # Each further part of the K of a 128 x 128 tile that a block sums: through shared memory, or in registers.
 _PART, _KEPT_PART = 0.75, 0.1
 
 _SWAPPED = _Dense(
-    start=1.961,
-    per_stage=0.1477,
-    per_split=0.0499,
-    reduction=0.4069,
-    epilogue=7.981,
-    last_epilogue=5.458,
+    start=1.939,
+    per_stage=0.1071,
+    split=0.1968,
+    per_split=0.02917,
+    reduction=0.8832,
+    epilogue=7.401,
+    last_epilogue=3.427,
     step=105.9,
-    wait=0,
-    mma=0,
-    shared=0.7405,
-    sparse=0,
-    l2=inf,
-    dram=3.344e6,
-    unaligned=1.19,
-    overlap=2.174,
+    shared=1.024,
+    dram=3.36e6,
+    overlap=1.91,
+    crowded=0.1044,
 )
 _STRAIGHT = _Dense(
-    start=1.941,
-    per_stage=0.03879,
-    per_split=0.008858,
-    reduction=2.155,
-    epilogue=0.4193,
-    last_epilogue=2.3,
+    start=1.724,
+    per_stage=0.04498,
+    split=0.5342,
+    per_split=0.007489,
+    reduction=2.414,
+    epilogue=0.2811,
+    last_epilogue=1.504,
     step=335.1,
+    shared=1.011,
+    dram=3.712e6,
+    overlap=2.524,
     wait=0.5724,
-    mma=0.03191,
-    shared=0.9246,
-    sparse=0.6843,
-    l2=8.719e6,
-    dram=5.104e6,
-    unaligned=1,
-    overlap=1.821,
-    per_tile=0.7701,
-    piece=0.001021,
+    mma=0.03426,
+    piece=0.001045,
+    per_tile=0.5581,
     overlapped_step=51.98,
-    overlapped_mma=1.042,
-    split=0.3742,
-    crowded=0.1047,
-    per_other_stage=0.02018,
+    overlapped_mma=1.197,
 )
 
 
@@ -127,18 +122,16 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
     loaded = fullest * shared * c.shared
     steps = rounds * ceil(ceil(k / 128) / config.split_k)
     compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
-    in_flight = min(1.0, per_sm * config.stages * (config.block_m + config.block_n) * 128 / 200e3)
-    sparse = 1 + c.sparse * (1 - in_flight)
-    dram = (n * k + m * k + 2 * m * n) / c.dram * sparse * (c.unaligned if k % 128 else 1)
-    dram *= 1 - c.crowded * (fullest - mean)
-    l2 = tiles * (config.block_m + config.block_n) * k / c.l2 * sparse if k % 128 else 0
+    dram = (n * k + m * k + 2 * m * n) / c.dram * (1 - c.crowded * (fullest - mean))
+    # Where rows are aligned nothing waits for L2.
+    l2 = tiles * (rows + config.block_n) * k / _l2_rate(k) if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
     epilogue = c.epilogue * used / 128**2
     ends = c.last_epilogue * used / 128**2 + (waves - 1) * (c.per_tile + (0 if config.staged else epilogue))
     if config.split_k > 1:
         # The threads of a block sum its share of what all of them have.
-        summed = used / 128**2 * (1 - 1 / config.split_k) * 2 / config.warpgroups
+        summed = used / 128**2 * (1 - 1 / config.split_k) * 2 / min(config.warpgroups, 2)
         ends += c.split + c.per_split * (config.split_k - 1) + c.reduction * fullest * summed
     if config.parts > 1:
         kept = config.part_registers / (config.slabs * config.accumulators)
@@ -146,61 +139,56 @@ def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> floa
         ends += waves * (config.parts - 1) * part * area / 128**2
     if config.warpgroups == 1 or config.split_k > 1:
         ends += c.per_stage * config.stages
-    else:
-        ends += c.per_other_stage * config.stages
     return c.start + overlapped + ends
 
 
 # ---- one matrix for each group: the host does not know their sizes, only how many rows one is expected to have ----
 
-_GROUPED_START = 3.671
-_GROUPED_STEP = 347.3  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
-_GROUPED_SWAPPED = 3.335  # the product's share of it, where weights are its rows
+_GROUPED_START = 3.619
+_GROUPED_STEP = 331.8  # cycles from a full stage to an empty one for one slab of a warpgroup, its product aside
+_GROUPED_SWAPPED = 3.526  # the product's share of it, where weights are its rows
 _GROUPED_OVERLAPPED = 100  # the same where the next product is under way meanwhile, its product aside
 _GROUPED_OVERLAPPED_PRODUCT = 0.6  # the product's share of it
-_GROUPED_MMA = 0.03515  # cycles of one output element and 128 products
-_GROUPED_LOAD = 53.46  # bytes a cycle into one block
-_GROUPED_SM_LOAD = 1.233  # over that: into an SM whose blocks have one warpgroup
-_GROUPED_SWAPPED_SM_LOAD = 0.6039  # where weights are the 64-row operand
+_GROUPED_MMA = 0.03411  # cycles of one output element and 128 products
+_GROUPED_LOAD = 56.94  # bytes a cycle into one block
+_GROUPED_SM_LOAD = 1.392  # over that: into an SM whose blocks have one warpgroup
+_GROUPED_SWAPPED_SM_LOAD = 0.6052  # where weights are the 64-row operand
 _GROUPED_WIDE_SM_LOAD = 1.03  # the same in tiles of 256 features: only SwiGLU has them
-_GROUPED_LATENCY = 2024  # cycles in which all stages of a ring are filled and emptied once, at least
-_GROUPED_L2 = 14.26e6
-_GROUPED_DRAM = 4.868e6
-_GROUPED_EPILOGUE = 0.3224  # of a 128 x 128 tile
-_GROUPED_STAGED_EPILOGUE = 0.142  # of one that TMA writes
-_GROUPED_LAST_EPILOGUE = 2.022  # what the last one of a block takes longer, when all store at once
-_GROUPED_FULLEST = 0.03456  # how much the fullest tiles of a round decide when it ends, the average one the rest
-_GROUPED_SHARED = 0.9165  # of a product whose tokens a second one shares
-_GROUPED_PER_SPLIT = 0.1353  # each further block that shares a K
-_GROUPED_REDUCTION = 2.245  # of a 128 x 128 tile through distributed shared memory
-_GROUPED_OVERLAP = 2.661  # exponent of the norm that joins times that overlap
-_UNALIGNED = 2.226  # loads out of L2 take so much longer where rows do not begin at multiples of 128 bytes
+_GROUPED_LATENCY = 1970  # cycles in which all stages of a ring are filled and emptied once, at least
+_GROUPED_DRAM = 5.411e6
+_GROUPED_EPILOGUE = 0.7145  # of a 128 x 128 tile
+_GROUPED_STAGED_EPILOGUE = 0.1215  # of one that TMA writes
+_GROUPED_LAST_EPILOGUE = 1.18  # what the last one of a block takes longer, when all store at once
+_GROUPED_FULLEST = 0.03384  # how much the fullest tiles of a round decide when it ends, the average one the rest
+_GROUPED_SHARED = 0.9521  # of a product whose tokens a second one shares
+_GROUPED_PER_SPLIT = 0.08294  # each further block that shares a K
+_GROUPED_REDUCTION = 2.924  # of a 128 x 128 tile through distributed shared memory
+_GROUPED_OVERLAP = 1.965  # exponent of the norm that joins times that overlap
 
-# How long a tile takes over what the rest of the model expects, if K is not split: tokens x features, s if TMA writes
-# it, * blocks on an SM. Those that are not here take what is expected: they are within half a percent, were never
-# timed (SwiGLU), or split K.
+# How long a tile takes over what the rest of the model expects, by `GemmConfig.name`. Those that are not here take what
+# is expected: they are within half a percent, were never timed (SwiGLU), or split K.
 _GROUPED_TILES = {
-    "8x64*2": 1.024,
-    "8x64*3": 0.973,
-    "8x64*4": 0.981,
-    "16x64*1": 0.993,
-    "16x64*2": 1.013,
-    "16x64*4": 1.010,
-    "16x128*2": 1.014,
-    "32x64*2": 1.007,
-    "32x64*4": 1.011,
-    "64x64*1": 1.013,
-    "64x64*2": 0.986,
-    "64x96*1": 0.994,
-    "64x128*1": 0.976,
-    "128x112*1": 1.024,
-    "128x128*1": 0.968,
-    "128x128s*1": 1.025,
-    "128x192*1": 1.009,
-    "128x192s*1": 0.979,
-    "128x256*1": 1.006,
-    "128x256s*1": 0.970,
-    "256x128s*1": 1.008,
+    "8x64*2": 1.035,
+    "8x64*4": 0.964,
+    "16x64*1": 0.982,
+    "16x64*2": 0.983,
+    "16x64*4": 0.990,
+    "16x128*2": 0.963,
+    "32x64*1": 0.981,
+    "32x64*2": 1.016,
+    "32x64*3": 0.962,
+    "32x64*4": 1.032,
+    "64x64*1": 1.067,
+    "64x64*2": 1.017,
+    "64x128*1": 0.941,
+    "128x128*1": 0.946,
+    "128x128s*1": 1.073,
+    "128x192*1": 0.944,
+    "128x192s*1": 0.965,
+    "128x256h*1": 0.868,
+    "128x256sh*1": 0.934,
+    "256x128*1": 0.953,
+    "256x128s*1": 1.027,
 }
 
 SKEWED = 0.5  # how likely routing is taken to be skewed, otherwise even
@@ -229,11 +217,6 @@ def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...
             probability *= rows / count
             sizes[count] += probability
     return tuple(sizes.items())
-
-
-def tile_name(config: GemmConfig) -> str:
-    """Its key in `_GROUPED_TILES`: `GemmConfig.name` without splits and halves."""
-    return f"{config.block_m}x{config.block_n}{'s' if config.staged else ''}*{config.blocks_per_sm}"
 
 
 def _slabs_in_use(config: GemmConfig, rows: int) -> tuple[int, ...]:
@@ -320,12 +303,11 @@ def _grouped_time(
     rows = expected_m * groups
     active = sum(probability for _, probability in group_sizes(expected_m, skewed)) * groups
     dram = (active * n * k + rows * k + 2 * rows * n) / _GROUPED_DRAM
-    l2 = tiles * loaded * steps / _GROUPED_L2 * (_UNALIGNED if k % 128 else 1)
+    l2 = tiles * loaded * steps / _l2_rate(k)
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
     area = height * config.block_n / 128**2
     ends = (_GROUPED_STAGED_EPILOGUE if config.staged else _GROUPED_EPILOGUE) * share * area
     ends += _GROUPED_LAST_EPILOGUE * area
     if config.split_k > 1:
         ends += _GROUPED_PER_SPLIT * (config.split_k - 1) + _GROUPED_REDUCTION * area
-    measured = 1 if config.split_k > 1 else _GROUPED_TILES.get(tile_name(config), 1)
-    return measured * (_GROUPED_START + overlapped + ends)
+    return _GROUPED_TILES.get(config.name, 1) * (_GROUPED_START + overlapped + ends)

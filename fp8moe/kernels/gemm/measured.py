@@ -29,7 +29,7 @@ _ALIKE, _FADED = 1.5, 3.0
 # Logarithmic distances at which a row tells nothing of other numbers of groups, or of rows in each. Chosen by leaving
 # rows out (docs/kernel-notes.md, Cost model).
 _GROUPS_APART, _ROWS_APART = 3.0, 1.0
-_NEAREST = 0.1  # as a part of these: nearer ones weigh no more
+_NEAREST = 0.03  # as a part of these: nearer ones weigh no more
 
 
 class Row:
