@@ -25,7 +25,7 @@ _L2 = {16: 6.1e6, 32: 12.2e6, 64: 16e6, 128: 16.7e6}
 
 
 def _l2_rate(k: int) -> float:
-    return _L2[gcd(k, 128)]
+    return _L2[max(16, gcd(k, 128))]
 
 
 def resident_clusters(config: GemmConfig, num_sms: int) -> int:
