@@ -4,9 +4,8 @@ For each of 30 dense and 30 grouped problems, always the same, the candidates th
 as much again of the fastest are timed in turn. The least of many times is low by chance, so the chosen one and the best
 others are then timed again, several times in turn: `regret` is how much slower the chosen one is than the best of them
 by these second times alone. Groups have very different sizes, as skewed routing makes them, and some are empty. With
-`--fit` the problems are others: weights of models, with even and with skewed groups, and shapes of nine more draws,
-whose `times` are for `tools.fit_cost`; these are timed once. It must not see those that judge it. What
-`--models` times is said in `benchmarks.choice_models`.
+`--fit` the problems are others, of nine more draws, whose `times` are for `tools.fit_cost`; these are timed once. It
+must not see those that judge it. What `--models` times is said in `benchmarks.choice_models`.
 """
 
 import random
@@ -41,17 +40,6 @@ SMS = 132  # of an H100 or H200
 COLUMNS = ("groups", "m", "n", "k", "candidates", "chosen", "us", "best", "best_us", "regret")
 
 
-# Of models' linear layers and experts (DeepSeek-V3, Kimi-K2, Qwen3, Mixtral): (n, k).
-LINEAR = (
-    *((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)),
-    *((5120, 2048), (6144, 4096)),
-)
-EXPERTS = ((4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072), (1536, 2048))
-TOKENS = (1, 4, 8, 16, 24, 32, 40, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
-GROUPS = ((4, 8192), (8, 4096), (6, 1024), (8, 256), (16, 512), (32, 32), (32, 192), (32, 256), (32, 768), (128, 64))
-"""And their mean rows."""
-
-
 class Problem(NamedTuple):
     """Rows in all, weights (n, k), and how many of them; 0 for a dense GEMM. skewed: the sizes of the groups."""
 
@@ -63,20 +51,8 @@ class Problem(NamedTuple):
 
 
 def fitted() -> list[Problem]:
-    """What the choice is fitted to, the dense ones first."""
-    groups = [problem for weights in EXPERTS for problem in with_groups(*weights, GROUPS)]
-    random_ones = [problem for seed in FITTED_SEEDS for problem in drawn(seed)]
-    return sorted([*linear(), *groups, *random_ones], key=lambda problem: problem.groups > 0)
-
-
-def linear() -> list[Problem]:
-    return [Problem(0, m, n, k) for n, k in LINEAR for m in TOKENS]
-
-
-def with_groups(n: int, k: int, pairs: Iterable[tuple[int, int]]) -> list[Problem]:
-    """Of groups and their mean rows, with even and with skewed sizes, those whose weights have room."""
-    pairs = [(groups, mean) for groups, mean in pairs if groups * n * k <= MOST_BYTES]
-    return [Problem(groups, groups * mean, n, k, skewed) for groups, mean in pairs for skewed in (False, True)]
+    """What the choice is fitted to beside weights of models, the dense ones first."""
+    return sorted((one for seed in FITTED_SEEDS for one in drawn(seed)), key=lambda problem: problem.groups > 0)
 
 
 def problems() -> list[Problem]:

@@ -1,7 +1,6 @@
 """Times of tiles for weights of models, which correct the package's choice: `python -m benchmarks.choice --models`.
 
-The problems are models' dense ones of `benchmarks.choice --fit`, and those with groups, with more numbers of groups and
-of rows. Of each, few candidates are timed, once, by a process for each GPU. What is written is the next
+Of each problem, few candidates are timed, once, by a process for each GPU. What is written is the next
 `fp8moe/kernels/gemm/measured_h200.json`.
 """
 
@@ -17,16 +16,24 @@ from pathlib import Path
 import torch
 
 from benchmarks import choice, command
-from benchmarks.choice import EXPERTS, GROUPS, Problem, every_candidate, expected_us, linear, with_groups
+from benchmarks.choice import MOST_BYTES, Problem, every_candidate, expected_us
 from benchmarks.report import format_table
 from fp8moe.runtime.jit import cubin
 from fp8moe.runtime.launch import num_sms
 
-MORE_GROUPS = (
+# Of models' linear layers and experts (DeepSeek-V3, Kimi-K2, Qwen3, Mixtral): (n, k).
+LINEAR = (
+    *((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)),
+    *((5120, 2048), (6144, 4096)),
+)
+TOKENS = (1, 4, 8, 16, 24, 32, 40, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+EXPERTS = ((4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072), (1536, 2048))
+GROUPS = (
+    *((4, 8192), (8, 4096), (6, 1024), (8, 256), (16, 512), (32, 32), (32, 192), (32, 256), (32, 768), (128, 64)),
     *((8, 1), (6, 20), (32, 1), (32, 4), (32, 20), (128, 1), (128, 4), (128, 16), (128, 512), (256, 2), (256, 16)),
     (256, 64),
 )
-"""And their mean rows: few, as in decode, or of many groups."""
+"""And their mean rows."""
 MORE_EXPERTS, THEIR_GROUPS = ((2048, 768), (4096, 1536)), 128  # of Qwen3
 LIMITS = {"likely": 1.25, "most": 12}  # candidates, as in benchmarks.choice
 SLOWEST = 1.5  # over the time of the fastest: slower tiles do not go into the package
@@ -38,10 +45,16 @@ WHAT = (
 
 def models() -> list[Problem]:
     """What is timed, the dense ones first."""
-    pairs = (*GROUPS, *MORE_GROUPS)
-    theirs = [pair for pair in pairs if pair[0] == THEIR_GROUPS]
-    weights = [*((one, pairs) for one in EXPERTS), *((one, theirs) for one in MORE_EXPERTS)]
-    return [*linear(), *(problem for one, its in weights for problem in with_groups(*one, its))]
+    dense = [Problem(0, m, n, k) for n, k in LINEAR for m in TOKENS]
+    theirs = [pair for pair in GROUPS if pair[0] == THEIR_GROUPS]
+    weights = [*((one, GROUPS) for one in EXPERTS), *((one, theirs) for one in MORE_EXPERTS)]
+    return [*dense, *(problem for one, pairs in weights for problem in with_groups(*one, pairs))]
+
+
+def with_groups(n: int, k: int, pairs: Iterable[tuple[int, int]]) -> list[Problem]:
+    """Of groups and their mean rows, with even and with skewed sizes, those whose weights have room."""
+    pairs = [(groups, mean) for groups, mean in pairs if groups * n * k <= MOST_BYTES]
+    return [Problem(groups, groups * mean, n, k, skewed) for groups, mean in pairs for skewed in (False, True)]
 
 
 def deal(problems: Iterable[Problem], hands: int) -> list[list[Problem]]:

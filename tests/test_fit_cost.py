@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.choice import Problem, every_candidate, expected_us, fitted, make_row, problems
+from benchmarks.choice_models import models
 from fp8moe.kernels.gemm import cost, measured
 from tools import fit_cost
 from tools.fit_cost import CONSTANTS, Timed
@@ -83,7 +84,12 @@ def test_rows_of_the_benchmark_are_read(tmp_path):
 
 
 def test_what_judges_the_choice_is_not_fitted():
-    assert len(set(fitted())) == len(fitted()) and not set(fitted()) & set(problems())
+    assert len(set(fitted())) == len(fitted()) and not {*fitted(), *models()} & set(problems())
+
+
+def test_stored_times_are_of_what_is_fitted():
+    rows = json.loads(STORED.read_text())["rows"]
+    assert [Problem(*(row[field] for field in Problem._fields)) for row in rows] == fitted()
 
 
 def test_command_line(constants, capsys, tmp_path):
