@@ -12,7 +12,7 @@ from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, tokens_of
 from fp8moe.kernels.gemm.cost import dense_time, resident_clusters
 from fp8moe.kernels.gemm.epilogue import AddAndStore, PlainStore
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, dense_candidates, describe_dense, raster_group
+from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, dense_candidates, describe_dense, raster_group
 from fp8moe.runtime import compilers, jit
 from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import COMPLAINTS, faults, one_of_each
@@ -151,6 +151,13 @@ def test_few_sms_hold_at_least_one_cluster():
         assert held == sorted(held)
         assert held[0] == 1
         assert held[-1] * split_k <= 132
+
+
+@pytest.mark.parametrize("k", [1, 8, 77, 130])
+def test_any_k_has_choices(k):
+    """Also those that a layer pads to a multiple of 16 before it multiplies."""
+    assert choose_dense(77, 96, k, SMS) in dense_candidates(77, 96, k, SMS)
+    assert choose_grouped(77, 8, 77 / 8, 96, k, SMS, max_m=None, swiglu=False).groups == 8
 
 
 # (n, k), m -> block_m, block_n, swap, splits K, by the cost model alone. A change that moves one is to be measured.
