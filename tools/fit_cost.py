@@ -1,8 +1,7 @@
 """Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--proposals N]`.
 
 FILE: of `benchmarks.choice --fit`, such as benchmarks/baselines/tiles_h200.json, or measured_h200.json of the package.
-Prints the constants, for cost.py, and the
-regret before and after.
+Prints the constants, for cost.py, and the regret before and after.
 
 By simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983) of a loss: half the
 root mean square of the logarithmic error of the times, those of slow tiles counting a fifth, plus six times the mean
@@ -15,7 +14,6 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
@@ -51,12 +49,11 @@ class Timed(NamedTuple):
 
 
 def load(path: Path) -> list[Timed]:
-    """The rows of a file whose tiles are still candidates, or were before the last ones of a launch could be halved."""
+    """The rows of a file whose tiles are still candidates."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
         problem = Problem(*(row[field] for field in Problem._fields))
-        configs = every_candidate(problem)
-        named = {one.name: one for config in configs for one in (config, replace(config, halves=False))}
+        named = {config.name: config for config in every_candidate(problem)}
         times = {named[tile]: us for tile, us in row["times"].items() if tile in named}
         if len(times) > 1:
             found.append(Timed(problem, times))

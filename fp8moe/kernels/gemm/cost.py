@@ -60,7 +60,7 @@ class _Dense(NamedTuple):
     overlapped_mma: float = 1  # of a product's cycles, with another under way
 
 
-_HALF = 0.7  # of the time of a tile that half of it takes: it loads six tenths
+_HALF = 0.7  # of the time of a tile that half of it takes: it loads two thirds
 # Each further part of the K of a 128 x 128 tile that a block sums: through shared memory, or in registers.
 _PART, _KEPT_PART = 0.75, 0.1
 
