@@ -1,10 +1,13 @@
 """A digest of what the GPU runs: `python -m tools.digest` prints it, on any machine.
 
+`--write FILE` stores what it is taken over as JSON, `--against FILE` lists what differs from such a file.
+
 It is taken over the launches of the calls in `tools.variants`, as `tools.launches` records them for an H200: kernels,
 launch configurations, tensor maps, arguments, and the complete source of every kernel with the compiler's options. So
 the stored results of a GPU run stay valid while names, comments or the Python around the launches change.
 """
 
+import argparse
 import functools
 import hashlib
 import json
@@ -12,7 +15,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,16 +67,82 @@ def normalize_unit(source: str) -> str:
     return "\n".join(filter(None, map(normalize_cuda, _LINE_DIRECTIVE.split(source))))
 
 
+def options() -> list[str]:
+    """The compiler's options."""
+    from fp8moe.runtime import compilers
+
+    return [compilers.ARCH, compilers.STD, *compilers.PTXAS_OPTIONS]
+
+
+def source_hash(spec: "KernelSpec") -> str:
+    """SHA-256 over the tokens of a kernel's translation unit."""
+    from fp8moe.runtime import jit
+
+    return hashlib.sha256(normalize_unit(jit.full_source(spec)).encode()).hexdigest()
+
+
 def fingerprint(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> str:
     """SHA-256 over launches and the kernels that they name by index, as `tools.launches.Recorder` has them."""
-    from fp8moe.runtime import compilers, jit
-
-    units = [
-        [spec.name, hashlib.sha256(normalize_unit(jit.full_source(spec)).encode()).hexdigest()] for spec in kernels
-    ]
-    options = [compilers.ARCH, compilers.STD, *compilers.PTXAS_OPTIONS]
-    content = {"options": options, "kernels": units, "calls": list(calls)}
+    units = [[spec.name, source_hash(spec)] for spec in kernels]
+    content = {"options": options(), "kernels": units, "calls": list(calls)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def content(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> dict:
+    """What `fingerprint` is taken over, each launch once: calls are lists of places among the launches."""
+    launches: dict[str, int] = {}
+    numbered = [[launches.setdefault(json.dumps(one), len(launches)) for one in call] for call in calls]
+    described = [{"name": spec.name, "constants": constants(spec), "source": source_hash(spec)} for spec in kernels]
+    return {"options": options(), "kernels": described, "launches": [*map(json.loads, launches)], "calls": numbered}
+
+
+def constants(spec: "KernelSpec") -> dict[str, str]:
+    """The constants that a kernel is compiled with."""
+    return {name: str(value) for name, value in spec.defines} | dict(
+        re.findall(r"constexpr int (\w+) = (-?\d+);", spec.prelude)
+    )
+
+
+def differences(old: dict, new: dict) -> Iterator[str]:
+    """What differs between two results of `content`: a line for each kind of change, and how many calls have it."""
+    if old["options"] != new["options"]:
+        yield f"options: {old['options']}, now {new['options']}"
+    if len(old["calls"]) != len(new["calls"]):
+        yield f"calls: {len(old['calls'])}, now {len(new['calls'])}"
+    found: Counter[str] = Counter()
+    for before, after in zip(old["calls"], new["calls"], strict=False):
+        changes = _changed(_described(old, before), _described(new, after))
+        if changes:
+            found[changes] += 1
+    for changes, count in found.most_common():
+        yield f"{count} calls: {changes}"
+
+
+def _described(content: dict, call: list[int]) -> list[dict]:
+    """The launches of a call, each with what its kernel is in place of the number."""
+    launches = [content["launches"][place] for place in call]
+    return [one | {"kernel": content["kernels"][one["kernel"]]} for one in launches]
+
+
+def _changed(before: list[dict], after: list[dict]) -> str:
+    names = [[one["kernel"]["name"] for one in call] for call in (before, after)]
+    if names[0] != names[1]:
+        return f"launches {', '.join(names[0])}, now {', '.join(names[1])}"
+    found = []
+    for old, new in zip(before, after, strict=True):
+        kernel, now = old["kernel"], new["kernel"]
+        parts = {key for key in old if key != "kernel" and old[key] != new[key]}
+        values = kernel["constants"], now["constants"]
+        moved = [
+            f"{name} {values[0].get(name)} -> {values[1].get(name)}"
+            for name in sorted(values[0].keys() | values[1].keys())
+            if values[0].get(name) != values[1].get(name)
+        ]
+        if kernel["source"] != now["source"] and not moved:
+            moved = ["its source"]
+        if parts or moved:
+            found.append(f"{kernel['name']}: {', '.join([*moved, *sorted(parts)])}")
+    return "; ".join(found)
 
 
 def digest(root: Path) -> str:
@@ -90,15 +160,32 @@ def digest(root: Path) -> str:
     return done.stdout.split()[-1]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the digest; with `--against` what differs, and returns 1 if anything does."""
+    parser = argparse.ArgumentParser(prog="python -m tools.digest", description="what the GPU runs, as one hash")
+    parser.add_argument("--write", metavar="FILE", help="store what it is taken over")
+    parser.add_argument("--against", metavar="FILE", help="list what differs from a stored file")
+    args = parser.parse_args(argv)
+
     from tools.launches import Recorder, Untouched
     from tools.variants import all_calls
 
     recorder = Recorder()
     for call in all_calls(Untouched()):
         recorder.record(call)
+    status = 0
+    if args.write:
+        with open(args.write, "w", encoding="utf-8") as file:
+            json.dump(content(recorder.calls, recorder.kernels), file, separators=(",", ":"))
+            file.write("\n")
+    if args.against:
+        with open(args.against, encoding="utf-8") as file:
+            found = list(differences(json.load(file), content(recorder.calls, recorder.kernels)))
+        print(*found, sep="\n", end="\n" if found else "")
+        status = int(bool(found))
     print(fingerprint(recorder.calls, recorder.kernels))
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
