@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks import command, timing
 from benchmarks.report import Threshold, format_table
-from fp8moe.kernels.block import sampling_reference
-from fp8moe.kernels.block.sampling import SamplingState, sample
+from fp8moe.kernels.decoder_ops import sampling_reference
+from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 
 VOCAB = 151936
 BATCHES = (1, 8, 64)

@@ -7,7 +7,7 @@ from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime import jit
-from fp8moe.runtime.hopper import REGISTERS_PER_SM
+from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 
 COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
 """C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept."""

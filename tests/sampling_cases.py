@@ -2,7 +2,7 @@
 
 import torch
 
-from fp8moe.kernels.block.sampling import SamplingState
+from fp8moe.kernels.decoder_ops.sampling import SamplingState
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}

@@ -1,5 +1,7 @@
 """Batch invariance: K is summed in one order for any number of tokens; kernels of its own; what keeps the mode."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +13,9 @@ from fp8moe.kernels.gemm.epilogue import PlainStore
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, dense_candidates, invariant_parts
 from fp8moe.kernels.gemm.variants import Family
-from fp8moe.runtime import config
+from fp8moe.runtime import config, launch
 from fp8moe.runtime.fixed_rows import ROWS, linears_by_fixed_rows
-from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.launch import planned
 from tests.experts_cases import make, route
 from tests.gemm_cases import operands
 from tests.gemm_variants import faults, one_of_each
@@ -141,12 +143,13 @@ def test_graphs_cannot_hold_the_mode(fresh_compiler):
     assert not config.settings.batch_invariant
 
 
-def test_plans_are_kept_by_mode():
-    plans = PlanCache()
-    assert plans.get("key", lambda: "usual") == "usual"
+def test_plans_are_kept_by_mode(monkeypatch):
+    monkeypatch.setattr(launch, "device_guard", lambda index: nullcontext())
+    plan = planned(lambda index: object())
+    usual = plan(0)
     with fp8moe.batch_invariant():
-        assert plans.find("key") is None and plans.get("key", lambda: "invariant") == "invariant"
-    assert plans.find("key") == "usual"
+        assert plan.find(0) is None and plan(0) is plan.find(0) is not usual
+    assert plan(0) is plan.find(0) is usual
 
 
 # ---- results of the reference backend ----

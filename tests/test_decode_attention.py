@@ -10,7 +10,7 @@ from fp8moe.integrations.decode.attention import Rows
 from fp8moe.integrations.decode.masks import take_offsets_of_rows
 from fp8moe.integrations.decode.step import Step, Way
 from fp8moe.integrations.models import find_fused
-from fp8moe.kernels.block.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
 

@@ -1,6 +1,7 @@
 """DeepGEMM's dense functions, layouts, casts, settings and test helpers on the drop-in, against float64 on the CPU."""
 
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from fp8moe.integrations import deep_gemm
 from fp8moe.kernels.gemm.dense import gemm
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
-from fp8moe.runtime import config
-from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime import config, launch
+from fp8moe.runtime.launch import planned
 from tests.deep_gemm_cases import packed
 from tests.errors import error_in_its_dtype, relative_error
 from tests.gemm_cases import exact, operands
@@ -284,13 +285,15 @@ def test_num_sms_is_the_setting():
             deep_gemm.set_num_sms(wrong)
 
 
-def test_plans_follow_num_sms():
-    plans = PlanCache()
-    assert plans.get("shape", object) is (first := plans.find("shape"))
+def test_plans_follow_num_sms(monkeypatch):
+    monkeypatch.setattr(launch, "device_guard", lambda index: nullcontext())
+    plan = planned(lambda index, shape: object())
+    first = plan(0, "shape")
+    assert plan.find(0, "shape") is first
     deep_gemm.set_num_sms(7)
-    assert plans.find("shape") is None
-    second = plans.get("shape", object)
-    assert second is not first and plans.find("shape") is second
+    assert plan.find(0, "shape") is None
+    second = plan(0, "shape")
+    assert second is not first and plan.find(0, "shape") is second
 
 
 def test_other_settings_are_kept():

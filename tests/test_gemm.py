@@ -12,7 +12,6 @@ from fp8moe.kernels.gemm.reference import to_float32
 from fp8moe.quant.checks import mn_major
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
-from fp8moe.runtime import plans
 from fp8moe.runtime.checks import row_major
 from fp8moe.runtime.plans import PlanCache
 from tests.backends import on_reference
@@ -272,15 +271,6 @@ def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
         for value in values:
             assert find(**{name: value}) is None, (name, value)
     assert on_reference(find) is None
-
-
-def test_the_oldest_plan_goes(monkeypatch):
-    monkeypatch.setattr(plans, "_MAX_PLANS", 3)
-    cache = PlanCache()
-    for i in range(5):
-        assert cache.get((i,), lambda i=i: i) == i
-        assert cache.get((i,), lambda: pytest.fail("built twice")) == i
-    assert [cache.find((i,)) for i in range(5)] == [None, None, 2, 3, 4]
 
 
 # Bad input.

@@ -14,7 +14,7 @@ from fp8moe.kernels.gemm.epilogue import AddAndStore, PlainStore
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, dense_candidates, describe_dense, raster_group
 from fp8moe.runtime import compilers, jit
-from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
+from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import COMPLAINTS, faults, one_of_each
 
 SMS = 132

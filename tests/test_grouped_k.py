@@ -13,7 +13,7 @@ from fp8moe.kernels.gemm.tiles import GROUPED_K_CONFIGS, choose_grouped_k
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x1
 from fp8moe.runtime import jit
-from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT
+from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT
 from tests import gemm_cases
 from tests.errors import relative_error
 from tests.gemm_cases import exact_along_k, int32

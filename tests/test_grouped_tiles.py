@@ -15,7 +15,7 @@ from fp8moe.kernels.gemm.epilogue import AddLowRank, PeerStore, PlainStore, Swig
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_grouped, describe_grouped, grouped_candidates, row_tiles_bound
 from fp8moe.runtime import compilers, jit
-from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
+from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import faults, one_of_each
 
 SMS = 132

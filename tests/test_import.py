@@ -39,9 +39,6 @@ def test_public_names_exist():
 @pytest.mark.parametrize(
     ("older", "newer", "names"),
     [
-        ("kernels.mqa_cache", "kernels.indexer.mqa_cache", {"append_kv": "append_kv"}),
-        ("kernels.mqa_cache", "kernels.indexer.mqa_cache", {"new_kv_cache": "new_kv_cache", "read_kv": "read_kv"}),
-        ("kernels.gemm_config", "kernels.gemm.tiles", {"describe": "describe_dense"}),
         ("integrations.checkpoints", "checkpoints", {"load_fp8_checkpoint": "load_fp8_checkpoint"}),
     ],
 )

@@ -1,14 +1,17 @@
 """The parts of launching that need no GPU: layouts that TMA takes, launch attributes, arguments, the SM limit."""
 
 import ctypes
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from cuda.bindings import driver
 
 from fp8moe.runtime import config, launch
+from fp8moe.runtime.launch import planned
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 
@@ -212,3 +215,98 @@ def test_the_limit_on_sms(monkeypatch):
     for limit, expected in ((None, 132), (64, 64), (500, 132)):
         monkeypatch.setattr(config, "settings", replace(config.settings, num_sms=limit))
         assert launch.num_sms(0) == expected
+
+
+def test_a_launch_with_tensors(monkeypatch):
+    class Sizes(ctypes.Structure):
+        _pointers_ = 2
+        _fields_ = (("x", ctypes.c_int64), ("y", ctypes.c_int64), ("rows", ctypes.c_int64))
+
+    launches = []
+
+    def enqueue(config, function, parameters, extra):
+        pointers = (ctypes.c_void_p * 4).from_address(parameters)
+        launches.append([*map(lambda p: ctypes.c_int64.from_address(p).value, pointers[:1])])
+        launches[-1] += (ctypes.c_int64 * 2).from_address(pointers[1])
+        launches[-1] += (ctypes.c_int64 * 3).from_address(pointers[2])
+        return (SUCCESS,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", enqueue)
+    monkeypatch.setattr(launch, "_prepare", lambda *args, **options: None)
+    monkeypatch.setattr(launch, "device_guard", lambda index: nullcontext())
+    monkeypatch.setattr(launch, "current_stream", lambda index: 0)
+    options = {"grid": 4, "block": 32, "pointers": 1}
+    args = (ctypes.c_int64 * 2)(), Sizes(rows=7), ctypes.c_int(3)
+    launcher = launch.PointerLauncher(SimpleNamespace(handle=99), args=args, **options)
+    x, y = torch.zeros(2), torch.zeros(3)
+    launcher(x, None, y, y, None)
+    assert launches == [[x.data_ptr(), 0, y.data_ptr(), y.data_ptr(), 0, 7]]
+    with pytest.raises(ValueError, match="expected 5 addresses, got 2"):
+        launcher(x, y)
+
+
+# ---- the cache of launch plans ----
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """A planned function, and the arguments of each plan that it has built."""
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch, "device_guard", lambda index: nullcontext())
+    calls = []
+
+    @planned
+    def build(device_index, *sizes, pdl=False):
+        calls.append((device_index, sizes, pdl))
+        return object()
+
+    return build, calls
+
+
+def test_a_plan_is_built_once_for_its_arguments_and_settings(built, monkeypatch):
+    plan, calls = built
+    first = plan(0, 1, 2)
+    assert plan.find(0, 1, 2) is plan(0, 1, 2) is first
+    others = [plan(1, 1, 2), plan(0, 2, 1), plan(0, 1, 2, pdl=True), plan(0, 1, None)]
+    monkeypatch.setattr(config, "settings", replace(config.settings, num_sms=7))
+    assert plan.find(0, 1, 2) is None
+    others.append(plan(0, 1, 2))
+    assert len({first, *others}) == len(calls) == 6
+
+
+class Pair(NamedTuple):
+    data: torch.Tensor
+    scale: torch.Tensor | None
+
+
+def test_a_plan_depends_on_layouts_not_on_addresses(built):
+    plan, _ = built
+    x = torch.zeros(4, 8)
+    made = plan(0, Pair(x, None), x)
+    assert plan.find(0, Pair(torch.ones(4, 8), None), x.clone()) is made
+    for other in (x[:3], x.T.contiguous().T, x.bfloat16()):
+        assert plan.find(0, Pair(other, None), x) is None
+        assert plan.find(0, Pair(x, other), x) is None
+        assert plan.find(0, Pair(x, None), other) is None
+
+
+def test_two_functions_do_not_share_plans(built):
+    plan, _ = built
+    other = planned(lambda device_index, *sizes: object())
+    assert plan(0, 1) is not other(0, 1)
+
+
+def test_the_oldest_plan_goes(built, monkeypatch):
+    monkeypatch.setattr(launch, "_MAX_PLANS", 3)
+    plan, _ = built
+    kept = [plan(0, i) for i in range(5)]
+    assert [plan.find(0, i) for i in range(5)] == [None, None, *kept[2:]]
+
+
+def test_a_plan_that_cannot_be_built_is_not_kept(monkeypatch):
+    monkeypatch.setattr(launch, "device_guard", lambda index: nullcontext())
+    plan = planned(lambda index: 1 // 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            plan(0)
+    assert plan.find(0) is None

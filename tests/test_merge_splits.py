@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe import quantize_1x128
-from fp8moe.kernels.block import merge_splits_plan
-from fp8moe.kernels.block.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops import merge_splits_plan
+from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
 from fp8moe.runtime import jit
 from fp8moe.runtime.checks import FLOATING
 

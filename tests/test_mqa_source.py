@@ -4,8 +4,8 @@ import pytest
 
 from fp8moe.kernels.indexer.checks import HEAD_DIMS, MAX_NEXT_N, NUM_HEADS
 from fp8moe.kernels.indexer.source import MqaConfig, kernel_spec, paged_config, prefill_config
-from fp8moe.runtime.hopper import SHARED_LIMIT
 from fp8moe.runtime.jit import compile_spec
+from fp8moe.runtime.sm90 import SHARED_LIMIT
 
 CONFIGS = [prefill_config(heads, head_dim) for heads in NUM_HEADS for head_dim in HEAD_DIMS] + [
     paged_config(heads, head_dim, next_n)

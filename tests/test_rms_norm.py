@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fp8moe import quantize_1x128
-from fp8moe.kernels.block import rms_norm_plan
-from fp8moe.kernels.block.rms_norm import rms_norm
-from fp8moe.kernels.block.threads import row_threads
+from fp8moe.kernels.decoder_ops import rms_norm_plan
+from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
+from fp8moe.kernels.decoder_ops.threads import row_threads
 from fp8moe.runtime import jit
 from fp8moe.runtime.checks import FLOATING
 from tests.random_values import random

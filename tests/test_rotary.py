@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.block import rotary_plan
-from fp8moe.kernels.block.rotary import rotary, serves
+from fp8moe.kernels.decoder_ops import rotary_plan
+from fp8moe.kernels.decoder_ops.rotary import rotary, serves
 from fp8moe.runtime import jit
 from fp8moe.runtime.checks import FLOATING
 

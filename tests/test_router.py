@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from fp8moe.kernels.block import router_plan
-from fp8moe.kernels.block.router import route, router_logits
-from fp8moe.kernels.block.router_plan import Form
+from fp8moe.kernels.decoder_ops import router_plan
+from fp8moe.kernels.decoder_ops.router import route, router_logits
+from fp8moe.kernels.decoder_ops.router_plan import Form
 from fp8moe.runtime import jit
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import error_in_its_dtype

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.experts import routing_plan
+from fp8moe.kernels.experts import routing
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.runtime import jit
@@ -159,22 +159,23 @@ def test_compile_fullgraph(dynamic):
 
 @given(assignments=st.integers(0, 10000) | st.integers(0, (1 << 31) - 1), num_experts=st.integers(1, MAX_EXPERTS))
 def test_variant_holds_the_problem(assignments, num_experts):
-    counters, warps, cluster = routing_plan.variant(assignments, num_experts)
+    shape = routing.KernelShape.of(assignments, num_experts)
+    counters, warps, cluster = shape
     assert counters & (counters - 1) == 0 and 32 <= counters <= 1024
     assert num_experts <= counters <= max(32, 2 * num_experts - 1)
     assert counters <= 32 * warps <= 1024
     assert cluster == (1 if assignments <= 4096 else 8)
     assert cluster > 1 or assignments <= 128 * warps
     # The counts, and three tables with one entry per expert or per warp.
-    assert routing_plan.shared_bytes(counters, warps) + 2 * 4 * counters + 4 * 32 <= 227 << 10
+    assert shape.shared_bytes + 2 * 4 * counters + 4 * 32 <= 227 << 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_variant_compiles_without_spills(dtype, masked):
-    variants = {routing_plan.variant(r, e) for r in (8, 1024, 4096, 4097) for e in (1, 64, 128, 256, 512, 1024)}
-    assert {counters for counters, _, _ in variants} == {32, 64, 128, 256, 512, 1024}
-    for counters, warps, cluster in variants:
-        report = jit.compile_spec(routing_plan.kernel_spec(counters, warps, cluster, dtype, masked))
+    shapes = {routing.KernelShape.of(r, e) for r in (8, 1024, 4096, 4097) for e in (1, 64, 128, 256, 512, 1024)}
+    assert {counters for counters, _, _ in shapes} == {32, 64, 128, 256, 512, 1024}
+    for shape in shapes:
+        report = jit.compile_spec(routing.kernel_spec(shape, dtype, masked))
         assert report.spill_stores == report.spill_loads == report.stack == 0
-        assert report.registers * warps * 32 <= 65536
+        assert report.registers * shape.warps * 32 <= 65536

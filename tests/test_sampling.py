@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
-from fp8moe.kernels.block import sampling_plan
-from fp8moe.kernels.block import sampling_reference as reference
-from fp8moe.kernels.block.sampling import SamplingState, sample
+from fp8moe.kernels.decoder_ops import sampling_plan
+from fp8moe.kernels.decoder_ops import sampling_reference as reference
+from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from fp8moe.runtime import jit
 from fp8moe.runtime.checks import FLOATING
 from tests.sampling_cases import copied, make_state, random_logits, random_state

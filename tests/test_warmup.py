@@ -9,7 +9,7 @@ import torch
 from fp8moe.cli import main
 from fp8moe.commands import warmup
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import permute_plan
+from fp8moe.kernels.experts import permute
 from fp8moe.kernels.gemm import variants
 from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
@@ -109,7 +109,7 @@ def test_rows_of_a_token_are_known_without_a_call_of_one(monkeypatch):
 
 
 SPECS = [
-    permute_plan.kernel_spec(128, torch.bfloat16),
+    permute.kernel_spec(128, torch.bfloat16),
     quantize_plan.kernel_spec("quantize_1x128", torch.bfloat16, False, True),
 ]
 

@@ -52,7 +52,7 @@ def launched(directory, batch_sizes, lengths):
     from fp8moe.integrations.decode.step import Way
     from fp8moe.integrations.models import find_fused
     from fp8moe.integrations.transformers import load_model
-    from fp8moe.kernels.block import router_plan
+    from fp8moe.kernels.decoder_ops import router_plan
     from tools.launches import Recorder
 
     model = load_model(directory)

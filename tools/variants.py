@@ -10,11 +10,11 @@ import fp8moe
 from benchmarks import calls
 from benchmarks.calls import Case, Operands
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.block.merge_splits import merge_splits
-from fp8moe.kernels.block.rms_norm import rms_norm
-from fp8moe.kernels.block.rotary import rotary
-from fp8moe.kernels.block.router import route, router_logits
-from fp8moe.kernels.block.sampling import SamplingState, sample
+from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
+from fp8moe.kernels.decoder_ops.rotary import rotary
+from fp8moe.kernels.decoder_ops.router import route, router_logits
+from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink

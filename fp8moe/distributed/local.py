@@ -9,8 +9,7 @@ from fp8moe.distributed.packet import Tokens
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.operands import pad_columns, row_dtype
 from fp8moe.kernels.experts.partial import experts_partial
-from fp8moe.kernels.experts.permute import permute_quantize
-from fp8moe.kernels.experts.permute_fp8 import permute_fp8
+from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.rows import experts_rows
 from fp8moe.kernels.experts.training import experts_training

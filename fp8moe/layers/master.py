@@ -22,7 +22,7 @@ from fp8moe.layers.parameters import local
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.autograd import recorded
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 MASTER_DTYPES = (torch.bfloat16, torch.float32)
 

@@ -15,7 +15,7 @@ from fp8moe.quant.formats import BLOCK, SCALE_FORMATS, FP8Tensor, align, ceil_di
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def quantize_1x128(x: torch.Tensor, *, scale_format: str = "float32") -> FP8Tensor:

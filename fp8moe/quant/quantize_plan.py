@@ -5,10 +5,10 @@ import ctypes
 import torch
 
 from fp8moe.quant.formats import BLOCK, SCALE_DEFINES, align, ceil_div, empty_mn_major
-from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import WARP
 
 INPUT_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
 

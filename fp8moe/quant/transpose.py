@@ -16,7 +16,7 @@ from fp8moe.quant.transpose_reference import Results
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 class Transposed(NamedTuple):

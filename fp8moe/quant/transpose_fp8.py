@@ -13,7 +13,7 @@ from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_dtype
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def transpose_fp8(w: FP8Tensor) -> FP8Tensor:

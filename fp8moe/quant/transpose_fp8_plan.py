@@ -5,10 +5,10 @@ import ctypes
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK
-from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import WARP
 
 _WARPS = 8
 

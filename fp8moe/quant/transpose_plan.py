@@ -11,10 +11,10 @@ from torch import Tensor
 from fp8moe.quant.formats import BLOCK, align, ceil_div, padded_rows
 from fp8moe.quant.quantize_plan import quantizer_defines, unit_stride
 from fp8moe.quant.transpose_reference import Results, pad_groups
-from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import WARP
 
 TILE_BYTES = BLOCK * BLOCK  # of the transposed tile in shared memory
 STRIP = 8  # columns of tiles that thread blocks take side by side

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def run(op, name: str, *args) -> Tensor:

@@ -1,34 +1,35 @@
-"""Launching kernels from the host: tensor maps, streams, devices, and a launcher that is cheap to call.
+"""Launching kernels from the host: tensor maps, streams, devices, launchers that are cheap to call, and their cache.
 
-Everything that a launch needs is built once and kept by the kernel family, per kernel, shape and device; a call then
-only puts its pointers in place::
+Everything that a launch needs is built once and kept, per kernel, shape and device; a call then only puts its pointers
+in place::
 
-    source, count = tensor_map(x, ...), ctypes.c_int(rows)
-    launcher = Launcher(kernel, grid=132, block=128, args=(source, count))
+    @planned
+    def launcher(device_index: int, rows: int, columns: int, dtype: torch.dtype) -> PointerLauncher:
+        grid, args = ceil_div(rows, 8), (ctypes.c_int64(rows),)
+        return PointerLauncher(load(kernel_spec(columns, dtype)), grid=grid, block=128, pointers=2, args=args)
 
-    with device_guard(index), launcher.lock:
-        source.replace_address(x.data_ptr())
-        launcher.launch(current_stream(index))
+    launcher(x.get_device(), *x.shape, x.dtype)(x, out)
 
-The arguments are shared by all calls, hence the lock; `PointerLauncher` takes it itself. A launch copies them, so they
-are free again when it returns, and nothing here keeps a caller's tensor alive. Tensor maps and launches use the
-driver's own Python binding, whose calls cost a fraction of cuda.core's.
+The arguments are shared by all calls, hence the lock of a `Launcher`; `PointerLauncher` takes it itself. A launch
+copies them, so they are free again when it returns, and nothing here keeps a caller's tensor alive. Tensor maps and
+launches use the driver's own Python binding, whose calls cost a fraction of cuda.core's.
 """
 
 import ctypes
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 from fp8moe.runtime import config
 from fp8moe.runtime.cuda_core import cuda_core
 from fp8moe.runtime.driver import DriverError, check, loading_code
-from fp8moe.runtime.hopper import MAX_BLOCKS_PER_PORTABLE_CLUSTER
+from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER
 
 if TYPE_CHECKING:
     from cuda.bindings.driver import CUlaunchAttribute, CUlaunchConfig, CUtensorMap
@@ -272,36 +273,64 @@ class Launcher:
 
 
 class PointerLauncher:
-    """A `Launcher` of a kernel whose first parameters are pointers, the only arguments that differ between launches.
+    """A `Launcher` whose launches differ in pointers alone: call it with the tensors that these point to.
 
-    Build it and launch it with its device current.
+    Build it with its device current.
 
     Args:
         kernel, options: as for `Launcher`.
-        pointers: how many.
-        table: how many more there are in the parameter after them, a structure of nothing but pointers; 0 for none.
-        args: for the parameters after these.
+        pointers: how many of the first parameters are pointers.
+        args: for the parameters after these. Pointers too are all elements of an array of c_int64, and as many of the
+            first fields of a structure as its class says in ``_pointers_``.
     """
 
-    def __init__(self, kernel: "Kernel", *, pointers: int, table: int = 0, args: Sequence[Any], **options: Any):
+    def __init__(self, kernel: "Kernel", *, pointers: int = 0, args: Sequence[Any] = (), **options: Any):
         # As one array they are set at once, in less time than one by one.
-        self._addresses = (ctypes.c_int64 * (pointers + table))()
-        first = [ctypes.c_int64.from_buffer(self._addresses, 8 * i) for i in range(pointers)]
-        if table:
-            first.append((ctypes.c_int64 * table).from_buffer(self._addresses, 8 * pointers))
-        self._launcher = Launcher(kernel, args=(*first, *args), **options)
+        first = (ctypes.c_int64 * pointers)()
+        parameters = [ctypes.c_int64.from_buffer(first, 8 * i) for i in range(pointers)]
+        counted = [(arg, _pointers_in(arg)) for arg in args]
+        views = [first, *((ctypes.c_int64 * count).from_buffer(arg) for arg, count in counted)]
+        self._views = [view for view in views if len(view)]
+        self._count = sum(map(len, self._views))
+        self._launcher = Launcher(kernel, args=(*parameters, *args), **options)
+
+    def __call__(self, *operands: torch.Tensor | None) -> None:
+        """Enqueue the kernel on PyTorch's current stream.
+
+        operands: those that the pointers point to, in the order of the parameters; None for a null pointer, but not
+            for the first, on whose device the kernel runs.
+        """
+        index = _first(*operands).get_device()
+        with device_guard(index):
+            addresses = (0 if operand is None else operand.data_ptr() for operand in operands)
+            self.launch(current_stream(index), *addresses)
 
     def launch(self, stream: int, *addresses: int) -> None:
-        """Enqueue the kernel on a stream for operands and results at these addresses, in the order of its parameters.
+        """Enqueue the kernel on a stream of the current device, for operands at these addresses.
 
         Raises:
             ValueError: that is not the number of pointers.
             RuntimeError: the driver refuses the launch.
         """
+        if len(addresses) != self._count:
+            raise ValueError(f"expected {self._count} addresses, got {len(addresses)}")
         launcher = self._launcher
         with launcher.lock:
-            self._addresses[:] = addresses
+            if len(self._views) == 1:
+                self._views[0][:] = addresses
+            else:
+                rest = iter(addresses)
+                for view in self._views:
+                    view[:] = tuple(islice(rest, len(view)))
             launcher.launch(stream)
+
+
+def _pointers_in(argument: Any) -> int:
+    return len(argument) if isinstance(argument, ctypes.Array) else getattr(argument, "_pointers_", 0)
+
+
+def _first(operand: torch.Tensor, *others: object) -> torch.Tensor:
+    return operand
 
 
 def _address(argument: Any) -> int:
@@ -367,3 +396,63 @@ def _prepare(kernel: "Kernel", smem: int, cluster_blocks: int) -> None:
                 check(driver.cuKernelSetAttribute, name, value, handle, device)
         # The driver loads lazily; do it here rather than in the first launch, which may be under capture.
         check(driver.cuFuncLoad, check(driver.cuKernelGetFunction, handle))
+
+
+# ---- the cache of launch plans ----
+
+_MAX_PLANS = 4096  # prefill asks for a new number of tokens at almost every step
+_PLAIN = frozenset((int, bool, float, str, type(None), tuple, torch.Size, torch.dtype))
+
+_plans: dict[Hashable, Any] = {}
+_plans_lock = threading.Lock()
+
+Arguments = ParamSpec("Arguments")
+Plan = TypeVar("Plan")
+
+
+class planned(Generic[Arguments, Plan]):
+    """Decorate a function that builds what launches a kernel: each plan is built once and kept.
+
+    Its first argument is the index of a device, which is current while it runs; 4096 plans are kept in all, then the
+    oldest goes. A plan belongs to the settings that hold and to the function's arguments: of tensors among them, also
+    in a NamedTuple, to shape, strides, dtype and device, not to their addresses. Safe to call from several threads.
+    """
+
+    def __init__(self, build: Callable[Arguments, Plan]):
+        self._build = build
+        functools.update_wrapper(self, build)
+
+    def __call__(self, *args: Arguments.args, **options: Arguments.kwargs) -> Plan:
+        """The plan for these arguments."""
+        key = self._key(args, options)
+        plan = _plans.get(key)
+        if plan is None:
+            with device_guard(_device_index(*args)):
+                plan = self._build(*args, **options)
+            with _plans_lock:
+                if len(_plans) >= _MAX_PLANS:
+                    del _plans[next(iter(_plans))]
+                _plans[key] = plan
+        return plan
+
+    def find(self, *args: Arguments.args, **options: Arguments.kwargs) -> Plan | None:
+        """The plan for these arguments if it has been built, otherwise None."""
+        return _plans.get(self._key(args, options))
+
+    def _key(self, args: tuple, options: dict[str, Any]) -> Hashable:
+        settings = config.settings
+        named = tuple([(name, _layout(value)) for name, value in options.items()]) if options else ()
+        return (self, settings.num_sms, settings.batch_invariant, tuple([_layout(arg) for arg in args]), named)
+
+
+def _device_index(device_index: int, *others: object) -> int:
+    return device_index
+
+
+def _layout(value: Any) -> Hashable:
+    """The value itself; of a tensor all that a plan may depend on."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.get_device()
+    return tuple([_layout(part) for part in value]) if isinstance(value, tuple) else value

@@ -9,10 +9,10 @@ import torch
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe.kernels.block.merge_splits import merge_splits
-from fp8moe.kernels.block.rms_norm import rms_norm
-from fp8moe.kernels.block.rotary import rotary
-from fp8moe.kernels.block.router import route, router_logits
+from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
+from fp8moe.kernels.decoder_ops.rotary import rotary
+from fp8moe.kernels.decoder_ops.router import route, router_logits
 from tests.gpu.sanitize_moe_cases import on_cpu
 from tests.router_cases import FORMS, arguments, dense
 from tests.test_merge_splits import attention_in_parts

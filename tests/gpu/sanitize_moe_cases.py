@@ -18,8 +18,7 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, reference
 from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.dispatch import Received, dispatch
-from fp8moe.kernels.experts.permute import permute_quantize
-from fp8moe.kernels.experts.permute_fp8 import permute_fp8
+from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.rows_to import experts_rows_to
 from fp8moe.kernels.gemm import grouped_plan

@@ -6,8 +6,8 @@ rows of whole vectors and others.
 
 import torch
 
-from fp8moe.kernels.block import sampling_reference as reference
-from fp8moe.kernels.block.sampling import SamplingState, sample
+from fp8moe.kernels.decoder_ops import sampling_reference as reference
+from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from tests.sampling_cases import random_logits, random_state
 
 # rows, tokens, logits type, their standard deviation

@@ -7,7 +7,7 @@ import torch
 
 import fp8moe
 from benchmarks.operands import rounded_error
-from fp8moe.kernels.block.router import router_logits
+from fp8moe.kernels.decoder_ops.router import router_logits
 from fp8moe.kernels.gemm import dense_plan
 from fp8moe.kernels.gemm.dense_plan import Operands
 from fp8moe.kernels.gemm.tiles import dense_candidates, invariant_parts

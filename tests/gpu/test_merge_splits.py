@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8moe import quantize_1x128
-from fp8moe.kernels.block.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
 from fp8moe.runtime.checks import FLOATING
 from tests.test_merge_splits import SHAPES, attention_in_parts
 

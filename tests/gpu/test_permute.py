@@ -6,12 +6,11 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels.experts import permute_plan, reference
+from fp8moe.kernels.experts import permute, reference
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime.checks import FLOATING
-from fp8moe.runtime.launch import current_stream, device_guard
 from tests import random_values
 
 pytestmark = pytest.mark.gpu
@@ -51,12 +50,9 @@ def write(
     data = torch.full((num_rows * hidden + guard,), MARK, dtype=torch.uint8, device="cuda")
     scale = torch.full((4 * k_blocks * pitch + guard,), MARK, dtype=torch.uint8, device="cuda")
     assignments = torch.full((4 * num_rows + guard,), MARK, dtype=torch.uint8, device="cuda")
-    index = x.get_device()
-    with device_guard(index):
-        sizes = (tokens, hidden, rows.shape[1], num_rows, x.stride(0))
-        plan = permute_plan.plan(*sizes, x.dtype, index, sparse=sparse)
-        addresses = (value.data_ptr() for value in (x, rows, data, scale))
-        plan.launch(current_stream(index), *addresses, assignments.data_ptr() if assigned else 0)
+    sizes = (tokens, hidden, rows.shape[1], num_rows, x.stride(0))
+    launch = permute.launcher(x.get_device(), *sizes, x.dtype, sparse=sparse)
+    launch(x, rows, data, scale, assignments if assigned else None)
     assert all((value[-guard:] == MARK).all() for value in (data, scale, assignments))
     scale, assignments = (value[:-guard].view(torch.int32) for value in (scale, assignments))
     return data[:-guard].view(num_rows, hidden), scale.view(k_blocks, pitch), assignments

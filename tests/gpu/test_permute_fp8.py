@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 
-from fp8moe.kernels.experts import permute_fp8_plan, reference
-from fp8moe.kernels.experts.permute import permute_quantize
-from fp8moe.kernels.experts.permute_fp8 import permute_fp8
+from fp8moe.kernels.experts import permute, reference
+from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128
-from fp8moe.runtime.launch import current_stream, device_guard
 from tests import random_values
 from tests.gpu.test_permute import MARK, SIZES, assignments_of, random_rows
 
@@ -36,12 +34,9 @@ def write(
     data = torch.full((num_rows * hidden + guard,), MARK, dtype=torch.uint8, device="cuda")
     scale = torch.full((4 * k_blocks * pitch + guard,), MARK, dtype=torch.uint8, device="cuda")
     assignments = torch.full((4 * num_rows + guard,), MARK, dtype=torch.uint8, device="cuda")
-    index = x.data.get_device()
-    with device_guard(index):
-        sizes = (tokens, hidden, rows.shape[1], num_rows, x.data.stride(0), x.scale.stride())
-        addresses = (value.data_ptr() for value in (*x, rows, data, scale))
-        plan = permute_fp8_plan.plan(*sizes, index, sparse=sparse)
-        plan.launch(current_stream(index), *addresses, assignments.data_ptr() if assigned else 0)
+    sizes = (tokens, hidden, rows.shape[1], num_rows, x.data.stride(0), x.data.dtype, x.scale.stride())
+    launch = permute.launcher(x.data.get_device(), *sizes, sparse=sparse)
+    launch(*x, rows, data, scale, assignments if assigned else None)
     assert all((value[-guard:] == MARK).all() for value in (data, scale, assignments))
     scale, assignments = (value[:-guard].view(torch.int32) for value in (scale, assignments))
     return data[:-guard].view(num_rows, hidden), scale.view(k_blocks, pitch), assignments

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fp8moe import quantize_1x128
-from fp8moe.kernels.block import rms_norm_plan
-from fp8moe.kernels.block.rms_norm import Normed, rms_norm
+from fp8moe.kernels.decoder_ops import rms_norm_plan
+from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import current_stream, device_guard

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8moe.kernels.block import rotary_plan, rotary_reference
-from fp8moe.kernels.block.rotary import rotary
+from fp8moe.kernels.decoder_ops import rotary_plan, rotary_reference
+from fp8moe.kernels.decoder_ops.rotary import rotary
 from fp8moe.runtime.checks import FLOATING
 from tests.test_rotary import FORMS, operands
 

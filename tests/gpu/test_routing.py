@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe.kernels.experts import combine_plan, permute_plan, reference, routing_plan
+from fp8moe.kernels.experts import combine_plan, permute, reference, routing
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime.launch import current_stream, device_guard
@@ -193,8 +193,8 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
         for seed in range(20)
     ]
     with device_guard(index):
-        sort = routing_plan.plan(num_rows, num_experts, None, torch.int64, index, pdl=True)
-        permute = permute_plan.plan(tokens, hidden, top_k, num_rows, hidden, torch.bfloat16, index, pdl=True)
+        sort = routing.launcher(index, num_rows, num_experts, None, torch.int64, pdl=True)
+        move = permute.launcher(index, tokens, hidden, top_k, num_rows, hidden, torch.bfloat16, pdl=True)
         combine = combine_plan.plan(
             tokens, hidden, top_k, num_rows, torch.bfloat16, torch.float32, torch.bfloat16, index, pdl=True
         )
@@ -204,7 +204,7 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
     for top_k_index, x in inputs:
         for _ in range(3):
             sort.launch(stream, top_k_index.data_ptr(), groups.data_ptr(), addresses["rows"])
-            permute.launch(stream, x.data_ptr(), *addresses.values(), 0)
+            move.launch(stream, x.data_ptr(), *addresses.values(), 0)
             combine.launch(stream, y.data_ptr(), addresses["rows"], weights.data_ptr(), 0, 0, 0, out.data_ptr())
         results.append(buffer.clone())
     for (top_k_index, x), result in zip(inputs, results, strict=True):

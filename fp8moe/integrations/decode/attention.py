@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe.integrations.models.interface import WITHOUT_EFFECT
-from fp8moe.kernels.block.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
 from fp8moe.quant.formats import FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import config
@@ -211,7 +211,7 @@ def attend_one_token(
 ) -> Tensor | FP8Tensor:
     """`attend` for one token, with as many copies of the queries as there are parts -> (B, heads * D) or an FP8Tensor.
 
-    query: (B, copies * heads, 1, D), the copies as `kernels.block.rotary` makes them.
+    query: (B, copies * heads, 1, D), the copies as `kernels.decoder_ops.rotary` makes them.
     """
     _check(query, key, value, attention_mask, dropout, others)
     batch, _, _, size = query.shape

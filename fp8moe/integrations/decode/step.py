@@ -19,7 +19,7 @@ from fp8moe.integrations.decode.sampling import Sampling, empty_state, write
 from fp8moe.integrations.decode.short_prompts import ShortPrompts
 from fp8moe.integrations.decode.transfer import integers_on
 from fp8moe.integrations.models import Optimized
-from fp8moe.kernels.block.sampling import sample
+from fp8moe.kernels.decoder_ops.sampling import sample
 from fp8moe.runtime import background
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
 

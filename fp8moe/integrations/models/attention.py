@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fp8moe.integrations import cache_argument
 from fp8moe.integrations.models import forms, linears, norms
 from fp8moe.integrations.models.hooks import runs_as_written
-from fp8moe.kernels.block import rotary
-from fp8moe.kernels.block.rms_norm import Normed
+from fp8moe.kernels.decoder_ops import rotary
+from fp8moe.kernels.decoder_ops.rms_norm import Normed
 
 
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:

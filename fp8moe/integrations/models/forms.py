@@ -67,7 +67,7 @@ def called(module: nn.Module, name: str) -> Callable | None:
 
 
 def rotates_halves(attention: nn.Module) -> bool:
-    """Whether the attention's rotary embedding is that of `kernels.block.rotary`."""
+    """Whether the attention's rotary embedding is that of `kernels.decoder_ops.rotary`."""
     function = called(attention, "apply_rotary_pos_emb")
     if function is None or digest(function) not in ROTARY:
         return False

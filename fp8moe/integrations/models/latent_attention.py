@@ -16,7 +16,7 @@ from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.models import forms, linears, norms
 from fp8moe.integrations.models.hooks import runs_as_written
 from fp8moe.integrations.models.interface import WITHOUT_EFFECT
-from fp8moe.kernels.block.rms_norm import Normed
+from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 

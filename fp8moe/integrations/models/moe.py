@@ -7,8 +7,8 @@ from fp8moe.integrations.models import forms, mlp
 from fp8moe.integrations.models.hooks import is_cast, runs_as_written
 from fp8moe.integrations.models.second_stream import SecondStream
 from fp8moe.integrations.names import NAME
-from fp8moe.kernels.block.rms_norm import Normed
-from fp8moe.kernels.block.router import Routing, route, router_logits
+from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.kernels.decoder_ops.router import Routing, route, router_logits
 from fp8moe.layers.experts import GroupedExperts
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from fp8moe.integrations.models import forms
 from fp8moe.integrations.models.hooks import is_cast, runs_as_written
-from fp8moe.kernels.block.rms_norm import Normed, rms_norm
+from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
 from fp8moe.runtime.checks import FLOATING
 
 

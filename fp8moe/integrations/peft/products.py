@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def grouped(a: Tensor, b: Tensor, groups: Tensor) -> Tensor:

@@ -5,14 +5,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts.routing_plan import INDEX_TYPES
+from fp8moe.kernels.experts.routing import INDEX_TYPES
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
 from fp8moe.runtime.checks import aligned
-from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, resident_blocks
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import WARP
 
 _WARPS = 4  # of a thread block
 _BLOCKS_PER_SM = 8  # as many as run at once
@@ -90,8 +90,7 @@ def plan(
             block=_WARPS * WARP,
             pdl=pdl,
             pointers=4,
-            table=3,
-            args=(_Sizes(tokens, top_k, bound, warps),),
+            args=((ctypes.c_int64 * 3)(), _Sizes(tokens, top_k, bound, warps)),
         )
 
     form = (y_dtype, weight_dtype, out_dtype, device_index, index_dtype, sparse, pdl)

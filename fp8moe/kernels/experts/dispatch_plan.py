@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts.routing_plan import INDEX_TYPES
+from fp8moe.kernels.experts.routing import INDEX_TYPES
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize_plan import quantizer_defines
 from fp8moe.runtime.checks import row_major
-from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, resident_blocks
 from fp8moe.runtime.peer_table import no_meeting, peer_defines
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import WARP
 
 _WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block, columns that one takes at a time
 _BLOCKS_PER_SM = 16  # as many as run at once
@@ -66,8 +66,10 @@ def plan(
             grid=min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index)),
             block=_WARPS * WARP,
             pointers=2,
-            table=_REGIONS * peers + peers + 1,
-            args=(_Sizes(tokens, slots, top_k, experts, row_stride),),
+            args=(
+                (ctypes.c_int64 * (_REGIONS * peers + peers + 1))(),
+                _Sizes(tokens, slots, top_k, experts, row_stride),
+            ),
         )
 
     return _plans.get((tokens, slots, hidden, top_k, row_stride, dtypes, peers, experts, device_index), build)

@@ -6,7 +6,7 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import checks, layer, plan
 from fp8moe.kernels.experts.operands import WHOLE, Operands
 from fp8moe.runtime import autograd
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def experts(

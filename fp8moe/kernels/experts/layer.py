@@ -13,8 +13,7 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import plan
 from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.operands import Operands, Share, pad_columns, pad_weights, tiles_of, without_padding
-from fp8moe.kernels.experts.permute import permute_quantize
-from fp8moe.kernels.experts.permute_fp8 import permute_fp8
+from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.gemm.grouped import compute, grouped_gemm_swiglu
 from fp8moe.quant.formats import BLOCK, FP8Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8moe.kernels.experts import lora_plan
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_dtype, check_like
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -61,8 +61,7 @@ def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tenso
             grid=(ceil_div(rows, block.rows), rank // _RANKS, sharing),
             block=32 * block.warps,
             pointers=0,
-            table=5,
-            args=(_Sizes(width, rows, groups),),
+            args=((ctypes.c_int64 * 5)(), _Sizes(width, rows, groups)),
         )
 
     if rows and groups:
@@ -79,8 +78,7 @@ def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tenso
             grid=(ceil_div(width, _GRADIENT_COLUMNS), groups, rank // _RANKS),
             block=32 * _GRADIENT_WARPS,
             pointers=0,
-            table=5,
-            args=(ctypes.c_int64(width),),
+            args=((ctypes.c_int64 * 5)(), ctypes.c_int64(width)),
         )
 
     if groups and width:

@@ -9,7 +9,7 @@ from fp8moe.kernels.experts.operands import Operands, Share
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def experts_partial(

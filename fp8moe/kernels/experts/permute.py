@@ -1,14 +1,24 @@
-"""Tokens to the rows of their experts: ``permute_quantize`` and the operator ``fp8moe::permute_quantize`` behind it."""
+"""Tokens to the rows of their experts: `permute_quantize`, and `permute_fp8` for tokens that are quantized already."""
+
+import ctypes
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts import checks, permute_plan, reference
+from fp8moe.kernels.experts import checks, reference
+from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
+from fp8moe.quant.quantize_plan import quantizer_defines
 from fp8moe.runtime.autograd import detached
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.checks import check_tensor, row_major
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned, resident_blocks
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import WARP
+
+WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block, columns that one takes at a time
+_BLOCKS_PER_SM = 12  # as many as run at once
+_READ_AHEAD_TOKENS = 512  # more fill the GPU, and reading those without a row costs more than waiting does
 
 
 def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
@@ -25,18 +35,92 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
     """
     check_tensor("x", x)
     check_tensor("rows", rows)
-    return FP8Tensor(*torch.ops.fp8moe.permute_quantize(detached(x), rows, num_rows))
+    return FP8Tensor(*_permute_quantize(detached(x), rows, num_rows))
 
 
-def _permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    checks.permute(x, rows, num_rows)
-    backend = permute_plan if use_cuda(x) else reference
-    return backend.permute_quantize(x, rows, num_rows)
+def permute_fp8(x: FP8Tensor, rows: Tensor, num_rows: int) -> FP8Tensor:
+    """`permute_quantize` of tokens that are quantized in blocks of 1x128: FP8Tensor or (data, scale), of any strides.
+
+    Raises what `permute_quantize` raises.
+    """
+    data, scale = fp8_operand("x", x)
+    check_tensor("rows", rows)
+    return FP8Tensor(*_permute_fp8(data, scale, rows, num_rows))
 
 
-def _permute_quantize_fake(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    checks.permute(x, rows, num_rows)
-    return empty_rows(x, num_rows)
+class PermuteSizes(ctypes.Structure):
+    """``struct PermuteSizes`` of the kernels."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("tokens", "top_k", "num_rows", "read_ahead", "warps")),
+        *((name, ctypes.c_int64) for name in ("row_stride", "scale_pitch")),
+    )
+
+
+class _FP8Sizes(ctypes.Structure):
+    """``struct Sizes`` of cuda/permute_fp8.cu."""
+
+    _fields_ = (("permute", PermuteSizes), ("scale_row_stride", ctypes.c_int64), ("scale_block_stride", ctypes.c_int64))
+
+
+def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
+    """The kernel for tokens of `hidden` columns and `dtype`, which of float8_e4m3fn are quantized."""
+    fp8 = dtype is torch.float8_e4m3fn
+    name = "permute_fp8" if fp8 else "permute_quantize"
+    block = (("BLOCK", BLOCK),) if fp8 else quantizer_defines(dtype)
+    sizes = ("SIZES_BYTES", ctypes.sizeof(_FP8Sizes if fp8 else PermuteSizes))
+    return KernelSpec(f"{name}.cu", name, (*block, *permute_defines(hidden), sizes))
+
+
+def permute_defines(hidden: int) -> tuple[tuple[str, int], ...]:
+    """What cuda/permute.cuh wants defined, save BLOCK."""
+    return ("WARPS", WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden)
+
+
+@planned
+def launcher(
+    device_index: int,
+    tokens: int,
+    hidden: int,
+    top_k: int,
+    num_rows: int,
+    row_stride: int,
+    dtype: torch.dtype,
+    scale_strides: tuple[int, int] | None = None,
+    *,
+    sparse: bool = False,
+    pdl: bool = False,
+) -> PointerLauncher:
+    """The launcher for x, its scale if x is FP8, rows, data, scale and assignments, in this order.
+
+    A warp takes each part of a token, or, if sparse (most tokens have no row), each token, and no more warps run than
+    fit at once. Where all tokens have rows, many short blocks are quicker by a tenth.
+
+    Strides in elements; rows of x are at multiples of 16 bytes. It writes data (num_rows, hidden), contiguous, the
+    MN-major scale of align(num_rows, 4) rows, and to assignments, which may be None, token * top_k + k of each row that
+    has one, int32. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
+    """
+    warps = 1 if sparse else ceil_div(hidden, _WARP_COLUMNS)  # that share a token
+    blocks = ceil_div(tokens * warps, WARPS)
+    if sparse:
+        blocks = min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index))
+    # The kernel finds the rows of as many assignments as a warp has lanes at a time.
+    read_ahead = (tokens <= _READ_AHEAD_TOKENS and not sparse) or top_k > WARP
+    sizes = PermuteSizes(tokens, top_k, num_rows, read_ahead, warps, row_stride, align(num_rows, 4))
+    args = sizes if scale_strides is None else _FP8Sizes(sizes, *scale_strides)
+    kernel, pointers = load(kernel_spec(hidden, dtype)), 5 if scale_strides is None else 6
+    return PointerLauncher(kernel, grid=blocks, block=WARPS * WARP, pdl=pdl, pointers=pointers, args=(args,))
+
+
+def _launch(x: Tensor, x_scale: Tensor | None, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    data, scale = empty_rows(x, num_rows)
+    if data.numel() and rows.numel():
+        x, rows = row_major(x), rows.contiguous()
+        quantized = () if x_scale is None else (x_scale,)
+        strides = None if x_scale is None else x_scale.stride()
+        launch = launcher(x.get_device(), *x.shape, rows.shape[1], num_rows, x.stride(0), x.dtype, strides)
+        launch(x, *quantized, rows, data, scale, None)
+    return data, scale
 
 
 def empty_rows(x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -46,8 +130,17 @@ def empty_rows(x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn), scale
 
 
-define(
+_permute_quantize = operator(
     "permute_quantize(Tensor x, Tensor rows, SymInt num_rows) -> (Tensor, Tensor)",
-    _permute_quantize,
-    _permute_quantize_fake,
+    check=checks.permute,
+    cuda=lambda x, rows, num_rows: _launch(x, None, rows, num_rows),
+    reference=reference.permute_quantize,
+    fake=lambda x, rows, num_rows: empty_rows(x, num_rows),
+)
+_permute_fp8 = operator(
+    "permute_fp8(Tensor data, Tensor scale, Tensor rows, SymInt num_rows) -> (Tensor, Tensor)",
+    check=checks.permute_fp8,
+    cuda=_launch,
+    reference=reference.permute_fp8,
+    fake=lambda data, scale, rows, num_rows: empty_rows(data, num_rows),
 )

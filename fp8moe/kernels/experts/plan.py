@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import combine_plan, permute_fp8_plan, permute_plan, routing_plan
+from fp8moe.kernels.experts import combine_plan
 from fp8moe.kernels.experts.operands import Operands, Share, tiles_of
+from fp8moe.kernels.experts.permute import launcher as permute_launcher
+from fp8moe.kernels.experts.routing import launcher as sort_launcher
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.plan import Plan as GemmPlan
 from fp8moe.quant.formats import align, ceil_div
@@ -89,13 +91,11 @@ class Plan:
         grouped = {**tiles_of(tokens * top_k, share.num_experts or count, capacity), "pdl": True}
         window = {"first_expert": share.first_expert, "first_row": share.first_row, "num_rows": num_rows}
         window["pdl"] = targets is not None
-        self.sort = routing_plan.plan(tokens * top_k, count, capacity, index.dtype, device, **window)
+        self.sort = sort_launcher(device, tokens * top_k, count, capacity, index.dtype, **window)
         sizes = (tokens, hidden, top_k, num_rows, x.stride(0))
         launch = {"sparse": share.first_row > 0, "pdl": True}  # those rows are there only if routing is uneven
-        if x_scale is None:
-            self.permute = permute_plan.plan(*sizes, x.dtype, device, **launch)
-        else:
-            self.permute = permute_fp8_plan.plan(*sizes, x_scale.stride(), device, **launch)
+        strides = None if x_scale is None else x_scale.stride()
+        self.permute = permute_launcher(device, *sizes, x.dtype, strides, **launch)
         self.gemm1 = GemmPlan(a, a_scale, up, h, SwigluQuantize(activation), **grouped)
         if targets is not None:
             self.gemm2 = GemmPlan(h, h_scale, down, None, PeerStore(row_dtype, *targets.form), **grouped)

@@ -3,15 +3,23 @@
 The operator ``fp8moe::sort_by_expert`` behind it waits for nothing and needs no counts on the host.
 """
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts import checks, reference, routing_plan
-from fp8moe.runtime.backend import use_cuda
+from fp8moe.kernels.experts import checks, reference
+from fp8moe.quant.formats import align
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
+
+INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
+_STEPS = 4  # assignments that a lane keeps in registers
+_MAX_WARPS = 32
 
 
 class Routing(NamedTuple):
@@ -53,27 +61,119 @@ def sort_by_expert(
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or size.
     """
     check_tensor("top_k_index", top_k_index)
-    options = (capacity, first_expert, first_row, num_rows)
-    return Routing(*torch.ops.fp8moe.sort_by_expert(top_k_index, num_experts, *options))
+    return Routing(*_sort_by_expert(top_k_index, num_experts, capacity, first_expert, first_row, num_rows))
 
 
-def _sort_by_expert(top_k_index: Tensor, num_experts: int, *options: int | None) -> tuple[Tensor, Tensor]:
-    checks.routing(top_k_index, num_experts, *options)
-    backend = routing_plan if use_cuda(top_k_index) else reference
-    return backend.sort_by_expert(top_k_index, num_experts, *options)
+class _Sizes(ctypes.Structure):
+    """``struct Sizes`` of the kernel."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint32) for name in ("count", "experts", "capacity", "first_expert", "first_row", "num_rows")
+    )
 
 
-def _sort_by_expert_fake(
-    top_k_index: Tensor, num_experts: int, capacity: int | None, *window: int | None
+class KernelShape(NamedTuple):
+    """What a kernel is made for: its counters, the warps of a thread block, and the thread blocks, all of a cluster."""
+
+    counters: int
+    warps: int
+    blocks: int
+
+    @classmethod
+    def of(cls, assignments: int, num_experts: int) -> "KernelShape":
+        """For so many assignments to so many experts."""
+        counters = max(WARP, 1 << (num_experts - 1).bit_length())
+        few_warps = max(8, counters // WARP)
+        for warps in (few_warps, _MAX_WARPS):
+            if assignments <= warps * WARP * _STEPS:
+                return cls(counters, warps, 1)
+        return cls(counters, _MAX_WARPS, MAX_BLOCKS_PER_PORTABLE_CLUSTER)
+
+    @property
+    def pitch(self) -> int:
+        """Counters of a warp: one more for assignments to no expert, and whole 16-byte vectors."""
+        return align(self.counters + 1, 4)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a thread block: the counters of its warps."""
+        return self.warps * self.pitch * 4
+
+
+def kernel_spec(shape: KernelShape, dtype: torch.dtype, masked: bool) -> KernelSpec:
+    """The kernel of a shape. dtype: of the indices; masked: experts have a capacity."""
+    defines = {
+        "INDEX": INDEX_TYPES[dtype],
+        "EXPERTS": shape.counters,
+        "WARPS": shape.warps,
+        "STEPS": _STEPS,
+        "CLUSTER": shape.blocks,
+        "MASKED": int(masked),
+        "PITCH": shape.pitch,
+        "SHARED_BYTES": shape.shared_bytes,
+        "SIZES_BYTES": ctypes.sizeof(_Sizes),
+    }
+    return KernelSpec("sort_by_expert.cu", "sort_by_expert", tuple(defines.items()))
+
+
+@planned
+def launcher(
+    device_index: int,
+    assignments: int,
+    num_experts: int,
+    capacity: int | None,
+    dtype: torch.dtype,
+    *,
+    first_expert: int = 0,
+    first_row: int = 0,
+    num_rows: int | None = None,
+    pdl: bool = False,
+) -> PointerLauncher:
+    """The launcher for indices of `dtype`, `assignments` = T * K >= 0 of them, groups and rows; all contiguous.
+
+    It writes groups (E + 1,) or, with a capacity, (E,), and rows (T, K). pdl: start before the kernel ahead has ended;
+    nothing is read or written before it has.
+    """
+    num_rows = assignments if num_rows is None else num_rows
+    shape = KernelShape.of(assignments, num_experts)
+    return PointerLauncher(
+        load(kernel_spec(shape, dtype, capacity is not None)),
+        grid=shape.blocks,
+        block=shape.warps * WARP,
+        cluster=shape.blocks,
+        smem=shape.shared_bytes,
+        pdl=pdl,
+        pointers=3,
+        args=(_Sizes(assignments, num_experts, capacity or 0, first_expert, first_row, num_rows),),
+    )
+
+
+def _launch(
+    top_k_index: Tensor,
+    num_experts: int,
+    capacity: int | None,
+    first_expert: int = 0,
+    first_row: int = 0,
+    num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    checks.routing(top_k_index, num_experts, capacity, *window)
+    groups, rows = _empty(top_k_index, num_experts, capacity)
+    index = top_k_index.contiguous()
+    window = {"first_expert": first_expert, "first_row": first_row, "num_rows": num_rows}
+    launcher(index.get_device(), index.numel(), num_experts, capacity, index.dtype, **window)(index, groups, rows)
+    return groups, rows
+
+
+def _empty(top_k_index: Tensor, num_experts: int, capacity: int | None, *window: int | None) -> tuple[Tensor, Tensor]:
+    """Uninitialized groups and rows."""
     groups = top_k_index.new_empty((num_experts + (capacity is None),), dtype=torch.int32)
     return groups, top_k_index.new_empty(top_k_index.shape, dtype=torch.int32)
 
 
-define(
+_sort_by_expert = operator(
     "sort_by_expert(Tensor top_k_index, int num_experts, SymInt? capacity, int first_expert=0, SymInt first_row=0, "
     "SymInt? num_rows=None) -> (Tensor, Tensor)",
-    _sort_by_expert,
-    _sort_by_expert_fake,
+    check=checks.routing,
+    cuda=_launch,
+    reference=reference.sort_by_expert,
+    fake=_empty,
 )

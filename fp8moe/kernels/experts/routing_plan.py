@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import align
-from fp8moe.runtime.hopper import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 
 _STEPS = 4  # assignments that a lane keeps in registers
 _MAX_WARPS = 32

@@ -24,7 +24,7 @@ from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd
 from fp8moe.runtime.autograd import recorded
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def experts_rows(

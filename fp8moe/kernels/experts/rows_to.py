@@ -7,8 +7,7 @@ from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import plan
 from fp8moe.kernels.experts.layer import hidden_rows
 from fp8moe.kernels.experts.operands import Operands, Share, pad_columns, pad_weights, tiles_of
-from fp8moe.kernels.experts.permute import permute_quantize
-from fp8moe.kernels.experts.permute_fp8 import permute_fp8
+from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.gemm import grouped_plan
 from fp8moe.kernels.gemm.epilogue import PeerStore

@@ -13,7 +13,7 @@ from fp8moe.quant.transpose import Transposed, empty_results, transposed
 from fp8moe.quant.transpose_reference import Results
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, *, activation: Activation) -> Transposed:

@@ -12,7 +12,7 @@ from fp8moe.kernels.experts.swiglu_quantize import check_swiglu
 from fp8moe.quant.formats import BLOCK, FP8Tensor, empty_mn_major
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def swiglu_quantize_rows(

@@ -19,7 +19,7 @@ from fp8moe.kernels.experts.trained_rows import (
 )
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.autograd import recorded
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def experts_training(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from fp8moe.quant.formats import align
-from fp8moe.runtime.hopper import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT
+from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT
 
 PRODUCER_REGISTERS = 24
 MAX_STAGES = 16

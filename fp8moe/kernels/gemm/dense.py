@@ -11,7 +11,7 @@ from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_like, check_own_memory, check_tensor, overlap, row_major
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def gemm(

@@ -14,7 +14,7 @@ from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import aligned, check_like, check_own_memory
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def grouped_gemm_k_flat(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, *, accumulate: bool = False) -> None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, ceil_div
-from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, resident_blocks
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import WARP
 
 _WARPS = 8  # of a thread block
 _BLOCKS_PER_SM = 8

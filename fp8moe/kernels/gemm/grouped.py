@@ -16,7 +16,7 @@ from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import aligned, check_own_memory, check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def grouped_gemm(

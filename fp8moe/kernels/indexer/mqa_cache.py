@@ -14,7 +14,7 @@ from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def new_kv_cache(num_blocks: int, head_dim: int, *, device: torch.device | str) -> Tensor:

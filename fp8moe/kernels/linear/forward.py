@@ -11,7 +11,7 @@ from fp8moe.kernels.linear.training import linear_training
 from fp8moe.quant import reference
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None) -> Tensor:

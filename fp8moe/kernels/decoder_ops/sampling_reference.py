@@ -9,7 +9,7 @@ SC11). Arguments are checked by the callers.
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block.sampling_state import GENERATED, IN_PROMPT, SamplingState
+from fp8moe.kernels.decoder_ops.sampling_state import GENERATED, IN_PROMPT, SamplingState
 
 MASS_BITS = 40
 """The mass of the most probable token is 2**MASS_BITS; that of others is rounded down to an integer."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block.rms_norm_reference import normalized
+from fp8moe.kernels.decoder_ops.rms_norm_reference import normalized
 
 
 def rotary(

@@ -5,14 +5,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block.threads import VECTOR_BYTES, row_threads
+from fp8moe.kernels.decoder_ops.threads import VECTOR_BYTES, row_threads
 from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
 from fp8moe.quant.quantize_plan import quantizer_defines
 from fp8moe.runtime.checks import aligned, row_major
-from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import WARP
 
 _MIN_THREADS = 128  # of a thread block, which has several short rows
 

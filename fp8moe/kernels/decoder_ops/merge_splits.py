@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block import merge_splits_plan, merge_splits_reference
+from fp8moe.kernels.decoder_ops import merge_splits_plan, merge_splits_reference
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, empty_mn_major
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_like, check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 MAX_ROWS = 65535  # one dimension of a grid
 
@@ -30,8 +30,8 @@ def merge_splits(parts: Tensor, lse: Tensor, counts: Tensor, *, quantized: bool)
     for name, value in (("parts", parts), ("lse", lse), ("counts", counts)):
         check_tensor(name, value)
     if quantized:
-        return FP8Tensor(*autograd.run(_quantized_op, "fp8moe.kernels.block.merge_splits", parts, lse, counts))
-    return autograd.run(_values_op, "fp8moe.kernels.block.merge_splits", parts, lse, counts)
+        return FP8Tensor(*autograd.run(_quantized_op, "fp8moe.kernels.decoder_ops.merge_splits", parts, lse, counts))
+    return autograd.run(_values_op, "fp8moe.kernels.decoder_ops.merge_splits", parts, lse, counts)
 
 
 def _check(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[int, int]:

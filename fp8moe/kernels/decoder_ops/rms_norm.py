@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fp8moe.kernels.block import checks, rms_norm_plan
-from fp8moe.kernels.block.rms_norm_reference import normalized
+from fp8moe.kernels.decoder_ops import checks, rms_norm_plan
+from fp8moe.kernels.decoder_ops.rms_norm_reference import normalized
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 class Normed(NamedTuple):
@@ -54,7 +54,7 @@ def rms_norm(
         check_tensor("residual", residual)
     checks.number("eps", eps)
     new_sum, new_values, data, scale = autograd.run(
-        _rms_norm_op, "fp8moe.kernels.block.rms_norm", x, weight, residual, eps, values, quantized
+        _rms_norm_op, "fp8moe.kernels.decoder_ops.rms_norm", x, weight, residual, eps, values, quantized
     )
     return Normed(
         None if residual is None else new_sum,

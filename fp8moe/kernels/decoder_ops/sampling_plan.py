@@ -5,13 +5,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block import sampling_reference as reference
-from fp8moe.kernels.block.sampling_state import GENERATED, IN_PROMPT, SamplingState
+from fp8moe.kernels.decoder_ops import sampling_reference as reference
+from fp8moe.kernels.decoder_ops.sampling_state import GENERATED, IN_PROMPT, SamplingState
 from fp8moe.quant.quantize_plan import input_defines
-from fp8moe.runtime.hopper import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 
 _CLUSTER = MAX_BLOCKS_PER_PORTABLE_CLUSTER  # thread blocks of a row
 _WARPS = 16  # of a thread block

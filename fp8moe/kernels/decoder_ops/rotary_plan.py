@@ -8,10 +8,10 @@ from torch import Tensor
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize_plan import input_defines
 from fp8moe.runtime.checks import aligned
-from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import WARP
 
 _WARPS = 4  # of a thread block
 _VECTOR_BYTES = 16

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block import sampling_plan, sampling_reference
-from fp8moe.kernels.block.sampling_state import SamplingState, check
+from fp8moe.kernels.decoder_ops import sampling_plan, sampling_reference
+from fp8moe.kernels.decoder_ops.sampling_state import SamplingState, check
 from fp8moe.runtime.autograd import check_derivatives, detached
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor, describe
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 __all__ = ["Sampled", "SamplingState", "sample"]
 
@@ -50,7 +50,7 @@ def sample(logits: Tensor, state: SamplingState) -> Sampled:
         raise TypeError(f"state: expected a SamplingState, got {describe(state)}")
     for name, value in state._asdict().items():
         check_tensor(f"state.{name}", value)
-    check_derivatives("fp8moe.kernels.block.sampling", logits)
+    check_derivatives("fp8moe.kernels.decoder_ops.sampling", logits)
     return Sampled(*_sample_op(detached(logits), *state))
 
 

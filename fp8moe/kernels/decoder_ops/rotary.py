@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block import rotary_plan, rotary_reference
+from fp8moe.kernels.decoder_ops import rotary_plan, rotary_reference
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int, check_like, check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 MAX_HEAD = 256
 MULTIPLE = 16  # of rotated values: a lane has 8 of one half
@@ -52,7 +52,14 @@ def rotary(
         check_tensor(name, value)
     check_int("copies", copies)
     return autograd.run(
-        _rotary_op, "fp8moe.kernels.block.rotary", *given.values(), columns, q_weight, k_weight, float(eps), copies
+        _rotary_op,
+        "fp8moe.kernels.decoder_ops.rotary",
+        *given.values(),
+        columns,
+        q_weight,
+        k_weight,
+        float(eps),
+        copies,
     )
 
 

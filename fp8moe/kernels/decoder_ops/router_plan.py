@@ -6,15 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block.threads import VECTOR_BYTES, row_threads
+from fp8moe.kernels.decoder_ops.threads import VECTOR_BYTES, row_threads
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
 from fp8moe.runtime import config
 from fp8moe.runtime.fixed_rows import by_fixed_rows
-from fp8moe.runtime.hopper import WARP
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, num_sms
 from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime.sm90 import WARP
 
 MAX_TOKENS = 64  # of a thread block of router_logits.cu
 _MAX_BYTES = 256 << 10  # of x: every thread block reads all of it

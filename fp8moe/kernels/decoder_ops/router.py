@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block import checks, router_plan, router_reference
-from fp8moe.kernels.block.router_plan import Form
+from fp8moe.kernels.decoder_ops import checks, router_plan, router_reference
+from fp8moe.kernels.decoder_ops.router_plan import Form
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operators import define
+from fp8moe.runtime.operator import define
 
 
 class Routing(NamedTuple):
@@ -36,7 +36,7 @@ def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     """
     check_tensor("x", x)
     check_tensor("weight", weight)
-    return autograd.run(_router_logits_op, "fp8moe.kernels.block.router_logits", x, weight, dtype)
+    return autograd.run(_router_logits_op, "fp8moe.kernels.decoder_ops.router_logits", x, weight, dtype)
 
 
 def route(
@@ -72,7 +72,7 @@ def route(
     checks.form(top_k, score, num_groups, top_groups)
     checks.number("scale", scale)
     arguments = (logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype)
-    return Routing(*autograd.run(_route_op, "fp8moe.kernels.block.route", *arguments))
+    return Routing(*autograd.run(_route_op, "fp8moe.kernels.decoder_ops.route", *arguments))
 
 
 def _router_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """How many threads of a block share a row of 16-byte vectors."""
 
 from fp8moe.quant.formats import align, ceil_div
-from fp8moe.runtime.hopper import WARP
+from fp8moe.runtime.sm90 import WARP
 
 VECTOR_BYTES = 16
 _MAX_THREADS = 256  # a row has; more only where each of them would hold more than _MAX_VECTORS

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.block.router_plan import Form
+from fp8moe.kernels.decoder_ops.router_plan import Form
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 
 
