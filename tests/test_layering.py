@@ -5,6 +5,7 @@ Each check is a function of the package's directory that returns what is wrong. 
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -16,6 +17,7 @@ ORDER = (  # from the bottom: nothing imports what is above it; __init__ is fp8m
     *("runtime", "quant", "kernels", "layers", "__init__", "distributed", "checkpoints", "integrations"),
     *("commands", "cli"),
 )
+CUDA_FOLDERS = ("common", "ops", "sm90")
 MAX_LINES = 700
 MAX_PARAMETERS = 8
 
@@ -61,11 +63,21 @@ def long_parameter_lists(package: Path) -> list[str]:
 
 
 def strangers_among_the_kernels(package: Path) -> list[str]:
-    paths = (path for path in (package / "cuda").rglob("*") if path.is_file())
-    return [str(path.relative_to(package)) for path in paths if path.suffix not in (".cu", ".cuh")]
+    paths = (path.relative_to(package / "cuda") for path in (package / "cuda").rglob("*") if path.is_file())
+    known = {(folder, suffix) for folder in CUDA_FOLDERS for suffix in (".cu", ".cuh")}
+    return [str(path) for path in paths if (str(path.parent), path.suffix) not in known]
 
 
-CHECKS = (upward_imports, circular_imports, long_files, long_parameter_lists, strangers_among_the_kernels)
+def names_of_several_kernels(package: Path) -> list[str]:
+    """Files of cuda/ that bear the name of another: they are found by their names."""
+    names = Counter(path.name for path in (package / "cuda").rglob("*.cu*"))
+    return [name for name, count in names.items() if count > 1]
+
+
+CHECKS = (
+    *(upward_imports, circular_imports, long_files, long_parameter_lists),
+    *(strangers_among_the_kernels, names_of_several_kernels),
+)
 
 
 def sources(package: Path) -> list[Path]:
@@ -165,7 +177,7 @@ CLEAN = {
     "checkpoints/__init__.py": "",
     "checkpoints/load.py": "from fp8moe import Linear\n",
     "cli.py": "from fp8moe.checkpoints import load\n" + "\n" * (MAX_LINES - 1),
-    "cuda/gemm.cu": """// f(int a, int b, int c, int d, int e, int f, int g, int h, int i) {
+    "cuda/sm90/gemm.cu": """// f(int a, int b, int c, int d, int e, int f, int g, int h, int i) {
         #define NINE(a, b, c, d, e, f, g, h, i) \\
           f(a, b, c, d, e, f, g, h, i) { }
         constexpr int TWO = 2; /* g(int a, int b, int c, int d, int e, int f, int g, int h, int i) { */
@@ -215,21 +227,28 @@ NINE = "int a, int b, int c, int d, int e, int f, int g, int h, Pair<int, int> i
         (circular_imports, "layers/experts.py", "import fp8moe.layers.experts\n"),
         (circular_imports, "kernels/gemm/plan.py", "from fp8moe.kernels.rows import permute\n"),
         (long_files, "cli.py", "\n" * (MAX_LINES + 1)),
-        (long_files, "cuda/gemm.cu", "\n" * (MAX_LINES + 1)),
-        (long_parameter_lists, "cuda/ptx.cuh", f"__device__ inline int nine({NINE}) {{"),
-        (long_parameter_lists, "cuda/ptx.cuh", f"struct Nine {{ __device__ int nine({NINE}) const {{"),
-        (long_parameter_lists, "cuda/ptx.cuh", f"struct Nine {{ __device__ int operator()({NINE}) {{"),
-        (long_parameter_lists, "cuda/ptx.cuh", f"struct Nine {{ __device__ Nine({NINE}) : a(a), b{{b}} {{"),
-        (long_parameter_lists, "cuda/ptx.cuh", f"auto nine = [&]({NINE}) {{"),
-        (long_parameter_lists, "cuda/ptx.cuh", f"auto nine = [=]({NINE}) mutable -> int {{"),
-        (long_parameter_lists, "cuda/gemm.cu", f'extern "C" __global__ void __launch_bounds__(128) nine({NINE}) {{'),
+        (long_files, "cuda/sm90/gemm.cu", "\n" * (MAX_LINES + 1)),
+        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"__device__ inline int nine({NINE}) {{"),
+        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"struct Nine {{ __device__ int nine({NINE}) const {{"),
+        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"struct Nine {{ __device__ int operator()({NINE}) {{"),
+        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"struct Nine {{ __device__ Nine({NINE}) : a(a), b{{b}} {{"),
+        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"auto nine = [&]({NINE}) {{"),
+        (long_parameter_lists, "cuda/sm90/ptx.cuh", f"auto nine = [=]({NINE}) mutable -> int {{"),
         (
             long_parameter_lists,
-            "cuda/gemm.cu",
+            "cuda/sm90/gemm.cu",
+            f'extern "C" __global__ void __launch_bounds__(128) nine({NINE}) {{',
+        ),
+        (
+            long_parameter_lists,
+            "cuda/sm90/gemm.cu",
             "void nine(\n  int a,  // one, two\n  int, int, int,\n int, int, int, int, int)\n{",
         ),
         (strangers_among_the_kernels, "cuda/__init__.py", ""),
-        (strangers_among_the_kernels, "cuda/gemm/gemm.h", ""),
+        (strangers_among_the_kernels, "cuda/sm90/gemm.h", ""),
+        (strangers_among_the_kernels, "cuda/combine.cu", ""),
+        (strangers_among_the_kernels, "cuda/ops/experts/combine.cu", ""),
+        (names_of_several_kernels, "cuda/ops/gemm.cu", ""),
     ],
 )
 def test_one_fault_is_found(tmp_path, check, name, text):

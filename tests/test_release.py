@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import textwrap
 import venv
 import zipfile
 from email import message_from_string
@@ -66,7 +67,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel_files):
     info = f"fp8moe-{fp8moe.__version__}.dist-info"
     files = {name for name in wheel_files if not name.startswith(info)}
     assert files == package_files()
-    assert "fp8moe/py.typed" in files and "fp8moe/cuda/gemm.cu" in files and "fp8moe/cuda/ptx.cuh" in files
+    assert {"fp8moe/py.typed", "fp8moe/cuda/ops/combine.cu", "fp8moe/cuda/sm90/ptx.cuh"} <= files
     assert wheel_files[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     assert b"fp8moe = fp8moe.cli:main" in wheel_files[f"{info}/entry_points.txt"]
     assert b"Tag: py3-none-any" in wheel_files[f"{info}/WHEEL"]
@@ -150,6 +151,27 @@ def test_readmes_first_block_runs_from_the_wheel(wheel, tree, tmp_path):
     work = tmp_path / "work"
     matrix.without_package(tree, work / "tree")
     matrix.run_first_block(str(environment / "bin" / "python"), work)
+
+
+def test_a_kernel_compiles_from_the_wheel(wheel, tmp_path):
+    """One that includes files of every folder of cuda/."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = """
+        import torch
+        from fp8moe.kernels.experts.permute import kernel_spec
+        from fp8moe.runtime import jit
+        spec = kernel_spec(4096, torch.bfloat16)
+        assert jit.compile_spec(spec)
+        print(jit.__file__, {d.name for d in jit.SOURCE_DIRS for p in d.iterdir() if p.name in jit.full_source(spec)})
+    """
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    place, folders = done.stdout.split(maxsplit=1)
+    assert Path(place).is_relative_to(tmp_path)
+    assert ast.literal_eval(folders) == {"common", "ops", "sm90"}
 
 
 def test_the_matrix_tries_both_ends():

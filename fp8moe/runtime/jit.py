@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING
 from fp8moe.runtime import compilers, config
 from fp8moe.runtime.cubin_cache import open_cache
 from fp8moe.runtime.cuda_core import cuda_core
+from fp8moe.runtime.sm90 import ARCHITECTURE_DIR
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
 
-SOURCE_DIR = Path(__file__).resolve().parent.parent / "cuda"
+_CUDA = Path(__file__).resolve().parent.parent / "cuda"
+
+# A source is found here by its name. The last folder is the architecture's own.
+SOURCE_DIRS = (_CUDA / "common", _CUDA / "ops", _CUDA / ARCHITECTURE_DIR)
 
 # Raise when the meaning of a key or of an entry changes.
 _KEY_VERSION = b"1"
@@ -36,10 +40,10 @@ class KernelSpec:
     """One kernel to build.
 
     Attributes:
-        source: a file of fp8moe/cuda, such as "gemm.cu".
+        source: the name of a file in one of SOURCE_DIRS, such as "gemm.cu".
         name: the extern "C" name of the kernel in it.
         defines: macros set before the source, such as (("BLOCK_N", 128),).
-        prelude: CUDA text placed between the macros and the source; it may include files of fp8moe/cuda.
+        prelude: CUDA text placed between the macros and the source; it may include their files.
     """
 
     source: str
@@ -69,7 +73,7 @@ def full_source(spec: KernelSpec) -> str:
     """The whole translation unit: macros, prelude, and the source, with their includes inlined, each file once.
 
     Raises:
-        ValueError: a file is missing, or includes a header that is not in fp8moe/cuda.
+        ValueError: a file is missing, or includes a header that is in none of SOURCE_DIRS.
     """
     defines = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
     seen: set[str] = set()
@@ -83,11 +87,19 @@ def constants(values: Mapping[str, int]) -> str:
 
 def _inline(name: str, seen: set[str]) -> str:
     seen.add(name)
-    try:
-        text = (SOURCE_DIR / name).read_text()
-    except OSError as error:
-        raise ValueError(f"no CUDA source {name!r} in {SOURCE_DIR.name}/: {error.strerror}") from error
-    return f'#line 1 "{name}"\n' + _inline_includes(_PRAGMA_ONCE.sub("", text), name, seen)
+    text = _PRAGMA_ONCE.sub("", _read(name))
+    return f'#line 1 "{name}"\n' + _inline_includes(text, name, seen)
+
+
+def _read(name: str) -> str:
+    for directory in SOURCE_DIRS:
+        try:
+            return (directory / name).read_text()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ValueError(f"CUDA source {name!r} in {directory}/ cannot be read: {error.strerror}") from error
+    raise ValueError(f"no CUDA source {name!r} in {', '.join(f'{directory.name}/' for directory in SOURCE_DIRS)}")
 
 
 def _inline_includes(text: str, name: str, seen: set[str]) -> str:

@@ -3,6 +3,8 @@
 Source: CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications.
 """
 
+ARCHITECTURE_DIR = "sm90"  # of fp8moe/cuda
+
 WARP = 32
 WARPGROUP = 128
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one block may use

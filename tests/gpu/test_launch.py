@@ -100,7 +100,7 @@ extern "C" __global__ void scalars(double* out, int a, unsigned b, long long c, 
 @pytest.fixture(autouse=True)
 def sources(tmp_path, monkeypatch):
     (tmp_path / "launch_test.cu").write_text(SOURCE)
-    monkeypatch.setattr(jit, "SOURCE_DIR", tmp_path)
+    monkeypatch.setattr(jit, "SOURCE_DIRS", (tmp_path,))
 
 
 def kernel(name, **spec):

@@ -1,5 +1,5 @@
 """128x256 tiles that are halved in the last wave of all blocks, or upright at the end of a group (``TileShape`` of
-cuda/gemm_schedule.cuh): results have the bits of 128x128 tiles, which are neither."""
+cuda/sm90/gemm_schedule.cuh): results have the bits of 128x128 tiles, which are neither."""
 
 from dataclasses import replace
 from functools import partial
