@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import Threshold, format_thresholds
+from fp8moe.runtime.sm90 import CAPABILITY
 from tools.validate import write_json
 
 
@@ -16,7 +17,7 @@ def start() -> str:
         raise SystemExit("this benchmark needs a Hopper GPU and PyTorch sees no GPU; run it on a machine that has one")
     name = torch.cuda.get_device_name()
     capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
+    if capability != CAPABILITY:
         raise SystemExit(f"this benchmark needs a Hopper (sm_90) GPU; {name} is sm_{capability[0]}{capability[1]}")
     torch.manual_seed(0)
     return name

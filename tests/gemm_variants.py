@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.runtime import jit
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
+from tests.ptxas import compile_report
 
 COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
 """C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept."""
@@ -33,7 +33,7 @@ def faults(variants: Iterable[tuple[GemmConfig, int, int]], epilogue: Epilogue) 
     """Of the variants compiled with an epilogue: spills, complaints, too many registers."""
     found = {}
     for config, n, k in variants:
-        report = jit.compile_spec(kernel_spec(config, n, k, epilogue))
+        report = compile_report(kernel_spec(config, n, k, epilogue))
         memory = (report.spill_stores, report.spill_loads, report.stack)
         complaints = COMPLAINTS.findall(report.log)
         # Threads start with even shares, so that all blocks fit; setmaxnreg gives the math threads more afterwards.

@@ -13,10 +13,10 @@ from fp8moe.kernels.gemm.reference import group_ranges
 from fp8moe.kernels.gemm.row_layout_plan import kernel_spec as ranges_spec
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
-from fp8moe.runtime.jit import compile_spec
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups, packed
 from tests.errors import error_in_its_dtype, relative_error
 from tests.gemm_cases import activations, int32, offsets, weights
+from tests.ptxas import compile_report
 
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
 CONTIGUOUS = (
@@ -346,5 +346,5 @@ def test_compiled():
 
 @pytest.mark.parametrize("spec", [ranges_spec(1), ranges_spec(256), join_spec(1), join_spec(256)])
 def test_kernels_compile_without_spills(spec):
-    report = compile_spec(spec)
+    report = compile_report(spec)
     assert report.spill_stores == report.spill_loads == report.stack == 0

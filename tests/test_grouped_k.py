@@ -12,12 +12,12 @@ from fp8moe.kernels.gemm.source import grouped_k_spec
 from fp8moe.kernels.gemm.tiles import GROUPED_K_CONFIGS, choose_grouped_k
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x1
-from fp8moe.runtime import jit
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT
 from tests import gemm_cases
 from tests.errors import relative_error
 from tests.gemm_cases import exact_along_k, int32
 from tests.gemm_variants import COMPLAINTS
+from tests.ptxas import compile_report
 
 TOLERANCE = 3e-4
 OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -172,7 +172,7 @@ def test_choice(groups, m, n, tile):
 )
 def test_every_variant_keeps_to_its_registers(cfg, n, dtype, accumulate):
     assert cfg.shared_bytes <= SHARED_LIMIT
-    report = jit.compile_spec(grouped_k_spec(cfg, n, out_float32=dtype == torch.float32, accumulate=accumulate))
+    report = compile_report(grouped_k_spec(cfg, n, out_float32=dtype == torch.float32, accumulate=accumulate))
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert not COMPLAINTS.search(report.log)
     assert report.registers <= REGISTERS_PER_SM // cfg.threads

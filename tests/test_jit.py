@@ -16,6 +16,7 @@ import pytest
 
 import fp8moe
 from fp8moe.runtime import compilers, config, cubin_cache, jit
+from tests.ptxas import compile_report, read_report
 
 COMMON = """\
 #pragma once
@@ -128,20 +129,21 @@ def test_a_missing_source_is_named():
 
 
 def test_report():
-    report = jit.compile_spec(SHARED)
-    assert report.cubin[:4] == b"\x7fELF"
+    compiled = jit.compile_spec(SHARED)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    report = read_report("shared", compiled.log)
     assert 0 < report.registers < 64
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     assert report.static_smem == 1024
     assert "Compiling entry function 'shared' for 'sm_90a'" in report.log
-    assert jit.compile_spec(SCALE).static_smem == 0
+    assert compile_report(SCALE).static_smem == 0
 
 
 def test_report_of_spills():
-    report = jit.compile_spec(jit.KernelSpec("spills.cu", "spills"))
+    report = compile_report(jit.KernelSpec("spills.cu", "spills"))
     assert report.registers <= 24
     assert report.spill_stores > 0 and report.spill_loads > 0
-    calls = jit.compile_spec(jit.KernelSpec("spills.cu", "calls"))
+    calls = compile_report(jit.KernelSpec("spills.cu", "calls"))
     assert calls.spill_stores == 0
 
 
@@ -158,14 +160,14 @@ def test_spills_of_a_function_that_is_not_inlined_count_for_its_kernels():
         ptxas info    : Function properties for _Z3farv
             8 bytes stack frame, 20 bytes spill stores, 30 bytes spill loads
         """)
-    report = jit._report("k", b"", log)
+    report = read_report("k", log)
     assert (report.registers, report.static_smem, report.stack) == (40, 512, 16)
     assert (report.spill_stores, report.spill_loads) == (24, 38)
 
 
 def test_a_report_that_cannot_be_read_is_an_error():
     with pytest.raises(RuntimeError, match="could not read the ptxas report"):
-        jit._report("k", b"", "ptxas info : Compiling entry function 'k' for 'sm_90a'")
+        read_report("k", "ptxas info : Compiling entry function 'k' for 'sm_90a'")
 
 
 def test_a_kernel_name_that_is_not_there_lists_those_that_are():
@@ -206,8 +208,9 @@ def test_cuda_python_missing(monkeypatch):
 @pytest.mark.skipif(compilers.find_tool("nvcc") is None, reason="nvcc is not installed")
 def test_nvcc(compiles):
     use(compiler="nvcc")
-    report = jit.compile_spec(SHARED)
-    assert report.cubin[:4] == b"\x7fELF"
+    compiled = jit.compile_spec(SHARED)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    report = read_report("shared", compiled.log)
     assert report.static_smem == 1024 and report.registers > 0
     with pytest.raises(RuntimeError, match=r'nvcc could not compile[\s\S]*main\.cu\(3\)[\s\S]*"FACTOR" is undefined'):
         jit.compile_spec(replace(SCALE, defines=()))

@@ -9,9 +9,9 @@ import torch
 from fp8moe.kernels.decoder_ops import router_plan
 from fp8moe.kernels.decoder_ops.router import route, router_logits
 from fp8moe.kernels.decoder_ops.router_plan import Form
-from fp8moe.runtime import jit
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import error_in_its_dtype
+from tests.ptxas import compile_report
 from tests.router_cases import DEEPSEEK, FORMS, SOFTMAX, arguments, dense, exact_route
 
 SMS = 132
@@ -307,7 +307,7 @@ def test_shares_of_a_thread_block():
 def test_every_variant_of_logits_compiles_without_spills(dtype, out_dtype, tokens, experts, hidden):
     vector = hidden * dtype.itemsize % 16 == 0
     shares = router_plan.shares(tokens, experts, SMS)
-    report = jit.compile_spec(router_plan.logits_spec(shares, experts, hidden, dtype, out_dtype, vector))
+    report = compile_report(router_plan.logits_spec(shares, experts, hidden, dtype, out_dtype, vector))
     assert report.spill_stores == report.spill_loads == report.stack == 0
     assert report.static_smem <= 48 << 10
 
@@ -317,6 +317,6 @@ def test_every_variant_of_route_compiles_without_spills(experts, top_k, form):
     sigmoid, groups = form["score"] == "sigmoid", (form.get("num_groups", 1), form.get("top_groups", 1))
     compiled_form = Form(top_k, sigmoid, bool(form.get("bias")), *groups, form["normalize"])
     for dtype, out_dtype in zip(FLOATING, (torch.float16, torch.float32, torch.bfloat16), strict=True):
-        report = jit.compile_spec(router_plan.route_spec(experts, compiled_form, dtype, out_dtype))
+        report = compile_report(router_plan.route_spec(experts, compiled_form, dtype, out_dtype))
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         assert report.registers <= (96 if experts > 512 else 48)

@@ -29,7 +29,7 @@ from xml.etree import ElementTree
 import torch
 
 import fp8moe
-from fp8moe.runtime import config
+from fp8moe.runtime import config, sm90
 from tools.digest import digest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d
 
 def require_gpu() -> None:
     """SystemExit with one sentence unless there is a Hopper GPU and the settings are the defaults."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != sm90.CAPABILITY:
         raise SystemExit("validation needs a Hopper (sm_90) GPU that PyTorch can use")
     defaults = {"backend": "auto", "num_sms": None, "compiler": "nvrtc", "batch_invariant": False}
     changed = [f"FP8MOE_{name.upper()}" for name, value in defaults.items() if getattr(config.settings, name) != value]

@@ -10,6 +10,7 @@ import torch
 from fp8moe import __version__
 from fp8moe.runtime import config
 from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.sm90 import ARCH
 
 HELP = "versions, settings, and what can run here"
 DESCRIPTION = (
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     rows += [(package, _version(package)) for package in PACKAGES]
     rows += [(f"FP8MOE_{name.upper()}", str(value)) for name, value in asdict(config.settings).items()]
     rows += [(device, _backend(device)) for device in _devices()]
-    rows += [("compiling for sm_90a", _compiles())]
+    rows += [(f"compiling for {ARCH}", _compiles())]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
@@ -58,7 +59,7 @@ def _compiles() -> str:
     try:
         from cuda.core import Program, ProgramOptions
 
-        Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch="sm_90a")).compile("cubin")
+        Program('extern "C" __global__ void nothing() {}', "c++", ProgramOptions(arch=ARCH)).compile("cubin")
     except Exception as error:
         return f"no: {error}"
     return "yes"

@@ -1,1 +1,1 @@
-"""A folder for each family of kernels, and what several of them share: activations and the source of wgmma."""
+"""A folder for each family of kernels, and what several of them share: activations."""

@@ -14,8 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 from fp8moe.runtime.cuda_core import cuda_core
+from fp8moe.runtime.sm90 import ARCH
 
-ARCH = "sm_90a"
 STD = "c++17"
 PTXAS_OPTIONS = ("-v",)
 
@@ -27,7 +27,7 @@ class CompileError(RuntimeError):
 
 
 def compile_source(text: str, name: str, compiler: str) -> tuple[bytes, str]:
-    """Compile CUDA C++ for sm_90a.
+    """Compile CUDA C++ for `ARCH`.
 
     Args:
         text: the whole translation unit.

@@ -1,4 +1,4 @@
-"""fp8moe's calls as they run on a Hopper GPU, on a machine without one: kernels are noted, not compiled or launched.
+"""fp8moe's calls as they run on a GPU, on a machine without one: kernels are noted, not compiled or launched.
 
 The seam is that of `runtime.launch` and `runtime.jit.load`, through which every kernel is launched: a call runs as it
 would on a GPU, whatever the modules in between are called. The package is unfit for other use afterwards, so this is

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from fp8moe.runtime import compilers, config
+from fp8moe.runtime import compilers, config, sm90
 from fp8moe.runtime.cubin_cache import open_cache
 from fp8moe.runtime.cuda_core import cuda_core
-from fp8moe.runtime.sm90 import ARCHITECTURE_DIR
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 _CUDA = Path(__file__).resolve().parent.parent / "cuda"
 
 # A source is found here by its name. The last folder is the architecture's own.
-SOURCE_DIRS = (_CUDA / "common", _CUDA / "ops", _CUDA / ARCHITECTURE_DIR)
+SOURCE_DIRS = (_CUDA / "common", _CUDA / "ops", _CUDA / sm90.SOURCES)
 
 # Raise when the meaning of a key or of an entry changes.
 _KEY_VERSION = b"1"
@@ -52,20 +51,10 @@ class KernelSpec:
     prelude: str = ""
 
 
-@dataclass(frozen=True)
-class CompileReport:
-    """A compiled kernel and what ptxas says of it. Sizes in bytes; registers, spills and stack are per thread.
-
-    `spill_stores` and `spill_loads` include those of functions that were not inlined. `log` is the whole log of the
-    compiler.
-    """
+class Compiled(NamedTuple):
+    """A compiled kernel, and the compiler's log with the report of ptxas."""
 
     cubin: bytes
-    registers: int
-    spill_stores: int
-    spill_loads: int
-    stack: int
-    static_smem: int
     log: str
 
 
@@ -114,8 +103,8 @@ def _inline_includes(text: str, name: str, seen: set[str]) -> str:
     return _INCLUDE.sub(replace, text)
 
 
-def compile_spec(spec: KernelSpec) -> CompileReport:
-    """Compile a kernel for sm_90a, past the cache. Needs no GPU.
+def compile_spec(spec: KernelSpec) -> Compiled:
+    """Compile a kernel, past the cache. Needs no GPU.
 
     Raises:
         ValueError: see `full_source`.
@@ -123,43 +112,20 @@ def compile_spec(spec: KernelSpec) -> CompileReport:
             compiler is not installed.
     """
     cubin, log = compilers.compile_source(full_source(spec), _unit_name(spec), config.settings.compiler)
-    return _report(spec.name, cubin, log)
+    names = kernel_names(log)
+    if spec.name not in names:
+        found = ", ".join(sorted(names)) or "none"
+        raise RuntimeError(f'the source has no extern "C" kernel {spec.name!r}; its kernels: {found}')
+    return Compiled(cubin, log)
+
+
+def kernel_names(log: str) -> set[str]:
+    """The kernels of a source, from the compiler's log."""
+    return set(re.findall(r"Compiling entry function '(\w+)'", log))
 
 
 def _unit_name(spec: KernelSpec) -> str:
     return f"{spec.name}.cu"
-
-
-_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
-_PROPERTIES = re.compile(
-    r"Function properties for (\S+)\s*(?:ptxas\s*\.)?\s*"
-    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-)
-_USED = re.compile(r"Used (\d+) registers(?:.*?, (\d+) bytes smem)?")
-
-
-def _report(name: str, cubin: bytes, log: str) -> CompileReport:
-    """Read the `ptxas -v` text: a section per entry function, and one per function that was not inlined."""
-    entries = set(_ENTRY.findall(log))
-    if name not in entries:
-        found = ", ".join(sorted(entries)) or "none"
-        raise RuntimeError(f'the source has no extern "C" kernel {name!r}; its kernels: {found}')
-    section = log[log.index(f"Compiling entry function '{name}'") :]
-    used = _USED.search(section)
-    # Functions that were not inlined may be called from any kernel of the source, so they count for each.
-    mine = [found for found in _PROPERTIES.findall(log) if found[0] == name or found[0] not in entries]
-    stacks = [int(stack) for function, stack, _, _ in mine if function == name]
-    if used is None or not stacks:
-        raise RuntimeError(f"could not read the ptxas report of {name!r}:\n{log}")
-    return CompileReport(
-        cubin=cubin,
-        registers=int(used[1]),
-        spill_stores=sum(int(stores) for _, _, stores, _ in mine),
-        spill_loads=sum(int(loads) for _, _, _, loads in mine),
-        stack=stacks[0],
-        static_smem=int(used[2] or 0),
-        log=log,
-    )
 
 
 def cache_key(spec: KernelSpec) -> bytes:
@@ -187,12 +153,11 @@ def cubin(spec: KernelSpec) -> bytes:
     cache = open_cache(settings.cache_dir)
     code = None if _always_compiles() else cache.get(key)
     if code is None:
-        report = compile_spec(spec)
-        code = report.cubin
+        code, log = compile_spec(spec)
         cache.put(key, code)
         if settings.print_compiler:
             print(f"fp8moe: compiled {spec.name} of {spec.source}, defines {dict(spec.defines)}", file=sys.stderr)
-            print(report.log, file=sys.stderr, flush=True)
+            print(log, file=sys.stderr, flush=True)
         if settings.dump_dir is not None:
             _dump(spec, key, code, settings.dump_dir)
     return code
@@ -231,7 +196,7 @@ _kernels: dict[KernelSpec, "Kernel"] = {}
 
 
 def load(spec: KernelSpec) -> "Kernel":
-    """The kernel, ready to launch on any Hopper GPU of this process: from this process, the disk cache, or compiled.
+    """The kernel, ready to launch on any GPU of this process: from this process, the disk cache, or compiled.
 
     Safe to call from several threads, and while a CUDA graph is being captured.
 

@@ -1,9 +1,13 @@
-"""The limits of a Hopper GPU (compute capability 9.0) that launches and tiles are planned by.
+"""What the package must know of Hopper (compute capability 9.0): its name, its limits, its tensor core instruction.
 
-Source: CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications.
+Beside this file, `fp8moe/cuda/sm90/` and ``sm90.py`` in the folders of kernels are written for it.
+
+Source of the limits: CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications.
 """
 
-ARCHITECTURE_DIR = "sm90"  # of fp8moe/cuda
+CAPABILITY = (9, 0)  # as PyTorch reports it
+ARCH = "sm_90a"  # as compilers name it; "a" for instructions that no later GPU has
+SOURCES = "sm90"  # folder of fp8moe/cuda
 
 WARP = 32
 WARPGROUP = 128
@@ -12,3 +16,22 @@ SHARED_PER_SM = 228 * 1024  # of which every resident block costs 1 KB more
 REGISTERS_PER_SM = 65536
 MAX_BLOCKS_PER_PORTABLE_CLUSTER = 8
 SWIZZLE_ALIGNMENT = 1024  # bytes: of a tile in shared memory under a 128-byte swizzle
+
+
+def wgmma_source(columns: int) -> str:
+    """CUDA text of ``wgmma(d, a, b, accumulate)``: one m64nNk32 FP8 product with N = ``columns``.
+
+    PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async".
+    """
+    count = columns // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    operands = f"{{{registers}}}, %{count}, %{count + 1}, p, 1, 1"
+    return f"""
+__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, unsigned long long b, bool accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {operands};\\n}}\\n"
+               : {outputs}
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}}
+"""  # noqa: E501

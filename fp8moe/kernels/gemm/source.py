@@ -4,8 +4,8 @@ import ctypes
 
 from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, GroupedKConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
-from fp8moe.kernels.wgmma import wgmma_source
 from fp8moe.runtime.jit import KernelSpec, constants
+from fp8moe.runtime.sm90 import wgmma_source
 
 
 def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSpec:

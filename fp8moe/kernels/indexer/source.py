@@ -4,10 +4,9 @@ import ctypes
 from dataclasses import dataclass
 
 from fp8moe.kernels.indexer.checks import BLOCK_TOKENS
-from fp8moe.kernels.wgmma import wgmma_source
 from fp8moe.quant.formats import align
 from fp8moe.runtime.jit import KernelSpec, constants
-from fp8moe.runtime.sm90 import SHARED_LIMIT, SWIZZLE_ALIGNMENT, WARP, WARPGROUP
+from fp8moe.runtime.sm90 import SHARED_LIMIT, SWIZZLE_ALIGNMENT, WARP, WARPGROUP, wgmma_source
 
 TILE = BLOCK_TOKENS
 """kv tokens of a tile. A tile of a paged cache is a block of it."""
