@@ -8,6 +8,8 @@
 //   produce()   one thread: TMA loads of a, b and a_scale
 //   consume()   WARPGROUPS math warpgroups: wgmma over 128 along K, promotion (gemm_promotion.cuh), then the epilogue
 //
+// A stage holds one block of K, 128 deep, of both tiles. A slab is 64 rows of a tile, as many as one wgmma multiplies.
+//
 // OVERLAPS: a warpgroup starts its next wgmma before it promotes the last one.
 // SWAP = 0: tokens are the 64-row side of wgmma. SWAP = 1: weights are, and a tile may have as few as 8 tokens.
 // SPLIT_K > 1: the blocks of a cluster share the K of a tile (gemm_reduction.cuh).
@@ -27,14 +29,21 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
 
-// Large tiles find the next stage, and wait for it, under the last product of the one before. Then nothing but the
-// promotion lies between two products of a warpgroup, and that is shorter than the other's product.
+// Large tiles look up the next stage, and wait for it, while the last product of the stage before runs. Then nothing
+// but the promotion lies between two products of a warpgroup, and that is shorter than the other warpgroup's product.
 constexpr bool AHEAD = UNROLLED_STAGES > 1 && !OVERLAPS && STAGES > 2 && K_BLOCKS > 8;
 
+// A math warp, and its ways through the stages of a tile, of which consume() takes one for up to 32 stages at a time:
+//
+//   multiply<true>, then multiply_more   a whole tile. The products of its first stage become the sums
+//   multiply_one                         a tile of which this warpgroup has one slab: a halved one, or a group's last.
+//                                        The sums begin at -0, so that its first stage takes no code of its own
+//   multiply_overlapped                  OVERLAPS: a stage's product runs while the one before it is promoted
+//   skip                                 a group's last tile, if it has no row in this warpgroup's slabs
 struct MathWarp {
   Shared& s;
   Pipeline<STAGES> pipeline;
-  TileStart rows, columns;  // AHEAD: of the next stage's tiles, its 64-row side from this warpgroup's first slab on
+  TileStart rows, columns;  // where the stage's 64-row side begins, at this warpgroup's first slab, and its other side
   WeightScales weights;
   int warpgroup;
 
@@ -50,8 +59,9 @@ struct MathWarp {
     columns = SWAP ? a : b;
   }
 
-  // Multiplies the next stage, hands it back, and adds the products to the sums of the first `Used` slabs. Lane
-  // `source` has the weight scales. Calls meanwhile() under the first product. AHEAD: waits for the next stage, if any.
+  // Multiplies one stage, hands it back, and adds the products to the sums of the first `Used` slabs. Lane `source`
+  // holds the stage's weight scales. Calls meanwhile() while the first product runs. AHEAD: also waits for the stage
+  // behind it, unless `more` is false.
   template <bool First, int Used, typename Meanwhile>
   __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source, bool more,
                                            const Meanwhile& meanwhile) {
@@ -60,8 +70,8 @@ struct MathWarp {
     if (First || !AHEAD) pipeline.arrived();
     if (!AHEAD) find_tiles();
     const float* a_scale = s.a_scale[pipeline.stage] + (GROUPS ? tile.m & 3 : 0);
-    // The scales of the tokens are loaded ahead of the products: handing the stage back does not wait for loads in
-    // flight, and the next scales may be there sooner than a load that was issued last.
+    // SWAP: the scales of the tokens are loaded ahead of the products. Handing the stage back does not wait for loads
+    // in flight, so that TMA might overwrite the scales before a load that was issued late has read them.
     float tokens[SWAP ? ACCUMULATORS / 2 : 2];
     if constexpr (SWAP) {
 #pragma unroll
@@ -97,13 +107,13 @@ struct MathWarp {
     }
   }
 
-  // A product that has been started, of a warpgroup's only slab, and its scales.
+  // A product of the warpgroup's only slab that has been started, and its scales.
   struct Product {
     float partial[ACCUMULATORS], tokens[2];
     TileScales weights;
   };
 
-  // Starts the product of the next stage.
+  // Waits for the next stage and starts its product.
   __device__ __forceinline__ void start(Product& product, const Tile& tile, int source) {
     const int lane = lane_id(), warp = threadIdx.x / WARP % 4, row = slab_row(warpgroup, 0);
     product.weights = TileScales(weights, source, tile);
@@ -116,7 +126,8 @@ struct MathWarp {
     pipeline.advance();
   }
 
-  // Ends one with `Later` started after it, hands its stage back and adds it to the sums.
+  // Waits for a product, behind which `Later` others have been started, hands its stage back, that of `behind`, and
+  // adds it to the sums.
   template <int Later>
   __device__ __forceinline__ void end(float (&sum)[SLABS][ACCUMULATORS], Product& product, Pipeline<STAGES>& behind) {
     wgmma_wait<Later>(product.partial);
@@ -125,12 +136,13 @@ struct MathWarp {
     promote<false>(sum[0], product.partial, product.tokens, product.weights, 0);
   }
 
-  // Multiplies `count` stages, each under the promotion of the one before it. Lane 0 holds the first weight scales.
-  // Calls added(i) when stage i, not the last one, is in the sums and may be the last one of a part.
+  // Multiplies `count` stages, each while the one before it is promoted. Lane i holds the weight scales of stage i.
+  // Calls meanwhile() while the first product runs, and added(i) once stage i is in the sums, if a part of K may end
+  // there; not for the last stage.
   template <typename Meanwhile, typename Added>
   __device__ __forceinline__ void multiply_overlapped(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int count,
                                                       const Meanwhile& meanwhile, const Added& added) {
-    // Where ptxas knows whether the count is odd, it ends each product before it starts another.
+    // Hidden from ptxas: where it knows whether the count is odd, it ends each product before it starts the next.
     asm volatile("" : "+r"(count));
     Pipeline<STAGES> behind = pipeline;
     Product even, odd;
@@ -156,22 +168,24 @@ struct MathWarp {
     }
   }
 
-  // Multiplies `count` stages whose weight scales are held from lane `source` on.
+  // Multiplies `count` stages; lane `source` + i holds the weight scales of the i-th. `more`: the tile has further
+  // stages.
   template <int Used>
   __device__ __forceinline__ void multiply_more(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int source,
                                                 int count, bool more) {
     constexpr int UNROLLED = Used == SLABS ? UNROLLED_STAGES : 1;
-    if (AHEAD) asm volatile("" : "+r"(count));  // known to ptxas, it would unroll the loop and end each product at once
+    // Hidden from ptxas: if it knew the count, it would unroll the loop, and end each product before it goes on.
+    if (AHEAD) asm volatile("" : "+r"(count));
     multiply_stages<UNROLLED>(
         count, [&](int i) { multiply<false, Used>(sum, tile, source + i, i + 1 < count || more, [] {}); });
   }
 
-  // The same for a tile of which this warpgroup has one slab. `first`: these are the tile's first stages.
+  // Multiplies `count` stages of a tile of which this warpgroup has one slab. `first`: they begin the tile.
   __device__ __forceinline__ void multiply_one(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, bool first,
                                                int count, bool more) {
     if (first) {
 #pragma unroll
-      for (float& value : sum[0]) value = -0.f;  // a product added to it keeps its sign
+      for (float& value : sum[0]) value = -0.f;  // -0 + x is x, also where x is -0
       if (AHEAD) pipeline.arrived();
     }
     multiply_more<1>(sum, tile, 0, count, more);
@@ -189,6 +203,8 @@ struct MathWarp {
   }
 };
 
+// Computes the block's tiles, one after the other. While the products of a tile's first stage run, find_next() looks up
+// the next tile; fetch_next_scales() asks for the weight scales of the next turn, which may be the next tile's.
 __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedule, Epilogue& epilogue, KRange k,
                                         Split split, PartSums parts) {
   Tile tile;
@@ -196,7 +212,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   tile = same_in_warp(tile);
   if (more) {
     math.weights.fetch(tile, 0, k.count);
-  } else {  // as Sums::gather(), or leave() would wait for what never comes
+  } else {  // a block without a tile meets its cluster as Sums::gather() does: leave() waits for every block
     Split::await_peers();
     Split::received();
   }
@@ -208,14 +224,15 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
 #pragma unroll
       for (float& value : sum[0]) value = 0;
     }
-    int part = 0, part_end = PARTS > 1 ? part_begin(1) : k.count;  // of the part whose products are being added
+    int part = 0, part_end = PARTS > 1 ? part_begin(1) : k.count;  // the part of K being summed, and where it ends
+    // K block `k_block` is in the sums: where it ends a part, but not the last one, puts the sums aside.
     const auto added = [&](int k_block) {
       if (PARTS == 1 || part == PARTS - 1 || k_block + 1 < part_end) return;
       parts.keep(sum, part);
       part_end = part_begin(++part + 1);
     };
     parts.clear();
-    int step = WARP;
+    int step = WARP;  // stages of a turn: one weight scale is held by each lane, and a turn ends with its part
 #pragma unroll 1
     for (int base = 0; base < k.count; base += step) {
       math.weights.turn();

@@ -17,7 +17,7 @@
 
 constexpr int SLABS = BLOCK_M / (64 * WARPGROUPS);  // of 64 rows, of one warpgroup
 constexpr int ACCUMULATORS = BLOCK_N / 2;           // registers of one slab
-constexpr int EARLY = BLOCK_N / 16;                 // columns of 8 whose scales are multiplied under the wgmma
+constexpr int EARLY = BLOCK_N / 16;                 // groups of 8 columns, see multiply()
 
 constexpr int UNROLLED_STAGES = 4;
 
@@ -106,8 +106,8 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule schedule)
   }
 }
 
-// Multiplies the next stage, hands it back, and adds the products to the sums. Calls meanwhile() under the first
-// product.
+// Multiplies the next stage, hands it back, and adds the products to the sums. Calls meanwhile() while the first
+// product runs.
 template <typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shared& s, Pipeline<STAGES>& pipeline,
                                          int warpgroup, const Meanwhile& meanwhile) {
@@ -130,8 +130,8 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab) {
     start_product(partial, a + (warpgroup * SLABS + slab) * 64 * ROW_STEP, columns);
-    // Half of the products of scales: after the wgmma they would hold up the next one, all of them would need registers
-    // that it has.
+    // Scales of rows and columns are multiplied with one another, for half of the columns while the wgmma runs: after
+    // it, they would hold up the next one; more of them would need registers that the wgmma has.
     const float upper = rows[2 * slab], lower = rows[2 * slab + 1];
     float early[4 * EARLY];
 #pragma unroll
@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], Shar
       float* scale = early + 4 * j;
       scale[0] = upper * features[j].x, scale[1] = upper * features[j].y;
       scale[2] = lower * features[j].x, scale[3] = lower * features[j].y;
-      asm volatile("" : "+f"(scale[0]), "+f"(scale[1]), "+f"(scale[2]), "+f"(scale[3]));  // here, not later
+      asm volatile("" : "+f"(scale[0]), "+f"(scale[1]), "+f"(scale[2]), "+f"(scale[3]));  // here, not behind the wgmma
     }
     if (slab == 0) meanwhile();
     wgmma_wait();
@@ -248,7 +248,8 @@ __device__ __forceinline__ void consume(Shared& s, Schedule schedule, Output& ou
     const auto find_next = [&] { more = schedule.next(following); };
     if (tile.count == 0) find_next();
     if (!ACCUMULATE || tile.count > 0 || !tile.aligned) {
-      const float initial = tile.aligned ? 0.f : __int_as_float(0x7FFFFFFF);  // NaN stays, whatever is added
+      // The result of a group that does not begin and end with a block is NaN.
+      const float initial = tile.aligned ? 0.f : __int_as_float(0x7FFFFFFF);
       float sum[SLABS][ACCUMULATORS];
 #pragma unroll
       for (int i = 0; i < SLABS * ACCUMULATORS; ++i) sum[i / ACCUMULATORS][i % ACCUMULATORS] = initial;

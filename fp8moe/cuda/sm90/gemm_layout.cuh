@@ -19,8 +19,8 @@ constexpr int ACCUMULATORS = COLUMNS / 2;                     // registers of on
 constexpr bool PARTIAL = GROUPS > 0 && !SWAP;
 constexpr int A_PIECE_BYTES = 64 * BLOCK_K;
 
-// HALVES: tiles of 128x256 may be halved, and those of groups upright (TileShape of gemm_schedule.cuh). Of 192 tokens
-// of an upright tile, the last 64 take the place of the weights that it does not have.
+// HALVES: tiles of 128x256 may be halved, and those of groups upright (TileShape of gemm_schedule.cuh). An upright tile
+// is 192x128: its last 64 tokens lie where a whole tile has the other 128 rows of weights.
 constexpr bool UPRIGHTS = HALVES && PARTIAL;
 constexpr int HALF_N = BLOCK_N / 2;
 
@@ -41,7 +41,7 @@ constexpr bool REDUCES = SWAP || SPLIT_K > 1;  // the sums reach the epilogue th
 constexpr int A_BYTES = BLOCK_M * BLOCK_K;
 constexpr int B_BYTES = BLOCK_N * BLOCK_K;
 constexpr int A_SCALE_LOADS = ceil_div(BLOCK_M, 128), A_SCALE_STEP = BLOCK_M / A_SCALE_LOADS;
-constexpr int A_SCALE_BYTES = A_SCALE_LOADS * A_SCALE_BOX * 4;  // that arrive; twice as many of an upright tile
+constexpr int A_SCALE_BYTES = A_SCALE_LOADS * A_SCALE_BOX * 4;  // that arrive; an upright tile has twice as many
 constexpr int A_SCALE_PITCH = round_up(((UPRIGHTS ? 2 * BLOCK_M : BLOCK_M) + (GROUPS ? 4 : 0)) * 4, 128) / 4;
 
 constexpr int SLICE_M = ceil_div(BLOCK_M, SPLIT_K);  // tokens that one block of a split sums and stores
@@ -88,12 +88,12 @@ static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PAR
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 static_assert(!HALVES || (BLOCK_M == 128 && BLOCK_N == 256 && WARPGROUPS == 2 && !REDUCES && !GATED && PARTS == 1));
 
-// Where a tile may be partial, both warpgroups have as many slabs with rows of the group, or one has one more.
+// EVEN: of a partial tile, neither warpgroup has more than one slab more to multiply than the other.
 constexpr bool EVEN = PARTIAL && !GATED && SLABS == 2 && COLUMN_SLABS == 1;
 
-// First row and column, within a whole tile, of a warpgroup's slab. Weights are taken in turns, so that slabs that both
-// warpgroups multiply at one time share a weight scale; tokens are only where it spreads them evenly: otherwise it is
-// faster not to.
+// First row and column, within a whole tile, of a warpgroup's slab. SWAP: the warpgroups take slabs in turns, so that
+// the two that are multiplied at one time share a weight scale. EVEN: likewise, to share the rows of a partial tile.
+// Otherwise each has slabs that follow one another, which is faster.
 __device__ __forceinline__ constexpr int slab_row(int warpgroup, int slab) {
   if (COLUMN_SLABS > 1) return warpgroup * 64;
   return (SWAP || EVEN ? slab * WARPGROUPS + warpgroup : warpgroup * SLABS + slab) * 64;

@@ -4,15 +4,15 @@
 
 #include "gemm_schedule.cuh"
 
-// Of the weights of a tile, held by every math warp: 32 blocks along K at a time, a lane each. They are fetched one
-// turn ahead, so that nothing waits for them.
+// The weight scales of a tile, held by every math warp: 32 blocks along K at a time, one in each lane. They are fetched
+// one turn ahead, so that nothing waits for them.
 struct WeightScales {
   const float* b_scale;
   float held[TILE_SCALE_ROWS], next[TILE_SCALE_ROWS];
 
   __device__ __forceinline__ explicit WeightScales(const float* b_scale) : b_scale(b_scale) {}
 
-  // Fetches those of K blocks `first` to `first` + 31, as far as there are `count`.
+  // Fetches the scales of K blocks `first` to `first` + 31, of `count` that there are.
   __device__ __forceinline__ void fetch(const Tile& tile, int first, int count) {
     const int block = min(first + static_cast<int>(lane_id()), count - 1);
 #pragma unroll
@@ -23,6 +23,7 @@ struct WeightScales {
     }
   }
 
+  // Holds what was fetched.
   __device__ __forceinline__ void turn() {
 #pragma unroll
     for (int r = 0; r < TILE_SCALE_ROWS; ++r) held[r] = next[r];
@@ -32,11 +33,11 @@ struct WeightScales {
 // The weight scales of one K block of a tile, in every lane.
 struct TileScales {
   float rows[TILE_SCALE_ROWS];
-  int end;  // of the output features, within the tile, that have rows[0]
+  int end;  // columns of the tile before this one have the scale rows[0], the 128 from it on rows[1]
 
   TileScales() = default;
 
-  // Lane `source` holds them.
+  // Takes them from lane `source`.
   __device__ __forceinline__ TileScales(const WeightScales& weights, int source, const Tile& tile)
       : end(128 - (BLOCK_N % 128 == 0 ? 0 : tile.n % 128)) {
 #pragma unroll
@@ -72,7 +73,8 @@ __device__ __forceinline__ void promote(float (&sum)[ACCUMULATORS], const float 
   }
 }
 
-// The same for a slab whose rows are output features, all with one weight scale, and whose columns are tokens.
+// Adds token scale * weight scale * partial to a slab whose rows are output features, all with one weight scale, and
+// whose columns are tokens.
 template <bool First>
 __device__ __forceinline__ void promote_swapped(float (&sum)[ACCUMULATORS], const float (&partial)[ACCUMULATORS],
                                                 const float (&tokens)[ACCUMULATORS / 2], float weight) {

@@ -20,7 +20,7 @@ struct Tile {
   __device__ __forceinline__ bool upright() const { return UPRIGHTS && shape == UPRIGHT; }
   __device__ __forceinline__ int columns() const { return HALVES && shape != WHOLE ? HALF_N : BLOCK_N; }
 
-  // One half of it: columns, or of an upright tile its first 128 rows and the others.
+  // Half 0 or 1: the tile's first or last 128 columns; of an upright tile its first 128 rows or the 64 behind them.
   __device__ __forceinline__ Tile half(int which) const {
     Tile tile = {m, n, end, group, HALVED};
     if (upright()) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ Slab slab_of(const Tile& tile, int warpgroup, int sla
   return {slab_row(warpgroup, slab), slab_column(slab)};
 }
 
-// How many of a warpgroup's slabs the tile has, with rows of the group.
+// How many of a warpgroup's slabs the tile has and hold rows of the group. They are the first ones.
 __device__ __forceinline__ int slabs_in_use(const Tile& tile, int warpgroup) {
   if constexpr (!PARTIAL) return tile.halved() ? 1 : SLABS;
   const int rows = tile.end - tile.m - slab_row(warpgroup, 0);
@@ -54,7 +54,7 @@ __device__ __forceinline__ int slabs_in_use(const Tile& tile, int warpgroup) {
   return max(0, min(ceil_div(rows, slab_row(0, 1)), SLABS));
 }
 
-// What the schedule of a launch is made from.
+// Arguments of a launch that its schedule reads.
 struct ScheduleArguments {
   const int* groups;  // see Schedule
   int m;              // rows of a and of the result
@@ -69,7 +69,7 @@ struct ScheduleArguments {
   __device__ __forceinline__ int tokens_of_tile() const { return GROUPS || STAGED ? BLOCK_M : tile_m; }
 };
 
-// Walks over this block's tiles, one in each round of all blocks. The blocks of a split have the same.
+// Walks over this block's tiles: each round gives one to every block. The blocks of a split have the same tile.
 template <typename Derived>
 struct TileWalk {
   int place = blockIdx.x / SPLIT_K, index = place, tiles = 0;
@@ -101,7 +101,8 @@ struct TileWalk {
     tile = at(index);
     const int places = gridDim.x / SPLIT_K;
     if constexpr (GROUPS > 0) {
-      // The last tiles of groups take less time, and may be every second one: each round moves the blocks on by one.
+      // A group's last tile takes less time, and where every second tile is one, half of the blocks would get them all.
+      // So each round a block takes the place behind the one that it had.
       const bool last = place == places - 1;
       index += last ? 1 : places + 1;
       place = last ? 0 : place + 1;
@@ -182,8 +183,8 @@ struct Schedule : TileWalk<Schedule<Groups>> {
     __syncwarp();
   }
 
-  // By whole warps, once the table is filled. Groups that overlap may make more tiles than there are blocks for, where
-  // each block has only one.
+  // By whole warps, once the table is filled. A block of a split has one tile at most: where groups overlap, there may
+  // be more tiles than blocks, and those behind are left out.
   __device__ __forceinline__ void ready() {
     const int count = same_in_warp(table.tile_rows_before[Groups]) * TILE_COLUMNS;
     this->set_tiles(SPLIT_K > 1 ? min(count, static_cast<int>(gridDim.x) / SPLIT_K) : count);

@@ -1,5 +1,6 @@
 // Thin wrappers over the PTX instructions the kernels use (PTX ISA 9.0; section names in the comments).
-// Self-contained: no toolkit header, so that NVRTC alone compiles every kernel.
+// Self-contained: no toolkit header, so that NVRTC alone compiles every kernel. Each architecture has a
+// file of this name, which those of common/ and ops/ include.
 #pragma once
 
 using u8 = unsigned char;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 phase) {
   }
 }
 
-// The same where the arrivals come from other blocks of the cluster.
+// Waits for arrivals from other blocks of the cluster.
 __device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 phase) {
   u32 done = 0;
   while (!done) {
