@@ -125,6 +125,24 @@ def test_a_missing_source_is_named():
         jit.full_source(jit.KernelSpec("nothing.cu", "k"))
 
 
+def test_files_include_those_of_other_folders_by_name(sources, tmp_path, monkeypatch):
+    before = jit.full_source(SCALE)
+    other = tmp_path / "other"
+    other.mkdir()
+    (sources / "common.cuh").rename(other / "common.cuh")
+    with pytest.raises(ValueError, match=r"no CUDA source 'common\.cuh' in cuda/"):
+        jit.full_source(SCALE)
+    monkeypatch.setattr(jit, "SOURCE_DIRS", (sources, other))
+    assert jit.full_source(SCALE) == before
+
+
+def test_a_source_that_cannot_be_read_is_named(sources):
+    (sources / "more.cuh").unlink()
+    (sources / "more.cuh").mkdir()
+    with pytest.raises(ValueError, match=r"'more\.cuh' in .*cuda/ cannot be read: Is a directory"):
+        jit.full_source(SCALE)
+
+
 # --- compiling
 
 
