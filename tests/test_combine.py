@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.experts import combine_plan
-from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts.combine import Dtypes, combine, kernel_spec
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.runtime.checks import FLOATING
 from tests.ptxas import compile_report
@@ -147,7 +146,7 @@ def test_compile_fullgraph(dynamic):
 @pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, FLOATING, FLOATING)), ids=str)
 def test_every_variant_compiles_without_spills(dtypes):
     for hidden in (8, 576, 7168):
-        report = compile_report(combine_plan.kernel_spec(hidden, *dtypes))
+        report = compile_report(kernel_spec(hidden, Dtypes(*dtypes)))
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         # 32 warps or more on an SM of 65536 registers, each with 4 KB of loads in flight.
         assert report.registers <= 64
@@ -157,6 +156,6 @@ def test_every_variant_compiles_without_spills(dtypes):
 @pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, FLOATING, FLOATING)), ids=str)
 def test_rows_in_the_order_of_assignments_compile_as_well(dtypes, index_dtype):
     for hidden in (8, 576, 7168):
-        report = compile_report(combine_plan.kernel_spec(hidden, *dtypes, index_dtype))
+        report = compile_report(kernel_spec(hidden, Dtypes(*dtypes, index_dtype)))
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         assert report.registers <= 64

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe import quantize_1x128
-from fp8moe.kernels.experts import dispatch_plan
-from fp8moe.kernels.experts.dispatch import dispatch
+from fp8moe.kernels.experts.dispatch import dispatch, kernel_spec
 from fp8moe.runtime.checks import FLOATING
 from tests.peer_cases import MARK, as_bytes, new_received, owners, random_tokens
 from tests.ptxas import compile_report
@@ -140,6 +139,6 @@ def test_errors_name_the_argument_and_write_nothing(change, error, message):
 @pytest.mark.parametrize("peers", [1, 2, 8])
 def test_every_variant_compiles_without_spills(dtype, peers):
     for hidden, index_dtype in ((7168, torch.int64), (16, torch.int32), (272, torch.int64)):
-        report = compile_report(dispatch_plan.kernel_spec(hidden, dtype, index_dtype, peers))
+        report = compile_report(kernel_spec(hidden, dtype, index_dtype, peers))
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         assert report.registers <= 40  # as permute_quantize, whose loads it has

@@ -15,7 +15,7 @@ from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import rotary
 from fp8moe.kernels.decoder_ops.router import route, router_logits
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
-from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, experts_training
+from fp8moe.kernels.experts import combine, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.rows_to import experts_rows_to
@@ -232,10 +232,8 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
     kinds = tuple(getattr(torch, dtype) for dtype in DTYPES)
     rows, indices = (torch.bfloat16, torch.float32), (torch.int32, torch.int64)
     for *dtypes, index_dtype in product(rows, kinds, kinds, indices):
-        options = {"index_dtype": index_dtype, "pdl": True}
-        yield lambda dtypes=dtypes, options=options: combine_plan.plan(40, 1040, 8, 64, *dtypes, 0, **options).launch(
-            0, *(0,) * 7
-        )
+        dtypes = combine.Dtypes(*dtypes, index_dtype)
+        yield lambda dtypes=dtypes: combine.launcher(0, 40, 1040, 8, 64, dtypes, pdl=True).launch(0, *(0,) * 7)
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from fp8moe.distributed.agreement import Agreement
 from fp8moe.distributed.local import LocalExperts
 from fp8moe.distributed.packet import Tokens
-from fp8moe.kernels.experts import combine_plan, dispatch_plan
+from fp8moe.kernels.experts import combine, dispatch
 from fp8moe.kernels.experts.dispatch import Received
 from fp8moe.kernels.experts.operands import row_dtype
 from fp8moe.kernels.experts.rows_to import experts_rows_to
@@ -127,11 +127,10 @@ class Peers:
         hidden, top_k = x.shape[1], index.shape[1]
         buffer, rows = self._received(room, hidden, top_k), self._rows(room * top_k, hidden, row_dtype(x.dtype))
         received, slots = buffer.parts(room, hidden, top_k)
-        dtypes, device = (x.dtype, index.dtype), self.device.index
+        device = self.device.index
+        launch = dispatch.launcher(device, x, index, room, self.world, local.total // self.world).launch
         with device_guard(device):
-            sizes = (len(x), room, hidden, top_k, x.stride(0))
-            plan = dispatch_plan.plan(*sizes, dtypes, self.world, local.total // self.world, device)
-            plan.launch(current_stream(device), x.data_ptr(), index.data_ptr(), *slots, *self._meeting())
+            launch(current_stream(device), x.data_ptr(), index.data_ptr(), *slots, *self._meeting())
         everyone = FP8Tensor(received.data, received.scale)
         self._compute(local, everyone, received.index, share, rows, room * top_k, to_all=False)
         return self._combine(rows, local, tokens._replace(top_k_index=index), residual)
@@ -172,13 +171,9 @@ class Peers:
         if not count:
             return out
         residual, weights = None if residual is None else aligned(residual), weights.contiguous()
-        device = self.device.index
-        with device_guard(device):
-            dtypes, options = (row_dtype(x.dtype), weights.dtype, x.dtype), {"index_dtype": index.dtype, "pdl": True}
-            plan = combine_plan.plan(count, hidden, top_k, local.total, *dtypes, device, **options)
-            operands = (value.data_ptr() for value in (rows.memory, index, weights))
-            added = 0 if residual is None else residual.data_ptr()
-            plan.launch(current_stream(device), *operands, added, 0, 0, out.data_ptr())
+        dtypes = combine.Dtypes(row_dtype(x.dtype), weights.dtype, x.dtype, index.dtype)
+        launch = combine.launcher(self.device.index, count, hidden, top_k, local.total, dtypes, pdl=True)
+        launch(rows.memory, index, weights, residual, None, None, out)
         return out
 
     def _meeting(self) -> tuple[int, ...]:

@@ -15,8 +15,9 @@ import torch
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import combine_plan, experts_partial, experts_rows, reference
-from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts import experts_partial, experts_rows, reference
+from fp8moe.kernels.experts.combine import Dtypes, combine
+from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
@@ -26,7 +27,6 @@ from fp8moe.kernels.gemm.config import GemmConfig, with_stages
 from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
 from fp8moe.kernels.gemm.reference import group_rows, grouped_gemm_swiglu_reference
 from fp8moe.quant.reference import quantize_1x128 as quantize_reference
-from fp8moe.runtime.launch import current_stream
 from fp8moe.runtime.peer_table import SIGNALS_BYTES, Targets, meeting, no_meeting
 
 # tokens, top_k, experts, capacity, index type, the first expert, first row and rows of a window
@@ -204,11 +204,11 @@ def placed_errors(
     y = torch.full((index.numel(), hidden), float("nan"), dtype=y_dtype)
     y[some.flatten()] = torch.randn(int(some.sum()), hidden).to(y_dtype)
     weights, residual = torch.rand(tokens, top_k), torch.randn(tokens, hidden).to(out_dtype)
-    sizes = (tokens, hidden, top_k, num_experts, y_dtype, weights.dtype, out_dtype, torch.cuda.current_device())
-    plan = combine_plan.plan(*sizes, index_dtype=index_dtype, pdl=True)
+    dtypes = Dtypes(y_dtype, weights.dtype, out_dtype, index_dtype)
+    launch = combine_launcher(torch.cuda.current_device(), tokens, hidden, top_k, num_experts, dtypes, pdl=True)
     there = [value.cuda() for value in (y, index, weights, residual)]
     out = torch.empty_like(there[-1])
-    plan.launch(current_stream(out.get_device()), *(value.data_ptr() for value in there), 0, 0, out.data_ptr())
+    launch(*there, None, None, out)
     return differing(out, reference.combine(y, rows, weights, out_dtype, residual))
 
 

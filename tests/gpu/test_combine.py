@@ -5,11 +5,10 @@ import itertools
 import pytest
 import torch
 
-from fp8moe.kernels.experts import combine_plan, reference
-from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts import reference
+from fp8moe.kernels.experts.combine import Dtypes, combine, launcher
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.runtime.checks import FLOATING
-from fp8moe.runtime.launch import current_stream, device_guard
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +37,9 @@ def write(y, rows, weights, out_dtype, sparse=False):
     (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
     size, guard = tokens * hidden * out_dtype.itemsize, 256
     out = torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda")
-    index = y.get_device()
-    with device_guard(index):
-        dtypes = y.dtype, weights.dtype, out_dtype
-        plan = combine_plan.plan(tokens, hidden, top_k, num_rows, *dtypes, index, sparse=sparse)
-        plan.launch(current_stream(index), y.data_ptr(), rows.data_ptr(), weights.data_ptr(), 0, 0, 0, out.data_ptr())
+    dtypes = Dtypes(y.dtype, weights.dtype, out_dtype)
+    launch = launcher(y.get_device(), tokens, hidden, top_k, num_rows, dtypes, sparse=sparse)
+    launch(y, rows, weights, None, None, None, out)
     assert (out[size:] == MARK).all()
     return out[:size].view(out_dtype).view(tokens, hidden)
 
@@ -52,14 +49,9 @@ def write_placed(y, index, weights, bound, out_dtype, residual=None):
     (tokens, top_k), hidden = index.shape, y.shape[1]
     size, guard = tokens * hidden * out_dtype.itemsize, 256
     out = torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda")
-    device = y.get_device()
-    with device_guard(device):
-        dtypes = y.dtype, weights.dtype, out_dtype
-        options = {"index_dtype": index.dtype, "pdl": True}
-        plan = combine_plan.plan(tokens, hidden, top_k, bound, *dtypes, device, **options)
-        added = 0 if residual is None else residual.data_ptr()
-        addresses = (value.data_ptr() for value in (y, index, weights))
-        plan.launch(current_stream(device), *addresses, added, 0, 0, out.data_ptr())
+    dtypes = Dtypes(y.dtype, weights.dtype, out_dtype, index.dtype)
+    launch = launcher(y.get_device(), tokens, hidden, top_k, bound, dtypes, pdl=True)
+    launch(y, index, weights, residual, None, None, out)
     assert (out[size:] == MARK).all()
     return out[:size].view(out_dtype).view(tokens, hidden)
 
@@ -171,12 +163,9 @@ def test_sums_of_some_tokens(top_k, sparse):
     residual[~known] = float("nan")
     out = torch.full((tokens, 4 * hidden), MARK, dtype=torch.uint8, device="cuda")
     now = torch.full((tokens,), MARK, dtype=torch.uint8, device="cuda")
-    index = y.get_device()
-    with device_guard(index):
-        dtypes = y.dtype, weights.dtype, torch.float32
-        plan = combine_plan.plan(tokens, hidden, top_k, num_rows, *dtypes, index, sparse=sparse)
-        addresses = (value.data_ptr() for value in (y, rows, weights, residual, known, now, out))
-        plan.launch(current_stream(index), *addresses)
+    dtypes = Dtypes(y.dtype, weights.dtype, torch.float32)
+    launch = launcher(y.get_device(), tokens, hidden, top_k, num_rows, dtypes, sparse=sparse)
+    launch(y, rows, weights, residual, known, now, out)
     there = reference.valid_rows(rows, num_rows).any(1) | known
     assert there.any() and not there.all() and torch.equal(now, there.to(torch.uint8))
     expected = reference.combine(y, rows, weights, torch.float32, torch.where(known[:, None], residual, 0))
@@ -293,22 +282,19 @@ def test_cuda_graph_of_assignments_with_changed_input():
     new = random_placed(77, 1040, 8, dtypes)
     operands = [torch.empty_like(value) for value in new]
     out = torch.empty(77, 1040, dtype=torch.bfloat16, device="cuda")
-    device = out.get_device()
-    options = {"index_dtype": torch.int64, "pdl": True}
-    with device_guard(device):
-        plan = combine_plan.plan(77, 1040, 8, EXPERTS, torch.bfloat16, torch.float32, out.dtype, device, **options)
+    form = Dtypes(torch.bfloat16, torch.float32, out.dtype, torch.int64)
+    launch = launcher(out.get_device(), 77, 1040, 8, EXPERTS, form, pdl=True)
 
-        def run():
-            for value, source in zip(operands, new, strict=True):
-                value.copy_(source)
-            addresses = (value.data_ptr() for value in operands)
-            plan.launch(current_stream(device), *addresses, 0, 0, 0, out.data_ptr())
+    def run():
+        for value, source in zip(operands, new, strict=True):
+            value.copy_(source)
+        launch(*operands, None, None, None, out)
 
-        run()  # loaded before the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
+    run()  # loaded before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
     for seed in range(1, 4):
         for value, source in zip(new, random_placed(77, 1040, 8, dtypes, seed), strict=True):
             value.copy_(source)

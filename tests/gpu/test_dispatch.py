@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8moe.kernels.experts import dispatch_plan, reference
-from fp8moe.kernels.experts.dispatch import dispatch
+from fp8moe.kernels.experts import reference
+from fp8moe.kernels.experts.dispatch import dispatch, launcher
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import current_stream, device_guard
 from fp8moe.runtime.peer_table import SIGNALS_BYTES, meeting
@@ -138,16 +138,15 @@ def test_meeting(count):
     reference.dispatch(*tokens, expected, rank, ranks * EACH)
     signals = torch.zeros(ranks, SIGNALS_BYTES // 4, dtype=torch.int32, device="cuda")
     index = torch.cuda.current_device()
-    dtypes = tuple(value.dtype for value in tokens)
+    launch = launcher(index, *tokens, count, ranks, EACH).launch
     with device_guard(index):
-        plan = dispatch_plan.plan(count, count, 1040, 8, 1040, dtypes, ranks, EACH, index)
         for meetings in range(1, 21):
             # One is a meeting ahead, as peers may be.
             signals[rank, :ranks] = torch.tensor([meetings, meetings + 1, meetings - 1, meetings], device="cuda")
             addresses = (value.data_ptr() for value in tokens)
             slots = (part[rank * count :].data_ptr() for buffer in buffers for part in buffer)
             words = meeting([row.data_ptr() for row in signals], rank)
-            plan.launch(current_stream(index), *addresses, *slots, *words)
+            launch(current_stream(index), *addresses, *slots, *words)
             told = signals[:, rank].tolist()
             assert told == [meetings] * ranks and signals[rank, 8:].tolist() == [meetings, 0]
             assert_equal(buffers, expected)

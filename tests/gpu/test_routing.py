@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe.kernels.experts import combine_plan, permute, reference, routing
+from fp8moe.kernels.experts import combine, permute, reference, routing
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime.launch import current_stream, device_guard
@@ -193,11 +193,10 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
         for seed in range(20)
     ]
     with device_guard(index):
-        sort = routing.launcher(index, num_rows, num_experts, None, torch.int64, pdl=True)
-        move = permute.launcher(index, tokens, hidden, top_k, num_rows, hidden, torch.bfloat16, pdl=True)
-        combine = combine_plan.plan(
-            tokens, hidden, top_k, num_rows, torch.bfloat16, torch.float32, torch.bfloat16, index, pdl=True
-        )
+        sort = routing.launcher(index, inputs[0][0], num_experts, None, pdl=True)
+        move = permute.launcher(index, inputs[0][1], None, top_k, num_rows, pdl=True)
+        dtypes = combine.Dtypes(torch.bfloat16, torch.float32, torch.bfloat16)
+        add = combine.launcher(index, tokens, hidden, top_k, num_rows, dtypes, pdl=True)
     stream = current_stream(index)
     addresses = {name: value.data_ptr() for name, value in (("rows", rows), ("data", data), ("scale", scale))}
     results = []
@@ -205,7 +204,7 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
         for _ in range(3):
             sort.launch(stream, top_k_index.data_ptr(), groups.data_ptr(), addresses["rows"])
             move.launch(stream, x.data_ptr(), *addresses.values(), 0)
-            combine.launch(stream, y.data_ptr(), addresses["rows"], weights.data_ptr(), 0, 0, 0, out.data_ptr())
+            add.launch(stream, y.data_ptr(), addresses["rows"], weights.data_ptr(), 0, 0, 0, out.data_ptr())
         results.append(buffer.clone())
     for (top_k_index, x), result in zip(inputs, results, strict=True):
         views = [result[start : start + size] for start, size in zip(starts, sizes, strict=False)]

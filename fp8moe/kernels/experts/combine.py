@@ -1,13 +1,24 @@
-"""Weighted sum of each token's rows: ``combine``, and the operator ``fp8moe::combine`` behind it."""
+"""Weighted sum of each token's rows: `combine`."""
+
+import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts import checks, combine_plan, reference
+from fp8moe.kernels.experts import checks, reference
+from fp8moe.kernels.experts.routing import INDEX_TYPES
+from fp8moe.quant.formats import ceil_div
+from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
 from fp8moe.runtime import autograd
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.checks import aligned, check_tensor
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned, resident_blocks
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import WARP
+
+_WARPS = 4  # of a thread block
+_BLOCKS_PER_SM = 8  # as many as run at once
 
 
 def combine(
@@ -29,27 +40,100 @@ def combine(
         check_tensor(name, value)
     if residual is not None:
         check_tensor("residual", residual)
-    return autograd.run(_combine_op, "fp8moe.kernels.experts.combine", y, rows, weights, out_dtype, residual)
+    return autograd.run(_combine, "fp8moe.kernels.experts.combine", y, rows, weights, out_dtype, residual)
 
 
-def _combine(
-    y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None
-) -> Tensor:
-    checks.combine(y, rows, weights, out_dtype, residual)
-    backend = combine_plan if use_cuda(y) else reference
-    return backend.combine(y, rows, weights, out_dtype, residual)
+class _Sizes(ctypes.Structure):
+    """``struct Sizes`` of the kernel."""
+
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("tokens", "top_k", "bound", "warps"))
 
 
-def _combine_fake(
-    y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None
-) -> Tensor:
-    checks.combine(y, rows, weights, out_dtype, residual)
+class Dtypes(NamedTuple):
+    """Dtypes of the operands. index: of experts in place of rows, see `launcher`; None: rows, int32."""
+
+    y: torch.dtype
+    weights: torch.dtype
+    out: torch.dtype
+    index: torch.dtype | None = None
+
+
+def _warp_columns(y_dtype: torch.dtype) -> int:
+    """Columns that a warp takes at a time: 16 bytes for each lane."""
+    return WARP * 16 // y_dtype.itemsize
+
+
+def kernel_spec(hidden: int, dtypes: Dtypes) -> KernelSpec:
+    """The kernel for rows of `hidden` columns."""
+    types = (
+        ("WEIGHT", INPUT_TYPES[dtypes.weights]),
+        ("OUTPUT", INPUT_TYPES[dtypes.out]),
+        ("ROW", INDEX_TYPES[dtypes.index or torch.int32]),
+        ("PLACED", int(dtypes.index is not None)),
+    )
+    sizes = (
+        ("WARPS", _WARPS),
+        ("WARP_COLUMNS", _warp_columns(dtypes.y)),
+        ("HIDDEN", hidden),
+        ("SIZES_BYTES", ctypes.sizeof(_Sizes)),
+    )
+    return KernelSpec("combine.cu", "combine", (*input_defines(dtypes.y), *types, *sizes))
+
+
+@planned
+def launcher(
+    device_index: int,
+    tokens: int,
+    hidden: int,
+    top_k: int,
+    bound: int,
+    dtypes: Dtypes,
+    *,
+    sparse: bool = False,
+    pdl: bool = False,
+) -> PointerLauncher:
+    """The launcher for y (bound, hidden), rows and weights (tokens, top_k), residual, known, now, out (tokens, hidden).
+
+    residual (tokens, hidden) is added, None for none. known, bool (tokens,): of which tokens the residual has a sum,
+    None for all. now, likewise: written, which tokens of out have a sum; no others are written; None: all have.
+    tokens and hidden are not 0, all tensors contiguous, y, residual and out at multiples of 16 bytes. sparse: most
+    tokens have no row; only the speed depends on it. pdl: start before the kernel ahead has ended; nothing is read or
+    written before it has.
+
+    With an index dtype, experts of the assignments come in place of rows, each of which has the row at its own place
+    in y (tokens * top_k, hidden). Experts outside [0, bound) have none.
+    """
+    warps = 1 if sparse else ceil_div(hidden, _warp_columns(dtypes.y))  # that share a token
+    blocks = ceil_div(tokens * warps, _WARPS)
+    return PointerLauncher(
+        load(kernel_spec(hidden, dtypes)),
+        grid=min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index)) if sparse else blocks,
+        block=_WARPS * WARP,
+        pdl=pdl,
+        pointers=4,
+        args=((ctypes.c_int64 * 3)(), _Sizes(tokens, top_k, bound, warps)),
+    )
+
+
+def _launch(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+    out = _empty(y, rows, weights, out_dtype)
+    if out.numel():
+        residual = residual if residual is None else aligned(residual)
+        sizes = *out.shape, rows.shape[1], y.shape[0]
+        launch = launcher(y.get_device(), *sizes, Dtypes(y.dtype, weights.dtype, out_dtype))
+        launch(aligned(y), rows.contiguous(), weights.contiguous(), residual, None, None, out)
+    return out
+
+
+def _empty(y: Tensor, rows: Tensor, weights: Tensor, out_dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
     return y.new_empty((rows.shape[0], y.shape[1]), dtype=out_dtype)
 
 
-_combine_op = define(
+_combine = operator(
     "combine(Tensor y, Tensor rows, Tensor weights, ScalarType out_dtype, Tensor? residual=None) -> Tensor",
-    _combine,
-    _combine_fake,
+    check=checks.combine,
+    cuda=_launch,
+    reference=reference.combine,
+    fake=_empty,
     forward_only=True,
 )

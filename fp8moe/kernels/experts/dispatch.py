@@ -1,12 +1,25 @@
 """Tokens of one GPU to all that hold experts: `dispatch`, over memory that the GPU can store to."""
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts import dispatch_plan, peer_checks, reference
+from fp8moe.kernels.experts import checks, reference
+from fp8moe.kernels.experts.routing import INDEX_TYPES
+from fp8moe.quant.formats import BLOCK, ceil_div
+from fp8moe.quant.quantize_plan import quantizer_defines
 from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor, row_major
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, planned, resident_blocks
+from fp8moe.runtime.peer_table import MAX_PEERS, no_meeting, peer_defines
+from fp8moe.runtime.sm90 import WARP
+
+_WARPS, _WARP_COLUMNS = 4, 512  # warps of a thread block, columns that one takes at a time
+_BLOCKS_PER_SM = 16  # as many as run at once
 
 
 class Received(NamedTuple):
@@ -18,6 +31,9 @@ class Received(NamedTuple):
     data: Tensor
     scale: Tensor
     index: Tensor
+
+
+_RECEIVED_DTYPES = (torch.float8_e4m3fn, torch.float32, torch.int32)
 
 
 def dispatch(x: Tensor, top_k_index: Tensor, buffers: Sequence[Received], rank: int, num_experts: int) -> None:
@@ -34,6 +50,91 @@ def dispatch(x: Tensor, top_k_index: Tensor, buffers: Sequence[Received], rank: 
 
     Raises TypeError for a wrong dtype, ValueError for a wrong rank, size, number, layout or device.
     """
-    peer_checks.dispatch(x, top_k_index, buffers, rank, num_experts)
-    backend = dispatch_plan if use_cuda(x) else reference
-    backend.dispatch(x, top_k_index, buffers, rank, num_experts)
+    _check(x, top_k_index, buffers, rank, num_experts)
+    (_launch if use_cuda(x) else reference.dispatch)(x, top_k_index, buffers, rank, num_experts)
+
+
+def _check(x: Tensor, index: Tensor, buffers: Sequence[Received], rank: int, num_experts: int) -> None:
+    for name, value in (("x", x), ("top_k_index", index)):
+        check_tensor(name, value)
+    check_dtype("x", x, *FLOATING)
+    if x.dim() != 2 or x.shape[1] % 16:
+        raise ValueError(f"x: expected shape (N, H) with H a multiple of 16, got {tuple(x.shape)}")
+    checks.routed_index(index, x, "x")
+    ranks = len(buffers)
+    if not 1 <= ranks <= MAX_PEERS:
+        raise ValueError(f"buffers: expected those of 1 to {MAX_PEERS} ranks, got {ranks}")
+    check_int("rank", rank)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank: expected 0 to {ranks - 1}, the buffers there are, got {rank}")
+    check_int("num_experts", num_experts)
+    if not 0 <= num_experts <= ranks * checks.MAX_EXPERTS or num_experts % ranks:
+        most = f"{checks.MAX_EXPERTS} for each"
+        raise ValueError(f"num_experts: expected a multiple of {ranks}, the ranks, up to {most}, got {num_experts}")
+    room = buffers[0][0].shape[0] if buffers[0][0].dim() else 0
+    if room % ranks or room < x.shape[0] * ranks:
+        raise ValueError(
+            f"buffers: expected {ranks} * T slots with T at least {x.shape[0]}, the tokens of x, got {room}"
+        )
+    columns = x.shape[1], ceil_div(x.shape[1], BLOCK), index.shape[1]
+    for i, buffer in enumerate(buffers):
+        for name, part, dtype, width in zip(Received._fields, buffer, _RECEIVED_DTYPES, columns, strict=True):
+            _check_target(f"buffers[{i}].{name}", part, dtype, (room, width))
+
+
+def _check_target(name: str, value: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """That a kernel can write it; it may be on another device than what is written."""
+    check_dtype(name, value, dtype)
+    if value.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(value.shape)}")
+    if not value.is_contiguous() or value.data_ptr() % 16:
+        raise ValueError(f"{name}: expected contiguous and at a multiple of 16 bytes, got strides {value.stride()}")
+
+
+class _Sizes(ctypes.Structure):
+    """``struct Sizes`` of the kernel."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("tokens", "slots", "top_k", "experts")),
+        ("row_stride", ctypes.c_int64),
+    )
+
+
+def kernel_spec(hidden: int, dtype: torch.dtype, index_dtype: torch.dtype, peers: int) -> KernelSpec:
+    """The kernel for tokens of `hidden` columns, these dtypes and so many peers, this GPU among them."""
+    types = (("INDEX", INDEX_TYPES[index_dtype]),)
+    sizes = (("WARPS", _WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden))
+    defines = (*quantizer_defines(dtype), *types, *sizes, *peer_defines(peers), ("SIZES_BYTES", ctypes.sizeof(_Sizes)))
+    return KernelSpec("dispatch.cu", "dispatch", defines)
+
+
+@planned
+def launcher(device_index: int, x: Tensor, index: Tensor, slots: int, peers: int, experts: int) -> PointerLauncher:
+    """The launcher for x and index, then for each peer data, scale and index, then the meeting (`peer_table`).
+
+    x: (tokens, H), rows at multiples of 16 bytes; index: (tokens, K), contiguous; tokens may be 0. Each peer's parts
+    are those of this GPU: data (slots, H) at a multiple of 16 bytes, scale (slots, ceil(H / 128)), index (slots, K),
+    contiguous; slots, H, K are not 0. experts: of each peer.
+    """
+    (tokens, hidden), top_k = x.shape, index.shape[1]
+    blocks = ceil_div(slots * ceil_div(hidden, _WARP_COLUMNS), _WARPS)
+    addresses = len(Received._fields) * peers + peers + 1
+    return PointerLauncher(
+        load(kernel_spec(hidden, x.dtype, index.dtype, peers)),
+        grid=min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index)),
+        block=_WARPS * WARP,
+        pointers=2,
+        args=((ctypes.c_int64 * addresses)(), _Sizes(tokens, slots, top_k, experts, x.stride(0))),
+    )
+
+
+def _launch(x: Tensor, index: Tensor, buffers: Sequence[Received], rank: int, num_experts: int) -> None:
+    peers = len(buffers)
+    slots = buffers[0][0].shape[0] // peers
+    if not slots * x.shape[1] * index.shape[1]:
+        return
+    x, index, device_index = row_major(x), index.contiguous(), x.get_device()
+    own = (part[rank * slots :].data_ptr() for buffer in buffers for part in buffer)
+    launch = launcher(device_index, x, index, slots, peers, num_experts // peers).launch
+    with device_guard(device_index):
+        launch(current_stream(device_index), x.data_ptr(), index.data_ptr(), *own, *no_meeting(peers))

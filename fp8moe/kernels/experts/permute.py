@@ -80,13 +80,10 @@ def permute_defines(hidden: int) -> tuple[tuple[str, int], ...]:
 @planned
 def launcher(
     device_index: int,
-    tokens: int,
-    hidden: int,
+    x: Tensor,
+    x_scale: Tensor | None,
     top_k: int,
     num_rows: int,
-    row_stride: int,
-    dtype: torch.dtype,
-    scale_strides: tuple[int, int] | None = None,
     *,
     sparse: bool = False,
     pdl: bool = False,
@@ -96,30 +93,29 @@ def launcher(
     A warp takes each part of a token, or, if sparse (most tokens have no row), each token, and no more warps run than
     fit at once. Where all tokens have rows, many short blocks are quicker by a tenth.
 
-    Strides in elements; rows of x are at multiples of 16 bytes. It writes data (num_rows, hidden), contiguous, the
-    MN-major scale of align(num_rows, 4) rows, and to assignments, which may be None, token * top_k + k of each row that
-    has one, int32. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
+    x: (T, H), rows at multiples of 16 bytes; x_scale: None if x is not FP8. It writes data (num_rows, H), contiguous,
+    the MN-major scale of align(num_rows, 4) rows, and to assignments, which may be None, token * top_k + k of each row
+    that has one, int32. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
     """
+    tokens, hidden = x.shape
     warps = 1 if sparse else ceil_div(hidden, _WARP_COLUMNS)  # that share a token
     blocks = ceil_div(tokens * warps, WARPS)
     if sparse:
         blocks = min(blocks, resident_blocks(_BLOCKS_PER_SM, device_index))
     # The kernel finds the rows of as many assignments as a warp has lanes at a time.
     read_ahead = (tokens <= _READ_AHEAD_TOKENS and not sparse) or top_k > WARP
-    sizes = PermuteSizes(tokens, top_k, num_rows, read_ahead, warps, row_stride, align(num_rows, 4))
-    args = sizes if scale_strides is None else _FP8Sizes(sizes, *scale_strides)
-    kernel, pointers = load(kernel_spec(hidden, dtype)), 5 if scale_strides is None else 6
+    sizes = PermuteSizes(tokens, top_k, num_rows, read_ahead, warps, x.stride(0), align(num_rows, 4))
+    args, pointers = (sizes, 5) if x_scale is None else (_FP8Sizes(sizes, *x_scale.stride()), 6)
+    kernel = load(kernel_spec(hidden, x.dtype))
     return PointerLauncher(kernel, grid=blocks, block=WARPS * WARP, pdl=pdl, pointers=pointers, args=(args,))
 
 
 def _launch(x: Tensor, x_scale: Tensor | None, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     data, scale = empty_rows(x, num_rows)
     if data.numel() and rows.numel():
-        x, rows = row_major(x), rows.contiguous()
-        quantized = () if x_scale is None else (x_scale,)
-        strides = None if x_scale is None else x_scale.stride()
-        launch = launcher(x.get_device(), *x.shape, rows.shape[1], num_rows, x.stride(0), x.dtype, strides)
-        launch(x, *quantized, rows, data, scale, None)
+        x, quantized = row_major(x), () if x_scale is None else (x_scale,)
+        launch = launcher(x.get_device(), x, x_scale, rows.shape[1], num_rows)
+        launch(x, *quantized, rows.contiguous(), data, scale, None)
     return data, scale
 
 

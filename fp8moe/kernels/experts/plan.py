@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import combine_plan
+from fp8moe.kernels.experts.combine import Dtypes
+from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.operands import Operands, Share, tiles_of
 from fp8moe.kernels.experts.permute import launcher as permute_launcher
 from fp8moe.kernels.experts.routing import launcher as sort_launcher
@@ -89,21 +90,18 @@ class Plan:
         a_scale = part("a_scale", torch.float32, ceil_div(hidden, 128))
         h_scale = part("h_scale", torch.float32, ceil_div(size, 128))
         grouped = {**tiles_of(tokens * top_k, share.num_experts or count, capacity), "pdl": True}
-        window = {"first_expert": share.first_expert, "first_row": share.first_row, "num_rows": num_rows}
-        window["pdl"] = targets is not None
-        self.sort = sort_launcher(device, tokens * top_k, count, capacity, index.dtype, **window)
-        sizes = (tokens, hidden, top_k, num_rows, x.stride(0))
+        window = (share.first_expert, share.first_row, num_rows)
+        self.sort = sort_launcher(device, index, count, capacity, *window, pdl=targets is not None)
         launch = {"sparse": share.first_row > 0, "pdl": True}  # those rows are there only if routing is uneven
-        strides = None if x_scale is None else x_scale.stride()
-        self.permute = permute_launcher(device, *sizes, x.dtype, strides, **launch)
+        self.permute = permute_launcher(device, x, x_scale, top_k, num_rows, **launch)
         self.gemm1 = GemmPlan(a, a_scale, up, h, SwigluQuantize(activation), **grouped)
         if targets is not None:
             self.gemm2 = GemmPlan(h, h_scale, down, None, PeerStore(row_dtype, *targets.form), **grouped)
             return
         y = part("y", row_dtype, hidden)
         self.gemm2 = GemmPlan(h, h_scale, down, y, PlainStore(row_dtype), **grouped)
-        dtypes = row_dtype, weights.dtype, out_dtype
-        self.combine = combine_plan.plan(tokens, hidden, top_k, num_rows, *dtypes, device, **launch)
+        dtypes = Dtypes(row_dtype, weights.dtype, out_dtype)
+        self.combine = combine_launcher(device, tokens, hidden, top_k, num_rows, dtypes, **launch)
 
     def run(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
         """Returns (T, H) in the dtype of the input, or of the share; None if rows go to the targets."""

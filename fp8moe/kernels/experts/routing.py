@@ -119,25 +119,25 @@ def kernel_spec(shape: KernelShape, dtype: torch.dtype, masked: bool) -> KernelS
 @planned
 def launcher(
     device_index: int,
-    assignments: int,
+    index: Tensor,
     num_experts: int,
     capacity: int | None,
-    dtype: torch.dtype,
-    *,
     first_expert: int = 0,
     first_row: int = 0,
     num_rows: int | None = None,
+    *,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for indices of `dtype`, `assignments` = T * K >= 0 of them, groups and rows; all contiguous.
+    """The launcher for index (T, K), groups (E + 1,) or, with a capacity, (E,), and rows (T, K); all contiguous.
 
-    It writes groups (E + 1,) or, with a capacity, (E,), and rows (T, K). pdl: start before the kernel ahead has ended;
-    nothing is read or written before it has.
+    It writes groups and rows; the arguments are those of `sort_by_expert`. pdl: start before the kernel ahead has
+    ended; nothing is read or written before it has.
     """
+    assignments = index.numel()
     num_rows = assignments if num_rows is None else num_rows
     shape = KernelShape.of(assignments, num_experts)
     return PointerLauncher(
-        load(kernel_spec(shape, dtype, capacity is not None)),
+        load(kernel_spec(shape, index.dtype, capacity is not None)),
         grid=shape.blocks,
         block=shape.warps * WARP,
         cluster=shape.blocks,
@@ -148,18 +148,10 @@ def launcher(
     )
 
 
-def _launch(
-    top_k_index: Tensor,
-    num_experts: int,
-    capacity: int | None,
-    first_expert: int = 0,
-    first_row: int = 0,
-    num_rows: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def _launch(top_k_index: Tensor, num_experts: int, capacity: int | None, *window: int | None) -> tuple[Tensor, Tensor]:
     groups, rows = _empty(top_k_index, num_experts, capacity)
     index = top_k_index.contiguous()
-    window = {"first_expert": first_expert, "first_row": first_row, "num_rows": num_rows}
-    launcher(index.get_device(), index.numel(), num_experts, capacity, index.dtype, **window)(index, groups, rows)
+    launcher(index.get_device(), index, num_experts, capacity, *window)(index, groups, rows)
     return groups, rows
 
 
