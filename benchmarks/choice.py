@@ -5,7 +5,8 @@ as much again of the fastest are timed in turn. The least of many times is low b
 others are then timed again, several times in turn: `regret` is how much slower the chosen one is than the best of them
 by these second times alone. Groups have very different sizes, as skewed routing makes them, and some are empty. With
 `--fit` the problems are others, of nine more draws, whose `times` are for `tools.fit_cost`; these are timed once. It
-must not see those that judge it. What `--models` times is said in `benchmarks.choice_models`.
+must not see those that judge it. So it is with `--models`, whose problems are weights of well-known models, with fewer
+candidates of each. What both wrote on an H200 is in benchmarks/fit.
 """
 
 import random
@@ -37,6 +38,21 @@ MOST_ROWS, MOST_BYTES = 20000, 4 << 30
 LONG_US = 100  # kernels for which the GPU clocks down, the more the longer it was busy: it rests before them
 SEED, FITTED_SEEDS = 60, range(61, 70)
 SMS = 132  # of an H100 or H200
+# Of models' linear layers and experts (DeepSeek-V3, Kimi-K2, Qwen3, Mixtral): (n, k).
+LINEAR = (
+    *((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)),
+    *((5120, 2048), (6144, 4096)),
+)
+TOKENS = (1, 4, 8, 16, 24, 32, 40, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+EXPERTS = ((4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072), (1536, 2048))
+# Numbers of groups, and their mean rows.
+GROUPS = (
+    *((4, 8192), (8, 4096), (6, 1024), (8, 256), (16, 512), (32, 32), (32, 192), (32, 256), (32, 768), (128, 64)),
+    *((8, 1), (6, 20), (32, 1), (32, 4), (32, 20), (128, 1), (128, 4), (128, 16), (128, 512), (256, 2), (256, 16)),
+    (256, 64),
+)
+MORE_EXPERTS, THEIR_GROUPS = ((2048, 768), (4096, 1536)), 128  # of Qwen3
+LIKELY_OF_MODELS, MOST_OF_MODELS = 1.25, 12  # candidates of weights of models
 COLUMNS = ("groups", "m", "n", "k", "candidates", "chosen", "us", "best", "best_us", "regret")
 
 
@@ -74,6 +90,20 @@ def drawn(seed: int) -> list[Problem]:
         if problem.groups * problem.n * problem.k <= MOST_BYTES:
             found.append(problem)
     return found
+
+
+def models() -> list[Problem]:
+    """Weights of models that the choice is fitted to, the dense ones first."""
+    dense = [Problem(0, m, n, k) for n, k in LINEAR for m in TOKENS]
+    theirs = [pair for pair in GROUPS if pair[0] == THEIR_GROUPS]
+    weights = [*((one, GROUPS) for one in EXPERTS), *((one, theirs) for one in MORE_EXPERTS)]
+    return [*dense, *(problem for one, pairs in weights for problem in with_groups(*one, pairs))]
+
+
+def with_groups(n: int, k: int, pairs: Iterable[tuple[int, int]]) -> list[Problem]:
+    """Of groups and their mean rows, with even and with skewed sizes, those whose weights have room."""
+    pairs = [(groups, mean) for groups, mean in pairs if groups * n * k <= MOST_BYTES]
+    return [Problem(groups, groups * mean, n, k, skewed) for groups, mean in pairs for skewed in (False, True)]
 
 
 def group_offsets(problem: Problem) -> Tensor:
@@ -191,16 +221,16 @@ def run(timed: Sequence[Problem], *, twice: bool = True, likely: float = LIKELY,
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser("choice", "the chosen tiles against the other candidates")
     others = parser.add_mutually_exclusive_group()
-    others.add_argument("--fit", action="store_true", help="time what tools.fit_cost fits the choice to")
-    others.add_argument("--models", action="store_true", help="time what the package corrects the choice by")
+    others.add_argument("--fit", action="store_true", help="time random shapes for tools.fit_cost")
+    others.add_argument("--models", action="store_true", help="time weights of models for it")
     args = parser.parse_args(argv)
     if args.models:
-        from benchmarks.choice_models import write
-
-        write(args.out / "measured.json")
-        return
-    result = run(fitted(), twice=False) if args.fit else run(problems())
-    file = "tiles.json" if args.fit else "choice.json"
+        file = "models.json"
+        result = run(models(), twice=False, likely=LIKELY_OF_MODELS, most=MOST_OF_MODELS)
+    elif args.fit:
+        file, result = "tiles.json", run(fitted(), twice=False)
+    else:
+        file, result = "choice.json", run(problems())
     command.finish(args.out / file, result, format_table(result["rows"], COLUMNS))
 
 

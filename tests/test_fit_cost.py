@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.choice import Problem, every_candidate, expected_us, fitted, make_row, problems
-from benchmarks.choice_models import models
-from fp8moe.kernels.gemm import cost, measured
+from benchmarks.choice import MOST_BYTES, Problem, every_candidate, expected_us, fitted, make_row, models, problems
+from fp8moe.kernels.gemm import cost
 from tools import fit_cost
 from tools.fit_cost import CONSTANTS, Timed
 
-STORED = Path(__file__).parent.parent / "benchmarks/baselines/tiles_h200.json"  # random shapes
-MODELS = measured.FILE  # weights of models, here without the corrections that come of them
+FITTED_TO = Path(__file__).parent.parent / "benchmarks/fit"
+STORED = FITTED_TO / "tiles_h200.json"  # random shapes
+MODELS = FITTED_TO / "measured_h200.json"  # weights of models
 
 
 @pytest.fixture
@@ -90,6 +90,31 @@ def test_what_judges_the_choice_is_not_fitted():
 def test_stored_times_are_of_what_is_fitted():
     rows = json.loads(STORED.read_text())["rows"]
     assert [Problem(*(row[field] for field in Problem._fields)) for row in rows] == fitted()
+
+
+def test_stored_times_of_models():
+    rows = json.loads(MODELS.read_text())["rows"]
+    keys = [tuple(row[field] for field in Problem._fields) for row in rows]
+    assert len(set(keys)) == len(keys) > 100
+    assert set(keys) <= {(*one[:4], one.groups > 0 and one.skewed) for one in models()}
+    for row in rows:
+        named = {config.name for config in every_candidate(Problem(*(row[field] for field in Problem._fields)))}
+        assert row["times"].keys() <= named and all(us == float(f"{us:.4g}") > 0 for us in row["times"].values())
+
+
+def test_candidates_have_names_of_their_own():
+    for problem in models():
+        found = every_candidate(problem)
+        assert len({config.name for config in found}) == len(found)
+
+
+def test_models_problems():
+    found = models()
+    assert len(set(found)) == len(found) and 300 < len(found) < 400
+    assert [one.groups > 0 for one in found] == sorted(one.groups > 0 for one in found)
+    assert all(one.groups * one.n * one.k <= MOST_BYTES for one in found)
+    even = {one._replace(skewed=False) for one in found if one.groups and one.skewed}
+    assert even == {one for one in found if one.groups and not one.skewed}
 
 
 def test_command_line(constants, capsys, tmp_path):

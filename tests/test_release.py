@@ -50,8 +50,8 @@ def wheel_files(wheel):
 
 
 def package_files():
-    """What users need of the package: modules, kernels, measured times, the mark of annotations."""
-    suffixes = (".py", ".cu", ".cuh", ".json", ".typed")
+    """What users need of the package: modules, kernels, the mark of annotations."""
+    suffixes = (".py", ".cu", ".cuh", ".typed")
     paths = (path for path in (ROOT / "fp8moe").rglob("*") if path.suffix in suffixes)
     return {path.relative_to(ROOT).as_posix() for path in paths}
 

@@ -1,6 +1,6 @@
 """Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--proposals N]`.
 
-FILE: of `benchmarks.choice --fit`, such as benchmarks/baselines/tiles_h200.json, or measured_h200.json of the package.
+FILE: of `benchmarks.choice` with --fit, as benchmarks/fit/tiles_h200.json, or --models, as measured_h200.json there.
 Prints the constants, for cost.py, and the regret before and after.
 
 By simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983) of a loss: half the

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from fp8moe.kernels.gemm.config import GemmConfig, unstaged
+from fp8moe.kernels.gemm.cost import dense_time, grouped_time
 from fp8moe.kernels.gemm.epilogue import Epilogue, PeerStore
-from fp8moe.kernels.gemm.measured import dense_time, grouped_time
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import (
     choose_dense,
@@ -60,12 +60,12 @@ def choose(
         problem, options = (groups, expected_m, n, k, num_sms), {"max_m": max_m, "swiglu": epilogue.gated}
         best = grouped_choice(m, *problem, **options, whole=whole)
         candidates = partial(grouped_candidates, m, *problem, **options)
-        time = partial(grouped_time, swiglu=epilogue.gated)
+        time = grouped_time
     else:
         problem = m, n, k, num_sms
         best = dense_choice(*problem)
         candidates = partial(dense_candidates, *problem, _parts(n, k))
-        time = partial(dense_time, parts=_parts(n, k))
+        time = dense_time
 
     best = served(best, k, epilogue)
 

@@ -10,10 +10,8 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.config import GemmConfig, GroupedKConfig, fits, with_stages
-from fp8moe.kernels.gemm.cost import resident_clusters
-from fp8moe.kernels.gemm.measured import dense_time, grouped_time
+from fp8moe.kernels.gemm.cost import dense_time, grouped_time, resident_clusters
 
 _TOKENS_IN_L2 = 6.5e6  # bytes, an eighth of an H200's L2: so many tokens stay there while weights come and go
 
@@ -103,7 +101,7 @@ def _splits(tile: GemmConfig, k: int, parts: int | None) -> Iterable[int]:
 def choose_dense(m: int, n: int, k: int, num_sms: int, parts: int | None = None) -> GemmConfig:
     """The candidate that is expected to be fastest. parts: of K; None: as many as may be."""
     found = dense_candidates(m, n, k, num_sms, parts)
-    return min(found, key=lambda config: dense_time(config, m, n, k, num_sms, parts))
+    return min(found, key=lambda config: dense_time(config, m, n, k, num_sms))
 
 
 _DECODED = (1, 8, 16, 32, 64)  # tokens
@@ -122,7 +120,7 @@ def invariant_parts(n: int, k: int) -> int:
 
     def relative(parts: int) -> float:
         def time(m: int, parts: int | None) -> float:
-            return min(cost.dense_time(config, m, n, k, sms) for config in dense_candidates(m, n, k, sms, parts))
+            return min(dense_time(config, m, n, k, sms) for config in dense_candidates(m, n, k, sms, parts))
 
         return max(time(m, parts) / time(m, None) for m in _DECODED)
 
@@ -219,7 +217,7 @@ def choose_grouped(
     elif whole is not None:
         split_k = choose_grouped(*whole, expected_m, n, k, num_sms, max_m=max_m, swiglu=swiglu).split_k
         found = [config for config in found if config.split_k == split_k]
-    return min(found, key=lambda config: grouped_time(config, groups, expected_m, n, k, num_sms, swiglu=swiglu))
+    return min(found, key=lambda config: grouped_time(config, groups, expected_m, n, k, num_sms))
 
 
 def describe_grouped(
@@ -227,7 +225,7 @@ def describe_grouped(
 ) -> str:
     """A table of the candidates for contiguous groups, the fastest expected first."""
     found = grouped_candidates(rows, groups, expected_m, n, k, num_sms, max_m=None, swiglu=swiglu)
-    return _table((grouped_time(c, groups, expected_m, n, k, num_sms, swiglu=swiglu), c) for c in found)
+    return _table((grouped_time(c, groups, expected_m, n, k, num_sms), c) for c in found)
 
 
 def _table(costs: Iterable[tuple[float, GemmConfig]]) -> str:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from fp8moe.kernels.gemm.choice import dense_choice, grouped_choice, served
 from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
-from fp8moe.kernels.gemm.measured import dense_ends
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime.jit import KernelSpec
 
@@ -32,7 +31,7 @@ class Family(NamedTuple):
         """
         sizes = _ladder(1, rows)
         if not self.groups:
-            ends = self._ends(_MANY)
+            ends = _full_tiles(_MANY)
             first = (end + 1 for end in ends)  # of the next interval
             sizes = (min(size, rows) for size in (*range(1, _FEW), *ends, *first, *_ladder(_MANY, rows)))
         return self._kernels(map(self._choice(num_sms), sizes))
@@ -42,7 +41,7 @@ class Family(NamedTuple):
         choose = self._choice(num_sms)
         if self.groups:
             return self._kernels(map(choose, range(step, rows + 1, step)))
-        return self._kernels(_of_each_interval(choose, self._ends(rows), rows))
+        return self._kernels(_of_each_interval(choose, _full_tiles(rows), rows))
 
     def _choice(self, num_sms: int) -> Callable[[int], GemmConfig]:
         """The configuration for a number of rows, as `plan.Plan` chooses it."""
@@ -51,11 +50,6 @@ class Family(NamedTuple):
             return lambda rows: dense_choice(rows, n, k, num_sms)
         options = {"max_m": None, "swiglu": epilogue.gated}
         return lambda rows: grouped_choice(rows, groups, rows / groups, n, k, num_sms, **options)
-
-    def _ends(self, most: int) -> list[int]:
-        """The last rows of intervals, each after the one before: `_full_tiles`, and where corrections change course."""
-        corrected = (rows for rows in dense_ends(self.n, self.k) if _FEW <= rows < most)
-        return sorted({*_full_tiles(most), *corrected})
 
     def _kernels(self, configs: Iterable[GemmConfig]) -> set[KernelSpec]:
         configs = {served(config, self.k, self.epilogue) for config in configs}
