@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.gemm import plan, variant
 from fp8moe.kernels.gemm.config import unstaged
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
 from fp8moe.kernels.gemm.variants import Family
+from fp8moe.quant.formats import ceil_div, empty_mn_major
 from fp8moe.runtime import jit
 
 SMS = 132
@@ -56,6 +58,19 @@ def test_rows_for_other_gpus(out_dtype):
             assert chosen.staged == (rows > 1)
         assert kernel_spec(unstaged(chosen, k), n, k, epilogue) in variants
     assert 4 < len(variants) < 25 and all(jit.compile_spec(spec).cubin for spec in variants)
+
+
+def test_a_part_counts_with_the_rows_of_the_whole(monkeypatch):
+    noted, n, k = [], 2112, 1024
+    monkeypatch.setattr(plan, "note", lambda family, rows: noted.append((family.groups, rows)))
+    monkeypatch.setattr(plan, "num_sms", lambda index: SMS)
+    for name in ("tensor_map", "load", "Launcher"):
+        monkeypatch.setattr(variant, name, lambda *arguments, **options: None)
+    a, b = (torch.empty(*shape, k, dtype=torch.float8_e4m3fn) for shape in ((97,), (4, n)))
+    scale, out = empty_mn_major(97, ceil_div(k, 128), device="cpu"), torch.empty(97, n, dtype=torch.bfloat16)
+    for whole in (None, (7 * 24, 8)):
+        plan.Plan(a, scale, b, out, PlainStore(torch.bfloat16), whole=whole)
+    assert noted == [(4, 97), (4, 7 * 24)]
 
 
 def test_load_all_compiles_each_once(monkeypatch):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
-import warnings
-from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -16,8 +13,6 @@ from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.variant import Variant
 from fp8moe.kernels.gemm.variants import Family, note
 from fp8moe.runtime import config
-from fp8moe.runtime.background import compile_later
-from fp8moe.runtime.jit import keep
 from fp8moe.runtime.launch import num_sms
 
 
@@ -69,26 +64,19 @@ class Plan:
         if groups and expected_m is None:
             rows, of = whole or (m, groups)
             expected_m = rows / of
-        substitute = None
         if cfg is None:
             if max_m is None:
                 # A part may have any number of rows.
                 note(Family(n, k, groups, epilogue.kind), whole[0] if whole else m)
             options = {"expected_m": expected_m, "max_m": max_m, "whole": whole}
-            cfg, substitute = choose(m, groups, n, k, epilogue, sms, **options)
+            cfg = choose(m, groups, n, k, epilogue, sms, **options)
         if config.settings.print_configs:
             problem = f"grouped_gemm m={m} groups={groups} expected_m={expected_m}" if groups else f"gemm m={m}"
-            meanwhile = f", until it is compiled {substitute}" if substitute else ""
-            print(f"fp8moe {problem} n={n} k={k} {epilogue}: {cfg}{meanwhile}")
+            print(f"fp8moe {problem} n={n} k={k} {epilogue}: {cfg}")
 
         layout = {"ranges": ranges, "max_m": max_m, "pdl": pdl}
-        self._variant = Variant(substitute or cfg, (a, a_scale, b, out), epilogue, sms, **layout)
+        self._variant = Variant(cfg, (a, a_scale, b, out), epilogue, sms, **layout)
         self._variant.load()
-        self._taking = threading.Lock()
-        self._better: tuple[Variant, Future] | None = None
-        if substitute:
-            better = Variant(cfg, (a, a_scale, b, out), epilogue, sms, **layout)
-            self._better = better, compile_later(better.spec)
 
     def launch(
         self, stream: int, a: int, a_scale: int, b: int, b_scale: int, groups: int, out: tuple[int, ...]
@@ -99,24 +87,4 @@ class Plan:
             `max_m`; 0 of a dense GEMM.
         out: the epilogue's addresses and pitches, in the order of its `fields`; the first is the result's.
         """
-        coming = self._better
-        if coming is not None:
-            self._take_better(*coming)
         self._variant.launch(stream, a, a_scale, b, b_scale, groups, out)
-
-    def _take_better(self, better: Variant, compiled: Future) -> None:
-        """Go over to the variant that is compiled in the background, if it is there."""
-        if not compiled.done() or torch.cuda.is_current_stream_capturing():
-            return
-        with self._taking:  # one thread: a second launcher would put its addresses into the arguments of the first
-            if self._better is None:
-                return
-            self._better = None
-            error = compiled.exception()
-            if error is None:
-                keep(better.spec, compiled.result())
-                better.load()
-                self._variant = better
-                return
-        text = f"fp8moe: a slower kernel goes on, as the best one cannot be compiled ({better}): {error}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
