@@ -90,8 +90,8 @@ def memory_at(address, shape, strides, dtype):
 
 
 class FakeQuantizer:
-    def __init__(self, rows, ue8m0):
-        assert rows.stride(1) == 1
+    def __init__(self, device_index, name, rows, vector):
+        assert name == "quantize_1x128" and rows.stride(1) == 1
         self.layout, self.aligned = (rows.shape, rows.stride(), rows.dtype), rows.data_ptr() % 16 == 0
 
     def launch(self, stream, x, data, scale):
@@ -122,7 +122,7 @@ class FakeGemm:
 def stand_ins(monkeypatch):
     monkeypatch.setattr(forward, "use_cuda", lambda *tensors: True)
     monkeypatch.setattr(plan, "_plans", PlanCache())
-    monkeypatch.setattr(plan, "plan_1x128", FakeQuantizer)
+    monkeypatch.setattr(plan, "quantizer", FakeQuantizer)
     monkeypatch.setattr(dense_plan, "make", FakeGemm)
     monkeypatch.setattr(plan, "device_guard", lambda index: nullcontext())
     monkeypatch.setattr(plan, "current_stream", lambda index: 0)

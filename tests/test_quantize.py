@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.quant import formats, quantize, quantize_plan
+from fp8moe.quant import formats, quantize
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
 from tests.ptxas import compile_report
@@ -327,7 +327,7 @@ def test_every_variant_compiles_without_spills(name, dtype):
     for ue8m0, vector in itertools.product((False, True), repeat=2):
         if ue8m0 and name == "quantize_128x1":
             continue
-        report = compile_report(quantize_plan.kernel_spec(name, dtype, ue8m0, vector))
+        report = compile_report(quantize.kernel_spec(name, dtype, ue8m0, vector))
         assert report.spill_stores == report.spill_loads == report.stack == 0
         assert report.registers <= 128
         if vector and dtype != torch.float32:

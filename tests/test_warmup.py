@@ -15,7 +15,7 @@ from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
 from fp8moe.kernels.gemm.variants import Family
-from fp8moe.quant import quantize_plan
+from fp8moe.quant import quantize
 from fp8moe.runtime import compilers, config, jit
 from tests.transformers_models import BASE, MLA, random_model, write_checkpoints
 from tests.warmup_processes import SMS, end, in_processes, launched, needed, needed_for
@@ -110,7 +110,7 @@ def test_rows_of_a_token_are_known_without_a_call_of_one(monkeypatch):
 
 SPECS = [
     permute.kernel_spec(128, torch.bfloat16),
-    quantize_plan.kernel_spec("quantize_1x128", torch.bfloat16, False, True),
+    quantize.kernel_spec("quantize_1x128", torch.bfloat16, False, True),
 ]
 
 

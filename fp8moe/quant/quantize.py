@@ -5,20 +5,35 @@ of two (the E8M0 scales of the OCP Microscaling specification v1.0, section 5.4,
 Quantization has no derivative: the results are detached from the input's autograd graph.
 """
 
+import ctypes
+import functools
 import math
+import operator as operators
 
 import torch
+from torch import Tensor
 
-from fp8moe.quant import quantize_plan, reference
+from fp8moe.quant import reference
 from fp8moe.quant.checks import fp8_operand
-from fp8moe.quant.formats import BLOCK, SCALE_FORMATS, FP8Tensor, align, ceil_div
+from fp8moe.quant.formats import BLOCK, SCALE_DEFINES, SCALE_FORMATS, FP8Tensor, align, ceil_div
 from fp8moe.runtime.autograd import detached
-from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_tensor
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import WARP
+
+INPUT_TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
+
+# Constants of each kernel: warps of a thread block, and what one of them, or all together, take.
+_CONSTANTS = {
+    "quantize_1x128": {"WARPS": 4, "ROWS_PER_WARP": 8},
+    "quantize_128x128": {"WARPS": 8},
+    "quantize_128x1": {"WARPS": 8, "COLUMNS": 64},
+}
 
 
-def quantize_1x128(x: torch.Tensor, *, scale_format: str = "float32") -> FP8Tensor:
+def quantize_1x128(x: Tensor, *, scale_format: str = "float32") -> FP8Tensor:
     """Quantize activations, one scale per row and 128 columns.
 
     x: (..., K) bfloat16, float16 or float32, any strides.
@@ -27,12 +42,12 @@ def quantize_1x128(x: torch.Tensor, *, scale_format: str = "float32") -> FP8Tens
     with rows = product of the leading sizes: strides (..., 1, align(rows, 4)).
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or scale_format.
     """
-    _check_input("x", x, 1)
+    check_tensor("x", x)
     _check_scale_format(scale_format)
-    return FP8Tensor(*torch.ops.fp8moe.quantize_1x128(detached(x), scale_format))
+    return FP8Tensor(*_quantize_1x128(detached(x), scale_format))
 
 
-def quantize_128x128(w: torch.Tensor, *, scale_format: str = "float32") -> FP8Tensor:
+def quantize_128x128(w: Tensor, *, scale_format: str = "float32") -> FP8Tensor:
     """Quantize weights, one scale per block of 128x128.
 
     w: (..., N, K) bfloat16, float16 or float32, any strides.
@@ -40,25 +55,23 @@ def quantize_128x128(w: torch.Tensor, *, scale_format: str = "float32") -> FP8Te
     Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), both contiguous.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or scale_format.
     """
-    _check_input("w", w, 2)
+    check_tensor("w", w)
     _check_scale_format(scale_format)
-    return FP8Tensor(*torch.ops.fp8moe.quantize_128x128(detached(w), scale_format))
+    return FP8Tensor(*_quantize_128x128(detached(w), scale_format))
 
 
-def quantize_128x1(x: torch.Tensor) -> FP8Tensor:
+def quantize_128x1(x: Tensor) -> FP8Tensor:
     """Transpose and quantize, one scale per column and 128 rows of x: an operand whose K runs along the rows of x.
 
     x: (K, M) bfloat16, float16 or float32, any strides.
     Returns data (M, K) contiguous and MN-major scale (M, ceil(K/128)): what `quantize_1x128(x.t())` returns.
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank.
     """
-    _check_input("x", x, 2)
-    if x.dim() != 2:
-        raise ValueError(f"x: expected shape (K, M), got {tuple(x.shape)}")
-    return FP8Tensor(*torch.ops.fp8moe.quantize_128x1(detached(x)))
+    check_tensor("x", x)
+    return FP8Tensor(*_quantize_128x1(detached(x)))
 
 
-def dequantize(t: FP8Tensor | tuple[torch.Tensor, torch.Tensor], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
     """``data * scale`` of each block, computed in float32.
 
     t: FP8Tensor or (data, scale). data (..., R, K) float8_e4m3fn; scale float32, any strides,
@@ -92,11 +105,75 @@ def dequantize(t: FP8Tensor | tuple[torch.Tensor, torch.Tensor], *, dtype: torch
     return values.to(dtype)
 
 
-def _check_input(name: str, x: torch.Tensor, min_dim: int) -> None:
-    check_tensor(name, x)
+def input_defines(dtype: torch.dtype, *, vector: bool = True) -> tuple[tuple[str, int | str], ...]:
+    """What cuda/input.cuh wants defined.
+
+    dtype: of the input. vector: its rows start at multiples of 16 bytes and are multiples of 16 bytes long.
+    """
+    return ("INPUT", INPUT_TYPES[dtype]), ("VECTOR", int(vector))
+
+
+def quantizer_defines(
+    dtype: torch.dtype, *, ue8m0: bool = False, vector: bool = True
+) -> tuple[tuple[str, int | str], ...]:
+    """What cuda/quantize.cuh wants defined. ue8m0: scales are rounded up to powers of two."""
+    return (*input_defines(dtype, vector=vector), ("UE8M0", int(ue8m0)), *SCALE_DEFINES)
+
+
+def kernel_spec(name: str, dtype: torch.dtype, ue8m0: bool, vector: bool) -> KernelSpec:
+    """The kernel "quantize_1x128", "quantize_128x128" or "quantize_128x1"; the rest as for `quantizer_defines`."""
+    defines = quantizer_defines(dtype, ue8m0=ue8m0, vector=vector)
+    return KernelSpec(f"{name}.cu", name, (*defines, *_CONSTANTS[name].items()))
+
+
+@planned
+def launcher(device_index: int, name: str, x: Tensor, vector: bool, ue8m0: bool = False) -> PointerLauncher:
+    """The launcher of a kernel of `kernel_spec` for inputs laid out like x, data and scale, in this order.
+
+    x: (M, K), for "quantize_128x128" (E, N, K), for "quantize_128x1" (K, M), with stride 1 in its last dimension, not
+        empty. vector: `has_vector_rows` of the inputs.
+    Data is at a multiple of 16 bytes, and contiguous. The scale of row i and K block j of "quantize_1x128" is element
+    i + j * align(M, 4).
+    """
+    constants = _CONSTANTS[name]
+    *lead, rows, columns = x.shape
+    stride = x.stride(-2)
+    blocks = ceil_div(columns, BLOCK)
+    if name == "quantize_128x128":
+        grid = math.prod(lead) * ceil_div(rows, BLOCK) * blocks
+        sizes = rows, columns, x.stride(0), stride, blocks
+    elif name == "quantize_1x128":
+        grid = ceil_div(ceil_div(rows, constants["ROWS_PER_WARP"]) * blocks, constants["WARPS"])
+        sizes = rows, columns, stride, align(rows, 4), blocks
+    else:
+        tiles = ceil_div(columns, constants["COLUMNS"])
+        grid = ceil_div(rows, BLOCK) * tiles
+        sizes = rows, columns, stride, align(columns, 4), tiles
+    kernel, args = load(kernel_spec(name, x.dtype, ue8m0, vector)), tuple(map(ctypes.c_int64, sizes))
+    return PointerLauncher(kernel, grid=grid, block=constants["WARPS"] * WARP, pointers=3, args=args)
+
+
+def has_vector_rows(x: Tensor) -> bool:
+    """Whether the rows of x start at multiples of 16 bytes and are multiples of 16 bytes long."""
+    lengths = functools.reduce(operators.or_, x.stride()[:-1], x.shape[-1])
+    return not (x.data_ptr() | lengths * x.element_size()) & 15
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x itself, or a contiguous copy where its last dimension is strided."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_input(name: str, x: Tensor, min_dim: int) -> None:
     check_dtype(name, x, *FLOATING)
     if x.dim() < min_dim:
         raise ValueError(f"{name}: expected at least {min_dim} dimension(s), got shape {tuple(x.shape)}")
+
+
+def _check_matrix(x: Tensor) -> None:
+    check_dtype("x", x, *FLOATING)
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape (K, M), got {tuple(x.shape)}")
 
 
 def _check_scale_format(scale_format: str) -> None:
@@ -104,44 +181,78 @@ def _check_scale_format(scale_format: str) -> None:
         raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
 
 
-def _quantize_1x128_op(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    lead, k = x.shape[:-1], x.shape[-1]
-    rows = x if len(lead) == 1 else x.reshape(math.prod(lead), k)
-    backend = quantize_plan if use_cuda(x) else reference
-    data, scale = backend.quantize_1x128(rows, scale_format == "ue8m0")
-    return (data, scale) if len(lead) == 1 else (data.view(x.shape), scale.view(*lead, scale.shape[-1]))
+def _rows(x: Tensor) -> Tensor:
+    """x (..., K) as a matrix."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _quantize_128x128_op(w: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    lead = w.shape[:-2]
-    experts = w.reshape(math.prod(lead), *w.shape[-2:])
-    backend = quantize_plan if use_cuda(w) else reference
-    data, scale = backend.quantize_128x128(experts, scale_format == "ue8m0")
-    return data.view(w.shape), scale.view(*lead, *scale.shape[-2:])
+def _matrices(w: Tensor) -> Tensor:
+    """w (..., N, K) with one leading dimension."""
+    return w.reshape(math.prod(w.shape[:-2]), *w.shape[-2:])
 
 
-def _quantize_128x1_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return quantize_plan.quantize_128x1(x) if use_cuda(x) else reference.quantize_1x128(x.t(), False)
+def _launch(name: str, x: Tensor, scale_format: str, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    if x.numel():
+        x = unit_stride(x)
+        launcher(x.get_device(), name, x, has_vector_rows(x), scale_format == "ue8m0")(x, *results)
+    return results
 
 
-def _quantize_1x128_fake(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    lead, k_blocks = x.shape[:-1], ceil_div(x.shape[-1], BLOCK)
-    rows = math.prod(lead)
+def _launch_128x1(x: Tensor) -> tuple[Tensor, Tensor]:
+    results = _empty_128x1(x)
+    if x.stride(0) == 1 and x.shape[0] > 1:
+        return _launch("quantize_1x128", x.t(), "float32", results)
+    return _launch("quantize_128x1", x, "float32", results)
+
+
+def _reference_1x128(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
+    data, scale = reference.quantize_1x128(_rows(x), scale_format == "ue8m0")
+    return (data, scale) if x.dim() == 2 else (data.view(x.shape), scale.view(*x.shape[:-1], scale.shape[-1]))
+
+
+def _reference_128x128(w: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
+    data, scale = reference.quantize_128x128(_matrices(w), scale_format == "ue8m0")
+    return data.view(w.shape), scale.view(*w.shape[:-2], *scale.shape[-2:])
+
+
+def _empty_1x128(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
+    *lead, k = x.shape
+    rows, k_blocks = math.prod(lead), ceil_div(k, BLOCK)
     scale = x.new_empty_strided((rows, k_blocks), (1, align(rows, 4)), dtype=torch.float32)
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     return data, scale if len(lead) == 1 else scale.view(*lead, k_blocks)
 
 
-def _quantize_128x128_fake(w: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_128x128(w: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
     *lead, n, k = w.shape
     scale = w.new_empty((*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK)), dtype=torch.float32)
     return w.new_empty(w.shape, dtype=torch.float8_e4m3fn), scale
 
 
-def _quantize_128x1_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _quantize_1x128_fake(x.t(), "float32")
+def _empty_128x1(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _empty_1x128(x.t(), "float32")
 
 
-define("quantize_1x128(Tensor x, str scale_format) -> (Tensor, Tensor)", _quantize_1x128_op, _quantize_1x128_fake)
-define("quantize_128x128(Tensor w, str scale_format) -> (Tensor, Tensor)", _quantize_128x128_op, _quantize_128x128_fake)
-define("quantize_128x1(Tensor x) -> (Tensor, Tensor)", _quantize_128x1_op, _quantize_128x1_fake)
+_quantize_1x128 = operator(
+    "quantize_1x128(Tensor x, str scale_format) -> (Tensor, Tensor)",
+    check=lambda x, scale_format: _check_input("x", x, 1),
+    cuda=lambda x, scale_format: _launch("quantize_1x128", _rows(x), scale_format, _empty_1x128(x, scale_format)),
+    reference=_reference_1x128,
+    fake=_empty_1x128,
+)
+_quantize_128x128 = operator(
+    "quantize_128x128(Tensor w, str scale_format) -> (Tensor, Tensor)",
+    check=lambda w, scale_format: _check_input("w", w, 2),
+    cuda=lambda w, scale_format: _launch(
+        "quantize_128x128", _matrices(w), scale_format, _empty_128x128(w, scale_format)
+    ),
+    reference=_reference_128x128,
+    fake=_empty_128x128,
+)
+_quantize_128x1 = operator(
+    "quantize_128x1(Tensor x) -> (Tensor, Tensor)",
+    check=_check_matrix,
+    cuda=_launch_128x1,
+    reference=lambda x: reference.quantize_1x128(x.t(), False),
+    fake=_empty_128x1,
+)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, align, ceil_div, padded_rows
-from fp8moe.quant.quantize_plan import quantizer_defines, unit_stride
+from fp8moe.quant.quantize import quantizer_defines, unit_stride
 from fp8moe.quant.transpose_reference import Results, pad_groups
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, current_stream, device_guard

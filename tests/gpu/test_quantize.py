@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.quant import quantize_plan, reference
+from fp8moe.quant import quantize, reference
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
 from fp8moe.runtime.launch import current_stream, device_guard
@@ -170,8 +170,8 @@ def test_into_memory_of_the_caller():
         buffer = torch.full((data_bytes + pitch * k_blocks * 4 + guard,), 0xAB, dtype=torch.uint8, device="cuda")
         index = x.get_device()
         with device_guard(index):
-            plan = quantize_plan.plan_1x128(x, False)
-            plan.launch(current_stream(index), x.data_ptr(), buffer.data_ptr(), buffer.data_ptr() + data_bytes)
+            launcher = quantize.launcher(index, "quantize_1x128", x, quantize.has_vector_rows(x))
+            launcher.launch(current_stream(index), x.data_ptr(), buffer.data_ptr(), buffer.data_ptr() + data_bytes)
         data = buffer[: m * k].view(torch.float8_e4m3fn).view(m, k)
         columns = buffer[data_bytes:-guard].view(torch.float32).view(k_blocks, pitch)
         assert_same_bits((data, columns[:, :m].t()), reference.quantize_1x128(x, False))

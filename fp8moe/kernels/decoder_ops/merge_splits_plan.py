@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
-from fp8moe.quant.quantize_plan import quantizer_defines
+from fp8moe.quant.quantize import quantizer_defines
 from fp8moe.runtime.checks import aligned
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard

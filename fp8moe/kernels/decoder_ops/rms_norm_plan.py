@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8moe.kernels.decoder_ops.threads import VECTOR_BYTES, row_threads
 from fp8moe.quant.formats import BLOCK, align, ceil_div, empty_mn_major
-from fp8moe.quant.quantize_plan import quantizer_defines
+from fp8moe.quant.quantize import quantizer_defines
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard

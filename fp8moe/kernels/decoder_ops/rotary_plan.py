@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize_plan import input_defines
+from fp8moe.quant.quantize import input_defines
 from fp8moe.runtime.checks import aligned
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, current_stream, device_guard

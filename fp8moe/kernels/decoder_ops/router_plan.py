@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8moe.kernels.decoder_ops.threads import VECTOR_BYTES, row_threads
 from fp8moe.quant.formats import align, ceil_div
-from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
+from fp8moe.quant.quantize import INPUT_TYPES, input_defines
 from fp8moe.runtime import config
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 from fp8moe.runtime.jit import KernelSpec, load

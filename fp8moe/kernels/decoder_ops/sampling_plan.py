@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8moe.kernels.decoder_ops import sampling_reference as reference
 from fp8moe.kernels.decoder_ops.sampling_state import GENERATED, IN_PROMPT, SamplingState
-from fp8moe.quant.quantize_plan import input_defines
+from fp8moe.quant.quantize import input_defines
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache

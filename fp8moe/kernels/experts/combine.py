@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8moe.kernels.experts import checks, reference
 from fp8moe.kernels.experts.routing import INDEX_TYPES
 from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize_plan import INPUT_TYPES, input_defines
+from fp8moe.quant.quantize import INPUT_TYPES, input_defines
 from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import aligned, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8moe.kernels.experts import checks, reference
 from fp8moe.kernels.experts.routing import INDEX_TYPES
 from fp8moe.quant.formats import BLOCK, ceil_div
-from fp8moe.quant.quantize_plan import quantizer_defines
+from fp8moe.quant.quantize import quantizer_defines
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor, row_major
 from fp8moe.runtime.jit import KernelSpec, load

@@ -8,7 +8,7 @@ from torch import Tensor
 from fp8moe.kernels.experts import checks, reference
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
-from fp8moe.quant.quantize_plan import quantizer_defines
+from fp8moe.quant.quantize import quantizer_defines
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import check_tensor, row_major
 from fp8moe.runtime.jit import KernelSpec, load

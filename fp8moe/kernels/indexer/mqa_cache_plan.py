@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8moe.kernels.indexer.checks import BLOCK_TOKENS
 from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize_plan import quantizer_defines
+from fp8moe.quant.quantize import quantizer_defines
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard
 from fp8moe.runtime.plans import PlanCache

@@ -8,7 +8,8 @@ from torch import Tensor
 from fp8moe.kernels.gemm import dense_plan
 from fp8moe.kernels.gemm.checks import bias_vector
 from fp8moe.quant.formats import align, ceil_div
-from fp8moe.quant.quantize_plan import plan_1x128, unit_stride
+from fp8moe.quant.quantize import has_vector_rows, unit_stride
+from fp8moe.quant.quantize import launcher as quantizer
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import row_major
 from fp8moe.runtime.launch import current_stream, device_guard
@@ -43,7 +44,7 @@ class Plan:
         scratch = self.new_scratch()
         data = scratch[: self.data_bytes].view(weight.dtype).view(m, k)
         scale = scratch[self.data_bytes :].view(torch.float32).view(k_blocks, pitch).t()[:m]
-        self.quantizer = plan_1x128(rows, False)
+        self.quantizer = quantizer(self.index, "quantize_1x128", rows, has_vector_rows(rows))
         operands = dense_plan.Operands(data, scale, weight, weight_scale_inv, bias)
         self.gemm = dense_plan.make(operands, self.out_dtype, pdl=True)
 
