@@ -16,8 +16,7 @@ from benchmarks.report import Threshold, format_table
 from fp8moe import FP8Tensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.kernels.experts.swiglu_quantize_reference import swiglu_backward
+from fp8moe.kernels.experts.swiglu import swiglu_backward, swiglu_backward_quantize, swiglu_quantize
 from fp8moe.quant.transpose import Transposed, quantize_with_transpose
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 8192, 8, 32, 7168, 2048

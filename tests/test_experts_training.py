@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe.kernels.activation import FUNCTIONS, Activation
+from fp8moe.kernels.activation import FUNCTIONS, Activation, activation_backward
 from fp8moe.kernels.experts import trained_rows as kernels
-from fp8moe.kernels.experts.activation_backward import activation_backward
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers import master as masters

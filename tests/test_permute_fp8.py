@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from fp8moe.kernels.experts import permute
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.quant.formats import FP8Tensor, is_mn_major
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests.ptxas import compile_report
+from tests.scales import is_mn_major
 
 
 def assert_equal_where_used(got, expected, rows):

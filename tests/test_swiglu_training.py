@@ -8,10 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import swiglu_quantize_plan
-from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.kernels.experts.swiglu_quantize_plan import Beside
-from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
+from fp8moe.kernels.experts import swiglu
+from fp8moe.kernels.experts.swiglu import (
+    Beside,
+    swiglu_backward_quantize,
+    swiglu_backward_quantize_rows,
+    swiglu_quantize,
+    swiglu_quantize_rows,
+)
 from fp8moe.quant.quantize import dequantize
 from fp8moe.quant.transpose import quantize_with_transpose
 from tests.errors import relative_error
@@ -238,7 +242,7 @@ def test_compile_fullgraph():
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("beside", Beside)
 def test_every_variant_compiles_without_spills(activation, backward, beside):
-    spec = swiglu_quantize_plan.kernel_spec(activation, backward, beside)
+    spec = swiglu.kernel_spec(activation, backward, beside)
     report = compile_report(spec)
     assert report.spill_stores == report.spill_loads == report.stack == 0
     blocks = 2 if backward else 3

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import transpose as benchmark
-from fp8moe.quant import transpose_plan
-from fp8moe.quant.formats import is_mn_major, padded_rows
+from fp8moe.quant import transpose
+from fp8moe.quant.formats import padded_rows
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose
 from fp8moe.runtime.checks import FLOATING
 from tests.ptxas import compile_report
 from tests.random_values import random
+from tests.scales import is_mn_major
 
 NOTHING = torch.iinfo(torch.int32).min
 
@@ -246,7 +247,7 @@ def test_compile_fullgraph(dynamic):
 @pytest.mark.parametrize("vector", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_every_variant_compiles_without_spills(dtype, vector, weighted):
-    report = compile_report(transpose_plan.kernel_spec(dtype, vector, weighted))
+    report = compile_report(transpose.kernel_spec(dtype, vector, weighted))
     assert report.spill_stores == report.spill_loads == report.stack == 0
     assert report.static_smem <= 8 << 10
     # An SM of 65536 registers then holds 4 blocks of 256 threads, or 3 with weights, each with 32 KB to load.

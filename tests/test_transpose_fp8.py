@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.quant import transpose_fp8_plan
+from fp8moe.quant import transpose
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.quant.transpose import transpose_fp8
 from tests.ptxas import compile_report
 
 
@@ -97,7 +97,7 @@ def test_compile_fullgraph(dynamic):
 
 def test_every_variant_compiles_without_spills():
     for variant in itertools.product((False, True), repeat=2):
-        report = compile_report(transpose_fp8_plan.kernel_spec(*variant))
+        report = compile_report(transpose.fp8_kernel_spec(*variant))
         assert report.spill_stores == report.spill_loads == report.stack == 0
         assert report.static_smem == 128 * 128
         # 6 blocks of 256 threads on an SM of 65536 registers, each with 16 KB of loads in flight.

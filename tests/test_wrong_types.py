@@ -10,8 +10,7 @@ from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache, read_kv
-from fp8moe.quant.transpose import quantize_with_transpose
-from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from tests.gemm_cases import activations, int32, weights
 from tests.mqa_cases import random_fp8
 

@@ -1,11 +1,8 @@
-"""FP8 quantization: scale formats and layouts, quantizers of activations and weights, dequantization, transposition.
-
-Functions that share a module's name are not handed out here: transpose_fp8.transpose_fp8.
-"""
+"""FP8 quantization: scale formats and layouts, quantizers of activations and weights, dequantization, transposition."""
 
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
-from fp8moe.quant.transpose import quantize_with_transpose
+from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 
 __all__ = [
     "FP8Tensor",
@@ -14,4 +11,5 @@ __all__ = [
     "quantize_128x1",
     "quantize_128x128",
     "quantize_with_transpose",
+    "transpose_fp8",
 ]

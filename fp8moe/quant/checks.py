@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import align, empty_mn_major, padded_rows
-from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, describe
+from fp8moe.runtime.checks import check_device, check_dtype, describe
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT32 = torch.float32
@@ -45,37 +45,19 @@ def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | Non
 
 
 def check_groups(group_offsets: Tensor, rows: int, device: torch.device) -> int:
-    """Dtype, shape and device of `group_offsets`, and that offsets of padded groups fit int32. Returns E."""
+    """Dtype, shape and device of `group_offsets`, and `check_padded`. Returns E."""
     check_vector("group_offsets", group_offsets, torch.int32, None, device)
     if group_offsets.shape[0] < 2:
         raise ValueError(f"group_offsets: expected shape (E + 1,) with E >= 1, got {tuple(group_offsets.shape)}")
     groups = group_offsets.shape[0] - 1
-    _check_size(rows, groups)
+    check_padded(rows, groups)
     return groups
 
 
-def _check_size(rows: int, groups: int) -> None:
+def check_padded(rows: int, groups: int) -> None:
+    """That the offsets of so many rows in padded groups fit int32."""
     if padded_rows(rows, groups) >= 1 << 31:
         raise ValueError(f"expected fewer than 2**31 rows with every group padded to a multiple of 128, got {rows}")
-
-
-def check_rows(
-    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
-) -> tuple[int, int]:
-    """Dtypes, sizes and devices of the arguments of `quantize_with_transpose`. Returns R and E."""
-    check_dtype("x", x, *FLOATING)
-    if x.dim() != 2:
-        raise ValueError(f"x: expected shape (M, F), got {tuple(x.shape)}")
-    rows = x.shape[0]
-    if tokens is not None:
-        check_vector("tokens", tokens, torch.int32, None, x.device)
-        rows = tokens.shape[0]
-    if row_weights is not None:
-        check_vector("row_weights", row_weights, torch.float32, rows, x.device)
-    if group_offsets is not None:
-        return rows, check_groups(group_offsets, rows, x.device)
-    _check_size(rows, 1)
-    return rows, 1
 
 
 def mn_major(activation_scale: Tensor) -> Tensor:

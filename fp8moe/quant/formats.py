@@ -63,16 +63,3 @@ def empty_mn_major(*shape: int, device: torch.device | str) -> torch.Tensor:
         strides.insert(0, stride)
         stride *= size
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
-
-
-def is_mn_major(scale: torch.Tensor) -> bool:
-    """Whether ``scale`` (..., M, K blocks) lies in memory as `empty_mn_major` lays it out, size-1 dims aside."""
-    m, k_blocks = scale.shape[-2:]
-    return (m <= 1 or scale.stride(-2) == 1) and (k_blocks <= 1 or scale.stride(-1) == align(m, 4))
-
-
-def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
-    """``scale`` (..., M, K blocks) itself where it is MN-major already, otherwise an MN-major copy."""
-    if is_mn_major(scale):
-        return scale
-    return empty_mn_major(*scale.shape, device=scale.device).copy_(scale)

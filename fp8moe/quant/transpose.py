@@ -1,22 +1,31 @@
-"""Quantize activations and output gradients both ways in one pass: row by row, and transposed for weight gradients.
+"""Quantize activations and output gradients both ways in one pass, for weight gradients; transpose FP8 weights.
 
 A weight gradient ``dY.T @ X`` sums over tokens, so its operands need blocks of 128 tokens along K, beside the blocks of
 128 features that forward and input gradient need: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 """
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8moe.quant import transpose_plan, transpose_reference
-from fp8moe.quant.checks import check_rows
+from fp8moe.quant import reference
+from fp8moe.quant.checks import check_groups, check_padded, check_scale, check_vector, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, padded_rows
-from fp8moe.quant.transpose_reference import Results
+from fp8moe.quant.quantize import has_vector_rows, quantizer_defines, unit_stride
+from fp8moe.quant.reference import Results, pad_groups
 from fp8moe.runtime.autograd import detached
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_tensor
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import WARP
+
+TILE_BYTES = BLOCK * BLOCK  # of the transposed tile in shared memory
+STRIP = 8  # columns of tiles that thread blocks take side by side
+_GATHER_STRIP = 4  # fewer where tokens are read several times, so that L2 still has them
+_WARPS = 8  # of a thread block
 
 
 class Transposed(NamedTuple):
@@ -58,10 +67,141 @@ def quantize_with_transpose(
         if value is not None:
             check_tensor(name, value)
     row_weights = row_weights if row_weights is None else detached(row_weights)
-    return transposed(torch.ops.fp8moe.quantize_with_transpose(detached(x), group_offsets, tokens, row_weights))
+    return transposed(*_quantize_with_transpose(detached(x), group_offsets, tokens, row_weights))
 
 
-def transposed(results: Results) -> Transposed:
+def transpose_fp8(w: FP8Tensor) -> FP8Tensor:
+    """Transpose weights quantized in blocks of 128x128, bit for bit.
+
+    A block of 128x128 has one scale, whichever way it is read. So the input gradient uses the very values that the
+    forward used: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+
+    w: FP8Tensor or (data, scale): data (..., N, K) float8_e4m3fn, scale (..., ceil(N/128), ceil(K/128)) float32, as
+        `quantize_128x128` returns them; any N and K. Other layouts than contiguous ones are copied first.
+    Returns data (..., K, N) and scale (..., ceil(K/128), ceil(N/128)), both contiguous and detached from the autograd
+    graph.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, device or scale shape.
+    """
+    data, scale = fp8_operand("w", w)
+    return FP8Tensor(*_transpose_fp8(detached(data), detached(scale)))
+
+
+class _Results(ctypes.Structure):
+    """``struct Results`` of cuda/row_tiles.cuh."""
+
+    _pointers_ = 6
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "row_scale", "columns", "column_scale", "offsets", "groups")),
+        *((name, ctypes.c_int64) for name in ("width", "row_scale_pitch", "column_scale_pitch")),
+        *((name, ctypes.c_uint32) for name in ("num_rows", "num_groups", "row_tiles", "column_tiles", "strip")),
+    )
+
+
+class _Source(ctypes.Structure):
+    """``struct Source`` of cuda/quantize_transpose.cu."""
+
+    _pointers_ = 3
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("x", "tokens", "weights", "row_stride")),
+        ("num_tokens", ctypes.c_uint32),
+    )
+
+
+def tile_spec(
+    name: str,
+    source: type[ctypes.Structure],
+    dtype: torch.dtype,
+    *,
+    shared_bytes: int,
+    vector: bool = True,
+    weighted: bool = False,
+    **defines: int,
+) -> KernelSpec:
+    """The kernel `name` over quantize_tile.cuh, whose ``struct Source`` is `source`.
+
+    dtype, vector: of its values, as for `quantizer_defines`. shared_bytes: dynamic, of a thread block. weighted: the
+    columns have weights. defines: its own constants.
+    """
+    defines |= {
+        "WARPS": _WARPS,
+        "WEIGHTED": int(weighted),
+        "RESULTS_BYTES": ctypes.sizeof(_Results),
+        "SOURCE_BYTES": ctypes.sizeof(source),
+        "SHARED_BYTES": shared_bytes,
+    }
+    return KernelSpec(f"{name}.cu", name, (*quantizer_defines(dtype, vector=vector), *defines.items()))
+
+
+def kernel_spec(dtype: torch.dtype, vector: bool, weighted: bool) -> KernelSpec:
+    """The kernel of `quantize_with_transpose`; see `tile_spec`."""
+    return tile_spec("quantize_transpose", _Source, dtype, shared_bytes=TILE_BYTES, vector=vector, weighted=weighted)
+
+
+def tile_launcher(
+    spec: KernelSpec,
+    source: ctypes.Structure,
+    *,
+    rows: int,
+    width: int,
+    groups: int,
+    column_tiles: int,
+    strip: int = STRIP,
+) -> PointerLauncher:
+    """The launcher of a kernel of `tile_spec`, on the current device, for `Results`, the group offsets or None, and the
+    operands to which the pointers in `source` point, in this order.
+
+    source: its ``struct Source``, sizes filled in. rows, width, groups: of the results. column_tiles: of 128 columns,
+    the tiles that a row of thread blocks takes. Group offsets (E + 1,) are contiguous.
+    """
+    row_tiles = padded_rows(rows, groups) // BLOCK
+    results = _Results(
+        width=width,
+        row_scale_pitch=align(rows, 4),
+        column_scale_pitch=align(width, 4),
+        num_rows=rows,
+        num_groups=groups,
+        row_tiles=row_tiles,
+        column_tiles=column_tiles,
+        strip=strip,
+    )
+    smem = int(dict(spec.defines)["SHARED_BYTES"])
+    grid = row_tiles * column_tiles
+    return PointerLauncher(load(spec), grid=grid, block=_WARPS * WARP, smem=smem, args=(results, source))
+
+
+@planned
+def launcher(
+    device_index: int, x: Tensor, rows: int, groups: int, vector: bool, weighted: bool, strip: int
+) -> PointerLauncher:
+    """The launcher of `quantize_with_transpose`, see `tile_launcher`, for x, tokens and row_weights; these may be None.
+
+    x: (M, F) with stride 1 in its last dimension. vector: `has_vector_rows` of x. weighted: there are row weights.
+    """
+    source = _Source(row_stride=x.stride(0), num_tokens=x.shape[0])
+    sizes = {"rows": rows, "width": x.shape[1], "groups": groups, "column_tiles": ceil_div(x.shape[1], BLOCK)}
+    return tile_launcher(kernel_spec(x.dtype, vector, weighted), source, **sizes, strip=strip)
+
+
+def launch(
+    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None, results: Results
+) -> Results:
+    """Fill `results` as `quantize_with_transpose` describes, and return them."""
+    rows, groups = results.rows.shape[0], results.offsets.shape[0] - 1
+    if not results.columns.numel():
+        results.offsets.copy_(pad_groups(group_offsets, rows, x.device)[2])
+        return results
+    x = unit_stride(x)
+    group_offsets, tokens, row_weights = (
+        None if value is None else value.contiguous() for value in (group_offsets, tokens, row_weights)
+    )
+    strip = STRIP if tokens is None else _GATHER_STRIP
+    run = launcher(x.get_device(), x, rows, groups, has_vector_rows(x), row_weights is not None, strip)
+    run(*results, group_offsets, x, tokens, row_weights)
+    return results
+
+
+def transposed(*results: Tensor) -> Transposed:
     """The tensors that an operator returns, by name."""
     rows, row_scale, columns, column_scale, offsets = results
     return Transposed(FP8Tensor(rows, row_scale), FP8Tensor(columns, column_scale), offsets)
@@ -71,7 +211,7 @@ def empty_results(like: Tensor, rows: int, features: int, groups: int) -> Result
     """Uninitialized results for `rows` rows of `features` in `groups` groups, on the device of `like`."""
     columns = padded_rows(rows, groups)
     float8, float32 = torch.float8_e4m3fn, torch.float32
-    return (
+    return Results(
         like.new_empty((rows, features), dtype=float8),
         like.new_empty_strided((rows, ceil_div(features, BLOCK)), (1, align(rows, 4)), dtype=float32),
         like.new_empty((features, columns), dtype=float8),
@@ -80,27 +220,93 @@ def empty_results(like: Tensor, rows: int, features: int, groups: int) -> Result
     )
 
 
-def _quantize_with_transpose(
-    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
-) -> Results:
-    rows, groups = check_rows(x, group_offsets, tokens, row_weights)
-    if not use_cuda(x):
-        return transpose_reference.quantize_with_transpose(x, group_offsets, tokens, row_weights)
-    results = empty_results(x, rows, x.shape[1], groups)
-    transpose_plan.quantize_with_transpose(x, group_offsets, tokens, row_weights, results)
+def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None) -> None:
+    check_dtype("x", x, *FLOATING)
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape (M, F), got {tuple(x.shape)}")
+    rows = x.shape[0]
+    if tokens is not None:
+        check_vector("tokens", tokens, torch.int32, None, x.device)
+        rows = tokens.shape[0]
+    if row_weights is not None:
+        check_vector("row_weights", row_weights, torch.float32, rows, x.device)
+    if group_offsets is None:
+        check_padded(rows, 1)
+    else:
+        check_groups(group_offsets, rows, x.device)
+
+
+def _empty(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None) -> Results:
+    rows = x.shape[0] if tokens is None else tokens.shape[0]
+    return empty_results(x, rows, x.shape[1], 1 if group_offsets is None else group_offsets.shape[0] - 1)
+
+
+_quantize_with_transpose = operator(
+    "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens, Tensor? row_weights) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    check=_check,
+    cuda=lambda x, *others: launch(x, *others, _empty(x, *others)),
+    reference=reference.quantize_with_transpose,
+    fake=_empty,
+)
+
+
+# ---- FP8 weights ----
+
+
+def fp8_kernel_spec(load_aligned: bool, store_aligned: bool) -> KernelSpec:
+    """The kernel for rows of the input, and of the output, that are vectors of 16 bytes, or are not."""
+    alignment = (("LOAD_ALIGNED", int(load_aligned)), ("STORE_ALIGNED", int(store_aligned)))
+    return KernelSpec("transpose_fp8.cu", "transpose_fp8", (("BLOCK", BLOCK), ("WARPS", _WARPS), *alignment))
+
+
+@planned
+def fp8_launcher(device_index: int, data: Tensor, scale: Tensor, load_aligned: bool) -> PointerLauncher:
+    """The launcher for weights like these, contiguous and not empty, data_out and scale_out, in this order.
+
+    load_aligned: `has_vector_rows` of the data. data_out is at a multiple of 16 bytes.
+    """
+    n, k = data.shape[-2:]
+    return PointerLauncher(
+        load(fp8_kernel_spec(load_aligned, n % 16 == 0)),
+        grid=scale.numel(),
+        block=_WARPS * WARP,
+        pointers=4,
+        args=tuple(map(ctypes.c_int64, (n, k, *scale.shape[-2:]))),
+    )
+
+
+def _check_fp8(data: Tensor, scale: Tensor) -> None:
+    check_dtype("w.data", data, torch.float8_e4m3fn)
+    if data.dim() < 2:
+        raise ValueError(f"w.data: expected at least two dimensions, got shape {tuple(data.shape)}")
+    *lead, n, k = data.shape
+    check_scale("w.scale", scale, (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK)), data.device)
+
+
+def _launch_fp8(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    results = _empty_fp8(data, scale)
+    if data.numel():
+        data, scale = data.contiguous(), scale.contiguous()
+        fp8_launcher(data.get_device(), data, scale, has_vector_rows(data))(data, scale, *results)
     return results
 
 
-def _quantize_with_transpose_fake(
-    x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None
-) -> Results:
-    rows, groups = check_rows(x, group_offsets, tokens, row_weights)
-    return empty_results(x, rows, x.shape[1], groups)
+def _reference_fp8(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    results = _empty_fp8(data, scale)
+    results[0].view(torch.uint8).copy_(data.view(torch.uint8).mT)
+    results[1].copy_(scale.mT)
+    return results
 
 
-define(
-    "quantize_with_transpose(Tensor x, Tensor? group_offsets, Tensor? tokens, Tensor? row_weights) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _quantize_with_transpose,
-    _quantize_with_transpose_fake,
+def _empty_fp8(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return data.new_empty(data.mT.shape), scale.new_empty(scale.mT.shape)
+
+
+_transpose_fp8 = operator(
+    "transpose_fp8(Tensor data, Tensor scale) -> (Tensor, Tensor)",
+    check=_check_fp8,
+    cuda=_launch_fp8,
+    reference=_reference_fp8,
+    fake=_empty_fp8,
 )

@@ -12,13 +12,16 @@ from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe import FP8Tensor, grouped_gemm_k, quantize_1x128, quantize_128x1, quantize_128x128
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
-from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.kernels.experts.swiglu_quantize_reference import swiglu_backward
-from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
+from fp8moe.kernels.experts.swiglu import (
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_backward_quantize_rows,
+    swiglu_quantize,
+    swiglu_quantize_rows,
+)
 from fp8moe.kernels.gemm.grouped import grouped_rows
-from fp8moe.quant import transpose_reference
-from fp8moe.quant.transpose import Transposed, quantize_with_transpose
-from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.quant import reference
+from fp8moe.quant.transpose import Transposed, quantize_with_transpose, transpose_fp8
 from tests import lora_cases
 
 # group offsets, rows, features, tokens, weighted, input type
@@ -79,7 +82,7 @@ def transpose_errors(
     weights = torch.rand(rows) if weighted else None
     on_gpu = [value if value is None else value.cuda() for value in (groups, tokens, weights)]
     t = quantize_with_transpose(x.cuda(), on_gpu[0], tokens=on_gpu[1], row_weights=on_gpu[2])
-    expected = transpose_reference.quantize_with_transpose(x, groups, tokens, weights)
+    expected = reference.quantize_with_transpose(x, groups, tokens, weights)
     used, end = used_rows(groups, rows), int(expected[4][-1])
     pairs = (
         (t.rows.data.view(torch.uint8).cpu()[used], expected[0].view(torch.uint8)[used]),
@@ -93,7 +96,7 @@ def transpose_errors(
 
 def used_rows(groups: torch.Tensor | None, rows: int) -> torch.Tensor:
     """Rows whose tiles fit into the columns."""
-    starts, ends, offsets = transpose_reference.pad_groups(groups, rows, torch.device("cpu"))
+    starts, ends, offsets = reference.pad_groups(groups, rows, torch.device("cpu"))
     sizes = offsets[1:] - offsets[:-1]
     parts = [
         torch.arange(s, min(e, s + n)) for s, e, n in zip(*map(torch.Tensor.tolist, (starts, ends, sizes)), strict=True)
@@ -129,7 +132,7 @@ def both_ways_error(t: Transposed, expected: torch.Tensor, groups: torch.Tensor)
     used = used_rows(groups, len(expected))
     rows = FP8Tensor(t.rows.data.cpu()[used], t.rows.scale.cpu()[used])
     # The reference's quantization of the exact values has its own errors, twice.
-    columns = transpose_reference.quantize(expected, expected, groups)
+    columns = reference.both_ways(expected, expected, groups)
     end = int(columns[4][-1])
     got = exact(FP8Tensor(t.columns.data.cpu()[:, :end], t.columns.scale.cpu()[:, : end // 128]))
     wanted = exact(FP8Tensor(columns[2][:, :end], columns[3][:, : end // 128]))

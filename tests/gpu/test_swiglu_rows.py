@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import swiglu_quantize_plan, swiglu_quantize_reference
-from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
+from fp8moe.kernels.experts import swiglu
+from fp8moe.kernels.experts.swiglu import swiglu_backward_quantize_rows, swiglu_quantize_rows
+from fp8moe.quant.reference import Results
 from tests.errors import relative_error
 from tests.experts_cases import swiglu_operands
 from tests.gpu.test_swiglu_training import ACTIVATIONS, SIZES
@@ -32,16 +33,14 @@ def run(gate_up, grad, row_weights, groups, activation, values=True):
     results, memory, beside = [], [], []
     for width in (size, 2 * size):
         marked, buffers = marked_results(rows, width, len(groups) - 1)
-        results.append((*marked[:2], None, None, None))
+        results.append(Results(marked.rows, marked.row_scale))
         memory += zip(marked[:2], buffers[:2], strict=True)
     for width in (size, 2 * size, size):
         beside.append(marked_values(rows, width))
     h, d_gate_up, again = (value for value, _ in beside)
     forward, backward = ((h,), (d_gate_up, again)) if values else ((), ())
-    swiglu_quantize_plan.swiglu_quantize(gate_up, groups, activation, results[0], *forward)
-    dots = swiglu_quantize_plan.swiglu_backward_quantize(
-        gate_up, grad, row_weights, groups, activation, results[1], *backward
-    )
+    swiglu.launch(gate_up, groups, activation, results[0], *forward)
+    dots = swiglu.launch_backward(gate_up, grad, row_weights, groups, activation, results[1], *backward)
     return results, (h, d_gate_up, again), dots, memory + beside
 
 
@@ -49,8 +48,8 @@ def both_ways(gate_up, grad, row_weights, groups, activation):
     rows, size = grad.shape
     forward, _ = marked_results(rows, size, len(groups) - 1)
     backward, _ = marked_results(rows, 2 * size, len(groups) - 1)
-    swiglu_quantize_plan.swiglu_quantize(gate_up, groups, activation, forward)
-    dots = swiglu_quantize_plan.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation, backward)
+    swiglu.launch(gate_up, groups, activation, forward)
+    dots = swiglu.launch_backward(gate_up, grad, row_weights, groups, activation, backward)
     return forward, backward, dots
 
 
@@ -77,9 +76,7 @@ def assert_matches(gate_up, grad, row_weights, groups, activation) -> None:
             assert (buffer[:-GUARD][~written] == MARK).all() and (buffer[-GUARD:] == MARK).all()
     h, d_gate_up, again = (value[used] for value in beside)
     assert torch.equal(h, again)
-    d_exact, h_exact, _ = swiglu_quantize_reference.swiglu_gradients(
-        gate_up.double()[used], grad[used], row_weights[used], activation
-    )
+    d_exact, h_exact, _ = swiglu.swiglu_gradients(gate_up.double()[used], grad[used], row_weights[used], activation)
     if used.any():
         assert relative_error(h, h_exact) <= BFLOAT16_ERROR and relative_error(d_gate_up, d_exact) <= BFLOAT16_ERROR
 

@@ -8,8 +8,9 @@ import torch
 
 from benchmarks.operands import exact
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts import swiglu_quantize_plan, swiglu_quantize_reference
-from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
+from fp8moe.kernels.experts import swiglu
+from fp8moe.kernels.experts.swiglu import swiglu_backward_quantize, swiglu_quantize
+from fp8moe.quant import reference
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 from tests.errors import relative_error
@@ -38,9 +39,9 @@ def run(gate_up, grad, row_weights, groups, activation) -> tuple[list, list, tor
     """Results and the memory they are in, of the forward and of the backward, and the dots."""
     rows, size = grad.shape
     forward, forward_memory = marked_results(rows, size, len(groups) - 1)
-    swiglu_quantize_plan.swiglu_quantize(gate_up, groups, activation, forward)
+    swiglu.launch(gate_up, groups, activation, forward)
     backward, backward_memory = marked_results(rows, 2 * size, len(groups) - 1)
-    dots = swiglu_quantize_plan.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation, backward)
+    dots = swiglu.launch_backward(gate_up, grad, row_weights, groups, activation, backward)
     return [forward, backward], [forward_memory, backward_memory], dots
 
 
@@ -48,11 +49,10 @@ def assert_matches(gate_up, grad, row_weights, groups, activation) -> None:
     """Finite operands: the reference's results up to the last bit of an exponential."""
     rows = len(grad)
     both, memory, dots = run(gate_up, grad, row_weights, groups, activation)
-    forward = swiglu_quantize_reference.swiglu_quantize(gate_up, groups, activation)
-    backward, exact_dots = swiglu_quantize_reference.swiglu_backward_quantize(
-        gate_up.double(), grad.double(), row_weights.double(), groups, activation
-    )
-    backward, _ = swiglu_quantize_reference.swiglu_backward_quantize(gate_up, grad, row_weights, groups, activation)
+    h = swiglu.swiglu_values(gate_up, activation)
+    d_gate_up, _, _ = swiglu.swiglu_gradients(gate_up, grad, row_weights, activation)
+    *_, exact_dots = swiglu.swiglu_gradients(gate_up.double(), grad.double(), row_weights.double(), activation)
+    forward, backward = (reference.both_ways(value, value, groups) for value in (h, d_gate_up))
     for got, want, buffers in zip(both, (forward, backward), memory, strict=True):
         used = used_parts(got, groups, rows)
         assert torch.equal(got[4], want[4])

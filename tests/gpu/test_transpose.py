@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.quant import transpose_plan, transpose_reference
+from fp8moe.quant import reference, transpose
 from fp8moe.quant.formats import padded_rows
 from fp8moe.quant.quantize import quantize_1x128
+from fp8moe.quant.reference import Results
 from fp8moe.quant.transpose import empty_results, quantize_with_transpose
 from fp8moe.runtime.checks import FLOATING
 from tests import random_values
@@ -44,19 +45,19 @@ def offsets_of(offsets: tuple[int, ...] | None) -> torch.Tensor | None:
     return None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cuda")
 
 
-def marked_results(rows: int, features: int, groups: int) -> tuple[tuple, list[torch.Tensor]]:
+def marked_results(rows: int, features: int, groups: int) -> tuple[Results, list[torch.Tensor]]:
     """Results in memory full of marks, with a guard behind each; and the bytes of each with its guard."""
     buffers, results = [], []
     for part in empty_results(torch.empty(0, device="cuda"), rows, features, groups):
         size = part.untyped_storage().nbytes()
         buffers.append(torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda"))
         results.append(buffers[-1][:size].view(part.dtype).as_strided(part.shape, part.stride()))
-    return tuple(results), buffers
+    return Results(*results), buffers
 
 
 def used_parts(results: tuple, group_offsets: torch.Tensor | None, rows: int) -> list[torch.Tensor]:
     """For each of the first four results, a mask of what belongs to a group."""
-    starts, ends, offsets = transpose_reference.pad_groups(group_offsets, rows, torch.device("cuda"))
+    starts, ends, offsets = reference.pad_groups(group_offsets, rows, torch.device("cuda"))
     row = torch.arange(rows, device="cuda")
     kept = starts + (offsets[1:] - offsets[:-1])  # where groups overlap, the last ones are cut off
     in_group = ((row[:, None] >= starts) & (row[:, None] < ends.minimum(kept))).any(1)
@@ -73,8 +74,8 @@ def assert_matches(x, group_offsets=None, tokens=None, row_weights=None) -> None
     rows = x.shape[0] if tokens is None else tokens.shape[0]
     groups = 1 if group_offsets is None else group_offsets.shape[0] - 1
     results, buffers = marked_results(rows, x.shape[1], groups)
-    transpose_plan.quantize_with_transpose(x, group_offsets, tokens, row_weights, results)
-    expected = transpose_reference.quantize_with_transpose(x, group_offsets, tokens, row_weights)
+    transpose.launch(x, group_offsets, tokens, row_weights, results)
+    expected = reference.quantize_with_transpose(x, group_offsets, tokens, row_weights)
     assert torch.equal(results[4], expected[4])
     for got, want, used in zip(results, expected, used_parts(results, group_offsets, rows), strict=False):
         assert got.shape == want.shape and (want.numel() == want.shape[-1] or got.stride() == want.stride())
@@ -204,15 +205,15 @@ def test_empty(rows, features, tokens):
     count = rows if tokens is None else len(tokens)
     groups = offsets_of((0, 2, 2, 4))
     t = quantize_with_transpose(random(rows, features), groups, tokens=tokens)
-    expected = transpose_reference.pad_groups(groups, count, torch.device("cuda"))[2]
+    expected = reference.pad_groups(groups, count, torch.device("cuda"))[2]
     assert torch.equal(t.offsets, expected.int())
     assert t.rows.data.shape == (count, features) and t.columns.data.shape == (features, padded_rows(count, 3))
 
 
 @pytest.mark.parametrize("strip", [1, 3, 100])
 def test_order_of_tiles_does_not_matter(strip, monkeypatch):
-    monkeypatch.setattr(transpose_plan, "STRIP", strip)
-    monkeypatch.setattr(transpose_plan, "_GATHER_STRIP", strip)
+    monkeypatch.setattr(transpose, "STRIP", strip)
+    monkeypatch.setattr(transpose, "_GATHER_STRIP", strip)
     groups = offsets_of((0, 130, 500))
     assert_matches(random(500, 1040), groups)
     assert_matches(random(50, 1040), groups, torch.randint(0, 50, (500,), dtype=torch.int32, device="cuda"))
@@ -226,7 +227,7 @@ def test_same_bits_every_time():
 
     def run() -> list[torch.Tensor]:
         results, _ = marked_results(700, 1040, 3)
-        transpose_plan.quantize_with_transpose(x, groups, tokens, weights, results)
+        transpose.launch(x, groups, tokens, weights, results)
         return [bits(part) for part in results]
 
     first = run()
@@ -256,7 +257,7 @@ def test_cuda_graph_with_changed_groups():
         index.random_(0, (1, 5, 32, 62)[seed])
         graph.replay()
         results = *t.rows, *t.columns, t.offsets
-        expected = transpose_reference.quantize_with_transpose(x, groups, tokens, weights)
+        expected = reference.quantize_with_transpose(x, groups, tokens, weights)
         assert torch.equal(t.offsets, expected[4])
         for got, want, used in zip(results, expected, used_parts(results, groups, 616), strict=False):
             assert torch.equal(bits(got)[used], bits(want)[used])
@@ -274,7 +275,7 @@ def test_two_streams():
                 results.append((x, quantize_with_transpose(x, groups)))
     torch.cuda.synchronize()
     for x, t in results:
-        rows, row_scale, columns, column_scale, _ = transpose_reference.quantize_with_transpose(x, groups, None, None)
+        rows, row_scale, columns, column_scale, _ = reference.quantize_with_transpose(x, groups, None, None)
         assert torch.equal(bits(t.rows.data), bits(rows)) and torch.equal(t.rows.scale, row_scale)
         assert torch.equal(bits(t.columns.data)[:, :2048], bits(columns)[:, :2048])
         assert torch.equal(t.columns.scale[:, :16], column_scale[:, :16])

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from fp8moe.quant import transpose_fp8_plan
+from fp8moe.quant import transpose
 from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize import quantize_128x128
-from fp8moe.quant.transpose_fp8 import transpose_fp8
-from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.quant.quantize import has_vector_rows, quantize_128x128
+from fp8moe.quant.transpose import transpose_fp8
 
 pytestmark = pytest.mark.gpu
 
@@ -35,11 +34,8 @@ def write(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
     data_out = torch.full((data.numel() + guard,), MARK, dtype=torch.uint8, device="cuda")
     scale_out = torch.full((4 * scale.numel() + guard,), MARK, dtype=torch.uint8, device="cuda")
     index = data.get_device()
-    load_aligned = not (data.data_ptr() | k) & 15
-    with device_guard(index):
-        plan = transpose_fp8_plan.plan(n, k, *scale.shape[-2:], scale.numel(), load_aligned, index)
-        pointers = (data.data_ptr(), scale.data_ptr(), data_out.data_ptr(), scale_out.data_ptr())
-        plan.launch(current_stream(index), *pointers)
+    launcher = transpose.fp8_launcher(index, data, scale, has_vector_rows(data))
+    launcher(data, scale, data_out, scale_out)
     assert (data_out[-guard:] == MARK).all() and (scale_out[-guard:] == MARK).all()
     blocks = (*lead, *reversed(scale.shape[-2:]))
     return data_out[:-guard].view(*lead, k, n), scale_out[:-guard].view(torch.int32).view(blocks)

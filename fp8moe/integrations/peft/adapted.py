@@ -21,7 +21,7 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.trained_rows import Layer, Order, no_double_backward
 from fp8moe.kernels.experts.training import assignments_of, by_assignment, order_of
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.quant.transpose import transpose_fp8
 
 
 class Factors(NamedTuple):

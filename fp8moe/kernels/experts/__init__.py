@@ -1,6 +1,6 @@
 """The operators of an experts layer: forward, training, and the steps between the GEMMs.
 
-Functions that share a module's name are not handed out here: combine.combine, swiglu_quantize.swiglu_quantize.
+Functions that share a module's name are not handed out here: combine.combine.
 """
 
 from fp8moe.kernels.experts.forward import experts

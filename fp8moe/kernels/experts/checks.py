@@ -211,20 +211,3 @@ def _rows(rows: Tensor, tokens: int | None, device: torch.device, beside: str) -
         expected = "(T, K)" if tokens is None else f"({tokens}, K)"
         raise ValueError(f"rows: expected shape {expected}, got {tuple(rows.shape)}")
     check_device("rows", rows, device, beside)
-
-
-def swiglu(gate_up: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
-    """Dtype, sizes and devices of the arguments of `swiglu_quantize`. Returns R, I and E."""
-    check_dtype("gate_up", gate_up, torch.bfloat16)
-    if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK):
-        raise ValueError(f"gate_up: expected shape (R, 2 * I) with I a multiple of {BLOCK}, got {tuple(gate_up.shape)}")
-    rows, features = gate_up.shape
-    return rows, features // 2, check_groups(group_offsets, rows, gate_up.device)
-
-
-def swiglu_backward(gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
-    """The same of `swiglu_backward_quantize`."""
-    rows, size, groups = swiglu(gate_up, group_offsets)
-    check_like("grad", grad, (torch.bfloat16,), (rows, size), gate_up.device, "gate_up")
-    check_vector("row_weights", row_weights, torch.float32, rows, gate_up.device)
-    return rows, size, groups

@@ -10,19 +10,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts.activation_backward import weighted_backward
+from fp8moe.kernels.activation import Activation, weighted_backward
 from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.operands import pad_columns, pad_weights, row_dtype, without_padding
 from fp8moe.kernels.experts.permute import permute_quantize
-from fp8moe.kernels.experts.swiglu_quantize import swiglu_backward_quantize, swiglu_quantize
-from fp8moe.kernels.experts.swiglu_quantize_rows import swiglu_backward_quantize_rows, swiglu_quantize_rows
+from fp8moe.kernels.experts.swiglu import (
+    swiglu_backward_quantize,
+    swiglu_backward_quantize_rows,
+    swiglu_quantize,
+    swiglu_quantize_rows,
+)
 from fp8moe.kernels.gemm.grouped import grouped_rows
 from fp8moe.kernels.gemm.grouped_k import weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
-from fp8moe.quant.transpose import quantize_with_transpose
-from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 
 LAYER = (
     "Tensor up_proj, Tensor up_proj_scale_inv, Tensor down_proj, Tensor down_proj_scale_inv, "

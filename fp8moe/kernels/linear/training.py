@@ -16,8 +16,7 @@ from fp8moe.kernels.gemm.grouped_k import weight_gradients
 from fp8moe.kernels.linear import checks
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align
 from fp8moe.quant.quantize import quantize_1x128
-from fp8moe.quant.transpose import quantize_with_transpose
-from fp8moe.quant.transpose_fp8 import transpose_fp8
+from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from fp8moe.runtime.operator import define
 
 _MULTIPLE = 16  # of N and K: in one of the three GEMMs each is the sum's length, in another the width of the result

@@ -1,0 +1,419 @@
+"""What a trainable expert computes between its GEMMs, forward and backward, each fused with the quantization behind it.
+
+The results are quantized along rows and along columns, for the next GEMM and for the weight gradient: DeepSeek-V3,
+arXiv:2412.19437, section 3.3. Where no weight gradient follows they are quantized by rows alone, and the values that
+adapters of frozen experts multiply, which are not quantized, are written too if asked for.
+"""
+
+import ctypes
+import enum
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.activation import Activation
+from fp8moe.quant import reference
+from fp8moe.quant.checks import check_groups, check_vector
+from fp8moe.quant.formats import BLOCK, FP8Tensor, empty_mn_major, padded_rows
+from fp8moe.quant.reference import Results, pad_groups
+from fp8moe.quant.transpose import TILE_BYTES, Transposed, empty_results, tile_launcher, tile_spec, transposed
+from fp8moe.runtime.checks import check_dtype, check_like, check_tensor, row_major
+from fp8moe.runtime.jit import KernelSpec
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
+
+_FORM = (("limit", ctypes.c_float), ("alpha", ctypes.c_float))
+
+
+def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, *, activation: Activation) -> Transposed:
+    """``activation(gate_up)`` of every group's rows, computed in float32, rounded to bfloat16 and quantized both ways.
+
+    gate_up: (R, 2I) bfloat16, gate then up, any strides; I a multiple of 128.
+    group_offsets: (E+1,) int32, as for `quantize_with_transpose`, which also describes the result.
+    activation: a SwiGLU.
+    Returns `Transposed` of (R, I), detached from the autograd graph.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
+    """
+    _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
+    return transposed(*_swiglu_quantize(gate_up.detach(), group_offsets, activation.limit, activation.alpha))
+
+
+def swiglu_backward_quantize(
+    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, *, activation: Activation
+) -> tuple[Transposed, Tensor]:
+    """The backward of ``row_weights * activation(gate_up)`` for every group's rows, in float32; the gradient of gate_up
+    is rounded to bfloat16 and quantized both ways.
+
+    gate_up: (R, 2I) bfloat16, gate then up, as in the forward; I a multiple of 128.
+    grad: (R, I) bfloat16, with respect to the weighted result.
+    row_weights: (R,) float32.
+    group_offsets, activation: as for `swiglu_quantize`. Where a limit clamps gate or up, it gets no gradient.
+    Returns `Transposed` of the gradient of gate_up (R, 2I), and the gradient of row_weights (R,) float32:
+    ``sum over i of activation(gate_up)[r, i] * grad[r, i]``. Rows of no group are uninitialized in both.
+    Equal inputs give equal bits. The results are detached from the autograd graph.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
+    """
+    _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
+    operands = gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets
+    *results, dots = _swiglu_backward_quantize(*operands, activation.limit, activation.alpha)
+    return transposed(*results), dots
+
+
+def swiglu_quantize_rows(
+    gate_up: Tensor, group_offsets: Tensor, *, activation: Activation, values: bool = False
+) -> tuple[FP8Tensor, Tensor]:
+    """The rows of `swiglu_quantize`, which also describes the arguments and errors, with the same bits.
+
+    Returns data (R, I) and scale (R, I/128) MN-major; and with `values` what was quantized, (R, I) bfloat16, otherwise
+    an empty tensor. Rows of no group are uninitialized.
+    """
+    _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
+    form = activation.limit, activation.alpha, values
+    data, scale, h = _swiglu_quantize_rows(gate_up.detach(), group_offsets, *form)
+    return FP8Tensor(data, scale), h
+
+
+def swiglu_backward_quantize_rows(
+    gate_up: Tensor,
+    grad: Tensor,
+    row_weights: Tensor,
+    group_offsets: Tensor,
+    *,
+    activation: Activation,
+    values: bool = False,
+) -> tuple[FP8Tensor, Tensor, Tensor, Tensor]:
+    """The rows of `swiglu_backward_quantize`, which also describes the arguments and errors, with the same bits.
+
+    Returns data (R, 2I) and scale (R, 2I/128) MN-major of the gradient of gate_up, and the gradient of row_weights; and
+    with `values` what was quantized, (R, 2I) bfloat16, and ``activation(gate_up)`` (R, I) as `swiglu_quantize_rows`
+    returns it, otherwise empty tensors. Rows of no group are uninitialized.
+    """
+    _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
+    operands = gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets
+    form = activation.limit, activation.alpha, values
+    data, scale, *others = _swiglu_backward_quantize_rows(*operands, *form)
+    return FP8Tensor(data, scale), *others
+
+
+class Beside(enum.IntEnum):
+    """What a kernel writes beside quantized rows, as cuda/swiglu_operands.cuh numbers it."""
+
+    NOTHING = 0
+    COLUMNS = 1
+    VALUES = 2
+
+    @classmethod
+    def of(cls, results: Results, values: Tensor | None) -> "Beside":
+        if results.columns is not None:
+            return cls.COLUMNS
+        return cls.NOTHING if values is None else cls.VALUES
+
+
+class _Source(ctypes.Structure):
+    """``struct Source`` of cuda/swiglu_quantize.cu."""
+
+    _pointers_ = 2
+    _fields_ = (*((name, ctypes.c_int64) for name in ("gate_up", "values", "row_stride")), *_FORM)
+
+
+class _BackwardSource(ctypes.Structure):
+    """``struct Source`` of cuda/swiglu_backward_quantize.cu."""
+
+    _pointers_ = 6
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("gate_up", "grad", "weights", "dots", "d_gate_up", "values")),
+        *((name, ctypes.c_int64) for name in ("row_stride", "grad_stride")),
+        *_FORM,
+    )
+
+
+def kernel_spec(activation: Activation, backward: bool, beside: Beside) -> KernelSpec:
+    """The kernel for a SwiGLU of bfloat16 rows, or for its gradients."""
+    # They wait in shared memory, where the transposed tile takes the place of the first.
+    operands = 3 if backward else 2
+    return tile_spec(
+        "swiglu_backward_quantize" if backward else "swiglu_quantize",
+        _BackwardSource if backward else _Source,
+        torch.bfloat16,
+        shared_bytes=operands * TILE_BYTES * torch.bfloat16.itemsize,
+        OPERANDS=operands,
+        SWIGLU_FORM=activation.form,
+        BESIDE=beside.value,
+    )
+
+
+@planned
+def launcher(
+    device_index: int, gate_up: Tensor, grad: Tensor | None, groups: int, activation: Activation, beside: Beside
+) -> PointerLauncher:
+    """The launcher for `Results`, group offsets, and the pointers of ``struct Source``; see `tile_launcher`.
+
+    gate_up (R, 2I), and for the backward grad (R, I): as `row_major` returns them.
+    """
+    rows, width = gate_up.shape
+    form = {"limit": activation.limit or 0.0, "alpha": activation.alpha or 0.0}
+    if grad is None:
+        source = _Source(row_stride=gate_up.stride(0), **form)
+    else:
+        source = _BackwardSource(row_stride=gate_up.stride(0), grad_stride=grad.stride(0), **form)
+    spec = kernel_spec(activation, grad is not None, beside)
+    column_tiles = width // 2 // BLOCK
+    width = width // 2 if grad is None else width
+    return tile_launcher(spec, source, rows=rows, width=width, groups=groups, column_tiles=column_tiles)
+
+
+def launch(
+    gate_up: Tensor, group_offsets: Tensor, activation: Activation, results: Results, values: Tensor | None = None
+) -> None:
+    """Fill `results`, and `values` (R, I) bfloat16, as `swiglu_quantize` and `swiglu_quantize_rows` describe."""
+    if _nothing(group_offsets, results):
+        return
+    gate_up, group_offsets = row_major(gate_up), group_offsets.contiguous()
+    groups, beside = group_offsets.shape[0] - 1, Beside.of(results, values)
+    run = launcher(gate_up.get_device(), gate_up, None, groups, activation, beside)
+    run(*results, group_offsets, gate_up, values)
+
+
+def launch_backward(
+    gate_up: Tensor,
+    grad: Tensor,
+    row_weights: Tensor,
+    group_offsets: Tensor,
+    activation: Activation,
+    results: Results,
+    d_gate_up: Tensor | None = None,
+    values: Tensor | None = None,
+) -> Tensor:
+    """Fill `results`, and d_gate_up (R, 2I) and `values` (R, I) bfloat16, both or none, as `swiglu_backward_quantize`
+    and `swiglu_backward_quantize_rows` describe, and return the dots (R,)."""
+    rows, size = grad.shape
+    if _nothing(group_offsets, results):
+        return gate_up.new_zeros(rows, dtype=torch.float32)
+    gate_up, grad = row_major(gate_up), row_major(grad)
+    group_offsets, row_weights = group_offsets.contiguous(), row_weights.contiguous()
+    # A part of each dot per tile, summed in a fixed order below.
+    dots = gate_up.new_empty((size // BLOCK, rows), dtype=torch.float32)
+    groups, beside = group_offsets.shape[0] - 1, Beside.of(results, values)
+    run = launcher(gate_up.get_device(), gate_up, grad, groups, activation, beside)
+    run(*results, group_offsets, gate_up, grad, row_weights, dots, d_gate_up, values)
+    return dots.sum(0)
+
+
+def _nothing(group_offsets: Tensor, results: Results) -> bool:
+    """Whether there is nothing to quantize: then all that is to be written are the offsets, which it does."""
+    rows, width = results.rows.shape
+    if padded_rows(rows, group_offsets.shape[0] - 1) * width:
+        return False
+    if results.offsets is not None:
+        results.offsets.copy_(pad_groups(group_offsets, rows, group_offsets.device)[2])
+    return True
+
+
+# ---- in plain PyTorch, on any device: what the kernels compute, up to the GPU's own exponential ----
+
+
+def swiglu_values(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up (R, 2I) -> the activation (R, I) in float32, rounded to gate_up's dtype."""
+    return activation(gate_up.float()).to(gate_up.dtype)
+
+
+def swiglu_gradients(
+    gate_up: Tensor, grad: Tensor, row_weights: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_gate_up (R, 2I) and `swiglu_values` (R, I) in gate_up's dtype, and the dots (R,)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    grad = grad.float()
+    weighted = grad * row_weights[:, None]
+    d_gate, d_up, h = swiglu_backward(gate, up, weighted, activation)
+    d_gate_up = torch.cat([d_gate, d_up], dim=-1).to(gate_up.dtype)
+    return d_gate_up, h.to(gate_up.dtype), (h * grad).sum(-1)
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives with respect to gate and up for a `grad` with respect to the result, and the result itself."""
+    limit, alpha = activation.limit, activation.alpha
+    clamped, linear = gate, up
+    if limit is not None:
+        clamped, linear = gate.clamp(max=limit), up.clamp(-limit, limit)
+    slope = 1.0
+    if alpha is not None:
+        linear, slope = linear + 1, alpha
+    sigmoid = torch.sigmoid(slope * clamped)
+    silu = clamped * sigmoid
+    d_gate = grad * linear * sigmoid * (1 + slope * clamped * (1 - sigmoid))
+    d_up = grad * silu
+    if limit is not None:
+        # A NaN is not beyond the limit: it stays.
+        d_gate = torch.where(gate > limit, 0, d_gate)
+        d_up = torch.where(up.abs() > limit, 0, d_up)
+    return d_gate, d_up, silu * linear
+
+
+# ---- operators ----
+
+
+def _check_types(activation: Activation, **tensors: Tensor) -> None:
+    for name, value in tensors.items():
+        check_tensor(name, value)
+    if not activation.is_swiglu:
+        raise ValueError(f"activation: expected a gated silu, got {activation}")
+
+
+def _check(gate_up: Tensor, group_offsets: Tensor, *form: float | bool | None) -> None:
+    check_dtype("gate_up", gate_up, torch.bfloat16)
+    if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK):
+        raise ValueError(f"gate_up: expected shape (R, 2 * I) with I a multiple of {BLOCK}, got {tuple(gate_up.shape)}")
+    check_groups(group_offsets, gate_up.shape[0], gate_up.device)
+
+
+def _check_backward(
+    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, *form: float | bool | None
+) -> None:
+    _check(gate_up, group_offsets)
+    rows, width = gate_up.shape
+    check_like("grad", grad, (torch.bfloat16,), (rows, width // 2), gate_up.device, "gate_up")
+    check_vector("row_weights", row_weights, torch.float32, rows, gate_up.device)
+
+
+def _empty(gate_up: Tensor, group_offsets: Tensor, *form: float | None) -> Results:
+    rows, width = gate_up.shape
+    return empty_results(gate_up, rows, width // 2, group_offsets.shape[0] - 1)
+
+
+def _launch(gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None) -> Results:
+    results = _empty(gate_up, group_offsets)
+    launch(gate_up, group_offsets, Activation(limit, alpha), results)
+    return results
+
+
+def _reference(gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None) -> Results:
+    h = swiglu_values(gate_up, Activation(limit, alpha))
+    return reference.both_ways(h, h, group_offsets)
+
+
+def _empty_backward(
+    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, *form: float | None
+) -> tuple[Tensor, ...]:
+    rows, width = gate_up.shape
+    results = empty_results(gate_up, rows, width, group_offsets.shape[0] - 1)
+    return *results, gate_up.new_empty((rows,), dtype=torch.float32)
+
+
+def _launch_backward(
+    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None
+) -> tuple[Tensor, ...]:
+    rows, width = gate_up.shape
+    results = empty_results(gate_up, rows, width, group_offsets.shape[0] - 1)
+    return *results, launch_backward(gate_up, grad, row_weights, group_offsets, Activation(limit, alpha), results)
+
+
+def _reference_backward(
+    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None
+) -> tuple[Tensor, ...]:
+    d_gate_up, _, dots = swiglu_gradients(gate_up, grad, row_weights, Activation(limit, alpha))
+    return *reference.both_ways(d_gate_up, d_gate_up, group_offsets), dots
+
+
+def _empty_data(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Data and scale by rows, one for each of `like`."""
+    rows = like.shape[0]
+    data = like.new_empty((rows, width), dtype=torch.float8_e4m3fn)
+    return data, empty_mn_major(rows, width // BLOCK, device=like.device)
+
+
+def _empty_rows(
+    gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None, values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = gate_up.shape
+    return *_empty_data(gate_up, width // 2), gate_up.new_empty((rows, width // 2) if values else 0)
+
+
+def _launch_rows(
+    gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None, values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    data, scale, h = _empty_rows(gate_up, group_offsets, limit, alpha, values)
+    launch(gate_up, group_offsets, Activation(limit, alpha), Results(data, scale), h if values else None)
+    return data, scale, h
+
+
+def _reference_rows(
+    gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None, values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    h = swiglu_values(gate_up, Activation(limit, alpha))
+    return *reference.quantize_1x128(h, False), h if values else gate_up.new_empty(0)
+
+
+def _empty_backward_rows(
+    gate_up: Tensor,
+    grad: Tensor,
+    row_weights: Tensor,
+    group_offsets: Tensor,
+    limit: float | None,
+    alpha: float | None,
+    values: bool,
+) -> tuple[Tensor, ...]:
+    rows, width = gate_up.shape
+    dots = gate_up.new_empty((rows,), dtype=torch.float32)
+    d_gate_up, h = (gate_up.new_empty((rows, columns) if values else 0) for columns in (width, width // 2))
+    return *_empty_data(gate_up, width), dots, d_gate_up, h
+
+
+def _launch_backward_rows(
+    gate_up: Tensor,
+    grad: Tensor,
+    row_weights: Tensor,
+    group_offsets: Tensor,
+    limit: float | None,
+    alpha: float | None,
+    values: bool,
+) -> tuple[Tensor, ...]:
+    operands = gate_up, grad, row_weights, group_offsets
+    data, scale, _, *beside = _empty_backward_rows(*operands, limit, alpha, values)
+    dots = launch_backward(*operands, Activation(limit, alpha), Results(data, scale), *(beside if values else ()))
+    return data, scale, dots, *beside
+
+
+def _reference_backward_rows(
+    gate_up: Tensor,
+    grad: Tensor,
+    row_weights: Tensor,
+    group_offsets: Tensor,
+    limit: float | None,
+    alpha: float | None,
+    values: bool,
+) -> tuple[Tensor, ...]:
+    d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, Activation(limit, alpha))
+    rows = *reference.quantize_1x128(d_gate_up, False), dots
+    return *rows, *((d_gate_up, h) if values else (gate_up.new_empty(0), gate_up.new_empty(0)))
+
+
+_OPERANDS = "Tensor gate_up, Tensor group_offsets, float? limit, float? alpha"
+_BACKWARD_OPERANDS = "Tensor gate_up, Tensor grad, Tensor row_weights, Tensor group_offsets, float? limit, float? alpha"
+_RESULTS = "Tensor, Tensor, Tensor, Tensor, Tensor"
+
+_swiglu_quantize = operator(
+    f"swiglu_quantize({_OPERANDS}) -> ({_RESULTS})", check=_check, cuda=_launch, reference=_reference, fake=_empty
+)
+_swiglu_backward_quantize = operator(
+    f"swiglu_backward_quantize({_BACKWARD_OPERANDS}) -> ({_RESULTS}, Tensor)",
+    check=_check_backward,
+    cuda=_launch_backward,
+    reference=_reference_backward,
+    fake=_empty_backward,
+)
+_swiglu_quantize_rows = operator(
+    f"swiglu_quantize_rows({_OPERANDS}, bool values) -> (Tensor, Tensor, Tensor)",
+    check=_check,
+    cuda=_launch_rows,
+    reference=_reference_rows,
+    fake=_empty_rows,
+)
+_swiglu_backward_quantize_rows = operator(
+    f"swiglu_backward_quantize_rows({_BACKWARD_OPERANDS}, bool values) -> ({_RESULTS})",
+    check=_check_backward,
+    cuda=_launch_backward_rows,
+    reference=_reference_backward_rows,
+    fake=_empty_backward_rows,
+)
