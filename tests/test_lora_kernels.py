@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.experts import lora_plan
+from fp8moe.kernels.experts import lora
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from tests.errors import relative_error
 from tests.lora_cases import exact, operands
@@ -67,8 +67,8 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("rank", [16, 48, 256])
 def test_every_variant_compiles_without_spills(rank, gathered):
-    specs = [lora_plan.shrink_spec(rank, gathered, few) for few in (False, True)]
-    for spec in (*specs, lora_plan.gradient_spec(rank, gathered)):
+    specs = [lora.shrink_spec(rank, gathered, few) for few in (False, True)]
+    for spec in (*specs, lora.gradient_spec(rank, gathered)):
         report = compile_report(spec)
         assert report.spill_stores == report.spill_loads == report.stack == 0
         assert report.registers <= 80

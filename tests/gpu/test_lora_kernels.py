@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels.experts import lora_plan
+from fp8moe.kernels.experts import lora
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from tests import lora_cases
 from tests.errors import relative_error
@@ -45,17 +45,17 @@ def test_products(sizes, width, rank, tokens):
     ranks[used:] = NAN
     shrunk, gradient = exact(x, factors, ranks, offsets, index)
     out = poisoned(ranks, 1)
-    lora_plan.lora_shrink(x, factors, offsets, index, out[:-1])
+    lora.launch_shrink(x, factors, offsets, index, out[:-1])
     assert out[used:].isnan().all()
     made = poisoned(factors, 1)
-    lora_plan.lora_gradient(ranks, x, offsets, index, made[:-1])
+    lora.launch_gradient(ranks, x, offsets, index, made[:-1])
     assert made[-1].isnan().all() and not made[:-1][[size == 0 for size in sizes]].any()
     if used:
         assert relative_error(out[:used], shrunk[:used]) <= TOLERANCE
         assert relative_error(made[:-1], gradient) <= TOLERANCE
     again = torch.empty_like(out)
     for _ in range(20):
-        lora_plan.lora_shrink(x, factors, offsets, index, again[:-1])
+        lora.launch_shrink(x, factors, offsets, index, again[:-1])
         assert torch.equal(again[:used], out[:used])
         assert torch.equal(lora_gradient(ranks, x, offsets, index), made[:-1])
 

@@ -4,15 +4,34 @@ Operands are bfloat16, sums float32, results rounded to bfloat16. Operators ``fp
 ``fp8moe::lora_gradient``. From ranks to outputs the FP8 GEMMs add the product (`kernels.gemm.grouped.grouped_rows`).
 """
 
+import ctypes
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts import lora_plan
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_dtype, check_like
-from fp8moe.runtime.operator import define
+from fp8moe.quant.formats import ceil_div
+from fp8moe.runtime.checks import aligned, check_dtype, check_like
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import WARP
+
+_RANKS = 16  # of a thread block, of both kernels
+_GRADIENT_COLUMNS, _GRADIENT_WARPS = 256, 4  # of a thread block of cuda/lora_gradient.cu
+
+
+class _ShrinkBlock(NamedTuple):
+    """A thread block of cuda/lora_shrink.cu: its rows, its warps, which share K, and how many an SM has room for."""
+
+    rows: int
+    warps: int
+    per_sm: int
+
+
+_MANY, _FEW = _ShrinkBlock(32, 4, 6), _ShrinkBlock(16, 16, 2)
+_FEW_ROWS = 16  # of a group, on average: then what a block takes for one is its K
 
 
 def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -26,7 +45,7 @@ def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tenso
 
     Raises ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
-    return torch.ops.fp8moe.lora_shrink(x, factors, group_offsets, tokens)
+    return _lora_shrink(x, factors, group_offsets, tokens)
 
 
 def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -35,21 +54,75 @@ def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tenso
     ranks: (R, r) bfloat16, r a multiple of 16. x: (R, N) bfloat16, or with tokens (T, N); N a multiple of 8.
     The others, errors and bits are those of `lora_shrink`.
     """
-    return torch.ops.fp8moe.lora_gradient(ranks, x, group_offsets, tokens)
+    return _lora_gradient(ranks, x, group_offsets, tokens)
 
 
-def _check(x: Tensor, rank: int, group_offsets: Tensor, experts: int, tokens: Tensor | None) -> int:
-    """What both products take; returns R."""
-    check_dtype("x", x, torch.bfloat16)
-    if rank % 16 or not rank:
-        raise ValueError(f"expected a multiple of 16 ranks (pad with zeros), got {rank}")
-    if x.shape[1] % 8:
-        raise ValueError(f"x: expected a multiple of 8 columns (pad with zeros), got {x.shape[1]}")
-    check_like("group_offsets", group_offsets, (torch.int32,), (experts + 1,), x.device, "x")
-    if tokens is None:
-        return x.shape[0]
-    check_like("tokens", tokens, (torch.int32,), tuple(tokens.shape[:1]), x.device, "x")
-    return tokens.shape[0]
+class _Sizes(ctypes.Structure):
+    """``struct Sizes`` of cuda/lora_shrink.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("k", "rows", "num_groups"))
+
+
+def shrink_spec(rank: int, gathered: bool, few: bool) -> KernelSpec:
+    rows, warps, per_sm = _FEW if few else _MANY
+    block = (("RANKS", _RANKS), ("ROWS", rows), ("WARPS", warps), ("BLOCKS_PER_SM", per_sm))
+    return KernelSpec("lora_shrink.cu", "lora_shrink", (("RANK", rank), ("GATHERED", int(gathered)), *block))
+
+
+def gradient_spec(rank: int, gathered: bool) -> KernelSpec:
+    block = (("RANKS", _RANKS), ("COLUMNS", _GRADIENT_COLUMNS), ("WARPS", _GRADIENT_WARPS))
+    return KernelSpec("lora_gradient.cu", "lora_gradient", (("RANK", rank), ("GATHERED", int(gathered)), *block))
+
+
+@planned
+def shrink_launcher(
+    device_index: int, rows: int, rank: int, groups: int, width: int, gathered: bool
+) -> PointerLauncher:
+    """The launcher for x (R, K) or, if gathered, (T, K), factors, group_offsets, tokens or None, and out (R, rank)."""
+    few = rows < _FEW_ROWS * groups
+    block = _FEW if few else _MANY
+    # As many share rows as these have groups, if all have equally many.
+    sharing = min(block.rows, ceil_div(block.rows * groups, max(rows, 1)))
+    return PointerLauncher(
+        load(shrink_spec(rank, gathered, few)),
+        grid=(ceil_div(rows, block.rows), rank // _RANKS, sharing),
+        block=WARP * block.warps,
+        args=((ctypes.c_int64 * 5)(), _Sizes(width, rows, groups)),
+    )
+
+
+@planned
+def gradient_launcher(device_index: int, rank: int, groups: int, width: int, gathered: bool) -> PointerLauncher:
+    """The launcher for x (R, N) or, if gathered, (T, N), ranks, group_offsets, tokens or None, and out (E, rank, N)."""
+    return PointerLauncher(
+        load(gradient_spec(rank, gathered)),
+        grid=(ceil_div(width, _GRADIENT_COLUMNS), groups, rank // _RANKS),
+        block=WARP * _GRADIENT_WARPS,
+        args=((ctypes.c_int64 * 5)(), ctypes.c_int64(width)),
+    )
+
+
+def launch_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None, out: Tensor) -> Tensor:
+    """Fill `out` as `lora_shrink` describes, and return it."""
+    (rows, rank), groups = out.shape, factors.shape[0]
+    if rows and groups:
+        launcher = shrink_launcher(out.get_device(), rows, rank, groups, x.shape[1], tokens is not None)
+        launcher(*_vectors(x, factors, group_offsets, tokens), out)
+    return out
+
+
+def launch_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None, out: Tensor) -> Tensor:
+    """Fill `out` as `lora_gradient` describes, and return it."""
+    groups, rank, width = out.shape
+    if groups and width:
+        launcher = gradient_launcher(out.get_device(), rank, groups, width, tokens is not None)
+        launcher(*_vectors(x, ranks, group_offsets, tokens), out)
+    return out
+
+
+def _vectors(*operands: Tensor | None) -> list[Tensor | None]:
+    """Operands that the kernels may read as vectors of 16 bytes."""
+    return [None if value is None else aligned(value) for value in operands]
 
 
 def _groups(group_offsets: Tensor) -> Iterator[tuple[int, slice]]:
@@ -64,43 +137,69 @@ def _source(x: Tensor, tokens: Tensor | None, rows: slice) -> Tensor:
     return (x[rows] if tokens is None else x[tokens[rows]]).float()
 
 
-def _shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
-    out = _shrink_fake(x, factors, group_offsets, tokens)
-    if use_cuda(x):
-        lora_plan.lora_shrink(x, factors, group_offsets, tokens, out)
-        return out
+def _shrink_reference(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
+    out = _empty_shrink(x, factors, group_offsets, tokens)
     with torch.autocast(x.device.type, enabled=False):
         for group, rows in _groups(group_offsets):
             out[rows] = (_source(x, tokens, rows) @ factors[group].float().T).bfloat16()
     return out
 
 
-def _shrink_fake(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
-    experts, rank = factors.shape[:2]
-    check_like("factors", factors, (torch.bfloat16,), (experts, rank, x.shape[1]), x.device, "x")
-    return x.new_empty((_check(x, rank, group_offsets, experts, tokens), rank))
-
-
-def _gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
-    out = _gradient_fake(ranks, x, group_offsets, tokens)
-    if use_cuda(x):
-        lora_plan.lora_gradient(ranks, x, group_offsets, tokens, out)
-        return out
-    out.zero_()
+def _gradient_reference(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
+    out = _empty_gradient(ranks, x, group_offsets, tokens).zero_()
     with torch.autocast(x.device.type, enabled=False):
         for group, rows in _groups(group_offsets):
             out[group] = (ranks[rows].float().T @ _source(x, tokens, rows)).bfloat16()
     return out
 
 
-def _gradient_fake(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
-    experts, rank = group_offsets.shape[0] - 1, ranks.shape[1]
-    rows = _check(x, rank, group_offsets, experts, tokens)
-    check_like("ranks", ranks, (torch.bfloat16,), (rows, rank), x.device, "x")
-    return x.new_empty((experts, rank, x.shape[1]))
+def _check(x: Tensor, rank: int, group_offsets: Tensor, experts: int, tokens: Tensor | None) -> None:
+    """What both products take."""
+    check_dtype("x", x, torch.bfloat16)
+    if rank % 16 or not rank:
+        raise ValueError(f"expected a multiple of 16 ranks (pad with zeros), got {rank}")
+    if x.shape[1] % 8:
+        raise ValueError(f"x: expected a multiple of 8 columns (pad with zeros), got {x.shape[1]}")
+    check_like("group_offsets", group_offsets, (torch.int32,), (experts + 1,), x.device, "x")
+    if tokens is not None:
+        check_like("tokens", tokens, (torch.int32,), tuple(tokens.shape[:1]), x.device, "x")
 
 
-define("lora_shrink(Tensor x, Tensor factors, Tensor group_offsets, Tensor? tokens) -> Tensor", _shrink, _shrink_fake)
-define(
-    "lora_gradient(Tensor ranks, Tensor x, Tensor group_offsets, Tensor? tokens) -> Tensor", _gradient, _gradient_fake
+def _check_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> None:
+    experts, rank = factors.shape[:2]
+    check_like("factors", factors, (torch.bfloat16,), (experts, rank, x.shape[1]), x.device, "x")
+    _check(x, rank, group_offsets, experts, tokens)
+
+
+def _check_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> None:
+    rank = ranks.shape[1]
+    _check(x, rank, group_offsets, group_offsets.shape[0] - 1, tokens)
+    check_like("ranks", ranks, (torch.bfloat16,), (_num_rows(x, tokens), rank), x.device, "x")
+
+
+def _num_rows(x: Tensor, tokens: Tensor | None) -> int:
+    return x.shape[0] if tokens is None else tokens.shape[0]
+
+
+def _empty_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
+    return x.new_empty((_num_rows(x, tokens), factors.shape[1]))
+
+
+def _empty_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None) -> Tensor:
+    return x.new_empty((group_offsets.shape[0] - 1, ranks.shape[1], x.shape[1]))
+
+
+_lora_shrink = operator(
+    "lora_shrink(Tensor x, Tensor factors, Tensor group_offsets, Tensor? tokens) -> Tensor",
+    check=_check_shrink,
+    cuda=lambda *operands: launch_shrink(*operands, _empty_shrink(*operands)),
+    reference=_shrink_reference,
+    fake=_empty_shrink,
+)
+_lora_gradient = operator(
+    "lora_gradient(Tensor ranks, Tensor x, Tensor group_offsets, Tensor? tokens) -> Tensor",
+    check=_check_gradient,
+    cuda=lambda *operands: launch_gradient(*operands, _empty_gradient(*operands)),
+    reference=_gradient_reference,
+    fake=_empty_gradient,
 )
