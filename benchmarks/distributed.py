@@ -50,7 +50,7 @@ from fp8moe.distributed import ExpertParallel
 from fp8moe.distributed.choose import choose
 from fp8moe.distributed.peers import Peers
 from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.kernels.experts.partial import experts_partial
+from fp8moe.kernels.experts.operator import experts_partial
 from fp8moe.quant.formats import FP8Tensor
 from tools.validate import write_json
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.experts.forward import experts
+from fp8moe.kernels.experts.operator import experts
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
@@ -589,7 +589,7 @@ def test_opcheck(capacity):
     # Schema checks compare inputs with kernels that PyTorch lacks for float8.
     torch.library.opcheck(
         torch.ops.fp8moe.experts.default,
-        (torch.randn(3, 131), *route(3, 4, 2), *parameters, "silu", True, 7.0, None, capacity),
+        (torch.randn(3, 131), *route(3, 4, 2), *parameters, "silu limit=7.0", capacity, None),
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

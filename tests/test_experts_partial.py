@@ -127,7 +127,7 @@ def test_nothing_to_do(shape):
 
 def test_memory_is_for_the_window(monkeypatch):
     """GEMM 2 writes no more rows than there is room for, and in row_dtype."""
-    from fp8moe.kernels.experts import layer as steps
+    from fp8moe.kernels.experts import operator as steps
 
     found = []
     compute = steps.compute
@@ -143,7 +143,7 @@ def test_memory_is_for_the_window(monkeypatch):
 
 def test_tiles_are_chosen_for_the_rows_of_a_share(monkeypatch):
     """An expert is expected to have T * K / E rows, E on all ranks, and K is summed as with all of them."""
-    from fp8moe.kernels.experts import layer as steps
+    from fp8moe.kernels.experts import operator as steps
 
     found = []
     swiglu = steps.grouped_gemm_swiglu
@@ -196,10 +196,10 @@ def test_there_is_no_backward():
 def test_opcheck(variant, quantized):
     layer = make(**VARIANTS[variant])
     x, index, weights, _ = inputs()
-    x = quantize_1x128(x) if quantized else (x, None)
+    x, scale = quantize_1x128(x) if quantized else (x, None)
     up, down = weights_of(layer, 1, 3)
-    form = (layer.activation.name, True, None, None)
-    arguments = (*x, index, weights, *up, *down, *form, 1, 4, torch.bfloat16, 3, 30, torch.zeros(40, 144))
+    arguments = (x, index, weights, *up, *down, layer.activation.key, scale, torch.zeros(40, 144))
+    arguments += (1, 4, 3, 30, torch.bfloat16, torch.float32)
     arguments += (torch.ones(40, dtype=torch.bool), torch.zeros(40, dtype=torch.bool))
     # Schema checks compare inputs with kernels that PyTorch lacks for float8.
     utils = ("test_autograd_registration", "test_faketensor")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fp8moe.kernels.experts import backward as kernels
 from fp8moe.kernels.experts import experts, experts_rows, experts_training
-from fp8moe.kernels.experts import trained_rows as kernels
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests.errors import relative_error
@@ -220,17 +220,16 @@ def test_opcheck(variant, quantized):
     rows = random_rows(hidden=131)
     pair = quantize_1x128(rows) if quantized else (rows.requires_grad_(), None)
     up, down = quantized_weights(layer)
-    form = (layer.activation.name, True, None, None)
     masters = (layer.gate_up_proj, layer.down_proj)
     # Schema checks compare inputs with kernels that PyTorch lacks for float8.
     utils = ("test_autograd_registration", "test_faketensor")
-    ops, arguments = torch.ops.fp8moe, (*pair, offsets(), *up, *down)
+    ops, arguments = torch.ops.fp8moe, (*pair, offsets(), *up, *down, layer.activation.key)
     torch.library.opcheck(
-        ops.experts_rows_training.default, (*arguments, *masters, *form, torch.bfloat16, (18, 8)), test_utils=utils
+        ops.experts_rows_training.default, (*arguments, torch.bfloat16, (18, 8), *masters), test_utils=utils
     )
     torch.library.opcheck(
         ops.experts_rows.default,
-        tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*arguments, *form, torch.float32, None)),
+        tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*arguments, torch.float32, None)),
         test_utils=utils,
     )
 

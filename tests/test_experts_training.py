@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe.kernels.activation import FUNCTIONS, Activation, activation_backward
-from fp8moe.kernels.experts import trained_rows as kernels
+from fp8moe.kernels.experts import backward as kernels
+from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers import master as masters
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.formats import FP8Tensor
@@ -738,11 +738,12 @@ def test_opcheck(variant, frozen, share):
     x, index, weights, _ = inputs(hidden=131, dtype=torch.float32)
     up, down, *_ = layer.local_weights()
     trained = (None, None) if frozen else (layer.gate_up_proj, layer.down_proj)
-    form = (layer.activation.name, True, None, None)
+    first, count, rows, dtype = share
+    share = (first, count, 0, rows, None, dtype)
     # Schema checks compare inputs with kernels that PyTorch lacks for float8.
     torch.library.opcheck(
         torch.ops.fp8moe.experts_training.default,
-        (x.requires_grad_(), index, weights.requires_grad_(), *up, *down, *trained, *form, *share),
+        (x.requires_grad_(), index, weights.requires_grad_(), *up, *down, layer.activation.key, *share, *trained),
         test_utils=("test_autograd_registration", "test_faketensor"),
     )
 

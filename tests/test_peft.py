@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8moe import FP8Linear, GroupedExperts, dequantize
 from fp8moe.distributed import ExpertParallel
-from fp8moe.kernels.experts import trained_rows
+from fp8moe.kernels.experts import backward as rows_kernels
 from fp8moe.quant.formats import FP8Tensor
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, inputs, make, make_trained
@@ -189,10 +189,10 @@ def test_weights_stay_in_fp8(monkeypatch):
         seen.append(b)
         return multiply(a, b, *others, **options)
 
-    monkeypatch.setattr(trained_rows, "grouped_rows", partial(record, trained_rows.grouped_rows))
+    monkeypatch.setattr(rows_kernels, "grouped_rows", partial(record, rows_kernels.grouped_rows))
     for name in ("dequantize", "quantize_128x128"):
         monkeypatch.setattr(f"fp8moe.quant.quantize.{name}", None)
-    monkeypatch.setattr(trained_rows, "dequantize", None)
+    monkeypatch.setattr(rows_kernels, "dequantize", None)
     out, again = run(layer, *arguments)
     assert torch.equal(out, want) and torch.equal(again["x"], grads["x"])
     assert len(seen) == 4 and all(weight.data.dtype == torch.float8_e4m3fn for weight in seen)

@@ -18,7 +18,7 @@ from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from fp8moe.kernels.experts import combine, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
-from fp8moe.kernels.experts.rows_to import experts_rows_to
+from fp8moe.kernels.experts.operator import experts_rows_to
 from fp8moe.kernels.gemm.flat_k import grouped_gemm_k_flat
 from fp8moe.kernels.gemm.row_layout import grouped_gemm_by_layout
 from fp8moe.kernels.linear.projection import projection

@@ -19,7 +19,7 @@ from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.replicated import Replicated
 from fp8moe.distributed.transport import Transport, collect, send
 from fp8moe.kernels.experts import checks
-from fp8moe.kernels.experts.operands import Operands
+from fp8moe.kernels.experts.operands import Layer, Operands
 from fp8moe.layers.experts_call import flattened
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import quantize_1x128
@@ -107,7 +107,8 @@ class Dispatcher:
         x, index, routing, residual = flattened(*arguments)
         weights = experts.local_weights()
         check_derivatives(_NAME, x, routing, *weights.tensors())
-        checks.experts(Operands(x, index, routing, *weights.up, *weights.down, residual), experts.activation.gated)
+        layer = Layer(weights.up, weights.down, experts.activation)
+        checks.experts(Operands(x, index, routing, layer, residual=residual))
         first = self.rank * (self.num_experts // self.world)
         local = LocalExperts(weights, experts.activation, first, self.num_experts, x.dtype)
         return Inputs(Tokens(x, index, routing), residual, local, experts.trains(weights, x, routing))

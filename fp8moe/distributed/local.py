@@ -7,12 +7,11 @@ from torch import Tensor
 
 from fp8moe.distributed.packet import Tokens
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operands import pad_columns, row_dtype
-from fp8moe.kernels.experts.partial import experts_partial
+from fp8moe.kernels.experts.operator import experts_partial, experts_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.experts.rows import experts_rows
-from fp8moe.kernels.experts.training import experts_training
 from fp8moe.layers.experts_call import Weights
 from fp8moe.quant.formats import FP8Tensor, align
 

@@ -15,7 +15,7 @@ from fp8moe.distributed.packet import Tokens
 from fp8moe.kernels.experts import combine, dispatch
 from fp8moe.kernels.experts.dispatch import Received
 from fp8moe.kernels.experts.operands import row_dtype
-from fp8moe.kernels.experts.rows_to import experts_rows_to
+from fp8moe.kernels.experts.operator import experts_rows_to
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import aligned, row_major

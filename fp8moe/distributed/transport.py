@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.distributed.packet import Tokens, pack, unpack
-from fp8moe.kernels.experts.trained_rows import no_double_backward
+from fp8moe.kernels.experts.backward import no_double_backward
 
 
 class Transport(ABC):

@@ -4,8 +4,8 @@ SwiGLU: "GLU Variants Improve Transformer", arXiv:2002.05202, section 2. Squared
 section 4.1.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ class Activation:
     gated: the up projection yields gate and up, and the result is ``f(gate) * up``; otherwise it is ``f(up)``.
     limit: of gated experts; first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
     alpha: of gated silu experts with a limit; then ``gate * sigmoid(alpha * gate) * (up + 1)``, the form of GPT-OSS.
+    key: all of it as text, such as "silu limit=7.0", the form that operators take and exported programs hold.
 
     Raises ValueError for a name that is not known or a combination that means nothing.
     """
@@ -42,6 +43,7 @@ class Activation:
     alpha: float | None = None
     name: str = "silu"
     gated: bool = True
+    key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.name not in FUNCTIONS:
@@ -52,6 +54,21 @@ class Activation:
             raise ValueError(
                 f"swiglu_alpha: expected with gated experts, activation='silu' and a swiglu_limit, got {self.alpha}"
             )
+        options = {"limit": self.limit, "alpha": self.alpha}
+        words = [f"{name}={float(value)!r}" for name, value in options.items() if value is not None]
+        object.__setattr__(self, "key", " ".join([self.name, *([] if self.gated else ["no_gate"]), *words]))
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def from_key(key: str) -> "Activation":
+        """The activation that has this key. Raises ValueError for a text that is no key."""
+        name, *words = key.split(" ")
+        gated = "no_gate" not in words
+        try:
+            options = dict(word.split("=") for word in words if word != "no_gate")
+            return Activation(name=name, gated=gated, **{option: float(value) for option, value in options.items()})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"activation: expected the key of an Activation, got {key!r}: {error}") from error
 
     @property
     def is_swiglu(self) -> bool:

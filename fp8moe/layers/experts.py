@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
-from fp8moe.kernels.experts.forward import experts
 from fp8moe.kernels.experts.operands import row_dtype
-from fp8moe.kernels.experts.rows import experts_rows
-from fp8moe.kernels.experts.training import experts_training
+from fp8moe.kernels.experts.operator import experts, experts_rows
 from fp8moe.layers import experts_source
 from fp8moe.layers.experts_call import Parallel, Weights, flattened
 from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, part_of, quantized
@@ -50,7 +49,7 @@ class GroupedExperts(MasterModule):
     weight that neither its version nor an optimizer's step shows takes effect as `FP8Linear` says.
 
     Where gradients are recorded, and in training mode with a master_dtype, the result of GEMM 1 is rounded to bfloat16
-    and the decode_capacity plays no part. `fp8moe.kernels.experts.training` says what is kept for the backward. The
+    and the decode_capacity plays no part. `fp8moe.kernels.experts.backward` says what is kept for the backward. The
     backward raises RuntimeError if a master has changed in place since the forward, and for second derivatives.
 
     `fp8moe.distributed.ExpertParallel` spreads the experts over several GPUs; `forward_rows` runs them on rows that

@@ -19,7 +19,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
@@ -441,18 +441,28 @@ class planned(Generic[Arguments, Plan]):
 
     def _key(self, args: tuple, options: dict[str, Any]) -> Hashable:
         settings = config.settings
-        named = tuple([(name, _layout(value)) for name, value in options.items()]) if options else ()
-        return (self, settings.num_sms, settings.batch_invariant, tuple([_layout(arg) for arg in args]), named)
+        key = [self, settings.num_sms, settings.batch_invariant]
+        _add_layouts(key, args)
+        if options:
+            key += options
+            _add_layouts(key, options.values())
+        return tuple(key)
 
 
 def _device_index(device_index: int, *others: object) -> int:
     return device_index
 
 
-def _layout(value: Any) -> Hashable:
-    """The value itself; of a tensor all that a plan may depend on."""
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.get_device()
-    return tuple([_layout(part) for part in value]) if isinstance(value, tuple) else value
+def _add_layouts(key: list, values: Iterable[Any]) -> None:
+    """Add the values to a key, and of tensors all that a plan may depend on."""
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            key.append(value)
+        elif isinstance(value, torch.Tensor):
+            key.append((value.shape, value.stride(), value.dtype, value.get_device()))
+        elif isinstance(value, tuple):
+            key.append(kind)
+            _add_layouts(key, value)
+        else:
+            key.append(value)

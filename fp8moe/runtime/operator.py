@@ -1,13 +1,111 @@
-"""The operators of PyTorch's namespace ``fp8moe``: `operator` declares one with all that belongs to it."""
+"""The operators of PyTorch's namespace ``fp8moe``: `operator` declares one with all that belongs to it.
 
-from collections.abc import Callable
-from typing import Any
+Operands that travel together are declared once, as a NamedTuple, which `Signature` turns into an operator's arguments.
+"""
+
+import typing
+from collections.abc import Callable, Collection
+from types import NoneType
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from fp8moe.runtime.backend import use_cuda
 
 _library = torch.library.Library("fp8moe", "FRAGMENT")
+
+_SCHEMA_TYPES = {torch.Tensor: "Tensor", int: "SymInt", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+
+Operands = TypeVar("Operands", bound=tuple)
+
+
+class Signature(Generic[Operands]):
+    """A NamedTuple as an operator's arguments: those of its fields, in their order. What a field becomes:
+
+        Tensor, int, bool, str, torch.dtype     an argument of this type
+        tuple[int, ...]                         a list of integers
+        a NamedTuple (data, scale)              two arguments, ``name`` and ``name_scale``
+        another NamedTuple                      the arguments that its own fields become
+        a class with `key` and `from_key`       its key, a text
+        X | None                                an optional argument, of all but NamedTuples
+        Annotated[X, "Tensor(a!)"]              an argument of the type in quotes
+
+    fields: those that an operator takes, if not all; the others keep their defaults.
+
+    schema, names: of the arguments. pack: from the NamedTuple to the arguments, a tuple. unpack: from these, one by
+    one, to the NamedTuple. Both are made once, as Python expressions, so that a call costs no loop.
+    """
+
+    pack: Callable[[Operands], tuple]
+    unpack: Callable[..., Operands]
+
+    def __init__(self, kind: type[Operands], fields: Collection[str] | None = None):
+        made: dict[str, Any] = {"tuple": tuple}  # names in the expression
+        arguments, expression = _arguments(kind, made, fields)
+        self.names = tuple(argument.name for argument in arguments)
+        self.schema = ", ".join(f"{argument.type} {argument.name}" for argument in arguments)
+        paths = ", ".join(f"operands.{argument.path}" for argument in arguments)
+        self.pack = eval(f"lambda operands: ({paths},)", {})
+        self.unpack = eval(f"lambda {', '.join(self.names)}: {expression}", made)
+
+    def complete(self, schema: str) -> str:
+        """``name -> ...`` with the arguments."""
+        name, _, results = schema.partition(" -> ")
+        return f"{name}({self.schema}) -> {results}"
+
+    def of_arguments(self, function: Callable[[Operands], Any]) -> Callable[..., Any]:
+        """A function of the NamedTuple as one of the arguments."""
+        return lambda *arguments: function(self.unpack(*arguments))
+
+
+class _Argument(NamedTuple):
+    """Its type and name in a schema, and which attribute of the NamedTuple it is."""
+
+    type: str
+    name: str
+    path: str
+
+
+def _arguments(
+    kind: type, made: dict[str, Any], fields: Collection[str] | None = None, pair: str = ""
+) -> tuple[list[_Argument], str]:
+    """The arguments that a NamedTuple becomes, and the expression that makes it of them again.
+
+    made: takes in what the expression names beside the arguments. pair: the name of a pair (data, scale).
+    """
+    arguments, values = [], []
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        if fields is not None and name not in fields:
+            values.append(_named(kind._field_defaults[name], made))
+            continue
+        written = None
+        if typing.get_origin(hint) is Annotated:
+            hint, written = typing.get_args(hint)
+        optional = "?" if NoneType in typing.get_args(hint) else ""
+        if optional:
+            (hint,) = set(typing.get_args(hint)) - {NoneType}
+        own = f"{pair}_{name}".removesuffix("_data") if pair else name
+        if hasattr(hint, "_fields"):
+            inner, value = _arguments(hint, made, pair=name if hint._fields == ("data", "scale") else "")
+            arguments += [argument._replace(path=f"{name}.{argument.path}") for argument in inner]
+        elif hasattr(hint, "from_key"):
+            arguments.append(_Argument("str", own, f"{name}.key"))
+            value = f"{_named(hint.from_key, made)}({own})"
+        elif typing.get_origin(hint) is tuple:
+            arguments.append(_Argument(f"SymInt[]{optional}", own, name))
+            value = f"{own} and tuple({own})"
+        else:
+            arguments.append(_Argument(written or _SCHEMA_TYPES[hint] + optional, own, name))
+            value = own
+        values.append(value)
+    return arguments, f"{_named(kind, made)}({', '.join(values)})"
+
+
+def _named(value: Any, made: dict[str, Any]) -> str:
+    """The name under which an expression finds the value."""
+    name = f"value_{len(made)}"
+    made[name] = value
+    return name
 
 
 def operator(
@@ -19,6 +117,7 @@ def operator(
     fake: Callable[..., Any],
     quick: Callable[..., Callable[..., Any] | None] | None = None,
     forward_only: bool = False,
+    signature: Signature | None = None,
 ) -> torch._ops.OpOverload:
     """Define ``fp8moe::name``, an operation with two backends, and return it.
 
@@ -29,21 +128,29 @@ def operator(
     fake: returns uninitialized results, of fake tensors too.
     quick: returns what to call in place of all these if arguments of this layout have run before, otherwise None.
     forward_only: it is called by `runtime.autograd.run`, or by what has a backward, so that autograd passes it by.
+    signature: the schema is ``name -> ...``, and all but quick get the NamedTuple that the arguments stand for.
     """
 
-    def run(first: torch.Tensor, *others: Any) -> Any:
-        if quick is not None:
-            ready = quick(first, *others)
-            if ready is not None:
-                return ready(first, *others)
-        check(first, *others)
-        return (cuda if use_cuda(first) else reference)(first, *others)
+    def run(*arguments: Any) -> Any:
+        ready = None if quick is None else quick(*arguments)
+        operands = arguments if signature is None else (signature.unpack(*arguments),)
+        if ready is not None:
+            return ready(*operands)
+        check(*operands)
+        return (cuda if use_cuda(_first(*arguments)) else reference)(*operands)
 
-    def run_fake(*operands: Any) -> Any:
+    def run_fake(*arguments: Any) -> Any:
+        operands = arguments if signature is None else (signature.unpack(*arguments),)
         check(*operands)
         return fake(*operands)
 
+    if signature is not None:
+        schema = signature.complete(schema)
     return define(schema, run, run_fake, forward_only=forward_only)
+
+
+def _first(tensor: torch.Tensor, *others: object) -> torch.Tensor:
+    return tensor
 
 
 def define(
@@ -54,12 +161,17 @@ def define(
     forward_only: bool = False,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
+    signature: Signature | None = None,
 ) -> torch._ops.OpOverload:
     """Define ``fp8moe::name`` from one implementation for every device, such as one made of other operators.
 
     fake: the implementation for tensors without data.
-    backward, setup_context: as for ``torch.library.register_autograd``. schema, forward_only: as for `operator`.
+    backward, setup_context: as for ``torch.library.register_autograd``. schema, forward_only, signature: as for
+        `operator`.
     """
+    if signature is not None:
+        schema = signature.complete(schema)
+        implementation, fake = signature.of_arguments(implementation), signature.of_arguments(fake)
     name, _, _ = schema.partition("(")
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     _library.impl(name, implementation, "CompositeExplicitAutograd")

@@ -19,9 +19,9 @@ from fp8moe.kernels.experts import experts_partial, experts_rows, reference
 from fp8moe.kernels.experts.combine import Dtypes, combine
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.dispatch import Received, dispatch
+from fp8moe.kernels.experts.operator import experts_rows_to
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.experts.rows_to import experts_rows_to
 from fp8moe.kernels.gemm import grouped_plan
 from fp8moe.kernels.gemm.config import GemmConfig, with_stages
 from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu

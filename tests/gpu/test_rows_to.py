@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fp8moe.kernels.experts import experts_rows, sort_by_expert
+from fp8moe.kernels.experts.operator import experts_rows_to
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
-from fp8moe.kernels.experts.rows_to import experts_rows_to
 from fp8moe.kernels.gemm.tiles import choose_grouped
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.launch import num_sms

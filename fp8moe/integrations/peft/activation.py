@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation, weighted_backward
+from fp8moe.kernels.experts.backward import values_of
 from fp8moe.kernels.experts.swiglu import swiglu_backward_quantize_rows, swiglu_quantize_rows
-from fp8moe.kernels.experts.trained_rows import values_of
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 

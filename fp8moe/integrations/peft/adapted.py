@@ -15,12 +15,11 @@ from fp8moe.integrations.peft.activation import activate, activate_backward
 from fp8moe.integrations.peft.products import grouped
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import checks
+from fp8moe.kernels.experts.backward import Order, assignments_of, by_assignment, no_double_backward, order_of
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
-from fp8moe.kernels.experts.operands import WHOLE, Operands, pad_columns, row_dtype, without_padding
+from fp8moe.kernels.experts.operands import Layer, Operands, pad_columns, row_dtype, without_padding
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.experts.trained_rows import Layer, Order, no_double_backward
-from fp8moe.kernels.experts.training import assignments_of, by_assignment, order_of
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.transpose import transpose_fp8
 
 
@@ -62,9 +61,8 @@ def adapted_experts(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     FP8 weights have been changed in place since the forward; so does a backward of the backward.
     """
-    weights = *layer.up, *layer.down
-    checks.experts(Operands(hidden_states, top_k_index, top_k_weights, *weights), layer.activation.gated)
-    arguments = hidden_states, dropped, top_k_weights, *factors, *weights
+    checks.experts(Operands(hidden_states, top_k_index, top_k_weights, layer))
+    arguments = hidden_states, dropped, top_k_weights, *factors, *layer.up, *layer.down
     return _Adapted.apply(*arguments, top_k_index, layer.activation, dropout)
 
 
@@ -73,8 +71,8 @@ class _Routed:
 
     def __init__(self, top_k_index: Tensor, num_experts: int):
         groups, rows = sort_by_expert(top_k_index, num_experts)
-        assignments = assignments_of(rows, WHOLE)
-        self.order: Order = order_of(groups, rows, assignments, WHOLE)
+        assignments = assignments_of(rows, rows.numel())
+        self.order: Order = order_of(groups, rows, assignments, (rows.numel(), num_experts))
         self.assignments = assignments.clamp(min=0)
 
     def weights(self, top_k_weights: Tensor) -> Tensor:
@@ -89,7 +87,7 @@ class _Adapted(torch.autograd.Function):
         layer, routed = _layer(weights, activation), _Routed(top_k_index, len(up_a))
         ctx.routed, ctx.activation, ctx.dropout, ctx.dtype = routed, activation, dropout, x.dtype
         hidden, size = layer.down.data.shape[1:]
-        layer = layer.padded()
+        layer = layer.padded(BLOCK)
         order, groups = routed.order, routed.order.groups
         read = pad_columns((x if dropped is None else dropped).bfloat16(), up_a.shape[2])  # by the first factors
         up_ranks = lora_shrink(read, up_a, groups, order.tokens)
@@ -126,11 +124,11 @@ class _Gradients(torch.autograd.Function):
     def forward(ctx, grad, read, top_k_weights, up_a, up_b, down_a, down_b, *kept):
         *weights, projected, up_ranks, down_ranks, mask, call, needed = kept
         routed, activation, dropout, dtype = call
-        layer, order, groups = _layer(weights, activation).padded(), routed.order, routed.order.groups
+        layer, order, groups = _layer(weights, activation).padded(BLOCK), routed.order, routed.order.groups
         row_weights = routed.weights(top_k_weights)
         keep = 1 / (1 - dropout)
 
-        # As in `trained_rows.backward`, gradients come without the weights of the rows, which take them later.
+        # As in `backward.backward`, gradients come without the weights of the rows, which take them later.
         grad_read = pad_columns(grad.bfloat16(), down_b.shape[1])
         d_ranks = lora_shrink(grad_read, down_b.mT.contiguous(), groups, order.tokens)
         rows, _, _ = order.gather(grad, layer.down.data.shape[1], None, False)
@@ -176,4 +174,4 @@ def _weighted(ranks: Tensor, row_weights: Tensor) -> Tensor:
 def _layer(weights: Sequence[Tensor], activation: Activation) -> Layer:
     """weights: data and scale of both projections."""
     up, up_scale, down, down_scale = weights
-    return Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), None, None, activation)
+    return Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), activation)

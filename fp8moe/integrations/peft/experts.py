@@ -14,7 +14,7 @@ from fp8moe.integrations.peft.checks import check_base, check_config
 from fp8moe.integrations.peft.layer import FP8LoraLayer
 from fp8moe.integrations.peft.merging import Stored
 from fp8moe.integrations.transformers.experts import kept_layer
-from fp8moe.kernels.experts.trained_rows import Layer
+from fp8moe.kernels.experts.operands import Layer
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.experts_call import flattened
 from fp8moe.quant.formats import BLOCK
@@ -153,7 +153,7 @@ class LoraExperts(nn.Module, FP8LoraLayer):
         check_base(self.name, base)  # it may have been spread since
         layer = base if isinstance(base, GroupedExperts) else kept_layer(base)
         weights = layer.whole_weights()
-        return Layer(weights.up, weights.down, None, None, layer.activation)
+        return Layer(weights.up, weights.down, layer.activation)
 
     def _factors(self, adapters: list[str]) -> Factors:
         """Those of the adapters side by side, with zeros to sizes that kernels want."""

@@ -3,17 +3,16 @@
 Functions that share a module's name are not handed out here: combine.combine.
 """
 
-from fp8moe.kernels.experts.forward import experts
-from fp8moe.kernels.experts.partial import experts_partial
+from fp8moe.kernels.experts.backward import experts_training
+from fp8moe.kernels.experts.operator import experts, experts_partial, experts_rows, experts_rows_to
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.experts.rows import experts_rows
-from fp8moe.kernels.experts.training import experts_training
 
 __all__ = [
     "experts",
     "experts_partial",
     "experts_rows",
+    "experts_rows_to",
     "experts_training",
     "permute_fp8",
     "permute_quantize",

@@ -1,11 +1,9 @@
 """Checks of the arguments of an experts layer and of its steps, in the manner of `runtime.checks`."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts.operands import Operands, Share
+from fp8moe.kernels.experts.operands import Layer, Masters, Operands, Rows, Share
 from fp8moe.quant.checks import check_groups, check_scale, check_vector, fp8_data
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
@@ -14,11 +12,11 @@ MAX_EXPERTS = 1024
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-def experts(operands: Operands, gated: bool, capacity: int | None = None) -> None:
-    """Dtypes, shapes and devices of the input and the parameters."""
-    hidden_states, residual = operands.hidden_states, operands.residual
+def experts(operands: Operands) -> None:
+    """Dtypes, shapes and devices of the input and the parameters of `experts`, and of masters."""
+    hidden_states, residual, capacity = operands.hidden_states, operands.residual, operands.capacity
     check_dtype("hidden_states", hidden_states, *FLOATING)
-    _layer("hidden_states", operands, gated)
+    _layer("hidden_states", operands)
     if residual is not None:
         device = hidden_states.device
         check_like("residual", residual, (hidden_states.dtype,), hidden_states.shape, device, "hidden_states")
@@ -26,18 +24,26 @@ def experts(operands: Operands, gated: bool, capacity: int | None = None) -> Non
         raise ValueError(f"capacity: expected at least one row an expert, got {capacity}")
 
 
-def partial(operands: Operands, gated: bool, share: Share) -> None:
+def partial(operands: Operands) -> None:
     """The same of `experts_partial`, whose `partial` is the residual."""
-    x, x_scale, total = operands.hidden_states, operands.hidden_scale, operands.residual
-    _floating_or_fp8("x", x, x_scale)
-    _layer("x", operands, gated)
+    x, share, total = operands.hidden_states, operands.share, operands.residual
+    _floating_or_fp8("x", x, operands.hidden_scale)
+    _layer("x", operands)
     if total is not None:
         check_like("partial", total, (torch.float32,), x.shape, x.device, "x")
     for name, known in (("partial_known", operands.residual_known), ("known", operands.known)):
         if known is not None:
             check_like(name, known, (torch.bool,), x.shape[:1], x.device, "x")
     row_dtype(share.row_dtype)
-    of_rank(share, operands.up.shape[0])
+    of_rank(share, len(operands.layer.up.data))
+
+
+def training(operands: Operands) -> None:
+    """The same of `experts_training`."""
+    experts(operands)
+    of_rank(operands.share, len(operands.layer.down.data))
+    of_sums(operands.share.dtypes(operands.hidden_states.dtype)[1])
+    _masters(operands.layer, operands.masters)
 
 
 def of_rank(share: Share, count: int) -> None:
@@ -50,17 +56,18 @@ def of_rank(share: Share, count: int) -> None:
     window(share.first_row, share.num_rows)
 
 
-def sorted_rows(
-    rows: Tensor, rows_scale: Tensor | None, group_offsets: Tensor, weights: tuple[Tensor, ...], gated: bool
-) -> None:
-    """The same of `experts_rows`; weights: data and scale of both projections."""
-    _floating_or_fp8("rows", rows, rows_scale)
-    count = _projections("rows", rows, weights, gated)
+def sorted_rows(operands: Rows) -> None:
+    """The same of `experts_rows`."""
+    rows, group_offsets = operands.rows, operands.group_offsets
+    _floating_or_fp8("rows", rows, operands.rows_scale)
+    count = _projections("rows", rows, operands.layer)
     check_vector("group_offsets", group_offsets, torch.int32, None, rows.device)
     if group_offsets.shape[0] != count + 1:
         expected = f"({count + 1},), for {count} experts"
         raise ValueError(f"group_offsets: expected shape {expected}, got {tuple(group_offsets.shape)}")
     check_groups(group_offsets, rows.shape[0], rows.device)
+    row_dtype(operands.row_dtype)
+    _masters(operands.layer, operands.masters)
 
 
 def row_dtype(dtype: torch.dtype) -> None:
@@ -81,16 +88,22 @@ def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
         check_scale(f"{name}.scale", scale, (x.shape[0], ceil_div(x.shape[1], BLOCK)), x.device)
 
 
-def _layer(name: str, operands: Operands, gated: bool) -> None:
+def _layer(name: str, operands: Operands) -> None:
     """Routing and weights of the input, which the caller calls `name`."""
-    hidden_states, top_k_index, top_k_weights, *weights = operands[:7]
-    _projections(name, hidden_states, weights, gated)
-    routed(top_k_index, top_k_weights, hidden_states, name)
+    _projections(name, operands.hidden_states, operands.layer)
+    routed(operands.top_k_index, operands.top_k_weights, operands.hidden_states, name)
 
 
-def _projections(name: str, x: Tensor, weights: Sequence[Tensor], gated: bool) -> int:
+def _masters(layer: Layer, masters: Masters) -> None:
+    for name, master, weight in zip(masters._fields, masters, (layer.up, layer.down), strict=True):
+        if master is not None and master.shape != weight.data.shape:
+            expected = f"{tuple(weight.data.shape)} like the FP8 weight"
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(master.shape)}")
+
+
+def _projections(name: str, x: Tensor, layer: Layer) -> int:
     """Weights that fit together and to x (M, H), which the caller calls `name`. Returns E."""
-    up, up_scale, down, down_scale = weights
+    (up, up_scale), (down, down_scale), gated = layer.up, layer.down, layer.activation.gated
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
     count, rows, hidden = fp8_data(up_name, up, "(E, 2I, H)" if gated else "(E, I, H)")

@@ -1,33 +1,43 @@
 """What an experts layer computes with, which part of it, and the sizes that its kernels want."""
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8moe.quant.formats import ceil_div
+from fp8moe.kernels.activation import Activation
+from fp8moe.quant.formats import FP8Tensor, ceil_div
 
 
-class Operands(NamedTuple):
-    """The input, its routing and the FP8 weights of an experts layer, as `forward.experts` describes them.
+class Layer(NamedTuple):
+    """The FP8 weights of experts, up (E, 2I or I, H) and down (E, H, I), and the activation between them."""
 
-    hidden_scale: of hidden_states that are quantized in blocks of 1x128 already.
-    residual_known: bool (T,), of which tokens there is a residual; None: of all.
-    known: bool (T,), written: for which tokens there is a result, those with a row or a residual; None: for all.
-    """
+    up: FP8Tensor
+    down: FP8Tensor
+    activation: Activation
 
-    hidden_states: Tensor
-    top_k_index: Tensor
-    top_k_weights: Tensor
-    up: Tensor
-    up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
-    residual: Tensor | None = None
-    hidden_scale: Tensor | None = None
-    residual_known: Tensor | None = None
-    known: Tensor | None = None
+    def padded(self, multiple: int) -> "Layer":
+        """With I a multiple of `multiple` and H of 16: itself, or with copies of the weights padded with zeros.
+
+        These fall into blocks that are there already: the scales stay as they are.
+        """
+        up, down = self.up.data, self.down.data
+        hidden, size = down.shape[1:]
+        pad_hidden, pad_size = -hidden % 16, -size % multiple
+        if not (pad_hidden or pad_size):
+            return self
+        projections = up.view(torch.uint8).unflatten(1, (-1, size))
+        padded_up = F.pad(projections, (0, pad_hidden, 0, pad_size)).flatten(1, 2).view(up.dtype)
+        padded_down = F.pad(down.view(torch.uint8), (0, pad_size, 0, pad_hidden)).view(down.dtype)
+        return self._replace(up=FP8Tensor(padded_up, self.up.scale), down=FP8Tensor(padded_down, self.down.scale))
+
+
+class Masters(NamedTuple):
+    """What the FP8 weights were quantized from, where that gets gradients."""
+
+    up_master: Tensor | None = None
+    down_master: Tensor | None = None
 
 
 class Share(NamedTuple):
@@ -58,6 +68,42 @@ class Share(NamedTuple):
 WHOLE = Share()
 
 
+class Operands(NamedTuple):
+    """Tokens, the experts that they go to, and these: the operands of all operators but `experts_rows`.
+
+    Each operator takes some of them; `runtime.operator.Signature` makes its arguments of them. `experts`,
+    `experts_partial` and `experts_training` describe them.
+
+    top_k_weights: None where rows go to peers, who weight them. hidden_scale: of hidden_states quantized 1x128.
+    residual_known: bool (T,), of which tokens there is a residual; None: of all.
+    known: bool (T,), written: for which tokens there is a result, those with a row or a residual; None: for all.
+    """
+
+    hidden_states: Tensor
+    top_k_index: Tensor
+    top_k_weights: Annotated[Tensor | None, "Tensor"]
+    layer: Layer
+    hidden_scale: Tensor | None = None
+    capacity: int | None = None
+    residual: Tensor | None = None
+    share: Share = WHOLE
+    residual_known: Tensor | None = None
+    known: Annotated[Tensor | None, "Tensor(a!)?"] = None
+    masters: Masters = Masters()
+
+
+class Rows(NamedTuple):
+    """Rows in the order of experts, as `experts_rows` describes them. rows_scale: of rows quantized 1x128."""
+
+    rows: Tensor
+    rows_scale: Tensor | None
+    group_offsets: Tensor
+    layer: Layer
+    row_dtype: torch.dtype
+    whole: tuple[int, int] | None = None
+    masters: Masters = Masters()
+
+
 def tiles_of(assignments: int, num_experts: int, capacity: int | None = None) -> dict[str, Any]:
     """What GEMMs over rows of some of `num_experts` experts choose their tiles by, and the order in which K is summed.
 
@@ -71,21 +117,6 @@ def tiles_of(assignments: int, num_experts: int, capacity: int | None = None) ->
 def row_dtype(hidden_dtype: torch.dtype) -> torch.dtype:
     """Of rows that are summed to results like hidden_states."""
     return torch.bfloat16 if hidden_dtype is torch.bfloat16 else torch.float32
-
-
-def pad_weights(up: Tensor, down: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
-    """FP8 weights up (E, 2I or I, H) and down (E, H, I) with I a multiple of `multiple` and H of 16.
-
-    Themselves, or copies padded with zeros, which fall into blocks that are there already: the scales stay as they are.
-    """
-    hidden, size = down.shape[1:]
-    pad_hidden, pad_size = -hidden % 16, -size % multiple
-    if not (pad_hidden or pad_size):
-        return up, down
-    projections = up.view(torch.uint8).unflatten(1, (-1, size))
-    padded_up = F.pad(projections, (0, pad_hidden, 0, pad_size)).flatten(1, 2)
-    padded_down = F.pad(down.view(torch.uint8), (0, pad_size, 0, pad_hidden))
-    return padded_up.view(up.dtype), padded_down.view(down.dtype)
 
 
 def pad_columns(x: Tensor, columns: int) -> Tensor:

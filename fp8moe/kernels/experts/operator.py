@@ -1,0 +1,356 @@
+"""The experts of a mixture-of-experts layer as one operator: `experts`, and forms of it for a part of their work.
+
+Assignments of tokens to experts are sorted by expert; tokens are quantized 1x128 into that order; GEMM 1, activation
+and quantization; GEMM 2; each token's weighted sum over its rows. `workspace` launches that as five kernels; where it
+does not, here it is composed of operators.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts import checks, workspace
+from fp8moe.kernels.experts.backward import experts_rows_training
+from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts.operands import (
+    Layer,
+    Masters,
+    Operands,
+    Rows,
+    Share,
+    pad_columns,
+    tiles_of,
+    without_padding,
+)
+from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
+from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.gemm import grouped_plan
+from fp8moe.kernels.gemm.epilogue import PeerStore
+from fp8moe.kernels.gemm.grouped import compute, grouped_gemm_swiglu, grouped_rows
+from fp8moe.quant.checks import fp8_operand
+from fp8moe.quant.formats import BLOCK, FP8Tensor
+from fp8moe.quant.quantize import quantize_1x128
+from fp8moe.runtime import autograd
+from fp8moe.runtime.autograd import recorded
+from fp8moe.runtime.checks import check_tensor
+from fp8moe.runtime.operator import Signature, operator
+from fp8moe.runtime.peer_table import Targets
+
+
+def experts(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    up_proj: Tensor,
+    up_proj_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_proj_scale_inv: Tensor,
+    *,
+    activation: Activation,
+    capacity: int | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``sum over k of top_k_weights[t, k] * down_e(activation(up_e(hidden_states[t])))`` with e = top_k_index[t, k].
+
+    hidden_states: (T, H) bfloat16, float16 or float32; any H.
+    top_k_index: (T, K) int32 or int64. An index outside [0, E) adds nothing.
+    top_k_weights: (T, K) float32, bfloat16 or float16.
+    up_proj: float8_e4m3fn (E, 2I, H), gate rows then up rows, or (E, I, H) where the activation has no gate; any I.
+    up_proj_scale_inv: float32 (E, 2 * ceil(I/128), ceil(H/128)), the blocks of gate, then those of up, or without a
+        gate (E, ceil(I/128), ceil(H/128)).
+    down_proj: float8_e4m3fn (E, H, I); down_proj_scale_inv: float32 (E, ceil(H/128), ceil(I/128)).
+    activation: a SwiGLU runs inside GEMM 1 and its quantization; another as PyTorch operations between the two.
+    capacity: rows kept free for each expert (the masked layout), instead of rows one group after the other. An
+        assignment beyond them adds nothing, so with distinct experts a token it is to be at least T.
+    residual: (T, H) of the dtype of hidden_states, to which the rounded result is added, or None.
+    Returns (T, H) in the dtype of hidden_states. Products are summed in float32, results of GEMM 2 rounded to bfloat16
+    where hidden_states is bfloat16, and the weighted sum taken in float32 in the order of k.
+
+    Where H or I is not a multiple of 16, the call pads copies of the operands with zeros. There is no backward: calling
+    it raises RuntimeError.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or capacity.
+    """
+    layer = Layer(FP8Tensor(up_proj, up_proj_scale_inv), FP8Tensor(down_proj, down_proj_scale_inv), activation)
+    operands = Operands(hidden_states, top_k_index, top_k_weights, layer, capacity=capacity, residual=residual)
+    return autograd.run(_experts, "fp8moe.GroupedExperts", *_WHOLE.pack(operands))
+
+
+def experts_partial(
+    x: Tensor | FP8Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    up_proj: FP8Tensor,
+    down_proj: FP8Tensor,
+    *,
+    activation: Activation,
+    first_expert: int,
+    num_experts: int,
+    row_dtype: torch.dtype,
+    num_rows: int | None = None,
+    first_row: int = 0,
+    partial: Tensor | None = None,
+    partial_known: Tensor | None = None,
+    known: Tensor | None = None,
+) -> Tensor:
+    """The weighted sums of `experts` over the experts that are here, not rounded.
+
+    x: (T, H) bfloat16, float16 or float32, or an FP8Tensor: data (T, H), scale (T, ceil(H/128)) of any strides.
+    top_k_index: (T, K) int32 or int64, counted over all experts. One whose expert is not here adds nothing.
+    top_k_weights: (T, K) float32, bfloat16 or float16.
+    up_proj, down_proj: data and scale as for `experts`, of the E_local experts that are here.
+    first_expert: the index of the first of them. num_experts: E, of all ranks; tiles are chosen for T * K / E rows an
+        expert.
+    row_dtype: bfloat16 or float32, to which the results of GEMM 2 are rounded.
+    first_row, num_rows: only the assignments whose row, sorted by expert among those that are here, is in
+        [first_row, first_row + num_rows) are computed, and only for so many is there memory; None: T * K.
+    partial: (T, H) float32, to which the sums are added, so that passes over several such ranges add up; None for none.
+    partial_known: bool (T,): of which tokens `partial` has sums, whose values it does not read otherwise; None: of all.
+    known: bool (T,), written: for which tokens the result has sums: those with a row in the range, those of
+        partial_known, and perhaps others; the rest of it is undefined, and costs nothing. None: for all.
+    Returns (T, H) float32, summed in the order of k; zeros, or `partial`, for a token without an expert here. Equal
+    inputs give equal bits. There is no backward: calling it raises RuntimeError.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, device or range.
+    """
+    data, scale = (x, None) if isinstance(x, Tensor) else fp8_operand("x", x)
+    operands = Operands(
+        data,
+        top_k_index,
+        top_k_weights,
+        Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation),
+        hidden_scale=scale,
+        residual=partial,
+        share=Share(first_expert, num_experts, first_row, num_rows, row_dtype, torch.float32),
+        residual_known=partial_known,
+        known=known,
+    )
+    return autograd.run(_partial, "fp8moe.kernels.experts.experts_partial", *_SHARE.pack(operands))
+
+
+def experts_rows(
+    rows: Tensor | FP8Tensor,
+    group_offsets: Tensor,
+    up_proj: FP8Tensor,
+    down_proj: FP8Tensor,
+    *,
+    activation: Activation,
+    row_dtype: torch.dtype = torch.bfloat16,
+    whole: tuple[int, int] | None = None,
+    up_master: Tensor | None = None,
+    down_master: Tensor | None = None,
+    training: bool = False,
+) -> Tensor:
+    """``down_e(activation(up_e(rows[r])))`` for the rows r of every expert e, which lie one group after the other.
+
+    rows: (R, H) bfloat16, float16 or float32, or an FP8Tensor: data (R, H), scale (R, ceil(H/128)) of any strides; any
+        H.
+    group_offsets: (E+1,) int32 on the device of rows: expert e has rows ``group_offsets[e]`` up to
+        ``group_offsets[e+1]``; see `grouped_gemm`.
+    up_proj, down_proj: the FP8 weights, data and scale, as for `experts`; any I.
+    row_dtype: bfloat16 or float32, of the result.
+    whole: rows and experts of a layer of which these are a part, on other ranks as well: each row has the bits that it
+        would have there. None: this is all of it.
+    up_master, down_master: as for `experts_training`.
+    training: compute as with gradients, also where none are recorded: the result of GEMM 1 is rounded to bfloat16.
+    Returns (R, H) in row_dtype; rows of no expert are zeros. Equal inputs give equal bits.
+
+    Gradients are those of rows, if these are a tensor, and of the masters, as `experts_training` describes them, which
+    also says what is kept for the backward. Rows of no expert get zeros.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device.
+    """
+    data, scale = (rows, None) if isinstance(rows, Tensor) else fp8_operand("rows", rows)
+    check_tensor("group_offsets", group_offsets)
+    masters = Masters(*(master if recorded(master) else None for master in (up_master, down_master)))
+    layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation)
+    operands = Rows(data, scale, group_offsets, layer, row_dtype, whole, masters)
+    if training or recorded(data, *masters):
+        return experts_rows_training(operands)
+    return autograd.run(_rows, "fp8moe.GroupedExperts.forward_rows", *_FROZEN_ROWS.pack(operands))
+
+
+def experts_rows_to(
+    targets: Targets,
+    x: Tensor | FP8Tensor,
+    top_k_index: Tensor,
+    up_proj: FP8Tensor,
+    down_proj: FP8Tensor,
+    *,
+    activation: Activation,
+    first_expert: int,
+    num_experts: int,
+    row_dtype: torch.dtype,
+    num_rows: int,
+    first_row: int,
+) -> None:
+    """Write the results of GEMM 2 for the assignments that `experts_partial` computes of the same arguments.
+
+    That of assignment t * K + k goes to its row on the peer whose token t is. Rows of other assignments stay as they
+    are. GPUs only. The callers have checked the arguments; there is at least one token, and H is a multiple of 16.
+    """
+    data, scale = (x, None) if isinstance(x, Tensor) else x
+    layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation).padded(16)
+    share = Share(first_expert, num_experts, first_row, num_rows, row_dtype)
+    operands = Operands(data, top_k_index, None, layer, hidden_scale=scale, share=share)
+    if activation.is_swiglu:
+        found = workspace.find(targets.form, _SHARE, *_SHARE.pack(operands))
+        (found or functools.partial(workspace.run, _SHARE))(operands, targets)
+        return
+    h, groups, rows, num_rows, tiles = _hidden(operands)
+    grouped_plan.grouped_gemm_to(
+        *(h, layer.down, groups, _assignments(rows, num_rows), PeerStore(row_dtype, *targets.form), targets), **tiles
+    )
+
+
+def _assignments(rows: Tensor, num_rows: int) -> Tensor:
+    """The assignment that has each row, (num_rows,) int32; 0 for a row of none."""
+    flat = torch.where(rows >= 0, rows, num_rows).flatten().long()
+    order = torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
+    return order.new_zeros(num_rows + 1).scatter_(0, flat, order)[:num_rows]
+
+
+# ---- tokens: the weighted sums ----
+
+
+def _run(signature: Signature[Operands], operands: Operands) -> Tensor:
+    compute = functools.partial(workspace.run, signature) if operands.layer.activation.is_swiglu else _composed
+    return _padded(operands, compute)
+
+
+def _run_reference(operands: Operands) -> Tensor:
+    return _padded(operands, _composed)
+
+
+def _padded(operands: Operands, compute: Callable[[Operands], Tensor]) -> Tensor:
+    """``compute(operands)`` with H and I padded to multiples of 16, and what comes out if there is nothing to do."""
+    x, layer = operands.hidden_states, operands.layer
+    hidden = x.shape[1]
+    rows = operands.share.rows(operands.top_k_index.numel())
+    if not (rows and layer.up.data.numel() and layer.down.data.numel()):
+        residual = _for_all_tokens(operands).residual
+        out = _empty(operands).zero_()
+        return out if residual is None else residual + out
+    operands = operands._replace(layer=layer.padded(16))
+    columns = operands.layer.up.data.shape[2]
+    if columns == hidden:
+        return compute(operands)
+    operands = _for_all_tokens(operands)
+    if operands.residual is not None:
+        return operands.residual + _padded(operands._replace(residual=None), compute)
+    return without_padding(compute(operands._replace(hidden_states=pad_columns(x, columns))), hidden)
+
+
+def _for_all_tokens(operands: Operands) -> Operands:
+    """With zeros for a residual that is not known, and a result that is known for all tokens."""
+    if operands.known is not None:
+        operands.known.fill_(True)
+    residual = operands.residual
+    if operands.residual_known is not None:
+        residual = torch.where(operands.residual_known[:, None], residual, 0)
+    return operands._replace(residual=residual, residual_known=None, known=None)
+
+
+def _composed(operands: Operands) -> Tensor:
+    """The layer from its five operators, for any backend."""
+    operands = _for_all_tokens(operands)
+    down = operands.layer.down
+    h, groups, rows, num_rows, tiles = _hidden(operands)
+    row_dtype, out_dtype = operands.share.dtypes(operands.hidden_states.dtype)
+    y = torch.empty((num_rows, down.data.shape[1]), dtype=row_dtype, device=down.data.device)
+    compute(h, down, groups, y, **tiles)
+    return combine(y, rows, operands.top_k_weights, out_dtype, residual=operands.residual)
+
+
+def _hidden(operands: Operands) -> tuple[FP8Tensor, Tensor, Tensor, int, dict[str, Any]]:
+    """The input of GEMM 2; groups and rows of `sort_by_expert`; how many rows there are; and `tiles_of` them."""
+    x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
+    capacity, share, layer = operands.capacity, operands.share, operands.layer
+    count, assignments = len(layer.up.data), index.numel()
+    num_rows = share.rows(assignments) if capacity is None else count * capacity
+    window = {} if capacity is not None else {"first_row": share.first_row, "num_rows": num_rows}
+    groups, rows = sort_by_expert(index, count, capacity=capacity, first_expert=share.first_expert, **window)
+    x = pad_columns(x, layer.up.data.shape[2])
+    a = permute_quantize(x, rows, num_rows) if x_scale is None else permute_fp8(FP8Tensor(x, x_scale), rows, num_rows)
+    tiles = tiles_of(assignments, share.num_experts or count, capacity)
+    return _activated(a, layer, groups, tiles), groups, rows, num_rows, tiles
+
+
+def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, tiles: dict[str, Any]) -> FP8Tensor:
+    """GEMM 1, the activation and its quantization: rows a (R, H) of groups -> (R, I). H and I are multiples of 16.
+
+    tiles: max_m, expected_m and whole of `compute`.
+    """
+    if layer.activation.is_swiglu:
+        return grouped_gemm_swiglu(a, layer.up, groups, activation=layer.activation, **tiles)
+    width = layer.up.data.shape[1]
+    parts = [layer.up]
+    if layer.activation.gated and width // 2 % BLOCK:
+        # A block of 128 rows would hold rows of both projections, which have scales of their own.
+        parts = list(zip(*(part.chunk(2, dim=1) for part in layer.up), strict=True))
+    projected = torch.empty((a.data.shape[0], width), dtype=torch.float32, device=a.data.device)
+    for out, part in zip(projected.chunk(len(parts), dim=1), parts, strict=True):
+        compute(a, FP8Tensor(*part), groups, out, **tiles)
+    return quantize_1x128(layer.activation(projected))
+
+
+def _empty(operands: Operands) -> Tensor:
+    x = operands.hidden_states
+    _, dtype = operands.share.dtypes(x.dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+_WHOLE = Signature(Operands, ("hidden_states", "top_k_index", "top_k_weights", "layer", "capacity", "residual"))
+_SHARE = Signature(Operands, set(Operands._fields) - {"capacity", "masters"})
+_experts, _partial = (
+    operator(
+        f"{name} -> Tensor",
+        signature=signature,
+        check=check,
+        quick=functools.partial(workspace.find, None, signature),
+        cuda=functools.partial(_run, signature),
+        reference=_run_reference,
+        fake=_empty,
+        forward_only=True,
+    )
+    for name, signature, check in (
+        ("experts", _WHOLE, checks.experts),
+        ("experts_partial", _SHARE, checks.partial),
+    )
+)
+
+
+# ---- rows ----
+
+
+def _run_rows(operands: Rows) -> Tensor:
+    rows, groups, layer, whole = operands.rows, operands.group_offsets, operands.layer, operands.whole
+    if not (rows.numel() and layer.down.data.numel()):
+        return _empty_rows(operands).zero_()
+    layer = layer.padded(16)
+    data = pad_columns(rows, layer.up.data.shape[2])
+    a = quantize_1x128(data) if operands.rows_scale is None else FP8Tensor(data, operands.rows_scale)
+    h = _activated(a, layer, groups, {"whole": whole})
+    del a
+    y = grouped_rows(h, layer.down, groups, operands.row_dtype, whole=whole, others_zero=True)
+    return without_padding(y, rows.shape[1])
+
+
+def _empty_rows(operands: Rows) -> Tensor:
+    return operands.rows.new_empty(operands.rows.shape, dtype=operands.row_dtype)
+
+
+_FROZEN_ROWS = Signature(Rows, set(Rows._fields) - {"masters"})
+_rows = operator(
+    "experts_rows -> Tensor",
+    signature=_FROZEN_ROWS,
+    check=checks.sorted_rows,
+    cuda=_run_rows,
+    reference=_run_rows,
+    fake=_empty_rows,
+    forward_only=True,
+)

@@ -1,0 +1,160 @@
+"""Launches an experts layer or a share of one: five kernels over one scratch tensor.
+
+Each is launched while the one before it runs. That is safe because the sort is launched the ordinary way, or behind a
+kernel that has waited for all before it, and because every kernel lets the next one start only after it has itself
+waited for the one before: what runs early may rely on all but its immediate predecessor. So the GEMMs read the groups
+at once, and fetch weights, as the sort has written the groups two kernels before or more.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.experts.combine import Dtypes
+from fp8moe.kernels.experts.combine import launcher as combine_launcher
+from fp8moe.kernels.experts.operands import Operands, tiles_of
+from fp8moe.kernels.experts.permute import launcher as permute_launcher
+from fp8moe.kernels.experts.routing import launcher as sort_launcher
+from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.plan import Plan as GemmPlan
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
+from fp8moe.runtime import config
+from fp8moe.runtime.checks import aligned, row_major
+from fp8moe.runtime.launch import current_stream, device_guard, planned
+from fp8moe.runtime.operator import Signature
+from fp8moe.runtime.peer_table import Targets
+
+
+class Workspace:
+    """The launchers of a layer with a SwiGLU, and the scratch tensor that the kernels hand on to one another.
+
+    operands: of the shapes, strides, dtypes and device, which is to be current, that it is made for. The window of rows
+        that their share names is what the scratch has room for.
+    form: see `Targets`; None: the weighted sums are the result.
+    """
+
+    def __init__(self, operands: Operands, form: tuple[int, int, bool] | None):
+        x, index, layer, share, capacity = (
+            *(operands.hidden_states, operands.top_k_index, operands.layer),
+            *(operands.share, operands.capacity),
+        )
+        device = self.device_index = x.get_device()
+        tokens, top_k = index.shape
+        count, hidden, size = layer.down.data.shape
+        self.hidden, self.size = hidden, size
+        num_rows = share.rows(tokens * top_k) if capacity is None else count * capacity
+        row_dtype, out_dtype = share.dtypes(x.dtype)
+        self.pitch = align(num_rows, 4)
+        # What the kernels hand on, each part at a multiple of 256 bytes.
+        parts = {
+            "groups": (count + (capacity is None)) * 4,
+            "rows": tokens * top_k * 4,
+            "a": num_rows * hidden,
+            "a_scale": self.pitch * ceil_div(hidden, BLOCK) * 4,
+            "h": num_rows * size,
+            "h_scale": self.pitch * ceil_div(size, BLOCK) * 4,
+            "last": num_rows * (4 if form else hidden * row_dtype.itemsize),  # assignments, or the result of GEMM 2
+        }
+        self.offsets, total = {}, 0
+        for name, nbytes in parts.items():
+            self.offsets[name] = total
+            total += align(nbytes, 256)
+        allocate = functools.partial(torch.empty_strided, device=x.device)
+        self.new_scratch = functools.partial(allocate, (total,), (1,), dtype=torch.uint8)
+        self.new_out = functools.partial(allocate, (tokens, hidden), (hidden, 1), dtype=out_dtype)
+
+        scratch = self.new_scratch()
+
+        def matrix(name: str, dtype: torch.dtype, columns: int) -> Tensor:
+            return scratch[self.offsets[name] :][: parts[name]].view(dtype).view(-1, columns)
+
+        def quantized(name: str, columns: int) -> FP8Tensor:
+            scale = matrix(f"{name}_scale", torch.float32, self.pitch).t()[:num_rows]
+            return FP8Tensor(matrix(name, torch.float8_e4m3fn, columns), scale)
+
+        window = (share.first_expert, share.first_row, num_rows)
+        self.sort = sort_launcher(device, index, count, capacity, *window, pdl=form is not None)
+        launch = {"sparse": share.first_row > 0, "pdl": True}  # those rows are there only if routing is uneven
+        self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
+        grouped = {**tiles_of(tokens * top_k, share.num_experts or count, capacity), "pdl": True}
+        a, h = quantized("a", hidden), quantized("h", size)
+        self.gemm1 = GemmPlan(*a, layer.up.data, h.data, SwigluQuantize(layer.activation), **grouped)
+        if form is not None:
+            self.gemm2 = GemmPlan(*h, layer.down.data, None, PeerStore(row_dtype, *form), **grouped)
+            return
+        y = matrix("last", row_dtype, hidden)
+        self.gemm2 = GemmPlan(*h, layer.down.data, y, PlainStore(row_dtype), **grouped)
+        dtypes = Dtypes(row_dtype, operands.top_k_weights.dtype, out_dtype)
+        self.combine = combine_launcher(device, tokens, hidden, top_k, num_rows, dtypes, **launch)
+
+    def run(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
+        """Returns (T, H) in the dtype of the input, or of the share; None if rows go to the targets."""
+        (up, up_scale), (down, down_scale), _ = operands.layer
+        x, residual = operands.hidden_states, operands.residual
+        addresses = x.data_ptr() | up.data_ptr() | down.data_ptr() | (0 if residual is None else residual.data_ptr())
+        if addresses % 16:
+            return self.run(_as_kernels_load(operands), targets)
+        # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
+        scratch = self.new_scratch()
+        out = self.new_out() if targets is None else None
+        base = scratch.data_ptr()
+        groups, rows, a, a_scale, h, h_scale, last = (base + offset for offset in self.offsets.values())
+        tokens = [x.data_ptr()]
+        if operands.hidden_scale is not None:
+            tokens.append(operands.hidden_scale.data_ptr())
+        with device_guard(self.device_index):
+            stream = current_stream(self.device_index)
+            self.sort.launch(stream, operands.top_k_index.data_ptr(), groups, rows)
+            self.permute.launch(stream, *tokens, rows, a, a_scale, 0 if targets is None else last)
+            gemm1 = (a, a_scale, up.data_ptr(), up_scale.data_ptr(), groups)
+            self.gemm1.launch(stream, *gemm1, (h, self.size, h_scale, self.pitch))
+            gemm2 = (h, h_scale, down.data_ptr(), down_scale.data_ptr(), groups)
+            if targets is not None:
+                peers, addresses = targets.peers, targets.addresses
+                self.gemm2.launch(stream, *gemm2, (*addresses[:peers], last, *addresses[peers:]))
+                return None
+            self.gemm2.launch(stream, *gemm2, (last, self.hidden, 0))
+            added = (residual, operands.residual_known, operands.known)
+            added = (0 if value is None else value.data_ptr() for value in added)
+            self.combine.launch(stream, last, rows, operands.top_k_weights.data_ptr(), *added, out.data_ptr())
+        return out
+
+
+@planned
+def workspace(
+    device_index: int, form: tuple[int, int, bool] | None, signature: Signature[Operands], *arguments: object
+) -> Workspace:
+    """The `Workspace` for the operands that an operator's arguments stand for, in layouts that the kernels take."""
+    return Workspace(signature.unpack(*arguments), form)
+
+
+def find(
+    form: tuple[int, int, bool] | None, signature: Signature[Operands], x: Tensor, *arguments: object
+) -> Callable[..., Tensor | None] | None:
+    """What runs these operands if others like them have run: then there is nothing to check."""
+    found = workspace.find(x.get_device(), form, signature, x, *arguments)
+    return None if found is None or config.settings.backend == "reference" else found.run
+
+
+def run(signature: Signature[Operands], operands: Operands, targets: Targets | None = None) -> Tensor | None:
+    """The layer, or a share of it, with a SwiGLU, H and I multiples of 16, and none of the operands empty.
+
+    signature: of the operator, which finds the workspace the next time. Returns what `Workspace.run` does.
+    """
+    operands = _as_kernels_load(operands)
+    form, device_index = targets and targets.form, operands.hidden_states.get_device()
+    return workspace(device_index, form, signature, *signature.pack(operands)).run(operands, targets)
+
+
+def _as_kernels_load(operands: Operands) -> Operands:
+    """With copies of those in layouts that the kernels do not take."""
+    layer = operands.layer
+    added = {"top_k_weights": operands.top_k_weights, "residual": operands.residual}
+    return operands._replace(
+        hidden_states=row_major(operands.hidden_states),
+        top_k_index=operands.top_k_index.contiguous(),
+        layer=layer._replace(up=FP8Tensor(*map(aligned, layer.up)), down=FP8Tensor(*map(aligned, layer.down))),
+        **{name: value if value is None else aligned(value) for name, value in added.items()},
+    )
