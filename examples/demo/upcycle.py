@@ -11,7 +11,7 @@ import torch
 
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import replace_linears
-from fp8moe.runtime.patterns import as_patterns, matches
+from fp8moe.layers.replaced import as_patterns, matches
 from fp8moe.runtime.progress import progress
 
 # LlamaConfig's fields that mean the same in MixtralConfig.

@@ -14,7 +14,7 @@ from fp8moe.checkpoints.files import Checkpoint, CheckpointError, TensorInfo, op
 from fp8moe.checkpoints.match import Place, make_plan, state_of
 from fp8moe.checkpoints.ranks import Ranks
 from fp8moe.layers.master import invalidate_masters
-from fp8moe.runtime.patterns import as_patterns
+from fp8moe.layers.replaced import as_patterns
 
 
 def load_fp8_checkpoint(

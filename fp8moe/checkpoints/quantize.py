@@ -41,8 +41,8 @@ from fp8moe.checkpoints.recipe import Recipe
 from fp8moe.checkpoints.share import warn_if_hardly_fp8
 from fp8moe.checkpoints.untrusted import printable
 from fp8moe.checkpoints.write import METADATA, Layout, ShardWriter, index_of, json_bytes, write_bytes
+from fp8moe.layers.replaced import as_patterns, matches
 from fp8moe.quant.formats import SCALE_FORMATS
-from fp8moe.runtime.patterns import as_patterns, matches
 from fp8moe.runtime.progress import progress, still_running
 
 DEFAULT_SKIP = (

@@ -13,8 +13,8 @@ from fp8moe.checkpoints.quantize import DEFAULT_SKIP
 from fp8moe.integrations.names import NAME
 from fp8moe.integrations.transformers import register
 from fp8moe.integrations.transformers.quantizer import replace_modules
+from fp8moe.layers.replaced import matches
 from fp8moe.runtime.dry_run import reserved
-from fp8moe.runtime.patterns import matches
 
 
 def skeletons(config: Any) -> list[Any]:

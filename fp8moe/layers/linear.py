@@ -11,12 +11,11 @@ from fp8moe.kernels.linear.forward import linear
 from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
 from fp8moe.layers.parameters import check_not_sharded, dtype_errors, frozen, keep_dtypes
-from fp8moe.layers.replaced import check_no_hooks, check_only_weights
+from fp8moe.layers.replaced import as_patterns, check_no_hooks, check_only_weights, matches
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor
-from fp8moe.runtime.patterns import as_patterns, matches
 
 
 class FP8Linear(MasterModule):

@@ -1,8 +1,26 @@
-"""Modules in whose place others are put: what they compute beside their weights must not get lost."""
+"""Modules in whose place others are put: patterns of names say which, and what else they compute must not get lost."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def as_patterns(argument: str, patterns: Iterable[str]) -> tuple[str, ...]:
+    """The patterns of a caller's argument. TypeError, naming it, for a single string."""
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"{argument}: expected a sequence of patterns, got the string {patterns!r}; did you mean ({patterns!r},)?"
+        )
+    return tuple(patterns)
+
+
+def matches(module: str, patterns: Iterable[str]) -> bool:
+    """Whether an fnmatch pattern matches the qualified name of a module, or the last part of it."""
+    last = module.rpartition(".")[2]
+    return any(fnmatchcase(module, pattern) or fnmatchcase(last, pattern) for pattern in patterns)
 
 
 def check_no_hooks(name: str, module: nn.Module) -> None:

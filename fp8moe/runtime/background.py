@@ -1,4 +1,4 @@
-"""Kernels compiled while others serve: FP8MOE_JIT=background."""
+"""Kernels compiled by threads of their own: FP8MOE_JIT=background."""
 
 import os
 import threading
@@ -34,11 +34,7 @@ def busy() -> bool:
 
 
 def finish() -> None:
-    """Wait until all kernels that FP8MOE_JIT=background has begun are compiled or have failed. Raises nothing.
-
-    Launches after it take the best kernels. Where one could not be compiled, a warning names it and the slower one goes
-    on.
-    """
+    """Wait until all kernels that FP8MOE_JIT=background has begun are compiled or have failed. Raises nothing."""
     for future in list(_futures.values()):
         future.exception()
 

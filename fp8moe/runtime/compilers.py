@@ -13,7 +13,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from fp8moe.runtime.cuda_core import cuda_core
+from fp8moe.runtime.driver import cuda_core
 from fp8moe.runtime.sm90 import ARCH
 
 STD = "c++17"

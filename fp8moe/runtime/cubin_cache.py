@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8moe.runtime.cuda_core import cuda_core
+from fp8moe.runtime.driver import cuda_core
 
 if TYPE_CHECKING:
     from cuda.core.utils import FileStreamProgramCache

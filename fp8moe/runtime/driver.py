@@ -1,9 +1,21 @@
-"""Thin access to the CUDA driver: checked calls, and calls that a stream capture would otherwise forbid."""
+"""Thin access to the CUDA driver: checked calls, calls that a stream capture would otherwise forbid, and cuda.core."""
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
+
+_importing = threading.Lock()
+
+
+def cuda_core() -> ModuleType:
+    """cuda.core with all that is in it: while a thread imports it first, others find it without its classes (1.2)."""
+    with _importing:
+        import cuda.core
+
+        return cuda.core
 
 
 class DriverError(RuntimeError):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fp8moe.runtime import compilers, config, sm90
 from fp8moe.runtime.cubin_cache import open_cache
-from fp8moe.runtime.cuda_core import cuda_core
+from fp8moe.runtime.driver import cuda_core
 
 if TYPE_CHECKING:
     from cuda.core import Kernel

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import torch
 
 from fp8moe.runtime import config
-from fp8moe.runtime.cuda_core import cuda_core
-from fp8moe.runtime.driver import DriverError, check, loading_code
+from fp8moe.runtime.driver import DriverError, check, cuda_core, loading_code
 from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER
 
 if TYPE_CHECKING:
