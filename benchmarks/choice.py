@@ -21,13 +21,19 @@ from torch import Tensor
 from benchmarks import command, operands, timing
 from benchmarks.report import Threshold, format_table
 from fp8moe import FP8Tensor
-from fp8moe.kernels.gemm import dense_plan, grouped_plan
-from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.cost import SKEWED, dense_time, grouped_time
-from fp8moe.kernels.gemm.dense_plan import Operands
 from fp8moe.kernels.gemm.epilogue import PlainStore
+from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.sm90 import TileConfig
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, dense_candidates, grouped_candidates
+from fp8moe.kernels.gemm.tiles import (
+    GroupedProblem,
+    Grouping,
+    choose_dense,
+    choose_grouped,
+    dense_candidates,
+    grouped_candidates,
+)
 from fp8moe.runtime.jit import KernelSpec, load_all
 from fp8moe.runtime.launch import num_sms
 
@@ -119,34 +125,31 @@ def group_offsets(problem: Problem) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int()
 
 
-def expected_us(problem: Problem, config: GemmConfig, sms: int = SMS, skewed: float = SKEWED) -> float:
+def expected_us(problem: Problem, config: TileConfig, sms: int = SMS, skewed: float = SKEWED) -> float:
     """By the cost model. skewed: how likely groups are to be, for one who does not know the problem."""
     groups, m, n, k, _ = problem
     return grouped_time(config, groups, m / groups, n, k, sms, skewed) if groups else dense_time(config, m, n, k, sms)
 
 
-def every_candidate(problem: Problem, sms: int = SMS) -> list[GemmConfig]:
+def every_candidate(problem: Problem, sms: int = SMS) -> list[TileConfig]:
     """What may be chosen."""
     groups, m, n, k, _ = problem
     if groups:
-        return grouped_candidates(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
+        return grouped_candidates(GroupedProblem(m, groups, m / groups, n, k, sms))
     return dense_candidates(m, n, k, sms)
 
 
-def candidates(problem: Problem, sms: int, likely: float = LIKELY, most: int = MOST) -> list[GemmConfig]:
+def candidates(problem: Problem, sms: int, likely: float = LIKELY, most: int = MOST) -> list[TileConfig]:
     """The chosen one, then others that are expected to be nearly as fast, by the cost model alone."""
     groups, m, n, k, _ = problem
     times = {config: expected_us(problem, config, sms) for config in every_candidate(problem, sms)}
-    if groups:
-        chosen = choose_grouped(m, groups, m / groups, n, k, sms, max_m=None, swiglu=False)
-    else:
-        chosen = choose_dense(m, n, k, sms)
+    chosen = choose_grouped(GroupedProblem(m, groups, m / groups, n, k, sms)) if groups else choose_dense(m, n, k, sms)
     limit = likely * min(times.values())
     others = sorted((config for config in times if config != chosen and times[config] <= limit), key=times.__getitem__)
     return [chosen, *others[: most - 1]]
 
 
-def call_of(problem: Problem) -> Callable[[GemmConfig], object]:
+def call_of(problem: Problem) -> Callable[[TileConfig], object]:
     """Runs the problem with a configuration, on random operands."""
     groups, m, n, k, _ = problem
     a, out = operands.random_rows(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
@@ -155,22 +158,19 @@ def call_of(problem: Problem) -> Callable[[GemmConfig], object]:
     return partial(multiply, a, operands.weight(n, k), out, None)
 
 
-def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, config: GemmConfig) -> Tensor:
+def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, config: TileConfig) -> Tensor:
     """A GEMM with this configuration, grouped if there are offsets."""
-    if offsets is None:
-        dense_plan.gemm(Operands(*a, *b), out, cfg=config)
-    else:
-        grouped_plan.grouped_gemm(a, b, offsets, out, cfg=config)
+    multiply_with(config, Operands(*a, *b, groups=offsets), out, None if offsets is None else Grouping())
     return out
 
 
-def finalists(times: dict[GemmConfig, float]) -> list[GemmConfig]:
+def finalists(times: dict[TileConfig, float]) -> list[TileConfig]:
     """The chosen one, which is the first, and the fastest others."""
     chosen, *others = times
     return [chosen, *sorted(others, key=times.__getitem__)[:OTHERS]]
 
 
-def make_row(problem: Problem, times: dict[GemmConfig, float], again: dict[GemmConfig, float] | None = None) -> dict:
+def make_row(problem: Problem, times: dict[TileConfig, float], again: dict[TileConfig, float] | None = None) -> dict:
     """times: of the candidates in microseconds, first that of the chosen one. again: those that are compared, if these
     are not the same."""
     judged = times if again is None else again
@@ -189,7 +189,7 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
     ]
 
 
-def time_in_turn(problem: Problem, configs: Sequence[GemmConfig], sms: int, rounds: int = 1) -> dict[GemmConfig, float]:
+def time_in_turn(problem: Problem, configs: Sequence[TileConfig], sms: int, rounds: int = 1) -> dict[TileConfig, float]:
     """Median microseconds of each of them; with several rounds, the median of its medians."""
     call = call_of(problem)
     calls = [partial(call, config) for config in configs]
@@ -198,7 +198,7 @@ def time_in_turn(problem: Problem, configs: Sequence[GemmConfig], sms: int, roun
     return {config: statistics.median(found[i :: len(configs)]) for i, config in enumerate(configs)}
 
 
-def kernels(found: Mapping[Problem, Iterable[GemmConfig]]) -> set[KernelSpec]:
+def kernels(found: Mapping[Problem, Iterable[TileConfig]]) -> set[KernelSpec]:
     """Of problems' configurations."""
     epilogue = PlainStore(torch.bfloat16)
     return {kernel_spec(config, p.n, p.k, epilogue) for p, configs in found.items() for config in configs}

@@ -28,7 +28,7 @@ from benchmarks.report import Threshold, format_table, geomean, summarize
 from fp8moe import FP8Tensor, GroupedExperts, quantize_1x128
 from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 
 STAGES = ("sort", "permute", "gemm1", "gemm2", "combine")
 KERNELS = ("sort_by_expert", "permute_quantize", "gemm", "gemm", "combine")

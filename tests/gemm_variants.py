@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable
 
-from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
+from fp8moe.kernels.gemm.sm90 import TileConfig
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 from tests.ptxas import compile_report
@@ -13,13 +13,13 @@ COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
 """C7510 and C7514: wgmma that ptxas serialised. setmaxnreg: a register count that it did not accept."""
 
 
-def structure(config: GemmConfig) -> tuple:
+def structure(config: TileConfig) -> tuple:
     """What decides the registers of a variant: not how deep its ring is or how many blocks share K."""
-    tile = (config.block_m, config.block_n, config.swap, config.warpgroups, config.staged)
-    return (*tile, config.blocks_per_sm, config.split_k > 1, config.parts > 1)
+    tile = (config.block_m, config.block_n, config.weights_as_rows, config.warpgroups, config.tma_store)
+    return (*tile, config.blocks_per_sm, config.split_k > 1, config.k_parts > 1)
 
 
-def one_of_each(candidates: Iterable[tuple[GemmConfig, int, int]]) -> list[tuple[GemmConfig, int, int]]:
+def one_of_each(candidates: Iterable[tuple[TileConfig, int, int]]) -> list[tuple[TileConfig, int, int]]:
     """One (config, n, k) of every structure among the candidates, the one that splits K most."""
     found = {}
     for config, n, k in candidates:
@@ -29,7 +29,7 @@ def one_of_each(candidates: Iterable[tuple[GemmConfig, int, int]]) -> list[tuple
     return list(found.values())
 
 
-def faults(variants: Iterable[tuple[GemmConfig, int, int]], epilogue: Epilogue) -> dict[GemmConfig, tuple]:
+def faults(variants: Iterable[tuple[TileConfig, int, int]], epilogue: Epilogue) -> dict[TileConfig, tuple]:
     """Of the variants compiled with an epilogue: spills, complaints, too many registers."""
     found = {}
     for config, n, k in variants:

@@ -7,12 +7,18 @@ import torch
 import torch.nn.functional as F
 
 import fp8moe
-from fp8moe.kernels.gemm import choice
-from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import PlainStore
+from fp8moe.kernels.gemm.sm90 import TileConfig
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, dense_candidates, invariant_parts
-from fp8moe.kernels.gemm.variants import Family
+from fp8moe.kernels.gemm.tiles import (
+    DenseProblem,
+    GroupedProblem,
+    choose,
+    choose_dense,
+    dense_candidates,
+    invariant_parts,
+)
+from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.runtime import config, launch
 from fp8moe.runtime.fixed_rows import ROWS, linears_by_fixed_rows
 from fp8moe.runtime.launch import planned
@@ -31,9 +37,14 @@ def invariant():
         yield
 
 
-def order(tile: GemmConfig) -> int:
+def order(tile: TileConfig) -> int:
     """In how many parts a tile sums K."""
-    return tile.split_k * tile.parts
+    return tile.split_k * tile.k_parts
+
+
+def chosen_for(m: int, n: int, k: int, sms: int = SMS) -> TileConfig:
+    """The tile under the settings that hold."""
+    return choose(DenseProblem(m, n, k, sms), PlainStore(torch.bfloat16))
 
 
 # ---- the choice ----
@@ -43,13 +54,11 @@ def order(tile: GemmConfig) -> int:
 def test_k_is_summed_alike_for_any_number_of_tokens(n, k, invariant):
     parts = invariant_parts(n, k)
     for sms in (132, 114, 20):
-        found = {order(choice.dense_choice(m, n, k, sms)) for m in TOKENS}
+        found = {order(chosen_for(m, n, k, sms)) for m in TOKENS}
         assert found == {parts}
         assert all({order(tile) for tile in dense_candidates(m, n, k, sms, parts)} == {parts} for m in TOKENS)
     variants = Family(n, k, 0, PlainStore(torch.bfloat16)).all_variants(1, 200, SMS)
-    assert variants == {
-        kernel_spec(choice.dense_choice(m, n, k, SMS), n, k, PlainStore(torch.bfloat16)) for m in range(1, 201)
-    }
+    assert variants == {kernel_spec(chosen_for(m, n, k), n, k, PlainStore(torch.bfloat16)) for m in range(1, 201)}
 
 
 def test_narrow_weights_are_split_and_wide_ones_are_not():
@@ -59,21 +68,21 @@ def test_narrow_weights_are_split_and_wide_ones_are_not():
 @pytest.mark.parametrize(("groups", "n", "k"), [(2, 512, 7168), (8, 4096, 7168), (256, 2048, 768)])
 def test_groups_are_never_split(groups, n, k, invariant):
     for rows in TOKENS:
-        options = {"max_m": None, "swiglu": False}
-        assert choice.grouped_choice(rows, groups, rows / groups, n, k, SMS, **options).split_k == 1
+        problem = GroupedProblem(rows, groups, rows / groups, n, k, SMS)
+        assert choose(problem, PlainStore(torch.bfloat16)).split_k == 1
 
 
 def test_without_the_mode_nothing_changes():
     for n, k in WEIGHTS:
         for m in TOKENS:
-            chosen = choice.dense_choice(m, n, k, SMS)
-            assert chosen == choose_dense(m, n, k, SMS) and chosen.parts == 1
+            chosen = chosen_for(m, n, k)
+            assert chosen == choose_dense(m, n, k, SMS) and chosen.k_parts == 1
 
 
 @pytest.mark.parametrize(("k", "parts"), [(7168, 2), (7168, 3), (16384, 2)])
 def test_variants_that_sum_parts_compile_without_spills(k, parts):
     """Of equal length, and not; more than 32 blocks long."""
-    tiles = [(tile, 576, k) for m in (60, 500) for tile in dense_candidates(m, 576, k, SMS, parts) if tile.parts > 1]
+    tiles = [(tile, 576, k) for m in (60, 500) for tile in dense_candidates(m, 576, k, SMS, parts) if tile.k_parts > 1]
     tiles = one_of_each(tiles)
     assert {tile.keeps_parts for tile, _, _ in tiles} == {True, False}
     assert {(256, 64), (128, 96), (128, 128), (128, 160)} <= {(tile.block_m, tile.block_n) for tile, _, _ in tiles}
@@ -82,7 +91,7 @@ def test_variants_that_sum_parts_compile_without_spills(k, parts):
 
 
 def test_memory_for_the_sums_of_parts():
-    wide, narrow, usual = GemmConfig(128, 160, parts=2), GemmConfig(128, 64, parts=2), GemmConfig(128, 160)
+    wide, narrow, usual = TileConfig(128, 160, k_parts=2), TileConfig(128, 64, k_parts=2), TileConfig(128, 160)
     assert not wide.keeps_parts and wide.part_registers == 56
     assert wide.part_sum_bytes == 128 * 160 * 4 - 256 * 56 * 4  # of 80 values in each of 256 threads
     assert narrow.keeps_parts and narrow.part_registers == 32 and narrow.part_sum_bytes == 0

@@ -11,7 +11,7 @@ import fp8moe
 from fp8moe.runtime import config
 
 NAMES = (
-    *("BACKEND", "CACHE_DIR", "NUM_SMS", "PRINT_CONFIGS", "PRINT_COMPILER", "DUMP_DIR", "COMPILER", "JIT"),
+    *("BACKEND", "CACHE_DIR", "NUM_SMS", "PRINT_CONFIGS", "PRINT_COMPILER", "DUMP_DIR", "COMPILER"),
     "BATCH_INVARIANT",
 )
 
@@ -36,7 +36,6 @@ def test_defaults(monkeypatch):
         print_compiler=False,
         dump_dir=None,
         compiler="nvrtc",
-        jit="wait",
         batch_invariant=False,
     )
 
@@ -56,7 +55,6 @@ def test_cache_dir_follows_xdg_unless_it_is_relative(monkeypatch):
         ("BACKEND", " CUDA ", "backend", "cuda"),
         ("BACKEND", "", "backend", "auto"),
         ("COMPILER", "nvcc", "compiler", "nvcc"),
-        ("JIT", "background", "jit", "background"),
         ("BATCH_INVARIANT", "1", "batch_invariant", True),
         ("NUM_SMS", "64", "num_sms", 64),
         ("NUM_SMS", "", "num_sms", None),
@@ -130,3 +128,11 @@ def test_a_bad_value_is_reported_at_the_first_use(code, message):
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith(message)
     assert ("Traceback" in done.stderr) == message.startswith("ValueError")
+
+
+def test_a_variable_that_is_no_longer_read_is_refused(monkeypatch):
+    monkeypatch.setenv("FP8MOE_JIT", "background")
+    with pytest.raises(ValueError, match="^FP8MOE_JIT is no longer read: .*`fp8moe warmup`"):
+        config.reload()
+    monkeypatch.setenv("FP8MOE_JIT", "")
+    config.reload()

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from fp8moe.integrations import deep_gemm
-from fp8moe.kernels.gemm import flat_k, row_layout
-from fp8moe.kernels.gemm.flat_k_plan import kernel_spec as join_spec
-from fp8moe.kernels.gemm.grouped import grouped_gemm
+from fp8moe.kernels.gemm import layouts
+from fp8moe.kernels.gemm.api import grouped_gemm
+from fp8moe.kernels.gemm.layouts import join_spec, ranges_spec
 from fp8moe.kernels.gemm.reference import group_ranges
-from fp8moe.kernels.gemm.row_layout_plan import kernel_spec as ranges_spec
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups, packed
@@ -323,9 +322,9 @@ def test_operators():
     a, b, d = activations(len(layout), 144), weights(4, 24, 144), torch.zeros(len(layout), 24)
     (fa, _), (fb, _) = flat_groups(8, [128, 256]), flat_groups(16, [128, 256])
     calls = (
-        (row_layout._op, (*a, *b, layout, None, 60, d)),
-        (row_layout._op, (*a, *b, int32([5, 200, 300, 400]), 128, 60, d)),
-        (flat_k._op, (*fa, *fb, int32([128, 256]), torch.zeros(2, 8, 16), True)),
+        (layouts._op, (*a, *b, layout, None, 60, d)),
+        (layouts._op, (*a, *b, int32([5, 200, 300, 400]), 128, 60, d)),
+        (layouts._op, (*fa, *fb, int32([128, 256]), torch.zeros(2, 8, 16), True)),
     )
     for op, arguments in calls:
         torch.library.opcheck(op, arguments, test_utils=("test_faketensor", "test_autograd_registration"))

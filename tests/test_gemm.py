@@ -1,19 +1,21 @@
 """The dense GEMM on the reference backend: semantics, layouts, errors, operators."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8moe.kernels.gemm import dense, dense_plan, reference
-from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.dense_plan import Operands
+from fp8moe.kernels.gemm import api, launch, reference
+from fp8moe.kernels.gemm.api import gemm
+from fp8moe.kernels.gemm.launch import Operands
 from fp8moe.kernels.gemm.reference import to_float32
 from fp8moe.quant.checks import mn_major
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
+from fp8moe.runtime import launch as runtime_launch
 from fp8moe.runtime.checks import row_major
-from fp8moe.runtime.plans import PlanCache
 from tests.backends import on_reference
 from tests.compilers import INDUCTOR
 from tests.errors import error_in_its_dtype
@@ -221,8 +223,10 @@ def test_what_the_cuda_kernel_is_given(monkeypatch):
     """Whatever layouts come in: what TMA can load, and a bias dtype that the kernel reads."""
     a, b = operands(33, 24, 272)
     given = []
-    monkeypatch.setattr(dense, "use_cuda", lambda *tensors: True)
-    monkeypatch.setattr(dense_plan, "gemm", lambda *arguments, pdl: given.append(arguments))
+    monkeypatch.setattr(api, "use_cuda", lambda *tensors: True)
+    monkeypatch.setattr(launch, "find_dense", lambda *arguments, **options: None)
+    monkeypatch.setattr(launch, "dense", lambda *arguments, **options: None)
+    monkeypatch.setattr(launch, "run_dense", lambda found, *arguments: given.append(arguments))
     bias = torch.arange(24, dtype=torch.float16)
     gemm(a, b, bias=bias)
     gemm(
@@ -239,7 +243,9 @@ def test_what_the_cuda_kernel_is_given(monkeypatch):
 
 
 def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
-    monkeypatch.setattr(dense_plan, "_plans", PlanCache())
+    monkeypatch.setattr(runtime_launch, "_plans", {})
+    monkeypatch.setattr(runtime_launch, "device_guard", lambda index: nullcontext())
+    monkeypatch.setattr(launch.dense, "_build", lambda *arguments, **options: object())
     (a, a_scale), (b, b_scale) = operands(8, 24, 144)
     bias = torch.zeros(24, dtype=torch.bfloat16)
     c = torch.zeros(8, 24, dtype=torch.bfloat16)
@@ -247,11 +253,10 @@ def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
 
     def find(**changed):
         *values, out_dtype = (call | changed).values()
-        return dense_plan.find(Operands(*values), out_dtype)
+        return launch.find_dense(Operands(*values), out_dtype)
 
     assert find() is None
-    key = dense_plan._key(Operands(*list(call.values())[:-1]), torch.bfloat16, None, False)
-    plan = dense_plan._plans.get(key, object)
+    plan = launch.dense(a.get_device(), Operands(*list(call.values())[:-1]), torch.bfloat16, pdl=False)
     assert find(a=a.clone(), bias=torch.ones_like(bias)) is plan
 
     def odd(data):  # same layout, but not at a multiple of 16 bytes

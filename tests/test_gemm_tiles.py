@@ -8,11 +8,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fp8moe.kernels.gemm import variant
-from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, tokens_of_tile, with_stages
 from fp8moe.kernels.gemm.cost import dense_time, resident_clusters
 from fp8moe.kernels.gemm.epilogue import AddAndStore, PlainStore
+from fp8moe.kernels.gemm.sm90 import PRODUCER_REGISTERS, TileConfig, tokens_of_tile, with_stages
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped, dense_candidates, describe_dense, raster_group
+from fp8moe.kernels.gemm.tiles import (
+    GroupedProblem,
+    choose_dense,
+    choose_grouped,
+    dense_candidates,
+    describe_dense,
+    raster_group,
+)
 from fp8moe.runtime import compilers, jit
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import COMPLAINTS, faults, one_of_each
@@ -75,15 +82,15 @@ def test_tiles_share_the_tokens(problem):
         each, tiles = tokens_of_tile(config, m), math.ceil(m / config.block_m)
         assert each <= config.block_m and each % 8 == 0  # loads of scales begin at multiples of four
         assert math.ceil(m / each) <= tiles
-        if not config.staged:
+        if not config.tma_store:
             assert each * tiles - m < 8 * tiles, "TMA would load rows behind the last"
 
 
 def test_tokens_of_tiles():
-    narrow = GemmConfig(64, 64, warpgroups=1)
+    narrow = TileConfig(64, 64, warpgroups=1)
     assert [tokens_of_tile(narrow, m) for m in (3, 40, 64, 65, 96, 130, 1000)] == [8, 40, 64, 40, 48, 48, 64]
-    assert tokens_of_tile(GemmConfig(256, 128, staged=True), 300) == 256  # whole slabs for TMA
-    assert tokens_of_tile(GemmConfig(128, 256, groups=4), 300) == 128
+    assert tokens_of_tile(TileConfig(256, 128, tma_store=True), 300) == 256  # whole slabs for TMA
+    assert tokens_of_tile(TileConfig(128, 256, groups=4), 300) == 128
 
 
 @settings(max_examples=200)
@@ -97,16 +104,16 @@ def test_raster_group_is_some_of_the_rows(problem):
 
 
 def test_raster_group_is_square_and_even():
-    tile = GemmConfig(128, 128)
+    tile = TileConfig(128, 128)
     assert raster_group(tile, 128 * 100, 7168, 100) == 10
     assert raster_group(tile, 128 * 16, 7168, 100) == 8  # not 10 and 6
-    assert raster_group(GemmConfig(256, 64), 256 * 100, 7168, 100) == 5  # 5 x 20 tiles: 1280 x 1280
+    assert raster_group(TileConfig(256, 64), 256 * 100, 7168, 100) == 5  # 5 x 20 tiles: 1280 x 1280
 
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_weights_of_the_whole_ring_come_early_behind_a_kernel_that_is_running(pdl, monkeypatch):
     monkeypatch.setattr(variant, "tensor_map", lambda *operands, **layout: None)
-    config = with_stages(GemmConfig(64, 64, warpgroups=1), 7168)
+    config = with_stages(TileConfig(64, 64, warpgroups=1), 7168)
     a, a_scale = torch.empty(64, 7168, dtype=torch.float8_e4m3fn), torch.empty(56, 64).t()
     b, out = torch.empty(64, 7168, dtype=torch.float8_e4m3fn), torch.empty(64, 64, dtype=torch.bfloat16)
     options = {"max_m": None, "ranges": False, "pdl": pdl}
@@ -116,13 +123,13 @@ def test_weights_of_the_whole_ring_come_early_behind_a_kernel_that_is_running(pd
 
 
 def test_raster_group_is_all_rows_where_the_tokens_stay_in_l2():
-    assert raster_group(GemmConfig(128, 192), 4096, 512, 132) == 32
-    assert raster_group(GemmConfig(256, 128), 4096, 1536, 132) == 16
-    assert raster_group(GemmConfig(256, 128), 4096, 2048, 132) < 16
+    assert raster_group(TileConfig(128, 192), 4096, 512, 132) == 32
+    assert raster_group(TileConfig(256, 128), 4096, 1536, 132) == 16
+    assert raster_group(TileConfig(256, 128), 4096, 2048, 132) < 16
 
 
 @pytest.mark.parametrize(
-    "config", [GemmConfig(128, 128), GemmConfig(16, 64, swap=True, warpgroups=1, split_k=4)], ids=str
+    "config", [TileConfig(128, 128), TileConfig(16, 64, weights_as_rows=True, warpgroups=1, split_k=4)], ids=str
 )
 @pytest.mark.parametrize("k", [16, 128, 640, 7168])
 def test_stages_fill_shared_memory_or_cover_k(config, k):
@@ -146,7 +153,7 @@ def test_describe_lists_the_fastest_first(problem):
 
 def test_few_sms_hold_at_least_one_cluster():
     for split_k in range(1, 9):
-        config = GemmConfig(8, 64, swap=True, warpgroups=1, split_k=split_k)
+        config = TileConfig(8, 64, weights_as_rows=True, warpgroups=1, split_k=split_k)
         held = [resident_clusters(config, num_sms) for num_sms in (1, 16, 78, 114, 132)]
         assert held == sorted(held)
         assert held[0] == 1
@@ -157,7 +164,7 @@ def test_few_sms_hold_at_least_one_cluster():
 def test_any_k_has_choices(k):
     """Also those that a layer pads to a multiple of 16 before it multiplies."""
     assert choose_dense(77, 96, k, SMS) in dense_candidates(77, 96, k, SMS)
-    assert choose_grouped(77, 8, 77 / 8, 96, k, SMS, max_m=None, swiglu=False).groups == 8
+    assert choose_grouped(GroupedProblem(77, 8, 77 / 8, 96, k, SMS)).groups == 8
 
 
 # (n, k), m -> block_m, block_n, swap, splits K, by the cost model alone. A change that moves one is to be measured.
@@ -183,10 +190,10 @@ CHOICES = [
 @pytest.mark.parametrize(("weight", "m", "expected"), CHOICES)
 def test_choices_on_an_h200(weight, m, expected):
     chosen = min(dense_candidates(m, *weight, SMS), key=lambda config: dense_time(config, m, *weight, SMS))
-    assert (chosen.block_m, chosen.block_n, chosen.swap, chosen.split_k > 1) == expected
+    assert (chosen.block_m, chosen.block_n, chosen.weights_as_rows, chosen.split_k > 1) == expected
 
 
-def variants() -> list[tuple[GemmConfig, int, int]]:
+def variants() -> list[tuple[TileConfig, int, int]]:
     return one_of_each(
         (config, n, k)
         for n, k in (*BENCHMARK_WEIGHTS, (8, 16), (136, 144))
@@ -211,7 +218,7 @@ def test_a_matrix_that_is_added_spills_behind_the_main_loop_of_the_largest_tiles
 
 
 def test_few_steps_are_not_unrolled_into_serial_products():
-    tiles = (GemmConfig(256, 128, staged=True), GemmConfig(128, 192, staged=True))
+    tiles = (TileConfig(256, 128, tma_store=True), TileConfig(128, 192, tma_store=True))
     assert not faults([(with_stages(tile, 512), 32768, 512) for tile in tiles], PlainStore(torch.bfloat16))
 
 
@@ -223,7 +230,7 @@ def compile_with(spec: jit.KernelSpec, old: str, new: str) -> str:
 
 
 def test_serialized_products_are_reported():
-    config = GemmConfig(128, 128)
+    config = TileConfig(128, 128)
     spec = kernel_spec(config, 256, 1024, PlainStore(torch.bfloat16))
     log = compile_with(spec, "wgmma_commit();", "wgmma_commit(); partial[0] += 1.f;")
     assert COMPLAINTS.search(log)
@@ -233,12 +240,12 @@ def test_serialized_products_are_reported():
 @pytest.mark.parametrize(
     "config",
     [
-        GemmConfig(128, 128),
-        GemmConfig(128, 112, stages=5),
-        GemmConfig(128, 176, stages=3, split_k=3),
-        GemmConfig(64, 96, warpgroups=1, stages=3, split_k=5, blocks_per_sm=2),
-        GemmConfig(8, 64, swap=True, warpgroups=1, stages=3),
-        GemmConfig(16, 128, swap=True, stages=5, split_k=7),
+        TileConfig(128, 128),
+        TileConfig(128, 112, stages=5),
+        TileConfig(128, 176, stages=3, split_k=3),
+        TileConfig(64, 96, warpgroups=1, stages=3, split_k=5, blocks_per_sm=2),
+        TileConfig(8, 64, weights_as_rows=True, warpgroups=1, stages=3),
+        TileConfig(16, 128, weights_as_rows=True, stages=5, split_k=7),
     ],
     ids=str,
 )

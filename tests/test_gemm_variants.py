@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm import plan, variant
-from fp8moe.kernels.gemm.config import unstaged
+from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.sm90 import without_tma_store
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
-from fp8moe.kernels.gemm.variants import Family
+from fp8moe.kernels.gemm.tiles import GroupedProblem, Grouping, choose_dense, choose_grouped
+from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.quant.formats import ceil_div, empty_mn_major
 from fp8moe.runtime import jit
 
@@ -39,8 +39,8 @@ def test_grouped(epilogue):
     variants = Family(n, k, groups, epilogue).variants(8 * MOST, SMS)
     draw = random.Random(0)
     rows = [*range(8, 2048, 24), *(draw.randint(2048, 8 * MOST) for _ in range(100))]
-    options = {"max_m": None, "swiglu": epilogue.gated}
-    chosen = {m: choose_grouped(m, groups, m / groups, n, k, SMS, **options) for m in rows}
+    problems = {m: GroupedProblem(m, groups, m / groups, n, k, SMS, swiglu=epilogue.gated) for m in rows}
+    chosen = {m: choose_grouped(problem) for m, problem in problems.items()}
     missing = [m for m, config in chosen.items() if kernel_spec(config, n, k, epilogue) not in variants]
     assert len(missing) <= 3
     assert 4 < len(variants) < 25
@@ -48,28 +48,27 @@ def test_grouped(epilogue):
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_rows_for_other_gpus(out_dtype):
-    """The tiles that TMA would write are none: all variants compile, and are those of `Plan`."""
+    """The tiles that TMA would write are none: all variants compile, and are those that are launched."""
     n, k, groups, epilogue = 2048, 768, 8, PeerStore(out_dtype, 2, 100)
     variants = Family(n, k, groups, epilogue).variants(8 * MOST, SMS)
-    options = {"max_m": None, "swiglu": False}
     for rows in (1, 8, 64, 1000, 8000, 8 * MOST):
-        chosen = choose_grouped(rows, groups, rows / groups, n, k, SMS, **options)
+        chosen = choose_grouped(GroupedProblem(rows, groups, rows / groups, n, k, SMS))
         if rows in (8 * MOST, 1):
-            assert chosen.staged == (rows > 1)
-        assert kernel_spec(unstaged(chosen, k), n, k, epilogue) in variants
+            assert chosen.tma_store == (rows > 1)
+        assert kernel_spec(without_tma_store(chosen, k), n, k, epilogue) in variants
     assert 4 < len(variants) < 25 and all(jit.compile_spec(spec).cubin for spec in variants)
 
 
 def test_a_part_counts_with_the_rows_of_the_whole(monkeypatch):
     noted, n, k = [], 2112, 1024
-    monkeypatch.setattr(plan, "note", lambda family, rows: noted.append((family.groups, rows)))
-    monkeypatch.setattr(plan, "num_sms", lambda index: SMS)
+    monkeypatch.setattr(launch, "note", lambda family, rows: noted.append((family.groups, rows)))
+    monkeypatch.setattr(launch, "num_sms", lambda index: SMS)
     for name in ("tensor_map", "load", "Launcher"):
-        monkeypatch.setattr(variant, name, lambda *arguments, **options: None)
+        monkeypatch.setattr(launch, name, lambda *arguments, **options: None)
     a, b = (torch.empty(*shape, k, dtype=torch.float8_e4m3fn) for shape in ((97,), (4, n)))
     scale, out = empty_mn_major(97, ceil_div(k, 128), device="cpu"), torch.empty(97, n, dtype=torch.bfloat16)
     for whole in (None, (7 * 24, 8)):
-        plan.Plan(a, scale, b, out, PlainStore(torch.bfloat16), whole=whole)
+        launch.build(launch.Operands(a, scale, b), PlainStore(torch.bfloat16), Grouping(whole=whole), out)
     assert noted == [(4, 97), (4, 7 * 24)]
 
 

@@ -1,7 +1,5 @@
 """The grouped GEMMs on the reference backend: semantics, groups, layouts, operators. Bad input: test_grouped_checks."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe.kernels.activation import FUNCTIONS, Activation
+from fp8moe.kernels.gemm import api, launch
 from fp8moe.kernels.gemm import checks as grouped_checks
-from fp8moe.kernels.gemm import grouped
-from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu, grouped_rows
+from fp8moe.kernels.gemm.api import gemm, grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu, grouped_rows
+from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from fp8moe.runtime.checks import aligned
@@ -314,12 +313,10 @@ def test_mn_major_scales_of_the_masked_layout_are_not_copied():
 def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
     given = []
 
-    def record(*arguments, **options):
-        given.append((arguments, options))
-
-    stand_in = SimpleNamespace(grouped_gemm=record, grouped_gemm_swiglu=record)
-    monkeypatch.setattr(grouped, "grouped_plan", stand_in)
-    monkeypatch.setattr(grouped, "use_cuda", lambda *tensors: True)
+    monkeypatch.setattr(launch, "find_grouped", lambda *arguments: None)
+    monkeypatch.setattr(launch, "grouped", lambda index, operands, epilogue, grouping, like=None: (epilogue, grouping))
+    monkeypatch.setattr(launch, "run", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(api, "use_cuda", lambda *tensors: True)
     a, b = activations(22, 272), weights(2, 32, 272)
     groups = int32([0, 20, 22]) if max_m is None else int32([11, 3])
     odd_groups = groups.repeat_interleave(2)[::2]
@@ -334,19 +331,18 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
     activation = Activation(limit=7.0)
     gate_up = gate_up_weights(2, 16, 272)
     grouped_gemm_swiglu(a, gate_up, groups, activation=activation, max_m=max_m, expected_m=5, whole=(44, 4))
-    *plain, (swiglu, swiglu_options) = given
-    for (given_a, given_b, given_groups, out), options in plain:
-        for value, like in zip((*given_a, *given_b, given_groups), (*a, *b, groups), strict=True):
+    *plain, swiglu = given
+    for (epilogue, grouping), operands, out, *more in plain:
+        for value, like in zip((*operands[:4], operands.groups), (*a, *b, groups), strict=True):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
-        assert out.shape == (22, 32) and out.stride() == (32, 1)
-        expected = {"max_m": max_m, "expected_m": None if max_m is None else 5, "whole": None, "low_rank": None}
-        assert options == expected
-    (first_a, first_b, first_groups, _), _ = plain[0]
-    pairs = zip((*first_a, *first_b, first_groups), (*a, *b, groups), strict=True)
+        assert out.shape == (22, 32) and out.stride() == (32, 1) and more == [0]
+        assert grouping == Grouping(None if max_m is None else 5, max_m) and epilogue == PlainStore(torch.bfloat16)
+    _, first, *_ = plain[0]
+    pairs = zip((*first[:4], first.groups), (*a, *b, groups), strict=True)
     assert all(value.data_ptr() == like.data_ptr() for value, like in pairs)
-    assert swiglu_options == {"max_m": max_m, "expected_m": 5, "whole": (44, 4)} and swiglu[4] == activation
-    data, scale = swiglu[3]
-    assert data.shape == (22, 16) and scale.shape == (22, 1) and scale.stride(0) == 1
+    (epilogue, grouping), _, data, _, pitch = swiglu
+    assert grouping == Grouping(5, max_m, (44, 4)) and epilogue == SwigluQuantize(activation)
+    assert data.shape == (22, 16) and pitch == 24
 
 
 def test_weights_are_copied_only_where_tma_cannot_load_them():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.gemm.api import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 
 A, B = quantize_1x128(torch.randn(32, 144)), quantize_128x128(torch.randn(4, 24, 144))

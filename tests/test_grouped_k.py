@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.gemm.grouped_k import grouped_gemm_k
+from fp8moe.kernels.gemm.api import grouped_gemm_k
 from fp8moe.kernels.gemm.source import grouped_k_spec
-from fp8moe.kernels.gemm.tiles import GROUPED_K_CONFIGS, choose_grouped_k
+from fp8moe.kernels.gemm.tiles import GROUPED_K_TILES, choose_grouped_k
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x1
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT
@@ -165,7 +165,7 @@ def test_choice(groups, m, n, tile):
     assert (chosen.block_m, chosen.block_n) == tile
 
 
-@pytest.mark.parametrize("cfg", GROUPED_K_CONFIGS, ids=str)
+@pytest.mark.parametrize("cfg", GROUPED_K_TILES, ids=str)
 @pytest.mark.parametrize("n", [136, 7168])
 @pytest.mark.parametrize(
     ("dtype", "accumulate"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]

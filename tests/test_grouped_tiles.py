@@ -9,11 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, unstaged, with_stages
 from fp8moe.kernels.gemm.cost import group_sizes, grouped_time, resident_clusters
 from fp8moe.kernels.gemm.epilogue import AddLowRank, PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.sm90 import PRODUCER_REGISTERS, TileConfig, with_stages, without_tma_store
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_grouped, describe_grouped, grouped_candidates, row_tiles_bound
+from fp8moe.kernels.gemm.tiles import (
+    GroupedProblem,
+    choose_grouped,
+    describe_grouped,
+    grouped_candidates,
+    row_tiles_bound,
+)
 from fp8moe.runtime import compilers, jit
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import faults, one_of_each
@@ -41,7 +47,7 @@ def test_candidates_are_possible(problem, expected_m):
     if problem["max_m"] is not None:
         rows = groups * problem["max_m"]
     expected = rows / groups if expected_m is None else expected_m
-    found = grouped_candidates(**problem | {"rows": rows, "expected_m": expected})
+    found = grouped_candidates(GroupedProblem(**problem | {"rows": rows, "expected_m": expected}))
     assert found and len(set(found)) == len(found)
     for config in found:
         assert config.groups == groups
@@ -49,7 +55,7 @@ def test_candidates_are_possible(problem, expected_m):
         assert (config.shared_bytes + 1024) * config.blocks_per_sm <= SHARED_PER_SM
         math_registers = config.warpgroups * 128 * config.math_registers
         assert math_registers + 128 * PRODUCER_REGISTERS <= REGISTERS_PER_SM
-        assert not problem["swiglu"] or (config.block_n == 256 and not config.staged)
+        assert not problem["swiglu"] or (config.block_n == 256 and not config.tma_store)
         if config.split_k > 1:
             tiles = row_tiles_bound(config.block_m, rows, groups, problem["max_m"]) * math.ceil(
                 problem["n"] / config.block_n
@@ -90,9 +96,9 @@ CHOICES = [
 @pytest.mark.parametrize(("groups", "weight", "swiglu", "expected_m", "tile"), CHOICES)
 def test_choices_on_an_h200(groups, weight, swiglu, expected_m, tile):
     rows, problem = round(groups * expected_m), (groups, expected_m, *weight, SMS)
-    found = grouped_candidates(rows, *problem, max_m=None, swiglu=swiglu)
+    found = grouped_candidates(GroupedProblem(rows, *problem, swiglu=swiglu))
     chosen = min(found, key=lambda config: grouped_time(config, *problem))
-    assert (chosen.block_m, chosen.block_n, chosen.swap) == tile
+    assert (chosen.block_m, chosen.block_n, chosen.weights_as_rows) == tile
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -100,14 +106,13 @@ def test_a_part_sums_k_as_the_whole_does(swiglu):
     """For every part of some experts, with few rows or many."""
     splits = set()
     for rows, experts, (n, k) in itertools.product((1, 3, 16, 100, 5000), (2, 8, 64), ((208, 1040), (4096, 7168))):
-        expected_m, options = rows / experts, {"max_m": None, "swiglu": swiglu}
-        whole = choose_grouped(rows, experts, expected_m, n, k, SMS, **options)
+        problem = GroupedProblem(rows, experts, rows / experts, n, k, SMS, swiglu=swiglu)
+        whole = choose_grouped(problem)
         splits.add(whole.split_k)
         for ranks in (2, experts):
             for rows_here in {1, max(rows // ranks, 1), rows}:
-                part = choose_grouped(
-                    rows_here, experts // ranks, expected_m, n, k, SMS, whole=(rows, experts), **options
-                )
+                here = problem._replace(rows=rows_here, groups=experts // ranks)
+                part = choose_grouped(here, whole=(rows, experts))
                 assert part.split_k == whole.split_k and part.groups == experts // ranks
     assert len(splits) > 1
 
@@ -117,17 +122,17 @@ def test_describe_prints_the_candidates_in_order(swiglu):
     lines = describe_grouped(256, 32, 8.0, 4096, 7168, swiglu=swiglu).splitlines()
     costs = [float(line.split(" us ")[0]) for line in lines]
     assert costs == sorted(costs)
-    assert lines[0].endswith(str(choose_grouped(256, 32, 8.0, 4096, 7168, SMS, max_m=None, swiglu=swiglu)))
+    assert lines[0].endswith(str(choose_grouped(GroupedProblem(256, 32, 8.0, 4096, 7168, SMS, swiglu=swiglu))))
 
 
-def variants(swiglu: bool) -> list[tuple[GemmConfig, int, int]]:
+def variants(swiglu: bool) -> list[tuple[TileConfig, int, int]]:
     return one_of_each(
         (config, n, k)
         for groups in (1, 8, 256, 1024)
         for n, k in BENCHMARK_WEIGHTS
         for expected_m in (1 / groups, 1, 8, 16, 24, 64, 1000)
         for config in grouped_candidates(
-            math.ceil(groups * expected_m), groups, expected_m, n, k, SMS, max_m=None, swiglu=swiglu
+            GroupedProblem(math.ceil(groups * expected_m), groups, expected_m, n, k, SMS, swiglu=swiglu)
         )
     )
 
@@ -152,8 +157,8 @@ def test_products_of_low_rank(rank):
 @pytest.mark.parametrize("epilogue", PEER_STORES, ids=str)
 def test_rows_for_other_gpus(epilogue):
     """The same of what stores to their memory: no shared memory beside that which the tiles may fill."""
-    found = one_of_each((unstaged(config, k), n, k) for config, n, k in variants(swiglu=False))
-    assert {(config.swap, config.split_k > 1) for config, _, _ in found} == {
+    found = one_of_each((without_tma_store(config, k), n, k) for config, n, k in variants(swiglu=False))
+    assert {(config.weights_as_rows, config.split_k > 1) for config, _, _ in found} == {
         (False, False),
         (True, False),
         (True, True),
@@ -162,10 +167,10 @@ def test_rows_for_other_gpus(epilogue):
 
 
 @pytest.mark.parametrize("epilogue", [STORES[0], SWIGLUS[0]], ids=str)
-@pytest.mark.parametrize("config", [GemmConfig(128, 256), GemmConfig(8, 256, swap=True, split_k=2)], ids=str)
+@pytest.mark.parametrize("config", [TileConfig(128, 256), TileConfig(8, 256, weights_as_rows=True, split_k=2)], ids=str)
 @pytest.mark.parametrize("groups", [1, 33, 1024])
 def test_shared_memory_is_what_the_kernel_lays_out(config, groups, epilogue):
-    config = with_stages(GemmConfig(**vars(config) | {"groups": groups}), 7168)
+    config = with_stages(TileConfig(**vars(config) | {"groups": groups}), 7168)
     text = jit.full_source(kernel_spec(config, 4096, 7168, epilogue))
     size = f"SHARED_BYTES = {config.shared_bytes};"
     assert size in text

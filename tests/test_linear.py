@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8moe.kernels.gemm import dense_plan
-from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.linear import checks, forward, plan
+from fp8moe.kernels.gemm import launch
+from fp8moe.kernels.gemm.api import gemm
+from fp8moe.kernels.linear import forward
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
-from fp8moe.runtime.plans import PlanCache
+from fp8moe.runtime import launch as runtime_launch
 from tests.compilers import INDUCTOR
 from tests.linear_reference import close, exact
 
@@ -102,16 +102,21 @@ class FakeQuantizer:
 
 
 class FakeGemm:
-    def __init__(self, operands, out_dtype, pdl):
+    @staticmethod
+    def find(*operands, **options):
+        return None
+
+    def __init__(self, device_index, operands, out_dtype, *, pdl):
         assert pdl and all(t.data_ptr() % 16 == 0 for t in operands[:3])
         self.out_dtype = out_dtype
         self.layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
 
-    def launch(self, stream, *addresses):
-        *operands, groups, (out, pitch, bias) = addresses
-        assert groups == 0
+    def launch(self, stream, mapped, pointers):
+        (*operands, result), (weight_scale, out, pitch, bias) = mapped, pointers
+        assert result == out
         a, a_scale, b, b_scale = (
-            memory_at(*pair) for pair in zip(operands, *zip(*self.layouts[:4], strict=True), strict=True)
+            memory_at(*pair)
+            for pair in zip((*operands, weight_scale), *zip(*self.layouts[:4], strict=True), strict=True)
         )
         bias = memory_at(bias, *self.layouts[4]) if bias else None
         expected = gemm((a, a_scale), (b, b_scale), bias=bias, out_dtype=self.out_dtype)
@@ -121,11 +126,12 @@ class FakeGemm:
 @pytest.fixture
 def stand_ins(monkeypatch):
     monkeypatch.setattr(forward, "use_cuda", lambda *tensors: True)
-    monkeypatch.setattr(plan, "_plans", PlanCache())
-    monkeypatch.setattr(plan, "quantizer", FakeQuantizer)
-    monkeypatch.setattr(dense_plan, "make", FakeGemm)
-    monkeypatch.setattr(plan, "device_guard", lambda index: nullcontext())
-    monkeypatch.setattr(plan, "current_stream", lambda index: 0)
+    monkeypatch.setattr(runtime_launch, "_plans", {})
+    monkeypatch.setattr(forward, "quantizer", FakeQuantizer)
+    monkeypatch.setattr(launch, "dense", FakeGemm)
+    monkeypatch.setattr(runtime_launch, "device_guard", lambda index: nullcontext())
+    monkeypatch.setattr(forward, "device_guard", lambda index: nullcontext())
+    monkeypatch.setattr(forward, "current_stream", lambda index: 0)
 
 
 def inputs(dtype, k):
@@ -158,7 +164,7 @@ def test_a_second_call_checks_and_copies_nothing(stand_ins, monkeypatch):
     layer = FP8Linear(272, 136, dtype=torch.float32)
     shaped = list(inputs(torch.float32, 272))[:6]
     first = [layer(x) for x in shaped[:5]]
-    for module, name in ((checks, "linear"), (plan, "row_major"), (plan, "bias_vector")):
+    for module, name in ((forward, "check"), (forward, "row_major"), (forward, "bias_vector")):
         monkeypatch.setattr(module, name, lambda *arguments: pytest.fail("checked again"))
     for x, expected in zip(shaped, first, strict=False):
         assert torch.equal(layer(x), expected)

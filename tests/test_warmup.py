@@ -10,11 +10,11 @@ from fp8moe.cli import main
 from fp8moe.commands import warmup
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import permute
-from fp8moe.kernels.gemm import variants
+from fp8moe.kernels.gemm import warmup as gemm_warmup
 from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
-from fp8moe.kernels.gemm.tiles import choose_dense, choose_grouped
-from fp8moe.kernels.gemm.variants import Family
+from fp8moe.kernels.gemm.tiles import GroupedProblem, choose_dense, choose_grouped
+from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.quant import quantize
 from fp8moe.runtime import compilers, config, jit
 from tests.transformers_models import BASE, MLA, random_model, write_checkpoints
@@ -83,11 +83,11 @@ def test_no_length_chooses_another_gemm(model):
     for (n, k, groups), activation in model.items():
         epilogue = PlainStore(torch.bfloat16) if activation is None else SwigluQuantize(activation)
         family, each = Family(n, k, groups, epilogue), top_k if groups > 1 else 1
-        options = {"max_m": None, "swiglu": epilogue.gated}
         variants = family.all_variants(each, each * most, SMS)
         for rows in (each * length for length in lengths):
             if groups:
-                chosen = choose_grouped(rows, groups, rows / groups, n, k, SMS, **options)
+                problem = GroupedProblem(rows, groups, rows / groups, n, k, SMS, swiglu=epilogue.gated)
+                chosen = choose_grouped(problem)
             else:
                 chosen = choose_dense(rows, n, k, SMS)
             assert kernel_spec(chosen, n, k, epilogue) in variants, rows
@@ -101,11 +101,11 @@ def test_dense_variants_are_those_of_every_number_of_rows(n, k):
 
 
 def test_rows_of_a_token_are_known_without_a_call_of_one(monkeypatch):
-    monkeypatch.setattr(variants, "families", {})
+    monkeypatch.setattr(gemm_warmup, "families", {})
     family = Family(256, 128, 16, PlainStore(torch.bfloat16))
     for tokens in (8, 5, 3):
-        variants.note(family, 6 * tokens)
-    assert variants.families == {family: 6}
+        gemm_warmup.note(family, 6 * tokens)
+    assert gemm_warmup.families == {family: 6}
 
 
 SPECS = [
@@ -143,7 +143,7 @@ def test_compiles_what_is_missing_into_a_directory_to_ship(tmp_path, monkeypatch
     monkeypatch.setenv("FP8MOE_CACHE_DIR", str(shipped))
     config.reload()
     monkeypatch.setattr(compilers, "compile_source", never)
-    assert all(map(jit.is_ready, SPECS)) and all(jit.cubin(spec)[:4] == b"\x7fELF" for spec in SPECS)
+    assert all(map(jit.is_cached, SPECS)) and all(jit.cubin(spec)[:4] == b"\x7fELF" for spec in SPECS)
     assert run(capsys, "--check") == (0, [f"0 of 2 kernels are missing in {shipped}"])
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks.choice import Problem, every_candidate, expected_us
 from fp8moe.kernels.gemm import cost
-from fp8moe.kernels.gemm.config import GemmConfig
+from fp8moe.kernels.gemm.sm90 import TileConfig
 
 UNSEEN_US = 0.25  # how much times of one tile differ from run to run
 SLOW, OF_SLOW = 1.25, 0.2  # over the time of the fastest; weight of its error
@@ -45,7 +45,7 @@ class Timed(NamedTuple):
     """A problem, and the times of its candidates in microseconds."""
 
     problem: Problem
-    times: dict[GemmConfig, float]
+    times: dict[TileConfig, float]
 
 
 def load(path: Path) -> list[Timed]:
@@ -66,7 +66,7 @@ def of_kind(timed: Sequence[Timed], kind: str) -> list[Timed]:
     return [one for one, its in zip(timed, kinds, strict=True) if its == kind]
 
 
-def excess(times: dict[GemmConfig, float], chosen: GemmConfig) -> float:
+def excess(times: dict[TileConfig, float], chosen: TileConfig) -> float:
     """How much slower a candidate is than the fastest; differences that no one sees count as none."""
     best = min(times.values())
     return max(times[chosen] - UNSEEN_US, best) / best - 1

@@ -19,8 +19,7 @@ from fp8moe.kernels.experts import combine, experts_partial, experts_rows, exper
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.operator import experts_rows_to
-from fp8moe.kernels.gemm.flat_k import grouped_gemm_k_flat
-from fp8moe.kernels.gemm.row_layout import grouped_gemm_by_layout
+from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.peer_table import Targets

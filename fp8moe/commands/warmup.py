@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fp8moe.commands.model_sizes import add_source, read_source
-from fp8moe.kernels.gemm.variants import Family
+from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.runtime import config, jit
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.progress import progress, still_running

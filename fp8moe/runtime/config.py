@@ -9,7 +9,6 @@
 | FP8MOE_PRINT_COMPILER  | 0, 1                  | print the compiler's log (compiles even if a cubin is cached)  |
 | FP8MOE_DUMP_DIR        | a directory           | write source, PTX, cubin and SASS of each kernel there         |
 | FP8MOE_COMPILER        | nvrtc, nvcc           | which compiler builds the kernels                              |
-| FP8MOE_JIT             | wait, background      | who waits for a kernel: the call, or a slower one serves it    |
 | FP8MOE_BATCH_INVARIANT | 0, 1                  | bits of a token do not depend on what else is in its batch     |
 
 A variable that is set to the empty string counts as unset.
@@ -37,7 +36,6 @@ class Settings:
     print_compiler: bool
     dump_dir: Path | None
     compiler: str
-    jit: str
     batch_invariant: bool
 
 
@@ -82,6 +80,11 @@ def _default_cache_dir() -> Path:
 
 
 def _read() -> Settings:
+    if _get("FP8MOE_JIT"):
+        raise ValueError(
+            "FP8MOE_JIT is no longer read: unset it, and compile kernels before they are needed with `fp8moe warmup`, "
+            "which keeps them in FP8MOE_CACHE_DIR"
+        )
     return Settings(
         backend=_choice("FP8MOE_BACKEND", ("auto", "cuda", "reference")),
         cache_dir=_path("FP8MOE_CACHE_DIR") or _default_cache_dir(),
@@ -90,7 +93,6 @@ def _read() -> Settings:
         print_compiler=_flag("FP8MOE_PRINT_COMPILER"),
         dump_dir=_path("FP8MOE_DUMP_DIR"),
         compiler=_choice("FP8MOE_COMPILER", ("nvrtc", "nvcc")),
-        jit=_choice("FP8MOE_JIT", ("wait", "background")),
         batch_invariant=_flag("FP8MOE_BATCH_INVARIANT"),
     )
 

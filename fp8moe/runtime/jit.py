@@ -212,18 +212,6 @@ def load(spec: KernelSpec) -> "Kernel":
     return kernel
 
 
-def keep(spec: KernelSpec, code: bytes) -> None:
-    """Load a kernel that `cubin` has compiled, for `load`."""
-    with _lock:
-        if spec not in _kernels:
-            _kernels[spec] = _load_cubin(code, spec.name)
-
-
-def is_ready(spec: KernelSpec) -> bool:
-    """Whether `load` needs no compiler: the kernel is in this process, or in the disk cache."""
-    return spec in _kernels or (not _always_compiles() and is_cached(spec))
-
-
 def is_cached(spec: KernelSpec) -> bool:
     """Whether the disk cache holds a sound entry."""
     return open_cache(config.settings.cache_dir).get(cache_key(spec)) is not None
@@ -234,7 +222,9 @@ def load_all(specs: Iterable[KernelSpec]) -> None:
     missing = [spec for spec in specs if spec not in _kernels]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for spec, code in zip(missing, pool.map(cubin, missing), strict=True):
-            keep(spec, code)
+            with _lock:
+                if spec not in _kernels:
+                    _kernels[spec] = _load_cubin(code, spec.name)
 
 
 def _load_cubin(code: bytes, name: str) -> "Kernel":

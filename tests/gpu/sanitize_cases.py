@@ -12,9 +12,8 @@ import torch
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe.kernels.gemm import dense_plan
-from fp8moe.kernels.gemm.config import GemmConfig, with_stages
-from fp8moe.kernels.gemm.dense_plan import Operands
+from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
 from tests.gpu.sanitize_block_cases import CASES as BLOCK_CASES
 from tests.gpu.sanitize_layout_cases import CASES as LAYOUT_CASES
 from tests.gpu.sanitize_moe_cases import CASES as MOE_CASES
@@ -80,18 +79,18 @@ def accumulation_error(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
 
 
 def parts_error(m: int, n: int, k: int, block_m: int, block_n: int, parts: int) -> float:
-    return tile_error(m, n, k, GemmConfig(block_m, block_n, parts=parts), torch.float32)
+    return tile_error(m, n, k, TileConfig(block_m, block_n, k_parts=parts), torch.float32)
 
 
 def halved_error(m: int, n: int, k: int, block_m: int, block_n: int, staged: bool) -> float:
-    return tile_error(m, n, k, GemmConfig(block_m, block_n, halves=True, staged=staged), torch.bfloat16)
+    return tile_error(m, n, k, TileConfig(block_m, block_n, half_tiles=True, tma_store=staged), torch.bfloat16)
 
 
-def tile_error(m: int, n: int, k: int, tile: GemmConfig, out_dtype: torch.dtype) -> float:
+def tile_error(m: int, n: int, k: int, tile: TileConfig, out_dtype: torch.dtype) -> float:
     a = fp8moe.quantize_1x128(torch.randn(m, k, dtype=torch.bfloat16).cuda())
     b = fp8moe.quantize_128x128(torch.randn(n, k, dtype=torch.bfloat16).cuda())
     out = torch.full((m, n), float("nan"), dtype=out_dtype).cuda()
-    dense_plan.gemm(Operands(*a, *b), out, cfg=with_stages(tile, k))
+    multiply_with(with_stages(tile, k), Operands(*a, *b), out)
     return rounded_error(out.cpu(), exact(on_cpu(a)) @ exact(on_cpu(b)).T)
 
 

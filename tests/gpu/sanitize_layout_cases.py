@@ -4,9 +4,8 @@ import torch
 
 from benchmarks.operands import rounded_error
 from fp8moe import FP8Tensor
-from fp8moe.kernels.gemm.flat_k import grouped_gemm_k_flat
+from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
 from fp8moe.kernels.gemm.reference import group_ranges
-from fp8moe.kernels.gemm.row_layout import grouped_gemm_by_layout
 from tests.deep_gemm_cases import by_ends, by_rows, flat_groups
 from tests.gpu.sanitize_moe_cases import groups_error, on_cpu, random_experts, random_rows
 

@@ -22,10 +22,11 @@ from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.operator import experts_rows_to
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.gemm import grouped_plan
-from fp8moe.kernels.gemm.config import GemmConfig, with_stages
-from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
+from fp8moe.kernels.gemm.launch import Operands, multiply_with
 from fp8moe.kernels.gemm.reference import group_rows, grouped_gemm_swiglu_reference
+from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
+from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.reference import quantize_1x128 as quantize_reference
 from fp8moe.runtime.peer_table import SIGNALS_BYTES, Targets, meeting, no_meeting
 
@@ -246,8 +247,8 @@ def wide_error(sizes: tuple[int, ...], n: int, k: int, staged: bool) -> float:
     groups = torch.tensor((0, *accumulate(sizes)), dtype=torch.int32)
     a, b = random_rows(sum(sizes), k), random_experts(len(sizes), n, k)
     out = torch.full((sum(sizes), n), float("nan"), dtype=torch.bfloat16).cuda()
-    tile = with_stages(GemmConfig(128, 256, groups=len(sizes), halves=True, staged=staged), k)
-    grouped_plan.grouped_gemm(a, b, groups.cuda(), out, cfg=tile)
+    tile = with_stages(TileConfig(128, 256, groups=len(sizes), half_tiles=True, tma_store=staged), k)
+    multiply_with(tile, Operands(*a, *b, groups=groups.cuda()), out, Grouping())
     return groups_error(on_cpu(a), on_cpu(b), groups, out.cpu(), None)
 
 

@@ -19,7 +19,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_quantize,
     swiglu_quantize_rows,
 )
-from fp8moe.kernels.gemm.grouped import grouped_rows
+from fp8moe.kernels.gemm.api import grouped_rows
 from fp8moe.quant import reference
 from fp8moe.quant.transpose import Transposed, quantize_with_transpose, transpose_fp8
 from tests import lora_cases

@@ -9,7 +9,7 @@ import torch
 from benchmarks.operands import rounded_error
 from fp8moe import gemm, grouped_gemm, grouped_gemm_masked, mqa_logits
 from fp8moe.integrations import deep_gemm
-from fp8moe.kernels.gemm import flat_k_plan, row_layout_plan
+from fp8moe.kernels.gemm import layouts
 from fp8moe.kernels.gemm.reference import group_ranges, join_groups
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
@@ -138,11 +138,11 @@ def test_ranges(groups, rows):
     sizes = torch.randint(0, 2 * rows // groups + 2, (groups,), generator=generator).tolist()
     order = torch.randperm(groups, generator=generator).tolist()
     layout, _ = by_rows(sizes, order, alignment=8, behind=rows % 5)
-    found, expected = row_layout_plan.group_ranges(layout, groups, None), group_ranges(layout, groups, None)
+    found, expected = layouts.group_ranges(layout, groups, None), group_ranges(layout, groups, None)
     for (first, end), pair in zip(found.tolist(), expected.tolist(), strict=True):
         assert [first, end] == pair or (end <= first and pair == [0, 0])
     ends, _ = by_ends(sizes)
-    assert row_layout_plan.group_ranges(ends, groups, 128).tolist() == group_ranges(ends, groups, 128).tolist()
+    assert layouts.group_ranges(ends, groups, 128).tolist() == group_ranges(ends, groups, 128).tolist()
 
 
 @pytest.mark.parametrize("layout", [[2**31 - 1, -(2**31), 5, -5] * 50, [0, 1] * 100, [1, 0] * 100, [-1] * 200])
@@ -191,7 +191,7 @@ def test_joined_groups():
     sizes = [384, 0, 128, 1280]
     (a, _), (b, _) = flat_groups(70, sizes), flat_groups(9, sizes, seed=1)
     shape = 70, 9, sum(sizes)
-    found = flat_k_plan.join_groups(a[0], b[0], int32(sizes), *shape)
+    found = layouts.join_groups(a[0], b[0], int32(sizes), *shape)
     for one, other in zip(found, join_groups(a[0], b[0], int32(sizes), *shape), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

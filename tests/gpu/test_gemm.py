@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.baselines import DENSE_M, DENSE_SHAPES
 from benchmarks.operands import rounded_error
-from fp8moe.kernels.gemm import dense_plan, tiles
-from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.dense_plan import Operands
+from fp8moe.kernels.gemm import tiles
+from fp8moe.kernels.gemm.api import gemm
+from fp8moe.kernels.gemm.launch import Operands, multiply_with
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 from tests import gemm_cases
@@ -68,11 +68,11 @@ def test_every_configuration(shape):
     errors = {}
     for config in configs:
         out = poisoned(*shape[:2], torch.bfloat16)
-        dense_plan.gemm(Operands(*a, *b), out, cfg=config)
+        multiply_with(config, Operands(*a, *b), out)
         errors[config] = rounded_error(out, expected)
         added = torch.randn_like(out)
         total = added.double() + expected
-        dense_plan.gemm(Operands(*a, *b, c=added), added, cfg=config)
+        multiply_with(config, Operands(*a, *b, c=added), added)
         errors[config, "c"] = rounded_error(added, total)
     # NaN, what an element left unwritten leads to, compares as false.
     assert not {config: value for config, value in errors.items() if not value <= TOLERANCE[torch.bfloat16]}

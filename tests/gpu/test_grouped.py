@@ -8,8 +8,7 @@ import torch
 
 from benchmarks.operands import rounded_error
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.grouped import grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
+from fp8moe.kernels.gemm.api import gemm, grouped_gemm, grouped_gemm_masked, grouped_gemm_swiglu
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from tests import gemm_cases

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels.gemm import grouped_k_plan
-from fp8moe.kernels.gemm.grouped_k import grouped_gemm_k
-from fp8moe.kernels.gemm.tiles import GROUPED_K_CONFIGS
+from fp8moe.kernels.gemm.api import grouped_gemm_k
+from fp8moe.kernels.gemm.launch import run_along_k
+from fp8moe.kernels.gemm.tiles import GROUPED_K_TILES
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import quantize_128x1
 from tests import gemm_cases
@@ -46,17 +46,17 @@ def test_against_float64(blocks, size):
     k, group_offsets = 2 + sum(blocks) + 1, offsets(blocks, start=2)
     a, b = operand(size[0], k, 0), operand(size[1], k, 1)
     exact = exact_along_k(a, b, group_offsets)
-    for cfg in GROUPED_K_CONFIGS:
+    for cfg in GROUPED_K_TILES:
         call = (a, b, group_offsets)
         out = torch.full((len(blocks), *size), NAN, device=DEVICE)
-        grouped_k_plan.grouped_gemm_k(*call, out, False, cfg=cfg)
+        run_along_k(*call, out, False, cfg)
         assert relative_error(out, exact) <= TOLERANCE
         rounded = torch.full_like(out, NAN, dtype=torch.bfloat16)
-        grouped_k_plan.grouped_gemm_k(*call, rounded, False, cfg=cfg)
+        run_along_k(*call, rounded, False, cfg)
         assert torch.equal(rounded, out.bfloat16())
         total = torch.randn(out.shape, device=DEVICE)
         sums = total.double() + exact
-        grouped_k_plan.grouped_gemm_k(*call, total, True, cfg=cfg)
+        run_along_k(*call, total, True, cfg)
         assert relative_error(total, sums) <= TOLERANCE
 
 

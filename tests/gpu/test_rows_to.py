@@ -11,7 +11,7 @@ import torch
 from fp8moe.kernels.experts import experts_rows, sort_by_expert
 from fp8moe.kernels.experts.operator import experts_rows_to
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
-from fp8moe.kernels.gemm.tiles import choose_grouped
+from fp8moe.kernels.gemm.tiles import GroupedProblem, choose_grouped
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.launch import num_sms
 from fp8moe.runtime.peer_table import SIGNALS_BYTES, Targets, meeting, no_meeting
@@ -129,9 +129,9 @@ def test_tiles_of_every_kind():
         index = index[:, : min(tokens, TOP_K)].contiguous()
         whole = (index.numel(), EXPERTS)
         problem = (whole[0], END - START, whole[0] / EXPERTS, hidden, size, sms)
-        config = choose_grouped(*problem, max_m=None, swiglu=False, whole=whole)
+        config = choose_grouped(GroupedProblem(*problem), whole=whole)
         tiles = -(-index.numel() // config.block_m) * -(-hidden // config.block_n)
-        found.add((config.swap, config.split_k > 1, tiles > 2 * sms))
+        found.add((config.weights_as_rows, config.split_k > 1, tiles > 2 * sms))
         for (peers, to_all), dtype in itertools.product(((2, False), (2, True)), (torch.bfloat16, torch.float32)):
             check(layer, random(tokens, hidden), index, peers, to_all, dtype)
     assert {(True, True, False), (True, False, True), (False, False, True)} <= found
@@ -309,7 +309,7 @@ def test_meeting_without_a_row(size, splits):
     """A rank whose experts no token has is waited for like any other."""
     layer, x, index = make(EXPERTS, 272, size), random(8), torch.full((8, 2), EXPERTS - 1, device=DEVICE)
     problem = (16, END - START, 16 / EXPERTS, 272, size, num_sms(0))
-    assert (choose_grouped(*problem, max_m=None, swiglu=False, whole=(16, EXPERTS)).split_k > 1) == splits
+    assert (choose_grouped(GroupedProblem(*problem), whole=(16, EXPERTS)).split_k > 1) == splits
     buffers, untouched = (new_buffers(2, 16, 272, torch.bfloat16, False) for _ in range(2))
     signals = torch.zeros(2, SIGNALS_BYTES // 4, dtype=torch.int32, device=DEVICE)
     signals[0, 1] = 1

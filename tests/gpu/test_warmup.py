@@ -5,7 +5,7 @@ import torch
 
 from fp8moe.cli import main
 from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.kernels.gemm.variants import families
+from fp8moe.kernels.gemm.warmup import families
 from fp8moe.runtime import compilers, config, jit
 from tests.transformers_models import BASE, random_model, write_checkpoints
 

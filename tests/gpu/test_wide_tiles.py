@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.operands import rounded_error
-from fp8moe.kernels.gemm import dense_plan, grouped_plan
-from fp8moe.kernels.gemm.config import GemmConfig, with_stages
-from fp8moe.kernels.gemm.dense_plan import Operands
+from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
+from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from tests import gemm_cases
 from tests.gemm_cases import exact
@@ -32,8 +32,8 @@ GROUPS = {
 }
 # The last columns of tiles are 8, 128, 136 and 256 wide; K takes one step, as many as are unrolled, and more.
 WEIGHTS = ((264, 272), (384, 1152), (2184, 144), (4104, 1408), (6144, 512))
-WIDE = {"rows": GemmConfig(128, 256, halves=True), "staged": GemmConfig(128, 256, halves=True, staged=True)}
-PLAIN = GemmConfig(128, 128)
+WIDE = {"rows": TileConfig(128, 256, half_tiles=True), "staged": TileConfig(128, 256, half_tiles=True, tma_store=True)}
+PLAIN = TileConfig(128, 128)
 activations = partial(gemm_cases.activations, spread=4, device=DEVICE)
 weights = partial(gemm_cases.weights, device=DEVICE)
 offsets = partial(gemm_cases.offsets, device=DEVICE)
@@ -52,7 +52,7 @@ def equal(a, b):
 def grouped(tile, a, b, groups, dtype=torch.bfloat16, **options):
     out = poisoned(len(a.data), b.data.shape[1], dtype)
     config = with_stages(replace(tile, groups=len(b.data)), a.data.shape[1])
-    grouped_plan.grouped_gemm(a, b, groups, out, cfg=config, **options)
+    multiply_with(config, Operands(*a, *b, groups=groups), out, Grouping(**options))
     return out
 
 
@@ -126,7 +126,7 @@ def test_sizes_that_change_between_replays_of_a_graph():
     config = with_stages(replace(WIDE["staged"], groups=9), k)
 
     def run():
-        grouped_plan.grouped_gemm(a, b, groups, out, cfg=config)
+        multiply_with(config, Operands(*a, *b, groups=groups), out, Grouping())
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -146,6 +146,6 @@ def test_one_matrix(m, n, k, tile):
     a, b = gemm_cases.operands(m, n, k, spread=4, device=DEVICE)
     outs = [poisoned(m, n, torch.bfloat16) for _ in range(2)]
     for config, out in zip((WIDE[tile], PLAIN), outs, strict=True):
-        dense_plan.gemm(Operands(*a, *b), out, cfg=with_stages(config, k))
+        multiply_with(with_stages(config, k), Operands(*a, *b), out)
     assert equal(*outs)
     assert rounded_error(outs[0], exact(a, b)) <= TOLERANCE

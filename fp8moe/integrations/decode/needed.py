@@ -14,7 +14,7 @@ from fp8moe.integrations.decode.step import Step
 from fp8moe.integrations.models import find_fused
 from fp8moe.integrations.skeleton import skeletons
 from fp8moe.kernels.decoder_ops import router_plan
-from fp8moe.kernels.gemm.variants import Family, families
+from fp8moe.kernels.gemm.warmup import Family, families
 from fp8moe.layers import experts_source
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.dry_run import DryRun, reserved

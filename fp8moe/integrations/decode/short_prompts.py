@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe.integrations.decode.host_reads import HostReads
-from fp8moe.runtime import background
 
 FEW_TOKENS = 2048
 """Of a batch: with more the GPU takes as long as the host."""
@@ -67,7 +66,7 @@ class ShortPrompts:
             known.tokens.copy_(tokens)
             known.graph.replay()
             return known.logits
-        if columns not in self._graphs or background.busy():  # a graph keeps the kernels that it was captured with
+        if columns not in self._graphs:
             self._graphs[columns] = None
             return eagerly(tokens)
         with HostReads(tokens.device) as reads:

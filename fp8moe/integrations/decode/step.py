@@ -20,7 +20,6 @@ from fp8moe.integrations.decode.short_prompts import ShortPrompts
 from fp8moe.integrations.decode.transfer import integers_on
 from fp8moe.integrations.models import Optimized
 from fp8moe.kernels.decoder_ops.sampling import sample
-from fp8moe.runtime import background
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
 
 WARM_UP_RUNS = 3
@@ -286,7 +285,6 @@ class Step:
                 self.start(self.size, 1, None, [], 0)
                 self.advance()  # from empty states of linear attention, which take another way than
                 self.advance()  # these: the way that is captured
-                background.finish()  # the next run takes its kernels: a graph keeps those that it was captured with
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on calling CUDA.

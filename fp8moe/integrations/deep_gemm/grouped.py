@@ -5,7 +5,7 @@ from torch import Tensor
 from fp8moe.integrations.deep_gemm.operands import Recipe, fp8, named, transposed, weights_by_blocks
 from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from fp8moe.kernels.gemm import grouped_gemm_masked
-from fp8moe.kernels.gemm.row_layout import grouped_gemm_by_layout
+from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.checks import check_tensor
 

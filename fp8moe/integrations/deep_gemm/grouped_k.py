@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from fp8moe.integrations.deep_gemm.operands import Recipe, by_rows, fp8, named, transposed, write_sum
 from fp8moe.kernels.gemm import grouped_gemm_k
-from fp8moe.kernels.gemm.flat_k import grouped_gemm_k_flat
+from fp8moe.kernels.gemm.layouts import grouped_gemm_k_flat
 from fp8moe.quant.checks import check_vector
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.runtime.checks import check_tensor

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from fp8moe.integrations.models import forms, linears
 from fp8moe.integrations.models.hooks import runs_as_written
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm.grouped import grouped_gemm_swiglu
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.quant.formats import FP8Tensor
 
 

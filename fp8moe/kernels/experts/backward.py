@@ -32,8 +32,7 @@ from fp8moe.kernels.experts.swiglu import (
     swiglu_quantize,
     swiglu_quantize_rows,
 )
-from fp8moe.kernels.gemm.grouped import grouped_rows
-from fp8moe.kernels.gemm.grouped_k import weight_gradients
+from fp8moe.kernels.gemm.api import grouped_rows, weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8

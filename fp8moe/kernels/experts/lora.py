@@ -1,7 +1,7 @@
 """Products of LoRA's factors with rows of experts: to their ranks, ``lora_shrink``, and ``lora_gradient`` of factors.
 
 Operands are bfloat16, sums float32, results rounded to bfloat16. Operators ``fp8moe::lora_shrink`` and
-``fp8moe::lora_gradient``. From ranks to outputs the FP8 GEMMs add the product (`kernels.gemm.grouped.grouped_rows`).
+``fp8moe::lora_gradient``. From ranks to outputs the FP8 GEMMs add the product (`kernels.gemm.api.grouped_rows`).
 """
 
 import ctypes

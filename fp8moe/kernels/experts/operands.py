@@ -1,12 +1,13 @@
 """What an experts layer computes with, which part of it, and the sizes that its kernels want."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, ceil_div
 
 
@@ -104,14 +105,14 @@ class Rows(NamedTuple):
     masters: Masters = Masters()
 
 
-def tiles_of(assignments: int, num_experts: int, capacity: int | None = None) -> dict[str, Any]:
+def grouping_of(assignments: int, num_experts: int, capacity: int | None = None) -> Grouping:
     """What GEMMs over rows of some of `num_experts` experts choose their tiles by, and the order in which K is summed.
 
     assignments: of all tokens to all of these experts. capacity: of the masked layout.
     """
     if capacity is None:
-        return {"whole": (assignments, num_experts)}
-    return {"max_m": capacity, "expected_m": ceil_div(assignments, num_experts)}
+        return Grouping(whole=(assignments, num_experts))
+    return Grouping(ceil_div(assignments, num_experts), capacity)
 
 
 def row_dtype(hidden_dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,6 @@ does not, here it is composed of operators.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +21,15 @@ from fp8moe.kernels.experts.operands import (
     Operands,
     Rows,
     Share,
+    grouping_of,
     pad_columns,
-    tiles_of,
     without_padding,
 )
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.gemm import grouped_plan
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu, grouped_rows, multiply_groups, multiply_groups_to
 from fp8moe.kernels.gemm.epilogue import PeerStore
-from fp8moe.kernels.gemm.grouped import compute, grouped_gemm_swiglu, grouped_rows
+from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
@@ -201,10 +200,10 @@ def experts_rows_to(
         found = workspace.find(targets.form, _SHARE, *_SHARE.pack(operands))
         (found or functools.partial(workspace.run, _SHARE))(operands, targets)
         return
-    h, groups, rows, num_rows, tiles = _hidden(operands)
-    grouped_plan.grouped_gemm_to(
-        *(h, layer.down, groups, _assignments(rows, num_rows), PeerStore(row_dtype, *targets.form), targets), **tiles
-    )
+    h, groups, rows, num_rows, grouping = _hidden(operands)
+    assignments, addresses = _assignments(rows, num_rows), targets.addresses
+    pointers = (*addresses[: targets.peers], assignments.data_ptr(), *addresses[targets.peers :])
+    multiply_groups_to(h, layer.down, groups, pointers, PeerStore(row_dtype, *targets.form), grouping)
 
 
 def _assignments(rows: Tensor, num_rows: int) -> Tensor:
@@ -259,15 +258,15 @@ def _composed(operands: Operands) -> Tensor:
     """The layer from its five operators, for any backend."""
     operands = _for_all_tokens(operands)
     down = operands.layer.down
-    h, groups, rows, num_rows, tiles = _hidden(operands)
+    h, groups, rows, num_rows, grouping = _hidden(operands)
     row_dtype, out_dtype = operands.share.dtypes(operands.hidden_states.dtype)
     y = torch.empty((num_rows, down.data.shape[1]), dtype=row_dtype, device=down.data.device)
-    compute(h, down, groups, y, **tiles)
+    multiply_groups(h, down, groups, y, grouping)
     return combine(y, rows, operands.top_k_weights, out_dtype, residual=operands.residual)
 
 
-def _hidden(operands: Operands) -> tuple[FP8Tensor, Tensor, Tensor, int, dict[str, Any]]:
-    """The input of GEMM 2; groups and rows of `sort_by_expert`; how many rows there are; and `tiles_of` them."""
+def _hidden(operands: Operands) -> tuple[FP8Tensor, Tensor, Tensor, int, Grouping]:
+    """The input of GEMM 2; groups and rows of `sort_by_expert`; how many rows there are; and their grouping."""
     x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
     capacity, share, layer = operands.capacity, operands.share, operands.layer
     count, assignments = len(layer.up.data), index.numel()
@@ -276,17 +275,15 @@ def _hidden(operands: Operands) -> tuple[FP8Tensor, Tensor, Tensor, int, dict[st
     groups, rows = sort_by_expert(index, count, capacity=capacity, first_expert=share.first_expert, **window)
     x = pad_columns(x, layer.up.data.shape[2])
     a = permute_quantize(x, rows, num_rows) if x_scale is None else permute_fp8(FP8Tensor(x, x_scale), rows, num_rows)
-    tiles = tiles_of(assignments, share.num_experts or count, capacity)
-    return _activated(a, layer, groups, tiles), groups, rows, num_rows, tiles
+    grouping = grouping_of(assignments, share.num_experts or count, capacity)
+    return _activated(a, layer, groups, grouping), groups, rows, num_rows, grouping
 
 
-def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, tiles: dict[str, Any]) -> FP8Tensor:
-    """GEMM 1, the activation and its quantization: rows a (R, H) of groups -> (R, I). H and I are multiples of 16.
-
-    tiles: max_m, expected_m and whole of `compute`.
-    """
+def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -> FP8Tensor:
+    """GEMM 1, the activation and its quantization: rows a (R, H) of groups -> (R, I). H and I are multiples of 16."""
     if layer.activation.is_swiglu:
-        return grouped_gemm_swiglu(a, layer.up, groups, activation=layer.activation, **tiles)
+        options = {"max_m": grouping.max_m, "expected_m": grouping.expected_m, "whole": grouping.whole}
+        return grouped_gemm_swiglu(a, layer.up, groups, activation=layer.activation, **options)
     width = layer.up.data.shape[1]
     parts = [layer.up]
     if layer.activation.gated and width // 2 % BLOCK:
@@ -294,7 +291,7 @@ def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, tiles: dict[str, Any]
         parts = list(zip(*(part.chunk(2, dim=1) for part in layer.up), strict=True))
     projected = torch.empty((a.data.shape[0], width), dtype=torch.float32, device=a.data.device)
     for out, part in zip(projected.chunk(len(parts), dim=1), parts, strict=True):
-        compute(a, FP8Tensor(*part), groups, out, **tiles)
+        multiply_groups(a, FP8Tensor(*part), groups, out, grouping)
     return quantize_1x128(layer.activation(projected))
 
 
@@ -334,7 +331,7 @@ def _run_rows(operands: Rows) -> Tensor:
     layer = layer.padded(16)
     data = pad_columns(rows, layer.up.data.shape[2])
     a = quantize_1x128(data) if operands.rows_scale is None else FP8Tensor(data, operands.rows_scale)
-    h = _activated(a, layer, groups, {"whole": whole})
+    h = _activated(a, layer, groups, Grouping(whole=whole))
     del a
     y = grouped_rows(h, layer.down, groups, operands.row_dtype, whole=whole, others_zero=True)
     return without_padding(y, rows.shape[1])

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from fp8moe.kernels.experts.combine import Dtypes
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
-from fp8moe.kernels.experts.operands import Operands, tiles_of
+from fp8moe.kernels.experts.operands import Operands, grouping_of
 from fp8moe.kernels.experts.permute import launcher as permute_launcher
 from fp8moe.kernels.experts.routing import launcher as sort_launcher
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
-from fp8moe.kernels.gemm.plan import Plan as GemmPlan
+from fp8moe.kernels.gemm.launch import Operands as GemmOperands
+from fp8moe.kernels.gemm.launch import build as build_gemm
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import aligned, row_major
@@ -78,14 +79,15 @@ class Workspace:
         self.sort = sort_launcher(device, index, count, capacity, *window, pdl=form is not None)
         launch = {"sparse": share.first_row > 0, "pdl": True}  # those rows are there only if routing is uneven
         self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
-        grouped = {**tiles_of(tokens * top_k, share.num_experts or count, capacity), "pdl": True}
+        grouping = grouping_of(tokens * top_k, share.num_experts or count, capacity)
         a, h = quantized("a", hidden), quantized("h", size)
-        self.gemm1 = GemmPlan(*a, layer.up.data, h.data, SwigluQuantize(layer.activation), **grouped)
+        first, second = GemmOperands(*a, *layer.up), GemmOperands(*h, *layer.down)
+        self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True)
         if form is not None:
-            self.gemm2 = GemmPlan(*h, layer.down.data, None, PeerStore(row_dtype, *form), **grouped)
+            self.gemm2 = build_gemm(second, PeerStore(row_dtype, *form), grouping, pdl=True)
             return
         y = matrix("last", row_dtype, hidden)
-        self.gemm2 = GemmPlan(*h, layer.down.data, y, PlainStore(row_dtype), **grouped)
+        self.gemm2 = build_gemm(second, PlainStore(row_dtype), grouping, y, pdl=True)
         dtypes = Dtypes(row_dtype, operands.top_k_weights.dtype, out_dtype)
         self.combine = combine_launcher(device, tokens, hidden, top_k, num_rows, dtypes, **launch)
 
@@ -108,14 +110,14 @@ class Workspace:
             stream = current_stream(self.device_index)
             self.sort.launch(stream, operands.top_k_index.data_ptr(), groups, rows)
             self.permute.launch(stream, *tokens, rows, a, a_scale, 0 if targets is None else last)
-            gemm1 = (a, a_scale, up.data_ptr(), up_scale.data_ptr(), groups)
-            self.gemm1.launch(stream, *gemm1, (h, self.size, h_scale, self.pitch))
-            gemm2 = (h, h_scale, down.data_ptr(), down_scale.data_ptr(), groups)
+            pointers = (up_scale.data_ptr(), h, self.size, h_scale, self.pitch)
+            self.gemm1.launch(stream, (a, a_scale, up.data_ptr(), h), pointers, groups)
+            mapped, scale = (h, h_scale, down.data_ptr(), last), down_scale.data_ptr()
             if targets is not None:
                 peers, addresses = targets.peers, targets.addresses
-                self.gemm2.launch(stream, *gemm2, (*addresses[:peers], last, *addresses[peers:]))
+                self.gemm2.launch(stream, mapped, (scale, *addresses[:peers], last, *addresses[peers:]), groups)
                 return None
-            self.gemm2.launch(stream, *gemm2, (last, self.hidden, 0))
+            self.gemm2.launch(stream, mapped, (scale, last, self.hidden, 0), groups)
             added = (residual, operands.residual_known, operands.known)
             added = (0 if value is None else value.data_ptr() for value in added)
             self.combine.launch(stream, last, rows, operands.top_k_weights.data_ptr(), *added, out.data_ptr())

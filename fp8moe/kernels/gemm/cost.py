@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import ceil, exp, gcd, log
 from typing import NamedTuple
 
-from fp8moe.kernels.gemm.config import GemmConfig, tokens_of_tile
+from fp8moe.kernels.gemm.sm90 import TileConfig, tokens_of_tile
 
 _CYCLES = 1755
 
@@ -28,9 +28,9 @@ def _l2_rate(k: int) -> float:
     return _L2[max(16, gcd(k, 128))]
 
 
-def resident_clusters(config: GemmConfig, num_sms: int) -> int:
-    """Clusters of ``config`` that run at one time."""
-    return max(1, _RESIDENT_CLUSTERS[config.split_k] * num_sms // 132 * config.blocks_per_sm)
+def resident_clusters(tile: TileConfig, num_sms: int) -> int:
+    """Clusters of ``tile`` that run at one time."""
+    return max(1, _RESIDENT_CLUSTERS[tile.split_k] * num_sms // 132 * tile.blocks_per_sm)
 
 
 # ---- one matrix ----
@@ -99,46 +99,46 @@ _STRAIGHT = _Dense(
 )
 
 
-def dense_time(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> float:
-    """Microseconds that ``config`` is expected to take for (m, n, k), from a cold L2."""
-    c = _SWAPPED if config.swap else _STRAIGHT
-    tiles = ceil(m / config.block_m) * ceil(n / config.block_n)
-    slots = resident_clusters(config, num_sms)
+def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
+    """Microseconds that ``tile`` is expected to take for (m, n, k), from a cold L2."""
+    c = _SWAPPED if tile.weights_as_rows else _STRAIGHT
+    tiles = ceil(m / tile.block_m) * ceil(n / tile.block_n)
+    slots = resident_clusters(tile, num_sms)
     waves = ceil(tiles / slots)
-    rounds = waves - (1 - _HALF if config.halves else 0)
-    mean = min(tiles, slots) * config.split_k / num_sms
+    rounds = waves - (1 - _HALF if tile.half_tiles else 0)
+    mean = min(tiles, slots) * tile.split_k / num_sms
     per_sm = max(1, mean)
     fullest = ceil(per_sm)  # blocks on the SM that has the most
-    rows = config.block_m if config.swap else tokens_of_tile(config, m)
-    area, used = config.block_m * config.block_n, rows * config.block_n
+    rows = tile.block_m if tile.weights_as_rows else tokens_of_tile(tile, m)
+    area, used = tile.block_m * tile.block_n, rows * tile.block_n
 
-    mma = area * (c.mma + c.piece * config.scale_pieces)
-    alone = c.step + (c.wait * mma if config.warpgroups == 1 else 0)
-    if config.overlaps:
+    mma = area * (c.mma + c.piece * tile.scale_pieces)
+    alone = c.step + (c.wait * mma if tile.warpgroups == 1 else 0)
+    if tile.overlaps:
         mma *= c.overlapped_mma
         alone = c.overlapped_step
     # TMA writes both tiles; each product reads its 64 rows and its columns.
-    shared = rows + config.block_n + area * (1 / 64 + 1 / config.columns)
+    shared = rows + tile.block_n + area * (1 / 64 + 1 / tile.wgmma_n)
     loaded = fullest * shared * c.shared
-    steps = rounds * ceil(ceil(k / 128) / config.split_k)
+    steps = rounds * ceil(ceil(k / 128) / tile.split_k)
     compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
     dram = (n * k + m * k + 2 * m * n) / c.dram * (1 - c.crowded * (fullest - mean))
     # Where rows are aligned nothing waits for L2.
-    l2 = tiles * (rows + config.block_n) * k / _l2_rate(k) if k % 128 else 0
+    l2 = tiles * (rows + tile.block_n) * k / _l2_rate(k) if k % 128 else 0
     overlapped = (compute**c.overlap + dram**c.overlap + l2**c.overlap) ** (1 / c.overlap)
 
     epilogue = c.epilogue * used / 128**2
-    ends = c.last_epilogue * used / 128**2 + (waves - 1) * (c.per_tile + (0 if config.staged else epilogue))
-    if config.split_k > 1:
+    ends = c.last_epilogue * used / 128**2 + (waves - 1) * (c.per_tile + (0 if tile.tma_store else epilogue))
+    if tile.split_k > 1:
         # The threads of a block sum its share of what all of them have.
-        summed = used / 128**2 * (1 - 1 / config.split_k) * 2 / min(config.warpgroups, 2)
-        ends += c.split + c.per_split * (config.split_k - 1) + c.reduction * fullest * summed
-    if config.parts > 1:
-        kept = config.part_registers / (config.slabs * config.accumulators)
+        summed = used / 128**2 * (1 - 1 / tile.split_k) * 2 / min(tile.warpgroups, 2)
+        ends += c.split + c.per_split * (tile.split_k - 1) + c.reduction * fullest * summed
+    if tile.k_parts > 1:
+        kept = tile.part_registers / (tile.slabs * tile.accumulators)
         part = kept * _KEPT_PART + (1 - kept) * _PART
-        ends += waves * (config.parts - 1) * part * area / 128**2
-    if config.warpgroups == 1 or config.split_k > 1:
-        ends += c.per_stage * config.stages
+        ends += waves * (tile.k_parts - 1) * part * area / 128**2
+    if tile.warpgroups == 1 or tile.split_k > 1:
+        ends += c.per_stage * tile.stages
     return c.start + overlapped + ends
 
 
@@ -165,7 +165,7 @@ _GROUPED_PER_SPLIT = 0.08294  # each further block that shares a K
 _GROUPED_REDUCTION = 2.924  # of a 128 x 128 tile through distributed shared memory
 _GROUPED_OVERLAP = 1.965  # exponent of the norm that joins times that overlap
 
-# How long a tile takes over what the rest of the model expects, by `GemmConfig.name`. Those that are not here take what
+# How long a tile takes over what the rest of the model expects, by `TileConfig.name`. Those that are not here take what
 # is expected: they are within half a percent, were never timed (SwiGLU), or split K.
 _GROUPED_TILES = {
     "8x64*2": 1.035,
@@ -219,27 +219,27 @@ def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...
     return tuple(sizes.items())
 
 
-def _slabs_in_use(config: GemmConfig, rows: int) -> tuple[int, ...]:
+def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
     """Slabs that each warpgroup multiplies where a tile has ``rows`` of a group (``slab_row`` of gemm_layout.cuh)."""
-    if config.swap:
-        return (config.slabs,) * config.warpgroups
+    if tile.weights_as_rows:
+        return (tile.slabs,) * tile.warpgroups
     in_use = ceil(rows / 64)
-    if config.columns < config.block_n or config.slabs == 1:  # a warpgroup has 64 rows
-        return tuple(config.slabs if i < in_use else 0 for i in range(config.warpgroups))
-    return tuple(ceil((in_use - i) / config.warpgroups) for i in range(config.warpgroups))
+    if tile.wgmma_n < tile.block_n or tile.slabs == 1:  # a warpgroup has 64 rows
+        return tuple(tile.slabs if i < in_use else 0 for i in range(tile.warpgroups))
+    return tuple(ceil((in_use - i) / tile.warpgroups) for i in range(tile.warpgroups))
 
 
-def _step_cycles(config: GemmConfig, rows: int) -> float:
+def _step_cycles(tile: TileConfig, rows: int) -> float:
     """Cycles of one step of 128 along K in a tile with ``rows`` of a group, on an SM that has nothing else."""
-    height = config.block_m if config.swap else 64 * ceil(rows / 64)
-    product = 64 * config.columns * _GROUPED_MMA  # of one slab
-    slabs = _slabs_in_use(config, rows)
-    if config.overlaps:
+    height = tile.block_m if tile.weights_as_rows else 64 * ceil(rows / 64)
+    product = 64 * tile.wgmma_n * _GROUPED_MMA  # of one slab
+    slabs = _slabs_in_use(tile, rows)
+    if tile.overlaps:
         alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product
     else:
-        alone = max(slabs) * (_GROUPED_STEP + product * (_GROUPED_SWAPPED if config.swap else 1))
-    loaded = (height + config.block_n) * 128 / _GROUPED_LOAD
-    return max(alone, sum(slabs) * product, loaded, _GROUPED_LATENCY / config.stages)
+        alone = max(slabs) * (_GROUPED_STEP + product * (_GROUPED_SWAPPED if tile.weights_as_rows else 1))
+    loaded = (height + tile.block_n) * 128 / _GROUPED_LOAD
+    return max(alone, sum(slabs) * product, loaded, _GROUPED_LATENCY / tile.stages)
 
 
 @lru_cache(maxsize=256)
@@ -261,53 +261,53 @@ def _tiles_by_height(height: int, swap: bool, expected_m: float, skewed: bool) -
 
 
 def grouped_time(
-    config: GemmConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: float = SKEWED
+    tile: TileConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: float = SKEWED
 ) -> float:
     """Microseconds expected for groups of about ``expected_m`` rows and weights (n, k), from a cold L2.
 
     skewed: how likely routing is to be skewed; otherwise it is even.
     """
     shares = ((1 - skewed, False), (skewed, True))
-    return sum(share * _grouped_time(config, groups, expected_m, n, k, num_sms, s) for share, s in shares if share)
+    return sum(share * _grouped_time(tile, groups, expected_m, n, k, num_sms, s) for share, s in shares if share)
 
 
 def _grouped_time(
-    config: GemmConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: bool
+    tile: TileConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: bool
 ) -> float:
     """The same for one kind of routing. Each has its own number of waves, which a mean of sizes would blur."""
     expected_m = max(expected_m, 1 / groups)
-    steps, columns, height = ceil(k / 128), ceil(n / config.block_n), config.block_m
-    by_height = _tiles_by_height(height, config.swap, expected_m, skewed)
+    steps, columns, height = ceil(k / 128), ceil(n / tile.block_n), tile.block_m
+    by_height = _tiles_by_height(height, tile.weights_as_rows, expected_m, skewed)
     in_column = sum(by_height.values())
     tiles = in_column * groups * columns
-    fullest = _step_cycles(config, height)
-    cycles = sum(count * _step_cycles(config, rows) for rows, count in by_height.items() if count) * groups * columns
-    slots = resident_clusters(config, num_sms)
+    fullest = _step_cycles(tile, height)
+    cycles = sum(count * _step_cycles(tile, rows) for rows, count in by_height.items() if count) * groups * columns
+    slots = resident_clusters(tile, num_sms)
     share = tiles / slots if tiles > 16 * slots else max(1, ceil(tiles / slots - 0.02))
-    if config.halves and tiles <= 16 * slots and (tiles / slots - 0.02) % 1 <= 0.5:
+    if tile.half_tiles and tiles <= 16 * slots and (tiles / slots - 0.02) % 1 <= 0.5:
         share -= 1 - _HALF
 
     # Blocks that share an SM hide each other's waits, not each other's products and loads.
-    loaded = (sum(rows * count for rows, count in by_height.items()) / in_column + config.block_n) * 128
-    per_sm = max(1.0, min(tiles, slots) * config.split_k / num_sms)
+    loaded = (sum(rows * count for rows, count in by_height.items()) / in_column + tile.block_n) * 128
+    per_sm = max(1.0, min(tiles, slots) * tile.split_k / num_sms)
     step = fullest + (1 - _GROUPED_FULLEST) * (cycles / tiles - fullest)
-    if not config.swap and config.columns < config.block_n:
+    if not tile.weights_as_rows and tile.wgmma_n < tile.block_n:
         step *= _GROUPED_SHARED
-    if config.swap or config.warpgroups == 1:
+    if tile.weights_as_rows or tile.warpgroups == 1:
         several = _GROUPED_SM_LOAD
-        if config.swap:
-            several = _GROUPED_WIDE_SM_LOAD if config.block_n == 256 else _GROUPED_SWAPPED_SM_LOAD
-        step = max(step, per_sm * height * config.block_n * _GROUPED_MMA, per_sm * loaded / (several * _GROUPED_LOAD))
-    compute = share * ceil(steps / config.split_k) * step / _CYCLES
+        if tile.weights_as_rows:
+            several = _GROUPED_WIDE_SM_LOAD if tile.block_n == 256 else _GROUPED_SWAPPED_SM_LOAD
+        step = max(step, per_sm * height * tile.block_n * _GROUPED_MMA, per_sm * loaded / (several * _GROUPED_LOAD))
+    compute = share * ceil(steps / tile.split_k) * step / _CYCLES
 
     rows = expected_m * groups
     active = sum(probability for _, probability in group_sizes(expected_m, skewed)) * groups
     dram = (active * n * k + rows * k + 2 * rows * n) / _GROUPED_DRAM
     l2 = tiles * loaded * steps / _l2_rate(k)
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
-    area = height * config.block_n / 128**2
-    ends = (_GROUPED_STAGED_EPILOGUE if config.staged else _GROUPED_EPILOGUE) * share * area
+    area = height * tile.block_n / 128**2
+    ends = (_GROUPED_STAGED_EPILOGUE if tile.tma_store else _GROUPED_EPILOGUE) * share * area
     ends += _GROUPED_LAST_EPILOGUE * area
-    if config.split_k > 1:
-        ends += _GROUPED_PER_SPLIT * (config.split_k - 1) + _GROUPED_REDUCTION * area
-    return _GROUPED_TILES.get(config.name, 1) * (_GROUPED_START + overlapped + ends)
+    if tile.split_k > 1:
+        ends += _GROUPED_PER_SPLIT * (tile.split_k - 1) + _GROUPED_REDUCTION * area
+    return _GROUPED_TILES.get(tile.name, 1) * (_GROUPED_START + overlapped + ends)

@@ -2,40 +2,40 @@
 
 import ctypes
 
-from fp8moe.kernels.gemm.config import PRODUCER_REGISTERS, GemmConfig, GroupedKConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
+from fp8moe.kernels.gemm.sm90 import PRODUCER_REGISTERS, GroupedKTile, TileConfig
 from fp8moe.runtime.jit import KernelSpec, constants
 from fp8moe.runtime.sm90 import wgmma_source
 
 
-def kernel_spec(cfg: GemmConfig, n: int, k: int, epilogue: Epilogue) -> KernelSpec:
+def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue) -> KernelSpec:
     """The variant for weights (n, k): sizes of the weights are compile-time constants, M is not."""
-    values = _common(cfg, n, arguments_type(epilogue)) | {
+    values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
-        "SWAP": int(cfg.swap),
-        "COLUMNS": cfg.columns,
-        "OVERLAPS": int(cfg.overlaps),
-        "A_SCALE_BOX": cfg.scale_box,
-        "FIRST_STAGES": cfg.first_stages,
-        "SPLIT_K": cfg.split_k,
-        "PARTS": cfg.parts,
-        "PART_REGISTERS": cfg.part_registers,
-        "BLOCKS_PER_SM": cfg.blocks_per_sm,
-        "STAGED": int(cfg.staged),
-        "HALVES": int(cfg.halves),
-        "GROUPS": cfg.groups,
+        "SWAP": int(tile.weights_as_rows),
+        "COLUMNS": tile.wgmma_n,
+        "OVERLAPS": int(tile.overlaps),
+        "A_SCALE_BOX": tile.scale_box,
+        "FIRST_STAGES": tile.first_stages,
+        "SPLIT_K": tile.split_k,
+        "PARTS": tile.k_parts,
+        "PART_REGISTERS": tile.part_registers,
+        "BLOCKS_PER_SM": tile.blocks_per_sm,
+        "STAGED": int(tile.tma_store),
+        "HALVES": int(tile.half_tiles),
+        "GROUPS": tile.groups,
         "GATED": int(epilogue.gated),
     }
     values |= epilogue.constants
-    prelude = f'{constants(values)}{wgmma_source(cfg.columns)}\n#include "{epilogue.header}"\n'
+    prelude = f'{constants(values)}{wgmma_source(tile.wgmma_n)}\n#include "{epilogue.header}"\n'
     prelude += f"using Epilogue = {type(epilogue).__name__};\n"
     return KernelSpec("gemm.cu", "gemm", epilogue.defines, prelude)
 
 
-def grouped_k_spec(cfg: GroupedKConfig, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
+def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
     """The variant for N = `n`: M, K and the groups are not constants."""
-    prelude = constants(_common(cfg, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate)})
-    prelude += f"using Out = {'float' if out_float32 else 'unsigned short'};\n{wgmma_source(cfg.block_n)}"
+    prelude = constants(_common(tile, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate)})
+    prelude += f"using Out = {'float' if out_float32 else 'unsigned short'};\n{wgmma_source(tile.block_n)}"
     return KernelSpec("gemm_k.cu", "gemm_k", prelude=prelude)
 
 
@@ -56,15 +56,15 @@ class GroupedKArguments(ctypes.Structure):
     )
 
 
-def _common(cfg: GemmConfig | GroupedKConfig, n: int, arguments: type[ctypes.Structure]) -> dict[str, int]:
+def _common(tile: TileConfig | GroupedKTile, n: int, arguments: type[ctypes.Structure]) -> dict[str, int]:
     return {
         "N": n,
-        "BLOCK_M": cfg.block_m,
-        "BLOCK_N": cfg.block_n,
-        "WARPGROUPS": cfg.warpgroups,
-        "STAGES": cfg.stages,
-        "MATH_REGISTERS": cfg.math_registers,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "WARPGROUPS": tile.warpgroups,
+        "STAGES": tile.stages,
+        "MATH_REGISTERS": tile.math_registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "SHARED_BYTES": cfg.shared_bytes,
+        "SHARED_BYTES": tile.shared_bytes,
         "ARGUMENTS_BYTES": ctypes.sizeof(arguments),
     }

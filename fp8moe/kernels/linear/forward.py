@@ -1,16 +1,27 @@
-"""FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by quantized weights."""
+"""FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by quantized weights.
+
+The quantizer writes into a scratch tensor, from which the GEMM reads.
+"""
+
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8moe.kernels.gemm.dense import compute
-from fp8moe.kernels.gemm.dense_plan import Operands
-from fp8moe.kernels.linear import checks, plan
-from fp8moe.kernels.linear.training import linear_training
+from fp8moe.kernels.gemm import launch
+from fp8moe.kernels.gemm.api import multiply
+from fp8moe.kernels.gemm.checks import bias_vector
+from fp8moe.kernels.gemm.launch import Operands
+from fp8moe.kernels.linear.training import check, linear_training
 from fp8moe.quant import reference
-from fp8moe.runtime import autograd
+from fp8moe.quant.formats import align, ceil_div
+from fp8moe.quant.quantize import has_vector_rows, unit_stride
+from fp8moe.quant.quantize import launcher as quantizer
+from fp8moe.runtime import autograd, config
 from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import row_major
+from fp8moe.runtime.launch import current_stream, device_guard, planned
 from fp8moe.runtime.operator import define
 
 
@@ -38,11 +49,82 @@ def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
     return _linear_op(x, weight, weight_scale_inv, bias)
 
 
+class _Launcher:
+    """How to run the layer on operands of given shapes, strides, dtypes and device, which is to be current.
+
+    The GEMM is launched while the quantizer runs (programmatic dependent launch) and fetches weights meanwhile. That is
+    safe because the quantizer is launched the ordinary way: when it starts, all that came before it, such as a kernel
+    that writes the weights or one that still reads the memory of the result, has ended.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None):
+        n, k = weight.shape
+        rows = x.reshape(-1, k)  # a view
+        m = rows.shape[0]
+        pitch, k_blocks = align(m, 4), ceil_div(k, 128)
+        self._index = x.get_device()
+        self._n = n
+        self._out_dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
+        # The values, then the scales: K is a multiple of 16, so these are aligned too.
+        self._data_bytes = m * k
+        scratch_bytes = self._data_bytes + 4 * pitch * k_blocks
+        # With strides, and bound beforehand, an allocation takes half the time of torch.empty.
+        allocate = functools.partial(torch.empty_strided, device=x.device)
+        self._new_scratch = functools.partial(allocate, (scratch_bytes,), (1,), dtype=torch.uint8)
+        shape = (*x.shape[:-1], n)
+        strides = torch.empty(shape, device="meta").stride()
+        self._new_out = functools.partial(allocate, shape, strides, dtype=self._out_dtype)
+        scratch = self._new_scratch()
+        data = scratch[: self._data_bytes].view(weight.dtype).view(m, k)
+        scale = scratch[self._data_bytes :].view(torch.float32).view(k_blocks, pitch).t()[:m]
+        self._quantizer = quantizer(self._index, "quantize_1x128", rows, has_vector_rows(rows))
+        operands = Operands(data, scale, weight, weight_scale_inv, bias)
+        self._gemm = launch.dense(self._index, operands, self._out_dtype, pdl=True)
+
+    def __call__(self, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns (..., N) in the dtype of x."""
+        # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
+        scratch, out = self._new_scratch(), self._new_out()
+        data, address = scratch.data_ptr(), out.data_ptr()
+        scale = data + self._data_bytes
+        with device_guard(self._index):
+            stream = current_stream(self._index)
+            self._quantizer.launch(stream, x.data_ptr(), data, scale)
+            self._gemm.launch(
+                stream,
+                (data, scale, weight.data_ptr(), address),
+                (weight_scale_inv.data_ptr(), address, self._n, 0 if bias is None else bias.data_ptr()),
+            )
+        return out if self._out_dtype is x.dtype else out.to(x.dtype)
+
+
+@planned
+def _launcher(
+    device_index: int,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    bias: Tensor | None,
+    x_aligned: bool,
+) -> _Launcher:
+    """The launcher for operands of these layouts. x_aligned: x is at a multiple of 16 bytes."""
+    return _Launcher(x, weight, weight_scale_inv, bias)
+
+
+def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
+    """The layer of operands that are checked and padded; those in layouts that the kernels do not take are copied."""
+    rows = unit_stride(x.reshape(-1, x.shape[-1]))
+    if rows.data_ptr() != x.data_ptr():
+        x = rows.view(x.shape)
+    operands = x, row_major(weight), weight_scale_inv.contiguous(), bias_vector(bias)
+    return _launcher(x.get_device(), *operands, x.data_ptr() & 15 == 0)(*operands)
+
+
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    known = plan.find(x, weight, weight_scale_inv, bias)
-    if known is not None:
-        return known.run(x, weight, weight_scale_inv, bias)
-    checks.linear(x, weight, weight_scale_inv, bias)
+    found = _launcher.find(x.get_device(), x, weight, weight_scale_inv, bias, x.data_ptr() & 15 == 0)
+    if found is not None and config.settings.backend != "reference" and not weight.data_ptr() & 15:
+        return found(x, weight, weight_scale_inv, bias)  # operands like them have run: there is nothing to check
+    check(x, weight, weight_scale_inv, bias)
     n, k = weight.shape
     pad_n, pad_k = -n % 8, -k % 16
     if pad_n or pad_k:
@@ -50,10 +132,8 @@ def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
         x = F.pad(x, (0, pad_k))
         weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
         bias = bias if bias is None else F.pad(bias, (0, pad_n))
-    if n and x.numel() and use_cuda(x):
-        out = plan.linear(x, weight, weight_scale_inv, bias)
-    else:
-        out = _composed(x, weight, weight_scale_inv, bias)
+    on_gpu = n and x.numel() and use_cuda(x)
+    out = (_launch if on_gpu else _composed)(x, weight, weight_scale_inv, bias)
     return out[..., :n].clone(memory_format=torch.contiguous_format) if pad_n else out
 
 
@@ -63,12 +143,12 @@ def _composed(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor 
     data, scale = reference.quantize_1x128(x.reshape(lead.numel(), x.shape[-1]), False)
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
     out = torch.empty((lead.numel(), weight.shape[0]), dtype=dtype, device=x.device)
-    compute(Operands(data, scale, weight, weight_scale_inv, bias), out)
+    multiply(Operands(data, scale, weight, weight_scale_inv, bias), out)
     return out.to(x.dtype).view(*lead, weight.shape[0])
 
 
 def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    checks.linear(x, weight, weight_scale_inv, bias)
+    check(x, weight, weight_scale_inv, bias)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm import checks, dense_plan
-from fp8moe.kernels.gemm.dense import compute
-from fp8moe.kernels.gemm.dense_plan import Operands
+from fp8moe.kernels.gemm import checks, launch
+from fp8moe.kernels.gemm.api import multiply
+from fp8moe.kernels.gemm.launch import Operands
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd
@@ -33,22 +33,23 @@ def projection(
     return autograd.run(_projection_op, "fp8moe.kernels.linear.projection", *operands, out_dtype is torch.float32)
 
 
-def _projection(*arguments: Tensor | bool | None) -> Tensor:
-    operands, out_dtype = Operands(*arguments[:-1]), torch.float32 if arguments[-1] else torch.bfloat16
-    plan = dense_plan.find(operands, out_dtype, pdl=True)
-    if plan is not None:
-        out = plan.new_out()
-        dense_plan.run(plan, operands, out)
+def _projection(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
+    operands, out_dtype = Operands(a, a_scale, b, b_scale, bias), torch.float32 if float32 else torch.bfloat16
+    found = launch.find_dense(operands, out_dtype, pdl=True)
+    if found is not None:
+        out = found.new_out()
+        launch.run_dense(found, operands, out)
         return out
-    shape = checks.dense(*operands[:5])
-    out = torch.empty(shape, dtype=out_dtype, device=operands.a.device)
-    compute(operands, out, pdl=True)
+    out = _projection_fake(a, a_scale, b, b_scale, bias, float32)
+    multiply(operands, out, pdl=True)
     return out
 
 
-def _projection_fake(*arguments: Tensor | bool | None) -> Tensor:
-    operands, out_dtype = Operands(*arguments[:-1]), torch.float32 if arguments[-1] else torch.bfloat16
-    return operands.a.new_empty(checks.dense(*operands[:5]), dtype=out_dtype)
+def _projection_fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, float32: bool
+) -> Tensor:
+    shape = checks.dense(a, a_scale, b, b_scale, bias)
+    return a.new_empty(shape, dtype=torch.float32 if float32 else torch.bfloat16)
 
 
 _projection_op = define(

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8moe.kernels.gemm.dense import gemm
-from fp8moe.kernels.gemm.grouped_k import weight_gradients
-from fp8moe.kernels.linear import checks
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align
+from fp8moe.kernels.gemm.api import gemm, weight_gradients
+from fp8moe.quant.checks import check_scale, fp8_data
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 from fp8moe.runtime.operator import define
 
 _MULTIPLE = 16  # of N and K: in one of the three GEMMs each is the sum's length, in another the width of the result
@@ -46,8 +46,20 @@ def linear_training(
     return _op(x, weight, weight_scale_inv, bias, master)[0]
 
 
+def check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> None:
+    """Dtypes, shapes and devices of an FP8 linear layer's input and parameters."""
+    check_dtype("x", x, *FLOATING)
+    n, k = fp8_data("weight", weight, "(N, K)")
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"x: expected shape (..., {k}) to match the weight {(n, k)}, got {tuple(x.shape)}")
+    check_device("weight", weight, x.device, "x")
+    check_scale("weight_scale_inv", weight_scale_inv, (ceil_div(n, 128), ceil_div(k, 128)), x.device)
+    if bias is not None:
+        check_like("bias", bias, FLOATING, (n,), x.device, "x")
+
+
 def _check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, master: Tensor | None) -> None:
-    checks.linear(x, weight, weight_scale_inv, bias)
+    check(x, weight, weight_scale_inv, bias)
     if master is not None and master.shape != weight.shape:
         raise ValueError(f"master: expected shape {tuple(weight.shape)} like the weight, got {tuple(master.shape)}")
 
@@ -80,16 +92,25 @@ def _forward_fake(
     return out, columns, x.new_empty_strided((features, blocks), (1, align(features, 4)), dtype=torch.float32)
 
 
-def _backward(*arguments: Tensor | bool | None) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    grad: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    columns: Tensor,
+    columns_scale: Tensor,
+    master: Tensor | None,
+    input_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, master and bias, the last in float32, empty where there is no master or nothing asks for them."""
-    grad, weight, weight_scale_inv, *columns, master, input_grad, bias_grad = arguments
     d_x, d_weight, d_bias = (grad.new_empty(0) for _ in range(3))
     n, k = weight.shape
     if bias_grad:
         d_bias = grad.reshape(math.prod(grad.shape[:-1]), n).sum(0, dtype=torch.float32)
     if master is not None:
         rows, grad_columns, offsets = quantize_with_transpose(_matrix(grad))
-        d_weight = weight_gradients(grad_columns, FP8Tensor(*columns), offsets, master.dtype)[0, :n, :k].contiguous()
+        x_columns = FP8Tensor(columns, columns_scale)
+        d_weight = weight_gradients(grad_columns, x_columns, offsets, master.dtype)[0, :n, :k].contiguous()
         del grad_columns
     elif input_grad:
         rows = quantize_1x128(_matrix(grad))
@@ -99,8 +120,16 @@ def _backward(*arguments: Tensor | bool | None) -> tuple[Tensor, Tensor, Tensor]
     return d_x, d_weight, d_bias
 
 
-def _backward_fake(*arguments: Tensor | bool | None) -> tuple[Tensor, Tensor, Tensor]:
-    grad, weight, _, _, _, master, input_grad, bias_grad = arguments
+def _backward_fake(
+    grad: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    columns: Tensor,
+    columns_scale: Tensor,
+    master: Tensor | None,
+    input_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     n, k = weight.shape
     return (
         grad.new_empty((*grad.shape[:-1], k) if input_grad else 0),

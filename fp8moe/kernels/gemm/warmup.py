@@ -1,14 +1,14 @@
-"""The variants of a GEMM that may be chosen for some number of rows: to compile them before a call needs one."""
+"""The kernels of GEMMs that may be chosen for some number of rows: to compile them before a call needs one."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from math import ceil, gcd
 from typing import NamedTuple
 
-from fp8moe.kernels.gemm.choice import dense_choice, grouped_choice, served
-from fp8moe.kernels.gemm.config import GemmConfig
 from fp8moe.kernels.gemm.epilogue import Epilogue
+from fp8moe.kernels.gemm.sm90 import TileConfig
 from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose
 from fp8moe.runtime.jit import KernelSpec
 
 _LADDER = 1.07  # from one number of rows to the next one that is looked at
@@ -38,22 +38,20 @@ class Family(NamedTuple):
 
     def all_variants(self, step: int, rows: int, num_sms: int) -> set[KernelSpec]:
         """Every kernel that is chosen for some multiple of `step` rows up to so many. Takes seconds."""
-        choose = self._choice(num_sms)
+        chosen = self._choice(num_sms)
         if self.groups:
-            return self._kernels(map(choose, range(step, rows + 1, step)))
-        return self._kernels(_of_each_interval(choose, _full_tiles(rows), rows))
+            return self._kernels(map(chosen, range(step, rows + 1, step)))
+        return self._kernels(_of_each_interval(chosen, _full_tiles(rows), rows))
 
-    def _choice(self, num_sms: int) -> Callable[[int], GemmConfig]:
-        """The configuration for a number of rows, as `plan.Plan` chooses it."""
+    def _choice(self, num_sms: int) -> Callable[[int], TileConfig]:
+        """The tile for a number of rows, as `launch.GemmLauncher` chooses it."""
         n, k, groups, epilogue = self
         if not groups:
-            return lambda rows: dense_choice(rows, n, k, num_sms)
-        options = {"max_m": None, "swiglu": epilogue.gated}
-        return lambda rows: grouped_choice(rows, groups, rows / groups, n, k, num_sms, **options)
+            return lambda rows: choose(DenseProblem(rows, n, k, num_sms), epilogue)
+        return lambda rows: choose(Grouping().problem(rows, groups, n, k, num_sms, swiglu=epilogue.gated), epilogue)
 
-    def _kernels(self, configs: Iterable[GemmConfig]) -> set[KernelSpec]:
-        configs = {served(config, self.k, self.epilogue) for config in configs}
-        return {kernel_spec(config, self.n, self.k, self.epilogue) for config in configs}
+    def _kernels(self, tiles: Iterable[TileConfig]) -> set[KernelSpec]:
+        return {kernel_spec(tile, self.n, self.k, self.epilogue) for tile in set(tiles)}
 
 
 families: dict[Family, int] = {}
@@ -91,19 +89,19 @@ def _full_tiles(most: int) -> list[int]:
     return sorted(rows for rows in found if _FEW <= rows < most)
 
 
-def _of_each_interval(choose: Callable[[int], GemmConfig], ends: list[int], most: int) -> set[GemmConfig]:
-    """All that `dense_choice` chooses for 1 to `most` rows. ends: of intervals, from _FEW on.
+def _of_each_interval(chosen_for: Callable[[int], TileConfig], ends: list[int], most: int) -> set[TileConfig]:
+    """All that is chosen for 1 to `most` rows. ends: of intervals, from _FEW on.
 
     In each the tiles stay as they are, and the difference of two candidates' times rises or falls
     throughout: what is chosen at both ends is chosen between them.
     """
-    chosen = {choose(rows) for rows in range(1, min(_FEW, most) + 1)}
+    chosen = {chosen_for(rows) for rows in range(1, min(_FEW, most) + 1)}
     for last, end in pairwise((*ends, most)):
         intervals = [(last + 1, end)]
         while intervals:
             low, high = intervals.pop()
-            chosen |= {choose(low), choose(high)}
-            if choose(low) != choose(high) and high - low > 1:
+            chosen |= {chosen_for(low), chosen_for(high)}
+            if chosen_for(low) != chosen_for(high) and high - low > 1:
                 middle = (low + high) // 2
                 intervals += [(low, middle), (middle, high)]
     return chosen

@@ -15,43 +15,44 @@ _LEAST_OTHER_REGISTERS = 24  # where sums of parts take all that is left
 
 
 @dataclass(frozen=True)
-class GemmConfig:
+class TileConfig:
     """One compiled variant of ``cuda/gemm.cu``, up to the shape of the weights.
 
     Attributes:
         block_m: tokens of a tile.
         block_n: output features of a tile.
-        swap: weights, not tokens, are the 64-row operand of wgmma.
+        weights_as_rows: weights, not tokens, are the 64-row operand of wgmma.
         warpgroups: math warpgroups that share a tile.
         stages: depth of the shared-memory ring.
         split_k: blocks of a cluster that share the K of one tile.
         blocks_per_sm: resident blocks the registers and the shared memory are sized for.
-        staged: the bfloat16 tile has shared memory of its own, out of which TMA writes it under the next tile's
+        tma_store: the bfloat16 tile has shared memory of its own, out of which TMA writes it under the next tile's
             products; otherwise each warp writes its rows by way of a small buffer, and the ring is deeper.
         groups: weight matrices of a grouped GEMM, of whose rows the block keeps a table; 0 for a dense one.
-        parts: of K, that a block sums one by one and adds up, as a split of so many blocks does.
-        halves: of tiles of 128x256 those of the last wave are halved, where that fills no more than half of the blocks,
-            and those of groups may be 192x128 (``TileShape`` of cuda/gemm_schedule.cuh).
+        k_parts: of K, that a block sums one by one and adds up, as a split of so many blocks does.
+        half_tiles: of tiles of 128x256 those of the last wave are halved, where that fills no more than half of the
+            blocks, and those of groups may be 192x128 (``TileShape`` of cuda/sm90/gemm_schedule.cuh).
     """
 
     block_m: int
     block_n: int
-    swap: bool = False
+    weights_as_rows: bool = False
     warpgroups: int = 2
     stages: int = 4
     split_k: int = 1
     blocks_per_sm: int = 1
-    staged: bool = False
+    tma_store: bool = False
     groups: int = 0
-    parts: int = 1
-    halves: bool = False
+    k_parts: int = 1
+    half_tiles: bool = False
 
     @property
     def name(self) -> str:
         """Tokens x features, and what else there is: s if TMA writes the tile, h if the last ones are halved, / split
         of K, * blocks on an SM."""
-        marks = {"s": self.staged, "h": self.halves, f"/{self.split_k}": self.split_k > 1, f"*{self.blocks_per_sm}": 1}
-        return f"{self.block_m}x{self.block_n}" + "".join(mark for mark, used in marks.items() if used)
+        marks = ("s" if self.tma_store else "") + ("h" if self.half_tiles else "")
+        split = f"/{self.split_k}" if self.split_k > 1 else ""
+        return f"{self.block_m}x{self.block_n}{marks}{split}*{self.blocks_per_sm}"
 
     @property
     def threads(self) -> int:
@@ -59,28 +60,28 @@ class GemmConfig:
         return 128 * (self.warpgroups + 1)
 
     @property
-    def columns(self) -> int:
+    def wgmma_n(self) -> int:
         """Width of one wgmma. A tile of 256 columns takes two, and so does one of 192 that sums parts of K, so that
         registers have room for most of these sums."""
-        if self.swap:
+        if self.weights_as_rows:
             return self.block_m
-        halves = self.block_n == 256 or self.block_n == 192 and self.parts > 1
+        halves = self.block_n == 256 or self.block_n == 192 and self.k_parts > 1
         return self.block_n // 2 if halves else self.block_n
 
     @property
     def scale_pieces(self) -> int:
         """Pieces of one wgmma's columns that may each have a weight scale of its own (``GRANULE`` of the kernel)."""
-        return 1 if self.swap else ceil(self.columns / min(128, self.block_n & -self.block_n))
+        return 1 if self.weights_as_rows else ceil(self.wgmma_n / min(128, self.block_n & -self.block_n))
 
     @property
     def accumulators(self) -> int:
         """Float32 registers that one slab of 64 rows takes in a math thread."""
-        return self.columns // 2
+        return self.wgmma_n // 2
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows and `columns` columns that one math warpgroup takes, one after the other."""
-        return self.block_m * self.block_n // (64 * self.columns * self.warpgroups)
+        """Slabs of 64 rows and `wgmma_n` columns that one math warpgroup takes, one after the other."""
+        return self.block_m * self.block_n // (64 * self.wgmma_n * self.warpgroups)
 
     @property
     def math_registers(self) -> int:
@@ -98,7 +99,7 @@ class GemmConfig:
 
         Where there are parts of K, for the sums of those before too: these would cost more in shared memory.
         """
-        return not self.swap and self.slabs == 1 and self._room_for(3 if self.parts == 1 else 4)
+        return not self.weights_as_rows and self.slabs == 1 and self._room_for(3 if self.k_parts == 1 else 4)
 
     @property
     def part_registers(self) -> int:
@@ -107,7 +108,7 @@ class GemmConfig:
         values = self.slabs * self.accumulators
         products = 2 if self.overlaps else 1
         room = self.registers - _LEAST_OTHER_REGISTERS - values - products * self.accumulators
-        return max(0, min(values, room // 4 * 4)) if self.parts > 1 else 0
+        return max(0, min(values, room // 4 * 4)) if self.k_parts > 1 else 0
 
     @property
     def keeps_parts(self) -> bool:
@@ -121,7 +122,7 @@ class GemmConfig:
     @property
     def part_sum_bytes(self) -> int:
         """Shared memory for the sums of the parts so far."""
-        if self.parts == 1:
+        if self.k_parts == 1:
             return 0
         return self.block_m * self.block_n * 4 - self.part_registers * 128 * self.warpgroups * 4
 
@@ -130,7 +131,7 @@ class GemmConfig:
         """Shared memory of one stage: both tiles, the scales of the tokens and two mbarriers."""
         scales = self.block_m
         if self.groups:
-            scales = self.block_m * (2 if self.halves else 1) + 4  # 192x128 takes two loads of 128 and 4
+            scales = self.block_m * (2 if self.half_tiles else 1) + 4  # 192x128 takes two loads of 128 and 4
         return (self.block_m + self.block_n) * 128 + align(scales * 4, 128) + 16
 
     @property
@@ -141,7 +142,7 @@ class GemmConfig:
     @property
     def reduces(self) -> bool:
         """Whether the epilogue sums through the reduction buffer."""
-        return self.swap or self.split_k > 1
+        return self.weights_as_rows or self.split_k > 1
 
     @property
     def scale_box(self) -> int:
@@ -151,13 +152,13 @@ class GemmConfig:
     @property
     def single_tile(self) -> bool:
         """Whether a block computes one tile only, rather than walk over many."""
-        return self.split_k > 1 or (self.swap and self.groups == 0)
+        return self.split_k > 1 or (self.weights_as_rows and self.groups == 0)
 
     @property
     def partial_bytes(self) -> int:
         """Shared memory of a float32 tile: the reduction buffer, or what a split block sends."""
         slices = self.split_k * ceil(self.block_m / self.split_k)
-        return align(slices * (self.block_n + (4 if self.swap else 8)) * 4, 128)
+        return align(slices * (self.block_n + (4 if self.weights_as_rows else 8)) * 4, 128)
 
     @property
     def epilogue_bytes(self) -> int:
@@ -165,7 +166,7 @@ class GemmConfig:
         warp, and the sums of parts."""
         if self.reduces:
             return self.partial_bytes
-        staging = self.block_m * self.block_n * 2 if self.staged else self.warpgroups * 4 * 16 * 128
+        staging = self.block_m * self.block_n * 2 if self.tma_store else self.warpgroups * 4 * 16 * 128
         return staging + self.part_sum_bytes
 
     @property
@@ -180,49 +181,49 @@ class GemmConfig:
         return align(8 + table, 8)
 
 
-def with_stages(config: GemmConfig, k: int) -> GemmConfig:
-    """``config`` with as many stages as the shared memory of its share of an SM holds, and no more than K needs.
+def with_stages(tile: TileConfig, k: int) -> TileConfig:
+    """``tile`` with as many stages as the shared memory of its share of an SM holds, and no more than K needs.
 
     A split's partial tile takes the place of the ring, which must be large enough for it.
     """
-    budget = min(SHARED_LIMIT, SHARED_PER_SM // config.blocks_per_sm - 1024)
-    fit = (budget - SWIZZLE_ALIGNMENT - config.tail_bytes - config.epilogue_bytes) // config.stage_bytes
-    most = ceil(ceil(k / 128) / config.split_k) if config.single_tile else MAX_STAGES
-    if config.split_k > 1:
-        most = max(most, ceil(config.partial_bytes / ((config.block_m + config.block_n) * 128)))
-    return replace(config, stages=max(1, min(fit, most, MAX_STAGES)))
+    budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
+    fit = (budget - SWIZZLE_ALIGNMENT - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
+    most = ceil(ceil(k / 128) / tile.split_k) if tile.single_tile else MAX_STAGES
+    if tile.split_k > 1:
+        most = max(most, ceil(tile.partial_bytes / ((tile.block_m + tile.block_n) * 128)))
+    return replace(tile, stages=max(1, min(fit, most, MAX_STAGES)))
 
 
-def unstaged(config: GemmConfig, k: int) -> GemmConfig:
-    """``config`` whose tile TMA does not write, with a deeper ring."""
-    return with_stages(replace(config, staged=False), k)
+def without_tma_store(tile: TileConfig, k: int) -> TileConfig:
+    """``tile`` whose tile TMA does not write, with a deeper ring."""
+    return with_stages(replace(tile, tma_store=False), k)
 
 
-def fits(config: GemmConfig, k: int) -> bool:
+def fits(tile: TileConfig, k: int) -> bool:
     """Whether registers and shared memory suffice, with two stages to alternate between, or three beside sums of parts:
     with two these took half as long again."""
     blocks = ceil(k / 128)
-    others = _OTHER_REGISTERS + (8 if config.groups and not config.swap else 0)
-    registers = config.accumulators * (config.slabs + 1) + others
-    shared = config.shared_bytes
+    others = _OTHER_REGISTERS + (8 if tile.groups and not tile.weights_as_rows else 0)
+    registers = tile.accumulators * (tile.slabs + 1) + others
+    shared = tile.shared_bytes
     return (
-        registers <= config.registers
+        registers <= tile.registers
         and shared <= SHARED_LIMIT
-        and (shared + 1024) * config.blocks_per_sm <= SHARED_PER_SM
-        and config.stages >= min(2 if config.parts == 1 else 3, ceil(blocks / config.split_k))
-        and (config.split_k == 1 or config.stages * (config.block_m + config.block_n) * 128 >= config.partial_bytes)
+        and (shared + 1024) * tile.blocks_per_sm <= SHARED_PER_SM
+        and tile.stages >= min(2 if tile.k_parts == 1 else 3, ceil(blocks / tile.split_k))
+        and (tile.split_k == 1 or tile.stages * (tile.block_m + tile.block_n) * 128 >= tile.partial_bytes)
     )
 
 
-def tokens_of_tile(config: GemmConfig, m: int) -> int:
+def tokens_of_tile(tile: TileConfig, m: int) -> int:
     """Tokens that each tile takes: tiles of one matrix share its ``m`` evenly, unless TMA writes them."""
-    if config.groups or config.staged:
-        return config.block_m
-    return min(config.block_m, align(ceil(m / ceil(m / config.block_m)), 8))
+    if tile.groups or tile.tma_store:
+        return tile.block_m
+    return min(tile.block_m, align(ceil(m / ceil(m / tile.block_m)), 8))
 
 
 @dataclass(frozen=True)
-class GroupedKConfig:
+class GroupedKTile:
     """One compiled variant of ``cuda/gemm_k.cu``.
 
     Attributes:

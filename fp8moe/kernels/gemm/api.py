@@ -1,0 +1,639 @@
+"""GEMMs of FP8 operands: ``gemm``, ``grouped_gemm``, ``grouped_gemm_masked``, ``grouped_gemm_k``, and their operators.
+
+The operator ``fp8moe::grouped_gemm_swiglu`` is the first GEMM of an experts layer with its activation.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.gemm import checks, launch, reference
+from fp8moe.kernels.gemm.epilogue import AddLowRank, PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.launch import Operands
+from fp8moe.kernels.gemm.tiles import Grouping
+from fp8moe.quant.checks import fp8_operand, mn_major
+from fp8moe.quant.formats import FP8Tensor, align, ceil_div
+from fp8moe.runtime import autograd
+from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import aligned, check_like, check_own_memory, check_tensor, overlap, row_major
+from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.operator import define
+
+_NAMES = ("a.data", "a.scale", "b.data", "b.scale")
+_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
+
+
+# ---- one matrix ----
+
+
+def gemm(
+    a: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor],
+    *,
+    bias: Tensor | None = None,
+    c: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``dequantize(a) @ dequantize(b).T + bias + c`` with float32 accumulation of every 128 products along K.
+
+    a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
+        `quantize_1x128` writes it. M may be 0, K a multiple of 16.
+    b: weights, FP8Tensor or (data, scale): data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32,
+        contiguous. N a multiple of 8.
+    bias: (N,) bfloat16, float16 or float32, added in float32 before the result is rounded.
+    c: (M, N) of the result's dtype, added likewise. It is ``out`` itself, or shares no memory with it.
+    out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand but c uses.
+    out_dtype: bfloat16 or float32, the result's dtype where ``out`` is None. With ``out`` its dtype holds, and asking
+        for float32 while ``out`` is bfloat16 is an error.
+    Returns ``out``, or a new (M, N) tensor. Equal inputs give equal bits.
+
+    Operands in another layout (transposed data, rows or base address not at multiples of 16 bytes, row-major activation
+    scales) are copied first on the CUDA backend. There is no backward: calling it raises RuntimeError.
+    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
+    that does not fit or overlaps an operand.
+    """
+    a_data, a_scale = fp8_operand("a", a)
+    b_data, b_scale = fp8_operand("b", b)
+    for name, value in (("bias", bias), ("c", c), ("out", out)):
+        if value is not None:
+            check_tensor(name, value)
+    checks.out_dtype(out_dtype, out)
+    operands = (a_data, a_scale, b_data, b_scale, bias, c)
+    if out is None:
+        return autograd.run(_gemm_op, "fp8moe.gemm", *operands, out_dtype is torch.float32)
+    autograd.check_out("fp8moe.gemm", (*_NAMES, "bias", "c", "out"), (*operands, out))
+    _gemm_out_op(*operands, out)
+    return out
+
+
+def multiply(operands: Operands, out: Tensor, *, pdl: bool = False) -> None:
+    """Write the product of checked operands to ``out`` on the backend that takes them.
+
+    pdl: start before the kernel ahead has ended; then it must not write b or bias.
+    """
+    if out.numel() == 0:
+        return
+    a, a_scale, b, b_scale, bias, c, _ = operands
+    if use_cuda(a) and a.shape[1]:
+        operands = Operands(
+            row_major(a),
+            mn_major(a_scale),
+            row_major(b),
+            b_scale.contiguous(),
+            checks.bias_vector(bias),
+            c if c is None else row_major(c),
+        )
+        launch.run_dense(launch.dense(a.get_device(), operands, out.dtype, pdl=pdl), operands, out)
+        return
+    dtype = out.dtype if c is None else torch.float32
+    sums = reference.gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias, dtype)
+    out.copy_(sums if c is None else sums + c)
+
+
+def _dtype(float32: bool) -> torch.dtype:
+    return torch.float32 if float32 else torch.bfloat16
+
+
+def _shape(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, c: Tensor | None, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Check dtypes, shapes and devices of the operands. Returns M and N."""
+    shape = checks.dense(a, a_scale, b, b_scale, bias)
+    if c is not None:
+        check_like("c", c, (dtype,), shape, a.device, "a.data")
+    return shape
+
+
+def _gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, c: Tensor | None, float32: bool
+) -> Tensor:
+    operands, dtype = Operands(a, a_scale, b, b_scale, bias, c), _dtype(float32)
+    found = launch.find_dense(operands, dtype)
+    if found is not None:
+        out = found.new_out()
+        launch.run_dense(found, operands, out)
+        return out
+    out = _gemm_fake(a, a_scale, b, b_scale, bias, c, float32)
+    multiply(operands, out)
+    return out
+
+
+def _gemm_fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, c: Tensor | None, float32: bool
+) -> Tensor:
+    dtype = _dtype(float32)
+    return a.new_empty(_shape(a, a_scale, b, b_scale, bias, c, dtype), dtype=dtype)
+
+
+def _gemm_out(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    out: Tensor,
+) -> None:
+    operands = Operands(a, a_scale, b, b_scale, bias, c)
+    found = launch.find_dense(operands, out.dtype)
+    shape = _shape(a, a_scale, b, b_scale, bias, c, out.dtype) if found is None else found.shape
+    checks.result(out, shape, a.device)
+    check_own_memory(out, {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "bias": bias})
+    if c is not None and (c.data_ptr(), c.stride()) != (out.data_ptr(), out.stride()) and overlap(c, out):
+        raise ValueError("c: expected out itself or memory of its own, got a tensor that overlaps a part of out")
+    if found is None:
+        multiply(operands, out)
+    else:
+        launch.run_dense(found, operands, out)
+
+
+def _gemm_out_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    out: Tensor,
+) -> None:
+    checks.result(out, _shape(a, a_scale, b, b_scale, bias, c, out.dtype), a.device)
+
+
+# The result's dtype is a bool because PyTorch takes a microsecond to convert a ScalarType.
+_gemm_op = define(
+    f"gemm({_OPERANDS}, Tensor? bias, Tensor? c, bool float32) -> Tensor", _gemm, _gemm_fake, forward_only=True
+)
+_gemm_out_op = define(
+    f"gemm_out({_OPERANDS}, Tensor? bias, Tensor? c, Tensor(a!) out) -> ()",
+    _gemm_out,
+    _gemm_out_fake,
+    forward_only=True,
+)
+
+
+# ---- one matrix for each group of rows ----
+
+
+def grouped_gemm(
+    a: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor],
+    group_offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``dequantize(a)[rows of e] @ dequantize(b)[e].T`` for every expert e, whose rows lie one group after the other.
+
+    a: activations, FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, MN-major as
+        `quantize_1x128` writes it. M may be 0, K a multiple of 16.
+    b: weights, FP8Tensor or (data, scale): data (E, N, K) float8_e4m3fn, scale (E, ceil(N/128), ceil(K/128)) float32,
+        contiguous. N a multiple of 8.
+    group_offsets: (E+1,) int32, on the device of the operands: expert e has rows ``group_offsets[e]`` up to
+        ``group_offsets[e+1]``, any number of them, at any row. Both ends are clamped to [0, M], and a group whose end
+        comes before its start is empty.
+    out: (M, N) bfloat16 or float32, row-major with rows at multiples of 16 bytes, in memory that no operand uses.
+    Returns ``out``, or a new (M, N) bfloat16 tensor. Rows of no group are never written: they keep what ``out`` held,
+    and are uninitialized in a new tensor. Equal inputs give equal bits.
+
+    On the CUDA backend the host neither knows nor waits for the group sizes, so that a call can be captured in a CUDA
+    graph. Operands in another layout (weights that are not contiguous, rows or base address not at multiples of 16
+    bytes, row-major activation scales) are copied first there. There is no backward: calling it raises RuntimeError.
+    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, or an ``out``
+    that does not fit or overlaps an operand.
+    """
+    operands = (*fp8_operand("a", a), *fp8_operand("b", b))
+    check_tensor("group_offsets", group_offsets)
+    if out is None:
+        return autograd.run(_grouped_gemm_op, "fp8moe.grouped_gemm", *operands, group_offsets)
+    _check_grouped_out("fp8moe.grouped_gemm", out, (*operands, group_offsets), "group_offsets")
+    _grouped_gemm_out_op(*operands, group_offsets, out)
+    return out
+
+
+def grouped_rows(
+    a: FP8Tensor,
+    b: FP8Tensor,
+    group_offsets: Tensor,
+    dtype: torch.dtype,
+    *,
+    whole: tuple[int, int] | None = None,
+    others_zero: bool = False,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`grouped_gemm` with a result of `dtype`, bfloat16 or float32, inside of operators.
+
+    whole: rows and groups of a GEMM of which this is a part, in whose order K is summed; None: this is all of it.
+    others_zero: rows of no group are zeros, not uninitialized.
+    low_rank: ranks (M, r) and factors (E, N, r) in bfloat16, r a multiple of 16: ``ranks[rows of e] @ factors[e].T`` is
+        added to the sums in float32.
+    """
+    new = torch.zeros if others_zero else torch.empty
+    out = new((a.data.shape[0], b.data.shape[1]), dtype=dtype, device=a.data.device)
+    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole, *(low_rank or ()))
+    return out
+
+
+def grouped_gemm_masked(
+    a: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor],
+    masked_m: Tensor,
+    *,
+    expected_m: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``dequantize(a)[e, :masked_m[e]] @ dequantize(b)[e].T`` for every expert e: a fixed place for max_m rows each.
+
+    a: activations, FP8Tensor or (data, scale): data (E, max_m, K) float8_e4m3fn, scale (E, max_m, ceil(K/128)) float32
+        as `quantize_1x128` writes it, one MN-major buffer over all E * max_m rows. K a multiple of 16.
+    b: weights, as for `grouped_gemm`: data (E, N, K), N a multiple of 8.
+    masked_m: (E,) int32, on the device of the operands: the rows in use of each expert, clamped to [0, max_m].
+    expected_m: about how many rows an expert has in use; only the speed depends on it.
+    out: (E, max_m, N) bfloat16 or float32, with all its rows equally far apart, at multiples of 16 bytes, in memory
+        that no operand uses.
+    Returns ``out``, or a new (E, max_m, N) bfloat16 tensor. Rows not in use are never written, see `grouped_gemm`,
+    which also says how operands in other layouts and gradients are treated.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, a negative
+    ``expected_m``, or an ``out`` that does not fit or overlaps an operand.
+    """
+    operands = (*fp8_operand("a", a), *fp8_operand("b", b))
+    check_tensor("masked_m", masked_m)
+    checks.expected_rows(expected_m)
+    if out is None:
+        return autograd.run(_masked_op, "fp8moe.grouped_gemm_masked", *operands, masked_m, expected_m)
+    _check_grouped_out("fp8moe.grouped_gemm_masked", out, (*operands, masked_m), "masked_m")
+    _masked_out_op(*operands, masked_m, expected_m, out)
+    return out
+
+
+def grouped_gemm_swiglu(
+    a: FP8Tensor,
+    gate_up: FP8Tensor,
+    groups: Tensor,
+    *,
+    activation: Activation,
+    max_m: int | None = None,
+    expected_m: int | None = None,
+    whole: tuple[int, int] | None = None,
+) -> FP8Tensor:
+    """The gate and up projections of every expert's rows, `activation` in float32, and the result quantized 1x128.
+
+    a: data (M, H) float8_e4m3fn, H a multiple of 16, with scale (M, ceil(H/128)) float32, MN-major.
+    gate_up: data (E, 2I, H), gate rows then up rows, I a multiple of 16, with scale (E, 2 * ceil(I/128), ceil(H/128)):
+        the blocks of the gate rows, then those of the up rows.
+    groups: group_offsets (E+1,) int32, or with max_m, where M = E * max_m, masked_m (E,) int32.
+    activation: a SwiGLU; ValueError for another.
+    expected_m: with max_m, about how many rows a group has; only the speed depends on it. whole: without it, see
+        `grouped_rows`.
+    Returns data (M, I) and MN-major scale (M, ceil(I/128)); rows of no group are uninitialized.
+    """
+    if not activation.is_swiglu:
+        raise ValueError(f"activation: expected a gated silu, got {activation}")
+    limits = activation.limit, activation.alpha
+    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, *limits, max_m, expected_m, whole))
+
+
+def multiply_groups(
+    a: FP8Tensor,
+    b: FP8Tensor,
+    groups: Tensor,
+    out: Tensor,
+    grouping: Grouping = Grouping(),  # noqa: B008 (immutable)
+    low_rank: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write the products of checked operands to ``out`` on the backend that takes them; all rows in two dimensions."""
+    if out.numel() == 0 or b.data.shape[0] == 0:
+        return
+    if not use_cuda(a.data):
+        reference.grouped_gemm_reference(a, b, groups, out, max_m=grouping.max_m, low_rank=low_rank)
+        return
+    a, groups = checks.activations(*a), groups.contiguous()
+    if a.data.shape[1] == 0:
+        _zero_groups(groups, out, grouping.max_m)
+        return
+    epilogue, more = PlainStore(out.dtype), (0,)
+    if low_rank is not None:
+        ranks, factors = (aligned(part.contiguous()) for part in low_rank)
+        epilogue, more = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
+    operands = Operands(*a, aligned(b.data), b.scale.contiguous(), groups=groups)
+    grouping = grouping._replace(ranges=groups.dim() == 2)
+    like = None if out.is_contiguous() else out
+    launch.run(launch.grouped(a.data.get_device(), operands, epilogue, grouping, like), operands, out, *more)
+
+
+def multiply_groups_to(
+    a: FP8Tensor, b: FP8Tensor, groups: Tensor, pointers: tuple[int, ...], epilogue: PeerStore, grouping: Grouping
+) -> None:
+    """Write the products to peers: GPUs only. a 2-D, b contiguous; pointers: addresses for the epilogue's fields."""
+    operands = Operands(*a, *b, groups=groups)
+    index = a.data.get_device()
+    found = launch.grouped(index, operands, epilogue, grouping)
+    with device_guard(index):
+        found.launch(
+            current_stream(index),
+            (a.data.data_ptr(), a.scale.data_ptr(), b.data.data_ptr()),
+            (b.scale.data_ptr(), *pointers),
+            groups.data_ptr(),
+        )
+
+
+def _zero_groups(groups: Tensor, out: Tensor, max_m: int | None) -> None:
+    """Without any K, rows of groups are zero; the host does not know which they are."""
+    rows = torch.arange(out.shape[0], device=out.device)
+    if max_m is None:
+        starts, ends = groups.unbind(1) if groups.dim() == 2 else (groups[:-1], groups[1:])
+        starts, ends = starts.clamp(0, len(rows)), ends.clamp(0, len(rows))
+        inside = ((rows[:, None] >= starts) & (rows[:, None] < ends)).any(1)
+    else:
+        inside = rows % max_m < groups.clamp(0, max_m)[rows // max_m]
+    out.masked_fill_(inside[:, None], 0)
+
+
+def _check_grouped_out(name: str, out: Tensor, operands: tuple[Tensor, ...], groups: str) -> None:
+    check_tensor("out", out)
+    autograd.check_out(name, (*_NAMES, groups, "out"), (*operands, out))
+
+
+def _grouped_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
+    operands = Operands(a, a_scale, b, b_scale, groups=group_offsets)
+    found = launch.find_grouped(operands, _PLAIN[torch.bfloat16])
+    if found is not None:
+        out = found.new_out()
+        launch.run(found, operands, out, 0)
+        return out
+    out = _grouped_gemm_fake(a, a_scale, b, b_scale, group_offsets)
+    multiply_groups(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out)
+    return out
+
+
+def _grouped_gemm_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
+    shape = checks.contiguous(a, a_scale, b, b_scale, group_offsets)
+    return torch.empty(shape, dtype=torch.bfloat16, device=a.device)
+
+
+def _grouped_gemm_out(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    group_offsets: Tensor,
+    out: Tensor,
+    whole: Sequence[int] | None = None,
+    ranks: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> None:
+    operands = Operands(a, a_scale, b, b_scale, groups=group_offsets)
+    grouping, found = Grouping(whole=whole and tuple(whole)), None
+    if ranks is None and factors is None and out.is_contiguous() and out.dtype in _PLAIN:
+        found = launch.find_grouped(operands, _PLAIN[out.dtype], grouping)
+    if found is None:
+        _grouped_gemm_out_fake(a, a_scale, b, b_scale, group_offsets, out, whole, ranks, factors)
+    else:
+        checks.result(out, found.shape, a.device)
+    named = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "group_offsets": group_offsets}
+    check_own_memory(out, named)
+    if found is not None:
+        launch.run(found, operands, out, 0)
+        return
+    low_rank = None if ranks is None else (ranks, factors)
+    multiply_groups(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, grouping, low_rank)
+
+
+def _grouped_gemm_out_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    group_offsets: Tensor,
+    out: Tensor,
+    whole: Sequence[int] | None = None,
+    ranks: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> None:
+    checks.result(out, checks.contiguous(a, a_scale, b, b_scale, group_offsets), a.device)
+    if ranks is not None or factors is not None:
+        checks.low_rank(ranks, factors, a, b)
+
+
+def _masked(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None) -> Tensor:
+    out = _masked_fake(a, a_scale, b, b_scale, masked_m, expected_m)
+    _multiply_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+    return out
+
+
+def _masked_fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None
+) -> Tensor:
+    return torch.empty(checks.masked(a, a_scale, b, b_scale, masked_m), dtype=torch.bfloat16, device=a.device)
+
+
+def _masked_out(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
+) -> None:
+    _masked_out_fake(a, a_scale, b, b_scale, masked_m, expected_m, out)
+    named = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "masked_m": masked_m}
+    check_own_memory(out, named)
+    _multiply_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+
+
+def _masked_out_fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
+) -> None:
+    checks.result(out, checks.masked(a, a_scale, b, b_scale, masked_m), a.device)
+
+
+def _multiply_masked(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
+) -> None:
+    rows = out.view(-1, out.shape[-1]) if out.numel() else out
+    grouping = Grouping(expected_m, max_m=out.shape[1])
+    multiply_groups(checks.activations(a, a_scale), FP8Tensor(b, b_scale), masked_m, rows, grouping)
+
+
+def _swiglu(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    groups: Tensor,
+    limit: float | None,
+    alpha: float | None,
+    max_m: int | None,
+    expected_m: int | None,
+    whole: Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:
+    out = FP8Tensor(*_swiglu_fake(a, a_scale, b, b_scale, groups, limit, alpha, max_m, expected_m, whole))
+    activation = Activation(limit, alpha)
+    if not out.data.numel() or not b.shape[0]:
+        return tuple(out)
+    if not use_cuda(a):
+        operands = FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups
+        reference.grouped_gemm_swiglu_reference(*operands, activation, out, max_m=max_m)
+        return tuple(out)
+    rows = checks.activations(a, a_scale)
+    operands = Operands(*rows, aligned(b), b_scale.contiguous(), groups=groups.contiguous())
+    grouping = Grouping(expected_m, max_m, whole and tuple(whole))
+    found = launch.grouped(a.get_device(), operands, SwigluQuantize(activation), grouping)
+    launch.run(found, operands, out.data, out.scale.data_ptr(), out.scale.stride(1))
+    return tuple(out)
+
+
+def _swiglu_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    groups: Tensor,
+    limit: float | None,
+    alpha: float | None,
+    max_m: int | None,
+    expected_m: int | None,
+    whole: Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:
+    _, m, size = checks.swiglu(a, a_scale, b, b_scale, groups, max_m)
+    scale = a.new_empty_strided((m, ceil_div(size, 128)), (1, align(m, 4)), dtype=torch.float32)
+    return a.new_empty((m, size), dtype=torch.float8_e4m3fn), scale
+
+
+_PLAIN = {dtype: PlainStore(dtype) for dtype in checks.RESULTS}
+_grouped_gemm_op = define(
+    f"grouped_gemm({_OPERANDS}, Tensor group_offsets) -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True
+)
+_grouped_gemm_out_op = define(
+    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, SymInt[]? whole=None, "
+    "Tensor? ranks=None, Tensor? factors=None) -> ()",
+    _grouped_gemm_out,
+    _grouped_gemm_out_fake,
+    forward_only=True,
+)
+_masked_op = define(
+    f"grouped_gemm_masked({_OPERANDS}, Tensor masked_m, SymInt? expected_m) -> Tensor",
+    _masked,
+    _masked_fake,
+    forward_only=True,
+)
+_masked_out_op = define(
+    f"grouped_gemm_masked_out({_OPERANDS}, Tensor masked_m, SymInt? expected_m, Tensor(a!) out) -> ()",
+    _masked_out,
+    _masked_out_fake,
+    forward_only=True,
+)
+_swiglu_op = define(
+    f"grouped_gemm_swiglu({_OPERANDS}, Tensor groups, float? limit, float? alpha, SymInt? max_m, SymInt? expected_m, "
+    "SymInt[]? whole) -> (Tensor, Tensor)",
+    _swiglu,
+    _swiglu_fake,
+    forward_only=True,
+)
+
+
+# ---- groups along K ----
+
+
+def grouped_gemm_k(
+    a: FP8Tensor | tuple[Tensor, Tensor],
+    b: FP8Tensor | tuple[Tensor, Tensor],
+    group_offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """``dequantize(a)[:, columns of e] @ dequantize(b)[:, columns of e].T`` for every group e of columns.
+
+    For a weight gradient a is the gradient of the layer's output and b the layer's input, both transposed: their
+    columns are tokens.
+
+    a: FP8Tensor or (data, scale): data (M, K) float8_e4m3fn, scale (M, K/128) float32, MN-major as `quantize_128x1`
+        writes it. K a multiple of 128: the columns of all groups.
+    b: FP8Tensor or (data, scale): data (N, K), scale (N, K/128), as for a. N a multiple of 8.
+    group_offsets: (E+1,) int32, on the device of the operands: group e has columns ``group_offsets[e]`` up to
+        ``group_offsets[e+1]``. Both are multiples of 128: pad each group with zeros. They are clamped to [0, K].
+    out: (E, M, N) float32, or bfloat16, to which the sums are then rounded; contiguous, in memory that no operand uses.
+    accumulate: add to what ``out`` holds, which is float32; a group without columns then leaves its part of it alone.
+    Returns ``out``, or a new (E, M, N) float32 tensor. Groups without columns give zeros. Equal inputs give equal bits.
+
+    On the CUDA backend the host neither knows nor waits for the group sizes, so that a call can be captured in a CUDA
+    graph. A group that does not begin and end at multiples of 128 gives NaN there, and ValueError on the reference
+    backend. Operands in another layout are copied first. There is no backward: calling it raises RuntimeError.
+    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.2; both operands have a scale for each row and 128 columns.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device, scale shape, ``accumulate``
+    without ``out``, or an ``out`` that does not fit or overlaps an operand.
+    """
+    operands = (*fp8_operand("a", a), *fp8_operand("b", b))
+    check_tensor("group_offsets", group_offsets)
+    if out is None:
+        if accumulate:
+            raise ValueError("accumulate: expected out, the sums to add to, got None")
+        return autograd.run(_along_k_op, "fp8moe.grouped_gemm_k", *operands, group_offsets)
+    check_tensor("out", out)
+    autograd.check_out("fp8moe.grouped_gemm_k", (*_NAMES, "group_offsets", "out"), (*operands, group_offsets, out))
+    _along_k_out_op(*operands, group_offsets, out, accumulate)
+    return out
+
+
+def weight_gradients(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grouped_gemm_k` in another dtype: (E, M, N), rounded once from float32."""
+    shape = (group_offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0])
+    direct = dtype in (torch.float32, torch.bfloat16)
+    out = torch.empty(shape, dtype=dtype if direct else torch.float32, device=a.data.device)
+    return grouped_gemm_k(a, b, group_offsets, out=out).to(dtype)
+
+
+def _multiply_along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
+    if out.numel() == 0:
+        return
+    if not use_cuda(a.data):
+        reference.grouped_gemm_k_reference(a, b, group_offsets, out, accumulate)
+    elif a.data.shape[1] == 0:
+        if not accumulate:
+            out.zero_()
+    else:
+        a, b = (FP8Tensor(row_major(data), mn_major(scale)) for data, scale in (a, b))
+        launch.run_along_k(a, b, group_offsets.contiguous(), out, accumulate)
+
+
+def _along_k(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
+    out = _along_k_fake(a, a_scale, b, b_scale, group_offsets)
+    _multiply_along_k(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, False)
+    return out
+
+
+def _along_k_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
+    shape = checks.along_k(a, a_scale, b, b_scale, group_offsets)
+    return torch.empty(shape, dtype=torch.float32, device=a.device)
+
+
+def _along_k_out(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool
+) -> None:
+    _along_k_out_fake(a, a_scale, b, b_scale, group_offsets, out, accumulate)
+    named = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "group_offsets": group_offsets}
+    check_own_memory(out, named)
+    _multiply_along_k(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, accumulate)
+
+
+def _along_k_out_fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool
+) -> None:
+    dtypes = (torch.float32,) if accumulate else (torch.float32, torch.bfloat16)
+    check_like("out", out, dtypes, checks.along_k(a, a_scale, b, b_scale, group_offsets), a.device, "a.data")
+    if not out.is_contiguous():
+        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+
+
+_along_k_op = define(
+    f"grouped_gemm_k({_OPERANDS}, Tensor group_offsets) -> Tensor", _along_k, _along_k_fake, forward_only=True
+)
+_along_k_out_op = define(
+    f"grouped_gemm_k_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, bool accumulate) -> ()",
+    _along_k_out,
+    _along_k_out_fake,
+    forward_only=True,
+)

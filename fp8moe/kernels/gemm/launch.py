@@ -1,0 +1,314 @@
+"""Launches of ``cuda/sm90/gemm.cu`` and ``gemm_k.cu``: built once for each problem, then only addresses change."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.gemm.epilogue import AddAndStore, Epilogue, PeerStore, PlainStore
+from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile
+from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, kernel_spec
+from fp8moe.kernels.gemm.tiles import (
+    DenseProblem,
+    Grouping,
+    choose,
+    choose_grouped_k,
+    raster_group,
+    row_tiles_bound,
+)
+from fp8moe.kernels.gemm.warmup import Family, note
+from fp8moe.quant.formats import FP8Tensor, ceil_div
+from fp8moe.runtime import config
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
+
+
+class Operands(NamedTuple):
+    """What a GEMM multiplies and adds.
+
+    a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32.
+    b, b_scale: weights (N, K) or, of groups, (E, N, K) float8_e4m3fn, with a scale for each 128x128, float32.
+    bias: (N,). c: (M, N) of the result's dtype. groups: int32, see `Grouping`.
+    """
+
+    a: Tensor
+    a_scale: Tensor
+    b: Tensor
+    b_scale: Tensor | None = None
+    bias: Tensor | None = None
+    c: Tensor | None = None
+    groups: Tensor | None = None
+
+
+class GemmLauncher:
+    """A kernel with its tensor maps and arguments; its device is to be current.
+
+    maps: of the operands and perhaps of the result, in the order of the addresses that `launch` takes.
+    arguments: the kernel's structure; `pointers`: how many of its first fields are addresses and pitches.
+    new_out: call it for an uninitialized result, if that has a place of its own; shape: its shape.
+    """
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        maps: Iterable[TensorMap],
+        arguments: ctypes.Structure,
+        pointers: int,
+        out: Tensor | None,
+        **configuration: int | bool,
+    ):
+        self._maps = tuple(maps)
+        self._arguments = arguments
+        # As one array they are set at once, in less time than one by one.
+        self._pointers = (ctypes.c_int64 * pointers).from_buffer(arguments)
+        # A kernel that has no map for its result is given that of a, which it does not use.
+        unused = self._maps[:1] if len(self._maps) == 3 else ()
+        parameters = (*self._maps, *unused, arguments)
+        self._launcher = Launcher(load(spec), args=parameters, **configuration)
+        if out is not None:
+            self.shape = tuple(out.shape)
+            # With strides, and bound beforehand, an allocation takes half the time of torch.empty.
+            self.new_out = functools.partial(
+                torch.empty_strided, self.shape, out.stride(), dtype=out.dtype, device=out.device
+            )
+
+    def launch(self, stream: int, mapped: tuple[int, ...], pointers: tuple[int, ...], groups: int = 0) -> None:
+        """Enqueue the kernel.
+
+        mapped: addresses for the tensor maps, multiples of 16: a, a_scale, b and the result; along K a, a_scale, b,
+            b_scale and the result twice.
+        pointers: b_scale, then addresses and pitches in the order of the epilogue's `fields`; along K the offsets.
+        groups: int32 offsets (E + 1,) of the groups' rows, their ranges (E, 2), or rows in use (E,); 0 of a dense GEMM.
+        """
+        launcher = self._launcher
+        with launcher.lock:
+            for descriptor, address in zip(self._maps, mapped, strict=False):  # not every result has a map
+                descriptor.replace_address(address)
+            self._pointers[:] = pointers
+            if groups:
+                self._arguments.groups = groups
+            launcher.launch(stream)
+
+
+# ---- products of rows ----
+
+_ALL = Grouping()
+
+
+def build(
+    operands: Operands,
+    epilogue: Epilogue,
+    grouping: Grouping | None = None,
+    out: Tensor | None = None,
+    *,
+    tile: TileConfig | None = None,
+    pdl: bool = False,
+) -> GemmLauncher:
+    """The launcher for operands of these layouts; the operands' device is to be current.
+
+    operands: rows of a at multiples of 16 bytes; a_scale MN-major and at such a multiple; b (N, K) with rows at such
+        multiples, or (E, N, K), contiguous. grouping: of the latter.
+    out: a result like those to come, (M, N) of the epilogue's dtype or (M, N / 2) where it joins gate and up; None for
+        a contiguous one, or where it goes to peers.
+    tile: instead of the cost model's choice. pdl: start before the kernel in front of this one has ended.
+    """
+    a, b = operands.a, operands.b
+    (m, k), n, groups = a.shape, b.shape[-2], b.shape[0] if grouping else 0
+    if out is None and not isinstance(epilogue, PeerStore):
+        out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)
+    grouping = grouping or Grouping()
+    sms = num_sms(a.get_device())
+    problem = DenseProblem(m, n, k, sms)
+    if groups:
+        problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated)
+    if tile is None:
+        if grouping.max_m is None:
+            # A part may have any number of rows.
+            note(Family(n, k, groups, epilogue.kind), grouping.whole[0] if grouping.whole else m)
+        tile = choose(problem, epilogue, grouping.whole)
+    if config.settings.print_configs:
+        about = f"grouped_gemm m={m} groups={groups} expected_m={problem.expected_m}" if groups else f"gemm m={m}"
+        print(f"fp8moe {about} n={n} k={k} {epilogue}: {tile}")
+
+    tile_m = tokens_of_tile(tile, m)
+    tile_rows = row_tiles_bound(tile_m, m, max(groups, 1), grouping.max_m)
+    tiles = tile_rows * ceil_div(n, tile.block_n)
+    # A block has one tile, or a resident grid walks over them.
+    concurrent = tiles if tile.single_tile else min(tiles, sms * tile.blocks_per_sm)
+    arguments = arguments_type(epilogue)(
+        m=m,
+        max_m=grouping.max_m or 0,
+        raster=raster_group(tile, m, k, concurrent),
+        group_pitch=1 + grouping.ranges,
+        tile_m=tile_m,
+        tile_rows=tile_rows,
+        # Their weights are loaded ahead of any tokens, which may have to wait for the kernel in front.
+        early_stages=tile.stages if pdl else tile.first_stages,
+        **epilogue.values,
+    )
+    return GemmLauncher(
+        kernel_spec(tile, n, k, epilogue),
+        _maps(operands, epilogue, tile, out),
+        arguments,
+        1 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields),
+        out,
+        grid=concurrent * tile.split_k,
+        block=tile.threads,
+        cluster=tile.split_k,
+        smem=tile.shared_bytes,
+        pdl=pdl,
+    )
+
+
+def _maps(operands: Operands, epilogue: Epilogue, tile: TileConfig, out: Tensor | None) -> Iterable[TensorMap]:
+    a, a_scale, b = operands.a, operands.a_scale, operands.b
+    (m, k), n, groups = a.shape, b.shape[-2], tile.groups
+    # Groups may end within a tile: where tokens are its rows, they are loaded 64 at a time.
+    a_rows = 64 if groups and not tile.weights_as_rows else tokens_of_tile(tile, m)
+    # Of gate, and as many of up; or of half a tile.
+    b_rows = tile.block_n // 2 if epilogue.gated or tile.half_tiles else tile.block_n
+    blocks = a_scale.shape[1]
+    yield tensor_map(a, shape=(m, k), strides=(a.stride(0), 1), box=(a_rows, 128), swizzle=128)
+    scales = {"shape": (blocks, m), "strides": (a_scale.stride(1), 1)}
+    yield tensor_map(a_scale, **scales, box=(1, tile.scale_box), l2_promotion=0)
+    yield tensor_map(b, shape=(max(groups, 1) * n, k), strides=(b.stride(-2), 1), box=(b_rows, 128), swizzle=128)
+    # Of a contiguous result; one with another pitch is written without it.
+    if tile.tma_store and out is not None and out.dtype == torch.bfloat16 and out.stride(0) == n:
+        yield tensor_map(out, shape=tuple(out.shape), strides=(n, 1), box=(64, 64), swizzle=128)
+
+
+@planned
+def dense(
+    device_index: int,
+    operands: Operands,
+    out_dtype: torch.dtype,
+    *,
+    tile: TileConfig | None = None,
+    pdl: bool = False,
+) -> GemmLauncher:
+    """What `build` builds for one matrix, with a bias and c where there are any."""
+    kind = PlainStore if operands.c is None else AddAndStore
+    epilogue = kind(out_dtype, None if operands.bias is None else operands.bias.dtype)
+    return build(operands, epilogue, tile=tile, pdl=pdl)
+
+
+@planned
+def grouped(
+    device_index: int,
+    operands: Operands,
+    epilogue: Epilogue,
+    grouping: Grouping,
+    out: Tensor | None = None,
+    *,
+    tile: TileConfig | None = None,
+) -> GemmLauncher:
+    """What `build` builds for a matrix for each group. out: None for a contiguous result."""
+    return build(operands, epilogue, grouping, out, tile=tile)
+
+
+def find_dense(operands: Operands, out_dtype: torch.dtype, *, pdl: bool = False) -> GemmLauncher | None:
+    """The launcher to run on these operands if operands like them have run: then there is nothing to check or copy."""
+    return _if_aligned(dense.find(operands.a.get_device(), operands, out_dtype, pdl=pdl), operands)
+
+
+def find_grouped(operands: Operands, epilogue: Epilogue, grouping: Grouping = _ALL) -> GemmLauncher | None:
+    """`find_dense` of groups, for a contiguous result."""
+    return _if_aligned(grouped.find(operands.a.get_device(), operands, epilogue, grouping, None), operands)
+
+
+def _if_aligned(found: GemmLauncher | None, operands: Operands) -> GemmLauncher | None:
+    if found is None or config.settings.backend == "reference":
+        return None
+    a, a_scale, b, _, _, c, _ = operands
+    addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | (0 if c is None else c.data_ptr())
+    return None if addresses & 15 else found
+
+
+def run(found: GemmLauncher, operands: Operands, out: Tensor, *more: int) -> None:
+    """Launch on PyTorch's current stream. more: the epilogue's addresses and pitches behind the result's own."""
+    a, a_scale, b, b_scale, _, _, groups = operands
+    index, address = a.get_device(), out.data_ptr()
+    with device_guard(index):
+        found.launch(
+            current_stream(index),
+            (a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), address),
+            (b_scale.data_ptr(), address, out.stride(0), *more),
+            0 if groups is None else groups.data_ptr(),
+        )
+
+
+def run_dense(found: GemmLauncher, operands: Operands, out: Tensor) -> None:
+    """Launch a GEMM that may add a bias and c."""
+    bias, c = operands.bias, operands.c
+    addend = () if c is None else (c.data_ptr(), c.stride(0))
+    run(found, operands, out, 0 if bias is None else bias.data_ptr(), *addend)
+
+
+def multiply_with(tile: TileConfig, operands: Operands, out: Tensor, grouping: Grouping | None = None) -> None:
+    """Run a tile in place of the choice, as benchmarks and tests do; operands as `build` takes them."""
+    index = operands.a.get_device()
+    if grouping is None:
+        run_dense(dense(index, operands, out.dtype, tile=tile), operands, out)
+        return
+    like = None if out.is_contiguous() else out
+    run(grouped(index, operands, PlainStore(out.dtype), grouping, like, tile=tile), operands, out, 0)
+
+
+# ---- groups along K ----
+
+
+@planned
+def along_k(
+    device_index: int, a: FP8Tensor, b: FP8Tensor, out: Tensor, accumulate: bool, tile: GroupedKTile | None = None
+) -> GemmLauncher:
+    """The launcher of ``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T`` for operands of these layouts.
+
+    a: (M, K) float8_e4m3fn, rows at multiples of 16 bytes; (M, K / 128) float32, MN-major and at such a multiple;
+        likewise b. out: (E, M, N) float32, or bfloat16 unless accumulate, contiguous and at such a multiple.
+    tile: instead of the choice.
+    """
+    (groups, m, n), k = out.shape, a.data.shape[1]
+    sms = num_sms(device_index)
+    tile = tile or choose_grouped_k(groups, m, n, sms)
+    if config.settings.print_configs:
+        print(f"fp8moe grouped_gemm_k groups={groups} m={m} n={n} k={k}: {tile}")
+    maps = []
+    for (data, scale), rows in ((a, tile.block_m), (b, tile.block_n)):
+        blocks = scale.shape[1]
+        maps += [
+            tensor_map(data, shape=data.shape, strides=(data.stride(0), 1), box=(rows, 128), swizzle=128),
+            tensor_map(scale, shape=(blocks, len(scale)), strides=(scale.stride(1), 1), box=(1, rows), l2_promotion=0),
+        ]
+    columns = 128 // out.element_size()  # that TMA writes at once
+    rest = tile.block_n % columns or columns  # the last ones of a tile
+    for width in (columns, rest):
+        swizzle = 128 if width == columns else 0
+        maps.append(tensor_map(out, shape=out.shape, strides=out.stride(), box=(1, 16, width), swizzle=swizzle))
+    rows = ceil_div(m, tile.block_m)
+    grid = min(groups * rows * ceil_div(n, tile.block_n), sms)
+    # The square-most footprint reads the least of both operands.
+    raster = min(rows, max(1, round((grid * tile.block_n / tile.block_m) ** 0.5)))
+    spec = grouped_k_spec(tile, n, out_float32=out.dtype == torch.float32, accumulate=accumulate)
+    arguments = GroupedKArguments(groups=groups, m=m, k=k, raster=raster)
+    return GemmLauncher(spec, maps, arguments, 1, None, grid=grid, block=tile.threads, smem=tile.shared_bytes)
+
+
+def run_along_k(
+    a: FP8Tensor,
+    b: FP8Tensor,
+    group_offsets: Tensor,
+    out: Tensor,
+    accumulate: bool,
+    tile: GroupedKTile | None = None,
+) -> None:
+    """Launch `along_k` on PyTorch's current stream. group_offsets: (E + 1,) int32, contiguous."""
+    index, address = out.get_device(), out.data_ptr()
+    found = along_k(index, a, b, out, accumulate, tile)
+    mapped = (a.data.data_ptr(), a.scale.data_ptr(), b.data.data_ptr(), b.scale.data_ptr(), address, address)
+    with device_guard(index):
+        found.launch(current_stream(index), mapped, (group_offsets.data_ptr(),))
