@@ -385,15 +385,22 @@ def gather_with_transpose(
 
 def swiglu_quantize(make: Operands, groups: int, mean_rows: int, intermediate: int) -> Callable:
     offsets = group_offsets(groups, mean_rows)
-    operands = make.normal(offsets[-1], 2 * intermediate), make.integers(offsets), None, None
-    return _transposing(partial(torch.ops.fp8moe.swiglu_quantize, *operands))
+    operands = make.normal(offsets[-1], 2 * intermediate), make.integers(offsets)
+    operator = torch.ops.fp8moe.swiglu_quantize
+    return _transposing(partial(operator, *operands, *_plain_swiglu(operator)))
 
 
 def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, intermediate: int) -> Callable:
     *_, rows = offsets = group_offsets(groups, mean_rows)
     operands = make.normal(rows, 2 * intermediate), make.normal(rows, intermediate), make.uniform(rows, mean=0.1)
-    operator = partial(torch.ops.fp8moe.swiglu_backward_quantize, *operands, make.integers(offsets), None, None)
-    return _transposing(operator)
+    operator = torch.ops.fp8moe.swiglu_backward_quantize
+    return _transposing(partial(operator, *operands, make.integers(offsets), *_plain_swiglu(operator)))
+
+
+def _plain_swiglu(operator: Callable) -> tuple[str] | tuple[None, None]:
+    """Its arguments for a SwiGLU without limit and alpha: a key, in older revisions these two."""
+    names = {argument.name for argument in operator.default._schema.arguments}
+    return ("silu",) if "activation" in names else (None, None)
 
 
 YARDSTICK_M = (128, 4096)

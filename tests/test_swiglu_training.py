@@ -212,7 +212,7 @@ def test_errors():
 @pytest.mark.parametrize("activation", ACTIVATIONS[:3])
 def test_opcheck(rows, activation):
     gate_up, grad, row_weights = operands(rows, 128)
-    form = offsets_of(0, rows), activation.limit, activation.alpha
+    form = offsets_of(0, rows), activation.key
     ops = torch.ops.fp8moe
     torch.library.opcheck(ops.swiglu_quantize.default, (gate_up, *form))
     torch.library.opcheck(ops.swiglu_backward_quantize.default, (gate_up, grad, row_weights, *form))

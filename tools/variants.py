@@ -94,10 +94,10 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
         out = make.zeros(200, 512, dtype=dtype)
         low_rank = make.normal(200, 16), make.normal(4, 512, 16)
         yield lambda out=out, more=low_rank: ops.grouped_gemm_out(*rows, *experts, offsets, out, None, *more)
-    for limit, alpha in ((None, None), (7.0, None), (7.0, 1.702)):
+    for activation in ("silu", "silu limit=7.0", "silu limit=7.0 alpha=1.702"):
         gate_up, grad, weights = make.normal(200, 512), make.normal(200, 256), make.uniform(200, mean=1.0)
         for values in (False, True):
-            form = offsets, limit, alpha, values
+            form = offsets, activation, values
             yield lambda x=gate_up, form=form: ops.swiglu_quantize_rows(x, *form)
             yield lambda x=(gate_up, grad, weights), form=form: ops.swiglu_backward_quantize_rows(*x, *form)
     few = make.integers([0, 5, 6, 15, 20])

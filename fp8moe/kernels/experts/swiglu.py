@@ -7,6 +7,7 @@ adapters of frozen experts multiply, which are not quantized, are written too if
 
 import ctypes
 import enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from fp8moe.quant.transpose import TILE_BYTES, Transposed, empty_results, tile_l
 from fp8moe.runtime.checks import check_dtype, check_like, check_tensor, row_major
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.launch import PointerLauncher, planned
-from fp8moe.runtime.operator import operator
+from fp8moe.runtime.operator import Signature, operator
 
 _FORM = (("limit", ctypes.c_float), ("alpha", ctypes.c_float))
 
@@ -36,7 +37,7 @@ def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, *, activation: Activ
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
     """
     _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
-    return transposed(*_swiglu_quantize(gate_up.detach(), group_offsets, activation.limit, activation.alpha))
+    return transposed(*_swiglu_quantize(*_BOTH_WAYS.pack(Operands(gate_up.detach(), group_offsets, activation))))
 
 
 def swiglu_backward_quantize(
@@ -56,8 +57,8 @@ def swiglu_backward_quantize(
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
     """
     _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
-    operands = gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets
-    *results, dots = _swiglu_backward_quantize(*operands, activation.limit, activation.alpha)
+    operands = BackwardOperands(gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets, activation)
+    *results, dots = _swiglu_backward_quantize(*_BACKWARD_BOTH_WAYS.pack(operands))
     return transposed(*results), dots
 
 
@@ -70,8 +71,7 @@ def swiglu_quantize_rows(
     an empty tensor. Rows of no group are uninitialized.
     """
     _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
-    form = activation.limit, activation.alpha, values
-    data, scale, h = _swiglu_quantize_rows(gate_up.detach(), group_offsets, *form)
+    data, scale, h = _swiglu_quantize_rows(*_ROWS.pack(Operands(gate_up.detach(), group_offsets, activation, values)))
     return FP8Tensor(data, scale), h
 
 
@@ -91,10 +91,30 @@ def swiglu_backward_quantize_rows(
     returns it, otherwise empty tensors. Rows of no group are uninitialized.
     """
     _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
-    operands = gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets
-    form = activation.limit, activation.alpha, values
-    data, scale, *others = _swiglu_backward_quantize_rows(*operands, *form)
+    tensors = gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets
+    operands = BackwardOperands(*tensors, activation, values)
+    data, scale, *others = _swiglu_backward_quantize_rows(*_BACKWARD_ROWS.pack(operands))
     return FP8Tensor(data, scale), *others
+
+
+class Operands(NamedTuple):
+    """What `swiglu_quantize` and `swiglu_quantize_rows` describe."""
+
+    gate_up: Tensor
+    group_offsets: Tensor
+    activation: Activation
+    values: bool = False
+
+
+class BackwardOperands(NamedTuple):
+    """What `swiglu_backward_quantize` and `swiglu_backward_quantize_rows` describe."""
+
+    gate_up: Tensor
+    grad: Tensor
+    row_weights: Tensor
+    group_offsets: Tensor
+    activation: Activation
+    values: bool = False
 
 
 class Beside(enum.IntEnum):
@@ -164,40 +184,33 @@ def launcher(
     return tile_launcher(spec, source, rows=rows, width=width, groups=groups, column_tiles=column_tiles)
 
 
-def launch(
-    gate_up: Tensor, group_offsets: Tensor, activation: Activation, results: Results, values: Tensor | None = None
-) -> None:
+def launch(operands: Operands, results: Results, values: Tensor | None = None) -> None:
     """Fill `results`, and `values` (R, I) bfloat16, as `swiglu_quantize` and `swiglu_quantize_rows` describe."""
+    group_offsets = operands.group_offsets.contiguous()
     if _nothing(group_offsets, results):
         return
-    gate_up, group_offsets = row_major(gate_up), group_offsets.contiguous()
-    groups, beside = group_offsets.shape[0] - 1, Beside.of(results, values)
-    run = launcher(gate_up.get_device(), gate_up, None, groups, activation, beside)
+    gate_up, groups = row_major(operands.gate_up), group_offsets.shape[0] - 1
+    beside = Beside.of(results, values)
+    run = launcher(gate_up.get_device(), gate_up, None, groups, operands.activation, beside)
     run(*results, group_offsets, gate_up, values)
 
 
 def launch_backward(
-    gate_up: Tensor,
-    grad: Tensor,
-    row_weights: Tensor,
-    group_offsets: Tensor,
-    activation: Activation,
-    results: Results,
-    d_gate_up: Tensor | None = None,
-    values: Tensor | None = None,
+    operands: BackwardOperands, results: Results, d_gate_up: Tensor | None = None, values: Tensor | None = None
 ) -> Tensor:
     """Fill `results`, and d_gate_up (R, 2I) and `values` (R, I) bfloat16, both or none, as `swiglu_backward_quantize`
     and `swiglu_backward_quantize_rows` describe, and return the dots (R,)."""
-    rows, size = grad.shape
+    group_offsets = operands.group_offsets.contiguous()
+    rows, size = operands.grad.shape
     if _nothing(group_offsets, results):
-        return gate_up.new_zeros(rows, dtype=torch.float32)
-    gate_up, grad = row_major(gate_up), row_major(grad)
-    group_offsets, row_weights = group_offsets.contiguous(), row_weights.contiguous()
+        return operands.row_weights.new_zeros(rows)
+    gate_up, grad, groups = row_major(operands.gate_up), row_major(operands.grad), group_offsets.shape[0] - 1
+    beside = Beside.of(results, values)
     # A part of each dot per tile, summed in a fixed order below.
     dots = gate_up.new_empty((size // BLOCK, rows), dtype=torch.float32)
-    groups, beside = group_offsets.shape[0] - 1, Beside.of(results, values)
-    run = launcher(gate_up.get_device(), gate_up, grad, groups, activation, beside)
-    run(*results, group_offsets, gate_up, grad, row_weights, dots, d_gate_up, values)
+    run = launcher(gate_up.get_device(), gate_up, grad, groups, operands.activation, beside)
+    weights = operands.row_weights.contiguous()
+    run(*results, group_offsets, gate_up, grad, weights, dots, d_gate_up, values)
     return dots.sum(0)
 
 
@@ -261,157 +274,140 @@ def _check_types(activation: Activation, **tensors: Tensor) -> None:
         raise ValueError(f"activation: expected a gated silu, got {activation}")
 
 
-def _check(gate_up: Tensor, group_offsets: Tensor, *form: float | bool | None) -> None:
+def _check(operands: Operands | BackwardOperands) -> None:
+    gate_up = operands.gate_up
     check_dtype("gate_up", gate_up, torch.bfloat16)
     if gate_up.dim() != 2 or gate_up.shape[1] % (2 * BLOCK):
         raise ValueError(f"gate_up: expected shape (R, 2 * I) with I a multiple of {BLOCK}, got {tuple(gate_up.shape)}")
-    check_groups(group_offsets, gate_up.shape[0], gate_up.device)
+    check_groups(operands.group_offsets, gate_up.shape[0], gate_up.device)
 
 
-def _check_backward(
-    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, *form: float | bool | None
-) -> None:
-    _check(gate_up, group_offsets)
-    rows, width = gate_up.shape
-    check_like("grad", grad, (torch.bfloat16,), (rows, width // 2), gate_up.device, "gate_up")
-    check_vector("row_weights", row_weights, torch.float32, rows, gate_up.device)
+def _check_backward(operands: BackwardOperands) -> None:
+    _check(operands)
+    rows, width = operands.gate_up.shape
+    check_like("grad", operands.grad, (torch.bfloat16,), (rows, width // 2), operands.gate_up.device, "gate_up")
+    check_vector("row_weights", operands.row_weights, torch.float32, rows, operands.gate_up.device)
 
 
-def _empty(gate_up: Tensor, group_offsets: Tensor, *form: float | None) -> Results:
-    rows, width = gate_up.shape
-    return empty_results(gate_up, rows, width // 2, group_offsets.shape[0] - 1)
+def _empty(operands: Operands) -> Results:
+    rows, width = operands.gate_up.shape
+    return empty_results(operands.gate_up, rows, width // 2, operands.group_offsets.shape[0] - 1)
 
 
-def _launch(gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None) -> Results:
-    results = _empty(gate_up, group_offsets)
-    launch(gate_up, group_offsets, Activation(limit, alpha), results)
+def _launch(operands: Operands) -> Results:
+    results = _empty(operands)
+    launch(operands, results)
     return results
 
 
-def _reference(gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None) -> Results:
-    h = swiglu_values(gate_up, Activation(limit, alpha))
-    return reference.both_ways(h, h, group_offsets)
+def _reference(operands: Operands) -> Results:
+    h = swiglu_values(operands.gate_up, operands.activation)
+    return reference.both_ways(h, h, operands.group_offsets)
 
 
-def _empty_backward(
-    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, *form: float | None
-) -> tuple[Tensor, ...]:
-    rows, width = gate_up.shape
-    results = empty_results(gate_up, rows, width, group_offsets.shape[0] - 1)
-    return *results, gate_up.new_empty((rows,), dtype=torch.float32)
+def _empty_both_ways(operands: BackwardOperands) -> Results:
+    rows, width = operands.gate_up.shape
+    return empty_results(operands.gate_up, rows, width, operands.group_offsets.shape[0] - 1)
 
 
-def _launch_backward(
-    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None
-) -> tuple[Tensor, ...]:
-    rows, width = gate_up.shape
-    results = empty_results(gate_up, rows, width, group_offsets.shape[0] - 1)
-    return *results, launch_backward(gate_up, grad, row_weights, group_offsets, Activation(limit, alpha), results)
+def _empty_backward(operands: BackwardOperands) -> tuple[Tensor, ...]:
+    return *_empty_both_ways(operands), _empty_dots(operands)
 
 
-def _reference_backward(
-    gate_up: Tensor, grad: Tensor, row_weights: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None
-) -> tuple[Tensor, ...]:
-    d_gate_up, _, dots = swiglu_gradients(gate_up, grad, row_weights, Activation(limit, alpha))
+def _empty_dots(operands: BackwardOperands) -> Tensor:
+    return operands.row_weights.new_empty(operands.row_weights.shape)
+
+
+def _launch_backward(operands: BackwardOperands) -> tuple[Tensor, ...]:
+    results = _empty_both_ways(operands)
+    return *results, launch_backward(operands, results)
+
+
+def _reference_backward(operands: BackwardOperands) -> tuple[Tensor, ...]:
+    gate_up, grad, row_weights, group_offsets, activation, _ = operands
+    d_gate_up, _, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
     return *reference.both_ways(d_gate_up, d_gate_up, group_offsets), dots
 
 
 def _empty_data(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Data and scale by rows, one for each of `like`."""
+    """Data and scale by rows, as many as `like` has."""
     rows = like.shape[0]
     data = like.new_empty((rows, width), dtype=torch.float8_e4m3fn)
     return data, empty_mn_major(rows, width // BLOCK, device=like.device)
 
 
-def _empty_rows(
-    gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None, values: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, width = gate_up.shape
-    return *_empty_data(gate_up, width // 2), gate_up.new_empty((rows, width // 2) if values else 0)
+def _empty_values(operands: Operands | BackwardOperands, columns: int) -> Tensor:
+    return operands.gate_up.new_empty((operands.gate_up.shape[0], columns) if operands.values else 0)
 
 
-def _launch_rows(
-    gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None, values: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale, h = _empty_rows(gate_up, group_offsets, limit, alpha, values)
-    launch(gate_up, group_offsets, Activation(limit, alpha), Results(data, scale), h if values else None)
+def _empty_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    size = operands.gate_up.shape[1] // 2
+    return *_empty_data(operands.gate_up, size), _empty_values(operands, size)
+
+
+def _launch_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    data, scale, h = _empty_rows(operands)
+    launch(operands, Results(data, scale), h if operands.values else None)
     return data, scale, h
 
 
-def _reference_rows(
-    gate_up: Tensor, group_offsets: Tensor, limit: float | None, alpha: float | None, values: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    h = swiglu_values(gate_up, Activation(limit, alpha))
-    return *reference.quantize_1x128(h, False), h if values else gate_up.new_empty(0)
+def _reference_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    h = swiglu_values(operands.gate_up, operands.activation)
+    return *reference.quantize_1x128(h, False), h if operands.values else h.new_empty(0)
 
 
-def _empty_backward_rows(
-    gate_up: Tensor,
-    grad: Tensor,
-    row_weights: Tensor,
-    group_offsets: Tensor,
-    limit: float | None,
-    alpha: float | None,
-    values: bool,
-) -> tuple[Tensor, ...]:
-    rows, width = gate_up.shape
-    dots = gate_up.new_empty((rows,), dtype=torch.float32)
-    d_gate_up, h = (gate_up.new_empty((rows, columns) if values else 0) for columns in (width, width // 2))
-    return *_empty_data(gate_up, width), dots, d_gate_up, h
+def _empty_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
+    width = operands.gate_up.shape[1]
+    beside = _empty_values(operands, width), _empty_values(operands, width // 2)
+    return *_empty_data(operands.gate_up, width), _empty_dots(operands), *beside
 
 
-def _launch_backward_rows(
-    gate_up: Tensor,
-    grad: Tensor,
-    row_weights: Tensor,
-    group_offsets: Tensor,
-    limit: float | None,
-    alpha: float | None,
-    values: bool,
-) -> tuple[Tensor, ...]:
-    operands = gate_up, grad, row_weights, group_offsets
-    data, scale, _, *beside = _empty_backward_rows(*operands, limit, alpha, values)
-    dots = launch_backward(*operands, Activation(limit, alpha), Results(data, scale), *(beside if values else ()))
+def _launch_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
+    data, scale, _, *beside = _empty_backward_rows(operands)
+    dots = launch_backward(operands, Results(data, scale), *(beside if operands.values else ()))
     return data, scale, dots, *beside
 
 
-def _reference_backward_rows(
-    gate_up: Tensor,
-    grad: Tensor,
-    row_weights: Tensor,
-    group_offsets: Tensor,
-    limit: float | None,
-    alpha: float | None,
-    values: bool,
-) -> tuple[Tensor, ...]:
-    d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, Activation(limit, alpha))
-    rows = *reference.quantize_1x128(d_gate_up, False), dots
-    return *rows, *((d_gate_up, h) if values else (gate_up.new_empty(0), gate_up.new_empty(0)))
+def _reference_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
+    gate_up, grad, row_weights, _, activation, values = operands
+    d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
+    beside = (d_gate_up, h) if values else (h.new_empty(0), h.new_empty(0))
+    return *reference.quantize_1x128(d_gate_up, False), dots, *beside
 
 
-_OPERANDS = "Tensor gate_up, Tensor group_offsets, float? limit, float? alpha"
-_BACKWARD_OPERANDS = "Tensor gate_up, Tensor grad, Tensor row_weights, Tensor group_offsets, float? limit, float? alpha"
+_ROWS, _BACKWARD_ROWS = Signature(Operands), Signature(BackwardOperands)
+_BOTH_WAYS, _BACKWARD_BOTH_WAYS = (
+    Signature(kind, set(kind._fields) - {"values"}) for kind in (Operands, BackwardOperands)
+)
 _RESULTS = "Tensor, Tensor, Tensor, Tensor, Tensor"
 
 _swiglu_quantize = operator(
-    f"swiglu_quantize({_OPERANDS}) -> ({_RESULTS})", check=_check, cuda=_launch, reference=_reference, fake=_empty
+    f"swiglu_quantize -> ({_RESULTS})",
+    signature=_BOTH_WAYS,
+    check=_check,
+    cuda=_launch,
+    reference=_reference,
+    fake=_empty,
 )
 _swiglu_backward_quantize = operator(
-    f"swiglu_backward_quantize({_BACKWARD_OPERANDS}) -> ({_RESULTS}, Tensor)",
+    f"swiglu_backward_quantize -> ({_RESULTS}, Tensor)",
+    signature=_BACKWARD_BOTH_WAYS,
     check=_check_backward,
     cuda=_launch_backward,
     reference=_reference_backward,
     fake=_empty_backward,
 )
 _swiglu_quantize_rows = operator(
-    f"swiglu_quantize_rows({_OPERANDS}, bool values) -> (Tensor, Tensor, Tensor)",
+    "swiglu_quantize_rows -> (Tensor, Tensor, Tensor)",
+    signature=_ROWS,
     check=_check,
     cuda=_launch_rows,
     reference=_reference_rows,
     fake=_empty_rows,
 )
 _swiglu_backward_quantize_rows = operator(
-    f"swiglu_backward_quantize_rows({_BACKWARD_OPERANDS}, bool values) -> ({_RESULTS})",
+    f"swiglu_backward_quantize_rows -> ({_RESULTS})",
+    signature=_BACKWARD_ROWS,
     check=_check_backward,
     cuda=_launch_backward_rows,
     reference=_reference_backward_rows,
