@@ -130,8 +130,8 @@ def test_memory_is_for_the_window(monkeypatch):
     from fp8moe.kernels.experts import operator as steps
 
     found = []
-    compute = steps.compute
-    monkeypatch.setattr(steps, "compute", lambda *a, **options: found.append(a[3]) or compute(*a, **options))
+    multiply = steps.multiply_groups
+    monkeypatch.setattr(steps, "multiply_groups", lambda *a: found.append(a[3]) or multiply(*a))
     layer = make()
     x, index, weights, _ = inputs()
     for row_dtype in (torch.bfloat16, torch.float32):
@@ -198,7 +198,7 @@ def test_opcheck(variant, quantized):
     x, index, weights, _ = inputs()
     x, scale = quantize_1x128(x) if quantized else (x, None)
     up, down = weights_of(layer, 1, 3)
-    arguments = (x, index, weights, *up, *down, layer.activation.key, scale, torch.zeros(40, 144))
+    arguments = (x, index, weights, *up, *down, layer.activation.key, torch.zeros(40, 144), scale)
     arguments += (1, 4, 3, 30, torch.bfloat16, torch.float32)
     arguments += (torch.ones(40, dtype=torch.bool), torch.zeros(40, dtype=torch.bool))
     # Schema checks compare inputs with kernels that PyTorch lacks for float8.

@@ -25,6 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from fp8moe.runtime import config
 from fp8moe.runtime.driver import DriverError, check, cuda_core, loading_code
@@ -79,7 +80,7 @@ class TensorMap:
 
 
 def tensor_map(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     *,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -138,7 +139,7 @@ def tensor_map(
     return TensorMap(descriptor, pointer)
 
 
-def _map_strides(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+def _map_strides(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides to map, valid for TMA in dimensions of size 1 too; raises ValueError for what cannot be mapped."""
     if not 1 <= len(shape) <= 5 or len(strides) != len(shape):
         raise ValueError(f"shape {shape} and strides {strides} must have the same 1 to 5 dimensions")
@@ -293,7 +294,7 @@ class PointerLauncher:
         self._count = sum(map(len, self._views))
         self._launcher = Launcher(kernel, args=(*parameters, *args), **options)
 
-    def __call__(self, *operands: torch.Tensor | None) -> None:
+    def __call__(self, *operands: Tensor | None) -> None:
         """Enqueue the kernel on PyTorch's current stream.
 
         operands: those that the pointers point to, in the order of the parameters; None for a null pointer, but not
@@ -328,7 +329,7 @@ def _pointers_in(argument: Any) -> int:
     return len(argument) if isinstance(argument, ctypes.Array) else getattr(argument, "_pointers_", 0)
 
 
-def _first(operand: torch.Tensor, *others: object) -> torch.Tensor:
+def _first(operand: Tensor, *others: object) -> Tensor:
     return operand
 
 
@@ -440,7 +441,7 @@ class planned(Generic[Arguments, Plan]):
 
     def _key(self, args: tuple, options: dict[str, Any]) -> Hashable:
         settings = config.settings
-        key = [self, settings.num_sms, settings.batch_invariant]
+        key = [self, settings.backend, settings.num_sms, settings.batch_invariant]
         _add_layouts(key, args)
         if options:
             key += options
@@ -454,14 +455,12 @@ def _device_index(device_index: int, *others: object) -> int:
 
 def _add_layouts(key: list, values: Iterable[Any]) -> None:
     """Add the values to a key, and of tensors all that a plan may depend on."""
+    add = key.append
     for value in values:
-        kind = type(value)
-        if kind in _PLAIN:
-            key.append(value)
-        elif isinstance(value, torch.Tensor):
-            key.append((value.shape, value.stride(), value.dtype, value.get_device()))
-        elif isinstance(value, tuple):
-            key.append(kind)
-            _add_layouts(key, value)
+        if isinstance(value, Tensor):
+            add((value.shape, value.stride(), value.dtype, value.get_device()))
+        elif type(value) in _PLAIN or not isinstance(value, tuple):
+            add(value)
         else:
-            key.append(value)
+            add(type(value))
+            _add_layouts(key, value)

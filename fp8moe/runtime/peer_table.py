@@ -26,6 +26,10 @@ class Targets(NamedTuple):
         """What the kernels are made for."""
         return self.peers, self.each, self.to_all
 
+    def pointers(self, assignments: int) -> tuple[int, ...]:
+        """What a GEMM's epilogue takes: the peers' rows, the assignments of its rows, and the meeting."""
+        return *self.addresses[: self.peers], assignments, *self.addresses[self.peers :]
+
 
 def peer_defines(peers: int) -> tuple[tuple[str, int], ...]:
     """What peers.cuh wants defined."""

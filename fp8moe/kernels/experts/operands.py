@@ -84,9 +84,9 @@ class Operands(NamedTuple):
     top_k_index: Tensor
     top_k_weights: Annotated[Tensor | None, "Tensor"]
     layer: Layer
-    hidden_scale: Tensor | None = None
     capacity: int | None = None
     residual: Tensor | None = None
+    hidden_scale: Tensor | None = None
     share: Share = WHOLE
     residual_known: Tensor | None = None
     known: Annotated[Tensor | None, "Tensor(a!)?"] = None

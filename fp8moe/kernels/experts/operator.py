@@ -75,7 +75,7 @@ def experts(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or capacity.
     """
     layer = Layer(FP8Tensor(up_proj, up_proj_scale_inv), FP8Tensor(down_proj, down_proj_scale_inv), activation)
-    operands = Operands(hidden_states, top_k_index, top_k_weights, layer, capacity=capacity, residual=residual)
+    operands = Operands(hidden_states, top_k_index, top_k_weights, layer, capacity, residual)
     return autograd.run(_experts, "fp8moe.GroupedExperts", *_WHOLE.pack(operands))
 
 
@@ -197,12 +197,12 @@ def experts_rows_to(
     share = Share(first_expert, num_experts, first_row, num_rows, row_dtype)
     operands = Operands(data, top_k_index, None, layer, hidden_scale=scale, share=share)
     if activation.is_swiglu:
-        found = workspace.find(targets.form, _SHARE, *_SHARE.pack(operands))
+        found = workspace.workspace.find(data.get_device(), targets.form, _SHARE, *_SHARE.pack(operands))
         (found or functools.partial(workspace.run, _SHARE))(operands, targets)
         return
     h, groups, rows, num_rows, grouping = _hidden(operands)
-    assignments, addresses = _assignments(rows, num_rows), targets.addresses
-    pointers = (*addresses[: targets.peers], assignments.data_ptr(), *addresses[targets.peers :])
+    assignments = _assignments(rows, num_rows)  # kept until the launch
+    pointers = targets.pointers(assignments.data_ptr())
     multiply_groups_to(h, layer.down, groups, pointers, PeerStore(row_dtype, *targets.form), grouping)
 
 
@@ -219,10 +219,6 @@ def _assignments(rows: Tensor, num_rows: int) -> Tensor:
 def _run(signature: Signature[Operands], operands: Operands) -> Tensor:
     compute = functools.partial(workspace.run, signature) if operands.layer.activation.is_swiglu else _composed
     return _padded(operands, compute)
-
-
-def _run_reference(operands: Operands) -> Tensor:
-    return _padded(operands, _composed)
 
 
 def _padded(operands: Operands, compute: Callable[[Operands], Tensor]) -> Tensor:
@@ -301,24 +297,23 @@ def _empty(operands: Operands) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-_WHOLE = Signature(Operands, ("hidden_states", "top_k_index", "top_k_weights", "layer", "capacity", "residual"))
-_SHARE = Signature(Operands, set(Operands._fields) - {"capacity", "masters"})
-_experts, _partial = (
-    operator(
+def _operator(name: str, signature: Signature[Operands], check: Callable[[Operands], None]) -> Callable[..., Tensor]:
+    return operator(
         f"{name} -> Tensor",
         signature=signature,
         check=check,
-        quick=functools.partial(workspace.find, None, signature),
+        quick=lambda x, *others: workspace.workspace.find(x.get_device(), None, signature, x, *others),
         cuda=functools.partial(_run, signature),
-        reference=_run_reference,
+        reference=lambda operands: _padded(operands, _composed),
         fake=_empty,
         forward_only=True,
     )
-    for name, signature, check in (
-        ("experts", _WHOLE, checks.experts),
-        ("experts_partial", _SHARE, checks.partial),
-    )
-)
+
+
+_WHOLE = Signature(Operands, ("hidden_states", "top_k_index", "top_k_weights", "layer", "capacity", "residual"))
+_SHARE = Signature(Operands, set(Operands._fields) - {"capacity", "masters"})
+_experts = _operator("experts", _WHOLE, checks.experts)
+_partial = _operator("experts_partial", _SHARE, checks.partial)
 
 
 # ---- rows ----

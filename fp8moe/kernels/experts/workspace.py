@@ -7,7 +7,6 @@ at once, and fetch weights, as the sort has written the groups two kernels befor
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.launch import Operands as GemmOperands
 from fp8moe.kernels.gemm.launch import build as build_gemm
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
-from fp8moe.runtime import config
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard, planned
 from fp8moe.runtime.operator import Signature
@@ -37,10 +35,8 @@ class Workspace:
     """
 
     def __init__(self, operands: Operands, form: tuple[int, int, bool] | None):
-        x, index, layer, share, capacity = (
-            *(operands.hidden_states, operands.top_k_index, operands.layer),
-            *(operands.share, operands.capacity),
-        )
+        x, index, layer = operands.hidden_states, operands.top_k_index, operands.layer
+        share, capacity = operands.share, operands.capacity
         device = self.device_index = x.get_device()
         tokens, top_k = index.shape
         count, hidden, size = layer.down.data.shape
@@ -91,36 +87,34 @@ class Workspace:
         dtypes = Dtypes(row_dtype, operands.top_k_weights.dtype, out_dtype)
         self.combine = combine_launcher(device, tokens, hidden, top_k, num_rows, dtypes, **launch)
 
-    def run(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
+    def __call__(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
         """Returns (T, H) in the dtype of the input, or of the share; None if rows go to the targets."""
         (up, up_scale), (down, down_scale), _ = operands.layer
-        x, residual = operands.hidden_states, operands.residual
-        addresses = x.data_ptr() | up.data_ptr() | down.data_ptr() | (0 if residual is None else residual.data_ptr())
-        if addresses % 16:
-            return self.run(_as_kernels_load(operands), targets)
+        residual = 0 if operands.residual is None else operands.residual.data_ptr()
+        x, up_address, down_address = operands.hidden_states.data_ptr(), up.data_ptr(), down.data_ptr()
+        if (x | up_address | down_address | residual) & 15:
+            return self(_as_kernels_load(operands), targets)
         # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
         scratch = self.new_scratch()
         out = self.new_out() if targets is None else None
         base = scratch.data_ptr()
-        groups, rows, a, a_scale, h, h_scale, last = (base + offset for offset in self.offsets.values())
-        tokens = [x.data_ptr()]
-        if operands.hidden_scale is not None:
-            tokens.append(operands.hidden_scale.data_ptr())
+        groups, rows, a, a_scale, h, h_scale, last = [base + offset for offset in self.offsets.values()]
+        tokens = (x,) if operands.hidden_scale is None else (x, operands.hidden_scale.data_ptr())
         with device_guard(self.device_index):
             stream = current_stream(self.device_index)
             self.sort.launch(stream, operands.top_k_index.data_ptr(), groups, rows)
             self.permute.launch(stream, *tokens, rows, a, a_scale, 0 if targets is None else last)
             pointers = (up_scale.data_ptr(), h, self.size, h_scale, self.pitch)
-            self.gemm1.launch(stream, (a, a_scale, up.data_ptr(), h), pointers, groups)
-            mapped, scale = (h, h_scale, down.data_ptr(), last), down_scale.data_ptr()
+            self.gemm1.launch(stream, (a, a_scale, up_address, h), pointers, groups)
+            mapped, scale = (h, h_scale, down_address, last), down_scale.data_ptr()
             if targets is not None:
-                peers, addresses = targets.peers, targets.addresses
-                self.gemm2.launch(stream, mapped, (scale, *addresses[:peers], last, *addresses[peers:]), groups)
+                self.gemm2.launch(stream, mapped, (scale, *targets.pointers(last)), groups)
                 return None
             self.gemm2.launch(stream, mapped, (scale, last, self.hidden, 0), groups)
-            added = (residual, operands.residual_known, operands.known)
-            added = (0 if value is None else value.data_ptr() for value in added)
-            self.combine.launch(stream, last, rows, operands.top_k_weights.data_ptr(), *added, out.data_ptr())
+            known, now = operands.residual_known, operands.known
+            known, now = 0 if known is None else known.data_ptr(), 0 if now is None else now.data_ptr()
+            weights = operands.top_k_weights.data_ptr()
+            self.combine.launch(stream, last, rows, weights, residual, known, now, out.data_ptr())
         return out
 
 
@@ -128,26 +122,21 @@ class Workspace:
 def workspace(
     device_index: int, form: tuple[int, int, bool] | None, signature: Signature[Operands], *arguments: object
 ) -> Workspace:
-    """The `Workspace` for the operands that an operator's arguments stand for, in layouts that the kernels take."""
+    """The `Workspace` for the operands that an operator's arguments stand for, in layouts that the kernels take.
+
+    One that is found is for operands like others that have run: there is nothing to check.
+    """
     return Workspace(signature.unpack(*arguments), form)
-
-
-def find(
-    form: tuple[int, int, bool] | None, signature: Signature[Operands], x: Tensor, *arguments: object
-) -> Callable[..., Tensor | None] | None:
-    """What runs these operands if others like them have run: then there is nothing to check."""
-    found = workspace.find(x.get_device(), form, signature, x, *arguments)
-    return None if found is None or config.settings.backend == "reference" else found.run
 
 
 def run(signature: Signature[Operands], operands: Operands, targets: Targets | None = None) -> Tensor | None:
     """The layer, or a share of it, with a SwiGLU, H and I multiples of 16, and none of the operands empty.
 
-    signature: of the operator, which finds the workspace the next time. Returns what `Workspace.run` does.
+    signature: of the operator, which finds the workspace the next time. Returns what the `Workspace` does.
     """
     operands = _as_kernels_load(operands)
     form, device_index = targets and targets.form, operands.hidden_states.get_device()
-    return workspace(device_index, form, signature, *signature.pack(operands)).run(operands, targets)
+    return workspace(device_index, form, signature, *signature.pack(operands))(operands, targets)
 
 
 def _as_kernels_load(operands: Operands) -> Operands:
