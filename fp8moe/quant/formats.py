@@ -63,3 +63,9 @@ def empty_mn_major(*shape: int, device: torch.device | str) -> torch.Tensor:
         strides.insert(0, stride)
         stride *= size
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
+
+
+def empty_quantized(like: torch.Tensor, rows: int, columns: int) -> FP8Tensor:
+    """Uninitialized data (rows, columns), contiguous, and MN-major scale of 1x128 blocks, on the device of `like`."""
+    scale = like.new_empty_strided((rows, ceil_div(columns, BLOCK)), (1, align(rows, 4)), dtype=torch.float32)
+    return FP8Tensor(like.new_empty((rows, columns), dtype=torch.float8_e4m3fn), scale)

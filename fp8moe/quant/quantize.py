@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8moe.quant import reference
 from fp8moe.quant.checks import fp8_operand
-from fp8moe.quant.formats import BLOCK, SCALE_DEFINES, SCALE_FORMATS, FP8Tensor, align, ceil_div
+from fp8moe.quant.formats import BLOCK, SCALE_DEFINES, SCALE_FORMATS, FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
@@ -217,10 +217,8 @@ def _reference_128x128(w: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
 
 def _empty_1x128(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
     *lead, k = x.shape
-    rows, k_blocks = math.prod(lead), ceil_div(k, BLOCK)
-    scale = x.new_empty_strided((rows, k_blocks), (1, align(rows, 4)), dtype=torch.float32)
-    data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    return data, scale if len(lead) == 1 else scale.view(*lead, k_blocks)
+    data, scale = empty_quantized(x, math.prod(lead), k)
+    return (data, scale) if len(lead) == 1 else (data.view(x.shape), scale.view(*lead, scale.shape[-1]))
 
 
 def _empty_128x128(w: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8moe.quant import reference
 from fp8moe.quant.checks import check_groups, check_padded, check_scale, check_vector, fp8_operand
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, padded_rows
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, padded_rows
 from fp8moe.quant.quantize import has_vector_rows, quantizer_defines, unit_stride
 from fp8moe.quant.reference import Results, pad_groups
 from fp8moe.runtime.autograd import detached
@@ -209,15 +209,8 @@ def transposed(*results: Tensor) -> Transposed:
 
 def empty_results(like: Tensor, rows: int, features: int, groups: int) -> Results:
     """Uninitialized results for `rows` rows of `features` in `groups` groups, on the device of `like`."""
-    columns = padded_rows(rows, groups)
-    float8, float32 = torch.float8_e4m3fn, torch.float32
-    return Results(
-        like.new_empty((rows, features), dtype=float8),
-        like.new_empty_strided((rows, ceil_div(features, BLOCK)), (1, align(rows, 4)), dtype=float32),
-        like.new_empty((features, columns), dtype=float8),
-        like.new_empty_strided((features, columns // BLOCK), (1, align(features, 4)), dtype=float32),
-        like.new_empty((groups + 1,), dtype=torch.int32),
-    )
+    columns = empty_quantized(like, features, padded_rows(rows, groups))
+    return Results(*empty_quantized(like, rows, features), *columns, like.new_empty((groups + 1,), dtype=torch.int32))
 
 
 def _check(x: Tensor, group_offsets: Tensor | None, tokens: Tensor | None, row_weights: Tensor | None) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8moe.kernels.experts import checks, reference
 from fp8moe.quant.checks import fp8_operand
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.quant.quantize import quantizer_defines
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import check_tensor, row_major
@@ -111,7 +111,7 @@ def launcher(
 
 
 def _launch(x: Tensor, x_scale: Tensor | None, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    data, scale = empty_rows(x, num_rows)
+    data, scale = empty_quantized(x, num_rows, x.shape[1])
     if data.numel() and rows.numel():
         x, quantized = row_major(x), () if x_scale is None else (x_scale,)
         launch = launcher(x.get_device(), x, x_scale, rows.shape[1], num_rows)
@@ -119,24 +119,17 @@ def _launch(x: Tensor, x_scale: Tensor | None, rows: Tensor, num_rows: int) -> t
     return data, scale
 
 
-def empty_rows(x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Uninitialized data (num_rows, H) and MN-major scale for rows of x (T, H), on its device."""
-    hidden = x.shape[1]
-    scale = x.new_empty_strided((num_rows, ceil_div(hidden, BLOCK)), (1, align(num_rows, 4)), dtype=torch.float32)
-    return x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn), scale
-
-
 _permute_quantize = operator(
     "permute_quantize(Tensor x, Tensor rows, SymInt num_rows) -> (Tensor, Tensor)",
     check=checks.permute,
     cuda=lambda x, rows, num_rows: _launch(x, None, rows, num_rows),
     reference=reference.permute_quantize,
-    fake=lambda x, rows, num_rows: empty_rows(x, num_rows),
+    fake=lambda x, rows, num_rows: empty_quantized(x, num_rows, x.shape[1]),
 )
 _permute_fp8 = operator(
     "permute_fp8(Tensor data, Tensor scale, Tensor rows, SymInt num_rows) -> (Tensor, Tensor)",
     check=checks.permute_fp8,
     cuda=_launch,
     reference=reference.permute_fp8,
-    fake=lambda data, scale, rows, num_rows: empty_rows(data, num_rows),
+    fake=lambda data, scale, rows, num_rows: empty_quantized(data, num_rows, data.shape[1]),
 )

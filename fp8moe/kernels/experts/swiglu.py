@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.quant import reference
 from fp8moe.quant.checks import check_groups, check_vector
-from fp8moe.quant.formats import BLOCK, FP8Tensor, empty_mn_major, padded_rows
+from fp8moe.quant.formats import BLOCK, FP8Tensor, empty_quantized, padded_rows
 from fp8moe.quant.reference import Results, pad_groups
 from fp8moe.quant.transpose import TILE_BYTES, Transposed, empty_results, tile_launcher, tile_spec, transposed
 from fp8moe.runtime.checks import check_dtype, check_like, check_tensor, row_major
@@ -329,20 +329,13 @@ def _reference_backward(operands: BackwardOperands) -> tuple[Tensor, ...]:
     return *reference.both_ways(d_gate_up, d_gate_up, group_offsets), dots
 
 
-def _empty_data(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Data and scale by rows, as many as `like` has."""
-    rows = like.shape[0]
-    data = like.new_empty((rows, width), dtype=torch.float8_e4m3fn)
-    return data, empty_mn_major(rows, width // BLOCK, device=like.device)
-
-
 def _empty_values(operands: Operands | BackwardOperands, columns: int) -> Tensor:
     return operands.gate_up.new_empty((operands.gate_up.shape[0], columns) if operands.values else 0)
 
 
 def _empty_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     size = operands.gate_up.shape[1] // 2
-    return *_empty_data(operands.gate_up, size), _empty_values(operands, size)
+    return *empty_quantized(operands.gate_up, operands.gate_up.shape[0], size), _empty_values(operands, size)
 
 
 def _launch_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -359,7 +352,7 @@ def _reference_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def _empty_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
     width = operands.gate_up.shape[1]
     beside = _empty_values(operands, width), _empty_values(operands, width // 2)
-    return *_empty_data(operands.gate_up, width), _empty_dots(operands), *beside
+    return *empty_quantized(operands.gate_up, operands.gate_up.shape[0], width), _empty_dots(operands), *beside
 
 
 def _launch_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
