@@ -322,9 +322,9 @@ def test_operators():
     a, b, d = activations(len(layout), 144), weights(4, 24, 144), torch.zeros(len(layout), 24)
     (fa, _), (fb, _) = flat_groups(8, [128, 256]), flat_groups(16, [128, 256])
     calls = (
-        (layouts._op, (*a, *b, layout, None, 60, d)),
-        (layouts._op, (*a, *b, int32([5, 200, 300, 400]), 128, 60, d)),
-        (layouts._op, (*fa, *fb, int32([128, 256]), torch.zeros(2, 8, 16), True)),
+        (layouts._by_layout_op, (*a, *b, layout, None, 60, d)),
+        (layouts._by_layout_op, (*a, *b, int32([5, 200, 300, 400]), 128, 60, d)),
+        (layouts._flat_op, (*fa, *fb, int32([128, 256]), torch.zeros(2, 8, 16), True)),
     )
     for op, arguments in calls:
         torch.library.opcheck(op, arguments, test_utils=("test_faketensor", "test_autograd_registration"))

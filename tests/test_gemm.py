@@ -249,14 +249,13 @@ def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
     (a, a_scale), (b, b_scale) = operands(8, 24, 144)
     bias = torch.zeros(24, dtype=torch.bfloat16)
     c = torch.zeros(8, 24, dtype=torch.bfloat16)
-    call = dict(a=a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias, c=c, out_dtype=torch.bfloat16)
+    call = Operands(a, a_scale, b, b_scale, bias, c)
 
-    def find(**changed):
-        *values, out_dtype = (call | changed).values()
-        return launch.find_dense(Operands(*values), out_dtype)
+    def find(out_dtype=torch.bfloat16, **changed):
+        return launch.find_dense(call._replace(**changed), out_dtype)
 
     assert find() is None
-    plan = launch.dense(a.get_device(), Operands(*list(call.values())[:-1]), torch.bfloat16, pdl=False)
+    plan = launch.dense(a.get_device(), call, torch.bfloat16, False)
     assert find(a=a.clone(), bias=torch.ones_like(bias)) is plan
 
     def odd(data):  # same layout, but not at a multiple of 16 bytes
@@ -270,6 +269,7 @@ def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
         b_scale=(torch.zeros(1, 4)[:, ::2], b_scale[:, :1], b_scale.half()),
         bias=(None, bias.float(), bias[:16], torch.zeros(48, dtype=torch.bfloat16)[::2]),
         c=(None, odd(c), c.float(), c[:7], torch.zeros(8, 48, dtype=torch.bfloat16)[:, :24]),
+        groups=(torch.zeros(2, dtype=torch.int32),),
         out_dtype=(torch.float32,),
     )
     for name, values in different.items():

@@ -333,7 +333,8 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
     grouped_gemm_swiglu(a, gate_up, groups, activation=activation, max_m=max_m, expected_m=5, whole=(44, 4))
     *plain, swiglu = given
     for (epilogue, grouping), operands, out, *more in plain:
-        for value, like in zip((*operands[:4], operands.groups), (*a, *b, groups), strict=True):
+        rows = a if max_m is None else [t.unflatten(0, (2, 11)) for t in a]
+        for value, like in zip((*operands[:4], operands.groups), (*rows, *b, groups), strict=True):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
         assert out.shape == (22, 32) and out.stride() == (32, 1) and more == [0]
         assert grouping == Grouping(None if max_m is None else 5, max_m) and epilogue == PlainStore(torch.bfloat16)

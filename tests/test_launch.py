@@ -290,6 +290,21 @@ def test_a_plan_depends_on_layouts_not_on_addresses(built):
         assert plan.find(0, Pair(x, None), other) is None
 
 
+class Selected(NamedTuple):
+    data: torch.Tensor
+    name: str
+
+    def layouts(self):
+        return self.data.shape
+
+
+def test_a_named_tuple_says_what_counts(built):
+    plan, _ = built
+    made = plan(0, Selected(torch.zeros(4, 8), "a"))
+    assert plan.find(0, Selected(torch.zeros(8, 4).T, "b")) is made
+    assert plan.find(0, Selected(torch.zeros(3, 8), "a")) is None
+
+
 def test_two_functions_do_not_share_plans(built):
     plan, _ = built
     other = planned(lambda device_index, *sizes: object())

@@ -106,7 +106,7 @@ class FakeGemm:
     def find(*operands, **options):
         return None
 
-    def __init__(self, device_index, operands, out_dtype, *, pdl):
+    def __init__(self, device_index, operands, out_dtype, pdl):
         assert pdl and all(t.data_ptr() % 16 == 0 for t in operands[:3])
         self.out_dtype = out_dtype
         self.layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fp8moe.runtime import config
 from fp8moe.runtime.driver import DriverError, check, cuda_core, loading_code
@@ -415,7 +416,8 @@ class planned(Generic[Arguments, Plan]):
 
     Its first argument is the index of a device, which is current while it runs; 4096 plans are kept in all, then the
     oldest goes. A plan belongs to the settings that hold and to the function's arguments: of tensors among them, also
-    in a NamedTuple, to shape, strides, dtype and device, not to their addresses. Safe to call from several threads.
+    in a NamedTuple, to shape, strides, dtype and device, not to their addresses; a NamedTuple with a method `layouts`
+    says itself what counts. Safe to call from several threads.
     """
 
     def __init__(self, build: Callable[Arguments, Plan]):
@@ -457,10 +459,15 @@ def _add_layouts(key: list, values: Iterable[Any]) -> None:
     """Add the values to a key, and of tensors all that a plan may depend on."""
     add = key.append
     for value in values:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
             add((value.shape, value.stride(), value.dtype, value.get_device()))
-        elif type(value) in _PLAIN or not isinstance(value, tuple):
+        elif kind in _PLAIN:
             add(value)
-        else:
-            add(type(value))
+        elif hasattr(kind, "layouts"):
+            add(value.layouts())
+        elif isinstance(value, tuple):
+            add(kind)
             _add_layouts(key, value)
+        else:
+            add((value.shape, value.stride(), value.dtype, value.get_device()) if isinstance(value, Tensor) else value)

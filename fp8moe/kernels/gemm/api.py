@@ -59,9 +59,12 @@ def gemm(
     """
     a_data, a_scale = fp8_operand("a", a)
     b_data, b_scale = fp8_operand("b", b)
-    for name, value in (("bias", bias), ("c", c), ("out", out)):
-        if value is not None:
-            check_tensor(name, value)
+    if bias is not None:
+        check_tensor("bias", bias)
+    if c is not None:
+        check_tensor("c", c)
+    if out is not None:
+        check_tensor("out", out)
     checks.out_dtype(out_dtype, out)
     operands = (a_data, a_scale, b_data, b_scale, bias, c)
     if out is None:
@@ -88,15 +91,11 @@ def multiply(operands: Operands, out: Tensor, *, pdl: bool = False) -> None:
             checks.bias_vector(bias),
             c if c is None else row_major(c),
         )
-        launch.run_dense(launch.dense(a.get_device(), operands, out.dtype, pdl=pdl), operands, out)
+        launch.run_dense(launch.dense(a.get_device(), operands, out.dtype, pdl), operands, out)
         return
     dtype = out.dtype if c is None else torch.float32
     sums = reference.gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias, dtype)
     out.copy_(sums if c is None else sums + c)
-
-
-def _dtype(float32: bool) -> torch.dtype:
-    return torch.float32 if float32 else torch.bfloat16
 
 
 def _shape(
@@ -112,7 +111,7 @@ def _shape(
 def _gemm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, c: Tensor | None, float32: bool
 ) -> Tensor:
-    operands, dtype = Operands(a, a_scale, b, b_scale, bias, c), _dtype(float32)
+    operands, dtype = Operands(a, a_scale, b, b_scale, bias, c), torch.float32 if float32 else torch.bfloat16
     found = launch.find_dense(operands, dtype)
     if found is not None:
         out = found.new_out()
@@ -126,7 +125,7 @@ def _gemm(
 def _gemm_fake(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, c: Tensor | None, float32: bool
 ) -> Tensor:
-    dtype = _dtype(float32)
+    dtype = torch.float32 if float32 else torch.bfloat16
     return a.new_empty(_shape(a, a_scale, b, b_scale, bias, c, dtype), dtype=dtype)
 
 
@@ -307,13 +306,16 @@ def multiply_groups(
     grouping: Grouping = Grouping(),  # noqa: B008 (immutable)
     low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the products of checked operands to ``out`` on the backend that takes them; all rows in two dimensions."""
+    """Write the products of checked operands to ``out``, all rows in two dimensions, on the backend that takes them."""
     if out.numel() == 0 or b.data.shape[0] == 0:
         return
+    masked = a.data.shape[:2] if a.data.dim() == 3 else None
+    if masked or use_cuda(a.data):
+        a = checks.activations(*a)
     if not use_cuda(a.data):
         reference.grouped_gemm_reference(a, b, groups, out, max_m=grouping.max_m, low_rank=low_rank)
         return
-    a, groups = checks.activations(*a), groups.contiguous()
+    groups = groups.contiguous()
     if a.data.shape[1] == 0:
         _zero_groups(groups, out, grouping.max_m)
         return
@@ -321,6 +323,8 @@ def multiply_groups(
     if low_rank is not None:
         ranks, factors = (aligned(part.contiguous()) for part in low_rank)
         epilogue, more = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
+    if masked:  # as they are looked up before a call checks anything
+        a = FP8Tensor(*(part.unflatten(0, masked) for part in a))
     operands = Operands(*a, aligned(b.data), b.scale.contiguous(), groups=groups)
     grouping = grouping._replace(ranges=groups.dim() == 2)
     like = None if out.is_contiguous() else out
@@ -422,6 +426,13 @@ def _grouped_gemm_out_fake(
 
 
 def _masked(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None) -> Tensor:
+    if a.dim() == 3:
+        operands, shape = Operands(a, a_scale, b, b_scale, groups=masked_m), a.shape
+        found = launch.find_grouped(operands, _PLAIN[torch.bfloat16], Grouping(expected_m, shape[1]))
+        if found is not None:
+            out = found.new_out()
+            launch.run(found, operands, out, 0)
+            return out.unflatten(0, shape[:2])
     out = _masked_fake(a, a_scale, b, b_scale, masked_m, expected_m)
     _multiply_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
     return out
@@ -453,7 +464,7 @@ def _multiply_masked(
 ) -> None:
     rows = out.view(-1, out.shape[-1]) if out.numel() else out
     grouping = Grouping(expected_m, max_m=out.shape[1])
-    multiply_groups(checks.activations(a, a_scale), FP8Tensor(b, b_scale), masked_m, rows, grouping)
+    multiply_groups(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), masked_m, rows, grouping)
 
 
 def _swiglu(

@@ -18,7 +18,7 @@ from fp8moe.quant import reference
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize import has_vector_rows, unit_stride
 from fp8moe.quant.quantize import launcher as quantizer
-from fp8moe.runtime import autograd, config
+from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import row_major
 from fp8moe.runtime.launch import current_stream, device_guard, planned
@@ -79,7 +79,7 @@ class _Launcher:
         scale = scratch[self._data_bytes :].view(torch.float32).view(k_blocks, pitch).t()[:m]
         self._quantizer = quantizer(self._index, "quantize_1x128", rows, has_vector_rows(rows))
         operands = Operands(data, scale, weight, weight_scale_inv, bias)
-        self._gemm = launch.dense(self._index, operands, self._out_dtype, pdl=True)
+        self._gemm = launch.dense(self._index, operands, self._out_dtype, True)
 
     def __call__(self, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
         """Returns (..., N) in the dtype of x."""
@@ -121,8 +121,16 @@ def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
 
 
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-    found = _launcher.find(x.get_device(), x, weight, weight_scale_inv, bias, x.data_ptr() & 15 == 0)
-    if found is not None and config.settings.backend != "reference" and not weight.data_ptr() & 15:
+    # The layouts that the operands count by, written out: `planned` would take longer.
+    found = _launcher.find(
+        index := x.get_device(),
+        (x.shape, x.stride(), x.dtype, index),
+        (weight.shape, weight.stride(), weight.dtype, weight.get_device()),
+        (weight_scale_inv.shape, weight_scale_inv.stride(), weight_scale_inv.dtype, weight_scale_inv.get_device()),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+        x.data_ptr() & 15 == 0,
+    )
+    if found is not None and not weight.data_ptr() & 15:
         return found(x, weight, weight_scale_inv, bias)  # operands like them have run: there is nothing to check
     check(x, weight, weight_scale_inv, bias)
     n, k = weight.shape

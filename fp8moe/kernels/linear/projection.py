@@ -35,7 +35,7 @@ def projection(
 
 def _projection(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
     operands, out_dtype = Operands(a, a_scale, b, b_scale, bias), torch.float32 if float32 else torch.bfloat16
-    found = launch.find_dense(operands, out_dtype, pdl=True)
+    found = launch.find_dense(operands, out_dtype, True)
     if found is not None:
         out = found.new_out()
         launch.run_dense(found, operands, out)
