@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterable
+from types import SimpleNamespace
 
+from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.sm90 import TileConfig
 from fp8moe.kernels.gemm.source import kernel_spec
@@ -40,4 +42,14 @@ def faults(variants: Iterable[tuple[TileConfig, int, int]], epilogue: Epilogue) 
         share = REGISTERS_PER_SM // (config.threads * config.blocks_per_sm)
         if any(memory) or complaints or report.static_smem or report.registers > share:
             found[config] = (memory, complaints, report.static_smem, report.registers)
+    return found
+
+
+def without_gpu(monkeypatch, num_sms: int = 132) -> list:
+    """The arguments of the kernels whose launchers are built from now on, without a GPU."""
+    found = []
+    monkeypatch.setattr(launch, "tensor_map", lambda *operands, **layout: SimpleNamespace(replace_address=None))
+    monkeypatch.setattr(launch, "load", lambda spec: None)
+    monkeypatch.setattr(launch, "num_sms", lambda index: num_sms)
+    monkeypatch.setattr(launch, "Launcher", lambda kernel, *, args, **options: found.append(args[-1]))
     return found

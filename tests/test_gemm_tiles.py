@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fp8moe.kernels.gemm import variant
+from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.cost import dense_time, resident_clusters
 from fp8moe.kernels.gemm.epilogue import AddAndStore, PlainStore
 from fp8moe.kernels.gemm.sm90 import PRODUCER_REGISTERS, TileConfig, tokens_of_tile, with_stages
@@ -22,7 +22,7 @@ from fp8moe.kernels.gemm.tiles import (
 )
 from fp8moe.runtime import compilers, jit
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
-from tests.gemm_variants import COMPLAINTS, faults, one_of_each
+from tests.gemm_variants import COMPLAINTS, faults, one_of_each, without_gpu
 
 SMS = 132
 BENCHMARK_WEIGHTS = ((576, 7168), (2112, 7168), (4096, 7168), (7168, 2048), (7168, 16384), (24576, 1536), (32768, 512))
@@ -112,14 +112,13 @@ def test_raster_group_is_square_and_even():
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_weights_of_the_whole_ring_come_early_behind_a_kernel_that_is_running(pdl, monkeypatch):
-    monkeypatch.setattr(variant, "tensor_map", lambda *operands, **layout: None)
+    arguments = without_gpu(monkeypatch, SMS)
     config = with_stages(TileConfig(64, 64, warpgroups=1), 7168)
     a, a_scale = torch.empty(64, 7168, dtype=torch.float8_e4m3fn), torch.empty(56, 64).t()
-    b, out = torch.empty(64, 7168, dtype=torch.float8_e4m3fn), torch.empty(64, 64, dtype=torch.bfloat16)
-    options = {"max_m": None, "ranges": False, "pdl": pdl}
-    made = variant.Variant(config, (a, a_scale, b, out), PlainStore(torch.bfloat16), SMS, **options)
+    b = torch.empty(64, 7168, dtype=torch.float8_e4m3fn)
+    launch.build(launch.Operands(a, a_scale, b), PlainStore(torch.bfloat16), tile=config, pdl=pdl)
     assert config.stages > config.first_stages == 2
-    assert made._arguments.early_stages == (config.stages if pdl else 2)
+    assert arguments[-1].early_stages == (config.stages if pdl else 2)
 
 
 def test_raster_group_is_all_rows_where_the_tokens_stay_in_l2():

@@ -14,6 +14,7 @@ from fp8moe.kernels.gemm.tiles import GroupedProblem, Grouping, choose_dense, ch
 from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.quant.formats import ceil_div, empty_mn_major
 from fp8moe.runtime import jit
+from tests.gemm_variants import without_gpu
 
 SMS = 132
 MOST = 16384
@@ -62,9 +63,7 @@ def test_rows_for_other_gpus(out_dtype):
 def test_a_part_counts_with_the_rows_of_the_whole(monkeypatch):
     noted, n, k = [], 2112, 1024
     monkeypatch.setattr(launch, "note", lambda family, rows: noted.append((family.groups, rows)))
-    monkeypatch.setattr(launch, "num_sms", lambda index: SMS)
-    for name in ("tensor_map", "load", "Launcher"):
-        monkeypatch.setattr(launch, name, lambda *arguments, **options: None)
+    without_gpu(monkeypatch, SMS)
     a, b = (torch.empty(*shape, k, dtype=torch.float8_e4m3fn) for shape in ((97,), (4, n)))
     scale, out = empty_mn_major(97, ceil_div(k, 128), device="cpu"), torch.empty(97, n, dtype=torch.bfloat16)
     for whole in (None, (7 * 24, 8)):
