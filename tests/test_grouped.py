@@ -14,6 +14,7 @@ from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from fp8moe.runtime import operator
 from fp8moe.runtime.checks import aligned
 from tests.compilers import INDUCTOR
 from tests.errors import error_in_its_dtype
@@ -330,6 +331,7 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
         grouped_gemm_masked([t.unflatten(0, (2, 11)) for t in odd_a], odd_b, odd_groups, expected_m=5)
     activation = Activation(limit=7.0)
     gate_up = gate_up_weights(2, 16, 272)
+    monkeypatch.setattr(operator, "use_cuda", lambda *tensors: True)
     grouped_gemm_swiglu(a, gate_up, groups, activation=activation, max_m=max_m, expected_m=5, whole=(44, 4))
     *plain, swiglu = given
     for (epilogue, grouping), operands, out, *more in plain:

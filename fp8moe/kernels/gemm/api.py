@@ -3,7 +3,8 @@
 The operator ``fp8moe::grouped_gemm_swiglu`` is the first GEMM of an experts layer with its activation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ from fp8moe.kernels.gemm.epilogue import AddLowRank, PeerStore, PlainStore, Swig
 from fp8moe.kernels.gemm.launch import Operands
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.checks import fp8_operand, mn_major
-from fp8moe.quant.formats import FP8Tensor, align, ceil_div
+from fp8moe.quant.formats import FP8Tensor, empty_quantized
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import aligned, check_like, check_own_memory, check_tensor, overlap, row_major
 from fp8moe.runtime.launch import current_stream, device_guard
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.operator import define, operator
 
 _NAMES = ("a.data", "a.scale", "b.data", "b.scale")
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
@@ -467,7 +468,22 @@ def _multiply_masked(
     multiply_groups(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), masked_m, rows, grouping)
 
 
-def _swiglu(
+def _check_swiglu(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    groups: Tensor,
+    limit: float | None,
+    alpha: float | None,
+    max_m: int | None,
+    expected_m: int | None,
+    whole: Sequence[int] | None,
+) -> None:
+    checks.swiglu(a, a_scale, b, b_scale, groups, max_m)
+
+
+def _swiglu_cuda(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -479,37 +495,38 @@ def _swiglu(
     expected_m: int | None,
     whole: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    out = FP8Tensor(*_swiglu_fake(a, a_scale, b, b_scale, groups, limit, alpha, max_m, expected_m, whole))
-    activation = Activation(limit, alpha)
-    if not out.data.numel() or not b.shape[0]:
-        return tuple(out)
-    if not use_cuda(a):
-        operands = FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups
-        reference.grouped_gemm_swiglu_reference(*operands, activation, out, max_m=max_m)
-        return tuple(out)
-    rows = checks.activations(a, a_scale)
-    operands = Operands(*rows, aligned(b), b_scale.contiguous(), groups=groups.contiguous())
-    grouping = Grouping(expected_m, max_m, whole and tuple(whole))
-    found = launch.grouped(a.get_device(), operands, SwigluQuantize(activation), grouping)
-    launch.run(found, operands, out.data, out.scale.data_ptr(), out.scale.stride(1))
+    data, scale = _empty_swiglu(a, a_scale, b)
+    if data.numel() and b.shape[0]:
+        rows = checks.activations(a, a_scale)
+        operands = Operands(*rows, aligned(b), b_scale.contiguous(), groups=groups.contiguous())
+        grouping = Grouping(expected_m, max_m, whole and tuple(whole))
+        found = launch.grouped(a.get_device(), operands, SwigluQuantize(Activation(limit, alpha)), grouping)
+        launch.run(found, operands, data, scale.data_ptr(), scale.stride(1))
+    return data, scale
+
+
+def _swiglu_reference(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    groups: Tensor,
+    limit: float | None,
+    alpha: float | None,
+    max_m: int | None,
+    expected_m: int | None,
+    whole: Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:
+    out = FP8Tensor(*_empty_swiglu(a, a_scale, b))
+    if out.data.numel() and b.shape[0]:
+        operands = FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups, Activation(limit, alpha)
+        reference.grouped_gemm_swiglu_reference(*operands, out, max_m=max_m)
     return tuple(out)
 
 
-def _swiglu_fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    groups: Tensor,
-    limit: float | None,
-    alpha: float | None,
-    max_m: int | None,
-    expected_m: int | None,
-    whole: Sequence[int] | None,
-) -> tuple[Tensor, Tensor]:
-    _, m, size = checks.swiglu(a, a_scale, b, b_scale, groups, max_m)
-    scale = a.new_empty_strided((m, ceil_div(size, 128)), (1, align(m, 4)), dtype=torch.float32)
-    return a.new_empty((m, size), dtype=torch.float8_e4m3fn), scale
+def _empty_swiglu(a: Tensor, a_scale: Tensor, b: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    """Uninitialized data and scale of the result."""
+    return tuple(empty_quantized(a, a.shape[0], b.shape[1] // 2))
 
 
 _PLAIN = {dtype: PlainStore(dtype) for dtype in checks.RESULTS}
@@ -535,11 +552,13 @@ _masked_out_op = define(
     _masked_out_fake,
     forward_only=True,
 )
-_swiglu_op = define(
+_swiglu_op = operator(
     f"grouped_gemm_swiglu({_OPERANDS}, Tensor groups, float? limit, float? alpha, SymInt? max_m, SymInt? expected_m, "
     "SymInt[]? whole) -> (Tensor, Tensor)",
-    _swiglu,
-    _swiglu_fake,
+    check=_check_swiglu,
+    cuda=_swiglu_cuda,
+    reference=_swiglu_reference,
+    fake=_empty_swiglu,
     forward_only=True,
 )
 
@@ -597,40 +616,44 @@ def weight_gradients(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, dtype: t
     return grouped_gemm_k(a, b, group_offsets, out=out).to(dtype)
 
 
-def _multiply_along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
-    if out.numel() == 0:
+def _along_k_cuda(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
+    if not out.numel():
         return
-    if not use_cuda(a.data):
-        reference.grouped_gemm_k_reference(a, b, group_offsets, out, accumulate)
-    elif a.data.shape[1] == 0:
-        if not accumulate:
-            out.zero_()
-    else:
+    if a.data.shape[1]:
         a, b = (FP8Tensor(row_major(data), mn_major(scale)) for data, scale in (a, b))
         launch.run_along_k(a, b, group_offsets.contiguous(), out, accumulate)
+    elif not accumulate:
+        out.zero_()
 
 
-def _along_k(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
-    out = _along_k_fake(a, a_scale, b, b_scale, group_offsets)
-    _multiply_along_k(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, False)
+def _along_k(
+    run: Callable[..., None], a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor
+) -> Tensor:
+    out = _empty_along_k(a, a_scale, b, b_scale, group_offsets)
+    run(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, False)
     return out
 
 
-def _along_k_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
-    shape = checks.along_k(a, a_scale, b, b_scale, group_offsets)
-    return torch.empty(shape, dtype=torch.float32, device=a.device)
+def _empty_along_k(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
+    return a.new_empty((group_offsets.shape[0] - 1, a.shape[0], b.shape[0]), dtype=torch.float32)
 
 
 def _along_k_out(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool
+    run: Callable[..., None],
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    group_offsets: Tensor,
+    out: Tensor,
+    accumulate: bool,
 ) -> None:
-    _along_k_out_fake(a, a_scale, b, b_scale, group_offsets, out, accumulate)
     named = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "group_offsets": group_offsets}
     check_own_memory(out, named)
-    _multiply_along_k(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, accumulate)
+    run(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, accumulate)
 
 
-def _along_k_out_fake(
+def _check_along_k_out(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool
 ) -> None:
     dtypes = (torch.float32,) if accumulate else (torch.float32, torch.bfloat16)
@@ -639,12 +662,19 @@ def _along_k_out_fake(
         raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
 
 
-_along_k_op = define(
-    f"grouped_gemm_k({_OPERANDS}, Tensor group_offsets) -> Tensor", _along_k, _along_k_fake, forward_only=True
+_along_k_op = operator(
+    f"grouped_gemm_k({_OPERANDS}, Tensor group_offsets) -> Tensor",
+    check=checks.along_k,
+    cuda=partial(_along_k, _along_k_cuda),
+    reference=partial(_along_k, reference.grouped_gemm_k_reference),
+    fake=_empty_along_k,
+    forward_only=True,
 )
-_along_k_out_op = define(
+_along_k_out_op = operator(
     f"grouped_gemm_k_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, bool accumulate) -> ()",
-    _along_k_out,
-    _along_k_out_fake,
+    check=_check_along_k_out,
+    cuda=partial(_along_k_out, _along_k_cuda),
+    reference=partial(_along_k_out, reference.grouped_gemm_k_reference),
+    fake=lambda *operands: None,
     forward_only=True,
 )
