@@ -236,8 +236,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def write_prefill(backend, operands: Prefill, *, fill_masked: bool, max_range: int | None = None) -> Tensor:
-    """What a backend (reference, mqa_logits_plan) makes of a result full of POISON, none of it behind the result.
+def write_prefill(write, operands: Prefill, *, fill_masked: bool, max_range: int | None = None) -> Tensor:
+    """What `write` (`reference.mqa_logits` or `launch`) makes of a result full of POISON, none of it behind the result.
 
     max_range: columns, each row from where its range starts on.
     """
@@ -246,26 +246,26 @@ def write_prefill(backend, operands: Prefill, *, fill_masked: bool, max_range: i
     return _write(
         (q.shape[0], data.shape[0] if max_range is None else max_range),
         q.device,
-        lambda out: backend.mqa_logits(checks.Prefill(q, data, scale, *rest), out, **options),
+        lambda out: write(checks.Prefill(q, data, scale, *rest), out, **options),
     )
 
 
-def check_prefill(backend, operands: Prefill, *max_ranges: int) -> None:
-    """A backend's scores, with and without -inf, by key and in rows of max_ranges from the start of each range on."""
+def check_prefill(write, operands: Prefill, *max_ranges: int) -> None:
+    """What `write` writes, with and without -inf, by key and in rows of max_ranges from the start of each range on."""
     exact = exact_prefill(operands)
     for max_range in (None, *max_ranges):
         expected = exact if max_range is None else from_starts(exact, operands.starts, max_range)
-        assert_matches(write_prefill(backend, operands, fill_masked=True, max_range=max_range), expected)
-        out = write_prefill(backend, operands, fill_masked=False, max_range=max_range)
+        assert_matches(write_prefill(write, operands, fill_masked=True, max_range=max_range), expected)
+        out = write_prefill(write, operands, fill_masked=False, max_range=max_range)
         assert_matches(out, expected, masked=POISON)
 
 
-def write_paged(backend, operands: Paged, max_context_len: int, *, fill_masked: bool) -> Tensor:
+def write_paged(write, operands: Paged, max_context_len: int, *, fill_masked: bool) -> Tensor:
     q = operands.q
     return _write(
         (q.shape[0] * q.shape[1], max_context_len),
         q.device,
-        lambda out: backend.paged_mqa_logits(operands, out, fill_masked=fill_masked),
+        lambda out: write(operands, out, fill_masked=fill_masked),
     )
 
 

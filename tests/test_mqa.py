@@ -46,7 +46,7 @@ def test_ranges(heads, head_dim, kind):
     out = mqa_logits(*operands)
     assert out.is_contiguous()
     cases.assert_matches(out, exact)
-    cases.check_prefill(reference, operands, 1, 50, 90, 130)
+    cases.check_prefill(reference.mqa_logits, operands, 1, 50, 90, 130)
     out = mqa_logits(*operands, max_range=50)
     assert out.is_contiguous()
     cases.assert_matches(out, cases.from_starts(exact, operands.starts, 50))
@@ -140,7 +140,7 @@ def test_paged(heads, head_dim, next_n):
         out = paged_mqa_logits(*operands, max_context_len=max_context_len)
         assert out.is_contiguous()
         cases.assert_matches(out, exact)
-        out = cases.write_paged(reference, operands, max_context_len, fill_masked=False)
+        out = cases.write_paged(reference.paged_mqa_logits, operands, max_context_len, fill_masked=False)
         cases.assert_matches(out, exact, masked=POISON)
 
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.indexer import mqa_cache_plan
-from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, append_kv, new_kv_cache, read_kv
+from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, append_kv, kernel_spec, new_kv_cache, read_kv
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.runtime.checks import FLOATING
@@ -241,6 +240,6 @@ def test_compile_fullgraph(dynamic):
 
 @pytest.mark.parametrize("head_dim,dtype,ue8m0", list(itertools.product(HEAD_DIMS, FLOATING, (False, True))))
 def test_every_variant_compiles_without_spills(head_dim, dtype, ue8m0):
-    report = compile_report(mqa_cache_plan.kernel_spec(head_dim, dtype, ue8m0))
+    report = compile_report(kernel_spec(head_dim, dtype, ue8m0))
     assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
     assert report.registers <= 32  # 64 warps on an SM of 65536 registers

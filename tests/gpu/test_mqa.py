@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.kernels.indexer import mqa_logits_plan
 from fp8moe.kernels.indexer.mqa_cache import append_kv
-from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
+from fp8moe.kernels.indexer.mqa_logits import launch, launch_paged, mqa_logits, paged_mqa_logits
 from fp8moe.quant.formats import FP8Tensor
 from tests import gemm_cases
 from tests import mqa_cases as cases
@@ -29,13 +28,13 @@ paged = partial(cases.paged, device=DEVICE)
 def check_prefill(operands):
     """By key, and in rows from the start of each range on that are shorter than some ranges, and longer than all."""
     keys = operands.kv.data.shape[0]
-    cases.check_prefill(mqa_logits_plan, operands, keys // 3 + 1, keys + 70)
+    cases.check_prefill(launch, operands, keys // 3 + 1, keys + 70)
 
 
 def check_paged(operands, max_context_len):
     exact = cases.exact_paged(operands, max_context_len)
-    cases.assert_matches(cases.write_paged(mqa_logits_plan, operands, max_context_len, fill_masked=True), exact)
-    out = cases.write_paged(mqa_logits_plan, operands, max_context_len, fill_masked=False)
+    cases.assert_matches(cases.write_paged(launch_paged, operands, max_context_len, fill_masked=True), exact)
+    out = cases.write_paged(launch_paged, operands, max_context_len, fill_masked=False)
     cases.assert_matches(out, exact, masked=POISON)
 
 

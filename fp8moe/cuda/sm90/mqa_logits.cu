@@ -11,7 +11,7 @@
 //   consume          the math warpgroups multiply and fold (mqa_fold.cuh). The rows of wgmma are kv tokens, its columns
 //                    the heads of the warpgroup's queries, and all of D is one product.
 //
-// Compile-time constants come from kernels/indexer/source.py: HEADS, HEAD_DIM, QUERIES, PAGED, COLUMN_GROUPS x
+// Compile-time constants come from kernels/indexer/sm90.py: HEADS, HEAD_DIM, QUERIES, PAGED, COLUMN_GROUPS x
 // ROW_GROUPS math warpgroups (the former split the queries, the latter take tiles in turns), COLUMNS of wgmma, THREADS,
 // TILE, TILE_ROWS of kv's tensor map in a tile, STAGES of kv tiles, Q_SLOTS for queries, registers, sizes.
 #include "mqa_cache.cuh"

@@ -33,6 +33,11 @@ class Prefill(NamedTuple):
     starts: Tensor
     ends: Tensor
 
+    def layouts(self) -> tuple:
+        """What a launcher is kept by: all else is contiguous by then."""
+        q, kv = self.q, self.kv
+        return q.shape, kv.shape, kv.stride(0)
+
 
 class Paged(NamedTuple):
     """Operands of ``paged_mqa_logits``."""
@@ -42,6 +47,11 @@ class Paged(NamedTuple):
     weights: Tensor
     context_lens: Tensor
     block_table: Tensor
+
+    def layouts(self) -> tuple:
+        """What a launcher is kept by: all else is contiguous by then."""
+        q, kv_cache, _, context_lens, block_table = self
+        return q.shape, kv_cache.shape, context_lens.dim(), block_table.shape, block_table.stride(0)
 
 
 def prefill(operands: Prefill) -> tuple[int, int]:

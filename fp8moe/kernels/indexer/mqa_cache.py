@@ -5,16 +5,24 @@ block are the E4M3 values of its keys, token after token; the other 256 are thei
 s % 64 of block s // 64. `append_kv` and the operator ``fp8moe::append_kv`` behind it fill it, `read_kv` reads it back.
 """
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.indexer import checks, mqa_cache_plan, reference
+from fp8moe.kernels.indexer import checks, reference
 from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, HEAD_DIMS, SCALE_BYTES
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.formats import FP8Tensor, ceil_div
+from fp8moe.quant.quantize import quantizer_defines
 from fp8moe.runtime.autograd import detached
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.checks import check_tensor, row_major
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import WARP
+
+_WARPS = 4  # of a thread block
+_LANE_BYTES = 16  # of a key
 
 
 def new_kv_cache(num_blocks: int, head_dim: int, *, device: torch.device | str) -> Tensor:
@@ -45,7 +53,7 @@ def append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, *, scale_format: str =
     """
     for name, value in (("kv_cache", kv_cache), ("k", k), ("slots", slots)):
         check_tensor(name, value)
-    _append_kv_op(kv_cache, detached(k), slots, scale_format)
+    _append_kv(kv_cache, detached(k), slots, scale_format)
 
 
 def read_kv(kv_cache: Tensor, slots: Tensor) -> FP8Tensor:
@@ -64,15 +72,54 @@ def read_kv(kv_cache: Tensor, slots: Tensor) -> FP8Tensor:
     return FP8Tensor(*reference.read_kv(kv_cache, slots))
 
 
-def _append_kv(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
-    checks.append(kv_cache, k, slots, scale_format)
+def kernel_spec(head_dim: int, dtype: torch.dtype, ue8m0: bool) -> KernelSpec:
+    """The kernel for keys of `head_dim` columns and `dtype`."""
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_TOKENS": BLOCK_TOKENS,
+        "WARPS": _WARPS,
+        "TOKENS": _tokens_per_block(head_dim, dtype),
+    }
+    return KernelSpec("append_kv.cu", "append_kv", (*quantizer_defines(dtype, ue8m0=ue8m0), *constants.items()))
+
+
+def _tokens_per_block(head_dim: int, dtype: torch.dtype) -> int:
+    return _WARPS * WARP * _LANE_BYTES // (head_dim * dtype.itemsize)
+
+
+@planned
+def launcher(
+    device_index: int, k_shape: torch.Size, row_stride: int, dtype: torch.dtype, num_slots: int, ue8m0: bool
+) -> PointerLauncher:
+    """The launcher for k (T, D), its rows contiguous and at multiples of 16 bytes, slots and the cache."""
+    tokens, head_dim = k_shape
+    return PointerLauncher(
+        load(kernel_spec(head_dim, dtype, ue8m0)),
+        grid=ceil_div(tokens, _tokens_per_block(head_dim, dtype)),
+        block=_WARPS * WARP,
+        pointers=3,
+        args=tuple(map(ctypes.c_int64, (tokens, row_stride, num_slots))),
+    )
+
+
+def _launch(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
     checks.cache_address(kv_cache)
-    if use_cuda(k):
-        mqa_cache_plan.append_kv(kv_cache, k, slots, scale_format == "ue8m0")
-    else:
-        reference.append_kv(kv_cache, k, slots, scale_format == "ue8m0")
+    num_slots = kv_cache.shape[0] * BLOCK_TOKENS
+    if k.shape[0] and num_slots:
+        k = row_major(k)
+        launch = launcher(k.get_device(), k.shape, k.stride(0), k.dtype, num_slots, scale_format == "ue8m0")
+        launch(k, slots.contiguous(), kv_cache)
 
 
-_append_kv_op = define(
-    "append_kv(Tensor(a!) kv_cache, Tensor k, Tensor slots, str scale_format) -> ()", _append_kv, checks.append
+def _reference(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
+    checks.cache_address(kv_cache)
+    reference.append_kv(kv_cache, k, slots, scale_format == "ue8m0")
+
+
+_append_kv = operator(
+    "append_kv(Tensor(a!) kv_cache, Tensor k, Tensor slots, str scale_format) -> ()",
+    check=checks.append,
+    cuda=_launch,
+    reference=_reference,
+    fake=lambda *operands: None,
 )

@@ -3,17 +3,23 @@
 S query tokens, T keys, H heads, D head width, B sequences, next_n query tokens of each (speculative decoding).
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.indexer import checks, mqa_logits_plan, reference
+from fp8moe.kernels.indexer import checks, reference
 from fp8moe.kernels.indexer.checks import Paged, Prefill
+from fp8moe.kernels.indexer.sm90 import TILE, Arguments, MqaConfig, kernel_spec, paged_config, prefill_config
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.runtime import autograd
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operator import define
+from fp8moe.runtime import autograd, config
+from fp8moe.runtime.checks import aligned, check_tensor, row_major
+from fp8moe.runtime.jit import load
+from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
+from fp8moe.runtime.operator import Signature, operator
 
 
 def mqa_logits(
@@ -57,7 +63,7 @@ def mqa_logits(
 
 def scores(operands: Prefill, columns: int | None, *, from_starts: bool, fill_masked: bool) -> Tensor:
     """`mqa_logits` with T columns (None), with more, or with any number of them from the start of each range on."""
-    return autograd.run(_mqa_logits_op, "fp8moe.mqa_logits", *operands, columns, from_starts, fill_masked)
+    return autograd.run(_mqa_logits, "fp8moe.mqa_logits", *operands, columns, from_starts, fill_masked)
 
 
 def paged_mqa_logits(
@@ -93,59 +99,187 @@ def paged_mqa_logits(
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device, a cache that is not
     contiguous or not aligned, or a max_context_len outside [0, 2**31).
     """
-    operands = (q, kv_cache, weights, context_lens, block_table)
-    for name, value in zip(("q", "kv_cache", "weights", "context_lens", "block_table"), operands, strict=True):
+    operands = Paged(q, kv_cache, weights, context_lens, block_table)
+    for name, value in zip(Paged._fields, operands, strict=True):
         check_tensor(name, value)
     checks.row_length("max_context_len", max_context_len)
-    return autograd.run(_paged_op, "fp8moe.paged_mqa_logits", *operands, max_context_len, fill_masked)
+    return autograd.run(_paged_mqa_logits, "fp8moe.paged_mqa_logits", *operands, max_context_len, fill_masked)
 
 
-def _mqa_logits(*arguments: Tensor | int | None) -> Tensor:
-    *operands, _, from_starts, fill_masked = arguments
-    operands = Prefill(*operands)
-    out = _mqa_logits_fake(*arguments)
-    if out.numel() and operands.kv.shape[0]:
-        backend = mqa_logits_plan if use_cuda(operands.q) else reference
-        backend.mqa_logits(operands, out, fill_masked=fill_masked, from_starts=from_starts)
-    elif fill_masked:
+# ---- launches of cuda/sm90/mqa_logits.cu ----
+
+
+class _Kernel(NamedTuple):
+    """A kernel's launcher, and what each call changes: the tensor maps of q, keys and their scales, the arguments."""
+
+    launcher: Launcher
+    maps: tuple[TensorMap, TensorMap, TensorMap]
+    arguments: Arguments
+
+    def launch(self, q: Tensor, keys: Tensor, key_scales: Tensor, **pointers: Tensor) -> None:
+        """Enqueue the kernel on PyTorch's current stream. pointers: what those in the arguments point to, by name."""
+        index = q.get_device()
+        with device_guard(index), self.launcher.lock:
+            for tensor_map, tensor in zip(self.maps, (q, keys, key_scales), strict=True):
+                tensor_map.replace_address(tensor.data_ptr())
+            for name, tensor in pointers.items():
+                setattr(self.arguments, name, tensor.data_ptr())
+            self.launcher.launch(current_stream(index))
+
+
+def _kernel(variant: MqaConfig, q: Tensor, keys: TensorMap, key_scales: TensorMap, arguments: Arguments) -> _Kernel:
+    if config.settings.print_configs:
+        print(f"fp8moe mqa_logits queries={arguments.queries} columns={arguments.columns}: {variant}")
+    rows, box = q.view(-1, variant.head_dim), (variant.columns, variant.head_dim)
+    queries = tensor_map(rows, shape=rows.shape, strides=rows.stride(), box=box, swizzle=variant.head_dim)
+    launcher = Launcher(
+        load(kernel_spec(variant)),
+        grid=num_sms(q.get_device()),
+        block=variant.threads,
+        smem=variant.shared_bytes,
+        args=(queries, keys, key_scales, arguments),
+    )
+    return _Kernel(launcher, (queries, keys, key_scales), arguments)
+
+
+@planned
+def _prefill_kernel(
+    device_index: int, operands: Prefill, columns: int, from_starts: bool, fill_masked: bool, variant: MqaConfig | None
+) -> _Kernel:
+    q, kv, kv_scale, *_ = operands
+    (queries, heads, head_dim), tokens = q.shape, kv.shape[0]
+    variant = variant or prefill_config(heads, head_dim)
+    box = (variant.tile_rows, head_dim)
+    return _kernel(
+        variant,
+        q,
+        tensor_map(kv, shape=kv.shape, strides=kv.stride(), box=box, swizzle=head_dim),
+        tensor_map(kv_scale, shape=(1, tokens), strides=(tokens, 1), box=(1, TILE), l2_promotion=0),
+        Arguments(
+            queries=queries,
+            limit=tokens,
+            longest=columns,
+            columns=columns,
+            from_starts=from_starts,
+            fill_masked=fill_masked,
+        ),
+    )
+
+
+@planned
+def _paged_kernel(
+    device_index: int, operands: Paged, columns: int, fill_masked: bool, variant: MqaConfig | None
+) -> _Kernel:
+    q, kv_cache, _, context_lens, block_table = operands
+    batch, next_n, heads, head_dim = q.shape
+    num_blocks, max_blocks = kv_cache.shape[0], block_table.shape[1]
+    variant = variant or paged_config(heads, head_dim, next_n)
+    # The cache as rows of one key.
+    shape, box = (num_blocks * variant.tile_rows, head_dim), (variant.tile_rows, head_dim)
+    keys = tensor_map(kv_cache, shape=shape, strides=(head_dim, 1), box=box, swizzle=head_dim)
+    arguments = Arguments(
+        queries=batch * next_n,
+        limit=min(columns, TILE * max_blocks),
+        per_query=context_lens.dim() == 2,
+        table_pitch=block_table.stride(0),
+        num_blocks=num_blocks,
+        columns=columns,
+        fill_masked=fill_masked,
+    )
+    return _kernel(variant, q, keys, keys, arguments)
+
+
+def launch(
+    operands: Prefill, out: Tensor, *, fill_masked: bool, from_starts: bool = False, variant: MqaConfig | None = None
+) -> None:
+    """Write the scores of checked operands to out (S, columns) float32, contiguous, not empty.
+
+    from_starts: the first column is the first key of each range, rather than key 0: then there may be fewer than T.
+    variant: instead of the usual one.
+    """
+    q, kv, kv_scale, weights, starts, ends = operands
+    q, kv, kv_scale, weights = aligned(q), row_major(kv), aligned(kv_scale), aligned(weights)
+    starts, ends = starts.contiguous(), ends.contiguous()
+    operands = Prefill(q, kv, kv_scale, weights, starts, ends)
+    kernel = _prefill_kernel(q.get_device(), operands, out.shape[1], from_starts, fill_masked, variant)
+    kernel.launch(q, kv, kv_scale, weights=weights, starts=starts, ends=ends, scores=out)
+
+
+def launch_paged(operands: Paged, out: Tensor, *, fill_masked: bool, variant: MqaConfig | None = None) -> None:
+    """`launch` over a paged cache, for out (B * next_n, max_context_len)."""
+    q, kv_cache, weights, context_lens, block_table = operands
+    max_blocks = block_table.shape[1]
+    if not kv_cache.shape[0] or not max_blocks:
+        if fill_masked:
+            out.fill_(-torch.inf)
+        return
+    q, weights, context_lens = aligned(q), aligned(weights), context_lens.contiguous()
+    if block_table.stride(1) != 1 or block_table.stride(0) < max_blocks:
+        block_table = block_table.contiguous()
+    operands = Paged(q, kv_cache, weights, context_lens, block_table)
+    kernel = _paged_kernel(q.get_device(), operands, out.shape[1], fill_masked, variant)
+    kernel.launch(q, kv_cache, kv_cache, weights=weights, ends=context_lens, block_table=block_table, scores=out)
+
+
+# ---- operators ----
+
+
+class _Call(NamedTuple):
+    operands: Prefill
+    columns: int | None
+    from_starts: bool
+    fill_masked: bool
+
+
+class _PagedCall(NamedTuple):
+    operands: Paged
+    max_context_len: int
+    fill_masked: bool
+
+
+def _new_scores(call: _Call) -> Tensor:
+    q, kv, *_ = call.operands
+    columns = kv.shape[0] if call.columns is None else call.columns
+    return torch.empty((q.shape[0], columns), dtype=torch.float32, device=q.device)
+
+
+def _scores(call: _Call, write: Callable[..., None]) -> Tensor:
+    out = _new_scores(call)
+    if out.numel() and call.operands.kv.shape[0]:
+        write(call.operands, out, fill_masked=call.fill_masked, from_starts=call.from_starts)
+    elif call.fill_masked:
         out.fill_(-torch.inf)
     return out
 
 
-def _mqa_logits_fake(*arguments: Tensor | int | None) -> Tensor:
-    *operands, columns, _, _ = arguments
-    queries, tokens = checks.prefill(Prefill(*operands))
-    shape = queries, tokens if columns is None else columns
-    return torch.empty(shape, dtype=torch.float32, device=operands[0].device)
+def _new_paged_scores(call: _PagedCall) -> Tensor:
+    q = call.operands.q
+    return torch.empty((q.shape[0] * q.shape[1], call.max_context_len), dtype=torch.float32, device=q.device)
 
 
-def _paged(*arguments: Tensor | int) -> Tensor:
-    operands, fill_masked = Paged(*arguments[:-2]), arguments[-1]
-    out = _paged_fake(*arguments)
-    checks.cache_address(operands.kv_cache)
+def _paged_scores(call: _PagedCall, write: Callable[..., None]) -> Tensor:
+    checks.cache_address(call.operands.kv_cache)
+    out = _new_paged_scores(call)
     if out.numel():
-        backend = mqa_logits_plan if use_cuda(operands.q) else reference
-        backend.paged_mqa_logits(operands, out, fill_masked=fill_masked)
+        write(call.operands, out, fill_masked=call.fill_masked)
     return out
 
 
-def _paged_fake(*arguments: Tensor | int) -> Tensor:
-    *operands, max_context_len, _ = arguments
-    shape = checks.paged(Paged(*operands)), max_context_len
-    return torch.empty(shape, dtype=torch.float32, device=operands[0].device)
-
-
-_mqa_logits_op = define(
-    "mqa_logits(Tensor q, Tensor kv, Tensor kv_scale, Tensor weights, Tensor starts, Tensor ends, SymInt? columns, "
-    "bool from_starts, bool fill_masked) -> Tensor",
-    _mqa_logits,
-    _mqa_logits_fake,
+_mqa_logits = operator(
+    "mqa_logits -> Tensor",
+    check=lambda call: checks.prefill(call.operands),
+    cuda=partial(_scores, write=launch),
+    reference=partial(_scores, write=reference.mqa_logits),
+    fake=_new_scores,
     forward_only=True,
+    signature=Signature(_Call),
 )
-_paged_op = define(
-    "paged_mqa_logits(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, Tensor block_table, "
-    "SymInt max_context_len, bool fill_masked) -> Tensor",
-    _paged,
-    _paged_fake,
+_paged_mqa_logits = operator(
+    "paged_mqa_logits -> Tensor",
+    check=lambda call: checks.paged(call.operands),
+    cuda=partial(_paged_scores, write=launch_paged),
+    reference=partial(_paged_scores, write=reference.paged_mqa_logits),
+    fake=_new_paged_scores,
     forward_only=True,
+    signature=Signature(_PagedCall),
 )

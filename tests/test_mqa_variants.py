@@ -3,7 +3,7 @@
 import pytest
 
 from fp8moe.kernels.indexer.checks import HEAD_DIMS, MAX_NEXT_N, NUM_HEADS
-from fp8moe.kernels.indexer.source import MqaConfig, kernel_spec, paged_config, prefill_config
+from fp8moe.kernels.indexer.sm90 import MqaConfig, kernel_spec, paged_config, prefill_config
 from fp8moe.runtime.sm90 import SHARED_LIMIT
 from tests.ptxas import compile_report
 

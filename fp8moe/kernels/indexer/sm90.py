@@ -1,4 +1,4 @@
-"""The compiled variants of ``cuda/mqa_logits.cu``: how the heads are laid over warpgroups, constants and arguments."""
+"""Hopper's side of ``cuda/sm90/mqa_logits.cu``: heads laid over warpgroups, registers, shared memory, stages."""
 
 import ctypes
 from dataclasses import dataclass
@@ -108,6 +108,7 @@ def paged_config(heads: int, head_dim: int, next_n: int) -> MqaConfig:
 
 
 def kernel_spec(cfg: MqaConfig) -> KernelSpec:
+    """The kernel of a variant."""
     math_registers, producer_registers = _REGISTERS[cfg.warpgroups]
     values = {
         "HEADS": cfg.heads,
