@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.report import Threshold, format_thresholds
+from benchmarks.report import Threshold, format_thresholds, write_json
 from fp8moe.runtime.sm90 import CAPABILITY
-from tools.validate import write_json
 
 
 def start() -> str:

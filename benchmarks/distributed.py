@@ -42,7 +42,7 @@ from benchmarks import command, node, timing
 from benchmarks.baselines import MODELS
 from benchmarks.decode import ROOM, random_prompts, step_seconds
 from benchmarks.node import DEVICE
-from benchmarks.report import Threshold, format_kinds, select
+from benchmarks.report import Threshold, format_kinds, select, write_json
 from benchmarks.roofline import MANY, predicted
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe import GroupedExperts
@@ -52,7 +52,6 @@ from fp8moe.distributed.peers import Peers
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.kernels.experts.operator import experts_partial
 from fp8moe.quant.formats import FP8Tensor
-from tools.validate import write_json
 
 MODEL = MODELS["dsv3"]
 TOKENS = (1, 64, 512, 4096)

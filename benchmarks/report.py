@@ -1,8 +1,11 @@
-"""What every benchmark reports: means, thresholds and tables."""
+"""What every benchmark reports: means, thresholds, tables and files."""
 
+import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,11 @@ def format_thresholds(thresholds: Sequence[dict]) -> str:
     return (
         format_table(rows, ("threshold", "value", "need", "aim", "")) if rows else "no threshold applies to these rows"
     )
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Replaces the file in one step, making its directory if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)

@@ -29,9 +29,9 @@ from benchmarks import (
 from benchmarks.baselines import MODELS, Model
 from benchmarks.grouped_gemm import Case
 from benchmarks.mqa_cases import Batch, Prefill
+from benchmarks.report import write_json
 from benchmarks.timing import KernelEvent
 from fp8moe import FP8Tensor
-from tools.validate import write_json
 
 FILL = "fill"
 

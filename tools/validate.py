@@ -29,6 +29,7 @@ from xml.etree import ElementTree
 import torch
 
 import fp8moe
+from benchmarks.report import write_json
 from fp8moe.runtime import config, sm90
 from tools.digest import digest
 
@@ -263,14 +264,6 @@ def summary(content: dict, current: str, needed: Iterable[str] = FILES["h200.jso
     lines += [f"threshold missed: {threshold}" for threshold in missed_thresholds(content)]
     lines += [f"problem: {problem}" for problem in problems(content, current, needed)]
     return "\n".join(lines)
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Replaces the file in one step, making its directory if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ In a compiled graph only storages of modules' Parameters have copies: the graph 
 after the other, into the same storage.
 """
 
-import warnings
 from typing import Self
 
 import torch
@@ -87,12 +86,6 @@ def invalidate_masters() -> None:
 def generation() -> int:
     """A number that every call of `invalidate` raises: what was made at another generation is not valid."""
     return _generation
-
-
-def outdate() -> None:
-    """The old name of `invalidate`, for one more release."""
-    warnings.warn("fp8moe.layers.master.outdate is now called invalidate", DeprecationWarning, stacklevel=2)
-    invalidate()
 
 
 @register_optimizer_step_post_hook
