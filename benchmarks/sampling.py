@@ -13,8 +13,7 @@ from torch import Tensor
 
 from benchmarks import command, timing
 from benchmarks.report import Threshold, format_table
-from fp8moe.kernels.decoder_ops import sampling_reference
-from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
+from fp8moe.kernels.decoder_ops.sampling import SamplingState, reference, sample
 
 VOCAB = 151936
 BATCHES = (1, 8, 64)
@@ -73,7 +72,7 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
 
 def check(logits: Tensor, state: SamplingState, kind: str) -> None:
     """RuntimeError where a token is not that of the reference."""
-    expected = sampling_reference.sample(logits, SamplingState(*(value.clone() for value in state)))[0]
+    expected = reference(logits, SamplingState(*(value.clone() for value in state)))[0]
     tokens = sample(logits, SamplingState(*(value.clone() for value in state))).tokens
     if not torch.equal(tokens, expected):
         raise RuntimeError(f"{kind}, batch {len(logits)}: {int((tokens != expected).sum())} tokens are wrong")

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe import quantize_1x128
-from fp8moe.kernels.decoder_ops import merge_splits_plan
-from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.merge_splits import kernel_spec, merge_splits
 from fp8moe.runtime.checks import FLOATING
 from tests.ptxas import compile_report
 
@@ -111,7 +110,7 @@ def test_opcheck():
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_every_variant_compiles_without_spills(dtype):
     for heads in ((32, 4, 128), (14, 2, 64), (96, 8, 128), (8, 2, 256), (6, 3, 80)):
-        report = compile_report(merge_splits_plan.kernel_spec(*heads, dtype))
+        report = compile_report(kernel_spec(*heads, dtype))
         assert report.spill_stores == report.spill_loads == report.stack == 0
         assert report.registers <= 64
 

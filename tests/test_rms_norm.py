@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from fp8moe import quantize_1x128
-from fp8moe.kernels.decoder_ops import rms_norm_plan
-from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
-from fp8moe.kernels.decoder_ops.threads import row_threads
+from fp8moe.kernels.decoder_ops.rms_norm import kernel_spec, rms_norm, row_threads
 from fp8moe.runtime.checks import FLOATING
 from tests.ptxas import compile_report
 from tests.random_values import random
@@ -177,7 +175,7 @@ def test_threads_of_a_row():
 
 @pytest.mark.parametrize("dtype,hidden", VARIANTS, ids=str)
 def test_every_variant_compiles_without_spills(dtype, hidden):
-    spec = rms_norm_plan.kernel_spec(hidden, dtype)
+    spec = kernel_spec(hidden, dtype)
     report = compile_report(spec)
     assert report.spill_stores == report.spill_loads == report.stack == 0
     assert report.registers * dict(spec.defines)["THREADS"] <= 65536

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.decoder_ops import rotary_plan
-from fp8moe.kernels.decoder_ops.rotary import rotary, serves
+from fp8moe.kernels.decoder_ops.rotary import Heads, kernel_spec, rotary, serves
 from fp8moe.runtime.checks import FLOATING
 from tests.ptxas import compile_report
 
@@ -148,6 +147,6 @@ def test_opcheck(norm):
 @pytest.mark.parametrize("dtype,many", list(itertools.product(FLOATING, (False, True))), ids=str)
 def test_every_variant_compiles_without_spills(dtype, many):
     for form in (*FORMS, (3, 3, 80, 80, False)):
-        report = compile_report(rotary_plan.kernel_spec(dtype, *form, many))
+        report = compile_report(kernel_spec(dtype, Heads(*form), many))
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         assert report.registers <= 96

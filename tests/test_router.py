@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from fp8moe.kernels.decoder_ops import router_plan
-from fp8moe.kernels.decoder_ops.router import route, router_logits
-from fp8moe.kernels.decoder_ops.router_plan import Form
+from fp8moe.kernels.decoder_ops import router
+from fp8moe.kernels.decoder_ops.router import Form, route, router_logits
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import error_in_its_dtype
 from tests.ptxas import compile_report
@@ -294,20 +293,20 @@ def test_compile_fullgraph(dynamic):
 def test_shares_of_a_thread_block():
     for experts in (1, 8, 60, 128, 132, 133, 160, 256, 512, 1024, 5000):
         for tokens in (1, 2, 3, 8, 9, 64):
-            block_experts, block_tokens = router_plan.shares(tokens, experts, SMS)
+            block_experts, block_tokens = router.shares(tokens, experts, SMS)
             assert block_experts * block_tokens <= 32 and block_experts.bit_count() == block_tokens.bit_count() == 1
             assert block_tokens <= 8 and block_tokens < 2 * tokens
             assert experts <= block_experts * SMS or block_experts == 8
             assert block_experts == 1 or experts > block_experts // 2 * SMS
     for row_bytes, most in ((0, 0), (2, 64), (4096, 64), (8192, 32), (14336, 18), (32768, 8), (32770, 0)):
-        assert router_plan.by_kernel(most, row_bytes) == (most > 0) and not router_plan.by_kernel(most + 1, row_bytes)
+        assert router.by_kernel(most, row_bytes) == (most > 0) and not router.by_kernel(most + 1, row_bytes)
 
 
 @pytest.mark.parametrize("dtype,out_dtype,tokens,experts,hidden", LOGITS, ids=str)
 def test_every_variant_of_logits_compiles_without_spills(dtype, out_dtype, tokens, experts, hidden):
     vector = hidden * dtype.itemsize % 16 == 0
-    shares = router_plan.shares(tokens, experts, SMS)
-    report = compile_report(router_plan.logits_spec(shares, experts, hidden, dtype, out_dtype, vector))
+    shares = router.shares(tokens, experts, SMS)
+    report = compile_report(router.logits_spec(shares, experts, hidden, dtype, out_dtype, vector))
     assert report.spill_stores == report.spill_loads == report.stack == 0
     assert report.static_smem <= 48 << 10
 
@@ -317,6 +316,6 @@ def test_every_variant_of_route_compiles_without_spills(experts, top_k, form):
     sigmoid, groups = form["score"] == "sigmoid", (form.get("num_groups", 1), form.get("top_groups", 1))
     compiled_form = Form(top_k, sigmoid, bool(form.get("bias")), *groups, form["normalize"])
     for dtype, out_dtype in zip(FLOATING, (torch.float16, torch.float32, torch.bfloat16), strict=True):
-        report = compile_report(router_plan.route_spec(experts, compiled_form, dtype, out_dtype))
+        report = compile_report(router.route_spec(experts, compiled_form, dtype, out_dtype))
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         assert report.registers <= (96 if experts > 512 else 48)

@@ -52,7 +52,7 @@ def launched(directory, batch_sizes, lengths):
     from fp8moe.integrations.decode.step import Way
     from fp8moe.integrations.models import find_fused
     from fp8moe.integrations.transformers import load_model
-    from fp8moe.kernels.decoder_ops import router_plan
+    from fp8moe.kernels.decoder_ops import router
     from tools.launches import Recorder
 
     model = load_model(directory)
@@ -60,7 +60,7 @@ def launched(directory, batch_sizes, lengths):
     recorder.calls.append([])
     attention._sms = lambda device: SMS
     attention._flash_attention = lambda query, *_: (query, query.new_zeros(query.shape[1::-1], dtype=torch.float32))
-    router_plan._gemm = lambda x, weight: x.float() @ weight.float().t()
+    router._gemm = lambda x, weight: x.float() @ weight.float().t()
 
     def choose_way(self, fuse):
         fused = find_fused(model)

@@ -6,8 +6,7 @@ rows of whole vectors and others.
 
 import torch
 
-from fp8moe.kernels.decoder_ops import sampling_reference as reference
-from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
+from fp8moe.kernels.decoder_ops.sampling import SamplingState, reference, sample
 from tests.sampling_cases import random_logits, random_state
 
 # rows, tokens, logits type, their standard deviation
@@ -26,7 +25,7 @@ def sampling_errors(rows: int, vocab: int, dtype: torch.dtype, std: float) -> in
     logits[rows // 2 :: 7, vocab // 2] = float("nan")
     on_gpu = SamplingState(*(value.cuda() for value in state))
     tokens = sample(logits.cuda(), on_gpu).tokens
-    wrong = tokens.cpu() != reference.sample(logits, state)[0]
+    wrong = tokens.cpu() != reference(logits, state)[0]
     changed = [got.cpu() != expected for got, expected in zip(on_gpu, state, strict=True)]
     return sum(int(differs.sum()) for differs in (wrong, *changed))
 

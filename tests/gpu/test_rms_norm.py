@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from fp8moe import quantize_1x128
-from fp8moe.kernels.decoder_ops import rms_norm_plan
-from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
+from fp8moe.kernels.decoder_ops.rms_norm import Normed, launcher, rms_norm
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.runtime.checks import FLOATING
-from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.launch import device_guard
 from tests import random_values
 from tests.backends import on_reference
 from tests.errors import relative_error
@@ -50,10 +49,9 @@ def write(x, weight, residual, values, quantized) -> Normed:
     data = marked(x.numel(), torch.uint8) if quantized else None
     scale = marked(k_blocks * pitch, torch.float32) if quantized else None
     index = x.get_device()
-    operands = (x, residual, weight, total, norm, data, scale)
     with device_guard(index):
-        plan = rms_norm_plan.plan(rows, hidden, x.stride(0), EPS, x.dtype, index)
-        plan.launch(current_stream(index), *(0 if operand is None else operand.data_ptr() for operand in operands))
+        launch = launcher(index, rows, hidden, x.stride(0), EPS, x.dtype)
+        launch(x, residual, weight, total, norm, data, scale)
     if quantized:
         gap = written(scale, torch.uint8).view(k_blocks, 4 * pitch)[:, 4 * rows :]
         assert (gap == MARK).all()

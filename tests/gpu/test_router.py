@@ -6,11 +6,9 @@ import math
 import pytest
 import torch
 
-from fp8moe.kernels.decoder_ops import router_plan
-from fp8moe.kernels.decoder_ops.router import route, router_logits
-from fp8moe.kernels.decoder_ops.router_plan import Form
+from fp8moe.kernels.decoder_ops.router import Form, by_kernel, logits_launcher, route, route_launcher, router_logits
 from fp8moe.runtime.checks import FLOATING
-from fp8moe.runtime.launch import current_stream, device_guard
+from fp8moe.runtime.launch import device_guard
 from tests.backends import on_reference
 from tests.errors import error_in_its_dtype
 from tests.router_cases import DEEPSEEK, FORMS, SOFTMAX, arguments, exact_route
@@ -47,8 +45,7 @@ def write_logits(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) 
     index = x.get_device()
     vector = not (x.data_ptr() | weight.data_ptr() | hidden * x.itemsize) % 16
     with device_guard(index):
-        plan = router_plan.logits_plan(tokens, experts, hidden, x.dtype, out_dtype, index, vector=vector)
-        plan.launch(current_stream(index), x.data_ptr(), weight.data_ptr(), out.data_ptr())
+        logits_launcher(index, tokens, experts, hidden, (x.dtype, out_dtype), vector)(x, weight, out)
     assert (out[size:] == MARK).all()
     return out[:size].view(out_dtype).view(tokens, experts)
 
@@ -60,7 +57,7 @@ def test_logits(tokens, experts, hidden, dtypes):
     x, weight = random(tokens, hidden, dtype=dtype), random(experts, hidden, dtype=dtype, seed=1)
     expected = x.double() @ weight.double().t()
     assert error_in_its_dtype(router_logits(x, weight, dtype=out_dtype), expected) < limit(out_dtype)
-    if router_plan.by_kernel(tokens, hidden * dtype.itemsize):
+    if by_kernel(tokens, hidden * dtype.itemsize):
         assert error_in_its_dtype(write_logits(x, weight, out_dtype), expected) < limit(out_dtype)
 
 
@@ -110,12 +107,10 @@ def write_route(logits, top_k, form, out_dtype) -> tuple[torch.Tensor, torch.Ten
     sizes = [tokens * top_k * itemsize for itemsize in (8, out_dtype.itemsize)]
     index, weights = (torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda") for size in sizes)
     device = logits.get_device()
-    operands = (logits, form.get("bias"), index, weights)
     with device_guard(device):
-        plan = router_plan.route_plan(
-            tokens, experts, compiled_form, form.get("scale", 1.0), logits.dtype, out_dtype, device
-        )
-        plan.launch(current_stream(device), *(0 if operand is None else operand.data_ptr() for operand in operands))
+        dtypes = logits.dtype, out_dtype
+        launch = route_launcher(device, tokens, experts, compiled_form, form.get("scale", 1.0), dtypes)
+        launch(logits, form.get("bias"), index, weights)
     assert all((memory[size:] == MARK).all() for memory, size in zip((index, weights), sizes, strict=True))
     return index[: sizes[0]].view(torch.int64).view(tokens, top_k), weights[: sizes[1]].view(out_dtype).view(
         tokens, top_k

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fp8moe.kernels.decoder_ops import sampling_reference as reference
-from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
+from fp8moe.kernels.decoder_ops.sampling import GENERATED, SamplingState, reference, sample
 from fp8moe.runtime.checks import FLOATING
 from tests.sampling_cases import copied, make_state, random_logits, random_state
 
@@ -24,7 +23,7 @@ def assert_matches(logits: torch.Tensor, state: SamplingState) -> None:
     """Tokens and state are equal; logprobs but for the order of a sum."""
     ours, theirs = copied(state), copied(state)
     tokens, logprobs = sample(logits, ours)
-    expected_tokens, expected_logprobs = reference.sample(logits, theirs)
+    expected_tokens, expected_logprobs = reference(logits, theirs)
     assert torch.equal(tokens, expected_tokens)
     assert torch.allclose(logprobs, expected_logprobs, rtol=2e-6, atol=2e-6, equal_nan=True)
     assert all(map(torch.equal, (*ours[6:],), (*theirs[6:],)))
@@ -197,7 +196,7 @@ def test_cuda_graph_with_changed_state():
         for drawn in range(3):
             source.copy_(random_logits(32, 30_000, torch.float32, seed=10 * seed + drawn))
             graph.replay()
-            expected = reference.sample(source.bfloat16(), expected_state)
+            expected = reference(source.bfloat16(), expected_state)
             assert torch.equal(results.tokens, expected[0])
             assert torch.allclose(results.logprobs, expected[1], rtol=2e-6, atol=2e-6)
             assert all(map(torch.equal, state, expected_state))
@@ -209,7 +208,7 @@ def test_many_launches_one_after_the_other():
     expected_state = copied(state)
     results = [sample(logits, state).tokens for _ in range(40)]
     for tokens in results:
-        assert torch.equal(tokens, reference.sample(logits, expected_state)[0])
+        assert torch.equal(tokens, reference(logits, expected_state)[0])
     assert all(map(torch.equal, state, expected_state))
 
 
@@ -222,7 +221,7 @@ def test_nothing_else_is_written():
     state = make_state(rows, vocab, device="cuda", **FULL)._replace(seen=seen)
     tokens = sample(logits, state).tokens
     assert (memory[:guard] == 0xAB).all() and (memory[-guard:] == 0xAB).all()
-    assert seen.count_nonzero() == rows and (seen.gather(1, tokens[:, None]) == reference.GENERATED).all()
+    assert seen.count_nonzero() == rows and (seen.gather(1, tokens[:, None]) == GENERATED).all()
 
 
 def test_past_two_to_the_31_elements():
@@ -234,7 +233,7 @@ def test_past_two_to_the_31_elements():
     tokens = sample(logits, state).tokens
     some = torch.tensor([0, 1, rows // 2, rows - 2, rows - 1], device="cuda")
     few = make_state(5, vocab, device="cuda", top_k=5, seed=some.tolist())
-    assert torch.equal(tokens[some], reference.sample(logits[some], few)[0])
+    assert torch.equal(tokens[some], reference(logits[some], few)[0])
     assert torch.equal(seen[some], few.seen) and (state.step == 1).all()
 
 

@@ -13,7 +13,7 @@ from fp8moe.integrations.decode.probe import find_way
 from fp8moe.integrations.decode.step import Step
 from fp8moe.integrations.models import find_fused
 from fp8moe.integrations.skeleton import skeletons
-from fp8moe.kernels.decoder_ops import router_plan
+from fp8moe.kernels.decoder_ops import router
 from fp8moe.kernels.gemm.warmup import Family, families
 from fp8moe.layers import experts_source
 from fp8moe.quant.formats import FP8Tensor
@@ -46,7 +46,7 @@ def needed_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: i
     F.scaled_dot_product_attention = _no_attention
     F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
     experts_source.Weight.quantize = _of_the_first_expert(experts_source.Weight.quantize)
-    router_plan._gemm = lambda x, weight: x.new_zeros((len(x), len(weight)), dtype=torch.float32)
+    router._gemm = lambda x, weight: x.new_zeros((len(x), len(weight)), dtype=torch.float32)
     with torch.no_grad():
         for model in models:
             _run(model, {1, *batch_sizes}, _lengths(tokens))

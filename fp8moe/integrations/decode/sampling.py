@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations.decode.checks import integer, number
-from fp8moe.kernels.decoder_ops.sampling import SamplingState
-from fp8moe.kernels.decoder_ops.sampling_reference import IN_PROMPT
+from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState
 from fp8moe.runtime.checks import describe
 
 PENALTIES = ("repetition_penalty", "presence_penalty")  # these change greedy decoding too

@@ -1,16 +1,21 @@
 """Attention from its parts: ``merge_splits`` and the operators ``fp8moe::merge_splits`` and ``..._quantized``."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.decoder_ops import merge_splits_plan, merge_splits_reference
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, empty_mn_major
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_mn_major
+from fp8moe.quant.quantize import quantize_1x128, quantizer_defines
 from fp8moe.runtime import autograd
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import FLOATING, check_dtype, check_like, check_tensor
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.checks import FLOATING, aligned, check_dtype, check_like, check_tensor
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
 
 MAX_ROWS = 65535  # one dimension of a grid
+_GROUPS = 8
+_VECTOR_BYTES = 16
 
 
 def merge_splits(parts: Tensor, lse: Tensor, counts: Tensor, *, quantized: bool) -> Tensor | FP8Tensor:
@@ -34,8 +39,7 @@ def merge_splits(parts: Tensor, lse: Tensor, counts: Tensor, *, quantized: bool)
     return autograd.run(_values_op, "fp8moe.kernels.decoder_ops.merge_splits", parts, lse, counts)
 
 
-def _check(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[int, int]:
-    """The shape of the result."""
+def _check(parts: Tensor, lse: Tensor, counts: Tensor) -> None:
     check_dtype("parts", parts, *FLOATING)
     if parts.dim() != 5 or parts.shape[4] % 8 or parts.shape[0] > MAX_ROWS:
         raise ValueError(
@@ -45,35 +49,107 @@ def _check(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[int, int]:
     rows, key_heads, splits, shared, size = parts.shape
     check_like("lse", lse, (torch.float32,), (rows, key_heads, splits, shared), parts.device, "parts")
     check_like("counts", counts, (torch.int32,), (rows, key_heads, splits), parts.device, "parts")
-    return rows, key_heads * shared * size
 
 
-def _run(parts: Tensor, lse: Tensor, counts: Tensor, quantized: bool) -> tuple[Tensor | None, ...]:
-    _check(parts, lse, counts)
-    backend = merge_splits_plan if use_cuda(parts) else merge_splits_reference
-    return backend.merge_splits(parts, lse, counts, quantized)
+class _Sizes(ctypes.Structure):
+    """``struct Sizes`` of the kernel."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("lse_part", "lse_head", "scale_pitch")),
+        ("splits", ctypes.c_int32),
+    )
+
+
+def kernel_spec(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> KernelSpec:
+    """The kernel for heads of `size` values of `dtype`."""
+    sizes = (("HEADS", heads), ("KEY_HEADS", key_heads), ("SIZE", size), ("GROUPS", _GROUPS))
+    defines = (*quantizer_defines(dtype), *sizes, ("SIZES_BYTES", ctypes.sizeof(_Sizes)))
+    return KernelSpec("merge_splits.cu", "merge_splits", defines)
+
+
+@planned
+def launcher(
+    device_index: int, shape: tuple[int, ...], lse_strides: tuple[int, ...], dtype: torch.dtype
+) -> PointerLauncher:
+    """The launcher for parts of this shape and `dtype`, lse, counts, values, data and scale, in this order.
+
+    lse_strides: of lse (B * key heads * splits, G). None is for values, or for data and scale.
+    """
+    rows, key_heads, splits, shared, size = shape
+    return PointerLauncher(
+        load(kernel_spec(key_heads * shared, key_heads, size, dtype)),
+        grid=(ceil_div(key_heads * shared * size, BLOCK), rows),
+        block=_GROUPS * BLOCK * dtype.itemsize // _VECTOR_BYTES,
+        pdl=True,
+        pointers=6,
+        args=(_Sizes(*lse_strides, align(rows, 4), splits),),
+    )
+
+
+def _launch(parts: Tensor, lse: Tensor, counts: Tensor, *results: Tensor | None) -> None:
+    """Fill values, data and scale, those that are not None; operands in any layout."""
+    if parts.shape[0] * _columns(parts):
+        lse = lse.flatten(0, 2)
+        launch = launcher(parts.get_device(), tuple(parts.shape), lse.stride(), parts.dtype)
+        launch(aligned(parts), lse, counts.contiguous(), *results)
+
+
+def _columns(parts: Tensor) -> int:
+    _, key_heads, _, shared, size = parts.shape
+    return key_heads * shared * size
 
 
 def _values(parts: Tensor, lse: Tensor, counts: Tensor) -> Tensor:
-    return _run(parts, lse, counts, False)[0]
+    values = _empty_values(parts, lse, counts)
+    _launch(parts, lse, counts, values, None, None)
+    return values
 
 
-def _values_fake(parts: Tensor, lse: Tensor, counts: Tensor) -> Tensor:
-    return parts.new_empty(_check(parts, lse, counts))
+def _empty_values(parts: Tensor, lse: Tensor, counts: Tensor) -> Tensor:
+    return parts.new_empty((parts.shape[0], _columns(parts)))
+
+
+def _reference(parts: Tensor, lse: Tensor, counts: Tensor) -> Tensor:
+    none = (counts <= 0)[..., None]
+    lse = lse.float().masked_fill(none, -torch.inf)
+    largest = lse.amax(2, keepdim=True)
+    weights = torch.exp(lse - largest).masked_fill(none, 0)
+    total = weights.sum(2, keepdim=True)
+    weights = torch.where(total == 0, 0, weights / total)[..., None]
+    sums = (parts.float().masked_fill(none[..., None], 0) * weights).sum(2)
+    return sums.to(parts.dtype).flatten(1)
 
 
 def _quantized(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    return _run(parts, lse, counts, True)[1:]
+    data, scale = _empty_quantized(parts, lse, counts)
+    _launch(parts, lse, counts, None, data, scale)
+    return data, scale
 
 
-def _quantized_fake(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = _check(parts, lse, counts)
+def _empty_quantized(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = parts.shape[0], _columns(parts)
     data = parts.new_empty((rows, columns), dtype=torch.float8_e4m3fn)
     return data, empty_mn_major(rows, ceil_div(columns, BLOCK), device=parts.device)
 
 
+def _quantized_reference(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(quantize_1x128(_reference(parts, lse, counts)))
+
+
 _ARGUMENTS = "Tensor parts, Tensor lse, Tensor counts"
-_values_op = define(f"merge_splits({_ARGUMENTS}) -> Tensor", _values, _values_fake, forward_only=True)
-_quantized_op = define(
-    f"merge_splits_quantized({_ARGUMENTS}) -> (Tensor, Tensor)", _quantized, _quantized_fake, forward_only=True
+_values_op = operator(
+    f"merge_splits({_ARGUMENTS}) -> Tensor",
+    check=_check,
+    cuda=_values,
+    reference=_reference,
+    fake=_empty_values,
+    forward_only=True,
+)
+_quantized_op = operator(
+    f"merge_splits_quantized({_ARGUMENTS}) -> (Tensor, Tensor)",
+    check=_check,
+    cuda=_quantized,
+    reference=_quantized_reference,
+    fake=_empty_quantized,
+    forward_only=True,
 )

@@ -1,18 +1,26 @@
 """RMSNorm with what surrounds it in a decoder layer: ``rms_norm`` and its operator ``fp8moe::rms_norm``."""
 
+import ctypes
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from fp8moe.kernels.decoder_ops import checks, rms_norm_plan
-from fp8moe.kernels.decoder_ops.rms_norm_reference import normalized
-from fp8moe.quant.formats import FP8Tensor
-from fp8moe.quant.quantize import quantize_1x128
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
+from fp8moe.quant.quantize import quantize_1x128, quantizer_defines
 from fp8moe.runtime import autograd
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.checks import FLOATING, aligned, check_dtype, check_like, check_tensor, describe, row_major
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import WARP
+
+MAX_HIDDEN = 32768
+VECTOR_BYTES = 16
+_MIN_THREADS = 128  # of a thread block, which has several short rows
+_MAX_THREADS = 256  # a row has; more only where each of them would hold more than _MAX_VECTORS
+_MAX_VECTORS = 8
 
 
 class Normed(NamedTuple):
@@ -52,9 +60,9 @@ def rms_norm(
     check_tensor("weight", weight)
     if residual is not None:
         check_tensor("residual", residual)
-    checks.number("eps", eps)
+    check_number("eps", eps)
     new_sum, new_values, data, scale = autograd.run(
-        _rms_norm_op, "fp8moe.kernels.decoder_ops.rms_norm", x, weight, residual, eps, values, quantized
+        _op, "fp8moe.kernels.decoder_ops.rms_norm", x, weight, residual, eps, values, quantized
     )
     return Normed(
         None if residual is None else new_sum,
@@ -63,47 +71,128 @@ def rms_norm(
     )
 
 
-def _rms_norm(
+def check_number(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat):
+        raise TypeError(f"{name}: expected a number, got {describe(value)}")
+
+
+def row_threads(row_bytes: int) -> int:
+    """Threads that take a row of so many bytes in equal parts: a power of two up to 32, or a multiple of 32."""
+    vectors = ceil_div(row_bytes, VECTOR_BYTES)
+    if vectors <= WARP:
+        return 1 << (vectors - 1).bit_length()
+    each = min(ceil_div(vectors, _MAX_THREADS), _MAX_VECTORS)
+    return align(ceil_div(vectors, each), WARP)
+
+
+class _Sizes(ctypes.Structure):
+    """``struct Sizes`` of the kernel."""
+
+    _fields_ = (*((name, ctypes.c_int64) for name in ("rows", "row_stride", "scale_pitch")), ("eps", ctypes.c_float))
+
+
+def _threads(hidden: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Of a row, of a thread block."""
+    row = row_threads(hidden * dtype.itemsize)
+    return row, row if row > WARP else _MIN_THREADS
+
+
+def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
+    """The kernel for rows of `hidden` columns and `dtype`."""
+    row, block = _threads(hidden, dtype)
+    vector = hidden * dtype.itemsize % VECTOR_BYTES == 0
+    sizes = (("HIDDEN", hidden), ("THREADS", block), ("ROW_THREADS", row), ("SIZES_BYTES", ctypes.sizeof(_Sizes)))
+    return KernelSpec("rms_norm.cu", "rms_norm", (*quantizer_defines(dtype, vector=vector), *sizes))
+
+
+@planned
+def launcher(
+    device_index: int, rows: int, hidden: int, row_stride: int, eps: float, dtype: torch.dtype
+) -> PointerLauncher:
+    """The launcher for x, residual, weight, sum, values, data and scale, in this order.
+
+    x (rows, hidden) of `dtype`, its rows `row_stride` elements apart, a multiple of 16 bytes where `hidden` is one. The
+    others are contiguous, the scale MN-major; all are at multiples of 16 bytes. None is for those that are not there:
+    residual and sum, values, data and scale. The kernel starts before the one ahead has ended; nothing is read or
+    written before it has.
+    """
+    row, block = _threads(hidden, dtype)
+    return PointerLauncher(
+        load(kernel_spec(hidden, dtype)),
+        grid=ceil_div(rows, block // row),
+        block=block,
+        pdl=True,
+        pointers=7,
+        args=(_Sizes(rows, row_stride, align(rows, 4), eps),),
+    )
+
+
+def _check(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, values: bool, quantized: bool) -> None:
+    check_dtype("x", x, *FLOATING)
+    if not x.dim() or x.shape[-1] > MAX_HIDDEN or math.prod(x.shape[:-1]) >= 1 << 31:
+        raise ValueError(
+            f"x: expected shape (..., H) with fewer than 2**31 rows and H up to {MAX_HIDDEN}, got {tuple(x.shape)}"
+        )
+    check_like("weight", weight, (x.dtype,), (x.shape[-1],), x.device, "x")
+    if residual is not None:
+        check_like("residual", residual, (x.dtype,), x.shape, x.device, "x")
+    if not (values or quantized):
+        raise ValueError("values: expected True where quantized is False, got False")
+
+
+def _launch(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, values: bool, quantized: bool
 ) -> tuple[Tensor, ...]:
-    checks.rms_norm(x, weight, residual, values, quantized)
-    if not use_cuda(x):
-        return _composed(x, weight, residual, eps, values, quantized)
-    rows = (math.prod(x.shape[:-1]), x.shape[-1])
-    residual_rows = None if residual is None else residual.reshape(rows)
-    *results, scale = rms_norm_plan.rms_norm(x.reshape(rows), weight, residual_rows, eps, values, quantized)
-    results = (_or_empty(x, result if result is None else result.view(x.shape)) for result in results)
-    return *results, _or_empty(x, scale if scale is None else scale.view(*x.shape[:-1], scale.shape[-1]))
+    results = new_sum, out, data, scale = _empty(x, weight, residual, eps, values, quantized)
+    if x.numel():
+        hidden = x.shape[-1]
+        rows = x.reshape(-1, hidden)
+        rows = row_major(rows) if hidden * x.itemsize % VECTOR_BYTES == 0 else rows.contiguous()
+        added = None if residual is None else aligned(residual)
+        launch = launcher(x.get_device(), *rows.shape, rows.stride(0), eps, x.dtype)
+        wanted = (new_sum if residual is not None else None, out if values else None)
+        launch(rows, added, aligned(weight), *wanted, *((data, scale) if quantized else (None, None)))
+    return results
 
 
-def _composed(
+def _reference(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, values: bool, quantized: bool
 ) -> tuple[Tensor, ...]:
     """From PyTorch's operations, which define the result."""
-    new_sum = None if residual is None else (x + residual).contiguous()
-    norm = normalized(x if new_sum is None else new_sum, weight, eps).contiguous()
-    data, scale = quantize_1x128(norm) if quantized else (None, None)
-    return tuple(_or_empty(x, result) for result in (new_sum, norm if values else None, data, scale))
+    none = x.new_empty(0)
+    new_sum = none if residual is None else (x + residual).contiguous()
+    norm = normalized(x if residual is None else new_sum, weight, eps).contiguous()
+    data, scale = quantize_1x128(norm) if quantized else (x.new_empty(0), x.new_empty(0))
+    return new_sum, norm if values else x.new_empty(0), data, scale
 
 
-def _or_empty(x: Tensor, result: Tensor | None) -> Tensor:
-    """The result, or what an operator returns in its place."""
-    return x.new_empty(0) if result is None else result
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension, rounded as transformers' modules do."""
+    values = x.float()
+    return weight * (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _rms_norm_fake(
+def _empty(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, values: bool, quantized: bool
 ) -> tuple[Tensor, ...]:
-    checks.rms_norm(x, weight, residual, values, quantized)
-    data, scale = quantize_1x128(x) if quantized else (None, None)
-    new_sum = None if residual is None else x.new_empty(x.shape)
-    return tuple(_or_empty(x, result) for result in (new_sum, x.new_empty(x.shape) if values else None, data, scale))
+    """Uninitialized sum, values, data and scale; of no elements where they are not asked for."""
+    *lead, hidden = x.shape
+    data, scale = x.new_empty(0), x.new_empty(0)
+    if quantized:
+        rows, blocks = math.prod(lead), ceil_div(hidden, BLOCK)
+        data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+        scale = x.new_empty_strided((rows, blocks), (1, align(rows, 4)), dtype=torch.float32)
+        scale = scale if len(lead) == 1 else scale.view(*lead, blocks)
+    new_sum = x.new_empty(0 if residual is None else x.shape)
+    return new_sum, x.new_empty(x.shape if values else 0), data, scale
 
 
-_rms_norm_op = define(
+_op = operator(
     "rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, bool values, bool quantized) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    _rms_norm,
-    _rms_norm_fake,
+    check=_check,
+    cuda=_launch,
+    reference=_reference,
+    fake=_empty,
     forward_only=True,
 )

@@ -1,16 +1,27 @@
 """Heads of new tokens, from the projections to the attention: ``rotary`` and its operator ``fp8moe::rotary``."""
 
+import ctypes
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.decoder_ops import rotary_plan, rotary_reference
+from fp8moe.kernels.decoder_ops.rms_norm import normalized
+from fp8moe.quant.formats import ceil_div
+from fp8moe.quant.quantize import input_defines
 from fp8moe.runtime import autograd
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int, check_like, check_tensor
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.checks import FLOATING, aligned, check_device, check_dtype, check_int, check_like, check_tensor
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import WARP
 
 MAX_HEAD = 256
 MULTIPLE = 16  # of rotated values: a lane has 8 of one half
+_WARPS = 4  # of a thread block
+_VECTOR_BYTES = 16
+_MANY_ROWS = 256
+_AT_ONCE = {False: 1, True: 4}  # heads of a lane, by whether there are many rows: few heads of few tokens fill no GPU
 
 
 def rotary(
@@ -52,7 +63,7 @@ def rotary(
         check_tensor(name, value)
     check_int("copies", copies)
     return autograd.run(
-        _rotary_op,
+        _op,
         "fp8moe.kernels.decoder_ops.rotary",
         *given.values(),
         columns,
@@ -68,7 +79,78 @@ def serves(size: int, rotated: int) -> bool:
     return not size % 8 and size <= MAX_HEAD and 0 < rotated <= size and not rotated % MULTIPLE
 
 
-def _check(q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, copies) -> None:
+class Heads(NamedTuple):
+    """Query heads, key heads, values of a head, and how many of these are rotated; norm: heads are normalized first."""
+
+    queries: int
+    keys: int
+    size: int
+    rotated: int
+    norm: bool
+
+    def lanes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Lanes for a head, a power of two, and vectors of 16 bytes of each."""
+        nbytes = self.size * dtype.itemsize
+        vectors = ceil_div(nbytes, _VECTOR_BYTES * WARP)
+        lanes = ceil_div(nbytes, _VECTOR_BYTES * vectors)
+        return 1 << (lanes - 1).bit_length(), vectors
+
+
+class _Arguments(ctypes.Structure):
+    """``struct Arguments`` of the kernel."""
+
+    _pointers_ = 11
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight")),
+        *((name, ctypes.c_int64) for name in ("query", "keys", "values", "columns")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "length")),
+        *((name, ctypes.c_uint32) for name in ("batch", "tokens", "one_table", "copies")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def kernel_spec(dtype: torch.dtype, heads: Heads, many: bool) -> KernelSpec:
+    """The kernel for heads of values of `dtype`; many: rows."""
+    lanes, vectors = heads.lanes(dtype)
+    constants = {
+        **{"HEADS": heads.queries, "KEY_HEADS": heads.keys, "SIZE": heads.size, "ROTATED": heads.rotated},
+        **{"NORM": int(heads.norm), "WARPS": _WARPS, "AT_ONCE": _AT_ONCE[many], "HEAD_LANES": lanes},
+        **{"VECTORS": vectors, "ARGUMENTS_BYTES": ctypes.sizeof(_Arguments)},
+    }
+    return KernelSpec("rotary.cu", "rotary", (*input_defines(dtype), *constants.items()))
+
+
+@planned
+def launcher(
+    device_index: int, dtype: torch.dtype, heads: Heads, sizes: tuple[tuple[str, float], ...]
+) -> PointerLauncher:
+    """The launcher for q, k, v, cos, sin, q_weight, k_weight, query, keys, values and columns, in this order.
+
+    sizes: the fields of ``struct Arguments`` that are no pointers. None is for weights and columns that are not there.
+    """
+    arguments = _Arguments(**dict(sizes))
+    rows = arguments.batch * arguments.tokens
+    many = rows >= _MANY_ROWS
+    heads_of_warp = _AT_ONCE[many] * WARP // heads.lanes(dtype)[0]
+    warps = rows * ceil_div(heads.queries + 2 * heads.keys, heads_of_warp)
+    spec, grid = kernel_spec(dtype, heads, many), ceil_div(warps, _WARPS)
+    return PointerLauncher(load(spec), grid=grid, block=_WARPS * WARP, pdl=True, args=(arguments,))
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    columns: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    copies: int,
+) -> None:
     check_dtype("q", q, *FLOATING)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q: expected shape (B, T, heads, D), got {tuple(q.shape)} with k {tuple(k.shape)}")
@@ -108,24 +190,110 @@ def _check(q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, copies)
         check_like("k_weight", k_weight, like, (size,), q.device, "q")
 
 
-def _rotary(*arguments) -> Tensor:
-    *operands, eps, copies = arguments
-    _check(*operands, copies)
-    backend = rotary_plan if use_cuda(operands[0]) else rotary_reference
-    return backend.rotary(*operands, eps, copies)
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    columns: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    copies: int,
+) -> Tensor:
+    query = _empty(q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps, copies)
+    if not (q.numel() or k.numel()):
+        return query
+    batch, tokens, queries, size = q.shape
+    key_heads, length = keys.shape[1:3]
+    q, k, v = map(_rows, (q, k, v))
+    cos, sin = aligned(cos), aligned(sin)
+    strides = {f"{name}_stride": x.stride(1 if tokens > 1 else 0) for name, x in (("q", q), ("k", k), ("v", v))}
+    sizes = {"length": length, "batch": batch, "tokens": tokens, "one_table": cos.shape[0] == 1, "copies": copies}
+    heads = Heads(queries, key_heads, size, cos.shape[2], q_weight is not None)
+    launch = launcher(q.get_device(), q.dtype, heads, (*strides.items(), *sizes.items(), ("eps", eps)))
+    launch(q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns)
+    return query
 
 
-def _rotary_fake(*arguments) -> Tensor:
-    *operands, _, copies = arguments
-    _check(*operands, copies)
-    batch, tokens, heads, size = operands[0].shape
-    return operands[0].new_empty((batch, tokens, copies * heads, size))
+def _rows(x: Tensor) -> Tensor:
+    """x (B, T, heads, D) as the kernel reads it: itself where its rows lie evenly spaced, otherwise a copy."""
+    batch, tokens, heads, size = x.shape
+    sequence, token, head, value = x.stride()
+    even = batch == 1 or tokens == 1 or sequence == tokens * token
+    pitch = token if tokens > 1 else sequence
+    whole = (heads == 1 or head == size) and value == 1 and not (pitch * x.itemsize % 16 or x.data_ptr() % 16)
+    return x if even and whole else aligned(x.contiguous())
 
 
-_rotary_op = define(
+def _empty(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    columns: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    copies: int,
+) -> Tensor:
+    batch, tokens, heads, size = q.shape
+    return q.new_empty((batch, tokens, copies * heads, size))
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    columns: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    copies: int,
+) -> Tensor:
+    """The operation in plain PyTorch."""
+    if q_weight is not None:
+        q, k = normalized(q, q_weight, eps), normalized(k, k_weight, eps)
+    _write(keys, _rotated(k, cos, sin), columns)
+    _write(values, v, columns)
+    query = _rotated(q, cos, sin).unflatten(2, (k.shape[2], 1, -1))
+    return query.expand(-1, -1, -1, copies, -1, -1).flatten(2, 4).contiguous()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, T, heads, D)."""
+    size = cos.shape[-1]
+    part, rest = x[..., :size], x[..., size:]
+    low, high = part.chunk(2, dim=-1)
+    turned = part * cos[:, :, None] + torch.cat([-high, low], dim=-1) * sin[:, :, None]
+    return torch.cat([turned, rest], dim=-1)
+
+
+def _write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
+    """x (B, T, heads, D) to cache (B, heads, L, D) from each sequence's column on."""
+    batch, tokens = x.shape[:2]
+    first = torch.zeros(batch, dtype=torch.int64, device=x.device) if columns is None else columns
+    places = first[:, None] + torch.arange(tokens, device=x.device)
+    sequence, token = ((places >= 0) & (places < cache.shape[2])).nonzero(as_tuple=True)
+    cache[sequence, :, places[sequence, token]] = x[sequence, token]
+
+
+_op = operator(
     "rotary(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor? columns, "
     "Tensor? q_weight, Tensor? k_weight, float eps, int copies) -> Tensor",
-    _rotary,
-    _rotary_fake,
+    check=_check,
+    cuda=_launch,
+    reference=reference,
+    fake=_empty,
     forward_only=True,
 )

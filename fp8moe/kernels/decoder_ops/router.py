@@ -1,16 +1,32 @@
 """Router of a mixture-of-experts layer: ``router_logits`` and ``route``, and the operators behind them."""
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.decoder_ops import checks, router_plan, router_reference
-from fp8moe.kernels.decoder_ops.router_plan import Form
-from fp8moe.runtime import autograd
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operator import define
+from fp8moe.kernels.decoder_ops.rms_norm import VECTOR_BYTES, check_number, row_threads
+from fp8moe.quant.formats import align, ceil_div
+from fp8moe.quant.quantize import INPUT_TYPES, input_defines
+from fp8moe.runtime import autograd, config
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int, check_like, check_tensor
+from fp8moe.runtime.fixed_rows import by_fixed_rows
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import WARP
+
+MAX_EXPERTS = 1024
+MAX_TOP_K = 32
+MAX_GROUPS = 32
+SCORES = ("softmax", "sigmoid")
+MAX_TOKENS = 64  # of a thread block of router_logits.cu
+_MAX_BYTES = 256 << 10  # of x: every thread block reads all of it
+_MAX_ROW_BYTES = 32 << 10  # of which each of 256 threads has 8 vectors
+_MAX_EXPERTS_AT_ONCE, _MAX_TOKENS_AT_ONCE = 8, 8  # of a thread block: more cost registers and hide no latency
+_MAX_SUMS = WARP  # of a thread: one for each expert and token
+_ROUTE_WARPS = 4  # of a thread block
 
 
 class Routing(NamedTuple):
@@ -36,7 +52,7 @@ def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
     """
     check_tensor("x", x)
     check_tensor("weight", weight)
-    return autograd.run(_router_logits_op, "fp8moe.kernels.decoder_ops.router_logits", x, weight, dtype)
+    return autograd.run(_logits_op, "fp8moe.kernels.decoder_ops.router_logits", x, weight, dtype)
 
 
 def route(
@@ -69,21 +85,227 @@ def route(
     check_tensor("logits", logits)
     if bias is not None:
         check_tensor("bias", bias)
-    checks.form(top_k, score, num_groups, top_groups)
-    checks.number("scale", scale)
+    _check_form(top_k, score, num_groups, top_groups)
+    check_number("scale", scale)
     arguments = (logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype)
     return Routing(*autograd.run(_route_op, "fp8moe.kernels.decoder_ops.route", *arguments))
 
 
-def _router_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    checks.router_logits(x, weight, dtype)
-    backend = router_plan if use_cuda(x) else router_reference
-    return backend.router_logits(x, weight, dtype)
+# ---- logits ----
 
 
-def _router_logits_fake(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    checks.router_logits(x, weight, dtype)
+def by_kernel(tokens: int, row_bytes: int) -> bool:
+    """Whether the kernel computes the logits of so many tokens: of more, a GEMM reads less, but its sums depend on
+    how many there are."""
+    if not 0 < row_bytes <= _MAX_ROW_BYTES:
+        return False
+    return config.settings.batch_invariant or tokens <= min(MAX_TOKENS, _MAX_BYTES // row_bytes)
+
+
+def shares(tokens: int, experts: int, sms: int) -> tuple[int, int]:
+    """Experts of a thread block, so that there are as many blocks as SMs, and tokens that it takes at a time.
+
+    Powers of two. They are compiled into the kernel, and the order of its sums depends on them.
+    """
+    if config.settings.batch_invariant:
+        tokens = MAX_TOKENS
+    block_experts = min(_power_of_two_from(ceil_div(experts, sms)), _MAX_EXPERTS_AT_ONCE)
+    return block_experts, min(_power_of_two_from(tokens), _MAX_TOKENS_AT_ONCE, _MAX_SUMS // block_experts)
+
+
+def _power_of_two_from(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _logits_threads(hidden: int, dtype: torch.dtype) -> int:
+    return align(row_threads(hidden * dtype.itemsize), WARP)
+
+
+def logits_spec(
+    block_shares: tuple[int, int], experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, vector: bool
+) -> KernelSpec:
+    """The kernel for weights (experts, hidden) and logits of these dtypes; block_shares as from `shares`.
+
+    vector: x and the weight start at multiples of 16 bytes, and their rows are multiples of 16 bytes long.
+    """
+    block_experts, block_tokens = block_shares
+    sizes = (
+        *(("HIDDEN", hidden), ("NUM_EXPERTS", experts), ("EXPERTS", block_experts), ("TOKENS", block_tokens)),
+        *(("MAX_TOKENS", MAX_TOKENS), ("THREADS", _logits_threads(hidden, dtype))),
+    )
+    types = (*input_defines(dtype, vector=vector), ("OUTPUT", INPUT_TYPES[out_dtype]))
+    return KernelSpec("router_logits.cu", "router_logits", (*types, *sizes))
+
+
+@planned
+def logits_launcher(
+    device_index: int,
+    tokens: int,
+    experts: int,
+    hidden: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    vector: bool,
+) -> PointerLauncher:
+    """The launcher for x (tokens, hidden), weight (experts, hidden) and logits (tokens, experts), in this order.
+
+    dtypes: of x and of the logits. None of the sizes is 0, all are contiguous, vector as for `logits_spec`. The kernel
+    starts before the one ahead has ended; nothing is read into registers or written before it has.
+    """
+    block_shares = shares(tokens, experts, num_sms(device_index))
+    block_experts, _ = block_shares
+    dtype, out_dtype = dtypes
+    return PointerLauncher(
+        load(logits_spec(block_shares, experts, hidden, dtype, out_dtype, vector)),
+        grid=(ceil_div(experts, block_experts), ceil_div(tokens, MAX_TOKENS)),
+        block=_logits_threads(hidden, dtype),
+        pdl=True,
+        pointers=3,
+        args=(ctypes.c_int32(tokens),),
+    )
+
+
+def _check_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    check_dtype("x", x, *FLOATING)
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape (T, H), got {tuple(x.shape)}")
+    check_dtype("weight", weight, x.dtype)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight: expected shape (E, {x.shape[1]}), got {tuple(weight.shape)}")
+    check_device("weight", weight, x.device, "x")
+    _check_floating("dtype", dtype)
+
+
+def _check_floating(name: str, dtype: torch.dtype) -> None:
+    if dtype not in FLOATING:
+        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
+
+
+def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    (tokens, hidden), experts = x.shape, weight.shape[0]
+    if not by_kernel(tokens, hidden * x.itemsize) or not (tokens and experts):
+        return by_fixed_rows(lambda rows: _gemm(rows, weight).to(dtype), x)
+    logits = _empty_logits(x, weight, dtype)
+    x, weight = x.contiguous(), weight.contiguous()
+    vector = not (x.data_ptr() | weight.data_ptr() | hidden * x.itemsize) % VECTOR_BYTES
+    launch = logits_launcher(x.get_device(), tokens, experts, hidden, (x.dtype, dtype), vector)
+    launch(x, weight, logits)
+    return logits
+
+
+def _gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """float32."""
+    if x.dtype is torch.float32:
+        return x @ weight.t()
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def _logits_reference(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return by_fixed_rows(lambda rows: (rows.float() @ weight.float().t()).to(dtype), x)
+
+
+def _empty_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+_logits_op = operator(
+    "router_logits(Tensor x, Tensor weight, ScalarType dtype) -> Tensor",
+    check=_check_logits,
+    cuda=_logits,
+    reference=_logits_reference,
+    fake=_empty_logits,
+    forward_only=True,
+)
+
+
+# ---- the choice ----
+
+
+class Form(NamedTuple):
+    """How `route` chooses and weighs: what is compiled into the kernel.
+
+    sigmoid: the scores, otherwise softmax. bias: there is one.
+    """
+
+    top_k: int
+    sigmoid: bool
+    bias: bool
+    num_groups: int
+    top_groups: int
+    normalize: bool
+
+
+def route_spec(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
+    """The kernel for logits of `experts` experts and of `dtype`, and weights of `out_dtype`."""
+    names = ("TOP_K", "SIGMOID", "BIAS", "GROUPS", "TOP_GROUPS", "NORMALIZE")
+    types = (*input_defines(dtype, vector=False), ("OUTPUT", INPUT_TYPES[out_dtype]))
+    constants = zip(names, map(int, form), strict=True)
+    return KernelSpec("route.cu", "route", (*types, ("EXPERTS", experts), *constants, ("WARPS", _ROUTE_WARPS)))
+
+
+@planned
+def route_launcher(
+    device_index: int,
+    tokens: int,
+    experts: int,
+    form: Form,
+    scale: float,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> PointerLauncher:
+    """The launcher for logits (tokens, experts), bias (experts,), index and weights (tokens, top_k), in this order.
+
+    dtypes: of logits and weights. tokens is not 0, all are contiguous. The kernel starts before the one ahead has
+    ended; nothing is read or written before it has.
+    """
+    return PointerLauncher(
+        load(route_spec(experts, form, *dtypes)),
+        grid=ceil_div(tokens, _ROUTE_WARPS),
+        block=_ROUTE_WARPS * WARP,
+        pdl=True,
+        pointers=4,
+        args=(ctypes.c_int64(tokens), ctypes.c_float(scale)),
+    )
+
+
+def _check_form(top_k: int, score: str, num_groups: int, top_groups: int) -> None:
+    """Types of the arguments of `route` that are not tensors, and the score."""
+    for name, value in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
+        check_int(name, value)
+    if score not in SCORES:
+        raise ValueError(f"score: expected one of {SCORES}, got {score!r}")
+
+
+def _check_route(
+    logits: Tensor,
+    top_k: int,
+    score: str,
+    bias: Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> None:
+    check_dtype("logits", logits, *FLOATING)
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
+        raise ValueError(f"logits: expected shape (T, E) with E from 1 to {MAX_EXPERTS}, got {tuple(logits.shape)}")
+    experts = logits.shape[1]
+    if bias is not None:
+        check_like("bias", bias, (torch.float32,), (experts,), logits.device, "logits")
+    if not 1 <= num_groups <= MAX_GROUPS or experts % num_groups or (num_groups > 1 and experts == num_groups):
+        raise ValueError(
+            f"num_groups: expected 1, or up to {MAX_GROUPS} groups of equal size, 2 or more of {experts} experts in "
+            f"each, got {num_groups}"
+        )
+    if not 1 <= top_groups <= num_groups:
+        raise ValueError(f"top_groups: expected 1 to {num_groups}, got {top_groups}")
+    limit = min(MAX_TOP_K, experts // num_groups * top_groups)
+    if not 1 <= top_k <= limit:
+        raise ValueError(f"top_k: expected 1 to {limit} of {experts} experts, got {top_k}")
+    _check_floating("dtype", dtype)
+
+
+def _form(top_k: int, score: str, bias: Tensor | None, num_groups: int, top_groups: int, normalize: bool) -> Form:
+    return Form(top_k, score == "sigmoid", bias is not None, num_groups, top_groups, normalize)
 
 
 def _route(
@@ -97,13 +319,16 @@ def _route(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    checks.route(logits, top_k, bias, num_groups, top_groups, dtype)
-    backend = router_plan if use_cuda(logits) else router_reference
-    form = Form(top_k, score == "sigmoid", bias is not None, num_groups, top_groups, normalize)
-    return backend.route(logits, bias, form, scale, dtype)
+    index, weights = _empty_route(logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype)
+    tokens, experts = logits.shape
+    if tokens:
+        form = _form(top_k, score, bias, num_groups, top_groups, normalize)
+        launch = route_launcher(logits.get_device(), tokens, experts, form, scale, (logits.dtype, dtype))
+        launch(logits.contiguous(), None if bias is None else bias.contiguous(), index, weights)
+    return index, weights
 
 
-def _route_fake(
+def _route_reference(
     logits: Tensor,
     top_k: int,
     score: str,
@@ -114,21 +339,61 @@ def _route_fake(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    checks.route(logits, top_k, bias, num_groups, top_groups, dtype)
+    form = _form(top_k, score, bias, num_groups, top_groups, normalize)
+    return reference_route(logits, bias, form, scale, dtype)
+
+
+def reference_route(
+    logits: Tensor, bias: Tensor | None, form: Form, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """logits (T, E) -> index and weights (T, top_k), the first choice first."""
+    logits = logits.float().contiguous()  # PyTorch computes other bits in other layouts
+    scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)
+    # Scores grow with logits, so the logits themselves can be chosen by: they do not become equal by rounding.
+    choice = logits if bias is None and form.num_groups == 1 else scores
+    if bias is not None:
+        choice = choice + bias
+    if form.num_groups > 1:
+        groups = choice.unflatten(-1, (form.num_groups, -1))
+        _, best = _largest(groups.topk(2, dim=-1).values.sum(-1), form.top_groups)
+        out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        choice = groups.masked_fill(out[..., None], float("-inf")).flatten(-2)
+    _, index = _largest(choice, form.top_k)
+    weights = scores.gather(-1, index)
+    if form.normalize:
+        # The least divisor is of DeepSeek-V3's modules: scores of softmax are not all 0.
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if form.sigmoid else 0.0))
+    return index, (weights * scale).to(dtype)
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest of each row and their places; NaN above all others, of equal ones the first. topk is not stable."""
+    positive = torch.where(values.isnan(), torch.nan, values)  # on a GPU NaN is sorted by its sign
+    ordered, places = positive.sort(dim=-1, descending=True, stable=True)
+    return ordered[..., :count], places[..., :count].contiguous()
+
+
+def _empty_route(
+    logits: Tensor,
+    top_k: int,
+    score: str,
+    bias: Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=dtype)
 
 
-_router_logits_op = define(
-    "router_logits(Tensor x, Tensor weight, ScalarType dtype) -> Tensor",
-    _router_logits,
-    _router_logits_fake,
-    forward_only=True,
-)
-_route_op = define(
+_route_op = operator(
     "route(Tensor logits, int top_k, str score, Tensor? bias, int num_groups, int top_groups, bool normalize, "
     "float scale, ScalarType dtype) -> (Tensor, Tensor)",
-    _route,
-    _route_fake,
+    check=_check_route,
+    cuda=_route,
+    reference=_route_reference,
+    fake=_empty_route,
     forward_only=True,
 )

@@ -1,18 +1,52 @@
-"""The next token of each sequence: ``sample`` and the operator ``fp8moe::sample`` behind it."""
+"""The next token of each sequence: ``sample`` and the operator ``fp8moe::sample`` behind it.
 
+The reference defines the tokens bit by bit. So that they are the same on every device, exponentials and logarithms are
+sums and products of float32, each rounded, with the polynomials of Cephes (S. L. Moshier, expf and logf: relative error
+about 1e-7); probability mass is counted in integers; and noise comes from a counter: Philox 4x32-10 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC11).
+"""
+
+import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.decoder_ops import sampling_plan, sampling_reference
-from fp8moe.kernels.decoder_ops.sampling_state import SamplingState, check
+from fp8moe.quant.quantize import input_defines
 from fp8moe.runtime.autograd import check_derivatives, detached
-from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import check_tensor, describe
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_like, check_tensor, describe
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.operator import operator
+from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 
-__all__ = ["Sampled", "SamplingState", "sample"]
+IN_PROMPT, GENERATED = 1, 2
+"""Bits of SamplingState.seen."""
+
+
+class SamplingState(NamedTuple):
+    """For B sequences, on the device of the logits: so one CUDA graph serves any mix of them.
+
+    temperature: (B,) float32; 0 is greedy.
+    top_k: (B,) int32; 0 is off, 1 is greedy.
+    top_p: (B,) float32 from 0 to 1; 1 is off.
+    min_p: (B,) float32 from 0 to 1; 0 is off.
+    repetition_penalty: (B,) float32 above 0; 1 is off.
+    presence_penalty: (B,) float32; 0 is off.
+    seed: (B,) int64.
+    step: (B,) int64, how many tokens the sequence has drawn.
+    seen: (B, V) uint8; bit 0: the token is in the prompt, bit 1: it was generated.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    seed: Tensor
+    step: Tensor
+    seen: Tensor
 
 
 class Sampled(NamedTuple):
@@ -51,25 +85,268 @@ def sample(logits: Tensor, state: SamplingState) -> Sampled:
     for name, value in state._asdict().items():
         check_tensor(f"state.{name}", value)
     check_derivatives("fp8moe.kernels.decoder_ops.sampling", logits)
-    return Sampled(*_sample_op(detached(logits), *state))
+    return Sampled(*_op(detached(logits), *state))
 
 
-def _sample(logits: Tensor, *state: Tensor) -> tuple[Tensor, Tensor]:
-    state = SamplingState(*state)
-    check(logits, state)
-    backend = sampling_plan if use_cuda(logits) else sampling_reference
-    return backend.sample(logits, state)
+_DTYPES = {"top_k": torch.int32, "seed": torch.int64, "step": torch.int64, "seen": torch.uint8}  # others are float32
 
 
-def _sample_fake(logits: Tensor, *state: Tensor) -> tuple[Tensor, Tensor]:
-    check(logits, SamplingState(*state))
+def check(logits: Tensor, state: SamplingState) -> None:
+    """Dtypes, shapes, devices and layouts of the arguments of `sample`."""
+    check_dtype("logits", logits, *FLOATING)
+    if logits.dim() != 2 or not 1 <= logits.shape[1] < 1 << 31:
+        raise ValueError(f"logits: expected shape (B, V) with V from 1 to 2**31 - 1, got {tuple(logits.shape)}")
+    for name, value in state._asdict().items():
+        shape = logits.shape if name == "seen" else logits.shape[:1]
+        check_like(f"state.{name}", value, (_DTYPES.get(name, torch.float32),), shape, logits.device, "logits")
+        if not value.is_contiguous():
+            raise ValueError(f"state.{name}: expected a contiguous tensor, got strides {value.stride()}")
+
+
+MASS_BITS = 40
+"""The mass of the most probable token is 2**MASS_BITS; that of others is rounded down to an integer."""
+
+EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+LOG_TERMS = (
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
+LOG2_E = 1.44269504
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; products of the first with exponents are exact
+MIN_EXPONENT = -86.0  # e to it is a normal number, and no mass
+SQRT_HALF_BITS = 0x3F3504F3
+
+PHILOX_ROUNDS = 10
+PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+
+# ---- the kernel ----
+
+_CLUSTER = MAX_BLOCKS_PER_PORTABLE_CLUSTER  # thread blocks of a row
+_WARPS = 16  # of a thread block
+_POINTERS = 1 + len(SamplingState._fields) + 2
+
+
+class _Operands(ctypes.Structure):
+    """``struct Operands`` of the kernel."""
+
+    _pointers_ = _POINTERS
+    _fields_ = (
+        ("pointers", ctypes.c_int64 * _POINTERS),
+        ("logits_stride", ctypes.c_int64),
+        ("vocab", ctypes.c_uint32),
+    )
+
+
+def kernel_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
+    """The kernel for logits of `dtype`. vector: every row of logits and of marks is made of whole vectors of tokens."""
+    defines = {
+        "WARPS": _WARPS,
+        "CLUSTER": _CLUSTER,
+        "DIGIT_BITS": 11,
+        "CAPACITY": 2048,
+        "MASS_BITS": MASS_BITS,
+        "IN_PROMPT": IN_PROMPT,
+        "GENERATED": GENERATED,
+        "EXP_TERMS": _array(EXP_TERMS),
+        "LOG_TERMS": _array(LOG_TERMS),
+        "LOG2_E": _number(LOG2_E),
+        "LN2_HIGH": _number(LN2_HIGH),
+        "LN2_LOW": _number(LN2_LOW),
+        "MIN_EXPONENT": _number(MIN_EXPONENT),
+        "SQRT_HALF_BITS": SQRT_HALF_BITS,
+        "PHILOX_ROUNDS": PHILOX_ROUNDS,
+        "PHILOX_FACTORS": _array(PHILOX_FACTORS),
+        "PHILOX_WEYL": _array(PHILOX_WEYL),
+        "OPERANDS_BYTES": ctypes.sizeof(_Operands),
+    }
+    return KernelSpec("sample.cu", "sample", (*input_defines(dtype, vector=vector), *defines.items()))
+
+
+def _number(value: float) -> str:
+    """As CUDA writes it."""
+    return f"{value!r}f" if isinstance(value, float) else f"{value}u"
+
+
+def _array(values: tuple[float, ...]) -> str:
+    return f"{{{', '.join(map(_number, values))}}}"
+
+
+@planned
+def launcher(
+    device_index: int, rows: int, vocab: int, logits_stride: int, dtype: torch.dtype, vector: bool
+) -> PointerLauncher:
+    """The launcher for logits, the tensors of the state, tokens and logprobs, in this order; vector: see `kernel_spec`.
+
+    The kernel starts before the one ahead has ended; nothing is read or written before it has.
+    """
+    return PointerLauncher(
+        load(kernel_spec(dtype, vector)),
+        grid=rows * _CLUSTER,
+        block=_WARPS * WARP,
+        cluster=_CLUSTER,
+        pdl=True,
+        args=(_Operands(vocab=vocab, logits_stride=logits_stride),),
+    )
+
+
+def _launch(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
+    tokens, logprobs = _empty(logits)
+    rows, vocab = logits.shape
+    if rows:
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        stride, size = logits.stride(0), logits.itemsize
+        vector = not (logits.data_ptr() | state.seen.data_ptr() | vocab * size | stride * size) % 16
+        launch = launcher(logits.get_device(), rows, vocab, stride, logits.dtype, vector)
+        launch(logits, *state, tokens, logprobs)
+    return tokens, logprobs
+
+
+def _empty(logits: Tensor) -> tuple[Tensor, Tensor]:
     rows = logits.shape[:1]
     return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
 
 
-_sample_op = define(
+# ---- the reference ----
+
+
+def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
+    """The tokens and logprobs of logits (B, V); writes to state.seen and state.step."""
+    raw = logits.float()
+    penalized = _penalized(raw, state)
+    scaled = penalized / state.temperature[:, None]
+    largest = scaled.amax(1, keepdim=True)
+    scores = scaled + gumbel_noise(state.seed, state.step, logits.shape[1])
+    drawn = torch.where(kept(scaled, largest, state), scores, -torch.inf).argmax(1)
+    greedy = (state.temperature == 0) | (state.top_k == 1) | ~largest[:, 0].isfinite()
+    tokens = torch.where(greedy, penalized.argmax(1), drawn)
+    logprobs = raw.log_softmax(1).gather(1, tokens[:, None])[:, 0]
+
+    valid = _valid_parameters(state) & raw.amax(1).isfinite() & penalized.amax(1).isfinite()
+    rows = torch.arange(len(tokens), device=tokens.device)
+    state.seen[rows, tokens] |= GENERATED * valid.to(torch.uint8)
+    state.step.add_(valid)
+    return torch.where(valid, tokens, -1), torch.where(valid, logprobs, torch.nan)
+
+
+def _valid_parameters(state: SamplingState) -> Tensor:
+    """Which rows have parameters that mean something (B,)."""
+    temperature, top_k, top_p, min_p, repetition, presence = state[:6]
+    return (
+        ((temperature >= 0) & temperature.isfinite())
+        & (top_k >= 0)
+        & ((top_p >= 0) & (top_p <= 1))
+        & ((min_p >= 0) & (min_p <= 1))
+        & ((repetition > 0) & repetition.isfinite())
+        & presence.isfinite()
+    )
+
+
+def _penalized(raw: Tensor, state: SamplingState) -> Tensor:
+    """raw (B, V) float32, with the penalties."""
+    repetition = state.repetition_penalty[:, None]
+    repeated = torch.where(raw < 0, raw * repetition, raw / repetition)
+    penalized = torch.where((state.seen & (IN_PROMPT | GENERATED)) != 0, repeated, raw)
+    return torch.where((state.seen & GENERATED) != 0, penalized - state.presence_penalty[:, None], penalized)
+
+
+def kept(scaled: Tensor, largest: Tensor, state: SamplingState) -> Tensor:
+    """Which tokens top_k, top_p and min_p leave (B, V). scaled (B, V) float32, largest (B, 1) of each row."""
+    vocab = scaled.shape[1]
+    # Ascending, of equal ones the lower index first: the first ones go.
+    order = scaled.sort(dim=1, stable=True)
+    top_k = torch.where(state.top_k > 0, state.top_k, vocab).clamp(max=vocab)
+    kept = scaled >= order.values.gather(1, vocab - top_k[:, None].long())
+
+    weight = exp(scaled - largest)
+    # Where nothing is finite there is no mass either.
+    mass = torch.where(kept & weight.isfinite(), (weight * 2.0**MASS_BITS).long(), 0)
+    mass = mass.gather(1, order.indices)
+    above = mass.sum(1, keepdim=True) - mass.cumsum(1)
+    target = (state.top_p.double() * mass.sum(1).double()).ceil().clamp(min=1).long()[:, None]
+    in_top_p = torch.empty_like(kept).scatter_(1, order.indices, above < target)
+    kept &= in_top_p | (state.top_p >= 1)[:, None]
+    return kept & (weight >= state.min_p[:, None])
+
+
+def exp(x: Tensor) -> Tensor:
+    """e**x of float32 up to 0."""
+    x = x.clamp(min=MIN_EXPONENT)
+    exponent = (x * LOG2_E).round()
+    rest = x - exponent * LN2_HIGH
+    rest = rest - exponent * LN2_LOW
+    power = _polynomial(rest, EXP_TERMS) * (rest * rest) + rest + 1
+    return power * ((exponent.int() + 127) << 23).view(torch.float32)
+
+
+def log(x: Tensor) -> Tensor:
+    """Natural logarithm of normal positive float32."""
+    bits = x.view(torch.int32)
+    exponent = (bits - SQRT_HALF_BITS) >> 23  # of a mantissa from sqrt(1/2) to sqrt(2)
+    return _log_near_1((bits - (exponent << 23)).view(torch.float32) - 1, exponent.float())
+
+
+def _log_near_1(f: Tensor, exponent: Tensor) -> Tensor:
+    """log((1 + f) * 2**exponent) for f from -0.3 to 0.42."""
+    square = f * f
+    tail = _polynomial(f, LOG_TERMS) * f * square + exponent * LN2_LOW - square * 0.5
+    return f + tail + exponent * LN2_HIGH
+
+
+def _polynomial(x: Tensor, terms: tuple[float, ...]) -> Tensor:
+    value = torch.full_like(x, terms[0])
+    for term in terms[1:]:
+        value = value * x + term
+    return value
+
+
+def gumbel_noise(seed: Tensor, step: Tensor, vocab: int) -> Tensor:
+    """-log(-log(u)) with u uniform in (0, 1) for each token: (B, vocab) float32. seed, step (B,) int64.
+
+    Token i takes word i % 4 of Philox's block with counter (i // 4, 0, low and high word of step) and key seed.
+    """
+    blocks = torch.arange((vocab + 3) // 4, device=seed.device).expand(len(seed), -1)
+    seed, step = seed[:, None], step[:, None]
+    words = philox(
+        (blocks, torch.zeros_like(blocks), *(part.expand_as(blocks) for part in (step & _WORD, step >> 32 & _WORD))),
+        (seed & _WORD, seed >> 32 & _WORD),
+    )
+    word = torch.stack(words, 2).flatten(1)[:, :vocab]
+    # 1 - u, to as many digits as float32 has where it is small: there noise is large.
+    rest = _unit(word)
+    exponential = torch.where(
+        word < 1 << 30, _log_near_1(-rest, torch.zeros_like(rest)), log(_unit(_WORD - word))
+    ).neg()
+    return -log(exponential)
+
+
+def _unit(word: Tensor) -> Tensor:
+    """The middle of one of 2**32 equal parts of (0, 1), as float32."""
+    return word.float() * 2.0**-32 + 2.0**-33
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox 4x32-10: four words of 32 bits from four of counter and two of key; all as int64."""
+    for _ in range(PHILOX_ROUNDS):
+        first, second = (word * factor for word, factor in zip(counter[::2], PHILOX_FACTORS, strict=True))
+        counter = (
+            (second >> 32 & _WORD) ^ counter[1] ^ key[0],
+            second & _WORD,
+            (first >> 32 & _WORD) ^ counter[3] ^ key[1],
+            first & _WORD,
+        )
+        key = tuple(word + weyl & _WORD for word, weyl in zip(key, PHILOX_WEYL, strict=True))
+    return counter
+
+
+_op = operator(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, "
     "Tensor presence_penalty, Tensor seed, Tensor(a!) step, Tensor(b!) seen) -> (Tensor, Tensor)",
-    _sample,
-    _sample_fake,
+    check=lambda logits, *state: check(logits, SamplingState(*state)),
+    cuda=lambda logits, *state: _launch(logits, SamplingState(*state)),
+    reference=lambda logits, *state: reference(logits, SamplingState(*state)),
+    fake=lambda logits, *state: _empty(logits),
 )
