@@ -24,7 +24,7 @@ def weight(n: int, k: int, *, device: str = "cuda") -> FP8Tensor:
 
 def random_rows(m: int, k: int, *, std: float = 1.0, device: str = "cuda") -> FP8Tensor:
     """An activation (m, k) in blocks of 1x128, drawn as FP8 values and scales: for sizes too large to quantize."""
-    scale = empty_mn_major(m, ceil_div(k, BLOCK), device=device)
+    scale = empty_mn_major((m, ceil_div(k, BLOCK)), device=device)
     return FP8Tensor(_normal_e4m3(m, k, device=device), scale.uniform_(0.5, 1.5).mul_(std / E4M3_STD))
 
 

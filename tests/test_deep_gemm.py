@@ -188,12 +188,12 @@ def test_mn_major(name, shape):
     function, sf = getattr(deep_gemm, name), torch.randn(shape)
     aligned = function(sf)
     assert torch.equal(aligned, sf)
-    assert aligned.stride() == empty_mn_major(*shape, device="cpu").stride()
+    assert aligned.stride() == empty_mn_major(shape, device="cpu").stride()
     assert function(aligned) is aligned
 
 
 def test_mn_major_of_a_part_is_a_copy():
-    whole = empty_mn_major(2, 70, 5, device="cpu").normal_()
+    whole = empty_mn_major((2, 70, 5), device="cpu").normal_()
     assert deep_gemm.get_mn_major_tma_aligned_tensor(whole[0]).data_ptr() == whole.data_ptr()
     part = whole[:, :, :3]
     aligned = deep_gemm.get_mn_major_tma_aligned_tensor(part)

@@ -210,7 +210,7 @@ def test_row_major_copies_only_what_tma_cannot_load():
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1), (4, 2), (33, 5)])
 def test_mn_major_copies_only_what_tma_cannot_load(shape):
-    scale = empty_mn_major(*shape, device="cpu").copy_(torch.rand(shape))
+    scale = empty_mn_major(shape, device="cpu").copy_(torch.rand(shape))
     assert mn_major(scale) is scale
     for bad in (scale.contiguous() + 0, torch.cat([scale, scale])[shape[0] :]):
         copy = mn_major(bad)

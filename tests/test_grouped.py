@@ -304,7 +304,7 @@ def test_mn_major_scales_of_the_masked_layout_are_not_copied():
     data, scale = grouped_checks.activations(*a)
     assert data.shape == (15, 272) and data.data_ptr() == a.data.data_ptr()
     assert scale.shape == (15, 3) and scale.stride() == (1, 16) and scale.data_ptr() == a.scale.data_ptr()
-    each = empty_mn_major(3, 5, 3, device="cpu").copy_(a.scale)
+    each = empty_mn_major((3, 5, 3), device="cpu").copy_(a.scale)
     for other in (a.scale.contiguous(), each):
         copy = grouped_checks.activations(a.data, other)[1]
         assert torch.equal(copy, scale) and copy.stride() == (1, 16)

@@ -1,4 +1,5 @@
-"""The package's structure: imports go down and in no circle, files are short, CUDA functions take few parameters.
+"""The package's structure: imports go down and in no circle, files are short, functions take few parameters, and what
+launches a kernel or knows the GPU has one place.
 
 Each check is a function of the package's directory that returns what is wrong. It is tried on a tree with one fault.
 """
@@ -19,8 +20,14 @@ ORDER = (  # from the bottom: nothing imports what is above it; __init__ is fp8m
 )
 CUDA_FOLDERS = ("common", "ops", "sm90")
 PROGRAMS = ("benchmarks", "tools", "examples")  # folders beside the package that import it
+LOWER_FOLDERS = ("runtime", "quant", "kernels")
 MAX_LINES = 700
 MAX_PARAMETERS = 8
+MAX_MESSAGES_THAT_NAME_THE_GPU = 6  # files with such messages
+GPU_WORDS = re.compile("sm_90|hopper|wgmma|setmaxnreg", re.IGNORECASE)
+GPU_LIMITS = {227 * 1024: "shared memory of a block", 228 * 1024: "shared memory of an SM", 65536: "registers of an SM"}
+NO_PLANS = ("families",)  # what kernels/gemm/warmup.py is to compile for
+CHANGES = ("add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
 
 
 def upward_imports(package: Path) -> list[str]:
@@ -75,9 +82,86 @@ def names_of_several_kernels(package: Path) -> list[str]:
     return [name for name, count in names.items() if count > 1]
 
 
+def long_parameter_lists_in_python(package: Path) -> list[str]:
+    """Functions of runtime/ and kernels/. Public ones may take more, and so may those that make up an operator."""
+    public = {name for path in package.rglob("__init__.py") for name in exported_names(parse(path))}
+    return [
+        f"{place(package, path, node)}: {name} takes {count} parameters"
+        for path, tree in modules(package, "runtime", "kernels")
+        for node, name, count in python_functions(tree)
+        if count > MAX_PARAMETERS and name not in public | functions_of_operators(tree)
+    ]
+
+
+def arguments_by_position(package: Path) -> list[str]:
+    """Functions that take ``*arguments`` and read single ones of them: these are to be parameters."""
+    return [
+        f"{place(package, path, node)}: *{name}"
+        for path, tree in modules(package, *LOWER_FOLDERS)
+        for function in functions(tree)
+        if function.args.vararg
+        for name in [function.args.vararg.arg]
+        for node in ast.walk(function)
+        if isinstance(node, ast.Subscript)
+        and is_name(node.value, name)
+        or isinstance(node, ast.Assign)
+        and is_name(node.value, name)
+        and isinstance(node.targets[0], ast.Tuple | ast.List)
+    ]
+
+
+def caches_of_plans(package: Path) -> list[str]:
+    """Names of modules of quant/ and kernels/ whose value functions change: `planned` keeps what launches a kernel."""
+    return [
+        f"{place(package, path, node)}: {name}"
+        for path, tree in modules(package, "quant", "kernels")
+        for name in set(variables(tree)) - set(NO_PLANS)
+        for function in functions(tree)
+        for node in ast.walk(function)
+        if changes(node, name)
+    ] + [
+        f"{place(package, path, node)}: {ast.unparse(node)}"
+        for path, tree in modules(package, "quant", "kernels")
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and re.search(r"Cache\b", ast.unparse(node))
+    ]
+
+
+def classes_of_plans(package: Path) -> list[str]:
+    return [
+        f"{place(package, path, node)}: class {node.name}"
+        for path, tree in modules(package, *LOWER_FOLDERS)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name.strip("_") in ("Plan", "PlanCache")
+    ]
+
+
+def names_of_the_gpu(package: Path) -> list[str]:
+    """Files that name the GPU or its instructions, but for sm90.py, and messages to the user in a few files."""
+    found, messages = [], []
+    for path, tree in modules(package, *LOWER_FOLDERS):
+        count = len(GPU_WORDS.findall(path.read_text(encoding="utf-8")))
+        told = sum(len(GPU_WORDS.findall(text)) for text in strings(tree))
+        if path.name != "sm90.py" and count:
+            (messages if count == told else found).append(str(path.relative_to(package)))
+    return found + (messages if len(messages) > MAX_MESSAGES_THAT_NAME_THE_GPU else [])
+
+
+def limits_of_the_gpu(package: Path) -> list[str]:
+    """Numbers that only sm90.py is to know."""
+    return [
+        f"{place(package, path, node)}: {ast.unparse(node)}, {GPU_LIMITS[value]}"
+        for path, tree in modules(package, *LOWER_FOLDERS)
+        for node in ast.walk(tree)
+        if path.name != "sm90.py" and (value := number(node)) in GPU_LIMITS
+    ]
+
+
 CHECKS = (
     *(upward_imports, circular_imports, long_files, long_parameter_lists),
     *(strangers_among_the_kernels, names_of_several_kernels),
+    *(long_parameter_lists_in_python, arguments_by_position, caches_of_plans, classes_of_plans),
+    *(names_of_the_gpu, limits_of_the_gpu),
 )
 
 
@@ -159,6 +243,93 @@ def count_parameters(text: str) -> int:
     return commas + 1 if text.strip() else 0
 
 
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def modules(package: Path, *folders: str) -> Iterator[tuple[Path, ast.Module]]:
+    """Path and syntax tree of the modules in some folders, or in all."""
+    for folder in folders or ("",):
+        for path in sorted((package / folder).rglob("*.py")):
+            yield path, parse(path)
+
+
+def place(package: Path, path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(package)}:{node.lineno}"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+
+def python_functions(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int]]:
+    """Node, name and number of parameters of each function, that of an object itself not counted."""
+    for node in functions(tree):
+        args = node.args
+        names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+        count = len(names) + bool(args.vararg) + bool(args.kwarg) - (names[:1] in (["self"], ["cls"]))
+        yield node, getattr(node, "name", "a lambda"), count
+
+
+def exported_names(tree: ast.Module) -> list[str]:
+    """What ``__all__`` holds."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and is_name(node.targets[0], "__all__"):
+            return ast.literal_eval(node.value)
+    return []
+
+
+def functions_of_operators(tree: ast.Module) -> set[str]:
+    """Names of the functions that a module hands to operator() or define(), and of the operators themselves."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "operator", "define")]
+    given = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+    schemas = [value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    return {value.id for value in given if isinstance(value, ast.Name)} | {re.split(r"\W", text)[0] for text in schemas}
+
+
+def is_name(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def variables(tree: ast.Module) -> Iterator[str]:
+    """Names that a module itself gives a value."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def changes(node: ast.AST, name: str) -> bool:
+    """Whether a node assigns to an entry of a dict or list of this name, deletes one or calls what changes it."""
+    if isinstance(node, ast.Subscript):
+        return is_name(node.value, name) and not isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.Global):
+        return name in node.names
+    return isinstance(node, ast.Attribute) and is_name(node.value, name) and node.attr in CHANGES
+
+
+def strings(tree: ast.Module) -> Iterator[str]:
+    """String constants but for docstrings."""
+    documented = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    docstrings = {id(value) for value in documented}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+def number(node: ast.AST) -> int | None:
+    """The value of a whole number that is written as such, as a product, or as so many KB (n << 10)."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp):
+        left, right = number(node.left), number(node.right)
+        if left is not None and right is not None:
+            if isinstance(node.op, ast.Mult):
+                return left * right
+            if isinstance(node.op, ast.LShift) and right == 10:
+                return left << right
+    return None
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_package_is_in_order(check):
     faults = check(PACKAGE)
@@ -173,6 +344,19 @@ CLEAN = {
     "kernels/gemm/__init__.py": "from fp8moe.kernels.gemm.dense import gemm\n",
     "kernels/gemm/dense.py": "import torch\nfrom fp8moe.kernels.gemm import plan\nfrom fp8moe.runtime import launch\n",
     "kernels/gemm/plan.py": "import fp8moe.runtime.launch as launch\n",
+    "kernels/gemm/sm90.py": '"""Of Hopper."""\nSHARED, REGISTERS = 227 * 1024, 65536\n',
+    "kernels/gemm/launch.py": """
+CONSTANTS = {"rows": 65535, "bytes": 1 << 16}
+def eight(a, b, c, d, e, f, *, g, h): return CONSTANTS["rows"]
+def entry(a, b, c, d, e, f, g, *, h, i): raise ValueError("needs a Hopper GPU (sm_90)")
+def launch(a, b, c, d, e, f, g, h, i): return REST[0]
+def call(function, *arguments):
+    first, *rest = sorted(arguments)
+    return function(*arguments)
+class Call:
+    def __init__(self, a, b, c, d, e, f, g, h): self.made = {a: b}
+op = operator("entry(Tensor a) -> Tensor", check=launch, cuda=launch, reference=launch, fake=launch)
+""",
     "layers/__init__.py": "from fp8moe.layers.linear import Linear\n",
     "layers/linear.py": "from ..kernels.gemm import gemm\nfrom . import experts\nclass Linear: ...\n",
     "layers/experts.py": "def run():\n    from fp8moe.kernels.gemm.dense import gemm\n",
@@ -255,6 +439,31 @@ NINE = "int a, int b, int c, int d, int e, int f, int g, int h, Pair<int, int> i
         (strangers_among_the_kernels, "cuda/combine.cu", ""),
         (strangers_among_the_kernels, "cuda/ops/experts/combine.cu", ""),
         (names_of_several_kernels, "cuda/ops/gemm.cu", ""),
+        (long_parameter_lists_in_python, "runtime/launch.py", "def nine(a, b, c, d, e, f, g, *, h, i): ...\n"),
+        (
+            long_parameter_lists_in_python,
+            "runtime/launch.py",
+            "class C:\n def f(self, a, b, c, d, e, f, g, h, i): ...\n",
+        ),
+        (long_parameter_lists_in_python, "kernels/gemm/plan.py", "run = lambda a, b, c, d, e, f, g, *h, **i: 0\n"),
+        (long_parameter_lists_in_python, "kernels/gemm/plan.py", "def launch(a, b, c, d, e, f, g, h, i): ...\n"),
+        (arguments_by_position, "kernels/gemm/plan.py", "def run(*arguments): return arguments[0]\n"),
+        (arguments_by_position, "runtime/launch.py", "def run(*arguments): return arguments[1:]\n"),
+        (arguments_by_position, "runtime/launch.py", "run = lambda x, *rest: (x, rest[-1])\n"),
+        (arguments_by_position, "quant/formats.py", "def run(*arguments):\n    *first, last = arguments\n"),
+        (caches_of_plans, "kernels/gemm/plan.py", "plans = {}\ndef get(key): plans[key] = key\n"),
+        (caches_of_plans, "kernels/gemm/plan.py", "_plans: dict = {}\nrun = lambda key: _plans.setdefault(key, key)\n"),
+        (caches_of_plans, "kernels/gemm/plan.py", "_plan = None\ndef get():\n    global _plan\n    _plan = 1\n"),
+        (caches_of_plans, "quant/formats.py", "plans = PlanCache()\ndef get(key): return plans.get(key, dict)\n"),
+        (classes_of_plans, "kernels/gemm/plan.py", "class _Plan: ...\n"),
+        (classes_of_plans, "runtime/launch.py", "class PlanCache: ...\n"),
+        (names_of_the_gpu, "kernels/gemm/plan.py", "# for sm_90a\n"),
+        (names_of_the_gpu, "kernels/gemm/plan.py", "def columns(tile):\n    'Of one wgmma.'\n"),
+        (names_of_the_gpu, "runtime/launch.py", "HOPPER = 9\n"),
+        (limits_of_the_gpu, "runtime/launch.py", "SHARED = 227 * 1024 - 16\n"),
+        (limits_of_the_gpu, "kernels/gemm/plan.py", "SHARED = 228 << 10\n"),
+        (limits_of_the_gpu, "kernels/gemm/plan.py", "SHARED = 232448\n"),
+        (limits_of_the_gpu, "quant/formats.py", "def registers(threads): return 65536 // threads\n"),
     ],
 )
 def test_one_fault_is_found(tmp_path, check, name, text):

@@ -211,7 +211,7 @@ def test_empty(shape):
 
 @given(shape=st.lists(st.integers(0, 9), min_size=2, max_size=4))
 def test_mn_major(shape):
-    scale = formats.empty_mn_major(*shape, device="cpu")
+    scale = formats.empty_mn_major(shape, device="cpu")
     m, k_blocks = shape[-2:]
     assert scale.shape == tuple(shape) and scale.stride()[-2:] == (1, -(-m // 4) * 4)
     assert is_mn_major(scale) and (scale.dim() != 2 or mn_major(scale) is scale)

@@ -66,4 +66,4 @@ def mn_major(activation_scale: Tensor) -> Tensor:
     row, column = activation_scale.stride()
     if (row == 1 or m == 1) and column == align(m, 4) and not activation_scale.data_ptr() % 16:
         return activation_scale
-    return empty_mn_major(*activation_scale.shape, device=activation_scale.device).copy_(activation_scale)
+    return empty_mn_major(activation_scale.shape, device=activation_scale.device).copy_(activation_scale)

@@ -50,7 +50,7 @@ def padded_rows(rows: int, groups: int) -> int:
     return (rows + (BLOCK - 1) * torch.sym_min(groups, rows)) // BLOCK * BLOCK
 
 
-def empty_mn_major(*shape: int, device: torch.device | str) -> torch.Tensor:
+def empty_mn_major(shape: tuple[int, ...], *, device: torch.device | str) -> torch.Tensor:
     """Uninitialized float32 scales (..., M, K blocks), MN-major: last strides (1, align(M, 4)).
 
     One column (the scales of one K block) is contiguous and starts at a multiple of 16 bytes, as TMA needs.

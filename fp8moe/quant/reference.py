@@ -35,7 +35,7 @@ def quantize_1x128(x: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     blocks = _pad(x.float(), rows, k_blocks * BLOCK).view(rows, k_blocks, BLOCK)
     scale = block_scale(blocks.abs().amax(-1), ue8m0)
     data = _cast(blocks / scale[..., None]).view(rows, k_blocks * BLOCK)[:, :k].contiguous()
-    return data, empty_mn_major(rows, k_blocks, device=x.device).copy_(scale)
+    return data, empty_mn_major((rows, k_blocks), device=x.device).copy_(scale)
 
 
 def quantize_128x128(w: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:

@@ -201,9 +201,8 @@ def launch(
     return results
 
 
-def transposed(*results: Tensor) -> Transposed:
+def transposed(rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: Tensor, offsets: Tensor) -> Transposed:
     """The tensors that an operator returns, by name."""
-    rows, row_scale, columns, column_scale, offsets = results
     return Transposed(FP8Tensor(rows, row_scale), FP8Tensor(columns, column_scale), offsets)
 
 

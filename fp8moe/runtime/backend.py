@@ -1,4 +1,4 @@
-"""Which backend runs an op: our CUDA kernels (Hopper) or the plain PyTorch reference."""
+"""Which backend runs an op: our CUDA kernels or the plain PyTorch reference."""
 
 import importlib.util
 
@@ -15,12 +15,12 @@ _WAY_OUT = "set FP8MOE_BACKEND=auto or reference"
 def use_cuda(*tensors: torch.Tensor) -> bool:
     """True if the CUDA kernels are to run on these tensors, False if the reference is.
 
-    `FP8MOE_BACKEND=auto` takes the kernels when every tensor is on an sm_90 device; `reference` never; `cuda` always.
+    `FP8MOE_BACKEND=auto` takes the kernels if every tensor is on a GPU they support; `reference` never; `cuda` always.
     That the tensors share one device is the caller's to check. Costs a dictionary lookup per tensor after the first
     call for a device.
 
     Raises:
-        RuntimeError: the kernels are to run (asked for by `cuda`, or `auto` on an sm_90 device) and cannot. A missing
+        RuntimeError: the kernels are to run (asked for by `cuda`, or `auto` on such a GPU) and cannot. A missing
             NVRTC shows when a kernel has to be compiled, as a RuntimeError of fp8moe.runtime.jit.
     """
     backend = config.settings.backend

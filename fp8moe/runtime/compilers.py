@@ -105,10 +105,12 @@ def _ptx_nvrtc(text: str, name: str) -> bytes:
     _nvrtc_version()
     from cuda.bindings import nvrtc
 
-    def check(status: nvrtc.nvrtcResult, *values: nvrtc.nvrtcProgram | int) -> nvrtc.nvrtcProgram | int | None:
+    def check(
+        status: nvrtc.nvrtcResult, value: nvrtc.nvrtcProgram | int | None = None
+    ) -> nvrtc.nvrtcProgram | int | None:
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"NVRTC could not make the PTX of {name}: {status.name}")
-        return values[0] if values else None
+        return value
 
     program = check(*nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
     try:

@@ -2,7 +2,7 @@
 
 | variable               | values                | meaning                                                        |
 | ---------------------- | --------------------- | -------------------------------------------------------------- |
-| FP8MOE_BACKEND         | auto, cuda, reference | where ops run; auto takes the kernels on an sm_90 GPU          |
+| FP8MOE_BACKEND         | auto, cuda, reference | where ops run; auto takes the kernels on a GPU they support    |
 | FP8MOE_CACHE_DIR       | a directory           | compiled kernels and converted models; default ~/.cache/fp8moe |
 | FP8MOE_NUM_SMS         | an integer >= 1       | upper limit on the SMs of a GEMM or of index scores            |
 | FP8MOE_PRINT_CONFIGS   | 0, 1                  | print the configuration chosen for each new shape              |

@@ -15,15 +15,18 @@ from fp8moe.runtime import config
 ROWS = 64
 
 
-def by_fixed_rows(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """``function(*operands)`` where results are to be batch invariant, of `ROWS` rows at a time; otherwise as it is.
+def by_fixed_rows(function: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
+    """``function(x, *others)`` where results are to be batch invariant, of `ROWS` rows at a time; otherwise as it is.
 
-    operands: (M, ...), of which row i of the result (M, ...) depends on row i. The last piece is filled up with zeros.
+    x, others: (M, ...), of which row i of the result (M, ...) depends on row i. The last piece is filled up with zeros.
     """
-    count = len(operands[0])
+    count = len(x)
     if not config.settings.batch_invariant or not count:
-        return function(*operands)
-    pieces = [function(*(_filled(x[first : first + ROWS]) for x in operands)) for first in range(0, count, ROWS)]
+        return function(x, *others)
+    pieces = [
+        function(*(_filled(operand[first : first + ROWS]) for operand in (x, *others)))
+        for first in range(0, count, ROWS)
+    ]
     return torch.cat(pieces)[:count]
 
 

@@ -29,7 +29,7 @@ def invariant():
 
 
 def rows_of(a, rows):
-    scale = empty_mn_major(len(a.scale[rows]), a.scale.shape[1], device=DEVICE)
+    scale = empty_mn_major((len(a.scale[rows]), a.scale.shape[1]), device=DEVICE)
     return FP8Tensor(a.data[rows], scale.copy_(a.scale[rows]))
 
 

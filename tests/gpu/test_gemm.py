@@ -43,7 +43,7 @@ def test_odd_sizes(n, k, dtype):
     a, b = operands(max(ROWS), n, k)
     expected = exact(a, b)
     for m in ROWS:
-        rows = FP8Tensor(a.data[-m:], empty_mn_major(m, a.scale.shape[1], device=DEVICE).copy_(a.scale[-m:]))
+        rows = FP8Tensor(a.data[-m:], empty_mn_major((m, a.scale.shape[1]), device=DEVICE).copy_(a.scale[-m:]))
         check(rows, b, dtype, expected=expected[-m:])
 
 
@@ -52,7 +52,7 @@ def test_benchmark_shapes(n, k):
     a, b = operands(4096, n, k)
     expected = exact(a, b)
     for m in DENSE_M:
-        rows = FP8Tensor(a.data[:m], empty_mn_major(m, a.scale.shape[1], device=DEVICE).copy_(a.scale[:m]))
+        rows = FP8Tensor(a.data[:m], empty_mn_major((m, a.scale.shape[1]), device=DEVICE).copy_(a.scale[:m]))
         out = check(rows, b, torch.bfloat16, expected=expected[:m])
         assert torch.equal(gemm(rows, b), out)
 
@@ -293,7 +293,7 @@ def test_memory_of_a_call_is_its_result(m):
 @pytest.mark.parametrize(("m", "n", "k"), [(70000, 32768, 128), (3, 300032, 7168), (300003, 8, 7168)])
 def test_more_than_2_31_elements(m, n, k):
     """A result, weights and activations past 2^31 elements."""
-    a = FP8Tensor(random_bytes(m, k), empty_mn_major(m, k // 128, device=DEVICE).uniform_(0.5, 2))
+    a = FP8Tensor(random_bytes(m, k), empty_mn_major((m, k // 128), device=DEVICE).uniform_(0.5, 2))
     b = FP8Tensor(random_bytes(n, k), torch.rand(-(-n // 128), k // 128, device=DEVICE) + 0.5)
     out = poisoned(m, n, torch.bfloat16)
     gemm(a, b, out=out)

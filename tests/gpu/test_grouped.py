@@ -247,7 +247,7 @@ def test_layouts_of_the_operands_do_not_matter():
     out = grouped_gemm((odd, a.scale.contiguous()), transposed, group_offsets.repeat_interleave(2)[::2])
     assert torch.equal(out, expected)
     places, masked_m = activations(2, 30, 272), int32([30, 30])
-    each = empty_mn_major(2, 30, 3, device=DEVICE).copy_(places.scale)
+    each = empty_mn_major((2, 30, 3), device=DEVICE).copy_(places.scale)
     expected = grouped_gemm_masked(places, b, masked_m)
     for scale in (places.scale.contiguous(), each):
         assert torch.equal(grouped_gemm_masked((places.data, scale), b, masked_m), expected)
@@ -347,7 +347,7 @@ def test_swiglu_is_quantized_with_the_bits_of_the_quantizer(sizes, bad):
     m, size, k, experts = sum(sizes), 256, 512, len(sizes)
     draw = partial(torch.randint, device=DEVICE)
     powers = partial(torch.full, fill_value=2.0, device=DEVICE)
-    a_scale = empty_mn_major(m, k // 128, device=DEVICE)
+    a_scale = empty_mn_major((m, k // 128), device=DEVICE)
     a_scale.copy_(powers((m, k // 128)).pow_(draw(0, 4, (m, k // 128))))
     if bad is not None:
         a_scale[m // 2, 1] = bad
@@ -474,7 +474,7 @@ def test_memory_of_a_call_is_its_result():
 )
 def test_more_than_2_31_elements(experts, m, n, k):
     """Weights, a result and activations past 2^31 elements: the rows at every expert's borders."""
-    a = FP8Tensor(random_bytes(m, k), empty_mn_major(m, k // 128, device=DEVICE).uniform_(0.5, 2))
+    a = FP8Tensor(random_bytes(m, k), empty_mn_major((m, k // 128), device=DEVICE).uniform_(0.5, 2))
     b = FP8Tensor(random_bytes(experts, n, k), torch.rand(experts, -(-n // 128), k // 128, device=DEVICE) + 0.5)
     size = m // experts
     group_offsets = offsets([size] * experts)

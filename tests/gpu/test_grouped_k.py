@@ -140,5 +140,5 @@ def test_memory_of_a_call_is_its_result():
 def test_strided_scales():
     """Scales with the pitch of a larger buffer."""
     a, b, group_offsets = operand(30, 4, 0), operand(16, 4, 1), offsets([1, 3])
-    scale = empty_mn_major(64, 4, device=DEVICE)[:30].copy_(a.scale)
+    scale = empty_mn_major((64, 4), device=DEVICE)[:30].copy_(a.scale)
     assert torch.equal(grouped_gemm_k((a.data, scale), b, group_offsets), grouped_gemm_k(a, b, group_offsets))

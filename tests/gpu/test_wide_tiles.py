@@ -102,7 +102,7 @@ def test_bad_values_stay_in_their_rows_and_columns(bad):
     clean = grouped(WIDE["staged"], a, b, offsets(sizes))
     assert clean.isfinite().all()
     rows = [150, 192 + 128, 192 + 129 + 299]  # in the third slab of upright tiles
-    scale = empty_mn_major(*a.scale.shape, device=DEVICE).copy_(a.scale)
+    scale = empty_mn_major(a.scale.shape, device=DEVICE).copy_(a.scale)
     scale[rows, 4] = bad
     out = grouped(WIDE["staged"], FP8Tensor(a.data, scale), b, offsets(sizes))
     assert not out[rows].isfinite().any()

@@ -27,7 +27,7 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
     check_dtype("sf", sf, torch.float32)
     if sf.dim() not in (2, 3):
         raise ValueError(f"sf: expected shape (M, K blocks) or (E, M, K blocks), got {tuple(sf.shape)}")
-    return sf if _lies_mn_major(sf) else empty_mn_major(*sf.shape, device=sf.device).copy_(sf)
+    return sf if _lies_mn_major(sf) else empty_mn_major(sf.shape, device=sf.device).copy_(sf)
 
 
 get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor  # the name of 2025
@@ -41,7 +41,7 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor) -> Tensor:
     check_dtype("sf", sf, torch.float32)
     exponents = (up_to_power_of_two(sf.contiguous()).view(torch.int32) >> 23).to(torch.uint8)
     words = pad(exponents, (0, -sf.shape[-1] % _PER_WORD)).view(torch.int32)
-    return empty_mn_major(*words.shape, device=sf.device).view(torch.int32).copy_(words)
+    return empty_mn_major(words.shape, device=sf.device).view(torch.int32).copy_(words)
 
 
 def transform_sf_into_required_layout(
@@ -74,7 +74,7 @@ def transform_sf_into_required_layout(
     if rows != 1:
         return sf.contiguous()
     if packed:
-        return sf if _lies_mn_major(sf) else empty_mn_major(*shape, device=sf.device).view(torch.int32).copy_(sf)
+        return sf if _lies_mn_major(sf) else empty_mn_major(shape, device=sf.device).view(torch.int32).copy_(sf)
     return get_mn_major_tma_aligned_tensor(sf)
 
 

@@ -129,7 +129,7 @@ def _quantized(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 def _empty_quantized(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = parts.shape[0], _columns(parts)
     data = parts.new_empty((rows, columns), dtype=torch.float8_e4m3fn)
-    return data, empty_mn_major(rows, ceil_div(columns, BLOCK), device=parts.device)
+    return data, empty_mn_major((rows, ceil_div(columns, BLOCK)), device=parts.device)
 
 
 def _quantized_reference(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

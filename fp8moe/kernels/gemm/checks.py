@@ -141,7 +141,7 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
         return FP8Tensor(row_major(a), mn_major(a_scale))
     rows, k_blocks = a.shape[0] * a.shape[1], a_scale.shape[-1]
     if a_scale.numel() and a_scale.shape[0] > 1 and a_scale.stride(0) != a_scale.shape[1] * a_scale.stride(1):
-        flat = empty_mn_major(rows, k_blocks, device=a.device)
+        flat = empty_mn_major((rows, k_blocks), device=a.device)
         flat.view(a_scale.shape).copy_(a_scale)
         a_scale = flat
     return FP8Tensor(row_major(a.reshape(rows, a.shape[-1])), mn_major(a_scale.reshape(rows, k_blocks)))

@@ -118,7 +118,7 @@ def dense_time(tile: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
         mma *= c.overlapped_mma
         alone = c.overlapped_step
     # TMA writes both tiles; each product reads its 64 rows and its columns.
-    shared = rows + tile.block_n + area * (1 / 64 + 1 / tile.wgmma_n)
+    shared = rows + tile.block_n + area * (1 / 64 + 1 / tile.mma_n)
     loaded = fullest * shared * c.shared
     steps = rounds * ceil(ceil(k / 128) / tile.split_k)
     compute = steps * max(alone, fullest * mma, loaded) / _CYCLES
@@ -224,7 +224,7 @@ def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
     if tile.weights_as_rows:
         return (tile.slabs,) * tile.warpgroups
     in_use = ceil(rows / 64)
-    if tile.wgmma_n < tile.block_n or tile.slabs == 1:  # a warpgroup has 64 rows
+    if tile.mma_n < tile.block_n or tile.slabs == 1:  # a warpgroup has 64 rows
         return tuple(tile.slabs if i < in_use else 0 for i in range(tile.warpgroups))
     return tuple(ceil((in_use - i) / tile.warpgroups) for i in range(tile.warpgroups))
 
@@ -232,7 +232,7 @@ def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
 def _step_cycles(tile: TileConfig, rows: int) -> float:
     """Cycles of one step of 128 along K in a tile with ``rows`` of a group, on an SM that has nothing else."""
     height = tile.block_m if tile.weights_as_rows else 64 * ceil(rows / 64)
-    product = 64 * tile.wgmma_n * _GROUPED_MMA  # of one slab
+    product = 64 * tile.mma_n * _GROUPED_MMA  # of one slab
     slabs = _slabs_in_use(tile, rows)
     if tile.overlaps:
         alone = _GROUPED_OVERLAPPED + _GROUPED_OVERLAPPED_PRODUCT * product
@@ -291,7 +291,7 @@ def _grouped_time(
     loaded = (sum(rows * count for rows, count in by_height.items()) / in_column + tile.block_n) * 128
     per_sm = max(1.0, min(tiles, slots) * tile.split_k / num_sms)
     step = fullest + (1 - _GROUPED_FULLEST) * (cycles / tiles - fullest)
-    if not tile.weights_as_rows and tile.wgmma_n < tile.block_n:
+    if not tile.weights_as_rows and tile.mma_n < tile.block_n:
         step *= _GROUPED_SHARED
     if tile.weights_as_rows or tile.warpgroups == 1:
         several = _GROUPED_SM_LOAD

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from fp8moe.quant.formats import align
-from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT
+from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT, wgmma_source
 
 PRODUCER_REGISTERS = 24
 MAX_STAGES = 16
@@ -60,7 +60,7 @@ class TileConfig:
         return 128 * (self.warpgroups + 1)
 
     @property
-    def wgmma_n(self) -> int:
+    def mma_n(self) -> int:
         """Width of one wgmma. A tile of 256 columns takes two, and so does one of 192 that sums parts of K, so that
         registers have room for most of these sums."""
         if self.weights_as_rows:
@@ -69,19 +69,24 @@ class TileConfig:
         return self.block_n // 2 if halves else self.block_n
 
     @property
+    def mma_source(self) -> str:
+        """CUDA text of the products' instruction."""
+        return wgmma_source(self.mma_n)
+
+    @property
     def scale_pieces(self) -> int:
         """Pieces of one wgmma's columns that may each have a weight scale of its own (``GRANULE`` of the kernel)."""
-        return 1 if self.weights_as_rows else ceil(self.wgmma_n / min(128, self.block_n & -self.block_n))
+        return 1 if self.weights_as_rows else ceil(self.mma_n / min(128, self.block_n & -self.block_n))
 
     @property
     def accumulators(self) -> int:
         """Float32 registers that one slab of 64 rows takes in a math thread."""
-        return self.wgmma_n // 2
+        return self.mma_n // 2
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows and `wgmma_n` columns that one math warpgroup takes, one after the other."""
-        return self.block_m * self.block_n // (64 * self.wgmma_n * self.warpgroups)
+        """Slabs of 64 rows and `mma_n` columns that one math warpgroup takes, one after the other."""
+        return self.block_m * self.block_n // (64 * self.mma_n * self.warpgroups)
 
     @property
     def math_registers(self) -> int:
@@ -238,6 +243,11 @@ class GroupedKTile:
     warpgroups = 2
     threads = 384  # two math warpgroups and the producer's
     math_registers = 240
+
+    @property
+    def mma_source(self) -> str:
+        """CUDA text of the products' instruction."""
+        return wgmma_source(self.block_n)
 
     @property
     def shared_bytes(self) -> int:

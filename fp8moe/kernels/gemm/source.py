@@ -5,7 +5,6 @@ import ctypes
 from fp8moe.kernels.gemm.epilogue import Epilogue
 from fp8moe.kernels.gemm.sm90 import PRODUCER_REGISTERS, GroupedKTile, TileConfig
 from fp8moe.runtime.jit import KernelSpec, constants
-from fp8moe.runtime.sm90 import wgmma_source
 
 
 def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue) -> KernelSpec:
@@ -13,7 +12,7 @@ def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue) -> KernelS
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
         "SWAP": int(tile.weights_as_rows),
-        "COLUMNS": tile.wgmma_n,
+        "COLUMNS": tile.mma_n,
         "OVERLAPS": int(tile.overlaps),
         "A_SCALE_BOX": tile.scale_box,
         "FIRST_STAGES": tile.first_stages,
@@ -27,7 +26,7 @@ def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue) -> KernelS
         "GATED": int(epilogue.gated),
     }
     values |= epilogue.constants
-    prelude = f'{constants(values)}{wgmma_source(tile.wgmma_n)}\n#include "{epilogue.header}"\n'
+    prelude = f'{constants(values)}{tile.mma_source}\n#include "{epilogue.header}"\n'
     prelude += f"using Epilogue = {type(epilogue).__name__};\n"
     return KernelSpec("gemm.cu", "gemm", epilogue.defines, prelude)
 
@@ -35,7 +34,7 @@ def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue) -> KernelS
 def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate: bool) -> KernelSpec:
     """The variant for N = `n`: M, K and the groups are not constants."""
     prelude = constants(_common(tile, n, GroupedKArguments) | {"ACCUMULATE": int(accumulate)})
-    prelude += f"using Out = {'float' if out_float32 else 'unsigned short'};\n{wgmma_source(tile.block_n)}"
+    prelude += f"using Out = {'float' if out_float32 else 'unsigned short'};\n{tile.mma_source}"
     return KernelSpec("gemm_k.cu", "gemm_k", prelude=prelude)
 
 
