@@ -13,9 +13,11 @@ import torch
 from fp8moe import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked, mqa_logits, paged_mqa_logits
 from fp8moe.integrations import deep_gemm
 from fp8moe.quant.formats import FP8Tensor
-from tools import launches
+from fp8moe.runtime.record import Recorder
+from tools.digest import NUM_SMS
+from tools.variants import Untouched
 
-make, recorder = launches.Untouched(), launches.Recorder()
+make, recorder = Untouched(), Recorder(NUM_SMS)
 zeros = lambda *shape, dtype=torch.bfloat16: make.zeros(*shape, dtype=dtype)
 ints = lambda *shape: zeros(*shape, dtype=torch.int32)
 m, n, k, groups = 65536, 512, 1024, 4
@@ -64,11 +66,9 @@ pairs = {
         lambda: deep_gemm.fp8_paged_mqa_logits(*paged, None, 256),
     ),
 }
-for calls in pairs.values():
-    for call in calls:
-        recorder.record(call)
+recorded = [[name, *map(recorder.record, calls)] for name, calls in pairs.items()]
 names = [spec.name for spec in recorder.kernels]
-print(json.dumps({"pairs": list(zip(pairs, recorder.calls[::2], recorder.calls[1::2])), "names": names}))
+print(json.dumps({"pairs": recorded, "names": names}))
 """
 
 ONE_MORE = {"contiguous": "group_ranges", "psum": "group_ranges", "along k": "join_groups"}

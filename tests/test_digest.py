@@ -93,18 +93,19 @@ for tree in sys.argv[2:]:
         continue
     sys.path.insert(0, tree)
     import fp8moe
-    from tools import digest, launches, variants
+    from fp8moe.runtime.record import Recorder
+    from tools import digest, variants
     assert fp8moe.__file__.startswith(tree) and digest.__file__.startswith(tree)
-    recorder = launches.Recorder()
+    recorder, calls = Recorder(digest.NUM_SMS), []
     with torch.autograd.profiler.profile(enabled=step == 1) as profile:
-        for i, call in enumerate(variants.all_calls(launches.Untouched())):
+        for i, call in enumerate(variants.all_calls(variants.Untouched())):
             if i % step == 0:
-                recorder.record(call)
+                calls.append(recorder.record(call))
     kernels = [[spec.source, spec.name, spec.defines, spec.prelude] for spec in recorder.kernels]
     operators = [event.key for event in profile.key_averages()] if step == 1 else []
-    found = {"digest": digest.fingerprint(recorder.calls, recorder.kernels)}
+    found = {"digest": digest.fingerprint(calls, recorder.kernels)}
     if step == 1:
-        found |= {"calls": recorder.calls, "kernels": kernels, "operators": operators}
+        found |= {"calls": calls, "kernels": kernels, "operators": operators}
     with open(os.path.join(tree, "digest.json"), "w") as file:
         json.dump(found, file)
     os._exit(0)

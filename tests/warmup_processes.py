@@ -1,4 +1,4 @@
-"""What GraphDecoder launches, recorded by `tools.launches`, and what warmup finds, each in a process of its own."""
+"""What GraphDecoder launches, by `fp8moe.runtime.record`, and what warmup finds, each in a process of its own."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -53,11 +53,10 @@ def launched(directory, batch_sizes, lengths):
     from fp8moe.integrations.models import find_fused
     from fp8moe.integrations.transformers import load_model
     from fp8moe.kernels.decoder_ops import router
-    from tools.launches import Recorder
+    from fp8moe.runtime.record import Recorder
 
     model = load_model(directory)
-    recorder = Recorder()
-    recorder.calls.append([])
+    recorder = Recorder(SMS)
     attention._sms = lambda device: SMS
     attention._flash_attention = lambda query, *_: (query, query.new_zeros(query.shape[1::-1], dtype=torch.float32))
     router._gemm = lambda x, weight: x.float() @ weight.float().t()

@@ -2,9 +2,9 @@
 
 `--write FILE` stores what it is taken over as JSON, `--against FILE` lists what differs from such a file.
 
-It is taken over the launches of the calls in `tools.variants`, as `tools.launches` records them for an H200: kernels,
-launch configurations, tensor maps, arguments, and the complete source of every kernel with the compiler's options. So
-the stored results of a GPU run stay valid while names, comments or the Python around the launches change.
+It is taken over the launches of the calls in `tools.variants`, as `fp8moe.runtime.record` notes them for an H200:
+kernels, launch configurations, tensor maps, arguments, and the complete source of every kernel with the compiler's
+options. So the stored results of a GPU run stay valid while names, comments or the Python around the launches change.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp8moe.runtime.jit import KernelSpec
+
+NUM_SMS = 132  # of an H100 or H200
 
 # Comments and literals first: neither begins inside the other.
 _CUDA_TOKEN = re.compile(
@@ -82,7 +84,7 @@ def source_hash(spec: "KernelSpec") -> str:
 
 
 def fingerprint(calls: Iterable[list[dict]], kernels: "Iterable[KernelSpec]") -> str:
-    """SHA-256 over launches and the kernels that they name by index, as `tools.launches.Recorder` has them."""
+    """SHA-256 over launches and the kernels that they name by index, as `fp8moe.runtime.record.Recorder` has them."""
     units = [[spec.name, source_hash(spec)] for spec in kernels]
     content = {"options": options(), "kernels": units, "calls": list(calls)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -167,23 +169,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--against", metavar="FILE", help="list what differs from a stored file")
     args = parser.parse_args(argv)
 
-    from tools.launches import Recorder, Untouched
-    from tools.variants import all_calls
+    from fp8moe.runtime.record import Recorder
+    from tools.variants import Untouched, all_calls
 
-    recorder = Recorder()
-    for call in all_calls(Untouched()):
-        recorder.record(call)
+    recorder = Recorder(NUM_SMS)
+    calls = [recorder.record(call) for call in all_calls(Untouched())]
     status = 0
     if args.write:
         with open(args.write, "w", encoding="utf-8") as file:
-            json.dump(content(recorder.calls, recorder.kernels), file, separators=(",", ":"))
+            json.dump(content(calls, recorder.kernels), file, separators=(",", ":"))
             file.write("\n")
     if args.against:
         with open(args.against, encoding="utf-8") as file:
-            found = list(differences(json.load(file), content(recorder.calls, recorder.kernels)))
+            found = list(differences(json.load(file), content(calls, recorder.kernels)))
         print(*found, sep="\n", end="\n" if found else "")
         status = int(bool(found))
-    print(fingerprint(recorder.calls, recorder.kernels))
+    print(fingerprint(calls, recorder.kernels))
     return status
 
 

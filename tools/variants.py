@@ -23,6 +23,7 @@ from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_f
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.peer_table import Targets
+from fp8moe.runtime.record import reserved
 
 DTYPES = ("bfloat16", "float16", "float32")
 ODD_M = (1, 5, 17, 40, 72, 129, 200, 300, 1000, 8192)
@@ -36,6 +37,28 @@ FORMS = (
     {"activation": "gelu"},
     {"activation": "relu2", "gated": False},
 )
+
+
+class Untouched(Operands):
+    """Operands whose memory is reserved and never written: those of a large model cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return reserved(shape, dtype)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 1.0) -> torch.Tensor:
+        return self.zeros(*shape, dtype=dtype)
+
+    def uniform(self, *shape: int, mean: float) -> torch.Tensor:
+        return self.zeros(*shape, dtype=torch.float32)
+
+    def codes(self, *shape: int) -> torch.Tensor:
+        return self.zeros(*shape, dtype=torch.float8_e4m3fn)
+
+    def kv_cache(self, blocks: int, head_dim: int) -> torch.Tensor:
+        return self.zeros(blocks, 64, 1, head_dim + 4, dtype=torch.uint8)
 
 
 def cases() -> Iterator[Case]:

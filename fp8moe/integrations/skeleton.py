@@ -14,7 +14,7 @@ from fp8moe.integrations.names import NAME
 from fp8moe.integrations.transformers import register
 from fp8moe.integrations.transformers.quantizer import replace_modules
 from fp8moe.layers.replaced import matches
-from fp8moe.runtime.dry_run import reserved
+from fp8moe.runtime.record import reserved
 
 
 def skeletons(config: Any) -> list[Any]:

@@ -15,9 +15,9 @@ _WAY_OUT = "set FP8MOE_BACKEND=auto or reference"
 def use_cuda(*tensors: torch.Tensor) -> bool:
     """True if the CUDA kernels are to run on these tensors, False if the reference is.
 
-    `FP8MOE_BACKEND=auto` takes the kernels if every tensor is on a GPU they support; `reference` never; `cuda` always.
-    That the tensors share one device is the caller's to check. Costs a dictionary lookup per tensor after the first
-    call for a device.
+    `FP8MOE_BACKEND=auto` takes the kernels if every tensor is on a GPU they support; `reference` never; `cuda` always;
+    `record`, the setting of `runtime.record`, on the CPU. That the tensors share one device is the caller's to check.
+    Costs a dictionary lookup per tensor after the first call for a device.
 
     Raises:
         RuntimeError: the kernels are to run (asked for by `cuda`, or `auto` on such a GPU) and cannot. A missing
@@ -30,7 +30,7 @@ def use_cuda(*tensors: torch.Tensor) -> bool:
         if not tensor.is_cuda:
             if backend == "cuda":
                 raise RuntimeError(_no_cuda_tensor(tensor))
-            return False
+            return backend == "record"
         key = (backend, tensor.get_device())
         usable = _decisions.get(key)
         if usable is None:

@@ -114,7 +114,7 @@ def tensor_map(
     if l2_promotion not in _PROMOTIONS:
         raise ValueError(f"l2_promotion is {l2_promotion}; it must be one of {tuple(_PROMOTIONS)}")
     pointer = tensor.data_ptr()
-    if not tensor.is_cuda or pointer % 16:
+    if not (tensor.is_cuda or config.settings.backend == "record") or pointer % 16:
         raise ValueError(
             f"tensor is on {tensor.device} at {pointer:#x}; a map takes GPU memory at a multiple of 16 bytes"
         )

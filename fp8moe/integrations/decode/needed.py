@@ -17,8 +17,8 @@ from fp8moe.kernels.decoder_ops import router
 from fp8moe.kernels.gemm.warmup import Family, families
 from fp8moe.layers import experts_source
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.runtime.dry_run import DryRun, reserved
 from fp8moe.runtime.jit import KernelSpec
+from fp8moe.runtime.record import Recorder, reserved
 
 _CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class Needed(NamedTuple):
 
 
 def needed_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> Needed:
-    """What models of these configurations of transformers launch, in a process of its own (see `runtime.dry_run`).
+    """What models of these configurations of transformers launch, in a process of its own (see `runtime.record`).
 
     batch_sizes: of decode steps. tokens: of the longest prompts that are read at once. num_sms: of the GPU.
 
@@ -39,7 +39,7 @@ def needed_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: i
     one of these is among. Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
     """
     models = [model for config in configs for model in skeletons(config)]
-    run = DryRun(num_sms)
+    recorder = Recorder(num_sms)
     # PyTorch's own kernels need a GPU, or on a CPU hours.
     attention._sms = lambda device: num_sms
     attention._flash_attention = _no_flash_attention
@@ -50,7 +50,7 @@ def needed_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: i
     with torch.no_grad():
         for model in models:
             _run(model, {1, *batch_sizes}, _lengths(tokens))
-    return Needed(set(run.kernels), dict(families))
+    return Needed(set(recorder.kernels), dict(families))
 
 
 def _lengths(tokens: int) -> list[int]:
