@@ -36,7 +36,7 @@ def reference(given, columns, weights, dtype=torch.float64):
         for i, weight in enumerate(norms):
             x = given[i]
             given[i] = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + weights["eps"])
-    query = op.reference(*given, columns, None, None, 0.0, 1)
+    query = op.reference(op.Operands(*given, columns, None, None, 0.0, 1))
     return query, given[5], given[6]
 
 
@@ -129,5 +129,5 @@ def test_past_two_to_the_31_elements():
     some = slice(tokens - 100, tokens)
     small = [x[:, some] for x in (q, k, v, cos, sin)]
     cache = [torch.empty_like(x[:, :, :100]) for x in (keys, values)]
-    assert torch.equal(query[:, some], op._launch(*small, *cache, None, None, None, 0.0, 1))
+    assert torch.equal(query[:, some], op._launch(op.Operands(*small, *cache, None, None, None, 0.0, 1)))
     assert torch.equal(keys[:, :, some], cache[0]) and torch.equal(values[:, :, some], cache[1])

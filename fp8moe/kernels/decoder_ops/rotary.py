@@ -1,7 +1,7 @@
 """Heads of new tokens, from the projections to the attention: ``rotary`` and its operator ``fp8moe::rotary``."""
 
 import ctypes
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import FLOATING, aligned, check_device, check_dtype, check_int, check_like, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
-from fp8moe.runtime.operator import operator
+from fp8moe.runtime.operator import Signature, operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_HEAD = 256
@@ -62,21 +62,30 @@ def rotary(
     for name, value in given.items():
         check_tensor(name, value)
     check_int("copies", copies)
-    return autograd.run(
-        _op,
-        "fp8moe.kernels.decoder_ops.rotary",
-        *given.values(),
-        columns,
-        q_weight,
-        k_weight,
-        float(eps),
-        copies,
-    )
+    options = columns, q_weight, k_weight, float(eps), copies
+    return autograd.run(_op, "fp8moe.kernels.decoder_ops.rotary", *given.values(), *options)
 
 
 def serves(size: int, rotated: int) -> bool:
     """Whether there is a kernel for heads of `size` values of which `rotated` are rotated."""
     return not size % 8 and size <= MAX_HEAD and 0 < rotated <= size and not rotated % MULTIPLE
+
+
+class Operands(NamedTuple):
+    """Arguments of `rotary`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    keys: Annotated[Tensor, "Tensor(a!)"]
+    values: Annotated[Tensor, "Tensor(b!)"]
+    columns: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: Annotated[float, "float"]
+    copies: Annotated[int, "int"]
 
 
 class Heads(NamedTuple):
@@ -137,20 +146,8 @@ def launcher(
     return PointerLauncher(load(spec), grid=grid, block=_WARPS * WARP, pdl=True, args=(arguments,))
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    columns: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    copies: int,
-) -> None:
+def _check(operands: Operands) -> None:
+    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, _, copies = operands
     check_dtype("q", q, *FLOATING)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q: expected shape (B, T, heads, D), got {tuple(q.shape)} with k {tuple(k.shape)}")
@@ -190,21 +187,9 @@ def _check(
         check_like("k_weight", k_weight, like, (size,), q.device, "q")
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    columns: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    copies: int,
-) -> Tensor:
-    query = _empty(q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps, copies)
+def _launch(operands: Operands) -> Tensor:
+    query = _empty(operands)
+    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps, copies = operands
     if not (q.numel() or k.numel()):
         return query
     batch, tokens, queries, size = q.shape
@@ -229,39 +214,14 @@ def _rows(x: Tensor) -> Tensor:
     return x if even and whole else aligned(x.contiguous())
 
 
-def _empty(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    columns: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    copies: int,
-) -> Tensor:
-    batch, tokens, heads, size = q.shape
-    return q.new_empty((batch, tokens, copies * heads, size))
+def _empty(operands: Operands) -> Tensor:
+    batch, tokens, heads, size = operands.q.shape
+    return operands.q.new_empty((batch, tokens, operands.copies * heads, size))
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    columns: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    copies: int,
-) -> Tensor:
+def reference(operands: Operands) -> Tensor:
     """The operation in plain PyTorch."""
+    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps, copies = operands
     if q_weight is not None:
         q, k = normalized(q, q_weight, eps), normalized(k, k_weight, eps)
     _write(keys, _rotated(k, cos, sin), columns)
@@ -289,11 +249,11 @@ def _write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
 
 
 _op = operator(
-    "rotary(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor? columns, "
-    "Tensor? q_weight, Tensor? k_weight, float eps, int copies) -> Tensor",
+    "rotary -> Tensor",
     check=_check,
     cuda=_launch,
     reference=reference,
     fake=_empty,
     forward_only=True,
+    signature=Signature(Operands),
 )

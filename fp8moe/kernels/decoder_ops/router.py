@@ -1,7 +1,7 @@
 """Router of a mixture-of-experts layer: ``router_logits`` and ``route``, and the operators behind them."""
 
 import ctypes
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
-from fp8moe.runtime.operator import operator
+from fp8moe.runtime.operator import Signature, operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_EXPERTS = 1024
@@ -234,6 +234,24 @@ class Form(NamedTuple):
     normalize: bool
 
 
+class Operands(NamedTuple):
+    """Arguments of `route`."""
+
+    logits: Tensor
+    top_k: Annotated[int, "int"]
+    score: str
+    bias: Tensor | None
+    num_groups: Annotated[int, "int"]
+    top_groups: Annotated[int, "int"]
+    normalize: bool
+    scale: Annotated[float, "float"]
+    dtype: torch.dtype
+
+    def form(self) -> Form:
+        sigmoid, bias = self.score == "sigmoid", self.bias is not None
+        return Form(self.top_k, sigmoid, bias, self.num_groups, self.top_groups, self.normalize)
+
+
 def route_spec(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
     """The kernel for logits of `experts` experts and of `dtype`, and weights of `out_dtype`."""
     names = ("TOP_K", "SIGMOID", "BIAS", "GROUPS", "TOP_GROUPS", "NORMALIZE")
@@ -274,17 +292,8 @@ def _check_form(top_k: int, score: str, num_groups: int, top_groups: int) -> Non
         raise ValueError(f"score: expected one of {SCORES}, got {score!r}")
 
 
-def _check_route(
-    logits: Tensor,
-    top_k: int,
-    score: str,
-    bias: Tensor | None,
-    num_groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
-    dtype: torch.dtype,
-) -> None:
+def _check_route(operands: Operands) -> None:
+    logits, top_k, _, bias, num_groups, top_groups, _, _, dtype = operands
     check_dtype("logits", logits, *FLOATING)
     if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
         raise ValueError(f"logits: expected shape (T, E) with E from 1 to {MAX_EXPERTS}, got {tuple(logits.shape)}")
@@ -304,50 +313,21 @@ def _check_route(
     _check_floating("dtype", dtype)
 
 
-def _form(top_k: int, score: str, bias: Tensor | None, num_groups: int, top_groups: int, normalize: bool) -> Form:
-    return Form(top_k, score == "sigmoid", bias is not None, num_groups, top_groups, normalize)
-
-
-def _route(
-    logits: Tensor,
-    top_k: int,
-    score: str,
-    bias: Tensor | None,
-    num_groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    index, weights = _empty_route(logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype)
+def _route(operands: Operands) -> tuple[Tensor, Tensor]:
+    logits, bias, dtype = operands.logits, operands.bias, operands.dtype
+    index, weights = _empty_route(operands)
     tokens, experts = logits.shape
     if tokens:
-        form = _form(top_k, score, bias, num_groups, top_groups, normalize)
-        launch = route_launcher(logits.get_device(), tokens, experts, form, scale, (logits.dtype, dtype))
+        dtypes = logits.dtype, dtype
+        launch = route_launcher(logits.get_device(), tokens, experts, operands.form(), operands.scale, dtypes)
         launch(logits.contiguous(), None if bias is None else bias.contiguous(), index, weights)
     return index, weights
 
 
-def _route_reference(
-    logits: Tensor,
-    top_k: int,
-    score: str,
-    bias: Tensor | None,
-    num_groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    form = _form(top_k, score, bias, num_groups, top_groups, normalize)
-    return reference_route(logits, bias, form, scale, dtype)
-
-
-def reference_route(
-    logits: Tensor, bias: Tensor | None, form: Form, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """logits (T, E) -> index and weights (T, top_k), the first choice first."""
-    logits = logits.float().contiguous()  # PyTorch computes other bits in other layouts
+def _reference_route(operands: Operands) -> tuple[Tensor, Tensor]:
+    """From PyTorch's operations, which define the result."""
+    form, bias = operands.form(), operands.bias
+    logits = operands.logits.float().contiguous()  # PyTorch computes other bits in other layouts
     scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)
     # Scores grow with logits, so the logits themselves can be chosen by: they do not become equal by rounding.
     choice = logits if bias is None and form.num_groups == 1 else scores
@@ -363,7 +343,7 @@ def reference_route(
     if form.normalize:
         # The least divisor is of DeepSeek-V3's modules: scores of softmax are not all 0.
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if form.sigmoid else 0.0))
-    return index, (weights * scale).to(dtype)
+    return index, (weights * operands.scale).to(operands.dtype)
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -373,27 +353,17 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ordered[..., :count], places[..., :count].contiguous()
 
 
-def _empty_route(
-    logits: Tensor,
-    top_k: int,
-    score: str,
-    bias: Tensor | None,
-    num_groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=dtype)
+def _empty_route(operands: Operands) -> tuple[Tensor, Tensor]:
+    logits, shape = operands.logits, (operands.logits.shape[0], operands.top_k)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=operands.dtype)
 
 
 _route_op = operator(
-    "route(Tensor logits, int top_k, str score, Tensor? bias, int num_groups, int top_groups, bool normalize, "
-    "float scale, ScalarType dtype) -> (Tensor, Tensor)",
+    "route -> (Tensor, Tensor)",
     check=_check_route,
     cuda=_route,
-    reference=_route_reference,
+    reference=_reference_route,
     fake=_empty_route,
     forward_only=True,
+    signature=Signature(Operands),
 )
