@@ -36,7 +36,7 @@ from benchmarks.whole_models import CONFIGS, build
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.layers.parameters import local
 
-BANDWIDTH = 4.2e12  # bytes a second: a copy on the H200 (docs/kernel-notes.md)
+BANDWIDTH = 4.2e12  # bytes a second: a copy on the H200 (docs/history.md)
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (64, 8192))
 BF16_CASES = CASES[:3]
 PREFILLS = ((1, 512), (1, 2048), (4, 4096))

@@ -1,7 +1,7 @@
 """The cost model of the GEMMs: how long a compiled variant is expected to take.
 
 A pure function of the problem and the number of SMs: nothing is measured at run time. Times in microseconds, bytes a
-microsecond, cycles at the 1755 MHz that an H200 keeps under load; docs/kernel-notes.md tells how the constants were
+microsecond, cycles at the 1755 MHz that an H200 keeps under load; docs/history.md tells how the constants were
 fitted to one.
 """
 
