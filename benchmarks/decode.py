@@ -2,7 +2,7 @@
 
 - `ms`: a decode step, from the first of MANY new tokens to the last on the GPU's clock.
 - `floor_ms`: the bytes that a step must read (weights outside the embedding, experts that were hit, keys and values up
-  to the middle of the answer) at BANDWIDTH. `x_floor`: `ms` over it.
+  to the middle of the answer) at the bandwidth of a copy. `x_floor`: `ms` over it.
 - `kernels`: of one step; the columns after it share out the time of a step's kernels by kind.
 - Prefill: prompts read and one token chosen; `tokens_s` counts the prompts' tokens.
 - Sampling: a step whose tokens are drawn, with a penalty, and `over_greedy`, what it takes beyond a greedy one.
@@ -30,13 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import command, timing
+from benchmarks import baselines, command, timing
 from benchmarks.report import Threshold, format_table, select
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.layers.parameters import local
 
-BANDWIDTH = 4.2e12  # bytes a second: a copy on the H200 (docs/history.md)
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (64, 8192))
 BF16_CASES = CASES[:3]
 PREFILLS = ((1, 512), (1, 2048), (4, 4096))
@@ -155,7 +154,7 @@ def measure_decode(model: Any, batch: int, prompt: int) -> dict:
     step = step_seconds(decoder, prompts)
     kernels, kinds = shares(decoder.steps[batch].replay)
     cached = decoder.stats().cache_bytes * (prompt + MANY / 2) / (prompt + ROOM)
-    floor = step_bytes(model, prompts, cached) / BANDWIDTH
+    floor = step_bytes(model, prompts, cached) / (1e12 * baselines.copy_tbps())
     decoder.close()
     rates = {"ms": 1000 * step, "tokens_s": batch / step, "floor_ms": 1000 * floor, "x_floor": step / floor}
     return {"what": "decode", "batch": batch, "prompt": prompt, **rates, "kernels": kernels, **kinds}

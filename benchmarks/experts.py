@@ -103,9 +103,10 @@ def thresholds(rows: Sequence[dict], errors: Mapping[str, float]) -> list[Thresh
             ("vs_deep_gemm", ALL_TOKENS, "transformers + DeepGEMM layer / ours", 2.6, 3.2),
         ):
             values = [row[ratio] for (_, tokens), row in measured.items() if tokens in sizes and row[ratio] is not None]
-            found.append(
-                Threshold(f"experts, CUDA graph, geomean of {what}", geomean(values), limit, aim, at_least=True)
-            )
+            if values:
+                found.append(
+                    Threshold(f"experts, CUDA graph, geomean of {what}", geomean(values), limit, aim, at_least=True)
+                )
     if host_times := [row["host_us"] for row in rows if row["host_us"] is not None]:
         name = f"experts, CPU time of an eager call, 1 to {HOST_TOKENS} tokens, slowest"
         found.append(Threshold(name, max(host_times), 180, 120, unit="us"))

@@ -5,7 +5,7 @@
   times are taken relative to it, since GPUs of one kind differ by 2 to 3%. The baselines are those of this kind.
 - `over_reading`: mean time over the stored mean of reading the weight, for rows of a decode step on an H200; less is
   better.
-- `of_copy`: bytes per second over those of a copy, on an H200.
+- `of_copy`: bytes per second over those of a copy.
 
 Every shape is checked against float64 over its quantized operands before it is timed. With --no-rest times are those at
 the power limit, beside cuBLAS's; the baselines are of a GPU that rested, so that nothing is compared with them.
@@ -80,7 +80,7 @@ def make_row(
         "vs_deep_gemm": ratios.get("deep_gemm"),
         "vs_best": min(ratios.values(), default=None),
         "over_reading": timed.mean_us / reading_us if reading_us else None,
-        "of_copy": moved / us / 1e6 / baselines.copy_tbps() if device == "H200" else None,
+        "of_copy": moved / us / 1e6 / baselines.copy_tbps(),
         "error": error,
         "kernels": len(timed.kernels),
     }

@@ -109,7 +109,7 @@ def make_prefill_row(case: Prefill, fill_masked: bool, timed: timing.Timing, err
 def make_paged_row(batch: Batch, timed: timing.Timing, error: float) -> dict:
     us, baseline = timed.median_us, None
     if batch in stored_batches():
-        baseline = baselines.find("paged_mqa_logits", len(batch.contexts), batch.max_context_len, batch.next_n)
+        baseline = baselines.get("paged_mqa_logits", len(batch.contexts), batch.max_context_len, batch.next_n)
     return {
         "what": "paged_mqa_logits",
         "batch": len(batch.contexts),

@@ -2,7 +2,7 @@
 
 What compares fp8moe with DeepGEMM and cuBLAS is drawn from medians of one run, benchmarks/baselines/same_run.json; bars
 of what is slower than DeepGEMM have a colour of their own. The rest is read from validation files (default:
-validation/h200.json and, for whole models, h200_models.json), or from a directory of files like `quantize.json` that
+validation/kernels.json and, for whole models, models.json), or from a directory of files like `quantize.json` that
 the benchmarks wrote; the picture of one without rows there is left alone.
 """
 
@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
@@ -43,14 +44,23 @@ STYLE = {
 }
 
 
-def load(results: Path, name: str) -> list[dict]:
-    """Rows of one benchmark from a directory of results or from a validation file; none if it is not there."""
+class Results(NamedTuple):
+    """Rows of one benchmark, and the kind of GPU that they are of: "H100" or "H200"."""
+
+    rows: list[dict]
+    gpu: str
+
+
+def load(results: Path, name: str) -> Results | None:
+    """Those of one benchmark from a directory of results or from a validation file; None if it is not there."""
     if not results.is_dir():
         content = json.loads(results.read_text())
         parts = (content.get(part, {}) for part in ("benchmarks", "models"))
-        return next((part[name].get("rows", []) for part in parts if name in part), [])
-    path = results / f"{name}.json"
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+        found = next((part[name] for part in parts if name in part), None)
+    else:
+        path = results / f"{name}.json"
+        found = json.loads(path.read_text()) if path.exists() else None
+    return Results(found["rows"], baselines.device(found["gpu"])) if found and found.get("rows") else None
 
 
 @contextmanager
@@ -88,7 +98,7 @@ def _ratio_bars(axes: plt.Axes, labels: Sequence[str], ratios: Sequence[float], 
     axes.set_xlabel("DeepGEMM's time / ours (more is better)")
 
 
-def draw_overview(rows: Sequence[dict], path: Path) -> None:
+def draw_overview(results: Results, path: Path) -> None:
     """How many times faster the experts layer is than others, by tokens; tokens a second of a whole model."""
     cases = baselines.cases("experts")
     tokens = list(dict.fromkeys(case.sizes["tokens"] for case in cases))
@@ -96,8 +106,7 @@ def draw_overview(rows: Sequence[dict], path: Path) -> None:
         "transformers_deep_gemm_graph": (OURS, "than the whole layer of transformers with DeepGEMM"),
         "deep_gemm_two_gemms": ("#56B4E9", "than DeepGEMM's two GEMMs alone"),
     }
-    title = "fp8moe on an H200"
-    with _picture(path, title, (10, 3.9), 1, 2, below=0.12, width_ratios=(3, 2)) as (figure, grid):
+    with _picture(path, "fp8moe", (10, 3.9), 1, 2, below=0.12, width_ratios=(3, 2)) as (figure, grid):
         left, right = grid[0]
         for shift, (name, (colour, _)) in zip((-0.2, 0.2), series.items(), strict=True):
             for position, count in enumerate(tokens):
@@ -109,8 +118,8 @@ def draw_overview(rows: Sequence[dict], path: Path) -> None:
         left.axhline(1, color=DEEP_GEMM, linewidth=1.2)
         left.set_xticks(range(len(tokens)), [str(count) for count in tokens])
         left.set_xlabel("tokens")
-        left.set_title("Experts layer of DeepSeek-V3 and Qwen3 models, times faster")
-        _rates_panel(right, rows)
+        left.set_title("Experts layer of DeepSeek-V3 and Qwen3 models, times faster (c94a80b, H200)")
+        _rates_panel(right, *results)
         legend = [Patch(color=colour, label=label) for colour, label in series.values()]
         legend.append(Line2D([], [], color=FLOOR, marker="o", markersize=2.5, linestyle="", label="one of four models"))
         legend.append(Patch(color=BFLOAT16, label="bfloat16"))
@@ -118,7 +127,7 @@ def draw_overview(rows: Sequence[dict], path: Path) -> None:
         figure.legend(handles=legend, loc="lower center", ncols=3, frameon=False)
 
 
-def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+def _rates_panel(axes: plt.Axes, rows: Sequence[dict], gpu: str) -> None:
     """Tokens a second of decode steps, ours and in bfloat16, and what reading the bytes alone would allow ours."""
     decoded, plain = ({row["batch"]: row for row in select(rows, what)} for what in ("decode", "decode_bf16"))
     batches = [batch for batch in plain if batch in decoded]
@@ -138,7 +147,7 @@ def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
     axes.set_ylim(bottom=30)
     axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
     axes.set_xlabel("sequences")
-    axes.set_title("Qwen3-30B-A3B's sizes, tokens/s")
+    axes.set_title(f"Qwen3-30B-A3B's sizes, tokens/s ({gpu})")
 
 
 def _gemm_panel(axes: plt.Axes, cases: Sequence[baselines.Case]) -> None:
@@ -180,18 +189,19 @@ def draw_gemm(path: Path) -> None:
         figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False)
 
 
-def draw_quantize(rows: Sequence[dict], path: Path) -> None:
+def draw_quantize(results: Results, path: Path) -> None:
     """Bandwidth of the large cases against a copy, and the time of the small ones."""
+    rows, gpu = results
     large = [row for row in rows if row["m"] > 64]
     small = [row for row in rows if row["m"] <= 64 and row["op"] == "quantize_1x128"]
-    with _picture(path, "Quantization of bfloat16 on an H200", (9.6, 3.4), 1, 2, width_ratios=(3, 2)) as (_, grid):
+    with _picture(path, f"Quantization of bfloat16 on an {gpu}", (9.6, 3.4), 1, 2, width_ratios=(3, 2)) as (_, grid):
         left, right = grid[0]
         values = [row["gbps"] / 1e3 for row in large]
         left.barh(range(len(large)), values, 0.62, color=OURS)
         for position, (value, row) in enumerate(zip(values, large, strict=True)):
             text = f"{value:.2f} TB/s, {100 * row['of_copy']:.0f}%"
             left.annotate(text, (0, position), (5, 0), textcoords="offset points", va="center", color="white")
-        copy = baselines.copy_tbps()
+        copy = values[0] / large[0]["of_copy"]
         left.axvline(copy, color=FLOOR, linewidth=1.6)
         left.annotate(f"copy {copy:.2f}", (copy, -0.5), (-4, 2), textcoords="offset points", ha="right", va="bottom")
         _categories(left, [f"{row['op'].removeprefix('quantize_')}  ({row['m']}, {row['k']})" for row in large])
@@ -280,12 +290,12 @@ def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
     axes.set_xlabel("tokens")
 
 
-def draw_experts(rows: Sequence[dict], path: Path) -> None:
+def draw_experts(results: Results, path: Path) -> None:
     """For each model: times of the layer and of others over the tokens, and below where our time goes."""
-    rows = [row for row in rows if row["routing"] == "random" and row["model"] in baselines.MODELS]
+    rows = [row for row in results.rows if row["routing"] == "random" and row["model"] in baselines.MODELS]
     names = list(dict.fromkeys(row["model"] for row in rows))
     size = (4.2 * len(names), 6.8)
-    title = "Experts layer on an H200, cold L2"
+    title = f"Experts layer, cold L2: c94a80b beside others on an H200; below where the time goes now, {results.gpu}"
     with _picture(path, title, size, 2, len(names), below=0.07, height_ratios=(3, 2)) as (figure, grid):
         for name, (above, below) in zip(names, grid.T, strict=True):
             _layer_panel(above, name)
@@ -330,15 +340,22 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
     axes.set_title(title)
 
 
-def draw_training(rows: Sequence[dict], path: Path) -> None:
+def draw_training(results: Results, path: Path) -> None:
     """Weight gradients against DeepGEMM, and the passes of the layers against bfloat16 that there are."""
+    rows, gpu = results
     passes = []
     if layer := select(rows, "experts"):
         passes.append((layer, "experts of {model}, {tokens} tokens".format(**layer[0])))
     if linear := select(rows, "linear"):
         passes.append((linear, "linear ({rows}, {in_features}) × ({out_features}, {in_features})".format(**linear[0])))
     count = 1 + len(passes)
-    with _picture(path, "Training on an H200, cold L2", (4.8 * count, 3.4), 1, count) as (_, grid):
+    with _picture(
+        path,
+        f"Training, cold L2: weight gradients of c94a80b on an H200, layers on an {gpu}",
+        (4.8 * count, 3.4),
+        1,
+        count,
+    ) as (_, grid):
         _products_panel(grid[0, 0])
         for axes, (found, title) in zip(grid[0, 1:], passes, strict=True):
             _pass_panel(axes, found, title)
@@ -372,7 +389,7 @@ OF_RESULTS = {
     "training": ("training", draw_training),
 }
 """Picture -> the benchmark that it is drawn from, and how."""
-VALIDATION = [Path("validation/h200.json"), Path("validation/h200_models.json")]
+VALIDATION = [Path("validation/kernels.json"), Path("validation/models.json")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -383,8 +400,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, draw in OF_BASELINES.items():
         draw(args.out / f"{name}.png")
     for name, (benchmark, draw) in OF_RESULTS.items():
-        if rows := next(filter(None, (load(results, benchmark) for results in args.results)), None):
-            draw(rows, args.out / f"{name}.png")
+        if found := next(filter(None, (load(results, benchmark) for results in args.results)), None):
+            draw(found, args.out / f"{name}.png")
 
 
 if __name__ == "__main__":

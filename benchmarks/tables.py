@@ -1,9 +1,9 @@
 """The figures of README.md and of pages in docs/: `python -m benchmarks.tables` writes them.
 
-Ratios to DeepGEMM and cuBLAS are of medians of one run, benchmarks/baselines/same_run.json, bold where we are slower.
-The rest is from validation/h200.json, h200_models.json and the files beside them that BESIDE names: where one of these
-is not there, what is written stays. The tables stand between BEGIN and END in their file; a test keeps them as these
-files have them.
+They are from validation/kernels.json, models.json and the files beside them that BESIDE names: where one of these is
+not there, what is written stays. Columns of "one run" are from benchmarks/baselines/same_run.json; ratios of our times
+now to those of that run are there only where both are of one kind of GPU. Bold: we are slower. The tables stand between
+BEGIN and END in their file; a test keeps them as these files have them.
 """
 
 import argparse
@@ -16,26 +16,22 @@ from benchmarks.report import geomean, select
 from benchmarks.roofline import NODE, least_us, predicted
 
 ROOT = Path(__file__).parent.parent
-VALIDATION = ROOT / "validation" / "h200.json"
-MODELS = VALIDATION.with_name("h200_models.json")
+VALIDATION = ROOT / "validation" / "kernels.json"
+MODELS = VALIDATION.with_name("models.json")
 BESIDE = {
-    "distributed": VALIDATION.with_name("h200_x2.json"),
-    "batch_invariance": VALIDATION.with_name("h200_batch_invariance.json"),
-    "choice": VALIDATION.with_name("h200_choice.json"),
-    "expected_m": VALIDATION.with_name("h200_expected_m.json"),
-    "gemm_h100": VALIDATION.with_name("h100_gemm.json"),
-    "gemm_hot": VALIDATION.with_name("h200_gemm_hot.json"),
-    "grouped_gemm_hot": VALIDATION.with_name("h200_grouped_gemm_hot.json"),
-    "warmup": VALIDATION.with_name("h200_warmup.json"),
+    name: VALIDATION.with_name(f"{name}.json")
+    for name in ("distributed", "batch_invariance", "choice", "expected_m", "warmup")
 }
 """Benchmarks that `tools.validate` does not run."""
-GEMMS = {"H200": "gemm", "H100": "gemm_h100"}
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown. Cells that a row lacks at its end are empty."""
-    lines = [header, ["---"] * len(header), *([*row, *[""] * (len(header) - len(row))] for row in rows)]
+    """In Markdown. Cells that a row lacks at its end are empty; rows and columns of nothing else are left out."""
+    filled = [[*row, *[""] * (len(header) - len(row))] for row in rows if any(row[1:])]
+    used = [not column or any(row[column] for row in filled) for column in range(len(header))]
+    lines = [[cell for cell, use in zip(line, used, strict=True) if use] for line in (header, *filled)]
+    lines.insert(1, ["---"] * sum(used))
     return "".join("".join(f"| {cell} " if cell else "| " for cell in line) + "|\n" for line in lines)
 
 
@@ -46,13 +42,15 @@ def format_ratio(ratio: float) -> str:
 
 
 def mean_and_least(*groups: Iterable[float]) -> tuple[str, str]:
-    """Two cells: the geometric mean of each group of ratios, and its least value."""
+    """Two cells: the geometric mean of each group of ratios, and its least value; empty where any is missing."""
     values = [list(group) for group in groups]
+    if any(not group or None in group for group in values):
+        return "", ""
     return tuple(", ".join(format_ratio(of(group)) for group in values) for of in (geomean, min))
 
 
 def gemm(rows: Sequence[dict], device: str) -> str:
-    """rows: of today; none of a device on which it was not measured."""
+    """rows: as measured now, on this kind of GPU."""
     rows = [row | {"over_cublas": row["cublas_us"] and row["cublas_us"] / row["us"]} for row in rows]
 
     def line(what: str, m: Iterable[int], now: str, *names: str) -> tuple[str, ...]:
@@ -60,7 +58,7 @@ def gemm(rows: Sequence[dict], device: str) -> str:
         found = [row[now] for row in rows if row["m"] in m]
         cases = [case for case in baselines.cases("gemm", device) if case.sizes["m"] in m]
         then = mean_and_least(min(map(case.ratio, names)) for case in cases)
-        return what, *(mean_and_least(found) if found else ("", "")), *then
+        return what, *mean_and_least(found), *then
 
     return table(
         (f"dense GEMM on an {device}: DeepGEMM's time / ours", "now", "least", "one run, c94a80b", "least"),
@@ -97,7 +95,7 @@ def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict], guesses: Sequenc
         return ratios(op, lambda g, m: (g, m) == (groups, mean_rows))
 
     added = [row["vs_deep_gemm"] for row in along_k]
-    written = [row["vs_deep_gemm"] * row["accumulate_us"] / row["us"] for row in along_k]
+    written = [ratio and ratio * row["accumulate_us"] / row["us"] for ratio, row in zip(added, along_k, strict=True)]
     cases = baselines.cases("grouped_gemm_k")
     what = "masked, the same groups, `expected_m` of 0.7 to 1.5 times the mean: over the time with the mean, at most"
     guessed = [(what, f"{max(row['over_mean'] for row in guesses):.2f}")] if guesses else []
@@ -123,42 +121,37 @@ def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict], guesses: Sequenc
     )
 
 
-def power_limit(benchmarks: dict) -> str:
-    """What changes where the GPU has not rested, for the shapes that were timed so too: medians of two runs."""
-    dense, groups = (
-        [
-            (rested, hot)
-            for hot in benchmarks[f"{name}_hot"]["rows"]
-            for rested in benchmarks[name]["rows"]
-            if same(hot, rested)
-        ]
-        for name in ("gemm", "grouped_gemm")
-    )
+def beside_cublas(rows: Sequence[dict]) -> str:
+    """Contiguous groups beside the same product of one matrix by cuBLAS with one scale, both as measured now."""
 
-    def line(what: str, pairs: Iterable[tuple[dict, dict]]) -> tuple[str, ...]:
-        both = [*zip(*pairs, strict=True)]
-        over = (geomean(row["cublas_us"] / row["us"] for row in rows) for rows in both)
-        longer = (
-            geomean(hot[us] / rested[us] for rested, hot in zip(*both, strict=True)) for us in ("us", "cublas_us")
-        )
-        return what, *map(format_ratio, over), *(f"{ratio:.2f}" for ratio in longer)
+    def line(what: str, *kinds: tuple[int, int]) -> tuple[str, ...]:
+        groups = [
+            [
+                row["cublas_us"] and row["cublas_us"] / row["us"]
+                for row in rows
+                if (row["op"], row["groups"], row["mean_m"]) == ("grouped_gemm", *kind)
+            ]
+            for kind in kinds
+        ]
+        return what, *mean_and_least(*groups)
 
     return table(
-        (
-            *("time of cuBLAS with one scale per tensor / ours", "rested", "at the power limit"),
-            *("ours, over the rested time", "cuBLAS, likewise"),
-        ),
+        ("contiguous groups: time of cuBLAS, one scale and as many rows of one matrix / ours", "now", "least"),
         [
-            *(line(f"dense, m = {m}", [pair for pair in dense if pair[0]["m"] == m]) for m in (512, 4096)),
-            line("4 groups of 8192 rows, 8 of 4096", [pair for pair in groups if pair[0]["groups"] <= 8]),
-            line("32 groups of 256 rows", [pair for pair in groups if pair[0]["groups"] == 32]),
+            line("4 groups of 8192 rows, 8 of 4096", (4, 8192), (8, 4096)),
+            line("32 groups of 256 rows", (32, 256)),
         ],
     )
 
 
-def same(row: dict, other: dict) -> bool:
-    """Whether both are of one problem."""
-    return all(row.get(name) == other.get(name) for name in ("op", "groups", "mean_m", "m", "n", "k"))
+def layer_times(rows: Sequence[dict]) -> str:
+    """The experts layer of each model as a CUDA graph, as measured now."""
+    us = {(row["model"], row["tokens"]): row["graph_us"] for row in rows if row["routing"] == "random"}
+    tokens = [count for count in (1, 8, 64, 512, 8192) if all((name, count) in us for name in baselines.MODELS)]
+    return table(
+        ("experts layer, CUDA graph, us", *(f"{count} token{'s' * (count > 1)}" for count in tokens)),
+        [(name, *(f"{us[name, count]:.0f}" for count in tokens)) for name in baselines.MODELS],
+    )
 
 
 def experts(rows: Sequence[dict]) -> str:
@@ -168,7 +161,7 @@ def experts(rows: Sequence[dict]) -> str:
 
     def cells(now: str, then: str, *tokens: int) -> tuple[str, str, str, str]:
         """Of a ratio in the rows, and of an implementation's time over ours in the run of the baselines."""
-        ours = [row[now] for row in rows if row[now] is not None and row["tokens"] in tokens]
+        ours = [row[now] for row in rows if row[now] is not None and row["tokens"] in tokens]  # none on another GPU
         theirs = [case.ratio(then, "fp8moe_graph") for case in cases if case.sizes["tokens"] in tokens]
         return *mean_and_least(ours), *mean_and_least(theirs)
 
@@ -178,6 +171,7 @@ def experts(rows: Sequence[dict]) -> str:
     weights = [case for case in cases if case.sizes["tokens"] in (8, 64)]
     floors = [case.us("weight_read_floor") for case in weights]
     reading = geomean(us[tuple(case.sizes.values())] / floor for case, floor in zip(weights, floors, strict=True))
+    known = any(row["vs_two_gemms"] for row in rows)  # the floors are of the H200
     before = geomean(case.us("fp8moe_graph") / floor for case, floor in zip(weights, floors, strict=True))
     return table(
         ("experts layer, CUDA graph, four models, 1 to 8192 tokens", "now", "least", "one run, c94a80b", "least"),
@@ -194,7 +188,7 @@ def experts(rows: Sequence[dict]) -> str:
             ("the same, 8192 tokens", *cells(*two_gemms, *many)),
             (
                 "8 and 64 tokens: our time / reading the weights in use at 4.2 TB/s",
-                *(f"{reading:.2f}", "", f"{before:.2f}"),
+                *(f"{reading:.2f}" if known else "", "", f"{before:.2f}"),
             ),
             ("1 token of DeepSeek-V3 (8 of 256 experts)", f"{us['dsv3', 1]:.0f} us"),
             ("CPU time of an eager call, 1 to 128 tokens", f"at most {slowest:.0f} us"),
@@ -245,7 +239,7 @@ def others(benchmarks: dict) -> str:
     gemms, quantizers, transposing, host = (
         benchmarks[name]["rows"] for name in ("gemm", "quantize", "transpose", "host")
     )
-    reading = [row["gbps"] / 1e3 / baselines.copy_tbps() for row in gemms if row["m"] == 1]
+    reading = [row["of_copy"] for row in gemms if row["m"] == 1]
     of_copy = {row["op"]: row["of_copy"] for row in quantizers if row["m"] == 65536}
     (both_ways,) = (row["of_copy"] for row in transposing if row["case"] == "one group")
     small = max(row["us"] for row in quantizers if row["op"] == "quantize_1x128" and row["m"] <= 64)
@@ -322,6 +316,7 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
 
 
 def readme(benchmarks: dict) -> str:
+    gpu = baselines.device(benchmarks["gpu"])
     layer, passes = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training))
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
     groups = grouped_gemm(
@@ -329,9 +324,9 @@ def readme(benchmarks: dict) -> str:
         select(benchmarks["training"]["rows"], "grouped_gemm_k"),
         benchmarks["expected_m"]["rows"] if "expected_m" in benchmarks else (),
     )
-    dense = [gemm(benchmarks[name]["rows"] if name in benchmarks else (), gpu) for gpu, name in GEMMS.items()]
-    hot = [power_limit(benchmarks)] if benchmarks.keys() >= {"gemm_hot", "grouped_gemm_hot"} else []
-    return "\n".join([*dense, groups, *hot, layer, index_scores(), passes, model, others(benchmarks)])
+    now = [gemm(benchmarks["gemm"]["rows"], gpu), beside_cublas(benchmarks["grouped_gemm"]["rows"])]
+    now.append(layer_times(benchmarks["experts"]["rows"]))
+    return "\n".join([*now, groups, layer, index_scores(), passes, model, others(benchmarks)])
 
 
 def lora(benchmarks: dict) -> str:
@@ -496,10 +491,11 @@ FILES: dict[str, Callable[[dict], str | None]] = {
 
 
 def stored() -> dict[str, dict]:
-    """The results of the benchmarks by their names."""
+    """The results of the benchmarks by their names, and the GPU of those that `tools.validate` runs."""
     beside = {name: json.loads(path.read_text()) for name, path in BESIDE.items() if path.exists()}
     kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, MODELS))
-    return kernels["benchmarks"] | models["models"] | beside
+    gpu = kernels["benchmarks"]["versions"]["gpu"]
+    return kernels["benchmarks"] | models["models"] | beside | {"gpu": gpu}
 
 
 def with_tables(text: str, tables: str | None) -> str:

@@ -361,7 +361,7 @@ def test_tables_of_a_result():
 
 
 def test_without_the_result_of_two_gpus_their_figures_stay(tmp_path, monkeypatch):
-    path = tmp_path / "h200_x2.json"
+    path = tmp_path / "distributed.json"
     monkeypatch.setitem(tables.BESIDE, "distributed", path)
     assert tables.distributed(tables.stored()) is None
     path.write_text(json.dumps(a_result()))

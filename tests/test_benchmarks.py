@@ -275,7 +275,7 @@ def test_gemm_thresholds_on_all_shapes():
 
 def test_gemm_thresholds_on_an_h100():
     rows = gemm_rows(lambda m, n, k: 0.97 if m == 512 else 1.0, "H100")
-    assert rows[0]["vs_deep_gemm"] == pytest.approx(1) and rows[0]["over_reading"] is rows[0]["of_copy"] is None
+    assert rows[0]["vs_deep_gemm"] == pytest.approx(1) and rows[0]["over_reading"] is None
     *means, error = gemm.thresholds(rows, "H100")
     found = [(one.value, one.limit, one.passed) for one in means]
     assert [limit for _, limit, _ in found] == [0.98] * 4 and [passed for *_, passed in found] == [
@@ -962,12 +962,13 @@ def decode_rows():
 
 def test_pictures_are_drawn_of_the_baselines_and_of_what_there_is(tmp_path):
     benchmarks = {
-        "quantize": {"rows": quantize_rows()},
-        "experts": {"rows": experts_rows(lambda name, tokens: 1.1)},
-        "training": {"rows": training_rows()},
+        "quantize": {"gpu": "NVIDIA H200", "rows": quantize_rows()},
+        "experts": {"gpu": "NVIDIA H200", "rows": experts_rows(lambda name, tokens: 1.1)},
+        "training": {"gpu": "NVIDIA H200", "rows": training_rows()},
     }
     write_json(tmp_path / "new.json", {"benchmarks": benchmarks})
-    write_json(tmp_path / "models.json", {"models": {"decode": {"rows": decode_rows()}}})
+    models = {"decode": {"gpu": "NVIDIA H100 80GB HBM3", "rows": decode_rows()}}
+    write_json(tmp_path / "models.json", {"models": models})
     files = [str(tmp_path / name) for name in ("new.json", "models.json")]
     plots.main(["--results", *files, "--out", str(tmp_path / "new")])
     assert {path.stem for path in (tmp_path / "new").glob("*.png")} == {*plots.OF_BASELINES, *plots.OF_RESULTS}
@@ -978,9 +979,9 @@ def test_pictures_are_drawn_of_the_baselines_and_of_what_there_is(tmp_path):
 
 
 def test_results_are_read_from_a_directory(tmp_path):
-    write_json(tmp_path / "experts.json", {"rows": [1]})
-    assert plots.load(tmp_path, "experts") == [1]
-    assert plots.load(tmp_path, "gemm") == []
+    write_json(tmp_path / "experts.json", {"gpu": "NVIDIA H100 80GB HBM3", "rows": [1]})
+    assert plots.load(tmp_path, "experts") == ([1], "H100")
+    assert plots.load(tmp_path, "gemm") is None
 
 
 def test_chosen_parts_are_run_written_and_shown(monkeypatch, tmp_path, capsys):

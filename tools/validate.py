@@ -210,7 +210,7 @@ PARTS = {
     },
 }
 """What is recorded, and how: with the checkout, what writes the file while a part goes on, and what of it is done."""
-FILES = {"h200.json": ("tests", "sanitizer", "benchmarks"), "h200_models.json": ("models",)}
+FILES = {"kernels.json": ("tests", "sanitizer", "benchmarks"), "models.json": ("models",)}
 """In validation/: which parts a file has. The first is what vouches for the kernels."""
 
 
@@ -221,11 +221,11 @@ def merge(stored: dict, current: str, part: str, result: dict) -> dict:
     return {"digest": current, **{name: parts[name] for name in PARTS if name in parts}}
 
 
-def problems(content: dict, current: str, needed: Iterable[str] = FILES["h200.json"]) -> list[str]:
+def problems(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> list[str]:
     """What keeps a validation file from vouching for the `current` digest: one sentence each, empty if nothing does."""
     found = []
     if content.get("digest") != current:
-        found.append("the digest is not that of what the GPU runs now: run `make validate` on an H200 again")
+        found.append("the digest is not that of what the GPU runs now: run `make validate` again")
     found += [f"the part {part!r} is missing" for part in needed if part not in content]
     if tests := content.get("tests"):
         found += [f"failed: {name}" for name in tests["failures"]]
@@ -250,7 +250,7 @@ def missed_thresholds(content: dict) -> list[str]:
     return [f"{one['name']}: {one['value']:.4g}, limit {one['limit']:g} {one['unit']}".rstrip() for one in missed]
 
 
-def summary(content: dict, current: str, needed: Iterable[str] = FILES["h200.json"]) -> str:
+def summary(content: dict, current: str, needed: Iterable[str] = FILES["kernels.json"]) -> str:
     """What was recorded and what is wrong with it, for people."""
     lines = [f"digest {content['digest'][:16]}"]
     if tests := content.get("tests"):
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="run the tests that failed in the file, then only PARTs, without benchmarks that are done",
     )
-    files = "validation/h200.json of the checkout, of models h200_models.json"
+    files = "validation/kernels.json of the checkout, of models models.json"
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {files}")
     args = parser.parse_args(argv)
     chosen = args.only.split(",") if args.only else [] if args.again else list(default)
@@ -292,9 +292,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "sanitizer" in chosen:
         find_sanitizer()  # before anything has taken long
     path = args.out or ROOT / "validation" / name
-    gpu = torch.cuda.get_device_name()
-    if args.out is None and "H200" not in gpu:
-        raise SystemExit(f"validation/{name} is of an H200, and this GPU is an {gpu}: give --out FILE")
     current = digest(ROOT)
     content = json.loads(path.read_text()) if path.exists() else {}
     if args.again and "tests" in needed:

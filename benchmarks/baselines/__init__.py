@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 SAME_RUN, MEANS = (Path(__file__).with_name(name) for name in ("same_run.json", "h200_means.json"))
 
 # (n, k) of the linears of DeepSeek-V3.
@@ -115,14 +117,19 @@ def find(op: str, *sizes: int | str, device: str = "H200") -> Case:
     return case
 
 
-def get(op: str, *sizes: int | str, device: str = "H200") -> Case | None:
-    """The same; None if it was not measured."""
-    return _same_run().get((op, device, *sizes))
+def get(op: str, *sizes: int | str, device: str | None = None) -> Case | None:
+    """The case with these SIZES on the GPU that is here, or on `device`; None if it was not measured there."""
+    return _same_run().get((op, device or here(), *sizes))
+
+
+def here() -> str:
+    """The GPU whose baselines hold here: the one that is here, or an H200 on a machine without one."""
+    return device(torch.cuda.get_device_name()) if torch.cuda.is_available() else "H200"
 
 
 def active_experts(model: str, tokens: int) -> int | None:
     """How many experts were in use in the stored case of `experts`, or else in that of `bf16_experts_us`; or None."""
-    if case := get("experts", model, tokens):
+    if case := get("experts", model, tokens, device="H200"):
         one_token = find("experts", model, 1).us("weight_read_floor")  # of top_k experts
         return round(MODELS[model].top_k * case.us("weight_read_floor") / one_token)
     row = _bf16_experts().get((model, tokens))
@@ -135,11 +142,11 @@ def bf16_experts(model: str) -> dict[int, float]:
 
 
 def bf16_experts_us(model: str, tokens: int, active_experts: int) -> float | None:
-    """One of these; None if it was not measured, or with other than `active_experts` in use.
+    """One of these; None if it was not measured on the GPU that is here, or with other than `active_experts` in use.
 
     Few tokens take as long as reading the weights of their experts.
     """
-    row = _bf16_experts().get((model, tokens))
+    row = _bf16_experts().get((model, tokens)) if here() == "H200" else None
     return row["graph_us"] if row and row["active_experts"] == active_experts else None
 
 
@@ -162,9 +169,28 @@ def reading_us(n: int, k: int) -> float | None:
     return None
 
 
+COPY_BYTES, COPIES = 512 << 20, 10
+
+
+@functools.cache
 def copy_tbps() -> float:
-    """Bandwidth of a large device copy on the H200 in TB/s, bytes read plus bytes written."""
-    return _means()["meta"]["copy_TBps"]
+    """Bandwidth of a large copy on the GPU that is here in TB/s, bytes read plus bytes written, the best of COPIES.
+
+    Without a GPU that of the H200, as it was measured once.
+    """
+    if not torch.cuda.is_available():
+        return _means()["meta"]["copy_TBps"]
+    source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(COPIES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * COPY_BYTES / min(times) / 1e9
 
 
 @functools.cache
