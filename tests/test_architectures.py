@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8moe import FP8Linear, GroupedExperts, dequantize
-from fp8moe.checkpoints import fit
+from fp8moe.integrations import fit
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
 from fp8moe.integrations.transformers import load_model
 from tests.errors import relative_error

@@ -12,11 +12,8 @@ import torch
 from torch import nn
 
 from fp8moe import GroupedExperts, dequantize, replace_linears
-from fp8moe.checkpoints import files as checkpoint_files
-from fp8moe.checkpoints import load as checkpoint_load
-from fp8moe.checkpoints import quantize as checkpoint_quantize
-from fp8moe.checkpoints import scales as checkpoint_scales
-from fp8moe.checkpoints.files import INDEX, SINGLE, read_header
+from fp8moe.checkpoints import read as checkpoint_read
+from fp8moe.checkpoints.read import INDEX, SINGLE, Checkpoint, TensorReader, read_header
 from fp8moe.cli import main
 from fp8moe.integrations.checkpoints import (
     DEFAULT_SKIP,
@@ -439,7 +436,7 @@ def peak(monkeypatch):
     counts = {"alive": 0, "peak": 0, "all": 0}
 
     def counting(*arguments):
-        for index, tensor in read_pieces(*arguments):
+        for index, tensor in pieces(*arguments):
             size = tensor.nbytes
             counts["alive"] += size
             counts["all"] += size
@@ -448,10 +445,9 @@ def peak(monkeypatch):
             yield index, tensor
             del tensor
 
-    read_pieces = checkpoint_files.read_pieces
+    pieces = TensorReader.pieces
     gc.collect()
-    monkeypatch.setattr(checkpoint_load, "read_pieces", counting)
-    monkeypatch.setattr(checkpoint_quantize, "read_pieces", counting)
+    monkeypatch.setattr(TensorReader, "pieces", counting)
     return counts
 
 
@@ -498,20 +494,20 @@ def test_inspect_reads_headers_and_scales_only(tmp_path, saved, monkeypatch):
     write(tmp_path, saved[1], shards=2)
     read_names = []
 
-    def reading(stream, start, info):
-        read_names.append((info.file, info.begin))
-        return scales_read(stream, start, info)
+    def reading(*arguments):
+        for name, value in read_unmapped(*arguments):
+            read_names.append(name)
+            yield name, value
 
     def cannot_map(*arguments, **options):
         raise RuntimeError("unable to mmap")
 
-    scales_read = checkpoint_scales._read
-    monkeypatch.setattr(checkpoint_scales, "_read", reading)
-    monkeypatch.setattr(checkpoint_files, "safe_open", cannot_map)
+    read_unmapped = Checkpoint.read_unmapped
+    monkeypatch.setattr(Checkpoint, "read_unmapped", reading)
+    monkeypatch.setattr(checkpoint_read, "safe_open", cannot_map)
     assert inspect_checkpoint(tmp_path).problems == []
-    tensors = checkpoint_files.open_checkpoint(tmp_path).tensors
-    scales = [info for name, info in tensors.items() if name.endswith("_scale_inv")]
-    assert sorted(read_names) == sorted((info.file, info.begin) for info in scales)
+    tensors = checkpoint_read.open_checkpoint(tmp_path).tensors
+    assert sorted(read_names) == sorted(name for name in tensors if name.endswith("_scale_inv"))
     assert refused(Model(), tmp_path) == [f"model-0000{i}-of-00002.safetensors: unable to mmap" for i in (1, 2)]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
-from fp8moe.checkpoints import DEFAULT_SKIP, save_fp8_checkpoint
+from fp8moe.integrations.checkpoints import DEFAULT_SKIP, save_fp8_checkpoint
 from fp8moe.integrations.models import layers, linears
 from fp8moe.integrations.models.hooks import runs_as_written
 from fp8moe.integrations.transformers import optimize

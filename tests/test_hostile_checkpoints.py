@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fp8moe import GroupedExperts
-from fp8moe.checkpoints import (
-    CheckpointError,
-    inspect_checkpoint,
-    load_fp8_checkpoint,
-    quantize_checkpoint,
-    save_fp8_checkpoint,
-)
-from fp8moe.checkpoints.files import (
+from fp8moe.checkpoints.read import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
@@ -30,6 +23,13 @@ from fp8moe.checkpoints.files import (
 )
 from fp8moe.checkpoints.untrusted import parse_object, printable
 from fp8moe.cli import main
+from fp8moe.integrations.checkpoints import (
+    CheckpointError,
+    inspect_checkpoint,
+    load_fp8_checkpoint,
+    quantize_checkpoint,
+    save_fp8_checkpoint,
+)
 from tools.mutate_checkpoints import Cases, Model, attempt
 from tools.mutations import DEEP, MUTATIONS, read_parts, write_parts
 

@@ -9,10 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fp8moe import dequantize
-from fp8moe.checkpoints import files as checkpoint_files
-from fp8moe.checkpoints import write as checkpoint_write
-from fp8moe.checkpoints.files import INDEX, SINGLE
-from fp8moe.checkpoints.journal import NAME as STATE
+from fp8moe.checkpoints.formats import DTYPE_NAMES, TensorSpec
+from fp8moe.checkpoints.read import INDEX, SINGLE
+from fp8moe.checkpoints.resume import NAME as STATE
+from fp8moe.checkpoints.write import ShardWriter
 from fp8moe.integrations.checkpoints import (
     DEFAULT_SKIP,
     CheckpointError,
@@ -40,16 +40,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_shard_that_is_not_filled_is_not_kept(tmp_path):
-    layout = {"a": ("F32", (2, 3)), "b": ("BF16", (4,))}
+    layout = {"a": TensorSpec("F32", (2, 3)), "b": TensorSpec("BF16", (4,))}
     with (
         pytest.raises(RuntimeError, match="not all was written of a"),
-        checkpoint_write.ShardWriter(tmp_path / "x", layout, {}) as writer,
+        ShardWriter(tmp_path / "x", layout) as writer,
     ):
         writer.put("b", torch.ones(4, dtype=torch.bfloat16))
         writer.put("a", torch.ones(3))
     with (
         pytest.raises(RuntimeError, match="does not fit"),
-        checkpoint_write.ShardWriter(tmp_path / "x", layout, {}) as writer,
+        ShardWriter(tmp_path / "x", layout) as writer,
     ):
         writer.put("b", torch.ones(4))
     assert list(tmp_path.iterdir()) == []
@@ -65,8 +65,8 @@ def test_files_are_those_of_the_library(tmp_path):
         "fp8": torch.randn(3, 5, 7).to(torch.float8_e4m3fn),
         "e8m0": torch.ones(5).to(torch.float8_e8m0fnu),
     }
-    layout = {name: (checkpoint_files.DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-    with checkpoint_write.ShardWriter(tmp_path / "x.safetensors", layout, {"format": "pt"}) as writer:
+    layout = {name: TensorSpec(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    with ShardWriter(tmp_path / "x.safetensors", layout) as writer:
         for name, tensor in tensors.items():
             if name == "fp8":
                 for part in tensor:

@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from fp8moe import __version__
-from fp8moe.checkpoints import quantize
-from fp8moe.checkpoints.checksum import header_bytes
-from fp8moe.checkpoints.files import INDEX, SINGLE
-from fp8moe.checkpoints.fit import fit_to_transformers
-from fp8moe.checkpoints.journal import NAME as STATE
-from fp8moe.checkpoints.journal import Journal
+from fp8moe.checkpoints.read import INDEX, SINGLE, read_header
+from fp8moe.checkpoints.resume import NAME as STATE
+from fp8moe.checkpoints.resume import Journal
 from fp8moe.checkpoints.write import ShardWriter
 from fp8moe.cli import main
+from fp8moe.integrations import checkpoints
 from fp8moe.integrations.checkpoints import CheckpointError, inspect_checkpoint, quantize_checkpoint
+from fp8moe.integrations.fit import fit_to_transformers
 from fp8moe.runtime import progress as progress_lines
 from tests.small_checkpoints import Interrupted, Q, expected_fp8, interrupt, read, same, truncate, unquantized, write
 
@@ -132,7 +131,7 @@ def test_a_source_that_changes_after_it_was_read(tmp_path, dst, monkeypatch):
 
     def change_and_put(self, name, tensor):
         if name == Q:  # the first tensor has been read
-            flip_a_bit(src / SINGLE, len(header_bytes(src / SINGLE)))
+            flip_a_bit(src / SINGLE, len(read_header(src / SINGLE).content))
             os.utime(src / SINGLE)
         put(self, name, tensor)
 
@@ -464,7 +463,7 @@ def test_what_cannot_be_counted_says_that_it_runs(src, dst, capsys, monkeypatch)
         return fit_to_transformers(*arguments)
 
     monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.05)
-    monkeypatch.setattr(quantize, "fit_to_transformers", slow)
+    monkeypatch.setattr(checkpoints, "fit_to_transformers", slow)
     assert main(["quantize", str(src), str(dst)]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines.count("checking what transformers can load: 0 s") >= 2

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8moe import GroupedExperts
-from fp8moe.checkpoints import CheckpointError, collect, load, load_fp8_checkpoint, save_fp8_checkpoint
-from fp8moe.checkpoints.files import INDEX
+from fp8moe.checkpoints import save
+from fp8moe.checkpoints.read import INDEX, TensorReader
 from fp8moe.distributed import ExpertParallel
+from fp8moe.integrations.checkpoints import CheckpointError, load_fp8_checkpoint, save_fp8_checkpoint
 from tests.processes import in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_both, shard_experts
 from tests.small_checkpoints import HIDDEN, INTERMEDIATE, Model, bits, interrupt, write
@@ -79,18 +80,18 @@ def one_checkpoint(directory):
 
 def reads_only_its_part(directory):
     model = shard_experts(Model(), init_device_mesh("cpu", (dist.get_world_size(),)))
-    sizes, read_pieces = [], load.read_pieces
+    sizes, pieces = [], TensorReader.pieces
 
     def counting(*arguments):
-        for index, value in read_pieces(*arguments):
+        for index, value in pieces(*arguments):
             sizes.append(value.nbytes)
             yield index, value
 
-    load.read_pieces = counting
+    TensorReader.pieces = counting
     try:
         load_fp8_checkpoint(model, directory / "whole")
     finally:
-        load.read_pieces = read_pieces
+        TensorReader.pieces = pieces
     held = sum(getattr(value, "_local_tensor", value).nbytes for value in model.state_dict().values())
     assert sum(sizes) == held < 0.8 * sum(value.nbytes for value in model.state_dict().values())
 
@@ -186,7 +187,7 @@ def one_rank_cannot_save(directory):
         assert save_here(model, directory / "new", max_shard_size=SHARD_SIZE) == "rank 0: Interrupted()"
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(collect, "inside", fails)
+            patch.setattr(save, "inside", fails)
         assert save_here(model, directory / "new", max_shard_size=SHARD_SIZE) == "rank 1: not readable"
     assert not (directory / "new" / INDEX).exists()
     save_fp8_checkpoint(model, directory / "new", max_shard_size=SHARD_SIZE)

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 import fp8moe
 from fp8moe import GroupedExperts, replace_linears
-from fp8moe.checkpoints.files import FP8, open_checkpoint
+from fp8moe.checkpoints.formats import FP8
+from fp8moe.checkpoints.read import open_checkpoint
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.models import find_fused

@@ -30,15 +30,15 @@ from torch import Tensor, nn
 
 import fp8moe
 from fp8moe import FP8Linear, GroupedExperts
-from fp8moe.checkpoints import (
+from fp8moe.checkpoints.read import CONFIG
+from fp8moe.cli import main as command_line
+from fp8moe.integrations.checkpoints import (
     CheckpointError,
     inspect_checkpoint,
     load_fp8_checkpoint,
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.checkpoints.files import CONFIG
-from fp8moe.cli import main as command_line
 from tools.mutations import MUTATIONS
 
 SECONDS = 60  # a case that takes longer hangs

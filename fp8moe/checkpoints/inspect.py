@@ -7,21 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8moe.checkpoints.files import FP8, Checkpoint, open_checkpoint
-from fp8moe.checkpoints.names import (
-    DOWN,
+from fp8moe.checkpoints.expert_names import DOWN, parse_expert, parse_fused
+from fp8moe.checkpoints.formats import (
+    FP8,
     SCALE,
     SCALE_DTYPES,
     config_problems,
     fits_scale,
-    parse_expert,
-    parse_fused,
     scale_of,
     scale_shape,
     weight_of,
 )
-from fp8moe.checkpoints.scales import value_problems
-from fp8moe.checkpoints.share import shares, unquantized_matrices
+from fp8moe.checkpoints.match import scale_problems
+from fp8moe.checkpoints.read import Checkpoint, open_checkpoint
+from fp8moe.checkpoints.tensor_layout import fractions, unquantized_matrices
 from fp8moe.checkpoints.untrusted import printable, shown
 from fp8moe.quant.formats import BLOCK
 
@@ -63,7 +62,7 @@ class Report:
             ("scale format", self.scale_format),
             ("block size", self.block_size),
             ("experts", experts or "none"),
-            ("unquantized", shares(self.unquantized, self.parameters)),
+            ("unquantized", fractions(self.unquantized, self.parameters)),
             ("problems", str(len(self.problems)) if self.problems else "none"),
         ]
         width = max(len(name) for name, _ in rows)
@@ -84,12 +83,12 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
         scale = scale_of(name, tensors) if info.dtype == FP8 else None
         if scale is not None:
             scales[scale].append(name)
-    scale_problems = _scale_problems(checkpoint, scales)
+    wrong_scales = _scale_problems(checkpoint, scales)
     experts, expert_problems = _experts(checkpoint)
     dtypes = Counter()
     for info in tensors.values():
         dtypes[info.dtype] += info.nbytes
-    problems = checkpoint.problems + _config_problems(checkpoint) + scale_problems + expert_problems
+    problems = checkpoint.problems + _config_problems(checkpoint) + wrong_scales + expert_problems
     return Report(
         directory=checkpoint.directory,
         files=len(checkpoint.files),
@@ -98,12 +97,10 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
         fp8_nbytes=dtypes[FP8],
         parameters=sum(math.prod(info.shape) for name, info in tensors.items() if name not in scales),
         scale_format=_scale_format(checkpoint, scales),
-        block_size=_block_size(checkpoint, fits=bool(scales) and not scale_problems),
+        block_size=_block_size(checkpoint, fits=bool(scales) and not wrong_scales),
         experts=experts,
         dtypes=dict(dtypes.most_common()),
-        unquantized=unquantized_matrices(
-            {name: (info.dtype, info.shape) for name, info in tensors.items() if name not in scales}
-        ),
+        unquantized=unquantized_matrices({name: info.spec for name, info in tensors.items() if name not in scales}),
         problems=[printable(problem) for problem in problems],
     )
 
@@ -142,7 +139,7 @@ def _scale_problems(checkpoint: Checkpoint, scales: Mapping[str, list[str]]) -> 
                 problems.append(f"{name}: a scale without a weight")
             elif weight.dtype != FP8:
                 problems.append(f"{name}: the scale of a weight in {weight.dtype}")
-    return problems + value_problems(checkpoint, fitting)
+    return problems + scale_problems(checkpoint, fitting)
 
 
 def _expected_shape(scale: str, weights: list[str], checkpoint: Checkpoint) -> tuple[int, ...] | None:
@@ -178,11 +175,11 @@ def _experts(checkpoint: Checkpoint) -> tuple[list[tuple[int, int, str]], list[s
     kinds: Counter[tuple[int, str]] = Counter()
     for name, info in checkpoint.tensors.items():
         fused = parse_fused(name, info.shape)
-        if fused is not None and fused[1] == DOWN:
+        if fused is not None and fused.projection == DOWN:
             kinds[info.shape[0], "fused"] += 1
         expert = parse_expert(name)
         if expert is not None and not expert.is_scale:
-            separate[expert.experts][expert.projection].add(expert.expert)
+            separate[expert.module][expert.projection].add(expert.expert)
     problems = []
     for module, projections in separate.items():
         count = max(max(experts) for experts in projections.values()) + 1
@@ -203,7 +200,7 @@ def _gaps(numbers: Iterable[int], count: int) -> Iterator[str]:
 
 
 def _block_size(checkpoint: Checkpoint, *, fits: bool) -> str:
-    """As configured, else "128x128" if all scales fit that."""
+    """The block size of config.json, else "128x128" if all scales fit that."""
     match checkpoint.quantization.get("weight_block_size", [BLOCK, BLOCK] if fits else None):
         case None:
             return "none"

@@ -1,4 +1,4 @@
-"""load_fp8_checkpoint: everything is checked first, then tensors are copied one at a time."""
+"""Fills a model from an FP8 checkpoint: everything is checked first, then tensors are copied one at a time."""
 
 import os
 import re
@@ -7,12 +7,11 @@ from fnmatch import fnmatchcase
 from itertools import chain
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.files import Checkpoint, CheckpointError, TensorInfo, open_checkpoint, read_pieces
-from fp8moe.checkpoints.match import Place, make_plan, state_of
-from fp8moe.checkpoints.ranks import Ranks
+from fp8moe.checkpoints.match import Destination, plan_load, state_of
+from fp8moe.checkpoints.read import Checkpoint, CheckpointError, Piece, TensorReader, open_checkpoint
+from fp8moe.checkpoints.sharded import Ranks
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.replaced import as_patterns
 
@@ -52,7 +51,7 @@ def load_fp8_checkpoint(
         what, problems = f"cannot load {directory}, the model is unchanged", []
         try:
             checkpoint = open_checkpoint(directory)
-            plan = make_plan(checkpoint, state, ignored)
+            plan = plan_load(checkpoint, state, ignored)
             problems += plan.problems + _bufferless(model, state)
         except CheckpointError as error:
             what, problems = error.what, error.problems
@@ -61,7 +60,7 @@ def load_fp8_checkpoint(
         raise CheckpointError(found[0][0], dict.fromkeys(chain.from_iterable(problems for _, problems in found)))
     with ranks.step():
         _materialize(model, device)
-        _copy(checkpoint, plan.places, state_of(model))
+        _copy(checkpoint, plan.destinations, state_of(model))
         invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
 
 
@@ -98,23 +97,23 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _copy(checkpoint: Checkpoint, places: Mapping[str, Place], state: Mapping[str, Tensor]) -> None:
-    for file_name, tensors in checkpoint.by_file.items():
-        with safe_open(checkpoint.directory / file_name, framework="pt") as file:
-            for name in [name for name in tensors if name in places]:
-                copy_tensor(file, name, tensors[name], places[name], state[places[name].key])
+def _copy(checkpoint: Checkpoint, destinations: Mapping[str, Destination], state: Mapping[str, Tensor]) -> None:
+    for tensors in checkpoint.by_file.values():
+        with checkpoint.reader() as reader:
+            for name in [name for name in tensors if name in destinations]:
+                copy_tensor(reader, name, destinations[name], state[destinations[name].key])
 
 
-def copy_tensor(file: safe_open, name: str, info: TensorInfo, place: Place, target: Tensor) -> None:
-    """Read a tensor of an open shard into its place in ``target``: of a DTensor, what this process holds."""
-    local, part = place.held_by(target)
+def copy_tensor(reader: TensorReader, name: str, destination: Destination, target: Tensor) -> None:
+    """Read a tensor into its part of ``target``: of a DTensor, what this process holds."""
+    local, part = destination.held_by(target)
     if not local.numel():
         return
-    pieces: Iterable[tuple[int | None, Tensor]]
-    if info.shape != place.shape:  # a scale with more or fewer sizes of one
-        pieces = [(None, file.get_tensor(name).view(place.shape)[part])]
+    pieces: Iterable[Piece]
+    if reader.shape(name) != destination.shape:  # a scale with more or fewer sizes of one
+        pieces = [Piece(None, reader.read(name).view(destination.shape)[part])]
     else:
-        pieces = read_pieces(file, name, info, part)
+        pieces = reader.pieces(name, part)
     for index, value in pieces:
         piece = local if index is None else local[index]
         piece.copy_(value.to(piece.dtype))

@@ -1,38 +1,46 @@
-"""Which tensor of a checkpoint goes where in a model, and all that does not fit, from names, shapes and dtypes."""
+"""Matches the tensors of a checkpoint with those of a model, and lists all that does not fit.
+
+Names, shapes and dtypes come first; values are read only where they decide: of scales, and of tied tensors.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.files import DTYPES, FLOATS, FP8, Checkpoint, TensorInfo, unmappable
-from fp8moe.checkpoints.names import (
-    BLOCK_IN_MODEL,
-    GATE,
-    GATE_UP,
+from fp8moe.checkpoints.expert_names import BLOCK_IN_MODEL, GATE, GATE_UP, UP, W_BLOCK, parse_expert
+from fp8moe.checkpoints.formats import (
+    DTYPES,
+    FLOATS,
+    FP8,
     SCALE,
     SCALE_DTYPES,
-    UP,
-    W_BLOCK,
     config_problems,
     fits_scale,
-    parse_expert,
     scale_name,
     weight_of,
 )
-from fp8moe.checkpoints.scales import value_problems
-from fp8moe.checkpoints.sharding import Box, held, inside, overlap, whole
+from fp8moe.checkpoints.read import Checkpoint, TensorInfo, unmappable
+from fp8moe.checkpoints.sharded import Box, held, inside, overlap, whole
 
 EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
 
-WHOLE = (None, None)
+
+class Part(NamedTuple):
+    """What a stored tensor is of an entry of the state dict: rows of one expert, from `row` on, or all of it."""
+
+    expert: int | None
+    row: int | None
+
+
+WHOLE = Part(None, None)
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """Where in the model a tensor of the checkpoint goes: all of ``state[key]``, or rows of one expert there."""
 
     key: str
@@ -41,12 +49,12 @@ class Place:
     rows: slice | None = None
 
     @property
-    def part(self) -> tuple:
-        return WHOLE if self.rows is None else (self.expert, self.rows.start)
+    def part(self) -> Part:
+        return WHOLE if self.rows is None else Part(self.expert, self.rows.start)
 
     @property
     def box(self) -> Box:
-        """Of ``state[key]``."""
+        """The box of ``state[key]``."""
         if self.rows is None:
             return whole(self.shape)
         rows = range(self.rows.start, self.rows.stop)
@@ -61,16 +69,16 @@ class Place:
 
 
 @dataclass
-class Plan:
+class LoadPlan:
     """What will be copied where, and what stands in the way.
 
-    places: of each tensor of the checkpoint. sources: of each entry of the state dict the tensors that it is made of,
-    by expert and first row, or under `WHOLE`. wrong: entries that a tensor does not fit.
+    destinations: of each tensor of the checkpoint. sources: of each entry of the state dict the tensors that it is made
+    of. wrong: entries that a tensor does not fit.
     """
 
     problems: list[str]
-    places: dict[str, Place] = field(default_factory=dict)
-    sources: dict[str, dict[tuple, str]] = field(default_factory=lambda: defaultdict(dict))
+    destinations: dict[str, Destination] = field(default_factory=dict)
+    sources: dict[str, dict[Part, str]] = field(default_factory=lambda: defaultdict(dict))
     wrong: set[str] = field(default_factory=set)
 
 
@@ -79,32 +87,32 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
-def make_plan(
+def plan_load(
     checkpoint: Checkpoint,
     state: Mapping[str, Tensor],
     ignored: Callable[[str], bool],
     spelled: Callable[[str], str] = str,
-) -> Plan:
+) -> LoadPlan:
     """Match the checkpoint with a model's state dict, which has the parameters themselves under all of their names.
 
     ignored: whether a tensor of this name may be left over. spelled: from the checkpoint's name of a tensor to one that
     the model knows. Only scales that this process holds a part of, and tensors that the model ties together, are read,
     once all names, shapes and dtypes fit.
     """
-    plan = Plan(config_problems(checkpoint.quantization) + checkpoint.problems + unmappable(checkpoint))
+    plan = LoadPlan(config_problems(checkpoint.quantization) + checkpoint.problems + unmappable(checkpoint))
     extra, wrong = [], set()
     for name, info in checkpoint.tensors.items():
-        place = find_place(spelled(name), state)
-        if place is None:
+        destination = find_destination(spelled(name), state)
+        if destination is None:
             extra.append(name)
             continue
-        other = plan.sources[place.key].setdefault(place.part, name)
-        problem = _mismatch(info, place, state) if other == name else f"the checkpoint has it also as {other}"
+        other = plan.sources[destination.key].setdefault(destination.part, name)
+        problem = _mismatch(info, destination, state) if other == name else f"the checkpoint has it also as {other}"
         if problem:
             plan.problems.append(f"{name}: {problem}")
-            plan.wrong.add(place.key)
+            plan.wrong.add(destination.key)
             wrong.add(name)
-        plan.places[name] = place
+        plan.destinations[name] = destination
     for name in extra:
         # The scale of a weight that is wrong itself is not worth another line.
         if not ignored(name) and weight_of(name) not in wrong:
@@ -113,35 +121,35 @@ def make_plan(
         _check_tied(checkpoint, plan, state)
         scales = [
             name
-            for name, place in plan.places.items()
-            if _is_scale(place.key, state) and all(overlap(place.box, held(state[place.key])[1]))
+            for name, destination in plan.destinations.items()
+            if _is_scale(destination.key, state) and all(overlap(destination.box, held(state[destination.key])[1]))
         ]
-        plan.problems += value_problems(checkpoint, scales)
+        plan.problems += scale_problems(checkpoint, scales)
     if not checkpoint.incomplete:
         plan.problems += _missing(plan, state)
     return plan
 
 
-def find_place(name: str, state: Mapping[str, Tensor]) -> Place | None:
+def find_destination(name: str, state: Mapping[str, Tensor]) -> Destination | None:
     """Where a tensor goes, or None if the model has no place for it."""
     for candidate in (name, name.replace(W_BLOCK, BLOCK_IN_MODEL)):
         if candidate in state:
-            return Place(candidate, tuple(state[candidate].shape))
+            return Destination(candidate, tuple(state[candidate].shape))
         weight = weight_of(candidate)
         if weight is not None and scale_name(weight) in state:
-            return Place(scale_name(weight), tuple(state[scale_name(weight)].shape))
-        place = _place_of_expert(candidate, state)
-        if place is not None:
-            return place
+            return Destination(scale_name(weight), tuple(state[scale_name(weight)].shape))
+        destination = _destination_of_expert(candidate, state)
+        if destination is not None:
+            return destination
     return None
 
 
-def _place_of_expert(name: str, state: Mapping[str, Tensor]) -> Place | None:
+def _destination_of_expert(name: str, state: Mapping[str, Tensor]) -> Destination | None:
     tensor = parse_expert(name)
     if tensor is None:
         return None
-    fused = tensor.projection in (GATE, UP) and f"{tensor.experts}.{GATE_UP}" in state
-    key = f"{tensor.experts}.{GATE_UP if fused else tensor.projection}" + (SCALE if tensor.is_scale else "")
+    fused = tensor.projection in (GATE, UP) and f"{tensor.module}.{GATE_UP}" in state
+    key = f"{tensor.module}.{GATE_UP if fused else tensor.projection}" + (SCALE if tensor.is_scale else "")
     target = state.get(key)
     if target is None or target.dim() != 3 or tensor.expert >= target.shape[0]:
         return None
@@ -150,22 +158,22 @@ def _place_of_expert(name: str, state: Mapping[str, Tensor]) -> Place | None:
     if fused:
         size = rows // 2
         first = size if tensor.projection == UP else 0
-    return Place(key, (size, target.shape[2]), tensor.expert, slice(first, first + size))
+    return Destination(key, (size, target.shape[2]), tensor.expert, slice(first, first + size))
 
 
-def _mismatch(info: TensorInfo, place: Place, state: Mapping[str, Tensor]) -> str | None:
+def _mismatch(info: TensorInfo, destination: Destination, state: Mapping[str, Tensor]) -> str | None:
     """What keeps this tensor from its place, or None."""
-    target = state[place.key].dtype
+    target = state[destination.key].dtype
     if target == torch.float8_e4m3fn:
         if info.dtype in FLOATS:
-            return f"{info.dtype}, but the model's module is FP8; {_way_out(place)}"
+            return f"{info.dtype}, but the model's module is FP8; {_way_out(destination)}"
         if info.dtype != FP8:
             return f"dtype {info.dtype}, expected {FP8}"
-    elif _is_scale(place.key, state):
+    elif _is_scale(destination.key, state):
         allowed = SCALE_DTYPES if target == torch.float32 else ("F8_E8M0",)
         if info.dtype not in allowed:
             return f"dtype {info.dtype}, expected a scale in {' or '.join(allowed)}"
-        if fits_scale(info.shape, place.shape):
+        if fits_scale(info.shape, destination.shape):
             return None
     elif info.dtype == FP8:
         return (
@@ -173,15 +181,15 @@ def _mismatch(info: TensorInfo, place: Place, state: Mapping[str, Tensor]) -> st
         )
     elif not (target.is_floating_point and info.dtype in FLOATS) and DTYPES.get(info.dtype) != target:
         return f"dtype {info.dtype}, expected {target}"
-    if info.shape != place.shape:
-        return f"shape {info.shape}, expected {place.shape}"
+    if info.shape != destination.shape:
+        return f"shape {info.shape}, expected {destination.shape}"
     return None
 
 
-def _way_out(place: Place) -> str:
+def _way_out(destination: Destination) -> str:
     """How to make a model's FP8 module and an unquantized tensor go together."""
     way_out = "quantize the checkpoint first (fp8moe quantize)"
-    module, _, parameter = place.key.rpartition(".")
+    module, _, parameter = destination.key.rpartition(".")
     if module and parameter == "weight":
         way_out += f", or leave the module out with replace_linears(skip=[..., {module.rpartition('.')[2]!r}])"
     return way_out
@@ -192,7 +200,34 @@ def _is_scale(key: str, state: Mapping[str, Tensor]) -> bool:
     return weight is not None and weight.dtype == torch.float8_e4m3fn
 
 
-def _check_tied(checkpoint: Checkpoint, plan: Plan, state: Mapping[str, Tensor]) -> None:
+def scale_problems(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
+    """The tensors among these scales, all of `SCALE_DTYPES`, that hold a NaN, an infinity, zero or a negative value.
+
+    The scale of a block of zeros is positive, too. Memory holds one scale at a time: 1/16384 of its weight's elements.
+    """
+    problems = []
+    for name, values in checkpoint.read_unmapped(set(names)):
+        found = _no_scales(values.float())
+        if found:
+            problems.append(f"{name}: has {found}, expected scales that are finite and positive")
+    return sorted(problems)
+
+
+def _no_scales(values: Tensor) -> str:
+    """How many values are NaN, infinite, zero or negative; empty if none is."""
+    if ((values > 0) & (values < torch.inf)).all():
+        return ""
+    counts = {
+        "NaN": values.isnan(),
+        "infinite": values.isinf(),
+        "zero": values == 0,
+        "negative": (values < 0) & values.isfinite(),
+    }
+    numbers = [f"{count} {kind}" for kind, where in counts.items() if (count := int(where.sum()))]
+    return f"{', '.join(numbers)} of {values.numel()} values"
+
+
+def _check_tied(checkpoint: Checkpoint, plan: LoadPlan, state: Mapping[str, Tensor]) -> None:
     """Of tensors that the model ties together, the checkpoint may have several, if they are equal."""
     for keys in ties(state):
         names = [plan.sources[key][WHOLE] for key in keys if WHOLE in plan.sources.get(key, ())]
@@ -210,14 +245,11 @@ def ties(state: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _equal(checkpoint: Checkpoint, *names: str) -> bool:
-    tensors = []
-    for name in names:
-        with safe_open(checkpoint.directory / checkpoint.tensors[name].file, framework="pt") as file:
-            tensors.append(file.get_tensor(name))
-    return torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in tensors))
+    with checkpoint.reader() as reader:
+        return torch.equal(*(reader.read(name).flatten().view(torch.uint8) for name in names))
 
 
-def _missing(plan: Plan, state: Mapping[str, Tensor]) -> list[str]:
+def _missing(plan: LoadPlan, state: Mapping[str, Tensor]) -> list[str]:
     problems = []
     for keys in ties(state):
         found = next((key for key in keys if plan.sources.get(key)), None)
@@ -229,7 +261,7 @@ def _missing(plan: Plan, state: Mapping[str, Tensor]) -> list[str]:
     return problems
 
 
-def _missing_parts(key: str, parts: Mapping[tuple, str], target: Tensor) -> list[str]:
+def _missing_parts(key: str, parts: Mapping[Part, str], target: Tensor) -> list[str]:
     """What experts stored one by one lack of the fused parameter."""
     if WHOLE in parts:
         return [
@@ -242,7 +274,7 @@ def _missing_parts(key: str, parts: Mapping[tuple, str], target: Tensor) -> list
         f"{module}.{expert}.{projection}.{suffix}: missing"
         for expert in range(experts)
         for projection, start in _projections(parameter.removesuffix(SCALE), rows).items()
-        if (expert, start) not in parts
+        if Part(expert, start) not in parts
     ]
 
 

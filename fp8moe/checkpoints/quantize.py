@@ -1,48 +1,46 @@
-"""quantize_checkpoint: an unquantized checkpoint to FP8, shard by shard."""
+"""Quantizes a checkpoint to FP8, shard by shard: what is to be written is planned, then read, quantized and written."""
 
 import os
+import re
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from torch import Tensor
 
-from fp8moe.checkpoints.checksum import Checksum, Stamp, bytes_of, header_bytes
-from fp8moe.checkpoints.companions import leaves, read_companions
-from fp8moe.checkpoints.destination import make_room, survey, tidied
-from fp8moe.checkpoints.files import (
-    CONFIG,
+from fp8moe.checkpoints.expert_names import DOWN, GATE_UP, matrices_of, module_of, parse_expert, parse_fused
+from fp8moe.checkpoints.formats import (
     DTYPES,
     FP8,
+    Layout,
+    TensorSpec,
+    quantization_config,
+    scale_dtype,
+    scale_name,
+    scale_shape,
+)
+from fp8moe.checkpoints.read import (
+    CONFIG,
     INDEX,
     SINGLE,
     Checkpoint,
     CheckpointError,
     TensorInfo,
     open_checkpoint,
-    read_pieces,
+    read_header,
     sections,
 )
-from fp8moe.checkpoints.fit import Fit, fit_to_transformers
-from fp8moe.checkpoints.journal import Journal
-from fp8moe.checkpoints.names import (
-    DOWN,
-    GATE_UP,
-    module_of,
-    parse_expert,
-    parse_fused,
-    quantization_config,
-    scale_name,
-)
-from fp8moe.checkpoints.recipe import Recipe
-from fp8moe.checkpoints.share import warn_if_hardly_fp8
-from fp8moe.checkpoints.untrusted import printable
-from fp8moe.checkpoints.write import METADATA, Layout, ShardWriter, index_of, json_bytes, write_bytes
+from fp8moe.checkpoints.resume import Journal, make_room, survey, tidied
+from fp8moe.checkpoints.tensor_layout import low_fp8_fraction
+from fp8moe.checkpoints.untrusted import MAX_BYTES, printable
+from fp8moe.checkpoints.write import Checksum, ShardWriter, Stamp, index_of, json_bytes, write_bytes
 from fp8moe.layers.replaced import as_patterns, matches
 from fp8moe.quant.formats import SCALE_FORMATS
+from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.progress import progress, still_running
 
 DEFAULT_SKIP = (
@@ -57,94 +55,127 @@ transformers' FP8 checkpoints leave unquantized.
 """
 
 _QUANTIZED_DTYPES = ("BF16", "F16", "F32")
+_COMPANIONS = (".bpe", ".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")
+_LICENSES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
-def quantize_checkpoint(
-    src_dir: str | os.PathLike,
-    dst_dir: str | os.PathLike,
-    *,
-    skip: Iterable[str] = DEFAULT_SKIP,
-    scale_format: str = "float32",
-    device: torch.device | str | None = None,
-    allow_nonfinite: bool = False,
-    force: bool = False,
-    verify: bool = False,
-) -> None:
-    """Quantize a bfloat16, float16 or float32 checkpoint to FP8 with 128x128 blocks, shard by shard.
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """The options of `fp8moe.integrations.checkpoints.quantize_checkpoint`, which explains them."""
 
-    Every weight of two dimensions (X.weight, with its scale in X.weight_scale_inv) and of fused experts
-    (experts.gate_up_proj (E, 2I, H), up_proj or down_proj, with experts.gate_up_proj_scale_inv...) is quantized, gate
-    and up of fused experts each with blocks of its own; other tensors are copied. What transformers could not load in
-    FP8 is copied, too, and a warning names it. Which shard holds what stays the same, and so do names, but for fused
-    experts that transformers renames: they get the names in its model. The index is written anew, config.json gets a
-    quantization_config, and the tokenizer, generation settings and other small text files are copied.
+    skip: Iterable[str]
+    scale_format: str
+    device: torch.device | str | None
+    allow_nonfinite: bool
+    force: bool
+    verify: bool
 
-    src_dir: with model.safetensors, or model.safetensors.index.json and its shards. Links are followed within it, and
-        in the hub's cache to the blobs of the same repository.
-    dst_dir: made if needed, and locked while this runs. What an interrupted run has finished there is not done again; a
-        hidden file lists each finished shard, its source, and the checksums of both. A shard has its final name only
-        when it is complete and synced.
-    skip: fnmatch patterns of modules that stay as they are, matched with the qualified name
-        ("model.layers.3.mlp.gate") and the last part of it ("gate").
-    scale_format: "float32", or "ue8m0" for powers of two in one byte (float8_e8m0fnu).
-    device: where to quantize; by default a GPU if there is one. The result is the same everywhere.
-    allow_nonfinite: go on with weights that hold a NaN or an infinity, which make their blocks useless.
-    force: write to a directory that holds other things. Files with the names of this run's are overwritten, and a
-        model.safetensors or index that would be read in their place is deleted; all others stay.
-    verify: read again what is finished, in both directories. Otherwise files of the same size and time are taken to be
-        the same.
 
-    Memory holds one tensor at a time, of fused experts one expert.
+@dataclass(frozen=True)
+class OutputPlan:
+    """What is to be written for each tensor of a source.
 
-    Warns (UserWarning) of links and large files that were left out, and if less than half of the parameters in matrices
-    became FP8.
-
-    Raises CheckpointError for a source that is damaged, quantized already, has nothing to quantize or fused experts in
-    another layout, for a weight with a NaN or an infinity, for patterns that leave only some of the weights of a
-    layer's experts as they are, and for a destination with anything that this run would not write; ValueError for
-    unknown options, for patterns outside DEFAULT_SKIP that match nothing, and while another run writes to dst_dir.
+    quantized: the weights that become FP8, and the names that they have then. unconverted: modules that are to be named
+    in modules_to_not_convert, besides those whose tensors say it.
     """
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
-    skip = as_patterns("skip", skip)
+
+    source: Checkpoint
+    scale_format: str
+    quantized: Mapping[str, str]
+    unconverted: Set[str] = frozenset()
+
+    def outputs(self, name: str) -> Layout:
+        """What a tensor of the source becomes."""
+        spec, stored = self.source.tensors[name].spec, self.quantized.get(name)
+        if stored is None:
+            return {name: spec}
+        scale = TensorSpec(scale_dtype(self.scale_format), scale_shape(stored, spec.shape))
+        return {stored: TensorSpec(FP8, spec.shape), scale_name(stored): scale}
+
+    def shard(self, file: str) -> Layout:
+        """What a shard of the source becomes."""
+        return {stored: spec for name in self.source.by_file[file] for stored, spec in self.outputs(name).items()}
+
+    @property
+    def layout(self) -> Layout:
+        """All tensors to be written."""
+        return {stored: spec for name in self.source.tensors for stored, spec in self.outputs(name).items()}
+
+    @property
+    def quantization_config(self) -> dict:
+        return quantization_config(self.layout, self.scale_format, self.unconverted)
+
+    def convert(self, name: str, value: Tensor, device: torch.device | str | None) -> dict[str, Tensor]:
+        """All of a tensor, or one of its experts, as it is stored."""
+        stored = self.quantized.get(name)
+        if stored is None:
+            return {name: value}
+        matrices = matrices_of(stored, self.source.tensors[name].shape)
+        data, scale = quantize_128x128(value.to(device).unflatten(0, (matrices, -1)), scale_format=self.scale_format)
+        scale = scale.flatten(0, 1).cpu().to(DTYPES[scale_dtype(self.scale_format)])
+        return {stored: data.flatten(0, 1), scale_name(stored): scale}
+
+
+@dataclass
+class Fit:
+    """What can be quantized so that those who load the result find their way in it.
+
+    quantized, unconverted: as in `OutputPlan`. kept: why weights that were asked for do not become FP8, by module.
+    notes: what else to tell the user.
+    """
+
+    quantized: dict[str, str]
+    kept: dict[str, str] = field(default_factory=dict)
+    unconverted: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The notes, and one line for each reason, with the modules of all layers in one."""
+        lines = list(self.notes)
+        for reason in dict.fromkeys(self.kept.values()):
+            modules = (re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, why in self.kept.items() if why == reason)
+            names = ", ".join(f"{name} ({count})" for name, count in Counter(modules).items())
+            lines.append(f"not quantized: {names}: {reason}")
+        return lines
+
+
+FindFit = Callable[[OutputPlan, Set[str]], Fit]
+"""Finds which weights of a plan can become FP8, and which other tensors, of those that may, can too."""
+
+
+def quantize(
+    src_dir: str | os.PathLike, dst_dir: str | os.PathLike, options: QuantizeOptions, find_fit: FindFit
+) -> None:
+    """Quantize a checkpoint as `quantize_checkpoint` does. find_fit: asked what those who load it can have in FP8."""
+    if options.scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {options.scale_format!r}")
+    skip = as_patterns("skip", options.skip)
     source, target = open_checkpoint(src_dir), Path(dst_dir)
     if target.resolve() == source.directory.resolve():
         raise ValueError(f"dst_dir: expected another directory than src_dir, got {target}")
     if target.exists() and not target.is_dir():
         raise ValueError(f"dst_dir: expected a directory, but {target} is a file")
-    _check_patterns(skip, source)
-    wanted = {name for name, info in source.tensors.items() if _may_be_quantized(name, info, skip)}
-    quantized = {name: name for name in wanted if _is_weight(name, source.tensors[name])}
-    problems = source.problems + _source_problems(source, quantized)
-    if problems:
-        raise CheckpointError(f"cannot quantize {source.directory}", problems)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    recipe = Recipe(quantized, scale_format, device, allow_nonfinite)
-    with still_running("checking what transformers can load"):
-        fit = fit_to_transformers(source, quantized, wanted, lambda fit: _plan(source, recipe, fit))
-    if not fit.quantized:
-        raise CheckpointError(f"cannot quantize {source.directory}, nothing would become FP8", fit.lines())
-    for line in fit.lines():
-        warnings.warn(printable(line), stacklevel=2)
-    recipe = replace(recipe, quantized=fit.quantized)
-    layouts = {file: recipe.layout(tensors) for file, tensors in source.by_file.items()}
-    tensors, quantization = _plan(source, recipe, fit)
-    contents, left_out = read_companions(source.directory)
-    contents[CONFIG] = json_bytes(source.config | {"quantization_config": quantization})
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    options = replace(options, device=device)
+    plan = _make_plan(source, skip, options.scale_format, find_fit)
+    shards = {file: plan.shard(file) for file in source.files}
+    companions = _read_companions(source.directory)
+    contents = dict(companions.contents)
+    contents[CONFIG] = json_bytes(source.config | {"quantization_config": plan.quantization_config})
     if source.files != [SINGLE]:
-        contents[INDEX] = index_of(layouts)
+        contents[INDEX] = index_of(shards)
 
     target.mkdir(parents=True, exist_ok=True)
     with Journal(target) as journal:
-        found = survey(target, source.directory, layouts, contents, journal, verify)
-        if found.foreign and not force:
+        found = survey(target, source.directory, shards, contents, journal, options.verify)
+        if found.foreign and not options.force:
             raise CheckpointError(
                 f"cannot write to {target}; give another directory, or force=True (--force) to overwrite",
                 found.foreign.values(),
             )
         journal.begin()
-        make_room(target, found, layouts)
-        with tidied(target, layouts.keys() | contents.keys()):
+        make_room(target, found, shards)
+        with tidied(target, shards.keys() | contents.keys()):
             for name in contents.keys() - found.finished - {INDEX}:
                 write_bytes(target / name, contents[name])
             total = sum(info.nbytes for info in source.tensors.values())
@@ -153,40 +184,77 @@ def quantize_checkpoint(
                     if file in found.finished:
                         bar.update(sum(info.nbytes for info in source.by_file[file].values()))
                     else:
-                        _quantize_shard(source, file, target, recipe, journal, bar.update)
+                        _write_shard(plan, file, target / file, options, journal, bar.update)
             if INDEX in contents.keys() - found.finished:
                 write_bytes(target / INDEX, contents[INDEX])
-    if left_out:
-        warnings.warn(printable(f"not copied from {source.directory}: {', '.join(left_out)}"), stacklevel=2)
-    warn_if_hardly_fp8(tensors)
+    if companions.left_out:
+        _warn(f"not copied from {source.directory}: {', '.join(companions.left_out)}")
+    warning = low_fp8_fraction(plan.layout)
+    if warning:
+        _warn(warning)
 
 
-def _plan(source: Checkpoint, recipe: Recipe, fit: Fit) -> tuple[Layout, dict]:
-    """All tensors to be written, and the quantization_config."""
-    layout = replace(recipe, quantized=fit.quantized).layout(source.tensors)
-    return layout, quantization_config(layout, recipe.scale_format == "ue8m0", fit.unconverted)
+def _make_plan(source: Checkpoint, skip: tuple[str, ...], scale_format: str, find_fit: FindFit) -> OutputPlan:
+    _check_patterns(skip, source)
+    wanted = {name for name, info in source.tensors.items() if _may_be_quantized(name, info, skip)}
+    plan = OutputPlan(source, scale_format, {name: name for name in wanted if _is_weight(name, source.tensors[name])})
+    problems = source.problems + _source_problems(source, plan.quantized)
+    if problems:
+        raise CheckpointError(f"cannot quantize {source.directory}", problems)
+    with still_running("checking what transformers can load"):
+        fit = find_fit(plan, wanted)
+    if not fit.quantized:
+        raise CheckpointError(f"cannot quantize {source.directory}, nothing would become FP8", fit.lines())
+    for line in fit.lines():
+        _warn(line, depth=1)
+    return replace(plan, quantized=fit.quantized, unconverted=fit.unconverted)
 
 
-def _quantize_shard(
-    source: Checkpoint, file: str, target: Path, recipe: Recipe, journal: Journal, advance: Callable[[int], object]
+def _write_shard(
+    plan: OutputPlan,
+    file: str,
+    target: Path,
+    options: QuantizeOptions,
+    journal: Journal,
+    advance: Callable[[int], object],
 ) -> None:
-    path, tensors = source.directory / file, source.by_file[file]
+    """Read the tensors of a shard piece by piece, quantize them and write them. advance: told the bytes read."""
+    path, tensors = plan.source.directory / file, plan.source.by_file[file]
     status = path.stat()
-    checksum = Checksum(header_bytes(path), tensors)
-    with (
-        ShardWriter(target / file, recipe.layout(tensors), METADATA) as writer,
-        safe_open(path, framework="pt") as reader,
-    ):
-        for name, info in tensors.items():
-            for _, value in read_pieces(reader, name, info):
-                checksum.update(name, bytes_of(value))
-                for stored, part in recipe.apply(name, info, value).items():
-                    writer.put(stored, part)
+    checksum = Checksum(read_header(path).content, tensors)
+    with ShardWriter(target, plan.shard(file)) as writer, plan.source.reader() as reader:
+        for name in tensors:
+            for _, value in reader.pieces(name):
+                checksum.update(name, value)
+                outputs = plan.convert(name, value, options.device)
+                if name in plan.quantized and not options.allow_nonfinite:
+                    _check_finite(file, name, value, outputs[scale_name(plan.quantized[name])])
+                for stored, output in outputs.items():
+                    writer.put(stored, output)
                 advance(value.nbytes)
         journal.add(file, Stamp(status.st_size, status.st_mtime_ns, str(checksum)), writer.seal())
 
 
-def _source_problems(source: Checkpoint, quantized: Container[str]) -> list[str]:
+def _check_finite(file: str, name: str, value: Tensor, scale: Tensor) -> None:
+    """Raise CheckpointError for a weight with a NaN or an infinity, which the scale of its block has, too."""
+    if scale.float().isfinite().all():
+        return
+    count = value.numel() - int(value.isfinite().sum())
+    raise CheckpointError(
+        f"cannot quantize {file}",
+        [
+            f"{name}: {count} values are NaN or infinite, expected finite weights; allow_nonfinite=True "
+            "(--allow-nonfinite) goes on with them"
+        ],
+    )
+
+
+def _warn(text: str, depth: int = 0) -> None:
+    """Warn whoever called `quantize_checkpoint`, from ``depth`` functions below `quantize`."""
+    warnings.warn(printable(text), stacklevel=4 + depth)
+
+
+def _source_problems(source: Checkpoint, quantized: Collection[str]) -> list[str]:
     for content in sections(source.config):
         quantization = content.get("quantization_config")
         if quantization and isinstance(quantization, dict):
@@ -195,7 +263,7 @@ def _source_problems(source: Checkpoint, quantized: Container[str]) -> list[str]
     problems = [
         f"{file}: is a link to outside of the checkpoint; put the file itself there"
         for file in (CONFIG, INDEX, *source.files)
-        if leaves(source.directory / file)
+        if _leaves(source.directory / file)
     ]
     if not quantized:
         problems.append("no weight would become FP8: skip leaves no matrix in BF16, F16 or F32, and no fused experts")
@@ -209,19 +277,19 @@ def _source_problems(source: Checkpoint, quantized: Container[str]) -> list[str]
         if name in quantized and scale_name(name) in source.tensors:
             problems.append(f"{scale_name(name)}: this name is needed for the scale of {name}")
         fused = parse_fused(name, info.shape) if name in quantized else None
-        if fused is None or fused[1] == DOWN:
+        if fused is None or fused.projection == DOWN:
             continue
-        down = source.tensors.get(f"{fused[0]}.{DOWN}")
+        down = source.tensors.get(f"{fused.module}.{DOWN}")
         if f"{name}_bias" in source.tensors:
             problems.append(f"{name}: experts with a bias, which no FP8 checkpoint has")
         elif down is not None and len(down.shape) != 3:
-            problems.append(f"{fused[0]}.{DOWN}: shape {down.shape}, expected three dimensions to go with {name}")
+            problems.append(f"{fused.module}.{DOWN}: shape {down.shape}, expected three dimensions to go with {name}")
         elif down is not None:
             experts, hidden, size = down.shape
-            expected = (experts, 2 * size if fused[1] == GATE_UP else size, hidden)
+            expected = (experts, 2 * size if fused.projection == GATE_UP else size, hidden)
             if info.shape != expected:
                 problems.append(f"{name}: shape {info.shape}, expected {expected} to go with {DOWN}")
-        elif fused[1] == GATE_UP and info.shape[1] % 2:
+        elif fused.projection == GATE_UP and info.shape[1] % 2:
             problems.append(f"{name}: shape {info.shape}, expected as many rows of gate as of up")
     return problems
 
@@ -233,14 +301,14 @@ def _check_patterns(skip: tuple[str, ...], source: Checkpoint) -> None:
             raise ValueError(f"skip: {pattern!r} matches no module with a weight in {source.directory}")
 
 
-def _partly_quantized(source: Checkpoint, quantized: Container[str]) -> set[str]:
+def _partly_quantized(source: Checkpoint, quantized: Collection[str]) -> set[str]:
     """Modules of experts of which some weights are to be quantized and some are not."""
     found: dict[str, set[bool]] = defaultdict(set)
     for name, info in source.tensors.items():
         if expert := parse_expert(name):
-            found[expert.experts].add(name in quantized)
+            found[expert.module].add(name in quantized)
         elif fused := parse_fused(name, info.shape):
-            found[fused[0]].add(name in quantized)
+            found[fused.module].add(name in quantized)
     return {module for module, states in found.items() if len(states) > 1}
 
 
@@ -255,3 +323,47 @@ def _may_be_quantized(name: str, info: TensorInfo, skip: tuple[str, ...]) -> boo
 
 def _is_weight(name: str, info: TensorInfo) -> bool:
     return bool(parse_fused(name, info.shape)) or (name.endswith(".weight") and len(info.shape) == 2)
+
+
+class Companions(NamedTuple):
+    """The small files that go along with the weights. left_out: others of their kind, and why."""
+
+    contents: dict[str, bytes]
+    left_out: list[str]
+
+
+def _read_companions(directory: Path) -> Companions:
+    """Read the small files of a checkpoint: tokenizer, generation settings, code and licence.
+
+    config.json and indices are not among them: a changed checkpoint has its own.
+    """
+    contents: dict[str, bytes] = {}
+    left_out: list[str] = []
+    for path in sorted(directory.iterdir()):
+        name = path.name
+        is_companion = path.suffix in _COMPANIONS or name.startswith(_LICENSES)
+        if not is_companion or name == CONFIG or name.endswith(".index.json"):
+            continue
+        if _leaves(path):
+            left_out.append(f"{name} (a link to outside of the checkpoint)")
+        elif not path.is_file():
+            if path.is_symlink():
+                left_out.append(f"{name} (a link to no file)")
+        elif path.stat().st_size > MAX_BYTES:
+            left_out.append(f"{name} (more than {MAX_BYTES:,} bytes)")
+        else:
+            contents[name] = path.read_bytes()
+    return Companions(contents, left_out)
+
+
+def _leaves(path: Path) -> bool:
+    """Whether this is a link to outside of its directory.
+
+    The links of a snapshot in the hub's cache lead to the blobs of the same repository: snapshots/REVISION/FILE to
+    blobs/HASH. These count as inside.
+    """
+    directory, target = (Path(os.path.realpath(place)) for place in (path.parent, path))
+    roots = [directory]
+    if directory.parent.name == "snapshots":
+        roots.append(directory.parent.parent / "blobs")
+    return path.is_symlink() and not any(target.is_relative_to(root) for root in roots)

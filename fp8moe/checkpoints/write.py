@@ -1,23 +1,51 @@
-"""Writing the files of a checkpoint so that no file is ever half there under its final name."""
+"""Writes the files of a checkpoint so that no file is ever half there under its final name."""
 
+import ctypes
 import json
-import math
 import os
 import re
 import secrets
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from fp8moe.checkpoints.checksum import Checksum, Stamp, bytes_of
-from fp8moe.checkpoints.files import DTYPES
+from fp8moe.checkpoints.formats import DTYPES, Layout
 
-Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""What a file holds: safetensors dtype name and shape of each tensor."""
 
-METADATA = {"format": "pt"}
-"""Of every file; transformers asks for it."""
+@dataclass(frozen=True)
+class Stamp:
+    """What a shard was when it was read or written. checksum: as `Checksum` has it."""
+
+    size: int
+    mtime_ns: int
+    checksum: str
+
+
+class Checksum:
+    """The CRC-32 of a shard while its tensors pass by, in any order: of its header and the CRC-32 of each tensor.
+
+    header: the bytes before the first tensor. names: of all tensors.
+    """
+
+    def __init__(self, header: bytes, names: Iterable[str]):
+        self._header = header
+        self._tensors = dict.fromkeys(sorted(names), 0)
+
+    def update(self, name: str, data: bytes | Tensor) -> None:
+        """Take in the next bytes of a tensor."""
+        self._tensors[name] = zlib.crc32(bytes_of(data) if isinstance(data, Tensor) else data, self._tensors[name])
+
+    def __str__(self) -> str:
+        parts = b"".join(value.to_bytes(4, "little") for value in self._tensors.values())
+        return f"{zlib.crc32(parts, zlib.crc32(self._header)):08x}"
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which must outlive the view."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 class ShardWriter:
@@ -25,24 +53,24 @@ class ShardWriter:
 
     As a context manager: leaving it normally syncs the file and gives it its name; an exception deletes it.
 
-    path: the final name. layout: of the tensors. metadata: of the file.
+    path: the final name. layout: of the tensors.
     """
 
-    def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str]):
+    def __init__(self, path: Path, layout: Layout):
         self._path = path
         self._temporary = temporary_path(path)
-        header, self._left = {"__metadata__": dict(metadata)}, {}
+        header: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         position = 0
         # The widest first, so that each tensor is aligned to its elements.
-        for name, (dtype, shape) in sorted(layout.items(), key=lambda item: (-DTYPES[item[1][0]].itemsize, item[0])):
-            nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
-            self._left[name] = nbytes
-            position += nbytes
+        for name, spec in sorted(layout.items(), key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0])):
+            offsets = [position, position + spec.nbytes]
+            header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+            position += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         text = len(text).to_bytes(8, "little") + text
-        self._dtypes = {name: DTYPES[dtype] for name, (dtype, _) in layout.items()}
+        self._dtypes = {name: DTYPES[spec.dtype] for name, spec in layout.items()}
+        self._left = {name: spec.nbytes for name, spec in layout.items()}
         self._ends = {name: len(text) + header[name]["data_offsets"][1] for name in layout}
         self._checksum = Checksum(text, layout)
         self._file = self._temporary.open("xb")
@@ -56,7 +84,7 @@ class ShardWriter:
         if data.nbytes:
             self._file.seek(self._ends[name] - self._left[name])
             self._file.write(bytes_of(data))
-            self._checksum.update(name, bytes_of(data))
+            self._checksum.update(name, data)
         self._left[name] -= data.nbytes
 
     def seal(self) -> Stamp:
@@ -123,9 +151,7 @@ def json_bytes(content: Mapping) -> bytes:
 
 
 def index_of(shards: Mapping[str, Layout]) -> bytes:
-    """The index of ``shards``: file name -> layout, as `ShardWriter` takes it."""
-    total = sum(
-        math.prod(shape) * DTYPES[dtype].itemsize for layout in shards.values() for dtype, shape in layout.values()
-    )
+    """The index of these shards, by file name."""
+    total = sum(spec.nbytes for layout in shards.values() for spec in layout.values())
     weight_map = {name: file for file, layout in shards.items() for name in layout}
     return json_bytes({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fp8moe.checkpoints.files import CONFIG, read_json
+from fp8moe.checkpoints.read import CONFIG, read_json
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fp8moe.checkpoints import DEFAULT_SKIP, inspect_checkpoint, quantize_checkpoint
+from fp8moe.integrations.checkpoints import DEFAULT_SKIP, inspect_checkpoint, quantize_checkpoint
 
 HELP = "turn a checkpoint into a DeepSeek-style FP8 checkpoint"
 DESCRIPTION = (

@@ -94,7 +94,7 @@ def _record(source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: in
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
-    from fp8moe.checkpoints.architecture import reason_of
+    from fp8moe.integrations.architecture import reason_of
     from fp8moe.integrations.decode.needed import needed_kernels
 
     logging.set_verbosity_error()

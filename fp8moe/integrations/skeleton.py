@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.architecture import construction_lock, empty_model, reason_of
-from fp8moe.checkpoints.names import config_problems
+from fp8moe.checkpoints.formats import config_problems
 from fp8moe.checkpoints.quantize import DEFAULT_SKIP
+from fp8moe.integrations.architecture import construction_lock, empty_model, reason_of
 from fp8moe.integrations.names import NAME
 from fp8moe.integrations.transformers import register
 from fp8moe.integrations.transformers.quantizer import replace_modules

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fp8moe.checkpoints import load_fp8_checkpoint, save_fp8_checkpoint
+from fp8moe.integrations.checkpoints import load_fp8_checkpoint, save_fp8_checkpoint
 from tests.processes import in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_experts
 from tests.small_checkpoints import Model

@@ -1,15 +1,13 @@
 """load_model: a transformers model with its FP8 weights as they are, on a CPU too."""
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from fp8moe.checkpoints.architecture import construction_lock, empty_model, read_config, read_generation_config
-from fp8moe.checkpoints.files import CheckpointError, open_checkpoint
+from fp8moe.checkpoints.read import CheckpointError, open_checkpoint
+from fp8moe.integrations.architecture import construction_lock, empty_model, read_config, read_generation_config
 
 
 def load_model(
@@ -52,13 +50,12 @@ def load_model(
     problems = matched.problems + matched.cast_by_transformers(dtype)
     if problems:
         raise CheckpointError(f"cannot load {directory}", problems)
-    with ExitStack() as stack, construction_lock:
-        files = {file: stack.enter_context(safe_open(directory / file, framework="pt")) for file in checkpoint.files}
+    with checkpoint.reader() as reader, construction_lock:
         model, report = type(matched.model).from_pretrained(
             None,
             config=matched.model.config,
             dtype=dtype,
-            state_dict=matched.tensors(files, device),
+            state_dict=matched.tensors(reader, device),
             quantization_config=ReplaceModules(matched.replaced, device),
             output_loading_info=True,
         )

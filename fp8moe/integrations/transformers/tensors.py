@@ -7,14 +7,13 @@ from functools import partial, reduce
 from types import EllipsisType
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.architecture import Location, convert, locate
-from fp8moe.checkpoints.files import DTYPES, FLOATS, FP8, Checkpoint
+from fp8moe.checkpoints.formats import DTYPES, FLOATS, FP8, SCALE, scale_name, weight_of
 from fp8moe.checkpoints.load import copy_tensor, ignored_names
-from fp8moe.checkpoints.match import Plan, find_place, make_plan, state_of, ties
-from fp8moe.checkpoints.names import SCALE, scale_name, weight_of
+from fp8moe.checkpoints.match import LoadPlan, find_destination, plan_load, state_of, ties
+from fp8moe.checkpoints.read import Checkpoint, TensorReader
+from fp8moe.integrations.architecture import Location, convert, locate
 from fp8moe.integrations.transformers.quantizer import replace_modules
 
 
@@ -40,23 +39,23 @@ class Matched:
     checkpoint: Checkpoint
     model: nn.Module
     replaced: list[str]
-    plan: Plan
+    plan: LoadPlan
     conversions: list[tuple[dict[str, Location], list[str]]]
     problems: list[str]
 
-    def tensors(self, files: Mapping[str, safe_open], device: torch.device) -> dict[str, Deferred]:
-        """The model's state dict, of tied entries the first. files: the open shards."""
+    def tensors(self, reader: TensorReader, device: torch.device) -> dict[str, Deferred]:
+        """The model's state dict, of tied entries the first."""
         state = state_of(self.model)
         first = {id(value): key for key, value in reversed(state.items())}
         tensors = {}
         for key, parts in self.plan.sources.items():
             target = state[key]
-            read = partial(self._read, key, target, list(parts.values()), files, device)
+            read = partial(self._read, key, target, list(parts.values()), reader, device)
             tensors[first[id(target)]] = Deferred(read)
         for sources, keys in self.conversions:
             made: dict[str, Tensor] = {}
             for key in keys:
-                tensors[key] = Deferred(partial(self._convert, key, sources, made, files))
+                tensors[key] = Deferred(partial(self._convert, key, sources, made, reader))
         return tensors
 
     def cast_by_transformers(self, dtype: torch.dtype) -> list[str]:
@@ -71,27 +70,21 @@ class Matched:
             if value.dtype == torch.float8_e4m3fn and cast(key)
         ]
 
-    def _read(
-        self, key: str, target: Tensor, names: list[str], files: Mapping[str, safe_open], device: torch.device
-    ) -> Tensor:
+    def _read(self, key: str, target: Tensor, names: list[str], reader: TensorReader, device: torch.device) -> Tensor:
         """What `target`, an entry of the state dict, is to be, on the device. What is not FP8 keeps its dtype."""
-        infos = {name: self.checkpoint.tensors[name] for name in names}
+        dtypes = [DTYPES[self.checkpoint.tensors[name].dtype] for name in names]
         in_fp8 = target.dtype == torch.float8_e4m3fn or key.endswith(SCALE)
-        stored = reduce(torch.promote_types, [DTYPES[info.dtype] for info in infos.values()]) if not in_fp8 else None
+        stored = reduce(torch.promote_types, dtypes) if not in_fp8 else None
         value = torch.empty(target.shape, dtype=stored or target.dtype, device=device)
-        for name, info in infos.items():
-            copy_tensor(files[info.file], name, info, self.plan.places[name], value)
+        for name in names:
+            copy_tensor(reader, name, self.plan.destinations[name], value)
         is_parameter = isinstance(target, nn.Parameter)
         return nn.Parameter(value, requires_grad=target.requires_grad) if is_parameter else value
 
-    def _convert(
-        self, key: str, sources: dict[str, Location], made: dict[str, Tensor], files: Mapping[str, safe_open]
-    ) -> Tensor:
+    def _convert(self, key: str, sources: dict[str, Location], made: dict[str, Tensor], reader: TensorReader) -> Tensor:
         """One of the entries that a conversion makes; ``made`` holds the others until they are asked for."""
         if key not in made:
-            tensors = self.checkpoint.tensors
-            values = {name: files[tensors[name].file].get_tensor(name) for name in sources}
-            made.update(convert(self.model, sources, values))
+            made.update(convert(self.model, sources, {name: reader.read(name) for name in sources}))
         return made.pop(key)
 
 
@@ -132,7 +125,7 @@ def match_model(checkpoint: Checkpoint, model: nn.Module) -> Matched:
     converted = {key for _, keys in conversions for key in keys}
     sources = set().union(*groups.values())
     rest = {name: info for name, info in checkpoint.tensors.items() if name not in sources}
-    plan = make_plan(
+    plan = plan_load(
         replace(checkpoint, tensors=rest),
         {key: value for key, value in state_of(model).items() if key not in converted},
         ignored_names(model),
@@ -151,9 +144,9 @@ def _fp8_modules(checkpoint: Checkpoint, state: Mapping[str, Tensor], spelled: C
     """The modules that FP8 weights go into, each with one of them, where it has a form that fp8moe knows."""
     modules = {}
     for name, info in checkpoint.tensors.items():
-        place = find_place(spelled(name), state) if info.dtype == FP8 else None
-        if place is not None:
-            modules.setdefault(place.key.rpartition(".")[0], name)
+        destination = find_destination(spelled(name), state) if info.dtype == FP8 else None
+        if destination is not None:
+            modules.setdefault(destination.key.rpartition(".")[0], name)
     return modules
 
 

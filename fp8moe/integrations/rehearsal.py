@@ -14,15 +14,14 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils import logging
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from fp8moe.checkpoints.architecture import construction_lock
-from fp8moe.checkpoints.files import DTYPES
-from fp8moe.checkpoints.write import Layout
+from fp8moe.checkpoints.formats import DTYPES, Layout
+from fp8moe.integrations.architecture import construction_lock
 
 _PLAIN, _FP8 = "fp8moe_rehearsal", "fp8moe_fp8_rehearsal"
 
 
 class _OnMeta:
-    """Of a quantizer: neither a GPU nor memory is needed, and shapes that do not fit are known.
+    """Lets a quantizer work without a GPU and without memory, and tells which shapes do not fit.
 
     shapes: those of the model's state dict before tensors are loaded. Some versions of transformers check none.
     """
@@ -54,7 +53,7 @@ class _PlainRehearsal(_OnMeta, HfQuantizer):
 
 @register_quantizer(_FP8)
 class _FP8Rehearsal(_OnMeta, FineGrainedFP8HfQuantizer):
-    """transformers' own."""
+    """Makes the FP8 modules of transformers."""
 
     def __init__(self, quantization_config: FineGrainedFP8Config, **options: Any):
         super().__init__(quantization_config, **options | {"pre_quantized": True})
@@ -70,7 +69,7 @@ def rehearse(model: Any, layout: Layout, quantization: Mapping[str, Any] | None)
     model: of the same class and configuration; the names are those of its state dict. quantization: what config.json
     has of it, None for an unquantized checkpoint. Raises what transformers raises.
     """
-    tensors = {name: torch.empty(shape, dtype=DTYPES[dtype], device="meta") for name, (dtype, shape) in layout.items()}
+    tensors = {name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta") for name, spec in layout.items()}
     method = {"quant_method": _PLAIN if quantization is None else _FP8}
     with construction_lock, _quiet():
         loaded, report = type(model).from_pretrained(
@@ -91,7 +90,7 @@ def rehearse(model: Any, layout: Layout, quantization: Mapping[str, Any] | None)
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' load report, which is about tensors without data, and its progress bar."""
+    """Work without transformers' load report, which is about tensors without data, and its progress bar."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,6 +1,7 @@
-"""How the tensors of a checkpoint become those of a transformers model: transformers' own conversions say it."""
+"""What transformers says of a checkpoint: its model, and how tensors of the one become those of the other."""
 
 import os
+import sys
 import threading
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -8,15 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8moe.checkpoints.files import GENERATION_CONFIG, Checkpoint, count_problems, read_json
+from fp8moe.checkpoints.expert_names import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    UP,
+    W_BLOCK,
+    W_NAMES,
+    ExpertNames,
+    parse_expert,
+)
 from fp8moe.checkpoints.match import state_of
-from fp8moe.checkpoints.names import DOWN, GATE, GATE_UP, UP, parse_expert
+from fp8moe.checkpoints.read import GENERATION_CONFIG, Checkpoint, count_problems, read_json
+from fp8moe.checkpoints.sharded import class_of
 
 # While transformers makes a model, it changes PyTorch's default dtype and how its models tie weights, for all threads.
 # Without this lock, a model that is made meanwhile gets the other one's dtype, or weights that are not tied.
 construction_lock = threading.RLock()
+
+
+_ONE_EXPERT = "experts.*."  # in transformers' patterns of names
 
 
 @dataclass(frozen=True)
@@ -24,7 +38,7 @@ class Location:
     """Where transformers puts a tensor.
 
     name: the tensor's name in the model's spelling; of one expert's, with its number: mlp.experts.7.gate_proj.weight.
-    key: the entry of the state dict that it becomes, or a part of. converter, pattern: transformers' WeightConverter
+    key: the entry of the state dict that it becomes, or a part of it. converter, pattern: transformers' WeightConverter
     where it takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
     """
 
@@ -141,6 +155,26 @@ def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Te
         converter.add_tensor(first.key, name, sources[name].pattern, values[name])
     made = converter.convert(first.key, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def find_expert_names(model: nn.Module) -> ExpertNames | None:
+    """DeepSeek's names, or for transformers' own models what its registry says; None if it says fused experts."""
+    transformers = sys.modules.get("transformers")
+    own = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    if not own or not class_of(model).__module__.startswith("transformers."):
+        return ExpertNames()
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    patterns = [pattern.replace("\\.", ".") for conversion in conversions for pattern in conversion.source_patterns]
+    projections = {
+        pattern.partition(_ONE_EXPERT)[2].removesuffix(".weight") for pattern in patterns if _ONE_EXPERT in pattern
+    }
+    if projections and projections <= W_NAMES.keys():
+        return ExpertNames()
+    if projections and projections <= set(W_NAMES.values()):
+        return ExpertNames(W_NAMES, w_block=W_BLOCK in patterns)
+    return None
 
 
 def reason_of(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Reading the files of a checkpoint directory: headers, the shard index, config.json, and tensors piece by piece.
+"""Reads a checkpoint directory: headers, the shard index, config.json, and tensors piece by piece.
 
 The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON header, the
 header with dtype, shape and byte range of each tensor, then the bytes. Headers are read here without the tensors.
@@ -9,44 +9,24 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fp8moe.checkpoints.formats import DTYPES, TensorSpec
 from fp8moe.checkpoints.untrusted import MAX_BYTES, parse_object, printable, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-FP8 = "F8_E4M3"
-FLOATS = ("BF16", "F16", "F32", "F64")
 
 _SHOWN_PROBLEMS = 100
 _COUNT = re.compile(r"(\w*_)?(num|n)_\w*(layers?|experts)|(en|de)coder_layers|depth")
@@ -68,7 +48,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of one tensor: safetensors dtype name, shape, byte range after the header, file name."""
+    """What a header says of one tensor: safetensors dtype name, shape, where its bytes lie in the file, file name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -79,6 +59,25 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.end - self.begin
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The start of a safetensors file. tensors: in the order of their bytes. content: all bytes before the first."""
+
+    tensors: dict[str, TensorInfo]
+    content: bytes
+
+
+class Piece(NamedTuple):
+    """A tensor, or one slice of it along the first dimension, of this index."""
+
+    index: int | None
+    value: Tensor
 
 
 @dataclass
@@ -105,6 +104,71 @@ class Checkpoint:
         for name, info in self.tensors.items():
             groups[info.file][name] = info
         return groups
+
+    def reader(self) -> "TensorReader":
+        """A context manager that reads tensors."""
+        return TensorReader(self)
+
+    def read_unmapped(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Small tensors, flattened, without mapping whole files as the safetensors library does."""
+        for file, tensors in self.by_file.items():
+            wanted = [name for name in tensors if name in names]
+            if not wanted:
+                continue
+            with (self.directory / file).open("rb") as stream:
+                for name in wanted:
+                    info = tensors[name]
+                    stream.seek(info.begin)
+                    content, dtype = bytearray(stream.read(info.nbytes)), DTYPES[info.dtype]
+                    yield name, torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
+
+class TensorReader:
+    """Reads tensors with the safetensors library. A shard stays mapped from its first tensor until the reader closes.
+
+    As a context manager, it closes at the end.
+    """
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+        self._files: dict[str, safe_open] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.tensors[name].shape
+
+    def read(self, name: str) -> Tensor:
+        """All of a tensor."""
+        return self._open(name).get_tensor(name)
+
+    def pieces(self, name: str, part: tuple[slice, ...] | None = None) -> Iterator[Piece]:
+        """A part of a tensor, all of it by default: one piece, or if it has 3 dimensions one for each of the first.
+
+        Fused experts can take gigabytes: so memory holds one expert at a time.
+        """
+        info = self._checkpoint.tensors[name]
+        part = tuple(slice(0, size) for size in info.shape) if part is None else part
+        view = self._open(name).get_slice(name)
+        if len(info.shape) < 3 or not info.nbytes:
+            yield Piece(None, view[part])
+            return
+        for index in range(part[0].start, part[0].stop):
+            yield Piece(index - part[0].start, view[index, *part[1:]])
+
+    def _open(self, name: str) -> safe_open:
+        """The shard that holds this tensor."""
+        file = self._checkpoint.tensors[name].file
+        if file not in self._files:
+            shard = safe_open(self._checkpoint.directory / file, framework="pt")
+            self._files[file] = self._stack.enter_context(shard)
+        return self._files[file]
 
 
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
@@ -141,7 +205,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
         try:
             if Path(file).name != file:
                 raise CheckpointError(f"{directory} is not complete", [f"{file}: is not in the directory itself"])
-            header = read_header(directory / file)[0]
+            header = read_header(directory / file)
         except CheckpointError as error:
             names = sorted(listed[file])
             lost = f"; {INDEX} puts {len(names)} tensors there, from {names[0]} to {names[-1]}" if names else ""
@@ -149,7 +213,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
             unread.add(file)
             continue
         files.append(file)
-        for name, info in header.items():
+        for name, info in header.tensors.items():
             if places is not None and places.get(name) != file:
                 problems.append(f"{name}: is in {file}, but {INDEX} does not say so")
             else:
@@ -169,7 +233,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
 
 
 def section(config: Mapping, name: str, problems: list[str]) -> dict:
-    """An object in config.json, empty without one; anything else in its place becomes a problem."""
+    """An object in config.json, empty without one; anything else there becomes a problem."""
     content = config.get(name)
     if content is None or isinstance(content, dict):
         return content or {}
@@ -196,8 +260,8 @@ def count_problems(checkpoint: Checkpoint) -> list[str]:
     return problems
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The tensors of a safetensors file, in the order of their bytes, and its metadata.
+def read_header(path: Path) -> Header:
+    """Read the header of a safetensors file.
 
     Raises CheckpointError for a file that cannot be read, is cut short, too long, or not safetensors: what passes, the
     safetensors library opens, too.
@@ -212,24 +276,25 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
             if size < 8 or 8 + length > size or length > MAX_BYTES:
                 raise broken("is cut short, or no safetensors file")
-            header = parse_object(file.read(length))
-        metadata = header.pop("__metadata__", None) or {}
-        infos = {name: _tensor_info(name, entry, path.name) for name, entry in header.items()}
+            content = prefix + file.read(length)
+        entries = parse_object(content[8:])
+        entries.pop("__metadata__", None)
+        infos = {name: _tensor_info(name, entry, len(content), path.name) for name, entry in entries.items()}
         tensors = dict(sorted(infos.items(), key=lambda item: (item[1].begin, item[1].end)))
-        position = 0
+        position = len(content)
         for name, info in tensors.items():
-            dtype = DTYPES.get(info.dtype)
             if info.begin != position:
                 raise broken(f"the bytes of {name} do not follow on those before")
-            if dtype is not None and info.nbytes != math.prod(info.shape) * dtype.itemsize:
+            if info.dtype in DTYPES and info.nbytes != info.spec.nbytes:
                 raise broken(f"{name} has {info.nbytes} bytes, which does not fit {info.dtype} {shown(info.shape)}")
             position = info.end
-        if size != 8 + length + position:
-            state = "is cut short" if size < 8 + length + position else "is too long"
-            raise broken(f"{state}: {size} bytes, the header says {8 + length + position}")
+        if size != position:
+            state = "is cut short" if size < position else "is too long"
+            raise broken(f"{state}: {size} bytes, the header says {position}")
         with suppress(RuntimeError), safe_open(path, framework="pt"):  # of a file too large to map: see unmappable
             pass
     except CheckpointError:
@@ -238,7 +303,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         raise broken(f"has no valid safetensors header ({error})") from error
     except (OSError, SafetensorError) as error:
         raise broken(f"cannot be read ({error})") from error
-    return tensors, metadata
+    return Header(tensors, content)
 
 
 def unmappable(checkpoint: Checkpoint) -> list[str]:
@@ -253,7 +318,8 @@ def unmappable(checkpoint: Checkpoint) -> list[str]:
     return problems
 
 
-def _tensor_info(name: str, entry: object, file: str) -> TensorInfo:
+def _tensor_info(name: str, entry: object, start: int, file: str) -> TensorInfo:
+    """start: where the bytes of the first tensor begin."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
             all(type(size) is int and size >= 0 for size in (*shape, begin, end))
@@ -261,24 +327,8 @@ def _tensor_info(name: str, entry: object, file: str) -> TensorInfo:
             and len(shape) <= _MAX_RANK
             and math.prod(max(size, 1) for size in shape) < 2**63
         ):
-            return TensorInfo(dtype, tuple(shape), begin, end, file)
+            return TensorInfo(dtype, tuple(shape), start + begin, start + end, file)
     raise ValueError(f"{name} has {shown(entry)}, expected dtype, shape and data_offsets of a tensor")
-
-
-def read_pieces(
-    file: safe_open, name: str, info: TensorInfo, part: tuple[slice, ...] | None = None
-) -> Iterator[tuple[int | None, Tensor]]:
-    """A part of a tensor, all of it by default: (None, the part), or (index in it, slice) if there are 3 dimensions.
-
-    Fused experts can take gigabytes: so memory holds one expert at a time.
-    """
-    part = tuple(slice(0, size) for size in info.shape) if part is None else part
-    view = file.get_slice(name)
-    if len(info.shape) < 3 or not info.nbytes:
-        yield None, view[part]
-        return
-    for index in range(part[0].start, part[0].stop):
-        yield index - part[0].start, view[index, *part[1:]]
 
 
 def read_json(path: Path, problems: list[str]) -> dict:

@@ -1,72 +1,43 @@
 """Which weights of a checkpoint transformers can have in FP8, found out before anything is quantized."""
 
 import importlib.util
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Set
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 from torch import nn
 
-from fp8moe.checkpoints.architecture import empty_model, locate, read_config, reason_of
-from fp8moe.checkpoints.files import Checkpoint, CheckpointError
+from fp8moe.checkpoints.expert_names import GATE_UP, parse_fused
+from fp8moe.checkpoints.formats import SCALE, Layout, weight_of
 from fp8moe.checkpoints.match import state_of
-from fp8moe.checkpoints.names import GATE_UP, SCALE, parse_fused, weight_of
-from fp8moe.checkpoints.write import Layout
+from fp8moe.checkpoints.quantize import Fit, OutputPlan
+from fp8moe.checkpoints.read import CheckpointError
+from fp8moe.integrations.architecture import empty_model, locate, read_config, reason_of
 from fp8moe.quant.formats import BLOCK
 
 _EXPERTS = ".experts"  # the end of the names of modules that transformers makes its FP8 experts of
 
 
-@dataclass
-class Fit:
-    """What can be quantized so that transformers finds its way in the result.
+def fit_to_transformers(plan: OutputPlan, wanted: Set[str]) -> Fit:
+    """The part of a plan that transformers can have in FP8, and what of ``wanted`` it has as fused experts.
 
-    quantized: the weights that become FP8, and the names that they have then. kept: why others, that were asked for, do
-    not, by module of transformers' model. unconverted: modules of it to be named in modules_to_not_convert. notes: what
-    else to tell the user.
-    """
-
-    quantized: dict[str, str]
-    kept: dict[str, str] = field(default_factory=dict)
-    unconverted: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """The notes, and one line for each reason, with the modules of all layers in one."""
-        lines = list(self.notes)
-        for reason in dict.fromkeys(self.kept.values()):
-            modules = (re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, why in self.kept.items() if why == reason)
-            names = ", ".join(f"{name} ({count})" for name, count in Counter(modules).items())
-            lines.append(f"not quantized: {names}: {reason}")
-        return lines
-
-
-Planner = Callable[[Fit], tuple[Layout, dict]]
-"""What would be written: all tensors, and the quantization_config."""
-
-
-def fit_to_transformers(source: Checkpoint, quantized: Mapping[str, str], wanted: Set[str], plan: Planner) -> Fit:
-    """The part of ``quantized`` that transformers can have in FP8, and what of ``wanted`` it has as fused experts.
-
-    quantized: weights in the source, and the names that they are to have. wanted: tensors that may become FP8. Fused
-    experts that transformers renames, such as Granite's, get the names of its model, which it reads, too: it would not
-    rename their scales.
+    wanted: tensors that may become FP8. Fused experts that transformers renames, such as Granite's, get the names of
+    its model, which it reads, too: it would not rename their scales.
 
     Where transformers is missing, or cannot make the model, nothing is checked, and a note says so.
 
     Raises CheckpointError if transformers could not load what would be written.
     """
     if importlib.util.find_spec("transformers") is None:
-        return Fit(dict(quantized), notes=["not checked against transformers, which is not installed"])
-    if "model_type" not in source.config:
-        return Fit(dict(quantized), notes=["not checked against transformers: config.json has no model_type"])
+        return Fit(dict(plan.quantized), notes=["not checked against transformers, which is not installed"])
+    if "model_type" not in plan.source.config:
+        return Fit(dict(plan.quantized), notes=["not checked against transformers: config.json has no model_type"])
     try:
-        fitting = _Fitting(source, quantized, plan)
+        fitting = _Fitting(plan)
     except ValueError as error:
-        return Fit(dict(quantized), notes=[f"not checked against transformers: {error}"])
+        return Fit(dict(plan.quantized), notes=[f"not checked against transformers: {error}"])
     fitting.add_renamed_experts(wanted)
     fitting.keep_what_has_no_fp8_form()
     fitting.keep_what_would_not_load()
@@ -74,18 +45,18 @@ def fit_to_transformers(source: Checkpoint, quantized: Mapping[str, str], wanted
 
 
 class _Fitting:
-    def __init__(self, source: Checkpoint, quantized: Mapping[str, str], plan: Planner):
-        self.source = source
+    def __init__(self, plan: OutputPlan):
         self.plan = plan
-        self.fit = Fit(dict(quantized))
-        self.model = empty_model(read_config(source))
+        self.source = plan.source
+        self.fit = Fit(dict(plan.quantized))
+        self.model = empty_model(read_config(plan.source))
         self.modules = dict(self.model.named_modules())
-        self.locations = locate(self.model, source.tensors)
-        unquantized = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
+        self.locations = locate(self.model, plan.source.tensors)
+        unquantized = {name: info.spec for name, info in plan.source.tensors.items()}
         try:
             self.known = self._report(unquantized, None)
         except Exception as error:
-            raise ValueError(f"it cannot load {source.directory} ({reason_of(error)})") from error
+            raise ValueError(f"it cannot load {plan.source.directory} ({reason_of(error)})") from error
 
     def add_renamed_experts(self, wanted: Set[str]) -> None:
         for name in sorted(wanted - self.fit.quantized.keys()):
@@ -129,9 +100,9 @@ class _Fitting:
 
     def _complaints(self) -> dict[str, str]:
         """What transformers would say of the result that it does not say of the source."""
-        layout, quantization = self.plan(self.fit)
+        plan = replace(self.plan, quantized=self.fit.quantized, unconverted=self.fit.unconverted)
         try:
-            report = self._report(layout, quantization)
+            report = self._report(plan.layout, plan.quantization_config)
         except Exception as error:
             experts = {name for name in self.modules if name.endswith(_EXPERTS)} - self.fit.unconverted
             if not experts:
@@ -149,7 +120,7 @@ class _Fitting:
         return {key: kind for key, kind in new.items() if key not in without_room}
 
     def _report(self, layout: Layout, quantization: dict | None) -> dict[str, str]:
-        from fp8moe.checkpoints.rehearsal import rehearse
+        from fp8moe.integrations.rehearsal import rehearse
 
         return rehearse(self.model, layout, quantization)
 
