@@ -1,5 +1,6 @@
 """quantize_checkpoint asks transformers what it can have in FP8; from_pretrained and load_model load the result."""
 
+import importlib.util
 import json
 import re
 import warnings
@@ -9,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8moe import FP8Linear, GroupedExperts, dequantize
-from fp8moe.integrations import fit
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
 from fp8moe.integrations.transformers import load_model
 from tests.errors import relative_error
@@ -177,8 +177,8 @@ def test_experts_whose_scales_transformers_has_no_room_for(tmp_path, monkeypatch
 
 
 def test_without_transformers_names_decide_and_a_warning_says_so(tmp_path, monkeypatch):
-    find = fit.importlib.util.find_spec
-    monkeypatch.setattr(fit.importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
     _, directory, warned = quantized("DeepseekV4ForCausalLM", tmp_path)
     assert "not checked against transformers, which is not installed" in warned
     with pytest.raises(CheckpointError):

@@ -19,7 +19,6 @@ from fp8moe.checkpoints.write import ShardWriter
 from fp8moe.cli import main
 from fp8moe.integrations import checkpoints
 from fp8moe.integrations.checkpoints import CheckpointError, inspect_checkpoint, quantize_checkpoint
-from fp8moe.integrations.fit import fit_to_transformers
 from fp8moe.runtime import progress as progress_lines
 from tests.small_checkpoints import Interrupted, Q, expected_fp8, interrupt, read, same, truncate, unquantized, write
 
@@ -458,12 +457,14 @@ def test_progress_without_a_terminal(src, dst, capsys, monkeypatch):
 
 
 def test_what_cannot_be_counted_says_that_it_runs(src, dst, capsys, monkeypatch):
+    find_fit = checkpoints._find_fit
+
     def slow(*arguments):
         time.sleep(0.3)
-        return fit_to_transformers(*arguments)
+        return find_fit(*arguments)
 
     monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.05)
-    monkeypatch.setattr(checkpoints, "fit_to_transformers", slow)
+    monkeypatch.setattr(checkpoints, "_find_fit", slow)
     assert main(["quantize", str(src), str(dst)]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines.count("checking what transformers can load: 0 s") >= 2

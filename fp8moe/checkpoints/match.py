@@ -45,27 +45,22 @@ class Destination:
 
     key: str
     shape: tuple[int, ...]
-    expert: int | None = None
-    rows: slice | None = None
-
-    @property
-    def part(self) -> Part:
-        return WHOLE if self.rows is None else Part(self.expert, self.rows.start)
+    part: Part = WHOLE
 
     @property
     def box(self) -> Box:
         """The box of ``state[key]``."""
-        if self.rows is None:
+        if self.part == WHOLE:
             return whole(self.shape)
-        rows = range(self.rows.start, self.rows.stop)
-        return range(self.expert, self.expert + 1), rows, range(self.shape[1])
+        (expert, row), (rows, columns) = self.part, self.shape
+        return range(expert, expert + 1), range(row, row + rows), range(columns)
 
     def held_by(self, target: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
         """What this process has of the tensor in ``target``, which is ``state[key]``, and which part of it that is."""
         local, box = held(target)
         part = overlap(self.box, box)
         local, index = local[inside(part, box)], inside(part, self.box)
-        return (local, index) if self.expert is None else (local.flatten(0, 1), index[1:])
+        return (local, index) if self.part == WHOLE else (local.flatten(0, 1), index[1:])
 
 
 @dataclass
@@ -91,18 +86,18 @@ def plan_load(
     checkpoint: Checkpoint,
     state: Mapping[str, Tensor],
     ignored: Callable[[str], bool],
-    spelled: Callable[[str], str] = str,
+    model_name: Callable[[str], str] = str,
 ) -> LoadPlan:
     """Match the checkpoint with a model's state dict, which has the parameters themselves under all of their names.
 
-    ignored: whether a tensor of this name may be left over. spelled: from the checkpoint's name of a tensor to one that
-    the model knows. Only scales that this process holds a part of, and tensors that the model ties together, are read,
-    once all names, shapes and dtypes fit.
+    ignored: whether a tensor of this name may be left over. model_name: from the checkpoint's name of a tensor to one
+    that the model knows. Only scales that this process holds a part of, and tensors that the model ties together, are
+    read, once all names, shapes and dtypes fit.
     """
     plan = LoadPlan(config_problems(checkpoint.quantization) + checkpoint.problems + unmappable(checkpoint))
     extra, wrong = [], set()
     for name, info in checkpoint.tensors.items():
-        destination = find_destination(spelled(name), state)
+        destination = find_destination(model_name(name), state)
         if destination is None:
             extra.append(name)
             continue
@@ -158,7 +153,7 @@ def _destination_of_expert(name: str, state: Mapping[str, Tensor]) -> Destinatio
     if fused:
         size = rows // 2
         first = size if tensor.projection == UP else 0
-    return Destination(key, (size, target.shape[2]), tensor.expert, slice(first, first + size))
+    return Destination(key, (size, target.shape[2]), Part(tensor.expert, first))
 
 
 def _mismatch(info: TensorInfo, destination: Destination, state: Mapping[str, Tensor]) -> str | None:
@@ -228,7 +223,7 @@ def _no_scales(values: Tensor) -> str:
 
 
 def _check_tied(checkpoint: Checkpoint, plan: LoadPlan, state: Mapping[str, Tensor]) -> None:
-    """Of tensors that the model ties together, the checkpoint may have several, if they are equal."""
+    """Find tensors that differ, but that the model ties together."""
     for keys in ties(state):
         names = [plan.sources[key][WHOLE] for key in keys if WHOLE in plan.sources.get(key, ())]
         for name in names[1:]:

@@ -5,7 +5,7 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,20 +60,8 @@ _LICENSES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
 @dataclass(frozen=True)
-class QuantizeOptions:
-    """The options of `fp8moe.integrations.checkpoints.quantize_checkpoint`, which explains them."""
-
-    skip: Iterable[str]
-    scale_format: str
-    device: torch.device | str | None
-    allow_nonfinite: bool
-    force: bool
-    verify: bool
-
-
-@dataclass(frozen=True)
 class OutputPlan:
-    """What is to be written for each tensor of a source.
+    """What each tensor of a source becomes.
 
     quantized: the weights that become FP8, and the names that they have then. unconverted: modules that are to be named
     in modules_to_not_convert, besides those whose tensors say it.
@@ -81,6 +69,8 @@ class OutputPlan:
 
     source: Checkpoint
     scale_format: str
+    device: torch.device
+    allow_nonfinite: bool
     quantized: Mapping[str, str]
     unconverted: Set[str] = frozenset()
 
@@ -105,28 +95,36 @@ class OutputPlan:
     def quantization_config(self) -> dict:
         return quantization_config(self.layout, self.scale_format, self.unconverted)
 
-    def convert(self, name: str, value: Tensor, device: torch.device | str | None) -> dict[str, Tensor]:
-        """All of a tensor, or one of its experts, as it is stored."""
+    def convert(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """All of a tensor, or one of its experts, as it is stored. Raises CheckpointError for a NaN or an infinity."""
         stored = self.quantized.get(name)
         if stored is None:
             return {name: value}
-        matrices = matrices_of(stored, self.source.tensors[name].shape)
-        data, scale = quantize_128x128(value.to(device).unflatten(0, (matrices, -1)), scale_format=self.scale_format)
+        info = self.source.tensors[name]
+        matrices = value.to(self.device).unflatten(0, (matrices_of(stored, info.shape), -1))
+        data, scale = quantize_128x128(matrices, scale_format=self.scale_format)
+        if not self.allow_nonfinite and not scale.isfinite().all():  # as is the scale of a block with such a value
+            count = value.numel() - int(value.isfinite().sum())
+            raise CheckpointError(
+                f"cannot quantize {info.file}",
+                [
+                    f"{name}: {count} values are NaN or infinite, expected finite weights; allow_nonfinite=True "
+                    "(--allow-nonfinite) goes on with them"
+                ],
+            )
         scale = scale.flatten(0, 1).cpu().to(DTYPES[scale_dtype(self.scale_format)])
         return {stored: data.flatten(0, 1), scale_name(stored): scale}
 
 
 @dataclass
 class Fit:
-    """What can be quantized so that those who load the result find their way in it.
+    """A plan whose result can be loaded.
 
-    quantized, unconverted: as in `OutputPlan`. kept: why weights that were asked for do not become FP8, by module.
-    notes: what else to tell the user.
+    kept: why weights that were asked for do not become FP8, by module. notes: what else to tell the user.
     """
 
-    quantized: dict[str, str]
+    plan: OutputPlan
     kept: dict[str, str] = field(default_factory=dict)
-    unconverted: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -140,24 +138,44 @@ class Fit:
 
 
 FindFit = Callable[[OutputPlan, Set[str]], Fit]
-"""Finds which weights of a plan can become FP8, and which other tensors, of those that may, can too."""
+"""Limits a plan to what can be loaded; the second argument names further tensors that may become FP8."""
 
 
 def quantize(
-    src_dir: str | os.PathLike, dst_dir: str | os.PathLike, options: QuantizeOptions, find_fit: FindFit
+    src_dir: str | os.PathLike,
+    dst_dir: str | os.PathLike,
+    find_fit: FindFit,
+    *,
+    skip: Iterable[str],
+    scale_format: str,
+    device: torch.device | str | None,
+    allow_nonfinite: bool,
+    force: bool,
+    verify: bool,
 ) -> None:
     """Quantize a checkpoint as `quantize_checkpoint` does. find_fit: asked what those who load it can have in FP8."""
-    if options.scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {options.scale_format!r}")
-    skip = as_patterns("skip", options.skip)
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
+    skip = as_patterns("skip", skip)
     source, target = open_checkpoint(src_dir), Path(dst_dir)
     if target.resolve() == source.directory.resolve():
         raise ValueError(f"dst_dir: expected another directory than src_dir, got {target}")
     if target.exists() and not target.is_dir():
         raise ValueError(f"dst_dir: expected a directory, but {target} is a file")
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    options = replace(options, device=device)
-    plan = _make_plan(source, skip, options.scale_format, find_fit)
+    _check_patterns(skip, source)
+    wanted = {name for name, info in source.tensors.items() if _may_be_quantized(name, info, skip)}
+    quantized = {name: name for name in wanted if _is_weight(name, source.tensors[name])}
+    problems = source.problems + _source_problems(source, quantized)
+    if problems:
+        raise CheckpointError(f"cannot quantize {source.directory}", problems)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with still_running("checking what transformers can load"):
+        fit = find_fit(OutputPlan(source, scale_format, device, allow_nonfinite, quantized), wanted)
+    plan = fit.plan
+    if not plan.quantized:
+        raise CheckpointError(f"cannot quantize {source.directory}, nothing would become FP8", fit.lines())
+    for line in fit.lines():
+        _warn(line)
     shards = {file: plan.shard(file) for file in source.files}
     companions = _read_companions(source.directory)
     contents = dict(companions.contents)
@@ -167,8 +185,8 @@ def quantize(
 
     target.mkdir(parents=True, exist_ok=True)
     with Journal(target) as journal:
-        found = survey(target, source.directory, shards, contents, journal, options.verify)
-        if found.foreign and not options.force:
+        found = survey(target, source.directory, shards, contents, journal, verify)
+        if found.foreign and not force:
             raise CheckpointError(
                 f"cannot write to {target}; give another directory, or force=True (--force) to overwrite",
                 found.foreign.values(),
@@ -184,7 +202,7 @@ def quantize(
                     if file in found.finished:
                         bar.update(sum(info.nbytes for info in source.by_file[file].values()))
                     else:
-                        _write_shard(plan, file, target / file, options, journal, bar.update)
+                        _write_shard(plan, file, target / file, journal, bar.update)
             if INDEX in contents.keys() - found.finished:
                 write_bytes(target / INDEX, contents[INDEX])
     if companions.left_out:
@@ -194,27 +212,10 @@ def quantize(
         _warn(warning)
 
 
-def _make_plan(source: Checkpoint, skip: tuple[str, ...], scale_format: str, find_fit: FindFit) -> OutputPlan:
-    _check_patterns(skip, source)
-    wanted = {name for name, info in source.tensors.items() if _may_be_quantized(name, info, skip)}
-    plan = OutputPlan(source, scale_format, {name: name for name in wanted if _is_weight(name, source.tensors[name])})
-    problems = source.problems + _source_problems(source, plan.quantized)
-    if problems:
-        raise CheckpointError(f"cannot quantize {source.directory}", problems)
-    with still_running("checking what transformers can load"):
-        fit = find_fit(plan, wanted)
-    if not fit.quantized:
-        raise CheckpointError(f"cannot quantize {source.directory}, nothing would become FP8", fit.lines())
-    for line in fit.lines():
-        _warn(line, depth=1)
-    return replace(plan, quantized=fit.quantized, unconverted=fit.unconverted)
-
-
 def _write_shard(
     plan: OutputPlan,
     file: str,
     target: Path,
-    options: QuantizeOptions,
     journal: Journal,
     advance: Callable[[int], object],
 ) -> None:
@@ -226,32 +227,15 @@ def _write_shard(
         for name in tensors:
             for _, value in reader.pieces(name):
                 checksum.update(name, value)
-                outputs = plan.convert(name, value, options.device)
-                if name in plan.quantized and not options.allow_nonfinite:
-                    _check_finite(file, name, value, outputs[scale_name(plan.quantized[name])])
-                for stored, output in outputs.items():
+                for stored, output in plan.convert(name, value).items():
                     writer.put(stored, output)
                 advance(value.nbytes)
         journal.add(file, Stamp(status.st_size, status.st_mtime_ns, str(checksum)), writer.seal())
 
 
-def _check_finite(file: str, name: str, value: Tensor, scale: Tensor) -> None:
-    """Raise CheckpointError for a weight with a NaN or an infinity, which the scale of its block has, too."""
-    if scale.float().isfinite().all():
-        return
-    count = value.numel() - int(value.isfinite().sum())
-    raise CheckpointError(
-        f"cannot quantize {file}",
-        [
-            f"{name}: {count} values are NaN or infinite, expected finite weights; allow_nonfinite=True "
-            "(--allow-nonfinite) goes on with them"
-        ],
-    )
-
-
-def _warn(text: str, depth: int = 0) -> None:
-    """Warn whoever called `quantize_checkpoint`, from ``depth`` functions below `quantize`."""
-    warnings.warn(printable(text), stacklevel=4 + depth)
+def _warn(text: str) -> None:
+    """Warn whoever called `quantize_checkpoint`."""
+    warnings.warn(printable(text), stacklevel=4)
 
 
 def _source_problems(source: Checkpoint, quantized: Collection[str]) -> list[str]:

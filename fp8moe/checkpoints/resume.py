@@ -174,7 +174,7 @@ def make_room(target: Path, found: Found, shards: Iterable[str]) -> None:
 
 @contextmanager
 def tidied(target: Path, files: Collection[str]) -> Iterator[None]:
-    """Within it files of these names are written. An exception leaves no temporary file of theirs.
+    """Delete the temporary files of these names when an exception ends the block.
 
     Ctrl-C may come between the making of a file and the block that would delete it.
     """

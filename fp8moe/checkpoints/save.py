@@ -6,7 +6,6 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,17 +34,14 @@ from fp8moe.layers.parameters import is_sharded
 from fp8moe.quant.formats import SCALE_FORMATS
 
 
-@dataclass(frozen=True)
-class SaveOptions:
-    """The options of `fp8moe.integrations.checkpoints.save_fp8_checkpoint`, which explains them."""
-
-    experts: str
-    scale_format: str
-    max_shard_size: int
-
-
 def save(
-    model: nn.Module, directory: str | os.PathLike, options: SaveOptions, find_expert_names: FindExpertNames
+    model: nn.Module,
+    directory: str | os.PathLike,
+    find_expert_names: FindExpertNames,
+    *,
+    experts: str,
+    scale_format: str,
+    max_shard_size: int,
 ) -> None:
     """Write a model as `save_fp8_checkpoint` does. find_expert_names: asked where experts are to be separate."""
     directory = Path(directory)
@@ -54,14 +50,14 @@ def save(
     tensors = {name: value for name, value in state.items() if owners[id(value)] == name}
     ranks = Ranks(tensors.values())
     with ranks.step():
-        _check(directory if ranks.first else None, state, options)
+        _check(directory if ranks.first else None, state, experts, scale_format)
         fp8 = (name for name, value in tensors.items() if value.dtype == torch.float8_e4m3fn)
         scales = set(map(scale_name, fp8)) & tensors.keys()
-        if options.scale_format == "ue8m0":
+        if scale_format == "ue8m0":
             _check_powers_of_two({name: held(tensors[name])[0] for name in scales})
-        expert_names = find_expert_names(model) if options.experts == "separate" else None
-        stored = groups(tensors, scales, expert_names, options.scale_format)
-        files = split_into_shards(stored, options.max_shard_size)
+        expert_names = find_expert_names(model) if experts == "separate" else None
+        stored = groups(tensors, scales, expert_names, scale_format)
+        files = split_into_shards(stored, max_shard_size)
     layouts = {file: {tensor.name: tensor.spec for tensor in content} for file, content in files.items()}
     layout = {name: spec for part in layouts.values() for name, spec in part.items()}
     sharded = [name for name, value in tensors.items() if is_sharded(value)]
@@ -73,7 +69,7 @@ def save(
             directory.mkdir(parents=True, exist_ok=True)
             if hasattr(model, "config"):
                 tied = {name: value for name, value in state.items() if name not in tensors}
-                _write_configs(model, directory, tensors, _quantization(layout, tied, options.scale_format))
+                _write_configs(model, directory, tensors, _quantization(layout, tied, scale_format))
     for file, content in files.items():
         with ranks.step():
             slices = collector.collect(content)
@@ -92,12 +88,12 @@ def save(
         warnings.warn(printable(warning), stacklevel=3)
 
 
-def _check(directory: Path | None, state: Mapping[str, Tensor], options: SaveOptions) -> None:
+def _check(directory: Path | None, state: Mapping[str, Tensor], experts: str, scale_format: str) -> None:
     """directory: None where another process writes."""
-    if options.experts not in ("separate", "fused"):
-        raise ValueError(f"experts: expected 'separate' or 'fused', got {options.experts!r}")
-    if options.scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {options.scale_format!r}")
+    if experts not in ("separate", "fused"):
+        raise ValueError(f"experts: expected 'separate' or 'fused', got {experts!r}")
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
     for name in (SINGLE, INDEX):
         if directory is not None and (directory / name).exists():
             raise ValueError(f"directory: {directory} already holds a checkpoint ({name}); give another one")

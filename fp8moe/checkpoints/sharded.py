@@ -81,7 +81,7 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Within it each works for itself. An error of one of several is the same ValueError on all of them."""
+        """Raise an error that one of several processes meets within the block as the same ValueError on all."""
         if self._agreement is None:
             yield
             return

@@ -5,7 +5,7 @@ import reprlib
 from collections import Counter
 
 MAX_BYTES = 100_000_000
-"""Of a JSON text; the safetensors library reads headers up to this size."""
+"""The largest JSON text that is read; the safetensors library reads headers up to this size."""
 
 _MAX_DEPTH = 64  # transformers' nested configurations have 4; safetensors allows 128
 _TOO_DEEP = f"nested more than {_MAX_DEPTH} deep"

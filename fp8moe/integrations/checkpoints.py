@@ -1,18 +1,18 @@
 """DeepSeek-style FP8 checkpoints: safetensors with float8_e4m3fn weights and one scale for each 128x128 of them."""
 
+import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import torch
 from torch import nn
 
 from fp8moe.checkpoints.inspect import inspect_checkpoint
 from fp8moe.checkpoints.load import load_fp8_checkpoint
-from fp8moe.checkpoints.quantize import DEFAULT_SKIP, QuantizeOptions, quantize
+from fp8moe.checkpoints.quantize import DEFAULT_SKIP, Fit, OutputPlan, quantize
 from fp8moe.checkpoints.read import CheckpointError
-from fp8moe.checkpoints.save import SaveOptions, save
+from fp8moe.checkpoints.save import save
 from fp8moe.integrations.architecture import find_expert_names
-from fp8moe.integrations.fit import fit_to_transformers
 
 __all__ = [
     "DEFAULT_SKIP",
@@ -57,7 +57,14 @@ def save_fp8_checkpoint(
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
     model with parameters on the meta device, "ue8m0" with other scales, or another model on one of the processes.
     """
-    save(model, directory, SaveOptions(experts, scale_format, max_shard_size), find_expert_names)
+    save(
+        model,
+        directory,
+        find_expert_names,
+        experts=experts,
+        scale_format=scale_format,
+        max_shard_size=max_shard_size,
+    )
 
 
 def quantize_checkpoint(
@@ -105,7 +112,10 @@ def quantize_checkpoint(
     layer's experts as they are, and for a destination with anything that this run would not write; ValueError for
     unknown options, for patterns outside DEFAULT_SKIP that match nothing, and while another run writes to dst_dir.
     """
-    options = QuantizeOptions(
+    quantize(
+        src_dir,
+        dst_dir,
+        _find_fit,
         skip=skip,
         scale_format=scale_format,
         device=device,
@@ -113,4 +123,14 @@ def quantize_checkpoint(
         force=force,
         verify=verify,
     )
-    quantize(src_dir, dst_dir, options, fit_to_transformers)
+
+
+def _find_fit(plan: OutputPlan, wanted: Set[str]) -> Fit:
+    """The part of a plan that transformers can load; all of it, with a note, where transformers cannot be asked."""
+    if importlib.util.find_spec("transformers") is None:
+        return Fit(plan, notes=["not checked against transformers, which is not installed"])
+    if "model_type" not in plan.source.config:
+        return Fit(plan, notes=["not checked against transformers: config.json has no model_type"])
+    from fp8moe.integrations.fit import fit_to_transformers
+
+    return fit_to_transformers(plan, wanted)

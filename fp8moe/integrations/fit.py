@@ -1,20 +1,29 @@
-"""Which weights of a checkpoint transformers can have in FP8, found out before anything is quantized."""
+"""Which weights of a checkpoint transformers can have in FP8, found out before anything is quantized.
 
-import importlib.util
+Its from_pretrained is rehearsed with tensors on the meta device: it tells which weights it would not find modules or
+scales for. Importing this imports transformers.
+"""
+
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from fp8moe.checkpoints.expert_names import GATE_UP, parse_fused
-from fp8moe.checkpoints.formats import SCALE, Layout, weight_of
+from fp8moe.checkpoints.formats import DTYPES, SCALE, Layout, weight_of
 from fp8moe.checkpoints.match import state_of
 from fp8moe.checkpoints.quantize import Fit, OutputPlan
 from fp8moe.checkpoints.read import CheckpointError
-from fp8moe.integrations.architecture import empty_model, locate, read_config, reason_of
+from fp8moe.integrations.architecture import construction_lock, empty_model, locate, read_config, reason_of
 from fp8moe.quant.formats import BLOCK
 
 _EXPERTS = ".experts"  # the end of the names of modules that transformers makes its FP8 experts of
@@ -26,18 +35,14 @@ def fit_to_transformers(plan: OutputPlan, wanted: Set[str]) -> Fit:
     wanted: tensors that may become FP8. Fused experts that transformers renames, such as Granite's, get the names of
     its model, which it reads, too: it would not rename their scales.
 
-    Where transformers is missing, or cannot make the model, nothing is checked, and a note says so.
+    Where transformers cannot make the model, nothing is checked, and a note says so.
 
     Raises CheckpointError if transformers could not load what would be written.
     """
-    if importlib.util.find_spec("transformers") is None:
-        return Fit(dict(plan.quantized), notes=["not checked against transformers, which is not installed"])
-    if "model_type" not in plan.source.config:
-        return Fit(dict(plan.quantized), notes=["not checked against transformers: config.json has no model_type"])
     try:
         fitting = _Fitting(plan)
     except ValueError as error:
-        return Fit(dict(plan.quantized), notes=[f"not checked against transformers: {error}"])
+        return Fit(plan, notes=[f"not checked against transformers: {error}"])
     fitting.add_renamed_experts(wanted)
     fitting.keep_what_has_no_fp8_form()
     fitting.keep_what_would_not_load()
@@ -46,31 +51,32 @@ def fit_to_transformers(plan: OutputPlan, wanted: Set[str]) -> Fit:
 
 class _Fitting:
     def __init__(self, plan: OutputPlan):
-        self.plan = plan
         self.source = plan.source
-        self.fit = Fit(dict(plan.quantized))
+        self.fit = Fit(plan)
         self.model = empty_model(read_config(plan.source))
         self.modules = dict(self.model.named_modules())
         self.locations = locate(self.model, plan.source.tensors)
         unquantized = {name: info.spec for name, info in plan.source.tensors.items()}
         try:
-            self.known = self._report(unquantized, None)
+            self.known = _rehearse(self.model, unquantized, None)
         except Exception as error:
             raise ValueError(f"it cannot load {plan.source.directory} ({reason_of(error)})") from error
 
     def add_renamed_experts(self, wanted: Set[str]) -> None:
-        for name in sorted(wanted - self.fit.quantized.keys()):
+        quantized = dict(self.fit.plan.quantized)
+        for name in sorted(wanted - quantized.keys()):
             location = self.locations[name]
             fused = location.converter is None and parse_fused(location.key, self.source.tensors[name].shape)
-            if fused and location.key not in {*self.source.tensors, *self.fit.quantized.values()}:
-                self.fit.quantized[name] = location.key
+            if fused and location.key not in {*self.source.tensors, *quantized.values()}:
+                quantized[name] = location.key
+        self.fit.plan = replace(self.fit.plan, quantized=quantized)
 
     def keep_what_has_no_fp8_form(self) -> None:
         """Keep weights unquantized that are not, as they are in the checkpoint, those of a linear or of experts."""
         state = state_of(self.model)
         uses = Counter(id(value) for value in state.values())
         in_float32 = self.model._get_dtype_plan(torch.float16)
-        for name in sorted(self.fit.quantized):
+        for name in sorted(self.fit.plan.quantized):
             key, converter = self.locations[name].key, self.locations[name].converter
             if key not in state:
                 continue  # transformers does not read it
@@ -90,21 +96,21 @@ class _Fitting:
     def keep_what_would_not_load(self) -> None:
         """Keep modules unquantized as long as transformers would find anything missing, left over or misshapen."""
         while new := self._complaints():
-            before = len(self.fit.unconverted)
+            before = len(self.fit.plan.unconverted)
             for key, kind in sorted(new.items()):
                 module = self._module_of(key)
                 if module is not None:
                     self._keep(module, f"transformers would call its {key.rpartition('.')[2]} {kind}")
-            if len(self.fit.unconverted) == before:
+            if len(self.fit.plan.unconverted) == before:
                 self._refuse(f"{key}: {kind} when transformers loads the result" for key, kind in sorted(new.items()))
 
     def _complaints(self) -> dict[str, str]:
         """What transformers would say of the result that it does not say of the source."""
-        plan = replace(self.plan, quantized=self.fit.quantized, unconverted=self.fit.unconverted)
+        plan = self.fit.plan
         try:
-            report = self._report(plan.layout, plan.quantization_config)
+            report = _rehearse(self.model, plan.layout, plan.quantization_config)
         except Exception as error:
-            experts = {name for name in self.modules if name.endswith(_EXPERTS)} - self.fit.unconverted
+            experts = {name for name in self.modules if name.endswith(_EXPERTS)} - self.fit.plan.unconverted
             if not experts:
                 self._refuse([f"transformers cannot load this model with FP8 weights ({reason_of(error)})"])
             for module in experts:
@@ -118,11 +124,6 @@ class _Fitting:
                 "load_model loads them, transformers' from_pretrained has no room for their scales"
             )
         return {key: kind for key, kind in new.items() if key not in without_room}
-
-    def _report(self, layout: Layout, quantization: dict | None) -> dict[str, str]:
-        from fp8moe.integrations.rehearsal import rehearse
-
-        return rehearse(self.model, layout, quantization)
 
     def _has_half_blocks(self, key: str) -> bool:
         """Whether this is the scale of gate and up, with a block of transformers' that would have rows of both."""
@@ -141,11 +142,97 @@ class _Fitting:
         return None
 
     def _keep(self, module: str, reason: str) -> None:
-        names = {name for name in self.fit.quantized if self.locations[name].key.rpartition(".")[0] == module}
+        plan = self.fit.plan
+        names = {name for name in plan.quantized if self.locations[name].key.rpartition(".")[0] == module}
         if names:
             self.fit.kept[module] = reason
-        self.fit.quantized = {name: stored for name, stored in self.fit.quantized.items() if name not in names}
-        self.fit.unconverted.add(module)
+        quantized = {name: stored for name, stored in plan.quantized.items() if name not in names}
+        self.fit.plan = replace(plan, quantized=quantized, unconverted=plan.unconverted | {module})
 
     def _refuse(self, problems: Iterable[str]) -> NoReturn:
         raise CheckpointError(f"cannot quantize {self.source.directory}", problems)
+
+
+_PLAIN, _FP8 = "fp8moe_rehearsal", "fp8moe_fp8_rehearsal"
+
+
+class _OnMeta:
+    """Lets a quantizer work without a GPU and without memory, and tells which shapes do not fit.
+
+    shapes: those of the model's state dict before tensors are loaded. Some versions of transformers check none.
+    """
+
+    shapes: dict[str, torch.Size]
+
+    def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
+        super()._process_model_before_weight_loading(model, **options)
+        self.shapes = {name: value.shape for name, value in model.state_dict().items()}
+
+    def validate_environment(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def update_device_map(self, device_map: Any) -> dict[str, str]:
+        return {"": "meta"}
+
+
+@register_quantizer(_PLAIN)
+class _PlainRehearsal(_OnMeta, HfQuantizer):
+    """Changes nothing."""
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+@register_quantizer(_FP8)
+class _FP8Rehearsal(_OnMeta, FineGrainedFP8HfQuantizer):
+    """Makes the FP8 modules of transformers."""
+
+    def __init__(self, quantization_config: FineGrainedFP8Config, **options: Any):
+        super().__init__(quantization_config, **options | {"pre_quantized": True})
+
+
+for _method in (_PLAIN, _FP8):
+    register_quantization_config(_method)(FineGrainedFP8Config)
+
+
+def _rehearse(model: Any, layout: Layout, quantization: Mapping[str, Any] | None) -> dict[str, str]:
+    """What transformers says of a checkpoint with these tensors: "missing", "unexpected" or "mismatched", by name.
+
+    model: of the same class and configuration; the names are those of its state dict. quantization: what config.json
+    has of it, None for an unquantized checkpoint. Raises what transformers raises.
+    """
+    tensors = {name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta") for name, spec in layout.items()}
+    method = {"quant_method": _PLAIN if quantization is None else _FP8}
+    with construction_lock, _quiet():
+        loaded, report = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=tensors,
+            dtype=torch.get_default_dtype(),
+            quantization_config=FineGrainedFP8Config(**(quantization or {}) | method),
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    shapes = loaded.hf_quantizer.shapes
+    mismatched = {name for name, *_ in report["mismatched_keys"]}
+    mismatched |= {name for name, value in loaded.state_dict().items() if value.shape != shapes[name]}
+    found = {"missing": report["missing_keys"], "unexpected": report["unexpected_keys"], "mismatched": mismatched}
+    return {name: kind for kind, names in found.items() for name in names}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Work without transformers' load report, which is about tensors without data, and its progress bar."""
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()

@@ -94,13 +94,13 @@ def match_model(checkpoint: Checkpoint, model: nn.Module) -> Matched:
     weights = {name: _weight_of(name, checkpoint) for name in checkpoint.tensors}
     locations = locate(model, {weight or name for name, weight in weights.items()})
 
-    def spelled(name: str) -> str:
+    def model_name(name: str) -> str:
         weight = weights[name]
         return locations[name].name if weight is None else scale_name(locations[weight].name)
 
     problems: list[str] = []
     replaced: list[str] = []
-    modules = _fp8_modules(checkpoint, state, spelled)
+    modules = _fp8_modules(checkpoint, state, model_name)
     tied = {key: keys for keys in ties(state) for key in keys}
     for module, name in sorted(modules.items()):
         others = [key for key in tied.get(f"{module}.weight", ()) if key.rpartition(".")[0] not in modules]
@@ -129,7 +129,7 @@ def match_model(checkpoint: Checkpoint, model: nn.Module) -> Matched:
         replace(checkpoint, tensors=rest),
         {key: value for key, value in state_of(model).items() if key not in converted},
         ignored_names(model),
-        spelled,
+        model_name,
     )
     return Matched(checkpoint, model, replaced, plan, conversions, problems + plan.problems)
 
@@ -140,11 +140,13 @@ def _weight_of(name: str, checkpoint: Checkpoint) -> str | None:
     return weight if weight is not None and (weight in checkpoint.tensors or name.endswith(SCALE)) else None
 
 
-def _fp8_modules(checkpoint: Checkpoint, state: Mapping[str, Tensor], spelled: Callable[[str], str]) -> dict[str, str]:
+def _fp8_modules(
+    checkpoint: Checkpoint, state: Mapping[str, Tensor], model_name: Callable[[str], str]
+) -> dict[str, str]:
     """The modules that FP8 weights go into, each with one of them, where it has a form that fp8moe knows."""
     modules = {}
     for name, info in checkpoint.tensors.items():
-        destination = find_destination(spelled(name), state) if info.dtype == FP8 else None
+        destination = find_destination(model_name(name), state) if info.dtype == FP8 else None
         if destination is not None:
             modules.setdefault(destination.key.rpartition(".")[0], name)
     return modules
