@@ -423,6 +423,14 @@ def test_interrupted_save(tmp_path, saved, monkeypatch):
     assert not inspect_checkpoint(tmp_path).problems
 
 
+def test_a_weight_that_is_larger_than_a_shard_has_one_of_its_own(tmp_path, saved):
+    save_fp8_checkpoint(saved[0], tmp_path, max_shard_size=20_000)
+    files = [set(read_header(path).tensors) for path in tmp_path.glob("*.safetensors")]
+    assert {Q, f"{Q}_scale_inv"} in files  # 28,800 bytes, with its scale
+    assert sum(map(len, files)) == len(saved[1]) and not inspect_checkpoint(tmp_path).problems
+    load_fp8_checkpoint(Model(), tmp_path)
+
+
 def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(tmp_path, saved):
     for name in (SINGLE, "model-00001-of-00002.safetensors"):
         (tmp_path / f".{name}.{os.getpid()}.partial").write_bytes(b"half")

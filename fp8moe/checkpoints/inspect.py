@@ -113,7 +113,7 @@ def _config_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def _scale_problems(checkpoint: Checkpoint, scales: Mapping[str, list[str]]) -> list[str]:
-    """scales: the weights that each scale belongs to."""
+    """List what is wrong with scales, and weights without one. scales: with the weights that each belongs to."""
     problems, fitting = [], []
     with_scale = {weight for weights in scales.values() for weight in weights}
     for name, info in checkpoint.tensors.items():
@@ -143,7 +143,7 @@ def _scale_problems(checkpoint: Checkpoint, scales: Mapping[str, list[str]]) -> 
 
 
 def _expected_shape(scale: str, weights: list[str], checkpoint: Checkpoint) -> tuple[int, ...] | None:
-    """None where no scale fits."""
+    """The shape that the scale of these weights should have, None where none fits."""
     shape = checkpoint.tensors[weights[0]].shape
     if len(shape) < 2:
         return None

@@ -186,10 +186,10 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     problems: list[str] = []
     config = read_json(directory / CONFIG, problems) if CONFIG in present else {}
     quantization = section(config, "quantization_config", problems)
-    places: dict[str, str] | None = None  # of each tensor, as the index has them
+    weight_map: dict[str, str] | None = None  # of each tensor, as the index has them
     if INDEX in present:
-        places = read_json(directory / INDEX, problems).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        weight_map = read_json(directory / INDEX, problems).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(
                 f"{directory} is not a checkpoint", problems or [f"{INDEX}: has no weight_map from names to files"]
             )
@@ -197,11 +197,11 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
         raise CheckpointError(f"{directory} is not a checkpoint", [f"there is neither {SINGLE} nor {INDEX}"])
 
     listed: dict[str, list[str]] = defaultdict(list)
-    for name, file in (places or {}).items():
+    for name, file in (weight_map or {}).items():
         listed[file].append(name)
     tensors: dict[str, TensorInfo] = {}
     files, unread = [], set()
-    for file in [SINGLE] if places is None else sorted(listed):
+    for file in [SINGLE] if weight_map is None else sorted(listed):
         try:
             if Path(file).name != file:
                 raise CheckpointError(f"{directory} is not complete", [f"{file}: is not in the directory itself"])
@@ -214,11 +214,11 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
             continue
         files.append(file)
         for name, info in header.tensors.items():
-            if places is not None and places.get(name) != file:
+            if weight_map is not None and weight_map.get(name) != file:
                 problems.append(f"{name}: is in {file}, but {INDEX} does not say so")
             else:
                 tensors[name] = info
-    for name, file in (places or {}).items():
+    for name, file in (weight_map or {}).items():
         if name not in tensors and file not in unread:
             problems.append(f"{name}: {INDEX} says it is in {file}, but it is not")
     return Checkpoint(
@@ -250,7 +250,7 @@ def sections(config: dict) -> list[dict]:
 
 
 def count_problems(checkpoint: Checkpoint) -> list[str]:
-    """Numbers of layers and experts in config.json that these tensors cannot be: to make as many takes all memory."""
+    """Find numbers of layers and experts that these tensors cannot have: to make as many would take all memory."""
     limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
     problems = []
     for content in sections(checkpoint.config):
@@ -319,7 +319,7 @@ def unmappable(checkpoint: Checkpoint) -> list[str]:
 
 
 def _tensor_info(name: str, entry: object, start: int, file: str) -> TensorInfo:
-    """start: where the bytes of the first tensor begin."""
+    """Check an entry of a header. start: where the bytes of the first tensor begin."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
             all(type(size) is int and size >= 0 for size in (*shape, begin, end))

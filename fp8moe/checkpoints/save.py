@@ -89,7 +89,7 @@ def save(
 
 
 def _check(directory: Path | None, state: Mapping[str, Tensor], experts: str, scale_format: str) -> None:
-    """directory: None where another process writes."""
+    """Check the options and the model. directory: None where another process writes."""
     if experts not in ("separate", "fused"):
         raise ValueError(f"experts: expected 'separate' or 'fused', got {experts!r}")
     if scale_format not in SCALE_FORMATS:
