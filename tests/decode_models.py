@@ -1,7 +1,8 @@
-"""For tests of GraphDecoder: a tiny model, tokenizers for its vocabulary, and a streamer that keeps what it gets."""
+"""For tests of GraphDecoder: a tiny model, tokenizers for its vocabulary, a streamer, copies as late as a GPU's."""
 
 from string import ascii_lowercase
 
+from fp8moe.integrations.decode.transfers import Readback
 from tests.transformers_models import BASE, random_model
 
 VOCABULARY = BASE["vocab_size"]
@@ -11,6 +12,17 @@ PIECES = (
     *("x", "op ", "p s", "!", "€"),
 )
 BYTES = (0xC3, 0xA9, 0x83, 0xE2, 0x82, 0xAC)  # of é, Ã and €
+
+
+class LateReadback(Readback):
+    """As on a GPU: what a step chose is known when the next one has begun."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.lag = 1
+
+    def push(self, values):
+        super().push(values.clone())
 
 
 def tiny_mixtral(**changes):

@@ -97,7 +97,7 @@ def measure(path):
         "logits": logits.double().sum().item(),
         "shape": list(logits.shape),
         "fused": [sorted({module.what for module in one.fused}) for one in decoders],
-        "plain": [one.way.attention is None and one.way.rows and one.way.chunks for one in decoders],
+        "plain": [one.capabilities[:3] == (None, True, True) for one in decoders],
         "ranks": [dist.get_world_size(group) for group in decoders[1].ranks.groups],
         "tokens": answers[1][0].tolist(),
         "likely": (answers[1][1][:, 0] - answers[0][1][:, 0]).abs().max().item(),

@@ -1,5 +1,6 @@
 """GraphDecoder without a graph: the CPU runs the same step that a GPU captures."""
 
+import inspect
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder, stats
+from fp8moe.integrations.decode import GraphDecoder, generation, stats
 from fp8moe.integrations.decode import decoder as decoding
-from fp8moe.integrations.decode.arguments import end_tokens
-from fp8moe.integrations.decode.generation import CHECK_EVERY, NaNLogits
+from fp8moe.integrations.decode.arguments import GenerateArguments, end_tokens
+from fp8moe.integrations.decode.generation import STEPS_PER_END_CHECK, NaNLogits
 from fp8moe.integrations.decode.stats import Stats
+from tests.decode_models import LateReadback
 from tests.linear_attention_models import build
 from tests.transformers_models import BASE, MLA, left_padded, prompts, random_model
 
@@ -119,6 +121,12 @@ def test_flash_attention_wants_padding_on_the_left(model, decoder, monkeypatch):
 ONE, SEVERAL = 9, [9, 70]
 
 
+def test_generate_arguments_are_those_of_generate():
+    expected = list(inspect.signature(GraphDecoder.generate).parameters.values())[1:]
+    found = inspect.signature(GenerateArguments).parameters
+    assert {one.name: one.default for one in expected} == {name: one.default for name, one in found.items()}
+
+
 @pytest.mark.parametrize(
     ("given", "plain"),
     [
@@ -178,20 +186,6 @@ def test_stops_at_the_end_token(model, decoder, several):
         assert out.shape[1] < 29, "it stopped early"
 
 
-class LateFlag:
-    """As on a GPU: what a look finds is known at the next one."""
-
-    def __init__(self):
-        self.seen = None
-
-    def was_set_then_watch(self, finished):
-        before, self.seen = self.seen, bool(finished.all())
-        return bool(before)
-
-    def forget(self):
-        self.seen = None
-
-
 @pytest.mark.parametrize("steps_to_end", [1, 7, 8, 9])
 def test_noticing_the_end_late_changes_nothing(model, monkeypatch, steps_to_end):
     ids = prompts(1, 4, seed=5)
@@ -199,14 +193,14 @@ def test_noticing_the_end_late_changes_nothing(model, monkeypatch, steps_to_end)
     free = decoder.generate(ids, max_new_tokens=steps_to_end + 1)[0, 4:].tolist()
     end = free[-1]
     expected = free[: free.index(end) + 1]
-    decoder._flag = LateFlag()
+    monkeypatch.setattr(generation, "Readback", LateReadback)
     replays, replay = [], decoder.steps[2].replay
     monkeypatch.setattr(decoder.steps[2], "replay", lambda: replays.append(1) or replay())
     for _ in range(2):
         replays.clear()
         out = decoder.generate(ids, max_new_tokens=90, eos_token_id=end)
         assert out[0, 4:].tolist() == expected
-        assert len(replays) <= steps_to_end + 2 * CHECK_EVERY
+        assert len(replays) <= steps_to_end + 2 * STEPS_PER_END_CHECK
 
 
 def test_end_and_pad_tokens_of_the_generation_config():

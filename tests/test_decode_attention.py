@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fp8moe.integrations.decode import attention
-from fp8moe.integrations.decode.attention import Rows
-from fp8moe.integrations.decode.masks import take_offsets_of_rows
-from fp8moe.integrations.decode.step import Step, Way
+from fp8moe.integrations.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows
+from fp8moe.integrations.decode.step import Capabilities, Step
 from fp8moe.integrations.models import find_fused
 from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
 from tests.tiny_moe_models import MODELS
@@ -29,10 +28,11 @@ def mask_function(window):
     return masking.sliding_window_causal_mask_function(window) if window else masking.causal_mask_function
 
 
-def visible(rows, new, window):
+def metadata_for(builder, new, window):
     sizes = {"batch_size": len(BEGIN), "q_length": new, "kv_length": LENGTH}
-    with attention.used_by(model_of(config()), None, rows):
-        return attention.visible(**sizes, mask_function=mask_function(window), local_size=window, config=config())
+    with attention.used_by(model_of(config()), None, builder):
+        how = {"mask_function": mask_function(window), "local_size": window, "config": config()}
+        return attention.attention_metadata(**sizes, **how)
 
 
 class model_of:
@@ -40,8 +40,9 @@ class model_of:
         self.config = config
 
 
-def shown(rows, new, window):
-    """(B, heads, new, LENGTH): the columns that the kernel's contract shows for a description of visible rows."""
+def shown(metadata, new, window):
+    """(B, heads, new, LENGTH): the columns that the kernel's contract shows for this metadata."""
+    rows = metadata.sequences
     found = torch.zeros(len(BEGIN), HEADS, new, LENGTH, dtype=torch.bool)
     for b in range(len(BEGIN)):
         for head in range(HEADS):
@@ -59,9 +60,9 @@ def shown(rows, new, window):
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("new", [1, 4])
 @pytest.mark.parametrize("columns", [[7, 7, 7], [0, 8, 5], [3, 3, 3]], ids=["together", "own", "amid padding"])
-def test_visible_rows_are_those_of_transformers_mask(columns, new, window):
+def test_visible_keys_are_those_of_transformers_mask(columns, new, window):
     columns = torch.tensor(columns)
-    rows = Rows(BEGIN, columns, LENGTH)
+    builder = AttentionMetadataBuilder(BEGIN, columns, LENGTH)
     take_offsets_of_rows()
     for _ in range(2):
         theirs = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
@@ -73,12 +74,12 @@ def test_visible_rows_are_those_of_transformers_mask(columns, new, window):
             mask_function=mask_function(window),
             local_size=window,
         )
-        ours = visible(rows, new, window)
-        assert ours.dtype == torch.int32
+        ours = metadata_for(builder, new, window)
+        assert ours.sequences.dtype == torch.int32
         assert torch.equal(shown(ours, new, window), theirs.expand(len(BEGIN), HEADS, new, LENGTH))
-        assert visible(rows, new, window) is ours, "computed once a call"
+        assert metadata_for(builder, new, window) is ours, "computed once a call"
         columns += 1  # in place, as a step does
-        rows.next_call()
+        builder.next_call()
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
@@ -117,14 +118,15 @@ def test_other_masks_are_not_served(changes):
     arguments = {"batch_size": 1, "q_length": 1, "kv_length": LENGTH, "config": config()}
     arguments |= {"mask_function": masking.causal_mask_function}
     zero = torch.zeros(1, dtype=torch.int64)
-    with attention.used_by(model_of(config()), None, Rows(zero, zero + 1, LENGTH)):
-        assert attention.visible(**arguments).tolist() == [[0, 1, 2], [0, LENGTH, 2 * LENGTH], [2, 2, 0]]
-        with pytest.raises(attention.NotServed, match="mask"):
-            attention.visible(**arguments | changes)
-        with pytest.raises(attention.NotServed, match="outside of a decode step"):
-            attention.visible(**arguments | {"batch_size": 2})
-    with pytest.raises(attention.NotServed, match="outside of a decode step"):
-        attention.visible(**arguments)
+    with attention.used_by(model_of(config()), None, AttentionMetadataBuilder(zero, zero + 1, LENGTH)):
+        sequences = attention.attention_metadata(**arguments).sequences
+        assert sequences.tolist() == [[0, 1, 2], [0, LENGTH, 2 * LENGTH], [2, 2, 0]]
+        with pytest.raises(attention.UnsupportedAttention, match="mask"):
+            attention.attention_metadata(**arguments | changes)
+        with pytest.raises(attention.UnsupportedAttention, match="outside of a decode step"):
+            attention.attention_metadata(**arguments | {"batch_size": 2})
+    with pytest.raises(attention.UnsupportedAttention, match="outside of a decode step"):
+        attention.attention_metadata(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +155,9 @@ def test_what_the_kernel_lacks_is_not_served(changes, named, new):
     key = torch.zeros(1, options["key_heads"], options["length"], options["size"], dtype=options["dtype"])
     value = key[..., : options["value_size"]]
     zero = torch.zeros(1, dtype=torch.int64)
-    rows = Rows(zero, zero, LENGTH).visible(new, HEADS, None)
-    with pytest.raises(attention.NotServed, match=named):
-        attention.attend(torch.nn.Module(), query, key, value, rows, scaling=1.0, **others)
+    metadata = AttentionMetadataBuilder(zero, zero, LENGTH).build(new, HEADS, None)
+    with pytest.raises(attention.UnsupportedAttention, match=named):
+        attention.attend(torch.nn.Module(), query, key, value, metadata, scaling=1.0, **others)
 
 
 def flash_attention(query, key, value, rows, most_queries, most_keys, window, scale):
@@ -198,7 +200,8 @@ def logits(model, name, chunk, fused=None):
     """After padded prompts, and of some steps after them."""
     ids = prompts(3, 20)
     mask = left_padded(ids, 5, 0, 13).bool()
-    step = Step(model, 3, 48, torch.device("cpu"), Way(name, chunks=bool(chunk), fused=fused), chunk)
+    capabilities = Capabilities(name, chunked_prefill=bool(chunk), fused=fused)
+    step = Step(model, 3, 48, torch.device("cpu"), capabilities, chunk)
     with torch.no_grad():
         step.start(3, 20, mask, [], 0)
         found = [step.prefill(ids, mask)]

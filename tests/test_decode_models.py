@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.decode.host_reads import HostReads
 from fp8moe.integrations.decode.probe import check_step
+from fp8moe.integrations.decode.transfers import HostReads
 from tests.decode_models import tiny_mixtral
 from tests.linear_attention_models import NAMES, PROMPTS, READ_ON_THE_HOST, build
 from tests.tiny_moe_models import MODELS

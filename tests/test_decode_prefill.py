@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder, chunks, probe
-from fp8moe.integrations.decode.step import Way
+from fp8moe.integrations.decode import GraphDecoder, prefill, probe
+from fp8moe.integrations.decode.step import Capabilities
 from tests import linear_attention_models
 from tests.decode_models import tiny_mixtral
 from tests.tiny_moe_models import MODELS
@@ -45,8 +45,8 @@ def test_chunks_change_no_tokens(name, chunk):
         with reads(model) as calls:
             found = decoder.generate(ids, attention_mask=mask, max_new_tokens=6)
         assert torch.equal(found, model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6))
-        assert calls[0]["input_ids"].shape[1] == (max(2, chunk) if decoder.way.chunks else 17)
-        assert decoder.way.chunks == (name != "JambaForCausalLM")
+        assert calls[0]["input_ids"].shape[1] == (max(2, chunk) if decoder.capabilities.chunked_prefill else 17)
+        assert decoder.capabilities.chunked_prefill == (name != "JambaForCausalLM")
         if "logits_to_keep" in calls[0]:
             assert all(call["logits_to_keep"] == 1 for call in calls if call["input_ids"].shape[1] > 1)
 
@@ -65,8 +65,8 @@ def reads(model):
 def test_a_model_that_forgets_between_chunks_reads_prompts_in_one_piece():
     model = MODELS["JambaForCausalLM"].build()
     with pytest.raises(ValueError, match="JambaForCausalLM forgets its states of linear attention when it reads sever"):
-        probe.check_step(model, CPU, False, Way(chunks=True))
-    assert probe.find_way(model, CPU, False, None) == (Way(rows=True), "")
+        probe.check_step(model, CPU, False, Capabilities(chunked_prefill=True))
+    assert probe.find_capabilities(model, CPU, False, None) == (Capabilities(ragged=True), "")
 
 
 GPU, GIB = torch.device("cuda"), 2**30
@@ -77,19 +77,20 @@ def columns(monkeypatch, free, batch=1, end=100_000, mask=False, ranks=1, **chan
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     config = transformers.AutoConfig.for_model("qwen3_moe", **changes)
-    return chunks.columns_at_a_time(config, batch, end, GPU, torch.bfloat16, mask, ranks)
+    return prefill.columns_at_a_time(config, batch, end, GPU, torch.bfloat16, masked=mask, ranks=ranks)
 
 
 def test_chunks_follow_the_memory(monkeypatch):
     assert columns(monkeypatch, 40 * GIB, batch=8, end=8000) == 8000  # in one piece
-    assert columns(monkeypatch, 40 * GIB) == chunks.MOST_TOKENS
-    assert columns(monkeypatch, 40 * GIB, batch=8) == chunks.MOST_TOKENS // 8
+    assert columns(monkeypatch, 40 * GIB) == prefill.MOST_TOKENS
+    assert columns(monkeypatch, 40 * GIB, batch=8) == prefill.MOST_TOKENS // 8
     some = [columns(monkeypatch, free * GIB) for free in (0, 0.25, 0.5, 1)]
-    assert chunks.LEAST_COLUMNS == some[0] < some[1] < some[2] < some[3] < chunks.MOST_TOKENS
+    assert prefill.LEAST_COLUMNS == some[0] < some[1] < some[2] < some[3] < prefill.MOST_TOKENS
     assert columns(monkeypatch, GIB, hidden_size=8192) < some[3]
     assert columns(monkeypatch, GIB, ranks=8) < columns(monkeypatch, GIB, ranks=2) < some[3]
     assert columns(monkeypatch, GIB, end=10_000, mask=True) < columns(monkeypatch, GIB, end=10_000)
-    assert chunks.columns_at_a_time(transformers.AutoConfig.for_model("llama"), 1, 77, CPU, torch.float32, True) == 77
+    llama = transformers.AutoConfig.for_model("llama")
+    assert prefill.columns_at_a_time(llama, 1, 77, CPU, torch.float32, masked=True) == 77
 
 
 def whole(prefix, ids, mask=None):
@@ -113,7 +114,7 @@ def check_prefix(decoder, prefix, ids, mask=None, **options):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_prefix_equals_the_whole_prompt(name):
     decoder = GraphDecoder(linear_attention_models.build(name), batch_sizes=(1, 3), max_length=MAX_LENGTH)
-    if not decoder.way.chunks:
+    if not decoder.capabilities.chunked_prefill:
         with pytest.raises(ValueError, match=f"^model: {name} reads a prompt in one piece only"):
             decoder.prefix(prompts(1, 7))
         return

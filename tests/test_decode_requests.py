@@ -9,9 +9,9 @@ import torch
 
 from fp8moe.integrations.decode import GraphDecoder, requests
 from fp8moe.integrations.decode.generation import NaNLogits
-from fp8moe.integrations.decode.readback import Readback
+from fp8moe.integrations.decode.transfers import Readback
 from tests import linear_attention_models
-from tests.decode_models import Puts, byte_level_tokenizer, tiny_mixtral
+from tests.decode_models import LateReadback, Puts, byte_level_tokenizer, tiny_mixtral
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import prompts
 
@@ -25,14 +25,6 @@ MAX_LENGTH = 64
 @pytest.fixture(scope="module")
 def decoder():
     return GraphDecoder(tiny_mixtral(sliding_window=6), batch_sizes=(1, 2, 5), max_length=MAX_LENGTH)
-
-
-class LateReadback(Readback):
-    """As on a GPU: what a step chose is known when the next one has begun."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        self.lag = 1
 
 
 @pytest.fixture(params=[Readback, LateReadback], ids=["at once", "late"])
@@ -93,7 +85,7 @@ def test_eager_attention():
 
 def test_models_whose_rows_share_a_length_are_refused():
     decoder = GraphDecoder(MODELS["InklingForCausalLM"].build(), batch_sizes=(2,), max_length=32)
-    assert not decoder.way.rows
+    assert not decoder.capabilities.ragged
     with pytest.raises(ValueError, match="^model: the rows of a batch of InklingForCausalLM cannot have lengths of"):
         decoder.run([])
 
@@ -324,4 +316,4 @@ def test_bad_calls(decoder, arguments, exception, message):
 
 def test_no_requests(decoder):
     assert [*decoder.run([])] == []
-    assert decoder.way.rows and decoder.way.chunks
+    assert decoder.capabilities.ragged and decoder.capabilities.chunked_prefill

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.integrations.decode.arguments import GenerateArguments, parse_sampling
 from fp8moe.integrations.decode.generation import NaNLogits
-from fp8moe.integrations.decode.sampling import Sampling, empty_state, parameters, write
+from fp8moe.integrations.decode.sampling import Sampling, empty_state, write
 from tests.decode_models import Puts, tiny_mixtral
 from tests.transformers_models import left_padded, prompts
 
@@ -18,6 +19,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NOTHING = SimpleNamespace()
 QWEN = SimpleNamespace(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=None, repetition_penalty=1.05)
+
+
+def parameters(arguments, generation_config, batch):
+    return parse_sampling(GenerateArguments(input_ids=None, max_new_tokens=1, **arguments), generation_config, batch)
 
 
 @pytest.fixture(scope="module")

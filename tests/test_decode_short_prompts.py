@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder, short_prompts
+from fp8moe.integrations.decode import GraphDecoder, prefill
 from fp8moe.integrations.decode import decoder as decoder_module
-from fp8moe.integrations.decode.short_prompts import COLUMNS, FEW_TOKENS, ShortPrompts, _Graph
+from fp8moe.integrations.decode.prefill import COLUMNS, FEW_TOKENS, ShortPrompts, _Graph
 from fp8moe.integrations.decode.step import Step
 from tests.decode_models import VOCABULARY, tiny_mixtral
 from tests.transformers_models import prompts
@@ -47,7 +47,7 @@ def decoders(monkeypatch):
         step.short_prompts = Recorded(step.size)
     graphed._pool = (0, 0)
     # With the mask that attention takes on a CPU, transformers asks whether it hides anything.
-    monkeypatch.setattr(short_prompts, "HostReads", lambda device: nullcontext(SimpleNamespace(found=[])))
+    monkeypatch.setattr(prefill, "HostReads", lambda device: nullcontext(SimpleNamespace(found=[])))
     monkeypatch.setattr(decoder_module, "capture_stream", lambda device: None)
     monkeypatch.setattr(decoder_module.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(

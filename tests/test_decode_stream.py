@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fp8moe.integrations.decode import GraphDecoder, NaNLogits, generation
-from fp8moe.integrations.decode.readback import Readback
-from fp8moe.integrations.decode.stop_strings import StopStrings, Tail
+from fp8moe.integrations.decode.sampling import StopStrings, Tail
 from tests.decode_models import (
     END,
     PAD,
     VOCABULARY,
+    LateReadback,
     Puts,
     byte_fallback_tokenizer,
     byte_level_tokenizer,
@@ -27,17 +27,6 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENIZERS = {"byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer}
-
-
-class LateReadback(Readback):
-    """As on a GPU: what a step chose is known when the next one has begun."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        self.lag = 1
-
-    def push(self, values):
-        super().push(values.clone())
 
 
 @pytest.fixture(scope="module")

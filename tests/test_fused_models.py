@@ -280,7 +280,7 @@ def test_a_forward_of_other_code_is_not_known():
 def test_a_decoder_says_that_it_cannot_fuse(monkeypatch):
     from fp8moe.integrations.decode import decoder
 
-    monkeypatch.setattr(decoder, "find_way", lambda *arguments: (decoder.Way(), ""))
+    monkeypatch.setattr(decoder, "find_capabilities", lambda *arguments: (decoder.Capabilities(), ""))
     with pytest.warns(UserWarning, match="^GraphDecoder: Qwen3MoeForCausalLM runs unfused"):
         made = decoder.GraphDecoder(MODELS[NAME].build(), max_length=16)
     assert made.fused == ()

@@ -161,14 +161,14 @@ def test_projections_of_the_input_are_one():
 def test_weights_that_change_are_read_anew_where_they_lay():
     attention = attention_of(in_fp8())
     first = fused_step_of(attention)
-    kept = latent_attention._kept[attention.kv_b_proj].values
+    kept = latent_attention._weight_cache[attention.kv_b_proj].values
     assert torch.equal(fused_step_of(attention), first)
-    assert latent_attention._kept[attention.kv_b_proj].values is kept
+    assert latent_attention._weight_cache[attention.kv_b_proj].values is kept
     with torch.no_grad():
         attention.kv_b_proj.weight_scale_inv.mul_(1.5)
     changed = fused_step_of(attention)
     assert distance(changed, step_of(with_exact_latents(attention))) <= 1e-5 and not torch.equal(changed, first)
-    assert latent_attention._kept[attention.kv_b_proj].values is kept  # a graph reads it
+    assert latent_attention._weight_cache[attention.kv_b_proj].values is kept  # a graph reads it
     attention.kv_b_proj.weight.data = attention.kv_b_proj.weight.data.flip(0)
     assert distance(fused_step_of(attention), step_of(with_exact_latents(attention))) <= 1e-5
 
@@ -179,8 +179,10 @@ def test_what_is_kept_is_no_part_of_the_module():
     fused_step_of(attention)
     other = copy.deepcopy(attention)
     assert set(attention.state_dict()) == names == set(other.state_dict())
-    assert attention.kv_b_proj in latent_attention._kept and other.kv_b_proj not in latent_attention._kept
-    values = weakref.ref(latent_attention._kept[attention.kv_b_proj].values)
+    assert (
+        attention.kv_b_proj in latent_attention._weight_cache and other.kv_b_proj not in latent_attention._weight_cache
+    )
+    values = weakref.ref(latent_attention._weight_cache[attention.kv_b_proj].values)
     del attention
     gc.collect()
     assert values() is None

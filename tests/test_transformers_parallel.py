@@ -130,9 +130,9 @@ def _decode(model, alone) -> dict:
     requests = [{"input_ids": IDS[0, :length], "max_new_tokens": 3, "do_sample": True} for length in (3, 5, 8, 2)]
     found["run"] = [(index, tokens.tolist()) for index, tokens in decoder.run(requests)]
     found["ranks"] = [dist.get_world_size(group) for group in decoder.ranks.groups]
-    found["key heads"] = [decoder.ranks.key_heads, decoder.steps[2].seen.ranks]
-    found["unfused"] = decoder.way.fused is None
-    columns, step.columns_at_a_time = step.columns_at_a_time, lambda *_: 4 + 2 * rank
+    found["key heads"] = [decoder.ranks.key_heads, decoder.steps[2].metadata.ranks]
+    found["unfused"] = decoder.capabilities.fused is None
+    columns, step.columns_at_a_time = step.columns_at_a_time, lambda *_, **how: 4 + 2 * rank
     found["chunk"] = decoder.steps[2]._chunk(24)
     step.columns_at_a_time = columns
     return found
@@ -336,8 +336,8 @@ def test_visible_rows_are_those_of_the_key_heads_here():
 
     zero = torch.zeros(2, dtype=torch.int64)
     config = MixtralConfig(num_key_value_heads=4)
-    rows = attention.Rows(zero, zero, 64, ranks=2)
+    builder = attention.AttentionMetadataBuilder(zero, zero, 64, ranks=2)
     model = type("Model", (), {"config": config})()
-    with attention.used_by(model, None, rows):
-        seen = attention.visible(2, 1, mask_function=causal_mask_function, config=config)
-    assert seen.kind[1] == 2
+    with attention.used_by(model, None, builder):
+        metadata = attention.attention_metadata(2, 1, mask_function=causal_mask_function, config=config)
+    assert metadata.key_heads == 2

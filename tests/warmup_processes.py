@@ -29,7 +29,7 @@ def needed(source, batch_sizes, tokens):
 
 def needed_for(source, lengths):
     """The kernels, but for GEMMs, that prompts of these lengths launch."""
-    from fp8moe.integrations.decode import needed as module
+    from fp8moe.integrations.decode import required_kernels as module
 
     module._lengths = lambda tokens: lengths
     kernels, _ = needed(source, [1], max(lengths))
@@ -48,8 +48,8 @@ def launched(directory, batch_sizes, lengths):
     """
     torch.set_num_threads(1)
     from fp8moe.integrations.decode import GraphDecoder, attention, decoder
-    from fp8moe.integrations.decode.probe import find_way
-    from fp8moe.integrations.decode.step import Way
+    from fp8moe.integrations.decode.probe import find_capabilities
+    from fp8moe.integrations.decode.step import Capabilities
     from fp8moe.integrations.models import find_fused
     from fp8moe.integrations.transformers import load_model
     from fp8moe.kernels.decoder_ops import router
@@ -61,13 +61,14 @@ def launched(directory, batch_sizes, lengths):
     attention._flash_attention = lambda query, *_: (query, query.new_zeros(query.shape[1::-1], dtype=torch.float32))
     router._gemm = lambda x, weight: x.float() @ weight.float().t()
 
-    def choose_way(self, fuse):
+    def capabilities(self, fuse):
         fused = find_fused(model)
-        find_way(model, self.device, False, decoder.FLASH, fused)  # what it finds is wrong, as the kernels do nothing
+        find_capabilities(model, self.device, False, decoder.FLASH, fused)  # wrong ones, as the kernels do nothing
         self.attention = "sdpa" if hasattr(model.config, "kv_lora_rank") else "flash"
-        return Way(decoder.FLASH if self.attention == "flash" else None, rows=True, chunks=True, fused=fused)
+        flash = decoder.FLASH if self.attention == "flash" else None
+        return Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
 
-    GraphDecoder._choose_way = choose_way
+    GraphDecoder._find_capabilities = capabilities
     graph = GraphDecoder(model, batch_sizes=batch_sizes, max_length=max(lengths) + 2)
     for length in lengths:
         for rows in (1, max(batch_sizes)) if length <= 64 else (1,):

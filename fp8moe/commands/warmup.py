@@ -75,7 +75,7 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
     """All that may be launched."""
     if importlib.util.find_spec("transformers") is None:
         raise RuntimeError("transformers, which makes the models, is not installed: pip install transformers")
-    from fp8moe.integrations.decode.chunks import MOST_WHOLE_TOKENS
+    from fp8moe.integrations.decode.prefill import MOST_WHOLE_TOKENS
 
     sms = _sms(options.sms)
     decoder = min(max(options.batch_sizes) * options.max_length, MOST_WHOLE_TOKENS)
@@ -90,12 +90,12 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
 
 
 def _record(source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: int) -> tuple:
-    """The kernels and families of `integrations.decode.needed`."""
+    """The kernels and families of `integrations.decode.required_kernels`."""
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
     from fp8moe.integrations.architecture import reason_of
-    from fp8moe.integrations.decode.needed import needed_kernels
+    from fp8moe.integrations.decode.required_kernels import required_kernels
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -106,7 +106,7 @@ def _record(source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: in
         made = CONFIG_MAPPING[model_type].from_dict(source)
     except Exception as error:  # a broken config.json makes transformers raise anything
         raise ValueError(f"config.json: transformers cannot read it ({reason_of(error)})") from None
-    return tuple(needed_kernels([made], batch_sizes, tokens, sms))
+    return tuple(required_kernels([made], batch_sizes, tokens, sms))
 
 
 def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:

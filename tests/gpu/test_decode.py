@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from fp8moe.integrations.decode import GraphDecoder, attention
-from fp8moe.integrations.decode.cache import Place, static_cache
+from fp8moe.integrations.decode.cache import CachePosition, static_cache
 from fp8moe.integrations.decode.generation import NaNLogits
-from fp8moe.integrations.decode.masks import take_offsets_of_rows
 from fp8moe.integrations.transformers import register
 from tests import linear_attention_models, transformers_models
 from tests.decode_models import Puts, byte_level_tokenizer
@@ -53,29 +52,29 @@ def decoder(model):
 def greedy(model, ids, count, mask=None):
     """Token by token without a graph, in a static cache of the same length: the same kernels on the same shapes."""
     name = attention.NAME if model.config.model_type in FLASH else None
-    take_offsets_of_rows()
+    attention.take_offsets_of_rows()
     batch, length = ids.shape
-    place = Place(batch, torch.device(DEVICE), own=True)
-    cache = static_cache(model.config, MAX_LENGTH, place)
-    begin = torch.zeros_like(place.columns)
+    position = CachePosition(batch, torch.device(DEVICE), ragged=True)
+    cache = static_cache(model.config, MAX_LENGTH, position)
+    begin = torch.zeros_like(position.columns)
     positions = torch.arange(length, device=DEVICE).expand(batch, length)
     seen = torch.ones(batch, MAX_LENGTH, dtype=torch.bool, device=DEVICE)
     if mask is not None:
         begin += (mask == 0).sum(1)
         seen[:, :length] = mask.bool()
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-    rows = attention.Rows(begin, place.columns, MAX_LENGTH)
+    builder = attention.AttentionMetadataBuilder(begin, position.columns, MAX_LENGTH)
     arguments = {"attention_mask": mask, "logits_to_keep": 1}
-    place.fix(0, length, length)
+    position.fix(0, length, length)
     tokens, new = ids, []
     for _ in range(count):
-        rows.next_call()
-        with attention.used_by(model, name, rows):
+        builder.next_call()
+        with attention.used_by(model, name, builder):
             logits = model(
                 input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **arguments
             ).logits
-        place.columns += tokens.shape[1]
-        place.leave_open()
+        position.columns += tokens.shape[1]
+        position.leave_open()
         tokens, positions = logits[:, -1:].argmax(-1), positions[:, -1:] + 1
         arguments = {"attention_mask": seen}
         new.append(tokens)

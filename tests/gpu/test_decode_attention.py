@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fp8moe.integrations.decode import attention
-from fp8moe.integrations.decode.attention import Rows
-from fp8moe.integrations.decode.step import Step, Way
+from fp8moe.integrations.decode.attention import AttentionMetadataBuilder
+from fp8moe.integrations.decode.step import Capabilities, Step
 from fp8moe.integrations.transformers import register
 from tests.transformers_models import BASE, left_padded, prompts, random_model
 
@@ -58,9 +58,9 @@ def check(query, key, value, begin, columns, window=None, end=None, repeats=20):
     new, size, dtype = query.shape[2], query.shape[3], query.dtype
     expected = reference(query, key, value, begin, columns, window)
     poison((key, value), begin, columns, new)
-    rows = Rows(begin, columns, key.shape[2]).visible(new, key.shape[1], window)
+    metadata = AttentionMetadataBuilder(begin, columns, key.shape[2]).build(new, key.shape[1], window)
     seen = (key, value) if end is None else (key[:, :, :end], value[:, :, :end])
-    results = [attention.attend(None, query, *seen, rows, scaling=size**-0.5)[0] for _ in range(repeats)]
+    results = [attention.attend(None, query, *seen, metadata, scaling=size**-0.5)[0] for _ in range(repeats)]
     assert results[0].shape == expected.shape and results[0].dtype == dtype
     assert all(torch.equal(result, results[0]) for result in results)
     error = (results[0].double() - expected).norm() / expected.norm()
@@ -91,8 +91,8 @@ def test_a_step_with_a_window(window):
     check(query, key, value, torch.maximum(begin, columns + 1 - window), columns)
     expected = reference(query, *operands(3, 2, 4, 64, 300, torch.bfloat16)[1:], begin, columns, window)
     query, key, value = operands(3, 2, 4, 64, 300, torch.bfloat16)
-    rows = Rows(begin, columns, 300).visible(1, 2, window)
-    found = attention.attend(None, query, key, value, rows, scaling=64**-0.5)[0]
+    metadata = AttentionMetadataBuilder(begin, columns, 300).build(1, 2, window)
+    found = attention.attend(None, query, key, value, metadata, scaling=64**-0.5)[0]
     assert (found.double() - expected).norm() <= 4 * torch.finfo(torch.bfloat16).eps * expected.norm()
 
 
@@ -142,8 +142,8 @@ def test_a_step_equals_that_with_the_models_own_attention(window, chunk):
     logits = []
     with torch.no_grad():
         for name in (None, attention.NAME):
-            way = Way(name, rows=True, chunks=chunk is not None)
-            step = Step(model, 3, 48, torch.device(DEVICE), way, chunk)
+            capabilities = Capabilities(name, ragged=True, chunked_prefill=chunk is not None)
+            step = Step(model, 3, 48, torch.device(DEVICE), capabilities, chunk)
             step.start(3, 20, mask, [], 0)
             found = [step.prefill(ids, mask).float()]
             step.tokens.copy_(ids[:, :1])

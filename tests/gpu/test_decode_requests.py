@@ -73,7 +73,7 @@ def check_likely(model, prompt, new):
 def test_requests_get_likely_tokens(name):
     model = make_model(name)
     decoder = GraphDecoder(model, batch_sizes=(1, 4, 8), max_length=MAX_LENGTH, fuse=rounds_alike(name))
-    assert decoder.way[:3] == (FLASH_NAME if name in FLASH else None, True, True), decoder.attention
+    assert decoder.capabilities[:3] == (FLASH_NAME if name in FLASH else None, True, True), decoder.attention
     given = [*mixed(40)]
     found = dict(decoder.run(given))
     for index, request in enumerate(given):
@@ -153,7 +153,7 @@ def test_states_of_linear_attention(name):
     """In float32, where tokens are equal."""
     model = linear_attention_models.build(name, experts_implementation="batched_mm").to(DEVICE)
     decoder = GraphDecoder(model, batch_sizes=(1, 4), max_length=MAX_LENGTH)
-    assert decoder.way.rows
+    assert decoder.capabilities.ragged
     given = [*mixed(12, seed=4)]
     for index, new in [*decoder.run(given)]:
         ids = given[index]["input_ids"][None]

@@ -104,11 +104,11 @@ def test_nothing_is_kept_of_a_capture():
     """Its values are there only once the graph has run."""
     up = attention_of(in_fp8(torch.bfloat16).to(DEVICE)).kv_b_proj
     expected = latent_attention._up_weight(up, torch.bfloat16).clone()
-    del latent_attention._kept[up]
+    del latent_attention._weight_cache[up]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = latent_attention._up_weight(up, torch.bfloat16)
-    assert up not in latent_attention._kept
+    assert up not in latent_attention._weight_cache
     graph.replay()
     assert torch.equal(captured, expected)
 
@@ -122,7 +122,7 @@ def test_captured_steps_give_the_tokens_of_eager_ones(fp8):
     how = {"attention_mask": left_padded(ids, 0, 5, 2), "max_new_tokens": 20, "eos_token_id": ()}
     eager = GraphDecoder(model, batch_sizes=(3,), max_length=64, capture=False)
     captured = GraphDecoder(model, batch_sizes=(3,), max_length=64)
-    assert captured.captured and captured.way == eager.way
+    assert captured.captured and captured.capabilities == eager.capabilities
     assert torch.equal(captured.generate(ids, **how), eager.generate(ids, **how))
     # Other lengths in the same graph.
     assert torch.equal(

@@ -1,19 +1,54 @@
 """The arguments of GraphDecoder.generate: checked, and in the form in which a step takes them."""
 
-from collections.abc import Mapping
+import ctypes
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.decode.checks import check_prompt, check_tokens, integer, integers
-from fp8moe.integrations.decode.prefix import Prefix
-from fp8moe.integrations.decode.sampling import Sampling, parameters, random_seeds
+from fp8moe.integrations.decode.prefill import Prefix
+from fp8moe.integrations.decode.sampling import NAMES, PENALTIES, Sampling, StopStrings, Tail
 from fp8moe.integrations.decode.step import vocabulary
-from fp8moe.integrations.decode.stop_strings import StopStrings, Tail
-from fp8moe.integrations.decode.transfer import moved
-from fp8moe.runtime.checks import describe
+from fp8moe.integrations.decode.transfers import to_device
+from fp8moe.runtime.checks import check_tensor, describe
+
+NEAR_ZERO = 1e-5
+"""Temperatures below it are greedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments:
+    """The arguments of `GraphDecoder.generate`, which documents them, as they came."""
+
+    input_ids: Tensor
+    max_new_tokens: int
+    attention_mask: Tensor | None = None
+    eos_token_id: int | Iterable[int] | None = None
+    pad_token_id: int | None = None
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | Iterable[int] | None = None
+    streamer: Any = None
+    stop_strings: str | Iterable[str] | None = None
+    tokenizer: Any = None
+    prefix: Prefix | None = None
+    return_logprobs: bool = False
+
+    @classmethod
+    def bind(cls, **arguments: Any) -> Self:
+        """Arguments by name. Raises TypeError that names one which is unknown or missing."""
+        inspect.signature(cls).bind(**arguments)  # its messages name the argument and not this class
+        return cls(**arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +73,7 @@ class Call:
     streamer_has_prompts: bool = False
 
     def tails(self) -> list[Tail | None]:
-        """Of each sequence the last tokens so far, in which stop strings may begin: those of a prefix too."""
+        """The last tokens of each sequence so far, with those of a prefix: stop strings may begin in them."""
         if self.stop is None:
             return [None] * len(self.tokens)
         window = self.stop.window
@@ -47,30 +82,27 @@ class Call:
         return [Tail(self.stop, before + [token for token in prompt if token >= 0]) for prompt in last.tolist()]
 
 
-def parse(decoder: Any, arguments: Mapping[str, Any], generation_config: Any) -> Call:
+def parse(decoder: Any, arguments: GenerateArguments, generation_config: Any) -> Call:
     """Check the arguments of ``decoder.generate``; what is None comes from the generation config, as it says there.
 
     Raises TypeError or ValueError with the name of the argument that is wrong.
     """
-    ids, mask = arguments["input_ids"], arguments["attention_mask"]
+    ids, mask = arguments.input_ids, arguments.attention_mask
     check_prompt(ids, mask)
     check_tokens(ids, decoder.model)
     batch = len(ids)
-    new_tokens = integer("max_new_tokens", arguments["max_new_tokens"])
-    ends, pad = end_tokens(
-        vocabulary(decoder.model), arguments["eos_token_id"], arguments["pad_token_id"], generation_config
-    )
-    samplings = parameters(
+    new_tokens = integer("max_new_tokens", arguments.max_new_tokens)
+    ends, pad = end_tokens(vocabulary(decoder.model), arguments.eos_token_id, arguments.pad_token_id, generation_config)
+    samplings = parse_sampling(
         arguments, generation_config, batch, lambda count: decoder.ranks.first(random_seeds(count), decoder.device)
     )
-    strings, tokenizer = arguments["stop_strings"], arguments["tokenizer"]
-    stop = None if strings is None else StopStrings(strings, tokenizer)
+    stop = None if arguments.stop_strings is None else StopStrings(arguments.stop_strings, arguments.tokenizer)
     if stop is not None and batch > 1 and pad is None:
         raise ValueError("stop_strings: in a batch they need pad_token_id, which follows the end of a sequence")
-    streamer = arguments["streamer"]
+    streamer = arguments.streamer
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise TypeError(f"streamer: expected put and end, as transformers' BaseStreamer has, got {describe(streamer)}")
-    prefix = arguments["prefix"]
+    prefix = arguments.prefix
     if prefix is not None:
         if not isinstance(prefix, Prefix):
             raise TypeError(f"prefix: expected what GraphDecoder.prefix returns, got {describe(prefix)}")
@@ -88,8 +120,30 @@ def parse(decoder: Any, arguments: Mapping[str, Any], generation_config: Any) ->
         stop=stop,
         streamer=streamer,
         prefix=prefix,
-        return_logprobs=arguments["return_logprobs"],
+        return_logprobs=arguments.return_logprobs,
     )
+
+
+def parse_prefix(decoder: Any, input_ids: Any) -> Tensor:
+    """The tokens (1, n) int64 of ``decoder.prefix``, on the model's device.
+
+    Raises TypeError or ValueError for other tensors, for no room after them, and for a model that cannot go on from
+    them.
+    """
+    check_tensor("input_ids", input_ids)
+    ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+    check_prompt(ids, None)
+    check_tokens(ids, decoder.model)
+    if len(ids) > 1:
+        raise ValueError(f"input_ids: expected one prefix, got a batch of {len(ids)}")
+    length = ids.shape[1]
+    if length > decoder.max_length - 2:
+        raise ValueError(f"input_ids: {length} tokens leave no room for others in max_length, {decoder.max_length}")
+    if not decoder.capabilities.chunked_prefill:
+        raise ValueError(
+            f"model: {type(decoder.model).__name__} reads a prompt in one piece only, so it cannot continue a prefix"
+        )
+    return ids.to(decoder.device, torch.int64)
 
 
 def end_tokens(size: int, eos: Any, pad: Any, defaults: Any) -> tuple[list[int], int | None]:
@@ -102,6 +156,29 @@ def end_tokens(size: int, eos: Any, pad: Any, defaults: Any) -> tuple[list[int],
         if not all(0 <= token < size for token in tokens):
             raise ValueError(f"{name}: expected tokens between 0 and {size - 1}, got {tokens}")
     return ends, pad
+
+
+def check_prompt(ids: Any, mask: Any) -> None:
+    check_tensor("input_ids", ids)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise TypeError(f"input_ids: expected integers, got {ids.dtype}")
+    if ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"input_ids: expected shape (batch, length), neither of them 0, got {tuple(ids.shape)}")
+    if mask is not None:
+        check_tensor("attention_mask", mask)
+        if mask.shape != ids.shape:
+            raise ValueError(f"attention_mask: expected shape {tuple(ids.shape)}, got {tuple(mask.shape)}")
+
+
+def check_tokens(ids: Tensor, model: Any) -> None:
+    """Raise ValueError for tokens that the model does not have; of tokens on a GPU nothing is read."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if size is None or ids.device.type != "cpu":
+        return
+    ids = ids.long()
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if len(wrong):
+        raise ValueError(f"input_ids: expected tokens between 0 and {size - 1}, got {wrong[0]}")
 
 
 def _check_room(decoder: Any, ids: Tensor, new_tokens: int, prefix: Prefix | None) -> None:
@@ -121,6 +198,15 @@ def _check_room(decoder: Any, ids: Tensor, new_tokens: int, prefix: Prefix | Non
         )
 
 
+def check_zeros_on_the_left(mask: Tensor) -> None:
+    """Raise ValueError for a mask (B, L) bool with zeros between ones."""
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError(
+            "attention_mask: expected zeros on the left only, got some between ones (without attention_mask, "
+            "tokens that are pad_token_id count as zeros)"
+        )
+
+
 def _prompt(decoder: Any, ids: Tensor, mask: Tensor | None, padding: int | None) -> tuple[Tensor, Tensor | None]:
     """The prompts and their mask on the model's device; without a mask, tokens `padding` are masked.
 
@@ -135,9 +221,113 @@ def _prompt(decoder: Any, ids: Tensor, mask: Tensor | None, padding: int | None)
             "attention_mask: expected ones in the last column, as of prompts padded on the left (a tokenizer's "
             "padding_side='left')"
         )
-    if mask is not None and decoder.attention == "flash" and (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise ValueError(
-            "attention_mask: expected zeros on the left only, got some between ones (without attention_mask, "
-            "tokens that are pad_token_id count as zeros)"
-        )
-    return moved(ids.long(), decoder.device), None if mask is None else moved(mask, decoder.device)
+    if mask is not None and decoder.attention == "flash":
+        check_zeros_on_the_left(mask)
+    return to_device(ids.long(), decoder.device), None if mask is None else to_device(mask, decoder.device)
+
+
+def integer(name: str, value: Any) -> int:
+    """An int from any integer: Python's, numpy's, a tensor of one element."""
+    try:
+        if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: expected an integer, got {describe(value)}")
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """Ints from one integer of any kind, or several."""
+    if isinstance(values, Iterable) and getattr(values, "ndim", 1):
+        return [integer(name, value) for value in values]
+    return [integer(name, values)]
+
+
+def number(name: str, value: Any) -> float:
+    """A float from any real number: Python's, numpy's, a tensor of one element."""
+    try:
+        if not isinstance(value, bool | str | bytes) and getattr(value, "dtype", None) is not torch.bool:
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a complex tensor
+        pass
+    raise TypeError(f"{name}: expected a number, got {describe(value)}")
+
+
+_SEEDS = range(-(2**63), 2**63)
+
+
+def random_seeds(batch: int) -> list[int]:
+    """Seeds from PyTorch's default generator, so that torch.manual_seed makes them repeatable."""
+    return torch.randint(_SEEDS.start, _SEEDS.stop - 1, (batch,)).tolist()
+
+
+def parse_sampling(
+    arguments: GenerateArguments,
+    generation_config: Any,
+    batch: int,
+    draw: Callable[[int], list[int]] = random_seeds,
+) -> list[Sampling]:
+    """The parameters of each sequence, from do_sample, seed and the arguments NAMES; None: not given.
+
+    With do_sample what is not given comes from the generation config, and is off where that says nothing either.
+    Without it nothing does. draw: makes so many seeds where none is given.
+
+    Raises TypeError or ValueError with the name of an argument (or generation_config.NAME) that is wrong, or that would
+    change nothing because do_sample is False.
+    """
+    if not isinstance(arguments.do_sample, bool):
+        raise TypeError(f"do_sample: expected True or False, got {describe(arguments.do_sample)}")
+    given = {name: getattr(arguments, name) for name in NAMES}
+    values = {name: _checked(name, value) for name, value in given.items() if value is not None}
+    seeds = None if arguments.seed is None else _seeds(arguments.seed, batch)
+    if not arguments.do_sample:
+        for name, value in values.items():
+            if name not in PENALTIES and value not in _WITHOUT_EFFECT[name]:
+                raise ValueError(f"{name}: {value:g} has no effect without sampling; pass do_sample=True")
+        return [Sampling(**{name: value for name, value in values.items() if name in PENALTIES})] * batch
+    for name in NAMES:
+        default = getattr(generation_config, name, None)
+        if name not in values and default is not None and (name, default) != ("top_k", 0):  # there 0 means off
+            values[name] = _checked(f"generation_config.{name}", default)
+    values = {"temperature": 1.0} | values
+    return [Sampling(**values, seed=seed) for seed in seeds or draw(batch)]
+
+
+def _checked(name: str, value: Any) -> float | int:
+    """The value as SamplingState has it; a temperature near 0 as 0."""
+    argument = name.rpartition(".")[2]
+    if argument == "top_k":
+        value = integer(name, value)
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+        return min(value, torch.iinfo(torch.int32).max)
+    rounded = ctypes.c_float(number(name, value)).value  # as the kernel reads it: tiny values are 0, huge ones infinite
+    holds, expected = _RANGES[argument]
+    if not holds(rounded):
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+    return 0.0 if argument == "temperature" and rounded < NEAR_ZERO else rounded
+
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < math.inf, "a finite number of at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "a finite number above 0"),
+    "presence_penalty": (math.isfinite, "a finite number"),
+}
+_WITHOUT_EFFECT = {"temperature": (0.0, 1.0), "top_k": (1,), "top_p": (1.0,), "min_p": (0.0,)}
+"""Values with which a greedy sequence is what they ask for."""
+
+
+def _seeds(seed: Any, batch: int) -> list[int]:
+    """One for each sequence."""
+    if isinstance(seed, Iterable) and getattr(seed, "ndim", 1):
+        seeds = [integer("seed", value) for value in seed]
+        if len(seeds) != batch:
+            raise ValueError(f"seed: expected an integer, or one for each of {batch} sequences, got {len(seeds)}")
+    else:
+        seeds = [integer("seed", seed)] * batch
+    wrong = next((value for value in seeds if value not in _SEEDS), None)
+    if wrong is not None:
+        raise ValueError(f"seed: expected an integer of 64 bits, got {wrong}")
+    return seeds

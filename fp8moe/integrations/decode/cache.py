@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 
-class Place:
+class CachePosition:
     """Where the new tokens of a call go, in all attention layers of a cache alike.
 
     columns (B,) int64: the column of each row's first new token. Whoever calls the model advances it, after the call.
-    own: the rows may differ in it; otherwise all are equal.
+    ragged: the rows may differ in it; otherwise all are equal.
     """
 
-    def __init__(self, size: int, device: torch.device, own: bool):
+    def __init__(self, size: int, device: torch.device, ragged: bool):
         self.columns = torch.zeros(size, dtype=torch.int64, device=device)
-        self.own = own
+        self.ragged = ragged
         self.leave_open()
 
     def leave_open(self) -> None:
@@ -39,11 +39,11 @@ class Place:
     def length(self, written: bool) -> int | Tensor:
         """The tokens in the cache, before or after those of the call are written, as transformers' masks take them.
 
-        An int, a tensor of no dimension or, for rows of their own, one of shape (B,).
+        An int, a tensor of no dimension or, if the rows may differ, one of shape (B,).
         """
         before = self.start
         if before is None:
-            before = self.columns if self.own else self.columns[0]
+            before = self.columns if self.ragged else self.columns[0]
         return before + self.count if written else before
 
     def write(self, target: Tensor, dim: int, values: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ class Place:
         return target if self.end is None else target.narrow(dim, 0, self.end)
 
 
-def static_cache(config: Any, max_length: int, place: Place) -> Any:
-    """A StaticCache whose attention layers all hold `max_length` tokens and write where `place` says.
+def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
+    """A StaticCache whose attention layers all hold `max_length` tokens and write where `position` says.
 
     transformers' layers write all rows at one column, and those of sliding windows count tokens on the host, which a
     graph cannot follow. Full-length layers of our own take their place; the mask limits attention to the window.
@@ -76,11 +76,11 @@ def static_cache(config: Any, max_length: int, place: Place) -> Any:
     except KeyError as error:
         raise ValueError(f"model: transformers has no static cache for its layers of type {error}") from error
     chunked = "chunked_attention" in (getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
-    cache.layers[:] = [_layer(index, layer, max_length, place, chunked) for index, layer in enumerate(cache.layers)]
+    cache.layers[:] = [_layer(index, layer, max_length, position, chunked) for index, layer in enumerate(cache.layers)]
     return cache
 
 
-def _layer(index: int, layer: Any, max_length: int, place: Place, chunked: bool) -> Any:
+def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chunked: bool) -> Any:
     """The layer that takes the place of transformers'."""
     from transformers import cache_utils
 
@@ -94,7 +94,7 @@ def _layer(index: int, layer: Any, max_length: int, place: Place, chunked: bool)
             "attention"
         )
     own = _own_layers()[name](max_cache_len=max_length, number_of_states=getattr(layer, "number_of_states", 0))
-    own.place, own.columns = place, place.columns
+    own.position = position
     return own
 
 
@@ -147,7 +147,7 @@ def _kept(index: int, layer: Any) -> dict[Any, Tensor]:
     for name, value in vars(layer).items():
         if name in STATES:
             kept |= {(name, key): state for key, state in value.items() if state is not None}
-        elif isinstance(value, Tensor) and value.dim() and name != "columns":
+        elif isinstance(value, Tensor) and value.dim():
             kept[name] = value
     unknown = [name for name in kept if name not in _COLUMNS and name[0] not in STATES]
     if unknown:
@@ -171,44 +171,46 @@ def _own_layers() -> dict[str, type]:
     """Our layer for each class of transformers'."""
     from transformers import cache_utils
 
-    class Rows:
-        """keys (B, key heads, max_length, D) and values at fixed addresses; new tokens go to `columns` (B,) of theirs.
+    class PositionedLayer:
+        """keys (B, key heads, max_length, D) and values at fixed addresses; new tokens go where `position` says.
 
-        Writing does not change `columns`: the cache's owner advances it once for all layers.
+        Writing does not change that: the cache's owner advances it once for all layers.
         """
+
+        position: CachePosition
 
         written_in = None
 
         def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
-            self.written_in = self.place.call
-            return self.place.write(self.keys, 2, key_states), self.place.write(self.values, 2, value_states)
+            self.written_in = self.position.call
+            return self.position.write(self.keys, 2, key_states), self.position.write(self.values, 2, value_states)
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            return self.max_cache_len if self.place.end is None else self.place.end, 0
+            return self.max_cache_len if self.position.end is None else self.position.end, 0
 
         def get_seq_length(self) -> int | Tensor:
-            return self.place.length(self.written_in is self.place.call)
+            return self.position.length(self.written_in is self.position.call)
 
-    class RowLayer(Rows, cache_utils.StaticLayer):
+    class FullLayer(PositionedLayer, cache_utils.StaticLayer):
         pass
 
-    class RowIndexedLayer(Rows, cache_utils.StaticIndexedLayer):
-        """With the keys of an indexer, (B, max_length, D)."""
+    class IndexedLayer(PositionedLayer, cache_utils.StaticIndexedLayer):
+        """A layer with the keys of an indexer too, (B, max_length, D)."""
 
         def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
             if not self.is_indexer_initialized:
                 self.lazy_initialization_indexer(indexer_key_states)
-            return self.place.write(self.indexer_keys, 1, indexer_key_states)
+            return self.position.write(self.indexer_keys, 1, indexer_key_states)
 
-    class RowHybridLayer(Rows, cache_utils.LinearAttentionAndStaticFullAttentionLayer):
-        """With states of linear attention."""
+    class HybridLayer(PositionedLayer, cache_utils.LinearAttentionAndStaticFullAttentionLayer):
+        """A layer with states of linear attention too."""
 
     return {
-        "StaticLayer": RowLayer,
-        "StaticSlidingWindowLayer": RowLayer,
-        "StaticIndexedLayer": RowIndexedLayer,
-        "LinearAttentionAndStaticFullAttentionLayer": RowHybridLayer,
-        "LinearAttentionAndStaticSlidingWindowAttentionLayer": RowHybridLayer,
+        "StaticLayer": FullLayer,
+        "StaticSlidingWindowLayer": FullLayer,
+        "StaticIndexedLayer": IndexedLayer,
+        "LinearAttentionAndStaticFullAttentionLayer": HybridLayer,
+        "LinearAttentionAndStaticSlidingWindowAttentionLayer": HybridLayer,
     }

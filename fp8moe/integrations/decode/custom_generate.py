@@ -1,4 +1,4 @@
-"""What transformers' ``model.generate(custom_generate=decoder)`` hands over, as arguments of GraphDecoder.generate."""
+"""Arguments of GraphDecoder.generate from what transformers' ``model.generate(custom_generate=decoder)`` hands over."""
 
 import inspect
 from collections.abc import Iterable
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations import cache_argument
+from fp8moe.integrations.decode.arguments import GenerateArguments
 from fp8moe.integrations.decode.step import positions_of
 
 _WITHOUT_EFFECT = ("use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states")
@@ -15,7 +16,7 @@ _WITHOUT_EFFECT = ("use_cache", "logits_to_keep", "cache_position", "output_atte
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
-def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -> dict[str, Any]:
+def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -> GenerateArguments:
     """input_ids (B, L), generation config, model arguments, as transformers has prepared them -> generate's arguments.
 
     Raises ValueError with the name of what GraphDecoder does not serve.
@@ -31,21 +32,21 @@ def translate(input_ids: Tensor, config: Any, model_arguments: dict[str, Any]) -
     mask = model_arguments.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     _check_model_arguments(mask, model_arguments)
-    return {
-        "input_ids": input_ids,
-        "attention_mask": mask,
-        "max_new_tokens": config.max_length - input_ids.shape[1],
-        "eos_token_id": () if config.eos_token_id is None else None,
-        "do_sample": bool(config.do_sample),
-        "repetition_penalty": config.repetition_penalty,
-    }
+    return GenerateArguments(
+        input_ids=input_ids,
+        attention_mask=mask,
+        max_new_tokens=config.max_length - input_ids.shape[1],
+        eos_token_id=() if config.eos_token_id is None else None,
+        do_sample=bool(config.do_sample),
+        repetition_penalty=config.repetition_penalty,
+    )
 
 
 def check_processors(processors: Iterable[Any], config: Any) -> None:
-    """That the logits processors are those of the configuration, and ones that the decoder has too."""
+    """Raise ValueError for logits processors that are not the configuration's, or that the decoder does not have."""
     from transformers import generation
 
-    served = {
+    arguments = {
         generation.RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
         generation.TemperatureLogitsWarper: ("temperature", "temperature"),
         generation.TopKLogitsWarper: ("top_k", "top_k"),
@@ -53,7 +54,7 @@ def check_processors(processors: Iterable[Any], config: Any) -> None:
         generation.MinPLogitsWarper: ("min_p", "min_p"),
     }
     for processor in processors:
-        attribute, name = served.get(type(processor), (None, None))
+        attribute, name = arguments.get(type(processor), (None, None))
         if attribute is None or getattr(processor, attribute) != getattr(config, name):
             raise ValueError(f"logits_processor: GraphDecoder does not apply {type(processor).__name__}")
         if isinstance(getattr(processor, "prompt_ignore_length", None), int):
@@ -61,7 +62,7 @@ def check_processors(processors: Iterable[Any], config: Any) -> None:
 
 
 def check_criteria(criteria: Iterable[Any], config: Any) -> None:
-    """That the stopping criteria are those of the configuration, and ones that the decoder has too."""
+    """Raise ValueError for stopping criteria that are not the configuration's, or that the decoder does not have."""
     from transformers import generation
 
     ends = [] if config.eos_token_id is None else torch.tensor(config.eos_token_id).flatten().tolist()
@@ -76,7 +77,7 @@ def check_criteria(criteria: Iterable[Any], config: Any) -> None:
 
 
 def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
-    """What return_dict_in_generate asks for in the place of tokens."""
+    """The output that return_dict_in_generate asks for in the place of tokens."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
     if isinstance(result, tuple):
@@ -85,7 +86,12 @@ def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
 
 
 def streamer_of_caller() -> Any:
-    """The streamer of the ``model.generate`` that is calling: it keeps it from a custom_generate. None: it has none."""
+    """The streamer of the ``model.generate`` that is calling; None: it has none.
+
+    It is a local variable there, for which frames are walked: ``generate`` takes ``streamer`` as a parameter of its own
+    and hands a custom_generate no argument that its own sampling takes too (transformers 5.24,
+    ``_extract_generation_mode_kwargs``).
+    """
     from transformers import GenerationMixin
 
     code = inspect.unwrap(GenerationMixin.generate).__code__

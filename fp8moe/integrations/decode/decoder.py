@@ -1,6 +1,5 @@
 """GraphDecoder: generation with a transformers model whose decode step is replayed from a CUDA graph."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,30 +10,23 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations.decode import custom_generate
-from fp8moe.integrations.decode.arguments import Call, parse
+from fp8moe.integrations.decode.arguments import Call, GenerateArguments, integer, parse, parse_prefix
 from fp8moe.integrations.decode.attention import NAME as FLASH
 from fp8moe.integrations.decode.cache import has_states
-from fp8moe.integrations.decode.checks import (
+from fp8moe.integrations.decode.generation import Generation
+from fp8moe.integrations.decode.model_use import ModelState, TurnLock, device_context, ranks_of
+from fp8moe.integrations.decode.prefill import FEW_TOKENS, Prefix, compile_for_prompts
+from fp8moe.integrations.decode.probe import (
     check_batch_invariance,
     check_eval,
     check_mode,
     check_model,
     device_of,
-    integer,
+    find_capabilities,
 )
-from fp8moe.integrations.decode.compile_ahead import compile_for_prompts
-from fp8moe.integrations.decode.flag import EndFlag
-from fp8moe.integrations.decode.generation import Generation
-from fp8moe.integrations.decode.model_state import ModelState
-from fp8moe.integrations.decode.prefix import Prefix, read_prefix
-from fp8moe.integrations.decode.probe import find_way
-from fp8moe.integrations.decode.ranks import ranks_of
-from fp8moe.integrations.decode.requests import LEAST_SHARE, Result, run
-from fp8moe.integrations.decode.short_prompts import FEW_TOKENS
+from fp8moe.integrations.decode.requests import ROWS_PER_NEWCOMER, Result, run
 from fp8moe.integrations.decode.stats import Records, Stats, cache_bytes, pool_bytes
-from fp8moe.integrations.decode.step import Step, Way, capture_stream
-from fp8moe.integrations.decode.surroundings import surroundings
-from fp8moe.integrations.decode.turns import Turns
+from fp8moe.integrations.decode.step import Capabilities, Step, capture_stream
 from fp8moe.integrations.models import FusedModule, find_fused
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
@@ -124,18 +116,17 @@ class GraphDecoder:
         self.model = model
         self.ranks = ranks_of(model)
         self.batch_sizes = tuple(sizes)
-        self._lock = Turns()
+        self._lock = TurnLock()
         self._batch_invariant = config.settings.batch_invariant
         self._records = Records()
         self._pool: tuple[int, int] | None = None
         self._reader: Step | None = None
         with self.on_device():
-            self.way = self._choose_way(fuse)
-        self.fused: tuple[FusedModule, ...] = self.way.fused or ()
+            self.capabilities = self._find_capabilities(fuse)
+        self.fused: tuple[FusedModule, ...] = self.capabilities.fused or ()
         self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
         if self._batch_invariant:
             check_batch_invariance(model, self.attention, any(has_states(step.cache) for step in self.steps.values()))
-        self._flag = EndFlag() if self.captured else None
         if self.captured:
             self._capture()
             compile_for_prompts(self.device.index, self.batch_sizes[-1] * self.max_length)
@@ -195,7 +186,27 @@ class GraphDecoder:
         what was generated, if the logits of a sequence become NaN. RuntimeError if the weights have changed since the
         capture, or the decoder is closed.
         """
-        return self._generate(parse(self, locals(), self.model.generation_config))
+        arguments = GenerateArguments(
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            attention_mask=attention_mask,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            seed=seed,
+            streamer=streamer,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            prefix=prefix,
+            return_logprobs=return_logprobs,
+        )
+        return self._generate(parse(self, arguments, self.model.generation_config))
 
     def stream(self, input_ids: Tensor, **arguments: Any) -> Iterator[Tensor]:
         """The new tokens of each step, (B,) int64 on the device of ``input_ids``, until every sequence has ended.
@@ -204,7 +215,8 @@ class GraphDecoder:
         what is wrong is raised here, what happens on the way from the iterator. A step is yielded while the GPU is at
         work on the next one. Leaving the loop or closing the iterator frees the decoder.
         """
-        call = parse(self, self.bind(input_ids, **arguments), self.model.generation_config)
+        bound = GenerateArguments.bind(input_ids=input_ids, **arguments)
+        call = parse(self, bound, self.model.generation_config)
         if call.return_logprobs:
             raise ValueError("return_logprobs: stream yields tokens alone; generate returns logprobs")
         return self._stream(call)
@@ -221,7 +233,7 @@ class GraphDecoder:
         tokens after others. RuntimeError as `generate`.
         """
         with self.turn(), self.on_device():
-            return read_prefix(self, input_ids)
+            return Prefix(self, parse_prefix(self, input_ids))
 
     def run(
         self, requests: Iterable[Mapping[str, Any]], *, progress: bool | Callable[[int, int | None], None] | None = None
@@ -280,19 +292,19 @@ class GraphDecoder:
         custom_generate.check_processors(logits_processor, generation_config)
         custom_generate.check_criteria(stopping_criteria, generation_config)
         callers = custom_generate.streamer_of_caller()  # has been given the prompts
-        arguments = custom_generate.translate(input_ids, generation_config, model_arguments)
-        arguments |= dict(streamer=streamer or callers, stop_strings=stop_strings, tokenizer=tokenizer, seed=seed)
-        arguments |= dict(presence_penalty=presence_penalty, prefix=prefix, return_logprobs=return_logprobs)
-        call = parse(self, self.bind(**arguments), generation_config)
+        arguments = replace(
+            custom_generate.translate(input_ids, generation_config, model_arguments),
+            streamer=streamer or callers,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            presence_penalty=presence_penalty,
+            seed=seed,
+            prefix=prefix,
+            return_logprobs=return_logprobs,
+        )
+        call = parse(self, arguments, generation_config)
         result = self._generate(replace(call, streamer_has_prompts=callers is not None))
         return custom_generate.as_output(result) if generation_config.return_dict_in_generate else result
-
-    @classmethod
-    def bind(cls, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """All arguments of `generate` by name, defaults too. Raises TypeError for names that it does not take."""
-        bound = inspect.signature(cls.generate).bind(None, *args, **kwargs)
-        bound.apply_defaults()
-        return bound.arguments
 
     def close(self) -> None:
         """Free the graphs and the caches."""
@@ -326,26 +338,26 @@ class GraphDecoder:
 
     def step_of(self, size: int, max_length: int) -> Step:
         """A step that is not captured, with a cache of its own."""
-        return Step(self.model, size, max_length, self.device, self.way, self.prefill_chunk)
+        return Step(self.model, size, max_length, self.device, self.capabilities, self.prefill_chunk)
 
     def reader(self) -> Step | None:
         """The step that reads short prompts from graphs for `run`; None where none can be captured."""
         if self._pool is not None and self._reader is None:
-            size = ceil_div(self.batch_sizes[-1], LEAST_SHARE)
+            size = ceil_div(self.batch_sizes[-1], ROWS_PER_NEWCOMER)
             self._reader = self.step_of(size, FEW_TOKENS // size)
             self._reader.keep_short_prompts(capture_stream(torch.cuda.current_device()), self._pool)
         return None if self._reader is None or self._reader.short_prompts is None else self._reader
 
     def on_device(self, stream: torch.cuda.Stream | None = None) -> AbstractContextManager:
         """Within it the model's device is the current one, and on it this stream, and torch.autocast is off."""
-        return surroundings(self.device, stream)
+        return device_context(self.device, stream)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _generate(self, call: Call) -> Tensor | tuple[Tensor, Tensor]:
         with self.turn(), self.on_device(), self._generation(call) as generation:
             if call.streamer is None and call.stop is None:
-                generation.run(self._flag)
+                generation.run()
             else:
                 for _ in generation.follow():
                     pass
@@ -370,18 +382,18 @@ class GraphDecoder:
         size = next(size for size in self.batch_sizes if size >= len(call.tokens))
         return Generation(self.steps[size], call, self._records)
 
-    def _choose_way(self, fuse: bool) -> Way:
-        """How the model reads; flash attention in it where it serves the model too."""
+    def _find_capabilities(self, fuse: bool) -> Capabilities:
+        """The model's capabilities, with flash attention where it serves the model."""
         flash = FLASH if self.device.type == "cuda" else None
         fused = (find_fused(self.model) or None) if fuse else None
-        way, refusal = find_way(self.model, self.device, self.captured, flash, fused)
-        if fused and not way.fused:
+        found, refusal = find_capabilities(self.model, self.device, self.captured, flash, fused)
+        if fused and not found.fused:
             name = type(self.model).__name__
             text = f"GraphDecoder: {name} runs unfused, as a step with its known parts fused has other logits than it"
             warnings.warn(text, stacklevel=3)
         own = self.model.config.get_text_config(decoder=True)._attn_implementation
-        self.attention = "flash" if way.attention else f"{own}: {refusal or 'on a GPU only'}"
-        return way
+        self.attention = "flash" if found.attention else f"{own}: {refusal or 'on a GPU only'}"
+        return found
 
     def _capture(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

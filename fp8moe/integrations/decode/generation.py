@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations.decode.arguments import Call
-from fp8moe.integrations.decode.flag import EndFlag
-from fp8moe.integrations.decode.readback import Readback
+from fp8moe.integrations.decode.sampling import Tail
 from fp8moe.integrations.decode.stats import Record, Records
 from fp8moe.integrations.decode.step import Step
-from fp8moe.integrations.decode.stop_strings import Tail
+from fp8moe.integrations.decode.transfers import Readback
 
-# Steps between two checks of whether every sequence has ended. A check does not stall the GPU: see `EndFlag`.
-CHECK_EVERY = 8
+STEPS_PER_END_CHECK = 8
+"""Steps between two checks of whether every sequence has ended. A check does not stall the GPU: see `Readback`."""
 
 
 class NaNLogits(ValueError):
@@ -59,20 +58,17 @@ class Generation:
         if self.call.streamer is not None:
             self.call.streamer.end()  # after an error too: another thread may wait for it
 
-    def run(self, flag: EndFlag | None) -> None:
-        """Decode, looking now and then whether every sequence has ended; without a flag, after each step."""
+    def run(self) -> None:
+        """Decode, checking on a GPU now and then, on a CPU after each step, whether every sequence has ended."""
         self._begin()
-        try:
-            for number in range(1, self.call.new_tokens):
-                self._advance()
-                if flag is None:
-                    if self.step.finished.all():
-                        break
-                elif number % CHECK_EVERY == 0 and flag.was_set_then_watch(self.step.finished):
+        all_ended = Readback(self.step.tokens.device)
+        steps_per_check = STEPS_PER_END_CHECK if all_ended.lag else 1
+        for number in range(1, self.call.new_tokens):
+            self._advance()
+            if number % steps_per_check == 0:
+                all_ended.push(self.step.finished.all())
+                if len(all_ended) > all_ended.lag and all_ended.pop()[1]:
                     break
-        finally:
-            if flag is not None:
-                flag.forget()
         self.lengths = self.step.count[: self.batch].tolist()
 
     def follow(self) -> Iterator[Tensor]:

@@ -1,14 +1,17 @@
-"""Whether the decode step of a model gives what the model gives without a cache, and can be captured."""
+"""Whether a model can be decoded: what its modules say, and what its decode step gives for a few tokens."""
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fp8moe.integrations import cache_argument
 from fp8moe.integrations.decode.cache import STATES
-from fp8moe.integrations.decode.host_reads import HostReads
-from fp8moe.integrations.decode.step import PLAIN, Step, Way, positions_of, vocabulary
+from fp8moe.integrations.decode.step import PLAIN, Capabilities, Step, positions_of, vocabulary
+from fp8moe.integrations.decode.transfers import HostReads
 from fp8moe.integrations.models import Optimized
+from fp8moe.runtime import config
 from fp8moe.runtime.checks import FLOATING
 
 PADDING = 2
@@ -18,36 +21,117 @@ CHUNK = 5
 NEW = 3
 
 
-def find_way(
+def device_of(model: Any) -> torch.device:
+    """The one device that a model lies on. Raises TypeError or ValueError for others."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a causal language model of transformers, got {type(model).__name__}")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise ValueError(f"model: expected all of it on one device, got {sorted(map(str, devices))}")
+    device = devices.pop()
+    if device.type == "meta":
+        raise ValueError("model: expected weights in memory, they are on the meta device")
+    return device
+
+
+_MIXING = ("DogeCDMoE",)  # routers of transformers that mix the tokens of a call, which it keeps for old checkpoints
+
+
+def check_model(model: Any, captured: bool) -> None:
+    """Raise TypeError or ValueError for a model whose modules show that it cannot be decoded, or captured."""
+    name = type(model).__name__
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise TypeError(f"model: expected a causal language model, got {name}")
+    positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not positions or cache_argument.name_of(model.forward) is None:
+        raise TypeError(f"model: expected a model whose forward takes a cache and position_ids, got {name}")
+    check_eval(model)
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"model: its attention implementation is {attention!r}; GraphDecoder runs 'sdpa' and 'eager' "
+            "(model.set_attn_implementation('sdpa'))"
+        )
+    for path, module in model.named_modules():
+        kinds = getattr(module, "rope_type", ())
+        kinds = set(kinds.values() if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else [])
+        if kinds & {"dynamic", "longrope"}:
+            raise ValueError(f"model: {path} changes its frequencies on the host as the sequence grows ({kinds})")
+        if type(module).__name__ in _MIXING:
+            raise ValueError(
+                f"model: {path} ({type(module).__name__}) routes a token by others of the same call, of other "
+                "sequences too, and calls of a decoder are others than the model's own"
+            )
+        if captured and _is_experts(module) and module.config._experts_implementation == "eager":
+            raise ValueError(
+                f"model: {path} runs the experts implementation 'eager', which reads the routing on the host and "
+                "cannot be captured; call fp8moe.integrations.transformers.register() and "
+                "model.set_experts_implementation('fp8moe')"
+            )
+
+
+def check_eval(model: nn.Module) -> None:
+    training = next((path for path, module in model.named_modules() if module.training), None)
+    if training is not None:
+        raise ValueError(f"model: call model.eval() first, {training or 'it'} is in training mode")
+
+
+def check_batch_invariance(model: Any, attention: str, states: bool) -> None:
+    """Raise ValueError for a model that cannot be batch invariant.
+
+    attention: "flash", or another and why. states: some layers keep states of linear attention.
+    """
+    name = type(model).__name__
+    if attention != "flash":
+        raise ValueError(f"model: {name} cannot be batch invariant, as it is without flash attention ({attention})")
+    if states:
+        raise ValueError(f"model: {name} cannot be batch invariant, as it has layers of linear attention")
+
+
+def check_mode(batch_invariant: bool) -> None:
+    """Raise RuntimeError outside of the mode that a decoder was made in."""
+    if config.settings.batch_invariant != batch_invariant:
+        made = "inside" if batch_invariant else "outside"
+        raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether transformers' use_experts_implementation made its forward."""
+    return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
+
+
+def find_capabilities(
     model: Any, device: torch.device, captured: bool, flash: str | None, fused: Optimized | None = None
-) -> tuple[Way, str]:
-    """How the model reads best of what gives the right logits, and why flash attention is not in it, or "".
+) -> tuple[Capabilities, str]:
+    """The capabilities with which the model gives the right logits, and why flash attention is not among them, or "".
 
     flash: the name of the attention to try. fused: modules to try in fp8moe's kernels.
-    Raises the ValueError of `check_step` if not even the plain way is right: the model's own forwards and attention,
-    rows of one length and prompts in one piece.
+    Raises the ValueError of `check_step` if the model is not even right with none: its own forwards and attention, rows
+    of one length and prompts in one piece.
     """
-    best = Way(flash, rows=True, chunks=True, fused=fused)
+    best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
     if _refusal(model, device, captured, best) is None:
         return best, ""
-    way, reason = PLAIN, ""
-    check_step(model, device, captured, way)
+    found, reason = PLAIN, ""
+    check_step(model, device, captured, found)
     for name, value in best._asdict().items():
-        better = way._replace(**{name: value})
-        refusal = None if better == way else _refusal(model, device, captured, better)
+        better = found._replace(**{name: value})
+        refusal = None if better == found else _refusal(model, device, captured, better)
         if refusal is None:
-            way = better
+            found = better
         elif name == "attention":
             reason = str(refusal)
-    return way, reason
+    return found, reason
 
 
-def _refusal(model: Any, device: torch.device, captured: bool, way: Way) -> ValueError | None:
-    """Why the way is not right, for two sequences of tokens: with one rounding alone may be the reason."""
+def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Capabilities) -> ValueError | None:
+    """Why they are not right, for two sequences of tokens: with one, rounding alone may be the reason."""
     refusal = None
     for beginning in (0.25, 0.3):
         try:
-            check_step(model, device, captured, way, beginning)
+            check_step(model, device, captured, capabilities, beginning)
         except ValueError as error:
             refusal = error
         else:
@@ -56,7 +140,9 @@ def _refusal(model: Any, device: torch.device, captured: bool, way: Way) -> Valu
 
 
 @torch.no_grad()
-def check_step(model: Any, device: torch.device, captured: bool, way: Way = PLAIN, beginning: float = 0.25) -> None:
+def check_step(
+    model: Any, device: torch.device, captured: bool, capabilities: Capabilities = PLAIN, beginning: float = 0.25
+) -> None:
     """Run a few tokens through a decode step of its own, and the same tokens through the model at once.
 
     Where rows may have lengths of their own, the step has two of them, taken over from other steps. Where prompts come
@@ -68,8 +154,11 @@ def check_step(model: Any, device: torch.device, captured: bool, way: Way = PLAI
     """
     name = type(model).__name__
     tokens, mask = _sequence(vocabulary(model), device, beginning)
-    begins = (0, PROMPT // 2) if way.rows else (0,)
-    steps = [Step(model, size, PROMPT + NEW, device, way, CHUNK) for size in (len(begins), *[1] * way.rows * 2)]
+    begins = (0, PROMPT // 2) if capabilities.ragged else (0,)
+    steps = [
+        Step(model, size, PROMPT + NEW, device, capabilities, CHUNK)
+        for size in (len(begins), *[1] * capabilities.ragged * 2)
+    ]
     try:
         stepwise, reads = _with_cache(steps, tokens, mask, begins)
         wholes = [_without_cache(model, tokens[:, begin:], mask[:, begin:]) for begin in begins]
@@ -88,13 +177,15 @@ def check_step(model: Any, device: torch.device, captured: bool, way: Way = PLAI
             raise ValueError(f"model: the logits of {name} are {logits.dtype}, expected bfloat16, float16 or float32")
         if whole.isnan().any():
             raise ValueError(f"model: the logits of {name} are NaN")
-        parts = [slice(1, None)] if way == PLAIN else [slice(1, None), slice(1)]  # how others read prompts is ours too
+        parts = (
+            [slice(1, None)] if capabilities == PLAIN else [slice(1, None), slice(1)]
+        )  # how others read prompts is ours too
         if logits.shape != whole.shape or any(_far(logits[part], whole[part], alone[part]) for part in parts):
             raise ValueError(
                 f"model: with a static cache the logits of {name} are not those that it gives without a cache: what it "
                 "has read it keeps elsewhere, or not at all"
             )
-    if way.chunks and _forgets_states(model, tokens, way):
+    if capabilities.chunked_prefill and _forgets_states(model, tokens, capabilities):
         raise ValueError(f"model: {name} forgets its states of linear attention when it reads several tokens")
 
 
@@ -151,13 +242,13 @@ def _with_cache(steps: list[Step], tokens: Tensor, mask: Tensor, begins: tuple[i
     return torch.stack([torch.cat(row) for row in logits]), reads.found
 
 
-def _forgets_states(model: Any, tokens: Tensor, way: Way) -> bool:
+def _forgets_states(model: Any, tokens: Tensor, capabilities: Capabilities) -> bool:
     """Whether a second chunk of a prompt ignores states that the first one left: then NaN in them does not reach it.
 
     In 16 bits, or where other layers remember, the logits alone would not tell.
     """
     for kind in STATES:
-        step = Step(model, 1, PROMPT, tokens.device, way)
+        step = Step(model, 1, PROMPT, tokens.device, capabilities)
         step.start(1, PROMPT, None, [], 0)
         step.read_several(tokens[:, :CHUNK], 0, 0, False)
         states = [state for layer in step.cache.layers for state in getattr(layer, kind, {}).values()]

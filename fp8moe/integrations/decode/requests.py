@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.integrations.decode.arguments import Call, parse
-from fp8moe.integrations.decode.chunks import MOST_TOKENS
+from fp8moe.integrations.decode.arguments import Call, GenerateArguments, check_zeros_on_the_left, parse
 from fp8moe.integrations.decode.generation import NaNLogits
-from fp8moe.integrations.decode.readback import Readback
-from fp8moe.integrations.decode.short_prompts import FEW_TOKENS
+from fp8moe.integrations.decode.prefill import FEW_TOKENS, MOST_TOKENS
+from fp8moe.integrations.decode.sampling import Tail
 from fp8moe.integrations.decode.stats import Record
 from fp8moe.integrations.decode.step import Step
-from fp8moe.integrations.decode.stop_strings import Tail
-from fp8moe.integrations.decode.transfer import integers_on
+from fp8moe.integrations.decode.transfers import Readback, integers_on
 from fp8moe.runtime.checks import describe
 from fp8moe.runtime.progress import progress as progress_bar
 
-CHECK_EVERY = 2
-"""Steps between two looks at which rows have ended. A look does not stall the GPU: see `Readback`."""
-LEAST_SHARE = 8
+STEPS_PER_ROW_CHECK = 2
+"""Steps between two checks of which rows have ended. A check does not stall the GPU: see `Readback`."""
+ROWS_PER_NEWCOMER = 8
 """Newcomers are read when one of so many rows is free: reading several at once costs little more than one."""
 MOST_PADDING = 1.25
 """Newcomers are read together if their columns are no more than MOST_PADDING times their tokens, or FEW_TOKENS."""
@@ -41,7 +39,7 @@ def run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> I
         raise TypeError(f"requests: expected an iterable of dicts of generate's arguments, got {describe(requests)}")
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise TypeError(f"progress: expected True, False, None or a callable, got {describe(progress)}")
-    if not decoder.way.rows:
+    if not decoder.capabilities.ragged:
         raise ValueError(
             f"model: the rows of a batch of {type(decoder.model).__name__} cannot have lengths of their own, which run "
             "needs; generate serves it"
@@ -55,17 +53,17 @@ def _run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> 
     stream = torch.cuda.current_stream(decoder.device) if decoder.device.type == "cuda" else None
     with decoder.turn(), _counted(progress, requests) as count:
         with decoder.on_device(stream):
-            slots = _Slots(decoder, requests)
+            scheduler = BatchScheduler(decoder, requests)
         try:
-            while slots.busy:
+            while scheduler.busy:
                 with decoder.on_device(stream):  # only here: the caller's own is in force while it holds a result
-                    ended = slots.advance()
+                    ended = scheduler.advance()
                 for index, result in ended:
                     count()
                     yield index, result
         finally:
             with decoder.on_device(stream):
-                slots.close()
+                scheduler.close()
 
 
 @contextmanager
@@ -115,8 +113,8 @@ class _Sequence:
         return self.call.tokens.shape[1] + (0 if self.call.prefix is None else self.call.prefix.length)
 
 
-class _Slots:
-    """The rows of a step, the sequences in them, those that wait for one, and what has ended."""
+class BatchScheduler:
+    """Continuous batching: the rows of a step, the sequences in them, those that wait for a row, and what has ended."""
 
     def __init__(self, decoder: Any, requests: Iterable[Mapping[str, Any]]):
         self._decoder = decoder
@@ -155,8 +153,9 @@ class _Slots:
                 sequence.tokens += 1
         self._deliver()  # what left before this step, which the GPU is at work on
         self._release([sequence for sequence in self._alive if sequence.is_full])
-        if self._alive and (self._record.steps % CHECK_EVERY == 0 or any(sequence.tail for sequence in self._alive)):
-            self._look()
+        due = self._record.steps % STEPS_PER_ROW_CHECK == 0 or any(sequence.tail for sequence in self._alive)
+        if self._alive and due:
+            self._check_rows()
         ended, self._ended = self._ended, []
         return ended
 
@@ -179,7 +178,7 @@ class _Slots:
 
     def _admit(self) -> bool:
         """Read some of those who wait into free rows, if that pays now."""
-        pays = min(max(1, self._step.size // LEAST_SHARE), len(self._waiting))
+        pays = min(max(1, self._step.size // ROWS_PER_NEWCOMER), len(self._waiting))
         if not self._waiting or len(self._free) < (pays if self._alive else 1):
             return False
         group = self._group()
@@ -190,7 +189,7 @@ class _Slots:
             sequence.tokens, sequence.end = 1, length + sequence.call.new_tokens
         self._alive += group
         if any(sequence.tail for sequence in group):
-            self._look()
+            self._check_rows()
         self._release([sequence for sequence in group if sequence.is_full])
         return True
 
@@ -261,8 +260,8 @@ class _Slots:
             self._take(self._decoder.steps[size])
             self._move(self._alive, source, chosen, max(sequence.end for sequence in self._alive))
 
-    def _look(self) -> None:
-        """See which rows have ended, as of the look before this one."""
+    def _check_rows(self) -> None:
+        """See which rows have ended, as of the check before this one."""
         step = self._step
         self._reports.push(torch.stack([step.count, step.finished, step.tokens[:, 0]]))
         self._reported.append([(sequence, sequence.row) for sequence in self._alive])
@@ -333,21 +332,16 @@ def _parse(decoder: Any, request: Any) -> tuple[Call, Tail | None]:
     """
     if not isinstance(request, Mapping):
         raise TypeError(f"requests: expected dicts of generate's arguments, got {describe(request)}")
-    arguments = dict(decoder.bind(**request))
-    ids, mask = arguments["input_ids"], arguments["attention_mask"]
+    arguments = GenerateArguments.bind(**request)
+    ids, mask = arguments.input_ids, arguments.attention_mask
     if not isinstance(ids, Tensor) or ids.dim() != 1:
         raise ValueError(f"input_ids: expected one prompt of shape (length,), got {describe(ids)}")
-    if arguments["streamer"] is not None:
+    if arguments.streamer is not None:
         raise ValueError("streamer: run yields whole answers; generate and stream serve streamers")
-    arguments["input_ids"] = ids[None]
-    arguments["attention_mask"] = mask[None] if isinstance(mask, Tensor) else mask
+    arguments = replace(arguments, input_ids=ids[None], attention_mask=mask[None] if isinstance(mask, Tensor) else mask)
     call = parse(decoder, arguments, decoder.model.generation_config)
     if call.mask is not None:
+        check_zeros_on_the_left(call.mask)
         padding = int((~call.mask).sum())
-        if not call.mask[0, padding:].all():
-            raise ValueError(
-                "attention_mask: expected zeros on the left only, got some between ones (without attention_mask, "
-                "tokens that are pad_token_id count as zeros)"
-            )
         call = replace(call, tokens=call.tokens[:, padding:], mask=None)
     return call, *call.tails()

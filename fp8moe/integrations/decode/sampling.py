@@ -1,24 +1,18 @@
-"""How the tokens of a sequence are chosen: from generate's arguments to a row of the sampling op's state."""
+"""How the tokens of a sequence are chosen and what text ends it: a row of the sampling op's state, stop strings."""
 
-import ctypes
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.decode.checks import integer, number
 from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState
 from fp8moe.runtime.checks import describe
 
 PENALTIES = ("repetition_penalty", "presence_penalty")  # these change greedy decoding too
 NAMES = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)
-NEAR_ZERO = 1e-5
-"""Temperatures below it are greedy."""
-
-_SEEDS = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True)
@@ -32,43 +26,6 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     seed: int = 0
-
-
-def random_seeds(batch: int) -> list[int]:
-    """From PyTorch's default generator, so that torch.manual_seed makes them repeatable."""
-    return torch.randint(_SEEDS.start, _SEEDS.stop - 1, (batch,)).tolist()
-
-
-def parameters(
-    arguments: Mapping[str, Any],
-    generation_config: Any,
-    batch: int,
-    draw: Callable[[int], list[int]] = random_seeds,
-) -> list[Sampling]:
-    """Those of each sequence, from the arguments of generate: do_sample, seed and NAMES; None or absent: not given.
-
-    With do_sample what is not given comes from the generation config, and is off where that says nothing either.
-    Without it nothing does. draw: makes so many seeds where none is given.
-
-    Raises TypeError or ValueError with the name of an argument (or generation_config.NAME) that is wrong, or that would
-    change nothing because do_sample is False.
-    """
-    do_sample = arguments.get("do_sample", False)
-    if not isinstance(do_sample, bool):
-        raise TypeError(f"do_sample: expected True or False, got {describe(do_sample)}")
-    values = {name: _checked(name, arguments[name]) for name in NAMES if arguments.get(name) is not None}
-    seeds = None if arguments.get("seed") is None else _seeds(arguments["seed"], batch)
-    if not do_sample:
-        for name, value in values.items():
-            if name not in PENALTIES and value not in _WITHOUT_EFFECT[name]:
-                raise ValueError(f"{name}: {value:g} has no effect without sampling; pass do_sample=True")
-        return [Sampling(**{name: value for name, value in values.items() if name in PENALTIES})] * batch
-    for name in NAMES:
-        default = getattr(generation_config, name, None)
-        if name not in values and default is not None and (name, default) != ("top_k", 0):  # there 0 means off
-            values[name] = _checked(f"generation_config.{name}", default)
-    values = {"temperature": 1.0} | values
-    return [Sampling(**values, seed=seed) for seed in seeds or draw(batch)]
 
 
 def empty_state(size: int, vocabulary: int, device: torch.device) -> SamplingState:
@@ -104,41 +61,53 @@ def write(state: SamplingState, row: int, sampling: Sampling, prompt_ids: Tensor
     state.seen[row].copy_(seen.index_fill_(0, ids, IN_PROMPT)[:vocabulary])
 
 
-def _checked(name: str, value: Any) -> float | int:
-    """The value as SamplingState has it; a temperature near 0 as 0."""
-    argument = name.rpartition(".")[2]
-    if argument == "top_k":
-        value = integer(name, value)
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-        return min(value, torch.iinfo(torch.int32).max)
-    rounded = ctypes.c_float(number(name, value)).value  # as the kernel reads it: tiny values are 0, huge ones infinite
-    holds, expected = _RANGES[argument]
-    if not holds(rounded):
-        raise ValueError(f"{name}: expected {expected}, got {value}")
-    return 0.0 if argument == "temperature" and rounded < NEAR_ZERO else rounded
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for the first bytes of a character."""
 
 
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value < math.inf, "a finite number of at least 0"),
-    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "a finite number above 0"),
-    "presence_penalty": (math.isfinite, "a finite number"),
-}
-_WITHOUT_EFFECT = {"temperature": (0.0, 1.0), "top_k": (1,), "top_p": (1.0,), "min_p": (0.0,)}
-"""Values with which a greedy sequence is what they ask for."""
+class StopStrings:
+    """Stop strings and the tokenizer that writes the text which they are looked for in."""
+
+    def __init__(self, strings: Any, tokenizer: Any):
+        """strings: one, or several. Raises TypeError or ValueError with the name of the argument that is wrong."""
+        if isinstance(strings, str) or not isinstance(strings, Iterable):
+            strings = [strings]
+        several = [*strings]
+        wrong = [string for string in several if not isinstance(string, str)]
+        if wrong:
+            raise TypeError(f"stop_strings: expected a string or several, got {describe(wrong[0])}")
+        if not several or not all(several):
+            raise ValueError(f"stop_strings: expected one or more strings, none of them empty, got {several}")
+        if tokenizer is None:
+            raise ValueError("stop_strings: they need tokenizer=, the tokenizer of the model")
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise TypeError(f"tokenizer: expected a tokenizer of transformers, got {describe(tokenizer)}")
+        self.strings = several
+        self.tokenizer = tokenizer
+        # A token adds a byte or more; decoders may leave out a space before the first one.
+        self.window = 1 + max(len(string.encode()) for string in several)
+
+    def text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _seeds(seed: Any, batch: int) -> list[int]:
-    """One for each sequence."""
-    if isinstance(seed, Iterable) and getattr(seed, "ndim", 1):
-        seeds = [integer("seed", value) for value in seed]
-        if len(seeds) != batch:
-            raise ValueError(f"seed: expected an integer, or one for each of {batch} sequences, got {len(seeds)}")
-    else:
-        seeds = [integer("seed", seed)] * batch
-    wrong = next((value for value in seeds if value not in _SEEDS), None)
-    if wrong is not None:
-        raise ValueError(f"seed: expected an integer of 64 bits, got {wrong}")
-    return seeds
+class Tail:
+    """The last tokens of one sequence, as many as a stop string can take."""
+
+    def __init__(self, stop: StopStrings, prompt: list[int]):
+        self.stop = stop
+        self.tokens = deque(prompt, maxlen=stop.window)
+
+    def ends_with(self, token: int) -> bool:
+        """Add a token: whether it completes a stop string, which may begin in the prompt.
+
+        So does transformers' StopStringCriteria: some of the string is text of this token.
+        """
+        self.tokens.append(token)
+        tokens = [*self.tokens]
+        text = self.stop.text(tokens)
+        found = [string for string in self.stop.strings if string in text]
+        if not found:
+            return False
+        before = len(self.stop.text(tokens[:-1]).rstrip(_INCOMPLETE))
+        return any(text.find(string, max(0, before - len(string) + 1)) >= 0 for string in found)

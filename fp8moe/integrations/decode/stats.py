@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 RECENT = 16
-"""Calls that times are averaged over."""
+"""The calls that times are averaged over."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Records:
 
 
 def cache_bytes(caches: Iterable[Any]) -> int:
-    """Of keys, values and states in the layers of transformers' caches; what several layers share counts once."""
+    """The bytes of keys, values and states in transformers' caches; what several layers share counts once."""
     layers = [vars(layer) for cache in caches for layer in cache.layers]
     tensors = [leaf for leaf in tree_leaves(layers) if isinstance(leaf, Tensor) and leaf.dim() > 1]  # others count
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

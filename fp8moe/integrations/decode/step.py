@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations import cache_argument
-from fp8moe.integrations.decode.attention import Rows, used_by
-from fp8moe.integrations.decode.cache import Place, clear_rows, copy_rows, has_states, reset, static_cache
-from fp8moe.integrations.decode.chunks import columns_at_a_time
-from fp8moe.integrations.decode.masks import take_offsets_of_rows
-from fp8moe.integrations.decode.ranks import ranks_of
+from fp8moe.integrations.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows, used_by
+from fp8moe.integrations.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
+from fp8moe.integrations.decode.model_use import ranks_of
+from fp8moe.integrations.decode.prefill import Prefix, ShortPrompts, columns_at_a_time
 from fp8moe.integrations.decode.sampling import Sampling, empty_state, write
-from fp8moe.integrations.decode.short_prompts import ShortPrompts
-from fp8moe.integrations.decode.transfer import integers_on
+from fp8moe.integrations.decode.transfers import integers_on
 from fp8moe.integrations.models import Optimized
 from fp8moe.kernels.decoder_ops.sampling import sample
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
@@ -26,22 +24,22 @@ WARM_UP_RUNS = 3
 GREEDY = Sampling()
 
 
-class Way(NamedTuple):
-    """How a model reads, as `probe.find_way` finds it out.
+class Capabilities(NamedTuple):
+    """What a model can do in a decoder, as `probe.find_capabilities` finds it out.
 
     attention: implementation that reads the cache, None for the model's own.
-    rows: whether the rows of a batch may have lengths of their own.
-    chunks: whether a call may read several tokens after others.
+    ragged: the rows of a batch may have lengths of their own.
+    chunked_prefill: a call may read several tokens after others.
     fused: modules that run in fp8moe's kernels meanwhile; None: the model's own forwards do.
     """
 
     attention: str | None = None
-    rows: bool = False
-    chunks: bool = False
+    ragged: bool = False
+    chunked_prefill: bool = False
     fused: Optimized | None = None
 
 
-PLAIN = Way()
+PLAIN = Capabilities()
 
 
 class Step:
@@ -63,23 +61,23 @@ class Step:
         size: int,
         max_length: int,
         device: torch.device,
-        way: Way = PLAIN,
+        capabilities: Capabilities = PLAIN,
         prefill_chunk: int | None = None,
     ):
-        if way.rows:
+        if capabilities.ragged:
             take_offsets_of_rows()
         self.model = model
         self.size = size
-        self.way = way
+        self.capabilities = capabilities
         self.prefill_chunk = prefill_chunk
         self.ranks = ranks_of(model)
-        self.place = Place(size, device, way.rows)
-        self.cache = static_cache(model.config, max_length, self.place)
+        self.position = CachePosition(size, device, capabilities.ragged)
+        self.cache = static_cache(model.config, max_length, self.position)
         integers = partial(torch.zeros, dtype=torch.int64, device=device)
         booleans = partial(torch.zeros, dtype=torch.bool, device=device)
         self.tokens = integers(size, 1)
         self.positions = integers(size, 1)
-        self.columns = self.place.columns
+        self.columns = self.position.columns
         self.begin = integers(size)
         self.mask = ~booleans(size, max_length)
         self.generated = integers(size, max_length)
@@ -91,7 +89,7 @@ class Step:
         self.ends = booleans(size, vocabulary(model))
         self.pad = integers(())
         self.sampling = empty_state(size, vocabulary(model), device)
-        self.seen = Rows(self.begin, self.columns, max_length, self.ranks.key_heads)
+        self.metadata = AttentionMetadataBuilder(self.begin, self.columns, max_length, self.ranks.key_heads)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.short_prompts: ShortPrompts | None = None
 
@@ -109,7 +107,7 @@ class Step:
         Copies choose the same tokens and experts, so they read no further weights. samplings: of each sequence; ():
         greedy.
         """
-        reset(self.cache, masked=self.way.attention is None)  # a NaN that is masked would stay
+        reset(self.cache, masked=self.capabilities.attention is None)  # a NaN that is masked would stay
         self.mask.fill_(True)
         if mask is None:
             self.begin.zero_()
@@ -133,10 +131,10 @@ class Step:
         """
         return (tokens, mask) if self.short_prompts is None else self.short_prompts.fit(tokens, mask, room)
 
-    def prefill(self, tokens: Tensor, mask: Tensor | None, prefix: Any = None) -> Tensor:
+    def prefill(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None = None) -> Tensor:
         """Read the prompts (batch, length), after a prefix if there is one: the logits (B, vocabulary) of what follows.
 
-        prefix: a prefix.Prefix. Raises ValueError for a prefix that this model or these prompts cannot follow.
+        Raises ValueError for a prefix that this model or these prompts cannot follow.
         """
         tokens = self.rows(tokens)
         self._note_prompts(tokens, None if mask is None else self.rows(mask), prefix)
@@ -157,13 +155,20 @@ class Step:
 
     def _chunk(self, end: int) -> int:
         """Columns to read at a time, of prompts that end at this column."""
-        if not self.way.chunks:
+        if not self.capabilities.chunked_prefill:
             return end
         columns = self.prefill_chunk
         if columns is None:
-            config, device = self.model.config.get_text_config(decoder=True), self.columns.device
-            form = (self.model.dtype, self.way.attention is None, self.ranks.most)
-            free = columns_at_a_time(config, self.size, end, device, *form)
+            device = self.columns.device
+            free = columns_at_a_time(
+                self.model.config.get_text_config(decoder=True),
+                self.size,
+                end,
+                device,
+                self.model.dtype,
+                masked=self.capabilities.attention is None,
+                ranks=self.ranks.most,
+            )
             columns = self.ranks.least(free, device)
         return max(columns, 2)  # one token alone is a decode step's, which has no padding
 
@@ -171,7 +176,7 @@ class Step:
         """Read tokens (B, T) of prompts, from column `start` on if all rows share it; after at most `before` others."""
         count = tokens.shape[1]
         end = before + count
-        self.place.fix(start, count, end)
+        self.position.fix(start, count, end)
         arguments = {}
         if padded:
             arguments["attention_mask"] = self.mask[:, :end].long()
@@ -200,16 +205,16 @@ class Step:
 
     def read(self) -> Tensor:
         """Read `tokens`; the logits (B, vocabulary) after them."""
-        self.place.leave_open()
+        self.position.leave_open()
         torch.sub(self.columns[:, None], self.begin[:, None], out=self.positions)
         logits = self._run(self.tokens, self.positions, attention_mask=self.mask)
-        self.columns.add_(~self.finished if self.way.rows else 1)
+        self.columns.add_(~self.finished if self.capabilities.ragged else 1)
         return logits
 
     def _run(self, tokens: Tensor, positions: Tensor, *, whole: bool = False, **arguments) -> Tensor:
-        self.seen.next_call(whole=whole)
-        fused = nullcontext() if self.way.fused is None else self.way.fused.in_force()
-        with used_by(self.model, self.way.attention, self.seen), fused, linears_by_fixed_rows():
+        self.metadata.next_call(whole=whole)
+        fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
+        with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows():
             arguments |= _without_router_loss(self.model.config)
             arguments[cache_argument.name_of(self.model.forward)] = self.cache
             output = self.model(input_ids=tokens, position_ids=positions, use_cache=True, **arguments)
@@ -233,10 +238,6 @@ class Step:
         missing = self.size - len(values)
         return torch.cat([values, values[:1].expand(missing, *values.shape[1:])]) if missing else values
 
-    def result(self, batch: int) -> Tensor:
-        """The new tokens (batch, n), up to the end of the sequence that ended last."""
-        return self.generated[:batch, : int(self.count[:batch].max())].clone()
-
     def adopt(self, rows: Tensor, source: "Step", chosen: Tensor, length: int) -> None:
         """Go on here, in `rows` (n,), with the sequences in the rows `chosen` (n,) of another step of the model.
 
@@ -244,14 +245,14 @@ class Step:
         """
         copy_rows(self.cache, self.size, rows, source.cache, chosen, length)
         self.mask.index_fill_(0, rows, True)
-        for name in _OF_EACH_ROW:
+        for name in _ROW_TENSORS:
             _copy(getattr(self, name), rows, getattr(source, name), chosen)
         for mine, theirs in zip(self.sampling, source.sampling, strict=True):
             _copy(mine, rows, theirs, chosen)
 
     def leave(self, rows: Tensor) -> None:
         """Nothing of these rows is needed further: each sees one column."""
-        if self.way.attention is None:
+        if self.capabilities.attention is None:
             clear_rows(self.cache, rows)  # they may hold NaN, and masked values are multiplied by 0
         self.finished.index_fill_(0, rows, True)
         for tensor in (self.columns, self.begin, self.count, self.failed):
@@ -262,7 +263,7 @@ class Step:
         self.start(self.size, 1, None, [], 0)
         self.finished.fill_(True)
 
-    def _note_prompts(self, tokens: Tensor, mask: Tensor | None, prefix: Any) -> None:
+    def _note_prompts(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> None:
         """Begin each sequence in the state of sampling; greedy ones, as `start` left it, need no prompt."""
         for row, sampling in enumerate(self.samplings):
             if sampling == GREEDY:
@@ -275,7 +276,7 @@ class Step:
 
     def keep_short_prompts(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
         """Read short prompts from graphs, where rows may be padded as is convenient."""
-        if self.way.attention is not None and self.way.rows and not has_states(self.cache):
+        if self.capabilities.attention is not None and self.capabilities.ragged and not has_states(self.cache):
             self.short_prompts = ShortPrompts(self.size, self.prefill_chunk, stream, pool)
 
     def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
@@ -300,7 +301,7 @@ class Step:
             self.short_prompts.release()
 
 
-_OF_EACH_ROW = (
+_ROW_TENSORS = (
     *("tokens", "columns", "begin", "mask", "generated", "logprobs", "count", "limit"),
     *("finished", "failed", "ends"),
 )
@@ -316,7 +317,7 @@ def _copy(target: Tensor, rows: Tensor, source: Tensor, chosen: Tensor) -> None:
 
 
 def _without_router_loss(config: Any) -> dict[str, bool]:
-    """For models that are set to return the logits of routers: their loss of these wants a mask of the tokens alone."""
+    """Arguments that keep a model from computing the loss of its routers, which wants a mask of the tokens alone."""
     parts = (config, config.get_text_config(decoder=True))
     asked = any(getattr(part, "output_router_logits", False) for part in parts)
     return {"output_router_logits": False} if asked else {}
@@ -333,5 +334,5 @@ def positions_of(mask: Tensor) -> Tensor:
 
 @cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all decoders: cuBLAS keeps a workspace for every stream that it was called on."""
+    """The stream of all decoders' captures: cuBLAS keeps a workspace for every stream that it was called on."""
     return torch.cuda.Stream(device)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from fp8moe.integrations import cache_argument
 from fp8moe.integrations.models import forms, linears, norms
 from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.integrations.models.interface import AttentionMetadata
 from fp8moe.kernels.decoder_ops import rotary
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.quant.formats import FP8Tensor
 
 
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
@@ -62,13 +64,13 @@ def attend(
         parts = linears.project(normed.quantized, _inputs(module), cos.dtype)
     q, k, v = (part.view(*lead, -1, size) for part in parts)
     past = past_key_values if cache is None else cache
-    layer = _rows_of(past, module.layer_idx, k, v)
+    layer = _decoder_layer(past, module.layer_idx, k, v)
     if layer is None:
         batch, tokens, heads, _ = k.shape
         keys, values = torch.empty((2, batch, heads, tokens, size), dtype=k.dtype, device=k.device)
         columns = None
     else:
-        keys, values, columns = layer.keys, layer.values, layer.columns
+        keys, values, columns = layer.keys, layer.values, layer.position.columns
     norm = {}
     if _has_norms(module, form):
         norm = {
@@ -80,11 +82,11 @@ def attend(
         module.config._attn_implementation, forms.called(module, "eager_attention_forward")
     )
     # GraphDecoder's attention takes copies of the queries from here, and gives what the projection behind it reads.
-    one_token = getattr(interface, "one_token", None) if lead[1] == 1 else None
-    copies = attention_mask.parts if one_token else 1
+    decoding = lead[1] == 1 and isinstance(attention_mask, AttentionMetadata)
+    copies = attention_mask.parts if decoding else 1
     query = rotary.rotary(q, k, v, cos, sin, keys, values, columns=columns, copies=copies, **norm).transpose(1, 2)
     if layer is not None:
-        end = layer.place.end
+        end = layer.position.end
         keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
     elif past is not None:
         keys, values = cache_argument.update(past_key_values, cache, keys, values, module.layer_idx, options)
@@ -94,13 +96,12 @@ def attend(
         case "config":
             options = {**options, "sliding_window": getattr(module.config, "sliding_window", None)}
     options = {**options, "dropout": 0.0, "scaling": module.scaling}
-    if one_token is None:
-        output, _ = interface(module, query, keys, values, attention_mask, **options)
-        return module.o_proj(output.reshape(*lead, -1))
-    quantized = linears.weights(module.o_proj) is not None
-    output = one_token(module, query, keys, values, attention_mask, quantized=quantized, **options)
-    out = linears.project(output, [module.o_proj], cos.dtype)[0] if quantized else module.o_proj(output)
-    return out.view(*lead, -1)
+    if decoding:
+        options["quantized"] = linears.weights(module.o_proj) is not None
+    output, _ = interface(module, query, keys, values, attention_mask, **options)
+    if isinstance(output, FP8Tensor):
+        return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)
+    return module.o_proj(output.reshape(*lead, -1))
 
 
 def _inputs(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -111,10 +112,10 @@ def _has_norms(module: nn.Module, form: forms.Attention) -> bool:
     return form.norm == "always" or (form.norm == "if use_qk_norm" and bool(module.use_qk_norm))
 
 
-def _rows_of(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
+def _decoder_layer(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
     """The layer of GraphDecoder's cache that takes k and v (B, T, key heads, D); None if the cache is another's."""
     layer = next(iter(getattr(past, "layers", ())[index : index + 1]), None)  # some caches add layers later
-    if not hasattr(layer, "place"):
+    if not hasattr(layer, "position"):
         return None
     if not layer.is_initialized:
         layer.lazy_initialization(k.transpose(1, 2), v.transpose(1, 2))

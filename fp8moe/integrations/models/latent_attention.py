@@ -171,12 +171,12 @@ def _up_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
     return linear.weight if type(linear.weight) is nn.Parameter and linear.weight.dtype is dtype else None
 
 
-class _Kept(NamedTuple):
+class _CachedWeight(NamedTuple):
     values: Tensor
     weights: Fingerprint
 
 
-_kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+_weight_cache: WeakKeyDictionary[nn.Module, _CachedWeight] = WeakKeyDictionary()
 """Weights of FP8 linears in the dtype of the computation; beside the modules, so that nothing saves or copies them."""
 
 
@@ -184,15 +184,15 @@ _kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
 @torch.inference_mode(False)
 @torch.no_grad()
 def _dequantized(linear: nn.Module, weights: linears.Weights, dtype: torch.dtype) -> Tensor:
-    """The weight in this dtype, as long as it is the same one that was kept."""
+    """The weight in this dtype, which is cached as long as its FP8 values stay."""
     sources = weights.data, weights.scale
-    kept = _kept.get(linear)
-    if kept is not None and kept.values.dtype is dtype and kept.weights.matches(sources):
-        return kept.values
+    cached = _weight_cache.get(linear)
+    if cached is not None and cached.values.dtype is dtype and cached.weights.matches(sources):
+        return cached.values
     values = dequantize(FP8Tensor(*sources), dtype=dtype)
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
         return values  # they are there when the graph runs, not yet for others
-    if kept is not None and (kept.values.dtype, kept.values.device) == (dtype, values.device):
-        values = kept.values.copy_(values)  # graphs may read it
-    _kept[linear] = _Kept(values, Fingerprint(sources))
+    if cached is not None and (cached.values.dtype, cached.values.device) == (dtype, values.device):
+        values = cached.values.copy_(values)  # graphs may read it
+    _weight_cache[linear] = _CachedWeight(values, Fingerprint(sources))
     return values

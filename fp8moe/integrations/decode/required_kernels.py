@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.integrations.decode import attention
-from fp8moe.integrations.decode.probe import find_way
+from fp8moe.integrations.decode.probe import find_capabilities
 from fp8moe.integrations.decode.step import Step
 from fp8moe.integrations.models import find_fused
 from fp8moe.integrations.skeleton import skeletons
@@ -23,14 +23,14 @@ from fp8moe.runtime.record import Recorder, reserved
 _CPU = torch.device("cpu")
 
 
-class Needed(NamedTuple):
+class RequiredKernels(NamedTuple):
     """kernels: those that were launched. families: of GEMMs, each with its rows for one token."""
 
     kernels: set[KernelSpec]
     families: dict[Family, int]
 
 
-def needed_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> Needed:
+def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> RequiredKernels:
     """What models of these configurations of transformers launch, in a process of its own (see `runtime.record`).
 
     batch_sizes: of decode steps. tokens: of the longest prompts that are read at once. num_sms: of the GPU.
@@ -50,23 +50,23 @@ def needed_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: i
     with torch.no_grad():
         for model in models:
             _run(model, {1, *batch_sizes}, _lengths(tokens))
-    return Needed(set(recorder.kernels), dict(families))
+    return RequiredKernels(set(recorder.kernels), dict(families))
 
 
 def _lengths(tokens: int) -> list[int]:
-    """Of the prompts that are read: powers of two up to `tokens`, and `tokens`."""
+    """The lengths of the prompts that are read: powers of two up to `tokens`, and `tokens`."""
     return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
 def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None:
     """One decode step for each batch size, and one prompt for each length."""
-    way, _ = find_way(model, _CPU, False, attention.NAME, find_fused(model) or None)
+    capabilities, _ = find_capabilities(model, _CPU, False, attention.NAME, find_fused(model) or None)
     for size in batch_sizes:
-        step = Step(model, size, 2, _CPU, way)
+        step = Step(model, size, 2, _CPU, capabilities)
         step.start(size, 1, None, [], 0)
         step.advance()
     for count in lengths:
-        step = Step(model, 1, count, _CPU, way)
+        step = Step(model, 1, count, _CPU, capabilities)
         step.start(1, count, None, [], 0)
         step.read_several(torch.zeros(1, count, dtype=torch.int64), 0, 0, False)
 
@@ -80,7 +80,7 @@ def _no_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **opt
 
 
 def _of_the_first_expert(quantize: Callable[..., FP8Tensor]) -> Callable[..., FP8Tensor]:
-    """As quantized weights of all experts would be written, one after the other."""
+    """Weight.quantize that quantizes the first expert alone and reserves memory for all."""
 
     def quantized(weight: experts_source.Weight, scale_format: str) -> FP8Tensor:
         if isinstance(weight.fused, FP8Tensor):

@@ -1,0 +1,143 @@
+"""The use of a model: by which ranks, by which thread, on which stream, and whether it is still the model it was."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8moe.integrations.fingerprint import Fingerprint
+
+
+class Ranks(NamedTuple):
+    """The ranks that hold a model together. What they decide alike keeps them at the same steps.
+
+    groups: process groups that hold it; none for a model on one rank.
+    key_heads: over how many ranks the heads of keys and values are spread.
+    """
+
+    groups: tuple[Any, ...] = ()
+    key_heads: int = 1
+
+    @property
+    def most(self) -> int:
+        """The size of the largest group."""
+        return max((dist.get_world_size(group) for group in self.groups), default=1)
+
+    def least(self, value: int, device: torch.device) -> int:
+        """The smallest of the ranks' values. device: of the model, which the groups communicate on."""
+        if not self.groups:
+            return value
+        agreed = torch.tensor([value], device=device)
+        for group in self.groups:
+            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+        return int(agreed)
+
+    def first(self, values: list[int], device: torch.device) -> list[int]:
+        """The values of the first rank."""
+        if not self.groups:
+            return values
+        agreed = torch.tensor(values, device=device)
+        for group in self.groups:
+            dist.broadcast(agreed, group_src=0, group=group)
+        return agreed.tolist()
+
+
+def ranks_of(model: Any) -> Ranks:
+    """The ranks that hold the model's parameters as DTensors."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    groups = {}
+    for parameter in model.parameters():
+        if mesh := _mesh(parameter):
+            for dim in range(mesh.ndim):
+                group = mesh.get_group(dim)
+                groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    projections = (getattr(module, "k_proj", None) for module in model.modules())
+    spread = [_sharded_over(projection.weight) for projection in projections if hasattr(projection, "weight")]
+    return Ranks(tuple(group for ranks, group in groups.items() if len(ranks) > 1), max(spread, default=1))
+
+
+def _mesh(parameter: Tensor) -> Any:
+    """The mesh of a DTensor, None for other tensors."""
+    from torch.distributed.tensor import DTensor
+
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def _sharded_over(weight: Tensor) -> int:
+    """The number of ranks that the rows of a weight are spread over."""
+    mesh = _mesh(weight)
+    if mesh is None:
+        return 1
+    return next((mesh.size(dim) for dim, place in enumerate(weight.placements) if place.is_shard(0)), 1)
+
+
+class TurnLock:
+    """A lock whose holder may be a suspended generator: a thread that asks for it twice gets an error and no wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def __enter__(self) -> None:
+        if self._holder == threading.get_ident():
+            raise RuntimeError(
+                "the decoder is at work: this thread has a stream or run of it that has not ended; finish it or close "
+                "it first"
+            )
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *exception: object) -> None:
+        self._holder = None
+        self._lock.release()
+
+
+@contextmanager
+def device_context(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Make the device the current one, and on it this stream, with torch.autocast off, as in a capture."""
+    place = nullcontext()
+    if device.type == "cuda":
+        place = torch.cuda.device(device) if stream is None else torch.cuda.stream(stream)
+    with place, torch.autocast(device.type, enabled=False):
+        yield
+
+
+class ModelState:
+    """Where a model's weights lie and what they held at one time, and which adapters of peft were active, how much.
+
+    CUDA graphs and cached keys of the model serve as long as nothing of it changes. It keeps neither in memory.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._weights = Fingerprint(_weights(model))
+        self._adapters = [(ref(module), _active(module)) for module in model.modules() if _has_adapters(module)]
+
+    def change(self, model: nn.Module) -> str | None:
+        """What has changed in the model since: the beginning of a sentence, or None."""
+        if not self._weights.matches(_weights(model)):
+            return "the model's weights have moved or changed"
+        if any(module() is None or _active(module()) != active for module, active in self._adapters):
+            return "the model's adapters have been switched, scaled or disabled"
+        return None
+
+
+def _weights(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers: what is added to the scores of routers is a buffer in many models."""
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    """Whether it is a layer of peft. New ones bring new parameters."""
+    return isinstance(getattr(module, "merged_adapters", None), list)
+
+
+def _active(module: Any) -> tuple:
+    scaling = tuple(getattr(module, "scaling", {}).items())
+    return tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters), scaling

@@ -1,0 +1,98 @@
+"""Copies between the host and a GPU that do not wait for each other, and the operations that do wait."""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; pinned on the way, so that the host does not wait."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def integers_on(device: torch.device, values: Iterable[int]) -> Tensor:
+    """(n,) int64 on the device."""
+    return to_device(torch.tensor([*values], dtype=torch.int64), device)
+
+
+class _Copy(NamedTuple):
+    values: Tensor
+    host: Tensor
+    copied: torch.cuda.Event | None
+
+
+class Readback:
+    """Copies tensors to the host in the order of a stream. One is read while the GPU works on what follows it.
+
+    lag: how many may be under way while one is read.
+    """
+
+    def __init__(self, device: torch.device):
+        self.lag = 1 if device.type == "cuda" else 0
+        self._waiting: deque[_Copy] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, values: Tensor) -> None:
+        if values.device.type != "cuda":
+            self._waiting.append(_Copy(values, values, None))
+            return
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._waiting.append(_Copy(values, host, copied))
+
+    def pop(self) -> tuple[Tensor, Tensor]:
+        """The oldest: on its device and on the host, both ready to be read."""
+        values, host, copied = self._waiting.popleft()
+        if copied is not None:
+            copied.synchronize()
+        return values, host
+
+
+class HostReads(TorchDispatchMode):
+    """Records in `found` the operations on tensors of a device that read values on the host; no CUDA graph holds them.
+
+    The host reads the values themselves, or the shape of a result that depends on them.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        if any(tensor.device == self.device for tensor in tensors) and _reads(function, args, kwargs):
+            self.found.append(str(function))
+        return function(*args, **kwargs)
+
+
+def _reads(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    match function:
+        case aten.index.Tensor:
+            return _has_mask(args[1])
+        case aten.index_put.default | aten.index_put_.default:
+            return _has_mask(args[1]) and args[2].numel() != 1  # one value is filled in under the mask
+        case aten.repeat_interleave.Tensor:
+            return kwargs.get("output_size") is None
+        case aten._to_copy.default:
+            return kwargs.get("device") == torch.device("cpu") != args[0].device and not kwargs.get("non_blocking")
+    return not WAITING_TAGS.isdisjoint(function.tags)
+
+
+def _has_mask(indices: list[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
