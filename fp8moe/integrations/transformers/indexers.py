@@ -1,7 +1,6 @@
 """transformers' indexers of sparse attention on fp8moe's kernels: the same selection, scored in FP8."""
 
 import functools
-import gc
 import importlib.util
 import inspect
 from collections.abc import Sequence
@@ -49,8 +48,7 @@ def route_indexers() -> None:
             continue
         parameters = tuple(inspect.signature(cls.forward).parameters)
         if parameters in [(*_PARAMETERS, name) for name in cache_argument.NAMES]:
-            theirs, cls.forward = cls.forward, _routed(cls.forward)
-            _rebind(theirs, cls.forward)
+            cls.forward, cls.__call__ = _routed(cls.forward), _call
 
 
 def is_routed(cls: type[nn.Module]) -> bool:
@@ -71,13 +69,19 @@ def _either(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes))
 
 
-def _rebind(theirs, ours) -> None:
-    """Give `ours` to modules that keep `theirs` bound to themselves: accelerate's hooks call the forward they found."""
-    for bound in gc.get_referrers(theirs):
-        if isinstance(bound, MethodType):
-            module = bound.__self__
-            for name in [name for name, value in vars(module).items() if value is bound]:
+_BOUND = ("forward", "_old_forward")
+"""Attributes in which accelerate's hooks leave the bound forward that they found: once removed, and while in force."""
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """nn.Module.__call__ of an indexer; a forward of transformers that is bound to it becomes fp8moe's first."""
+    if is_routed(type(module)):
+        ours = type(module).forward
+        for name in _BOUND:
+            bound = vars(module).get(name)
+            if isinstance(bound, MethodType) and bound.__func__ is ours.__wrapped__:
                 setattr(module, name, MethodType(ours, module))
+    return nn.Module.__call__(module, *args, **kwargs)
 
 
 def _routed(theirs):
