@@ -7,6 +7,7 @@ import torch
 
 from fp8moe.integrations.decode import GraphDecoder, prefill, probe
 from fp8moe.integrations.decode.step import Capabilities
+from fp8moe.runtime.jit import KernelSpec
 from tests import linear_attention_models
 from tests.decode_models import tiny_mixtral
 from tests.tiny_moe_models import MODELS
@@ -91,6 +92,22 @@ def test_chunks_follow_the_memory(monkeypatch):
     assert columns(monkeypatch, GIB, end=10_000, mask=True) < columns(monkeypatch, GIB, end=10_000)
     llama = transformers.AutoConfig.for_model("llama")
     assert prefill.columns_at_a_time(llama, 1, 77, CPU, torch.float32, masked=True) == 77
+
+
+def test_other_threads_may_make_plans_while_kernels_are_loaded(monkeypatch):
+    class Noted:
+        """Of which another plan is made while it is read."""
+
+        def variants(self, rows, sms):
+            known[object()] = 1
+            return {KernelSpec("x.cu", "found")}
+
+    known, loaded = {Noted(): 1, Noted(): 1}, []
+    monkeypatch.setattr(prefill, "families", known)
+    monkeypatch.setattr(prefill, "num_sms", lambda index: 132)
+    monkeypatch.setattr(prefill, "load_all", loaded.extend)
+    prefill.compile_for_prompts(0, 64)
+    assert [spec.name for spec in loaded] == ["found"] and len(known) == 4
 
 
 def whole(prefix, ids, mask=None):
