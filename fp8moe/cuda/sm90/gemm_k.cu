@@ -47,7 +47,7 @@ struct Shared {
   }
 };
 constexpr int STAGE_BYTES = (BLOCK_M + BLOCK_N) * (BLOCK_K + 4);  // that arrive
-static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/config.py counts otherwise");
+static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/sm90.py counts otherwise");
 
 struct Tile {
   int group, m, n;

@@ -74,7 +74,7 @@ struct Shared {
   Barrier sums;
   GroupTable<GROUPS> groups;
 };
-static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/config.py counts otherwise");
+static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/gemm/sm90.py counts otherwise");
 static_assert(A_BYTES % SWIZZLE_ALIGNMENT == 0 && B_BYTES % SWIZZLE_ALIGNMENT == 0,
               "a stage begins a swizzle's period");
 static_assert(SPLIT_K == 1 || BLOCK_M * (BLOCK_N + 8) * 4 <= STAGES * (A_BYTES + B_BYTES),

@@ -70,7 +70,7 @@ struct alignas(SWIZZLE_ALIGNMENT) Shared {
   TileSums sums;
 };
 static_assert(sizeof(Shared::q) % SWIZZLE_ALIGNMENT == 0);
-static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/indexer/source.py counts otherwise");
+static_assert(sizeof(Shared) + SWIZZLE_ALIGNMENT == SHARED_BYTES, "kernels/indexer/sm90.py counts otherwise");
 
 // Which cache blocks hold the tiles of each sequence: ids (sequences, pitch), clamped to those that exist.
 struct BlockTable {
@@ -84,7 +84,7 @@ struct Arguments {
   BlockTable table;
   Output out;
 };
-static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/indexer/source.py lays it out otherwise");
+static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/indexer/sm90.py lays it out otherwise");
 
 // Each lane looks up one tile of a segment, `i` plus its lane: the id of its cache block.
 __device__ __forceinline__ int fetch_id(const BlockTable& table, const Segment& segment, int i) {
