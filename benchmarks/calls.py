@@ -107,10 +107,11 @@ def gemm(
     pitch: int | None = None,
     c: str | None = None,
     tile: str | None = None,
+    new_out: bool = False,
 ) -> Callable:
     """bias: its dtype. pitch: elements from one row of the result to the next. c: "apart" or, in place, "out".
 
-    tile: instead of the chosen one, of a GEMM without the rest.
+    tile: instead of the chosen one, of a GEMM without the rest. new_out: a call makes its result.
     """
     if tile is not None:
         out = make.zeros(m, n, dtype=torch.bfloat16)
@@ -120,6 +121,7 @@ def gemm(
     out = make.zeros(m, pitch or n, dtype=dtype)[:, :n]
     if c is not None:
         options["c"] = out if c == "out" else make.normal(m, n, dtype=dtype)
+    out = None if new_out else out
     return partial(fp8moe.gemm, make.rows(m, k), make.weights(n, k), out=out, **options)
 
 
@@ -130,14 +132,16 @@ def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
     return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
 
 
-def grouped_gemm(make: Operands, groups: int, mean_rows: int, n: int, k: int, tile: str | None = None) -> Callable:
-    """tile: instead of the chosen one."""
+def grouped_gemm(
+    make: Operands, groups: int, mean_rows: int, n: int, k: int, tile: str | None = None, new_out: bool = False
+) -> Callable:
+    """tile: instead of the chosen one. new_out: a call makes its result."""
     offsets = group_offsets(groups, mean_rows)
     out = make.zeros(offsets[-1], n, dtype=torch.bfloat16)
     operands = make.rows(offsets[-1], k), make.weights(groups, n, k), make.integers(offsets)
     if tile is not None:
         return with_tile(tile, *operands[:2], out, operands[2])
-    return partial(fp8moe.grouped_gemm, *operands, out=out)
+    return partial(fp8moe.grouped_gemm, *operands, out=None if new_out else out)
 
 
 def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None = None) -> Callable:

@@ -46,10 +46,10 @@ class WorkerError(RuntimeError):
 class Worker:
     """A process that runs `benchmarks.compare_worker` with the fp8moe of `tree`, and kernels compiled into `cache`."""
 
-    def __init__(self, tree: Path, cache: Path, device: str):
+    def __init__(self, tree: Path, cache: Path, device: str, clock: str):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.compare_worker", str(tree), device],
+            [sys.executable, "-m", "benchmarks.compare_worker", str(tree), device, clock],
             cwd=ROOT,
             # Without the lines that some versions of PyTorch log about every profiler session.
             env=environment | {"FP8MOE_CACHE_DIR": str(cache), "KINETO_LOG_LEVEL": "99"},
@@ -139,14 +139,18 @@ def compare(
     turns: int = TURNS,
     repeats: int = REPEATS,
     device: str = "cuda",
+    clock: str = "kernels",
     show: Callable[[dict], None] = lambda row: None,
 ) -> list[dict]:
-    """Rows of all cases, the older tree and its cache of kernels first. SystemExit if a process ends."""
+    """Rows of all cases, the older tree and its cache of kernels first. SystemExit if a process ends.
+
+    clock: what is timed, "kernels" or the "host".
+    """
     workers: list[Worker] = []
     rows = []
     try:
         for tree, cache in zip(trees, caches, strict=True):
-            workers.append(Worker(tree, cache, device))
+            workers.append(Worker(tree, cache, device, clock))
         for worker in workers:
             worker.receive()
         with tempfile.TemporaryDirectory() as directory:

@@ -1,8 +1,9 @@
-"""One of the two processes of `benchmarks.compare`: `python -m benchmarks.compare_worker TREE DEVICE`.
+"""One of the two processes of `benchmarks.compare`: `python -m benchmarks.compare_worker TREE DEVICE CLOCK`.
 
 It runs the cases that it is sent with the fp8moe of TREE; all else is of the checkout that it is started in. Requests
 and replies are lines of JSON on standard input and output: {"do": NAME, arguments} is answered by what the method of
-`Worker` with that name returns, as {"result": ...}, or by {"error": text}.
+`Worker` with that name returns, as {"result": ...}, or by {"error": text}. CLOCK: "kernels" of calls are timed, or what
+a call takes on the "host".
 """
 
 import gc
@@ -138,12 +139,15 @@ def wall_times(call: Callable[[], object], repeats: int) -> list[float]:
 class Worker:
     """Holds one case at a time."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, clock: str = "kernels"):
         from benchmarks import calls  # it imports fp8moe
 
         self._calls = calls
         self._device = device
-        self._timer = GpuTimer() if device == "cuda" else wall_times
+        self._graphs = device == "cuda" and clock == "kernels"
+        self._timer = wall_times
+        if device == "cuda":
+            self._timer = GpuTimer() if clock == "kernels" else timing.host_times
         self._call: Callable[[], object] | None = None
         self._captured: Callable[[], object] | None = None
         self._measure = self._timer
@@ -155,7 +159,7 @@ class Worker:
         call = self._calls.build(self._calls.Case(op, sizes), self._calls.Operands(self._device))
         result = call()
         self._measure = self._timer
-        if self._device == "cuda" and op in self._calls.LAYERS:
+        if self._graphs and op in self._calls.LAYERS:
             # Of several kernels: what the host takes between them is not to count.
             self._captured = call  # whose operands the graph reads
             call, result = capture(call)
@@ -193,9 +197,9 @@ def main() -> None:
     def reply(**content: object) -> None:
         print(json.dumps(content), file=replies, flush=True)
 
-    tree, device = Path(sys.argv[1]).resolve(), sys.argv[2]
+    tree, device, clock = Path(sys.argv[1]).resolve(), *sys.argv[2:]
     file = load(tree)
-    worker = Worker(device)
+    worker = Worker(device, clock)
     reply(result={"file": file, "torch": torch.__version__})
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,9 +1,12 @@
-"""CPU time, first-call time and memory of calls: `python -m benchmarks.host [--out DIR]`.
+"""CPU time, first-call time and memory of calls: `python -m benchmarks.host [--against REVISION] [--out DIR]`.
 
 - CPU time of one eager call: the host clock over a batch of calls without a wait. A batch launches fewer kernels than
   the GPU's queue holds and starts with an empty queue, so the GPU never holds the host up.
 - First call: in a fresh process with an empty kernel cache, then in another with that cache.
 - Memory: the peak over one call less its output, and what is still held when the output is gone.
+
+With `--against` only the CPU times, of that revision and of this one by two processes that take turns, as
+`benchmarks.compare` times kernels. `ratio` is the older time over the newer: above 1 the newer one is faster.
 """
 
 import json
@@ -12,54 +15,56 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks import baselines, command, operands
+from benchmarks import baselines, calls, command, compare, operands, timing
+from benchmarks.calls import Case
 from benchmarks.report import Threshold, format_table
-from fp8moe import FP8Linear, gemm
+from fp8moe import gemm
 
-CALLS_PER_BATCH = 200
-BATCHES = 15
-WARMUP_BATCHES = 5  # until clocks and caches of the CPU are those of a process that works
+NAMES = {"gemm": "gemm", "grouped_gemm": "grouped_gemm", "linear": "FP8Linear", "experts": "GroupedExperts"}
+BATCHES, TURNS = 15, 3
+GEOMEAN, LEAST = 0.97, 0.9  # thresholds of ratios
 # A kernel for few rows and one for many: (m, n, k).
 FIRST_CALLS = ((1, 7168, 2048), (4096, 7168, 2048))
 FIRST_CALL_REPEATS = 2
 MEMORY_CALLS = ((1, 7168, 16384), (4096, 576, 7168), (4096, 7168, 16384))
 # The allocator rounds every tensor up to this.
 ALLOCATION_BYTES = 512
-COLUMNS = ("what", "m", "n", "k", "us", "deep_gemm_us", "ms", "second_ms", "import_ms", "extra_bytes", "kept_bytes")
+CPU_COLUMNS = ("case", "us", "deep_gemm_us")
+OLD_AND_NEW = ("case", "old_us", "new_us", "ratio")
+COLUMNS = ("what", "m", "n", "k", "ms", "second_ms", "import_ms", "extra_bytes", "kept_bytes")
 
 
-def host_us(call: Callable[[], object], *, calls: int = CALLS_PER_BATCH, batches: int = BATCHES) -> float:
+def cases() -> list[Case]:
+    """What CPU time is measured of: eager calls on few rows."""
+    found = []
+    for n, k in baselines.DENSE_SHAPES:
+        sizes = {"m": 1, "n": n, "k": k}
+        found += [Case("gemm", sizes | {"new_out": True}), Case("linear", sizes)]
+    found.append(Case("grouped_gemm", {"groups": 16, "mean_rows": 1, "n": 1024, "k": 1024, "new_out": True}))
+    experts = {"hidden": 1024, "intermediate": 512, "experts": 16, "top_k": 4, "tokens": 1}
+    return [*found, Case("experts", experts)]
+
+
+def host_us(call: Callable[[], object], *, calls: int = timing.CALLS_PER_BATCH, batches: int = BATCHES) -> float:
     """CPU time in microseconds of one call: the median over batches of the mean in a batch."""
-    times = []
-    for _ in range(WARMUP_BATCHES + batches):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append(1e6 * (time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
-    return statistics.median(times[WARMUP_BATCHES:])
+    return statistics.median(timing.host_times(call, batches, calls=calls))
 
 
 def cpu_rows() -> list[dict]:
-    """CPU time of `gemm` and `FP8Linear` calls on one row, for each stored shape."""
+    """CPU time of `cases`."""
     rows = []
-    with torch.no_grad():
-        for n, k in baselines.DENSE_SHAPES:
-            x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16)
-            linear = FP8Linear.from_linear(torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16))
-            a, b = operands.activation(1, k), operands.weight(n, k)
-            calls = {"gemm": partial(gemm, a, b), "FP8Linear": partial(linear, x)}
-            for what, call in calls.items():
-                row = {"what": what, "m": 1, "n": n, "k": k, "us": host_us(call)}
-                rows.append(row | ({"deep_gemm_us": baselines.deep_gemm_host_us(n, k)} if what == "gemm" else {}))
+    for case in cases():
+        us = host_us(calls.build(case, calls.Operands()))
+        row = {"what": NAMES[case.op], "case": case.name, **case.sizes, "us": us}
+        if case.op == "gemm":
+            row["deep_gemm_us"] = baselines.deep_gemm_host_us(row["n"], row["k"])
+        rows.append(row)
     return rows
 
 
@@ -135,11 +140,31 @@ def run() -> dict:
     return command.result(gpu, rows, thresholds(rows))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = command.parser("host", "CPU time, first calls and memory").parse_args(argv)
+def against(revision: str, out: Path) -> dict:
+    """CPU times of `cases`, with a revision and with this checkout; {"gpu", "rows", "old", "thresholds"}."""
+    gpu = command.start()
+    caches = out.resolve() / "kernels/old", out.resolve() / "kernels/new"
+    with tempfile.TemporaryDirectory() as directory:
+        trees = compare.tree_of(revision, Path(directory)), compare.ROOT
+        rows = compare.compare(cases(), trees, caches, clock="host", turns=TURNS, repeats=BATCHES)
+    return command.result(gpu, rows, compare.thresholds(rows, GEOMEAN, LEAST), old=revision)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command.parser("host", "CPU time, first calls and memory")
+    parser.add_argument("--against", metavar="REVISION", help="CPU times of a git revision, or a checkout, and of this")
+    args = parser.parse_args(argv)
+    if args.against is not None:
+        result = against(args.against, args.out)
+        failed = [compare.format_row(row) for row in result["rows"] if "ratio" not in row]
+        command.finish(args.out / "host_against.json", result, *failed, format_table(result["rows"], OLD_AND_NEW))
+        return int(not all(threshold["passed"] for threshold in result["thresholds"]))
     result = run()
-    command.finish(args.out / "host.json", result, format_table(result["rows"], COLUMNS))
+    timed = [row for row in result["rows"] if "us" in row]
+    others = [row for row in result["rows"] if "us" not in row]
+    command.finish(args.out / "host.json", result, format_table(timed, CPU_COLUMNS), format_table(others, COLUMNS))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

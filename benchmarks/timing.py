@@ -1,4 +1,4 @@
-"""GPU time of calls by the method of the stored baselines.
+"""GPU time of calls by the method of the stored baselines; their CPU time, `host_times`.
 
 The time of a call is the sum of the durations of the kernels that it launches, read from the torch profiler. A fill of
 256 MB before every call empties the L2 cache. All cases are measured in one profiler session, so that many of them
@@ -19,6 +19,7 @@ REPEATS = 20
 # Before each case, as if it were measured alone: at its power limit the GPU clocks down, more the longer it was busy.
 REST_S = 0.3
 SHORT_REST_S = 0.05  # before cases that power does not limit
+CALLS_PER_BATCH, WARMUP_BATCHES = 100, 5  # until clocks and caches of the CPU are those of a process that works
 HEAT_S = 1.0  # of repeats ahead of a case that is to be measured at the power limit
 FLUSH_BYTES = 256 << 20
 # No op of this package fills int16, so the kernel that does is recognised by its name.
@@ -177,6 +178,22 @@ def elapsed_each(call: Callable[[], object], flush: torch.Tensor, repeats: int) 
         end.record()
     torch.cuda.synchronize()
     return [1000 * start.elapsed_time(end) for start, end in events]
+
+
+def host_times(call: Callable[[], object], batches: int, *, calls: int = CALLS_PER_BATCH) -> list[float]:
+    """CPU time in microseconds of one call: its mean in each batch.
+
+    A batch starts with an empty queue and is to launch fewer kernels than the GPU's queue holds (1024).
+    """
+    times = []
+    for _ in range(WARMUP_BATCHES + batches):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append(1e6 * (time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return times[WARMUP_BATCHES:]
 
 
 def _warm_up(calls: Sequence[Callable[[], object]]) -> torch.Tensor:

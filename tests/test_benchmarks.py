@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks import (
     baselines,
+    calls,
     choice,
     command,
     experts,
@@ -341,6 +343,51 @@ def test_host_thresholds_take_the_worst_shape():
         {"what": "memory", "extra_bytes": 4096, "kept_bytes": 0},
     ]
     assert [one.passed for one in host.thresholds(rows)] == [False, True, True, False, False, True]
+
+
+def test_cpu_time_is_measured_of_every_kind_of_call(monkeypatch):
+    measured = []
+    monkeypatch.setattr(host.timing, "host_times", lambda call, *_, calls: [measured.append(call()), 5.0, 7.0, 6.0][1:])
+    monkeypatch.setattr(host.baselines, "DENSE_SHAPES", [(576, 7168)])
+    monkeypatch.setattr(host.calls, "Operands", partial(calls.Operands, "cpu"))
+    rows = host.cpu_rows()
+    assert [(row["what"], row["us"]) for row in rows] == [
+        *(("gemm", 6.0), ("FP8Linear", 6.0), ("grouped_gemm", 6.0), ("GroupedExperts", 6.0)),
+    ]
+    assert [tuple(result.shape) for result in measured] == [(1, 576), (1, 576), (16, 1024), (1, 1024)]
+    assert rows[0]["deep_gemm_us"] == baselines.deep_gemm_host_us(576, 7168)
+
+
+def compared_on_the_host(ratios):
+    times = iter(ratios)
+
+    def compare(cases, trees, caches, *, clock, turns, repeats):
+        assert clock == "host" and trees[1] == host.compare.ROOT
+        rows = [{"case": case.name, "op": case.op, "sizes": case.sizes} for case in cases]
+        for row, ratio in zip(rows, times, strict=False):
+            row |= {"old_us": 20.0 * ratio, "new_us": 20.0, "ratio": ratio, "equal": True, "difference": 0.0}
+        for row in rows[len(ratios) :]:
+            row["skipped"] = "AttributeError: no such name"
+        return rows
+
+    return compare
+
+
+@pytest.mark.parametrize("ratio, status", [(1.25, 0), (0.8, 1)])
+def test_cpu_time_against_a_revision(monkeypatch, tmp_path, capsys, ratio, status):
+    (tmp_path / "fp8moe").mkdir()
+    (tmp_path / "fp8moe/__init__.py").touch()
+    monkeypatch.setattr(host.compare, "compare", compared_on_the_host([ratio, ratio]))
+    monkeypatch.setattr(host.command, "start", lambda: "a GPU")
+    assert host.main(["--against", str(tmp_path), "--out", str(tmp_path / "out")]) == status
+    printed = capsys.readouterr().out.splitlines()
+    line = next(line for line in printed if line.startswith("gemm m=1 n=2112 k=7168") and "not run" not in line)
+    assert line.split()[-3:] == [f"{20 * ratio:.2f}", "20.00", f"{ratio:.2f}"]
+    assert any("experts" in line and "not run by the older: AttributeError" in line for line in printed)
+    stored = json.loads((tmp_path / "out/host_against.json").read_text())
+    assert stored["old"] == str(tmp_path) and stored["gpu"] == "a GPU"
+    with pytest.raises(SystemExit, match="neither a directory with fp8moe"):
+        host.main(["--against", "no-such-revision", "--out", str(tmp_path)])
 
 
 def test_exact_values_and_error_of_quantized_operands():

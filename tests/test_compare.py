@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import calls, compare, compare_worker
+from benchmarks import calls, compare, compare_worker, host
 from benchmarks.calls import Case
 from benchmarks.timing import KernelEvent
 
@@ -79,6 +79,15 @@ def test_two_trees_are_compared_case_by_case(tmp_path):
         assert row["equal"] == (row["op"] != "gemm")
         assert row["difference"] == (0 if row["equal"] else 0.5)
     assert json.dumps(rows)
+
+
+def test_cases_on_the_host_are_calls_that_both_trees_make(tmp_path):
+    trees = tree(tmp_path / "old"), tree(tmp_path / "new")
+    caches = tmp_path / "old_kernels", tmp_path / "new_kernels"
+    cases = [case for case in host.cases() if case.op in ("grouped_gemm", "experts")]
+    rows = compare.compare(cases, trees, caches, repeats=1, turns=1, device="cpu", clock="host")
+    assert [row["op"] for row in rows] == ["grouped_gemm", "experts"]
+    assert all(row["equal"] and row["ratio"] > 0 for row in rows)
 
 
 def test_a_tree_without_the_package_is_refused(tmp_path):
@@ -279,6 +288,25 @@ def test_a_call_takes_from_its_first_kernel_to_the_end_of_its_last():
     assert compare_worker.spans(events, "fill", 2) == [9.0, 11.0]
     with pytest.raises(RuntimeError, match="other kernels|different kernels"):
         compare_worker.spans(events[:-1], "fill", 2)
+
+
+def test_the_host_is_timed_in_batches_and_eagerly(monkeypatch):
+    log = []
+    monkeypatch.setattr(compare_worker.timing, "host_times", lambda call, batches: [call() is not None, batches])
+    monkeypatch.setattr(compare_worker, "capture", lambda call: log.append("captured"))
+    monkeypatch.setattr(calls, "Operands", lambda device, make=calls.Operands: make("cpu"))
+    monkeypatch.setattr(compare_worker.torch.cuda, "empty_cache", lambda: None)
+    worker = compare_worker.Worker("cuda", "host")
+    worker.prepare("experts", EXPERTS)
+    assert worker.measure(7) == [True, 7] and not log
+
+
+def test_batches_of_the_host(monkeypatch):
+    done = []
+    monkeypatch.setattr(compare_worker.torch.cuda, "synchronize", lambda: done.append("wait"))
+    times = compare_worker.timing.host_times(lambda: done.append("call"), 2, calls=3)
+    assert len(times) == 2 and min(times) > 0
+    assert done == [*["wait", *["call"] * 3] * (2 + compare_worker.timing.WARMUP_BATCHES), "wait"]
 
 
 def test_a_session_that_lost_records_is_repeated(monkeypatch):
