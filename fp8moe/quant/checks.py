@@ -6,7 +6,7 @@ from torch import Tensor
 from fp8moe.quant.formats import align, empty_mn_major, padded_rows
 from fp8moe.runtime.checks import check_device, check_dtype, describe
 
-FLOAT8 = torch.float8_e4m3fn
+FLOAT8 = (torch.float8_e4m3fn,)  # of operands
 FLOAT32 = torch.float32
 
 
@@ -21,8 +21,8 @@ def fp8_operand(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
 
 
 def fp8_data(name: str, data: Tensor, dimensions: str) -> torch.Size:
-    """The shape of a float8_e4m3fn tensor with such dimensions."""
-    check_dtype(name, data, FLOAT8)
+    """The shape of a float8 tensor with such dimensions."""
+    check_dtype(name, data, *FLOAT8)
     shape = data.shape
     if len(shape) != dimensions.count(",") + 1:
         raise ValueError(f"{name}: expected shape {dimensions}, got {tuple(shape)}")

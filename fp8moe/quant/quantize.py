@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant import reference
-from fp8moe.quant.checks import fp8_operand
+from fp8moe.quant.checks import FLOAT8, fp8_operand
 from fp8moe.quant.formats import BLOCK, SCALE_DEFINES, SCALE_FORMATS, FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_tensor
@@ -80,7 +80,7 @@ def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = tor
     Raises TypeError for a wrong type or dtype, ValueError for a scale of another shape.
     """
     data, scale = fp8_operand("t", t)
-    check_dtype("t.data", data, torch.float8_e4m3fn)
+    check_dtype("t.data", data, *FLOAT8)
     check_dtype("t.scale", scale, torch.float32)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating dtype, got {dtype!r}")

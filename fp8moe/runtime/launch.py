@@ -40,9 +40,7 @@ Dim3 = int | tuple[int, ...]
 
 _DEFAULT_SMEM = 48 << 10
 
-_TMA_TYPES = {
-    torch.uint8: "UINT8",
-    torch.float8_e4m3fn: "UINT8",
+_TMA_TYPES = {  # of more than one byte
     torch.bfloat16: "BFLOAT16",
     torch.float16: "FLOAT16",
     torch.float32: "FLOAT32",
@@ -95,7 +93,7 @@ def tensor_map(
     (`device_guard`).
 
     Args:
-        tensor: uint8, float8_e4m3fn (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
+        tensor: of one byte an element (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
         shape, strides, box: in elements, outermost dimension first, 1 to 5 dimensions. The innermost stride is 1, the
             others are multiples of 16 bytes (that of a dimension of size 1 is of no consequence and may be anything).
             A box has 1 to 256 elements per dimension and a multiple of 16 bytes in the innermost one, not more than
@@ -107,8 +105,9 @@ def tensor_map(
         ValueError: the layout cannot be mapped or reaches past the tensor's storage, or the tensor is not on a GPU.
         TypeError: a dtype that TMA does not know.
     """
-    if tensor.dtype not in _TMA_TYPES:
-        raise TypeError(f"tensor is {tensor.dtype}; a tensor map takes {', '.join(map(str, _TMA_TYPES))}")
+    kind = "UINT8" if tensor.element_size() == 1 else _TMA_TYPES.get(tensor.dtype)
+    if kind is None:
+        raise TypeError(f"tensor is {tensor.dtype}; a tensor map takes one byte or {', '.join(map(str, _TMA_TYPES))}")
     strides = _map_strides(tensor, shape, strides)
     _check_box(box, len(shape), tensor.element_size(), swizzle)
     if l2_promotion not in _PROMOTIONS:
@@ -125,7 +124,7 @@ def tensor_map(
     size = tensor.element_size()
     descriptor = check(
         driver.cuTensorMapEncodeTiled,
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TMA_TYPES[tensor.dtype]}"),
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
         len(shape),
         pointer,
         [driver.cuuint64_t(n) for n in reversed(shape)],
