@@ -215,12 +215,15 @@ def grouped(
     device_index: int,
     operands: Operands,
     epilogue: Epilogue,
-    grouping: Grouping,
+    grouping: Grouping | None,
     out: Tensor | None = None,
     *,
     tile: TileConfig | None = None,
 ) -> GemmLauncher:
-    """What `build` builds for a matrix for each group. out: None for a contiguous result (M, N)."""
+    """What `build` builds for a matrix for each group, or with grouping None for one, with any epilogue.
+
+    out: None for a contiguous result (M, N).
+    """
     a, a_scale, *_ = operands
     if a.dim() == 3:
         operands = operands._replace(a=a.flatten(0, 1), a_scale=a_scale.flatten(0, 1))
