@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from benchmarks.operands import rounded_error
+from fp8moe.kernels.gemm import launch
+from fp8moe.kernels.gemm.epilogue import AddLowRank, PlainStore
 from fp8moe.kernels.gemm.launch import Operands, multiply_with
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
@@ -49,10 +51,15 @@ def equal(a, b):
     return torch.equal(a.view(integers), b.view(integers))
 
 
-def grouped(tile, a, b, groups, dtype=torch.bfloat16, **options):
+def grouped(tile, a, b, groups, dtype=torch.bfloat16, low_rank=None, **options):
     out = poisoned(len(a.data), b.data.shape[1], dtype)
     config = with_stages(replace(tile, groups=len(b.data)), a.data.shape[1])
-    multiply_with(config, Operands(*a, *b, groups=groups), out, Grouping(**options))
+    operands, epilogue, more = Operands(*a, *b, groups=groups), PlainStore(dtype), (0,)
+    if low_rank:
+        ranks, factors = low_rank
+        epilogue, more = AddLowRank(dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
+    found = launch.grouped(a.data.get_device(), operands, epilogue, Grouping(**options), tile=config)
+    launch.run(found, operands, out, *more)
     return out
 
 

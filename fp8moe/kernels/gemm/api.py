@@ -327,7 +327,6 @@ def multiply_groups(
     if masked:  # as they are looked up before a call checks anything
         a = FP8Tensor(*(part.unflatten(0, masked) for part in a))
     operands = Operands(*a, aligned(b.data), b.scale.contiguous(), groups=groups)
-    grouping = grouping._replace(ranges=groups.dim() == 2)
     like = None if out.is_contiguous() else out
     launch.run(launch.grouped(a.data.get_device(), operands, epilogue, grouping, like), operands, out, *more)
 

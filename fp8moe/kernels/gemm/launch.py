@@ -33,7 +33,8 @@ class Operands(NamedTuple):
 
     a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; of masked groups also (E, max_m, ...).
     b, b_scale: weights (N, K) or, of groups, (E, N, K) float8_e4m3fn, with a scale for each 128x128, float32.
-    bias: (N,). c: (M, N) of the result's dtype. groups: int32, see `Grouping`.
+    bias: (N,). c: (M, N) of the result's dtype.
+    groups: int32, offsets (E + 1,) of the groups' rows, their ranges (E, 2), or rows in use (E,).
     """
 
     a: Tensor
@@ -97,7 +98,7 @@ class GemmLauncher:
         mapped: addresses for the tensor maps, multiples of 16: a, a_scale, b and the result; along K a, a_scale, b,
             b_scale and the result twice.
         pointers: b_scale, then addresses and pitches in the order of the epilogue's `fields`; along K the offsets.
-        groups: int32 offsets (E + 1,) of the groups' rows, their ranges (E, 2), or rows in use (E,); 0 of a dense GEMM.
+        groups: see `Operands`; 0 of a dense GEMM.
         """
         launcher = self._launcher
         with launcher.lock:
@@ -158,7 +159,7 @@ def build(
         m=m,
         max_m=grouping.max_m or 0,
         raster=raster_group(tile, m, k, concurrent),
-        group_pitch=1 + grouping.ranges,
+        group_pitch=1 if operands.groups is None else operands.groups.dim(),
         tile_m=tile_m,
         tile_rows=tile_rows,
         # Their weights are loaded ahead of any tokens, which may have to wait for the kernel in front.

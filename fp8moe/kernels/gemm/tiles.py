@@ -264,13 +264,11 @@ class Grouping(NamedTuple):
     max_m: of the masked layout, rows that each group has room for.
     whole: of the contiguous layout, rows and groups of a GEMM of which this is a part: a group is expected to have as
         many rows as there, and K is summed in the same order.
-    ranges: groups are ranges of rows (E, 2), not offsets (E + 1,).
     """
 
     expected_m: float | None = None
     max_m: int | None = None
     whole: tuple[int, int] | None = None
-    ranges: bool = False
 
     def problem(self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool) -> GroupedProblem:
         """The problem for so many rows of so many groups."""
