@@ -36,7 +36,7 @@ from benchmarks.whole_models import CONFIGS, build
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.layers.parameters import local
 
-CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (64, 8192))
+CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))
 BF16_CASES = CASES[:3]
 PREFILLS = ((1, 512), (1, 2048), (4, 4096))
 LIMITS = {
@@ -44,14 +44,14 @@ LIMITS = {
     ("decode", 1, 8192, "ms"): (3.3, 2.7),
     ("decode", 8, 512, "ms"): (5.5, 4.8),
     ("decode", 64, 512, "ms"): (11.0, 10.0),
-    ("decode", 64, 8192, "x_floor"): (1.5, 1.3),
+    ("decode", 32, 8192, "x_floor"): (1.5, 1.3),
     ("sampling", 64, 512, "over_greedy"): (0.05, 0.02),
     ("first", 64, 512, "new_s"): (60, 30),
     ("first", 64, 512, "again_s"): (15, 8),
     ("first", 64, 512, "beside_gb"): (2.0, 1.0),
     ("prefill", 4, 4096, "tokens_s"): (100_000, 120_000),
 }
-"""What, batch, prompt and column -> limit and aim, on an H200."""
+"""What, batch, prompt and column -> limit and aim, on an H200. Every case fits in 80 GB."""
 
 MANY = 65
 ROOM = 256  # of the cache, for the answer
