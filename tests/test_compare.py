@@ -292,13 +292,13 @@ def test_a_call_takes_from_its_first_kernel_to_the_end_of_its_last():
 
 def test_the_host_is_timed_in_batches_and_eagerly(monkeypatch):
     log = []
-    monkeypatch.setattr(compare_worker.timing, "host_times", lambda call, batches: [call() is not None, batches])
+    monkeypatch.setattr(compare_worker.timing, "host_times", lambda call, batches: [8 + (call() is not None), batches])
     monkeypatch.setattr(compare_worker, "capture", lambda call: log.append("captured"))
     monkeypatch.setattr(calls, "Operands", lambda device, make=calls.Operands: make("cpu"))
     monkeypatch.setattr(compare_worker.torch.cuda, "empty_cache", lambda: None)
     worker = compare_worker.Worker("cuda", "host")
     worker.prepare("experts", EXPERTS)
-    assert worker.measure(7) == [True, 7] and not log
+    assert worker.measure(7) == [7] and worker.measure(12) == [9] and not log
 
 
 def test_batches_of_the_host(monkeypatch):
