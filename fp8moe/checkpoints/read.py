@@ -74,9 +74,9 @@ class Header:
 
 
 class Piece(NamedTuple):
-    """A tensor, or one slice of it along the first dimension, of this index."""
+    """A tensor, or one slice of it along the first dimension, at this place."""
 
-    index: int | None
+    place: int | None
     value: Tensor
 
 
