@@ -15,7 +15,7 @@ SCALE_FLOOR = 1e-12
 """Smallest block maximum that a scale is made from, so that an all-zero block has a finite, non-zero scale."""
 
 SCALE_DEFINES = (("BLOCK", BLOCK), ("FP8_MAX", f"{FP8_MAX}f"), ("SCALE_FLOOR", f"{SCALE_FLOOR}f"))
-"""The same for CUDA sources: what cuda/block_scale.cuh wants defined."""
+"""The constants of quantization for CUDA sources: what cuda/block_scale.cuh wants defined."""
 
 SCALE_FORMATS = ("float32", "ue8m0")
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 MAX_PEERS = 8
 SIGNALS_BYTES = 4 * (MAX_PEERS + 2)
-"""Of ``struct Signals``, which each GPU has once, zero at first."""
+"""The bytes of ``struct Signals``, which each GPU has once, zero at first."""
 
 _ARRIVED_BYTES = 4  # of a word of Signals.arrived
 

@@ -92,7 +92,7 @@ class _Sizes(ctypes.Structure):
 
 
 def _threads(hidden: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Of a row, of a thread block."""
+    """The threads of a row, and of a thread block."""
     row = row_threads(hidden * dtype.itemsize)
     return row, row if row > WARP else _MIN_THREADS
 

@@ -166,7 +166,7 @@ def kernel_spec(dtype: torch.dtype, vector: bool) -> KernelSpec:
 
 
 def _number(value: float) -> str:
-    """As CUDA writes it."""
+    """A number in the notation of CUDA."""
     return f"{value!r}f" if isinstance(value, float) else f"{value}u"
 
 

@@ -25,7 +25,7 @@ def experts(operands: Operands) -> None:
 
 
 def partial(operands: Operands) -> None:
-    """The same of `experts_partial`, whose `partial` is the residual."""
+    """Checks the operands of `experts_partial`, whose `partial` is the residual."""
     x, share, total = operands.hidden_states, operands.share, operands.residual
     _floating_or_fp8("x", x, operands.hidden_scale)
     _layer("x", operands)
@@ -39,7 +39,7 @@ def partial(operands: Operands) -> None:
 
 
 def training(operands: Operands) -> None:
-    """The same of `experts_training`."""
+    """Checks the operands of `experts_training`."""
     experts(operands)
     of_rank(operands.share, len(operands.layer.down.data))
     of_sums(operands.share.dtypes(operands.hidden_states.dtype)[1])
@@ -57,7 +57,7 @@ def of_rank(share: Share, count: int) -> None:
 
 
 def sorted_rows(operands: Rows) -> None:
-    """The same of `experts_rows`."""
+    """Checks the operands of `experts_rows`."""
     rows, group_offsets = operands.rows, operands.group_offsets
     _floating_or_fp8("rows", rows, operands.rows_scale)
     count = _projections("rows", rows, operands.layer)
@@ -179,7 +179,7 @@ def permute(x: Tensor, rows: Tensor, num_rows: int) -> None:
 
 
 def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
-    """The same of `permute_fp8`."""
+    """Checks the operands of `permute_fp8`."""
     check_dtype("x.data", data, torch.float8_e4m3fn)
     _permuted("x.data", data, rows, num_rows)
     check_scale("x.scale", scale, (data.shape[0], ceil_div(data.shape[1], BLOCK)), data.device)

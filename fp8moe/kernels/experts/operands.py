@@ -62,7 +62,7 @@ class Share(NamedTuple):
         return assignments if self.num_rows is None else min(self.num_rows, assignments)
 
     def dtypes(self, hidden_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Of the results of GEMM 2 and of the weighted sums."""
+        """Dtypes of the results of GEMM 2 and of the weighted sums."""
         return self.row_dtype or row_dtype(hidden_dtype), self.out_dtype or hidden_dtype
 
 
@@ -116,7 +116,7 @@ def grouping_of(assignments: int, num_experts: int, capacity: int | None = None)
 
 
 def row_dtype(hidden_dtype: torch.dtype) -> torch.dtype:
-    """Of rows that are summed to results like hidden_states."""
+    """The dtype of rows that are summed to results like hidden_states."""
     return torch.bfloat16 if hidden_dtype is torch.bfloat16 else torch.float32
 
 

@@ -50,7 +50,7 @@ def permute_quantize(x: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Te
 
 
 def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The same of tokens that are quantized: data (T, H), scale (T, ceil(H/128))."""
+    """Permutes tokens that are quantized: data (T, H), scale (T, ceil(H/128))."""
     out_scale = empty_mn_major((num_rows, scale.shape[1]), device=data.device)
     tokens, top_k = rows.shape
     if tokens * top_k * num_rows == 0:

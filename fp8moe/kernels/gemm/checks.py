@@ -55,7 +55,7 @@ def low_rank(ranks: Tensor | None, factors: Tensor | None, a: Tensor, b: Tensor)
 
 
 def rows_of_experts(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[int, int]:
-    """The same without the groups."""
+    """Checks the operands of a grouped GEMM, without the groups; returns M and N."""
     m, k = fp8_data("a.data", a, "(M, K)")
     experts, n = _weights("b.data", b, "(E, N, K)", a)
     check_scale("a.scale", a_scale, (m, ceil_div(k, 128)), a.device)

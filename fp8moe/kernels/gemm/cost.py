@@ -274,7 +274,7 @@ def grouped_time(
 def _grouped_time(
     tile: TileConfig, groups: int, expected_m: float, n: int, k: int, num_sms: int, skewed: bool
 ) -> float:
-    """The same for one kind of routing. Each has its own number of waves, which a mean of sizes would blur."""
+    """The time for one kind of routing. Each has its own number of waves, which a mean of sizes would blur."""
     expected_m = max(expected_m, 1 / groups)
     steps, columns, height = ceil(k / 128), ceil(n / tile.block_n), tile.block_m
     by_height = _tiles_by_height(height, tile.weights_as_rows, expected_m, skewed)

@@ -55,7 +55,7 @@ class Family(NamedTuple):
 
 
 families: dict[Family, int] = {}
-"""Of the plans of this process, but for the masked layout's, each with its rows for one token.
+"""The families of GEMMs that this process has launched, but for the masked layout's, each with its rows for one token.
 
 Of groups that is the greatest common divisor of the plans' rows: right unless all their numbers of tokens have a common
 divisor. A dense GEMM has a row for each token, or for each sequence.

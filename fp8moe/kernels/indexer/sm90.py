@@ -61,7 +61,7 @@ class MqaConfig:
 
     @property
     def columns(self) -> int:
-        """Of one wgmma."""
+        """Columns of one product of the tensor cores."""
         return self.queries // self.column_groups * self.heads
 
     @property
