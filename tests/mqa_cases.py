@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.indexer import checks
-from fp8moe.kernels.indexer.checks import Paged
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from tests.gemm_cases import int32
@@ -46,6 +45,16 @@ class Prefill(NamedTuple):
     weights: Tensor
     starts: Tensor
     ends: Tensor
+
+
+class Paged(NamedTuple):
+    """q (B, next_n, H, D), weights (B * next_n, H), context_lens (B,) or (B, next_n), block_table (B, max_blocks)."""
+
+    q: Tensor
+    kv_cache: Tensor
+    weights: Tensor
+    context_lens: Tensor
+    block_table: Tensor
 
 
 # Operands.
@@ -242,12 +251,9 @@ def write_prefill(write, operands: Prefill, *, fill_masked: bool, max_range: int
     max_range: columns, each row from where its range starts on.
     """
     q, (data, scale), *rest = operands
-    options = {"fill_masked": fill_masked, "from_starts": max_range is not None}
-    return _write(
-        (q.shape[0], data.shape[0] if max_range is None else max_range),
-        q.device,
-        lambda out: write(checks.Prefill(q, data, scale, *rest), out, **options),
-    )
+    given = checks.Prefill(q, data, scale, *rest, max_range, max_range is not None, fill_masked)
+    columns = data.shape[0] if max_range is None else max_range
+    return _write((q.shape[0], columns), q.device, lambda out: write(given, out))
 
 
 def check_prefill(write, operands: Prefill, *max_ranges: int) -> None:
@@ -261,12 +267,8 @@ def check_prefill(write, operands: Prefill, *max_ranges: int) -> None:
 
 
 def write_paged(write, operands: Paged, max_context_len: int, *, fill_masked: bool) -> Tensor:
-    q = operands.q
-    return _write(
-        (q.shape[0] * q.shape[1], max_context_len),
-        q.device,
-        lambda out: write(operands, out, fill_masked=fill_masked),
-    )
+    q, given = operands.q, checks.Paged(*operands, max_context_len, fill_masked)
+    return _write((q.shape[0] * q.shape[1], max_context_len), q.device, lambda out: write(given, out))
 
 
 def _write(shape: tuple[int, int], device: torch.device, run) -> Tensor:

@@ -223,7 +223,7 @@ class FP8MQAIndexer(nn.Module):
             )
         q, weights, k = self._project(hidden_states, q_resid, position_embeddings)
         q = q.unflatten(0, (batch, next_n))
-        mqa_checks.paged(mqa_checks.Paged(q, kv_cache, weights, context_lens, block_table))
+        mqa_checks.paged(mqa_checks.Paged(q, kv_cache, weights, context_lens, block_table, max_context_len))
         slots = _slots(tokens_seen(context_lens, next_n), block_table, kv_cache.shape[0])
         append_kv(kv_cache, k, slots, scale_format=self.scale_format)
         logits = paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, max_context_len=max_context_len)

@@ -46,8 +46,8 @@ def fp8_mqa_logits(
     values = q, *fp8_operand("kv", kv), weights, cu_seq_len_k_start, cu_seq_len_k_end
     operands = Prefill(*map(detached, values))
     columns = max_seqlen_k or prefill(operands)[1]
-    logits = scores(operands, align(columns, _PITCH), from_starts=max_seqlen_k > 0, fill_masked=clean_logits)
-    return logits[:, :columns]
+    options = {"columns": align(columns, _PITCH), "from_starts": max_seqlen_k > 0, "fill_masked": clean_logits}
+    return scores(operands._replace(**options))[:, :columns]
 
 
 def fp8_paged_mqa_logits(

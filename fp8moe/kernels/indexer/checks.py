@@ -1,7 +1,4 @@
-"""Argument checks of the indexer, in the manner of `runtime.checks`.
-
-Ranges, context lengths, block tables and slots are on the device: the kernels clamp or skip values out of range.
-"""
+"""Operands of the indexer, and their checks: what is on the device, such as ranges and slots, the kernels clamp."""
 
 from typing import NamedTuple
 
@@ -24,7 +21,11 @@ SCALE_BYTES = 4
 
 
 class Prefill(NamedTuple):
-    """Operands of ``mqa_logits``."""
+    """Operands of ``mqa_logits``.
+
+    columns: of the result; None: T. from_starts: the first column is the first key of each range, rather than key 0;
+    then there may be fewer than T.
+    """
 
     q: Tensor
     kv: Tensor
@@ -32,11 +33,9 @@ class Prefill(NamedTuple):
     weights: Tensor
     starts: Tensor
     ends: Tensor
-
-    def layouts(self) -> tuple:
-        """What a launcher is kept by: all else is contiguous by then."""
-        q, kv = self.q, self.kv
-        return q.shape, kv.shape, kv.stride(0)
+    columns: int | None = None
+    from_starts: bool = False
+    fill_masked: bool = True
 
 
 class Paged(NamedTuple):
@@ -47,16 +46,13 @@ class Paged(NamedTuple):
     weights: Tensor
     context_lens: Tensor
     block_table: Tensor
-
-    def layouts(self) -> tuple:
-        """What a launcher is kept by: all else is contiguous by then."""
-        q, kv_cache, _, context_lens, block_table = self
-        return q.shape, kv_cache.shape, context_lens.dim(), block_table.shape, block_table.stride(0)
+    max_context_len: int
+    fill_masked: bool = True
 
 
 def prefill(operands: Prefill) -> tuple[int, int]:
     """Dtypes, shapes and devices. Returns S and T."""
-    q, kv, kv_scale, weights, starts, ends = operands
+    q, kv, kv_scale, weights, starts, ends, *_ = operands
     tokens, heads, head_dim = _queries(q, "(S, H, D)")
     check_dtype("kv.data", kv, torch.float8_e4m3fn)
     if kv.dim() != 2 or kv.shape[1] != head_dim or kv.shape[0] >= 1 << 31:
@@ -70,9 +66,9 @@ def prefill(operands: Prefill) -> tuple[int, int]:
     return tokens, kv.shape[0]
 
 
-def paged(operands: Paged) -> int:
-    """Dtypes, shapes and devices. Returns B * next_n."""
-    q, kv_cache, weights, context_lens, block_table = operands
+def paged(operands: Paged) -> None:
+    """Dtypes, shapes and devices."""
+    q, kv_cache, weights, context_lens, block_table, *_ = operands
     batch, next_n, heads, head_dim = _queries(q, "(B, next_n, H, D)")
     if not 1 <= next_n <= MAX_NEXT_N:
         raise ValueError(f"q: expected 1 to {MAX_NEXT_N} queries a sequence, got next_n = {next_n}")
@@ -86,7 +82,6 @@ def paged(operands: Paged) -> int:
     if block_table.dim() != 2:
         raise ValueError(f"block_table: expected shape (B, max_blocks), got {tuple(block_table.shape)}")
     _shaped("block_table", block_table, torch.int32, "(B, max_blocks)", (batch, block_table.shape[1]), q)
-    return batch * next_n
 
 
 def row_length(name: str, value: int) -> None:

@@ -1,11 +1,8 @@
-"""Index scores of sparse attention: ``mqa_logits`` over keys in a row, ``paged_mqa_logits`` over a paged cache.
-
-S query tokens, T keys, H heads, D head width, B sequences, next_n query tokens of each (speculative decoding).
-"""
+"""Index scores of sparse attention: ``mqa_logits`` over keys in a row, ``paged_mqa_logits`` over a paged cache."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,13 +54,13 @@ def mqa_logits(
         check_tensor(name, value)
     if max_range is not None:
         checks.row_length("max_range", max_range)
-    operands = Prefill(q, *fp8_operand("kv", kv), weights, starts, ends)
-    return scores(operands, max_range, from_starts=max_range is not None, fill_masked=fill_masked)
+    data, scale = fp8_operand("kv", kv)
+    return scores(Prefill(q, data, scale, weights, starts, ends, max_range, max_range is not None, fill_masked))
 
 
-def scores(operands: Prefill, columns: int | None, *, from_starts: bool, fill_masked: bool) -> Tensor:
-    """`mqa_logits` with T columns (None), with more, or with any number of them from the start of each range on."""
-    return autograd.run(_mqa_logits, "fp8moe.mqa_logits", *operands, columns, from_starts, fill_masked)
+def scores(operands: Prefill) -> Tensor:
+    """`mqa_logits` with any number of columns."""
+    return autograd.run(_mqa_logits, "fp8moe.mqa_logits", *operands)
 
 
 def paged_mqa_logits(
@@ -99,11 +96,11 @@ def paged_mqa_logits(
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size or device, a cache that is not
     contiguous or not aligned, or a max_context_len outside [0, 2**31).
     """
-    operands = Paged(q, kv_cache, weights, context_lens, block_table)
-    for name, value in zip(Paged._fields, operands, strict=True):
+    operands = Paged(q, kv_cache, weights, context_lens, block_table, max_context_len, fill_masked)
+    for name, value in zip(Paged._fields[:5], operands, strict=False):
         check_tensor(name, value)
     checks.row_length("max_context_len", max_context_len)
-    return autograd.run(_paged_mqa_logits, "fp8moe.paged_mqa_logits", *operands, max_context_len, fill_masked)
+    return autograd.run(_paged_mqa_logits, "fp8moe.paged_mqa_logits", *operands)
 
 
 # ---- launches of cuda/sm90/mqa_logits.cu ----
@@ -143,37 +140,30 @@ def _kernel(variant: MqaConfig, q: Tensor, keys: TensorMap, key_scales: TensorMa
 
 
 @planned
-def _prefill_kernel(
-    device_index: int, operands: Prefill, columns: int, from_starts: bool, fill_masked: bool, variant: MqaConfig | None
-) -> _Kernel:
+def _prefill_kernel(device_index: int, operands: Prefill) -> _Kernel:
     q, kv, kv_scale, *_ = operands
     (queries, heads, head_dim), tokens = q.shape, kv.shape[0]
-    variant = variant or prefill_config(heads, head_dim)
-    box = (variant.tile_rows, head_dim)
-    return _kernel(
-        variant,
-        q,
-        tensor_map(kv, shape=kv.shape, strides=kv.stride(), box=box, swizzle=head_dim),
-        tensor_map(kv_scale, shape=(1, tokens), strides=(tokens, 1), box=(1, TILE), l2_promotion=0),
-        Arguments(
-            queries=queries,
-            limit=tokens,
-            longest=columns,
-            columns=columns,
-            from_starts=from_starts,
-            fill_masked=fill_masked,
-        ),
+    variant = prefill_config(heads, head_dim)
+    columns = tokens if operands.columns is None else operands.columns
+    keys = tensor_map(kv, shape=kv.shape, strides=kv.stride(), box=(variant.tile_rows, head_dim), swizzle=head_dim)
+    scales = tensor_map(kv_scale, shape=(1, tokens), strides=(tokens, 1), box=(1, TILE), l2_promotion=0)
+    arguments = Arguments(
+        queries=queries,
+        limit=tokens,
+        longest=columns,
+        columns=columns,
+        from_starts=operands.from_starts,
+        fill_masked=operands.fill_masked,
     )
+    return _kernel(variant, q, keys, scales, arguments)
 
 
 @planned
-def _paged_kernel(
-    device_index: int, operands: Paged, columns: int, fill_masked: bool, variant: MqaConfig | None
-) -> _Kernel:
-    q, kv_cache, _, context_lens, block_table = operands
+def _paged_kernel(device_index: int, operands: Paged) -> _Kernel:
+    q, kv_cache, _, context_lens, block_table, columns, fill_masked = operands
     batch, next_n, heads, head_dim = q.shape
     num_blocks, max_blocks = kv_cache.shape[0], block_table.shape[1]
-    variant = variant or paged_config(heads, head_dim, next_n)
+    variant = paged_config(heads, head_dim, next_n)
     # The cache as rows of one key.
     shape, box = (num_blocks * variant.tile_rows, head_dim), (variant.tile_rows, head_dim)
     keys = tensor_map(kv_cache, shape=shape, strides=(head_dim, 1), box=box, swizzle=head_dim)
@@ -189,97 +179,104 @@ def _paged_kernel(
     return _kernel(variant, q, keys, keys, arguments)
 
 
-def launch(
-    operands: Prefill, out: Tensor, *, fill_masked: bool, from_starts: bool = False, variant: MqaConfig | None = None
-) -> None:
-    """Write the scores of checked operands to out (S, columns) float32, contiguous, not empty.
-
-    from_starts: the first column is the first key of each range, rather than key 0: then there may be fewer than T.
-    variant: instead of the usual one.
-    """
-    q, kv, kv_scale, weights, starts, ends = operands
-    q, kv, kv_scale, weights = aligned(q), row_major(kv), aligned(kv_scale), aligned(weights)
-    starts, ends = starts.contiguous(), ends.contiguous()
-    operands = Prefill(q, kv, kv_scale, weights, starts, ends)
-    kernel = _prefill_kernel(q.get_device(), operands, out.shape[1], from_starts, fill_masked, variant)
+def _launch(kernel: _Kernel, operands: Prefill, out: Tensor) -> Tensor:
+    q, kv, kv_scale, weights, starts, ends, *_ = operands
     kernel.launch(q, kv, kv_scale, weights=weights, starts=starts, ends=ends, scores=out)
+    return out
 
 
-def launch_paged(operands: Paged, out: Tensor, *, fill_masked: bool, variant: MqaConfig | None = None) -> None:
-    """`launch` over a paged cache, for out (B * next_n, max_context_len)."""
-    q, kv_cache, weights, context_lens, block_table = operands
+def _launch_paged(kernel: _Kernel, operands: Paged, out: Tensor) -> Tensor:
+    q, kv_cache, weights, ends, block_table, *_ = operands
+    kernel.launch(q, kv_cache, kv_cache, weights=weights, ends=ends, block_table=block_table, scores=out)
+    return out
+
+
+def launch(operands: Prefill, out: Tensor) -> None:
+    """Write the scores of checked operands to out (S, columns) float32, contiguous, not empty."""
+    q, kv, kv_scale, weights, starts, ends, *options = operands
+    q, kv, kv_scale, weights = aligned(q), row_major(kv), aligned(kv_scale), aligned(weights)
+    operands = Prefill(q, kv, kv_scale, weights, starts.contiguous(), ends.contiguous(), *options)
+    _launch(_prefill_kernel(q.get_device(), operands), operands, out)
+
+
+def launch_paged(operands: Paged, out: Tensor) -> None:
+    """Write those of a paged cache to out (B * next_n, max_context_len)."""
+    q, kv_cache, weights, context_lens, block_table, *options = operands
     max_blocks = block_table.shape[1]
     if not kv_cache.shape[0] or not max_blocks:
-        if fill_masked:
+        if operands.fill_masked:
             out.fill_(-torch.inf)
         return
     q, weights, context_lens = aligned(q), aligned(weights), context_lens.contiguous()
     if block_table.stride(1) != 1 or block_table.stride(0) < max_blocks:
         block_table = block_table.contiguous()
-    operands = Paged(q, kv_cache, weights, context_lens, block_table)
-    kernel = _paged_kernel(q.get_device(), operands, out.shape[1], fill_masked, variant)
-    kernel.launch(q, kv_cache, kv_cache, weights=weights, ends=context_lens, block_table=block_table, scores=out)
+    operands = Paged(q, kv_cache, weights, context_lens, block_table, *options)
+    _launch_paged(_paged_kernel(q.get_device(), operands), operands, out)
 
 
 # ---- operators ----
 
 
-class _Call(NamedTuple):
-    operands: Prefill
-    columns: int | None
-    from_starts: bool
-    fill_masked: bool
+def _empty(operands: Prefill) -> Tensor:
+    columns = operands.kv.shape[0] if operands.columns is None else operands.columns
+    return operands.q.new_empty((operands.q.shape[0], columns), dtype=torch.float32)
 
 
-class _PagedCall(NamedTuple):
-    operands: Paged
-    max_context_len: int
-    fill_masked: bool
-
-
-def _new_scores(call: _Call) -> Tensor:
-    q, kv, *_ = call.operands
-    columns = kv.shape[0] if call.columns is None else call.columns
-    return torch.empty((q.shape[0], columns), dtype=torch.float32, device=q.device)
-
-
-def _scores(call: _Call, write: Callable[..., None]) -> Tensor:
-    out = _new_scores(call)
-    if out.numel() and call.operands.kv.shape[0]:
-        write(call.operands, out, fill_masked=call.fill_masked, from_starts=call.from_starts)
-    elif call.fill_masked:
+def _scores(operands: Prefill, write: Callable[[Prefill, Tensor], None]) -> Tensor:
+    out = _empty(operands)
+    if out.numel() and operands.kv.shape[0]:
+        write(operands, out)
+    elif operands.fill_masked:
         out.fill_(-torch.inf)
     return out
 
 
-def _new_paged_scores(call: _PagedCall) -> Tensor:
-    q = call.operands.q
-    return torch.empty((q.shape[0] * q.shape[1], call.max_context_len), dtype=torch.float32, device=q.device)
+def _ready(q: Tensor, kv: Tensor, kv_scale: Tensor, weights: Tensor, *others: Any) -> Callable[..., Tensor] | None:
+    """The launch of operands that lie like others whose kernel was built: those have passed the checks."""
+    kernel = _prefill_kernel.find(q.get_device(), Prefill(q, kv, kv_scale, weights, *others))
+    if kernel is None or (q.data_ptr() | kv.data_ptr() | kv_scale.data_ptr() | weights.data_ptr()) % 16:
+        return None
+    return lambda operands: _launch(kernel, operands, _empty(operands))
 
 
-def _paged_scores(call: _PagedCall, write: Callable[..., None]) -> Tensor:
-    checks.cache_address(call.operands.kv_cache)
-    out = _new_paged_scores(call)
+def _empty_paged(operands: Paged) -> Tensor:
+    batch, next_n, *_ = operands.q.shape
+    return operands.q.new_empty((batch * next_n, operands.max_context_len), dtype=torch.float32)
+
+
+def _paged_scores(operands: Paged, write: Callable[[Paged, Tensor], None]) -> Tensor:
+    checks.cache_address(operands.kv_cache)
+    out = _empty_paged(operands)
     if out.numel():
-        write(call.operands, out, fill_masked=call.fill_masked)
+        write(operands, out)
     return out
+
+
+def _ready_paged(q: Tensor, kv_cache: Tensor, weights: Tensor, *others: Any) -> Callable[..., Tensor] | None:
+    """What `_ready` does."""
+    kernel = _paged_kernel.find(q.get_device(), Paged(q, kv_cache, weights, *others))
+    if kernel is None or (q.data_ptr() | kv_cache.data_ptr() | weights.data_ptr()) % 16:
+        return None
+    return lambda operands: _launch_paged(kernel, operands, _empty_paged(operands))
 
 
 _mqa_logits = operator(
     "mqa_logits -> Tensor",
-    check=lambda call: checks.prefill(call.operands),
+    check=checks.prefill,
+    quick=_ready,
     cuda=partial(_scores, write=launch),
     reference=partial(_scores, write=reference.mqa_logits),
-    fake=_new_scores,
+    fake=_empty,
     forward_only=True,
-    signature=Signature(_Call),
+    signature=Signature(Prefill),
 )
 _paged_mqa_logits = operator(
     "paged_mqa_logits -> Tensor",
-    check=lambda call: checks.paged(call.operands),
+    check=checks.paged,
+    quick=_ready_paged,
     cuda=partial(_paged_scores, write=launch_paged),
     reference=partial(_paged_scores, write=reference.paged_mqa_logits),
-    fake=_new_paged_scores,
+    fake=_empty_paged,
     forward_only=True,
-    signature=Signature(_PagedCall),
+    signature=Signature(Paged),
 )

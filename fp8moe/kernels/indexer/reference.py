@@ -1,7 +1,4 @@
-"""The index scores and their cache in plain PyTorch, on any device: they define what the CUDA kernels compute.
-
-Arguments are checked by the callers.
-"""
+"""The index scores and their cache in plain PyTorch, on any device: they define what the CUDA kernels compute."""
 
 import torch
 from torch import Tensor
@@ -15,14 +12,13 @@ _CHUNK = 1 << 23  # products of one head of a query with a key, at a time
 _INF = float("inf")
 
 
-def mqa_logits(operands: Prefill, out: Tensor, *, fill_masked: bool, from_starts: bool = False) -> None:
+def mqa_logits(operands: Prefill, out: Tensor) -> None:
     """Write the logits of ``mqa_logits`` to ``out`` (S, columns) float32, any strides. Waits for no GPU.
 
-    from_starts: the first column is the first key of each range, rather than key 0. Products are exact, see `products`;
-    all sums are in float32. Queries are taken in chunks: memory beside the result is a float32 copy of the keys and
-    tens of MB, or what one query takes where that is more.
+    Products are exact, see `products`; all sums are in float32. Queries are taken in chunks: memory beside the result
+    is a float32 copy of the keys and tens of MB, or what one query takes where that is more.
     """
-    q, kv, kv_scale, weights, starts, ends = operands
+    q, kv, kv_scale, weights, starts, ends, _, from_starts, fill_masked = operands
     keys = to_float32(kv).t()
     columns = torch.arange(out.shape[1], device=q.device)
     tokens, heads = kv.shape[0], q.shape[1]
@@ -38,12 +34,12 @@ def mqa_logits(operands: Prefill, out: Tensor, *, fill_masked: bool, from_starts
         out[rows] = torch.where(seen, found, -_INF if fill_masked else out[rows])
 
 
-def paged_mqa_logits(operands: Paged, out: Tensor, *, fill_masked: bool) -> None:
+def paged_mqa_logits(operands: Paged, out: Tensor) -> None:
     """Write the logits of ``paged_mqa_logits`` to ``out`` (B * next_n, max_context_len) float32.
 
     One sequence at a time, as much of its context as it has: on a GPU this waits for the context lengths.
     """
-    q, kv_cache, weights, context_lens, block_table = operands
+    q, kv_cache, weights, context_lens, block_table, _, fill_masked = operands
     batch, next_n = q.shape[:2]
     num_blocks, block_tokens = kv_cache.shape[:2]
     data, scale = split(kv_cache)
@@ -54,8 +50,8 @@ def paged_mqa_logits(operands: Paged, out: Tensor, *, fill_masked: bool) -> None
         blocks = block_table[b, : ceil_div(context, block_tokens)].long().clamp(0, num_blocks - 1)
         kv, kv_scale = (part[blocks].flatten(0, 1)[:context] for part in (data, scale))
         kv, starts = kv.view(torch.float8_e4m3fn), torch.zeros_like(ends[b])
-        sequence = Prefill(q[b], kv, kv_scale, weights[rows], starts, ends[b])
-        mqa_logits(sequence, out[rows, :context], fill_masked=fill_masked)
+        sequence = Prefill(q[b], kv, kv_scale, weights[rows], starts, ends[b], fill_masked=fill_masked)
+        mqa_logits(sequence, out[rows, :context])
         if fill_masked:
             out[rows, context:] = -_INF
 
@@ -72,8 +68,7 @@ def tokens_seen(context_lens: Tensor, next_n: int) -> Tensor:
 
 
 def split(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a cache (num_blocks, 64, 1, D + 4): the bytes of its keys (num_blocks, 64, D), float32 scales
-    (num_blocks, 64)."""
+    """Views of a cache (num_blocks, 64, 1, D + 4): its keys (num_blocks, 64, D) uint8, scales (num_blocks, 64)."""
     num_blocks, tokens, _, width = kv_cache.shape
     blocks = kv_cache.view(num_blocks, tokens * width)
     data, scale = blocks.split((tokens * (width - 4), tokens * 4), dim=1)
