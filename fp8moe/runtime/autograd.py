@@ -26,11 +26,10 @@ def recorded(*values: object) -> bool:
     """Whether autograd records what is done with one of these, also from outside of a vmap."""
     if not torch.is_grad_enabled():
         return False
-    transformed = _transformed()
-    return any(
-        isinstance(value, Tensor) and (value.requires_grad or (transformed and _innermost(value).requires_grad))
-        for value in values
-    )
+    for value in values:  # a loop takes half the time of any()
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    return _transformed() and any(isinstance(value, Tensor) and _innermost(value).requires_grad for value in values)
 
 
 def detached(value: Tensor) -> Tensor:
