@@ -17,9 +17,11 @@ def check_tensor(name: str, value: Tensor) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {describe(value)}")
 
 
-def check_int(name: str, value: int) -> None:
+def check_int(name: str, value: int, at_least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name}: expected an int, got {describe(value)}")
+    if at_least is not None and value < at_least:
+        raise ValueError(f"{name}: expected at least {at_least}, got {value}")
 
 
 def check_dtype(name: str, value: Tensor, *dtypes: torch.dtype) -> None:

@@ -4,166 +4,78 @@
 NotImplementedError where an operand decides.
 """
 
-from fp8moe.integrations.deep_gemm import testing as testing
-from fp8moe.integrations.deep_gemm import utils as utils
-from fp8moe.integrations.deep_gemm.bfloat16 import (
-    bf16_gemm_nn,
-    bf16_gemm_nt,
-    bf16_gemm_tn,
-    bf16_gemm_tt,
-    cublaslt_gemm_nn,
-    cublaslt_gemm_nt,
-    cublaslt_gemm_tn,
-    cublaslt_gemm_tt,
-    m_grouped_bf16_gemm_nn_contiguous,
-    m_grouped_bf16_gemm_nt_contiguous,
-    m_grouped_bf16_gemm_nt_masked,
-)
-from fp8moe.integrations.deep_gemm.dense import (
-    fp8_fp4_gemm_nn,
-    fp8_fp4_gemm_nt,
-    fp8_fp4_gemm_tn,
-    fp8_fp4_gemm_tt,
-    fp8_gemm_nn,
-    fp8_gemm_nt,
-    fp8_gemm_tn,
-    fp8_gemm_tt,
-    gemm_fp8_fp8_bf16_nt,
-    wgrad_gemm_fp8_fp8_fp32_nt,
-)
-from fp8moe.integrations.deep_gemm.grouped import (
-    fp8_m_grouped_gemm_nt_masked,
-    m_grouped_fp8_fp4_gemm_nn_contiguous,
-    m_grouped_fp8_fp4_gemm_nt_contiguous,
-    m_grouped_fp8_fp4_gemm_nt_masked,
-    m_grouped_fp8_gemm_nn_contiguous,
-    m_grouped_fp8_gemm_nt_contiguous,
-    m_grouped_fp8_gemm_nt_masked,
-    m_grouped_gemm_fp8_fp8_bf16_nt_contiguous,
-    m_grouped_gemm_fp8_fp8_bf16_nt_masked,
-)
-from fp8moe.integrations.deep_gemm.grouped_k import (
-    k_grouped_fp8_gemm_nt_contiguous,
-    k_grouped_fp8_gemm_tn_contiguous,
-)
-from fp8moe.integrations.deep_gemm.indexer import (
-    fp8_fp4_mqa_logits,
-    fp8_fp4_paged_mqa_logits,
-    fp8_mqa_logits,
-    fp8_paged_mqa_logits,
-    get_paged_mqa_logits_metadata,
-)
-from fp8moe.integrations.deep_gemm.installation import (
-    __version__,
-    install,
-)
-from fp8moe.integrations.deep_gemm.layouts import (
+# ruff: noqa: F403
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+
+import fp8moe
+from fp8moe.integrations.deep_gemm import bfloat16, gemm, indexer, settings, utils
+from fp8moe.integrations.deep_gemm.bfloat16 import *
+from fp8moe.integrations.deep_gemm.gemm import *
+from fp8moe.integrations.deep_gemm.indexer import *
+from fp8moe.integrations.deep_gemm.settings import *
+from fp8moe.integrations.deep_gemm.testing import bench_kineto, calc_diff
+from fp8moe.integrations.deep_gemm.utils.layout import (
     get_col_major_tma_aligned_tensor,
     get_mn_major_tma_aligned_packed_ue8m0_tensor,
     get_mn_major_tma_aligned_tensor,
     get_tma_aligned_size,
     transform_sf_into_required_layout,
 )
-from fp8moe.integrations.deep_gemm.settings import (
-    get_compile_mode,
-    get_deterministic_algorithms,
-    get_k_alignment_for_contiguous_layout,
-    get_m_alignment_for_contiguous_layout,
-    get_mk_alignment_for_contiguous_layout,
-    get_num_sms,
-    get_pdl,
-    get_tc_util,
-    get_theoretical_mk_alignment_for_contiguous_layout,
-    set_block_size_multiple_of,
-    set_compile_mode,
-    set_ignore_compile_dims,
-    set_mk_alignment_for_contiguous_layout,
-    set_num_sms,
-    set_pdl,
-    set_tc_util,
-    use_deterministic_algorithms,
-)
-from fp8moe.integrations.deep_gemm.testing import (
-    bench_kineto,
-    calc_diff,
-)
-from fp8moe.integrations.deep_gemm.utils.math import (
-    align,
-    ceil_div,
-    per_block_cast_to_fp8,
-    per_channel_cast_to_fp8,
-    per_custom_dims_cast_to_fp8,
-    per_token_cast_to_fp8,
-)
+from fp8moe.integrations.deep_gemm.utils.math import *
 
 __all__ = [
     "__version__",
-    "align",
     "bench_kineto",
-    "bf16_gemm_nn",
-    "bf16_gemm_nt",
-    "bf16_gemm_tn",
-    "bf16_gemm_tt",
     "calc_diff",
-    "ceil_div",
-    "cublaslt_gemm_nn",
-    "cublaslt_gemm_nt",
-    "cublaslt_gemm_tn",
-    "cublaslt_gemm_tt",
-    "fp8_fp4_gemm_nn",
-    "fp8_fp4_gemm_nt",
-    "fp8_fp4_gemm_tn",
-    "fp8_fp4_gemm_tt",
-    "fp8_fp4_mqa_logits",
-    "fp8_fp4_paged_mqa_logits",
-    "fp8_gemm_nn",
-    "fp8_gemm_nt",
-    "fp8_gemm_tn",
-    "fp8_gemm_tt",
-    "fp8_m_grouped_gemm_nt_masked",
-    "fp8_mqa_logits",
-    "fp8_paged_mqa_logits",
-    "gemm_fp8_fp8_bf16_nt",
     "get_col_major_tma_aligned_tensor",
-    "get_compile_mode",
-    "get_deterministic_algorithms",
-    "get_k_alignment_for_contiguous_layout",
-    "get_m_alignment_for_contiguous_layout",
-    "get_mk_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
-    "get_num_sms",
-    "get_paged_mqa_logits_metadata",
-    "get_pdl",
-    "get_tc_util",
-    "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
     "install",
-    "k_grouped_fp8_gemm_nt_contiguous",
-    "k_grouped_fp8_gemm_tn_contiguous",
-    "m_grouped_bf16_gemm_nn_contiguous",
-    "m_grouped_bf16_gemm_nt_contiguous",
-    "m_grouped_bf16_gemm_nt_masked",
-    "m_grouped_fp8_fp4_gemm_nn_contiguous",
-    "m_grouped_fp8_fp4_gemm_nt_contiguous",
-    "m_grouped_fp8_fp4_gemm_nt_masked",
-    "m_grouped_fp8_gemm_nn_contiguous",
-    "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_fp8_gemm_nt_masked",
-    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
-    "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
-    "per_block_cast_to_fp8",
-    "per_channel_cast_to_fp8",
-    "per_custom_dims_cast_to_fp8",
-    "per_token_cast_to_fp8",
-    "set_block_size_multiple_of",
-    "set_compile_mode",
-    "set_ignore_compile_dims",
-    "set_mk_alignment_for_contiguous_layout",
-    "set_num_sms",
-    "set_pdl",
-    "set_tc_util",
     "transform_sf_into_required_layout",
-    "use_deterministic_algorithms",
-    "wgrad_gemm_fp8_fp8_fp32_nt",
 ]
+__all__ += bfloat16.__all__ + gemm.__all__ + indexer.__all__ + settings.__all__ + utils.math.__all__
+
+NAME = "deep_gemm"
+
+# Of DeepGEMM whose API it is, and of fp8moe.
+__version__ = f"2.5.0+fp8moe.{fp8moe.__version__.replace('+', '.')}"
+
+
+def install(*, replace: bool = False) -> None:
+    """Make ``import deep_gemm`` in this process give `fp8moe.integrations.deep_gemm`, with its submodules.
+
+    replace: True hides another deep_gemm that is imported or installed, in this process. Calling it again changes
+        nothing.
+
+    Raises RuntimeError where there is another deep_gemm and replace is False.
+    """
+    drop_in = sys.modules[__name__]
+    if sys.modules.get(NAME) is drop_in:
+        return
+    other = None if replace else _other()
+    if other is not None:
+        raise RuntimeError(f"deep_gemm: {other} is there already; install(replace=True) hides it in this process")
+    for name in [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]:
+        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if name == __name__ or name.startswith(f"{__name__}."):
+            sys.modules[NAME + name.removeprefix(__name__)] = module
+    logging.getLogger(__name__).info("deep_gemm %s: DeepGEMM's Hopper API on the kernels of fp8moe", __version__)
+
+
+def _other() -> str | None:
+    """The deep_gemm that is imported or could be, unless it is the distribution of fp8moe; None if there is none."""
+    if NAME in sys.modules:
+        return repr(sys.modules[NAME])
+    spec = importlib.util.find_spec(NAME)
+    if spec is None:
+        return None
+    try:
+        version = importlib.metadata.version(NAME)
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    return None if "+fp8moe" in version else str(spec.origin)

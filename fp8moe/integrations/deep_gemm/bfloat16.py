@@ -13,6 +13,20 @@ from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import check_dtype, check_like, check_tensor
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 
+__all__ = [
+    "bf16_gemm_nn",
+    "bf16_gemm_nt",
+    "bf16_gemm_tn",
+    "bf16_gemm_tt",
+    "cublaslt_gemm_nn",
+    "cublaslt_gemm_nt",
+    "cublaslt_gemm_tn",
+    "cublaslt_gemm_tt",
+    "m_grouped_bf16_gemm_nn_contiguous",
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nt_masked",
+]
+
 
 def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
     """``d = c + a @ b.T``, or ``a @ b.T`` without c.
@@ -50,24 +64,10 @@ def bf16_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compi
     bf16_gemm_nt(a.mT, b, d, c)
 
 
-def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`bf16_gemm_nt`."""
-    bf16_gemm_nt(a, b, d, c)
-
-
-def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`bf16_gemm_nn`."""
-    bf16_gemm_nn(a, b, d, c)
-
-
-def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`bf16_gemm_tn`."""
-    bf16_gemm_tn(a, b, d, c)
-
-
-def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`bf16_gemm_tt`."""
-    bf16_gemm_tt(a, b, d, c)
+cublaslt_gemm_nt = bf16_gemm_nt  # PyTorch's products are cuBLASLt's
+cublaslt_gemm_nn = bf16_gemm_nn
+cublaslt_gemm_tn = bf16_gemm_tn
+cublaslt_gemm_tt = bf16_gemm_tt
 
 
 def m_grouped_bf16_gemm_nt_contiguous(

@@ -11,6 +11,14 @@ from fp8moe.quant.formats import align
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import check_tensor
 
+__all__ = [
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_paged_mqa_logits_metadata",
+]
+
 Query = tuple[Tensor, Tensor | None]
 
 _PITCH = 256  # columns: rows of scores begin at multiples of 1 KB, as DeepGEMM's and as top-k kernels want it

@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.deep_gemm.layouts import float32_scale
+from fp8moe.integrations.deep_gemm.utils.layout import float32_scale
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.runtime.autograd import recorded
@@ -15,12 +15,13 @@ from fp8moe.runtime.checks import check_like, check_tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Pair = tuple[Tensor, Tensor]
 Recipe = Sequence[int]
 
 _FP4 = (torch.int8, torch.uint8)
 
 
-def fp8(name: str, pair: tuple[Tensor, Tensor]) -> FP8Tensor:
+def fp8(name: str, pair: Pair) -> FP8Tensor:
     """The operand ``(data, scale)`` with float32 scales. Nothing that is done with it is recorded for gradients.
 
     NotImplementedError for what DeepGEMM's Hopper kernels do not take either: FP4 values, and data that is not K-major.
@@ -37,7 +38,7 @@ def fp8(name: str, pair: tuple[Tensor, Tensor]) -> FP8Tensor:
     return FP8Tensor(data, float32_scale(name, scale, k))
 
 
-def transposed(name: str, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def transposed(name: str, pair: Pair) -> Pair:
     """Views of the operand with rows and columns exchanged, scales too."""
     data, scale = fp8_operand(name, pair)
     return data.mT, scale.mT

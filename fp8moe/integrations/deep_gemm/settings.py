@@ -9,6 +9,26 @@ from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import config, launch
 from fp8moe.runtime.checks import check_int
 
+__all__ = [
+    "get_compile_mode",
+    "get_deterministic_algorithms",
+    "get_k_alignment_for_contiguous_layout",
+    "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout",
+    "get_num_sms",
+    "get_pdl",
+    "get_tc_util",
+    "get_theoretical_mk_alignment_for_contiguous_layout",
+    "set_block_size_multiple_of",
+    "set_compile_mode",
+    "set_ignore_compile_dims",
+    "set_mk_alignment_for_contiguous_layout",
+    "set_num_sms",
+    "set_pdl",
+    "set_tc_util",
+    "use_deterministic_algorithms",
+]
+
 _H100_SMS = 132
 
 
@@ -28,9 +48,7 @@ def set_num_sms(num_sms: int) -> None:
 
     Raises TypeError for anything but an int, ValueError below 1.
     """
-    check_int("num_sms", num_sms)
-    if num_sms < 1:
-        raise ValueError(f"num_sms: expected at least 1, got {num_sms}")
+    check_int("num_sms", num_sms, at_least=1)
     config.settings = replace(config.settings, num_sms=num_sms)
 
 
@@ -46,9 +64,7 @@ def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
 
     Raises TypeError for anything but an int, ValueError below 1.
     """
-    check_int("alignment", alignment)
-    if alignment < 1:
-        raise ValueError(f"alignment: expected at least 1, got {alignment}")
+    check_int("alignment", alignment, at_least=1)
     _values.mk_alignment = alignment
 
 

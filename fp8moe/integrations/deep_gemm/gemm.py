@@ -1,0 +1,271 @@
+"""FP8 GEMMs: of two matrices, ``D = C + A @ B.T``; grouped along M; and grouped along K, for weight gradients."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8moe.integrations.deep_gemm.operands import (
+    Pair,
+    Recipe,
+    by_rows,
+    fp8,
+    named,
+    transposed,
+    weights_by_blocks,
+    write_sum,
+)
+from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
+from fp8moe.kernels.gemm import gemm, grouped_gemm_k, grouped_gemm_masked
+from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
+from fp8moe.quant.checks import check_vector
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.runtime.checks import check_tensor
+
+__all__ = [
+    "fp8_fp4_gemm_nn",
+    "fp8_fp4_gemm_nt",
+    "fp8_fp4_gemm_tn",
+    "fp8_fp4_gemm_tt",
+    "fp8_gemm_nn",
+    "fp8_gemm_nt",
+    "fp8_gemm_tn",
+    "fp8_gemm_tt",
+    "fp8_m_grouped_gemm_nt_masked",
+    "gemm_fp8_fp8_bf16_nt",
+    "k_grouped_fp8_gemm_nt_contiguous",
+    "k_grouped_fp8_gemm_tn_contiguous",
+    "m_grouped_fp8_fp4_gemm_nn_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nn_contiguous",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
+    "wgrad_gemm_fp8_fp8_fp32_nt",
+]
+
+
+@named(out="d", out_dtype="d")
+def fp8_gemm_nt(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    c: Tensor | None = None,
+    recipe: Recipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    recipe_a: Recipe | None = None,
+    recipe_b: Recipe | None = None,
+) -> None:
+    """``d = c + a @ b.T`` of dequantized operands, or ``a @ b.T`` without c, summed in float32.
+
+    a: data (M, K) float8_e4m3fn, scale (M, ceil(K/128)) float32, in any strides; fastest MN-major, as
+        `get_mn_major_tma_aligned_tensor` returns it. Or int32, four exponents each.
+    b: data (N, K), scale (ceil(N/128), ceil(K/128)); with recipe (1, 1, 128) scale (N, K/128), K a multiple of 128.
+    d: (M, N) bfloat16 or float32, written. c: like d; d itself, or memory of its own.
+    recipe: blocks of the scales; None is (1, 128, 128). recipe_a, recipe_b: (1, 128) and that of b, in its place.
+    compiled_dims, disable_ue8m0_cast: no effect: N and K are compiled in, and scales are never cast on Hopper.
+
+    Raises NotImplementedError for FP4, data that is not K-major and other recipes, TypeError or ValueError as `gemm`.
+    """
+    a, b = fp8("a", a), fp8("b", b)
+    if by_rows(recipe, recipe_a, recipe_b):
+        check_tensor("d", d)
+        if d.dim() != 2:
+            raise ValueError(f"d: expected shape (M, N), got {tuple(d.shape)}")
+        # Made on the device: all of K in one group.
+        whole = torch.arange(2, dtype=torch.int32, device=d.device).mul_(a.data.shape[-1])
+        write_sum(lambda out, add: grouped_gemm_k(a, b, whole, out=out.unsqueeze(0), accumulate=add), c, d)
+    else:
+        gemm(a, b, c=c, out=d)
+
+
+def fp8_gemm_nn(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
+    """`fp8_gemm_nt` with b (K, N), which is K-major as a transposed view only."""
+    fp8_gemm_nt(a, transposed("b", b), d, c, *args, **options)
+
+
+def fp8_gemm_tn(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
+    """`fp8_gemm_nt` with a (K, M) and b (K, N), which are K-major as transposed views only."""
+    fp8_gemm_nt(transposed("a", a), transposed("b", b), d, c, *args, **options)
+
+
+def fp8_gemm_tt(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
+    """`fp8_gemm_nt` with a (K, M), which is K-major as a transposed view only."""
+    fp8_gemm_nt(transposed("a", a), b, d, c, *args, **options)
+
+
+def gemm_fp8_fp8_bf16_nt(lhs: Pair, rhs: Pair, out: Tensor) -> None:
+    """`fp8_gemm_nt` by its name of 2025."""
+    fp8_gemm_nt(lhs, rhs, out)
+
+
+def wgrad_gemm_fp8_fp8_fp32_nt(lhs: Pair, rhs: Pair, out: Tensor) -> None:
+    """``out += lhs @ rhs.T`` for float32 out; both scales 1x128: `fp8_gemm_nt` with recipe (1, 1, 128) and c = d."""
+    fp8_gemm_nt(lhs, rhs, out, c=out, recipe=(1, 1, 128))
+
+
+@named(out="d", layout="grouped_layout", expected_m="expected_m_for_psum_layout")
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    grouped_layout: Tensor,
+    recipe: Recipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    expected_m_for_psum_layout: int | None = None,
+    recipe_a: Recipe | None = None,
+    recipe_b: Recipe | None = None,
+) -> None:
+    """``d[i] = a[i] @ b[group of i].T`` of dequantized operands for every row i that has a group.
+
+    a: data (M, K) float8_e4m3fn with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128),
+        ceil(K/128)); scales as for `fp8_gemm_nt`.
+    d: (M, N) bfloat16 or float32. Rows of no group are undefined in it: those among a group's rows are written.
+    grouped_layout: int32 on the device, read there only. (M,), the group of each row, -1 for none: a group's rows lie
+        together, anywhere, and groups come in any order. With use_psum_layout (E,), where each group ends; it begins at
+        the next multiple of `get_mk_alignment_for_contiguous_layout` behind the end before it.
+    expected_m_for_psum_layout: about how many rows a group has; only the speed depends on it.
+
+    Raises as `fp8_gemm_nt`.
+    """
+    weights_by_blocks(recipe, recipe_a, recipe_b)
+    a, b = fp8("a", a), fp8("b", b)
+    check_tensor("grouped_layout", grouped_layout)
+    alignment = get_mk_alignment_for_contiguous_layout()
+    expected_m = expected_m_for_psum_layout
+    if expected_m is None:
+        rows, groups = a.data.shape[0], b.data.shape[0]
+        # Without what padding a group can have at most.
+        expected_m = max(rows - groups * (alignment - 1), ceil_div(rows, alignment), groups) // max(groups, 1)
+    used = alignment if use_psum_layout else None
+    grouped_gemm_by_layout(a, b, grouped_layout, d, alignment=used, expected_m=expected_m)
+
+
+def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, d: Tensor, grouped_layout: Tensor, *args, **options) -> None:
+    """`m_grouped_fp8_gemm_nt_contiguous` with b (E, K, N), which is K-major as a transposed view only."""
+    m_grouped_fp8_gemm_nt_contiguous(a, transposed("b", b), d, grouped_layout, *args, **options)
+
+
+@named(out="d")
+def m_grouped_fp8_gemm_nt_masked(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    recipe: Recipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    recipe_a: Recipe | None = None,
+    recipe_b: Recipe | None = None,
+) -> None:
+    """``d[e, :masked_m[e]] = a[e, :masked_m[e]] @ b[e].T`` of dequantized operands for every group e.
+
+    a: data (E, max_m, K) with scale (E, max_m, ceil(K/128)), in any strides; fastest as `quantize_1x128` writes them.
+    b: as for `m_grouped_fp8_gemm_nt_contiguous`. d: (E, max_m, N) bfloat16 or float32; other rows are left alone.
+    masked_m: int32 (E,) on the device, read there only. expected_m: about how many rows a group has, for the speed.
+    """
+    weights_by_blocks(recipe, recipe_a, recipe_b)
+    grouped_gemm_masked(fp8("a", a), fp8("b", b), masked_m, expected_m=expected_m, out=d)
+
+
+def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs: Pair, rhs: Pair, out: Tensor, m_indices: Tensor) -> None:
+    """`m_grouped_fp8_gemm_nt_contiguous` by its name of 2025."""
+    m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, m_indices)
+
+
+def m_grouped_gemm_fp8_fp8_bf16_nt_masked(lhs: Pair, rhs: Pair, out: Tensor, masked_m: Tensor, expected_m: int) -> None:
+    """`m_grouped_fp8_gemm_nt_masked` by its name of 2025."""
+    m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)
+
+
+@named(out="d", sizes="ks_tensor")
+def k_grouped_fp8_gemm_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    ks: Sequence[int] | None,
+    ks_tensor: Tensor,
+    c: Tensor | None = None,
+    recipe: Recipe = (1, 1, 128),
+    compiled_dims: str = "mn",
+) -> None:
+    """``d[e] = c[e] + a_e @ b_e.T`` of dequantized operands for every group e along K; without c, the product alone.
+
+    a: data (M * K,) float8_e4m3fn, the matrices (M, ks[e]) of all groups, row-major, one behind the other; scale
+        (M, K/128) float32, or (K/128, M). b: likewise with N, a multiple of 8.
+    d: (E, M, N) float32, or bfloat16 without c; contiguous. c: like d; d itself, or memory of its own.
+    ks: the size of each group, multiples of 128, K together; checked where it is there, and read nowhere else.
+    ks_tensor: the same, int32 (E,) on the device.
+
+    Raises as `fp8_gemm_nt`; ValueError for other ks.
+    """
+    _check_groups(d, ks_tensor, recipe)
+    _, m, n = d.shape
+    a, b = _with_rows(fp8("a", a), m), _with_rows(fp8("b", b), n)
+    _check_sizes(ks, len(ks_tensor), a.scale.shape[-1] * BLOCK)
+    write_sum(lambda out, add: grouped_gemm_k_flat(a, b, ks_tensor, out, accumulate=add), c, d)
+
+
+@named(out="d")
+def k_grouped_fp8_gemm_tn_contiguous(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    ks: Sequence[int] | None,
+    ks_tensor: Tensor,
+    c: Tensor | None = None,
+    recipe: Recipe = (1, 1, 128),
+    compiled_dims: str = "mn",
+) -> None:
+    """`k_grouped_fp8_gemm_nt_contiguous` of operands that are one matrix of all groups, from `per_channel_cast_to_fp8`.
+
+    a: data (K, M), scale (K/128, M); b: data (K, N), scale (K/128, N). On Hopper the data is K-major: transposed views.
+    """
+    _check_groups(d, ks_tensor, recipe)
+    a, b = fp8("a", transposed("a", a)), fp8("b", transposed("b", b))
+    _check_sizes(ks, len(ks_tensor), a.data.shape[-1])
+    offsets = pad(ks_tensor.cumsum(0, dtype=torch.int32), (1, 0))
+    write_sum(lambda out, add: grouped_gemm_k(a, b, offsets, out=out, accumulate=add), c, d)
+
+
+# Names for FP8 or FP4 operands: of FP8 they are the same functions.
+fp8_fp4_gemm_nt = fp8_gemm_nt
+fp8_fp4_gemm_nn = fp8_gemm_nn
+fp8_fp4_gemm_tn = fp8_gemm_tn
+fp8_fp4_gemm_tt = fp8_gemm_tt
+m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
+m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
+m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
+fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked  # an older name
+
+
+def _check_groups(d: Tensor, ks_tensor: Tensor, recipe: Recipe) -> None:
+    if not by_rows(recipe):
+        raise NotImplementedError(f"recipe: expected (1, 1, 128) of groups along K, got {recipe}")
+    check_tensor("ks_tensor", ks_tensor)
+    check_tensor("d", d)
+    check_vector("ks_tensor", ks_tensor, torch.int32, None, d.device)
+    if d.dim() != 3:
+        raise ValueError(f"d: expected shape (E, M, N), got {tuple(d.shape)}")
+
+
+def _with_rows(operand: FP8Tensor, rows: int) -> FP8Tensor:
+    """The operand with its scale as (rows, K blocks)."""
+    data, scale = operand
+    turned = scale.dim() == 2 and scale.shape[1] == rows and (scale.shape[0] != rows or scale.stride(1) == 1)
+    return FP8Tensor(data, scale.t() if turned else scale)
+
+
+def _check_sizes(ks: Sequence[int] | None, groups: int, k: int) -> None:
+    if ks is None:
+        return
+    if len(ks) != groups or sum(ks) != k or any(size < 0 or size % BLOCK for size in ks):
+        expected = f"{groups} multiples of {BLOCK}, as many as ks_tensor has, and K = {k} together"
+        raise ValueError(f"ks: expected {expected}, got {list(ks)}")
