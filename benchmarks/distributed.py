@@ -47,8 +47,8 @@ from benchmarks.roofline import MANY, predicted
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe import GroupedExperts
 from fp8moe.distributed import ExpertParallel
-from fp8moe.distributed.choose import choose
 from fp8moe.distributed.peers import Peers
+from fp8moe.distributed.transport import choose_method
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.kernels.experts.operator import experts_partial
 from fp8moe.quant.formats import FP8Tensor
@@ -220,7 +220,12 @@ def measure_layers(counts: Sequence[int]) -> Iterator[dict]:
         torch.cuda.empty_cache()
     for tokens in counts:
         fastest = min((name for name in OWN if "eager" in name), key=lambda name: found[name, tokens])
-        yield {"what": "auto", "tokens": tokens, "method": choose(tokens, MODEL.top_k, world), "fastest": fastest}
+        yield {
+            "what": "auto",
+            "tokens": tokens,
+            "method": choose_method(tokens, MODEL.top_k, world),
+            "fastest": fastest,
+        }
 
 
 def measure_method(layer: GroupedExperts, name: str, tokens: int, expected: Tensor) -> tuple[float, dict[str, float]]:

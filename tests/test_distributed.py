@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8moe.distributed import ExpertParallel, agreement, local
-from fp8moe.distributed.choose import choose
+from fp8moe.distributed.transport import choose_method
 from fp8moe.layers.experts import GroupedExperts
 from tests.experts_cases import VARIANTS, inputs, make
 from tests.processes import in_processes
@@ -383,9 +383,11 @@ def test_several_processes_compute_what_one_does(world):
 
 
 def test_auto_is_all_to_all_where_it_sends_much_less():
-    assert {choose(tokens, 8, 2) for tokens in (0, 64, 4096)} == {"gather"}  # nearly every token goes to both ranks
-    assert [choose(tokens, 8, 64) for tokens in (1, 64, 4096)] == ["gather", "gather", "all_to_all"]
-    assert (choose(256, 8, 64), choose(256, 256, 64)) == ("all_to_all", "gather")
+    assert {choose_method(tokens, 8, 2) for tokens in (0, 64, 4096)} == {
+        "gather"
+    }  # nearly every token goes to both ranks
+    assert [choose_method(tokens, 8, 64) for tokens in (1, 64, 4096)] == ["gather", "gather", "all_to_all"]
+    assert (choose_method(256, 8, 64), choose_method(256, 256, 64)) == ("all_to_all", "gather")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers.integrations import finegrained_fp8  # noqa: E402
 
 from fp8moe.integrations.peft import merge_and_unload, register  # noqa: E402
 from fp8moe.integrations.peft.experts import LoraExperts  # noqa: E402
-from fp8moe.integrations.peft.linear import LoraFP8Linear  # noqa: E402
+from fp8moe.integrations.peft.layer import LoraFP8Linear  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "registered", "fp8_without_gpu")
 

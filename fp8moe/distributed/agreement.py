@@ -19,7 +19,7 @@ class Call(NamedTuple):
 
     wrong: 1 where the arguments fail a check.
     layer: which of the layers that the group shares is called.
-    dtype: of hidden_states, its place among `runtime.checks.FLOATING`.
+    dtype: of hidden_states, its index in `runtime.checks.FLOATING`.
     gradients: a bit for each of `GRADIENTS`.
     """
 
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 def _gradients(bits: int) -> str:
-    return " and ".join(name for place, name in enumerate(GRADIENTS) if bits >> place & 1) or "none"
+    return " and ".join(name for bit, name in enumerate(GRADIENTS) if bits >> bit & 1) or "none"
 
 
 _SAME = {  # what is expected, and how a number is shown
@@ -58,10 +58,9 @@ class Agreement:
     @classmethod
     def of(cls, group: ProcessGroup) -> "Agreement":
         """The agreement of this group. The first time all its ranks must ask."""
-        found = _agreements.get(group)
-        if found is None:
-            found = _agreements[group] = cls(group)
-        return found
+        if group not in _agreements:
+            _agreements[group] = cls(group)
+        return _agreements[group]
 
     @property
     def group(self) -> ProcessGroup:
@@ -77,7 +76,7 @@ class Agreement:
 
         error: what is wrong with this rank's arguments.
         """
-        # To each rank the same: over gloo an all-to-all takes a third less time than an all-gather.
+        # Equal rows to all ranks: over gloo an all-to-all takes a third less time than an all-gather.
         self._mine.copy_(torch.tensor(call._replace(wrong=int(error is not None))))
         dist.all_to_all_single(self._all, self._mine, group=self.group)
         rows = self._all.tolist()
@@ -85,8 +84,8 @@ class Agreement:
         if rows != [[0, *call[2:]]] * self.world:
             self.raise_together(error)
             for name, (expected, shown) in _SAME.items():
-                place = Call._fields.index(name) - 1
-                check_same(expected, [shown(row[place]) for row in rows])
+                column = Call._fields.index(name) - 1
+                check_same(expected, [shown(row[column]) for row in rows])
         return tokens
 
     def raise_together(self, error: Exception | None) -> None:
@@ -111,17 +110,17 @@ _agreements: WeakKeyDictionary[ProcessGroup, Agreement] = WeakKeyDictionary()
 
 def check_same(expected: str, values: list) -> None:
     """ValueError unless the values of all ranks are equal."""
-    found = _by_value(values)
-    if len(found) > 1:
-        raise ValueError(f"{expected}, got {'; '.join(f'{value} on {ranks}' for value, ranks in found)}")
+    different = _by_value(values)
+    if len(different) > 1:
+        raise ValueError(f"{expected}, got {'; '.join(f'{value} on {ranks}' for value, ranks in different)}")
 
 
 def _by_value(values: Iterable) -> list[tuple[object, str]]:
     """Each value that occurs, with the ranks that have it."""
-    ranks: dict[object, list[int]] = {}
+    holders: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return [(value, f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found))}") for value, found in ranks.items()]
+        holders.setdefault(value, []).append(rank)
+    return [(value, f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}") for value, ranks in holders.items()]
 
 
 def _cpu_group(group: ProcessGroup) -> ProcessGroup:

@@ -44,25 +44,25 @@ def padded(rows: Tensor, count: int) -> Tensor:
     return rows if len(rows) == count else F.pad(rows, (0, 0, 0, count - len(rows)))
 
 
-def slots(ranks: int, size: int, tokens: int, device: torch.device) -> Tensor:
-    """Places (tokens, ranks) int32 of each token's rows in what `ranks` ranks have sent, `size` rows each."""
+def rows_by_rank(ranks: int, size: int, tokens: int, device: torch.device) -> Tensor:
+    """Indices (tokens, ranks) int32 of each token's rows in what `ranks` ranks have sent, `size` rows each."""
     return torch.arange(ranks * size, dtype=torch.int32, device=device).view(ranks, size).t()[:tokens]
 
 
-def ordered_sum(rows: Tensor, places: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-    """The sum of each token's rows (R, C), in the order of its places (T, W) int32: (T, C), rounded once."""
-    ones = torch.ones(places.shape, dtype=torch.float32, device=places.device)
-    return weighted_sum(rows, places, ones, dtype, residual)
+def ordered_sum(rows: Tensor, row_index: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+    """The sum of each token's rows (R, C), in the order of row_index (T, W) int32: (T, C), rounded once."""
+    ones = torch.ones(row_index.shape, dtype=torch.float32, device=row_index.device)
+    return weighted_sum(rows, row_index, ones, dtype, residual)
 
 
 def weighted_sum(
-    rows: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype, residual: Tensor | None = None
+    rows: Tensor, row_index: Tensor, weights: Tensor, dtype: torch.dtype, residual: Tensor | None = None
 ) -> Tensor:
     """`combine` for any number of columns, and float16 too."""
     rows, columns = rows.float() if rows.dtype is torch.float16 else rows, rows.shape[1]
     if columns % 8 == 0:
-        return combine(rows, places, weights, dtype, residual=residual)
-    total = combine(F.pad(rows, (0, -columns % 8)), places, weights, dtype)[:, :columns]
+        return combine(rows, row_index, weights, dtype, residual=residual)
+    total = combine(F.pad(rows, (0, -columns % 8)), row_index, weights, dtype)[:, :columns]
     return total.contiguous() if residual is None else residual + total
 
 

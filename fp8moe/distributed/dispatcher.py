@@ -8,19 +8,23 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8moe.distributed.agreement import Agreement, Call
-from fp8moe.distributed.all_to_all import AllToAll
-from fp8moe.distributed.choose import choose
 from fp8moe.distributed.collectives import weighted_sum
-from fp8moe.distributed.gather import Gather
 from fp8moe.distributed.local import LocalExperts, capturing
-from fp8moe.distributed.packet import Tokens
 from fp8moe.distributed.pairs import CountedPairs, FixedPairs, Pairs, combine_pairs, permute
 from fp8moe.distributed.peers import Peers
-from fp8moe.distributed.replicated import Replicated
-from fp8moe.distributed.transport import Transport, collect, send
+from fp8moe.distributed.transport import (
+    AllToAll,
+    Gather,
+    Replicated,
+    Tokens,
+    Transport,
+    choose_method,
+    collect,
+    send,
+)
 from fp8moe.kernels.experts import checks
 from fp8moe.kernels.experts.operands import Layer, Operands
-from fp8moe.layers.experts_call import flattened
+from fp8moe.layers.experts import flattened
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd
@@ -31,7 +35,7 @@ _NAME = "fp8moe.GroupedExperts"
 
 
 class Options(NamedTuple):
-    """As `ExpertParallel` describes them."""
+    """The arguments of `ExpertParallel`."""
 
     method: str
     payload: str
@@ -50,7 +54,7 @@ class Inputs(NamedTuple):
     def call(self, layer: int) -> Call:
         x, index, routing = self.tokens
         bits = self.trains, recorded(x), recorded(routing), recorded(*self.local.weights.tensors())
-        gradients = sum(bit << place for place, bit in enumerate(bits))
+        gradients = sum(bit << position for position, bit in enumerate(bits))
         return Call(len(x), 0, layer, FLOATING.index(x.dtype), index.shape[1], gradients)
 
 
@@ -79,7 +83,15 @@ class Dispatcher:
         residual: Tensor | None = None,
     ) -> Tensor:
         """What a `GroupedExperts` with all experts returns for the tokens of this rank."""
-        inputs, counts = self._agreed(experts, hidden_states, top_k_index, top_k_weights, residual)
+        alone = self.options.uniform or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        inputs, error = None, None
+        try:
+            inputs = self._inputs(experts, hidden_states, top_k_index, top_k_weights, residual)
+        except (TypeError, ValueError, RuntimeError) as caught:
+            if alone:
+                raise
+            error = caught
+        counts = [len(inputs.tokens.top_k_index)] * self.world if alone else self._counts(inputs, error)
         if inputs.trains or recorded(inputs.residual):
             out = self._run(inputs._replace(residual=None), counts)
             out = out if inputs.residual is None else inputs.residual + out
@@ -87,24 +99,15 @@ class Dispatcher:
             out = self._run(inputs, counts)
         return out.view(hidden_states.shape)
 
-    def _agreed(self, experts: nn.Module, *arguments: Tensor | None) -> tuple[Inputs, list[int]]:
-        """This rank's call, and how many tokens each rank has; the same error on all ranks."""
-        alone = self.options.uniform or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-        try:
-            inputs, error = self._inputs(experts, *arguments), None
-        except (TypeError, ValueError, RuntimeError) as caught:
-            if alone:
-                raise
-            inputs, error = None, caught
-        if alone:
-            return inputs, [len(inputs.tokens.top_k_index)] * self.world
-        counts = self.agreement.calls(Call() if error else inputs.call(self.layer), error)
-        if self.options.method == "replicated" and len(set(counts)) > 1:
-            raise ValueError(f"hidden_states: expected the same tokens on all ranks, got {counts} tokens")
-        return inputs, counts
-
-    def _inputs(self, experts: nn.Module, *arguments: Tensor | None) -> Inputs:
-        x, index, routing, residual = flattened(*arguments)
+    def _inputs(
+        self,
+        experts: nn.Module,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        residual: Tensor | None,
+    ) -> Inputs:
+        x, index, routing, residual = flattened(hidden_states, top_k_index, top_k_weights, residual)
         weights = experts.local_weights()
         check_derivatives(_NAME, x, routing, *weights.tensors())
         layer = Layer(weights.up, weights.down, experts.activation)
@@ -113,36 +116,55 @@ class Dispatcher:
         local = LocalExperts(weights, experts.activation, first, self.num_experts, x.dtype)
         return Inputs(Tokens(x, index, routing), residual, local, experts.trains(weights, x, routing))
 
+    def _counts(self, inputs: Inputs | None, error: Exception | None) -> list[int]:
+        """How many tokens each rank has; the same ValueError on all ranks if one has an error or they disagree."""
+        counts = self.agreement.calls(Call() if error else inputs.call(self.layer), error)
+        if self.options.method == "replicated" and len(set(counts)) > 1:
+            raise ValueError(f"hidden_states: expected the same tokens on all ranks, got {counts} tokens")
+        return counts
+
     def _run(self, inputs: Inputs, counts: list[int]) -> Tensor:
-        index = inputs.tokens.top_k_index
+        local, (x, index, routing) = inputs.local, inputs.tokens
         if not inputs.trains:
-            x, _, routing = inputs.tokens
-            arguments = (x, routing, *inputs.local.weights.tensors())
-            return autograd.run(lambda *_: self._infer(inputs, counts), _NAME, *arguments)
+            return autograd.run(lambda *_: self._infer(inputs, counts), _NAME, x, routing, *local.weights.tensors())
         if self.options.exact:
-            return _exact_with_gradients(self._pairs(index, counts), inputs, sum(counts))
-        return _sum_with_gradients(self._transport(index, counts), inputs)
+            pairs = self._pairs(index, counts)
+            tokens = send(pairs.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
+            groups, rows, count = local.sort(tokens, pairs.transport.num_rows)
+            assignments = sum(counts) * index.shape[1]
+            y = local.results(permute(tokens.hidden_states, rows, count), groups, assignments, True)
+            return combine_pairs(pairs, y, rows, routing, local.dtype)
+        transport = self._transport(index, counts)
+        partial = local.partial_sums_with_gradients(send(transport, inputs.tokens), transport.num_rows)
+        return collect(transport, partial, local.dtype)
 
     def _infer(self, inputs: Inputs, counts: list[int]) -> Tensor:
-        x, index, _ = inputs.tokens
+        local, (x, index, routing), residual = inputs.local, inputs.tokens, inputs.residual
         if self.options.exact:
-            return _exact(self._pairs(index, counts), self._quantized(inputs), sum(counts))
-        tokens = counts[0] if self.options.method == "replicated" else sum(counts)
-        share = ceil_div(tokens * index.shape[1], self.world)
+            pairs = self._pairs(index, counts)
+            tokens = pairs.transport.send(self._quantized(inputs.tokens))
+            groups, rows, count = local.sort(tokens, pairs.transport.num_rows)
+            assignments = sum(counts) * index.shape[1]
+            y = local.results(local.quantized_rows(tokens, rows, count), groups, assignments, False)
+            return weighted_sum(pairs.back(y, rows), pairs.row_index, routing, local.dtype, residual)
+        replicated = self.options.method == "replicated"
+        total = counts[0] if replicated else sum(counts)
+        expected_rows = ceil_div(total * index.shape[1], self.world)
         peers = self._peers(x)
         if peers is None:
-            return _sum(self._transport(index, counts), self._quantized(inputs), share)
-        if self.options.method == "replicated":
-            return peers.replicated(inputs.local, inputs.tokens, share, inputs.residual)
-        room = Gather(self.group, counts).room
-        return peers.gather(inputs.local, inputs.tokens, room, share, inputs.residual)
+            transport = self._transport(index, counts)
+            tokens = transport.send(self._quantized(inputs.tokens))
+            partial = local.partial_sums(tokens, expected_rows, transport.num_rows)
+            return transport.back(partial, local.dtype, residual)
+        if replicated:
+            return peers.replicated(local, inputs.tokens, expected_rows, residual)
+        return peers.gather(local, inputs.tokens, max(counts), expected_rows, residual)
 
-    def _quantized(self, inputs: Inputs) -> Inputs:
-        """With tokens as they are sent."""
+    def _quantized(self, tokens: Tokens) -> Tokens:
+        """Tokens as they are sent without gradients."""
         if self.options.payload == "bf16":
-            return inputs
-        x = quantize_1x128(inputs.tokens.hidden_states)
-        return inputs._replace(tokens=inputs.tokens._replace(hidden_states=x))
+            return tokens
+        return tokens._replace(hidden_states=quantize_1x128(tokens.hidden_states))
 
     def _peers(self, x: Tensor) -> Peers | None:
         """The GPUs of one node that can serve the call without NCCL.
@@ -150,15 +172,15 @@ class Dispatcher:
         Then gather sends a token only where a rank has an expert of it, so that auto has no need of all_to_all.
         """
         method, payload = self.options.method, self.options.payload
-        served = method == "replicated" or (method != "all_to_all" and payload == "fp8")
-        return Peers.of(self.group, x) if served and x.is_cuda and x.shape[1] % 16 == 0 else None
+        supported = method == "replicated" or (method != "all_to_all" and payload == "fp8")
+        return Peers.of(self.group, x) if supported and x.is_cuda and x.shape[1] % 16 == 0 else None
 
     def _transport(self, index: Tensor, counts: list[int]) -> Transport:
         method = self.options.method
         if method == "replicated":
             return Replicated(self.group, counts)
         if method == "auto":
-            method = choose(max(counts), index.shape[1], self.world)
+            method = choose_method(max(counts), index.shape[1], self.world)
         if method == "gather" or capturing(index):
             return Gather(self.group, counts)
         return AllToAll(self.group, index, self.num_experts)
@@ -167,32 +189,3 @@ class Dispatcher:
         if capturing(index):
             return FixedPairs(self.group, counts, index, self.num_experts)
         return CountedPairs(self.group, index, self.num_experts)
-
-
-def _sum(transport: Transport, inputs: Inputs, share: int) -> Tensor:
-    partial = inputs.local.partial_sums(transport.send(inputs.tokens), share, transport.rows)
-    return transport.back(partial, inputs.local.dtype, inputs.residual)
-
-
-def _sum_with_gradients(transport: Transport, inputs: Inputs) -> Tensor:
-    partial = inputs.local.partial_sums_with_gradients(send(transport, inputs.tokens), transport.rows)
-    return collect(transport, partial, inputs.local.dtype)
-
-
-def _exact(pairs: Pairs, inputs: Inputs, total: int) -> Tensor:
-    """total: tokens of all ranks."""
-    local = inputs.local
-    tokens = pairs.transport.send(inputs.tokens)
-    groups, rows, count = local.sort(tokens, pairs.transport.rows)
-    assignments = total * tokens.top_k_index.shape[1]
-    y = local.results(local.quantized_rows(tokens, rows, count), groups, assignments, False)
-    return weighted_sum(pairs.back(y, rows), pairs.places, inputs.tokens.top_k_weights, local.dtype, inputs.residual)
-
-
-def _exact_with_gradients(pairs: Pairs, inputs: Inputs, total: int) -> Tensor:
-    local, routing = inputs.local, inputs.tokens.top_k_weights
-    tokens = send(pairs.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
-    groups, rows, count = local.sort(tokens, pairs.transport.rows)
-    assignments = total * tokens.top_k_index.shape[1]
-    y = local.results(permute(tokens.hidden_states, rows, count), groups, assignments, True)
-    return combine_pairs(pairs, y, rows, routing, local.dtype)

@@ -5,17 +5,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.distributed.packet import Tokens
+from fp8moe.distributed.transport import Tokens
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operands import pad_columns, row_dtype
 from fp8moe.kernels.experts.operator import experts_partial, experts_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.layers.experts_call import Weights
+from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, align
 
-# More rows than a rank's even share that it makes room for, and the tokens whose rows always have room.
+# What a rank makes room for: so many times the expected rows, and at least all rows of so many tokens.
 _SLACK = 1.25
 _ALWAYS = 256
 
@@ -37,10 +37,10 @@ class LocalExperts(NamedTuple):
     def count(self) -> int:
         return len(self.weights.down.data)
 
-    def partial_sums(self, tokens: Tokens, share: int, rows: int | None) -> Tensor:
+    def partial_sums(self, tokens: Tokens, expected_rows: int, num_rows: int | None) -> Tensor:
         """(N, H) float32: each token's sum over the experts here, in as many `passes` as it takes."""
         sums = known = None
-        *before, last = self.passes(tokens.top_k_index, share, rows)
+        *before, last = self.passes(tokens.top_k_index, expected_rows, num_rows)
         for options in before:
             now = torch.empty(len(tokens.top_k_index), dtype=torch.bool, device=tokens.top_k_index.device)
             options |= {"partial": sums, "partial_known": known, "known": now}
@@ -49,25 +49,25 @@ class LocalExperts(NamedTuple):
         last |= {"partial": sums, "partial_known": known}
         return experts_partial(*tokens, self.weights.up, self.weights.down, **last)
 
-    def passes(self, top_k_index: Tensor, share: int, rows: int | None = None) -> list[dict[str, Any]]:
+    def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[dict[str, Any]]:
         """What `experts_partial` takes in each pass over the rows that there is room for, besides tokens and weights.
 
-        share: assignments to this rank if routing is even. rows: how many there are; None: the device knows, and is
-        asked where one pass may not do. In a CUDA graph, which cannot ask, passes run for all that there could be: the
-        first rows come last, as passes before it that find none cost little.
+        expected_rows: assignments to this rank if routing is even. num_rows: how many there are; None: the device
+        knows, and is asked where one pass may not do. In a CUDA graph, which cannot ask, passes run for all that there
+        could be: the first rows come last, as passes before it that find none cost little.
         """
-        room = max(int(share * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))
+        room = max(int(expected_rows * _SLACK), _ALWAYS * max(top_k_index.shape[1], 1))
         most = top_k_index.numel()
-        if rows is None:
-            rows = most if most <= room or capturing(top_k_index) else self.rows_here(top_k_index)
+        if num_rows is None:
+            num_rows = most if most <= room or capturing(top_k_index) else self.rows_here(top_k_index)
         options = {"activation": self.activation, "first_expert": self.first, "num_experts": self.total}
         options |= {"row_dtype": row_dtype(self.dtype), "num_rows": min(room, most)}
-        return [options | {"first_row": row} for row in reversed(range(0, max(rows, 1), room))]
+        return [options | {"first_row": row} for row in reversed(range(0, max(num_rows, 1), room))]
 
-    def partial_sums_with_gradients(self, tokens: Tokens, rows: int | None) -> Tensor:
-        """The same for a backward, which needs room for all rows, and for one if there are none."""
-        if rows is None and not capturing(tokens.top_k_index):
-            rows = self.rows_here(tokens.top_k_index)
+    def partial_sums_with_gradients(self, tokens: Tokens, num_rows: int | None) -> Tensor:
+        """`partial_sums` with a backward, which needs room for all rows, and for one if there are none."""
+        if num_rows is None and not capturing(tokens.top_k_index):
+            num_rows = self.rows_here(tokens.top_k_index)
         return experts_training(
             *tokens,
             self.weights.up,
@@ -77,7 +77,7 @@ class LocalExperts(NamedTuple):
             down_master=self.weights.down_master,
             first_expert=self.first,
             num_experts=self.total,
-            num_rows=None if rows is None else min(align(max(rows, 1), 128), tokens.top_k_index.numel()),
+            num_rows=None if num_rows is None else min(align(max(num_rows, 1), 128), tokens.top_k_index.numel()),
             out_dtype=torch.float32,
         )
 
@@ -85,9 +85,9 @@ class LocalExperts(NamedTuple):
         """Assignments to the experts here. It waits for the device."""
         return int(((index >= self.first) & (index < self.first + self.count)).sum())
 
-    def sort(self, tokens: Tokens, rows: int | None) -> tuple[Tensor, Tensor, int]:
+    def sort(self, tokens: Tokens, num_rows: int | None) -> tuple[Tensor, Tensor, int]:
         """Groups and rows of the assignments to the experts here, and for how many rows there is room."""
-        count = tokens.top_k_index.numel() if rows is None else rows
+        count = tokens.top_k_index.numel() if num_rows is None else num_rows
         return *sort_by_expert(tokens.top_k_index, self.count, first_expert=self.first, num_rows=count), count
 
     def quantized_rows(self, tokens: Tokens, rows: Tensor, count: int) -> FP8Tensor:

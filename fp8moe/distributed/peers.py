@@ -1,6 +1,5 @@
 """One node: tokens and the experts' results go straight to the memory of the other GPUs: PyTorch's symmetric memory."""
 
-from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -11,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from fp8moe.distributed.agreement import Agreement
 from fp8moe.distributed.local import LocalExperts
-from fp8moe.distributed.packet import Tokens
+from fp8moe.distributed.transport import Tokens
 from fp8moe.kernels.experts import combine, dispatch
 from fp8moe.kernels.experts.dispatch import Received
 from fp8moe.kernels.experts.operands import row_dtype
@@ -87,7 +86,7 @@ class Peers:
         self._group, self.device = ref(group), device  # peers live as long as their group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._signals = _Buffer(group, device, SIGNALS_BYTES)
-        self._buffers: dict[Hashable, _Buffer] = {}
+        self._buffers: dict[type[_Buffer], _Buffer] = {}
         self._outgrown: list[_Buffer] = []  # CUDA graphs may have their addresses
         self._captured = False
 
@@ -112,12 +111,12 @@ class Peers:
         return all(agreement.gather(reached and _can_write(x.device.index, set(uuids) - {mine})))
 
     def gather(
-        self, local: LocalExperts, tokens: Tokens, room: int, share: int, residual: Tensor | None = None
+        self, local: LocalExperts, tokens: Tokens, room: int, expected_rows: int, residual: Tensor | None = None
     ) -> Tensor:
         """The sums over all experts for the tokens of this rank, (T, H) in their dtype, plus a residual of that dtype.
 
-        tokens: not quantized; H a multiple of 16. room: the tokens of the rank that has most; share: see
-        `LocalExperts.passes`; the same on all ranks. Nothing waits for the device but for what `passes` asks.
+        tokens: not quantized; H a multiple of 16. room: the tokens of the rank that has most; expected_rows: see
+        `LocalExperts.passes`; both the same on all ranks. Nothing waits for the device but for what `passes` asks.
 
         Raises ValueError in a CUDA graph for more tokens than any call before its capture has had.
         """
@@ -125,24 +124,27 @@ class Peers:
             return _nothing(tokens, residual)
         x, index = row_major(tokens.hidden_states), tokens.top_k_index.contiguous()
         hidden, top_k = x.shape[1], index.shape[1]
-        buffer, rows = self._received(room, hidden, top_k), self._rows(room * top_k, hidden, row_dtype(x.dtype))
+        buffer = self._buffer(_Received, received_bytes(self.world * room, hidden, top_k))
+        rows = self._buffer(_Buffer, room * top_k * hidden * row_dtype(x.dtype).itemsize)
         received, slots = buffer.parts(room, hidden, top_k)
         device = self.device.index
         launch = dispatch.launcher(device, x, index, room, self.world, local.total // self.world).launch
         with device_guard(device):
             launch(current_stream(device), x.data_ptr(), index.data_ptr(), *slots, *self._meeting())
         everyone = FP8Tensor(received.data, received.scale)
-        self._compute(local, everyone, received.index, share, rows, room * top_k, to_all=False)
+        self._compute(local, everyone, received.index, expected_rows, rows, room * top_k, to_all=False)
         return self._combine(rows, local, tokens._replace(top_k_index=index), residual)
 
-    def replicated(self, local: LocalExperts, tokens: Tokens, share: int, residual: Tensor | None = None) -> Tensor:
-        """The same for tokens that are on all ranks: (T, H), equal on all of them."""
+    def replicated(
+        self, local: LocalExperts, tokens: Tokens, expected_rows: int, residual: Tensor | None = None
+    ) -> Tensor:
+        """`gather` for tokens that are on all ranks: (T, H), equal on all of them."""
         x, index = tokens.hidden_states, tokens.top_k_index.contiguous()
         if not len(x):
             return _nothing(tokens, residual)
-        rows = self._rows(index.numel(), x.shape[1], row_dtype(x.dtype))
+        rows = self._buffer(_Buffer, index.numel() * x.shape[1] * row_dtype(x.dtype).itemsize)
         rows.barrier()
-        self._compute(local, x, index, share, rows, index.numel(), to_all=True)
+        self._compute(local, x, index, expected_rows, rows, index.numel(), to_all=True)
         return self._combine(rows, local, tokens._replace(top_k_index=index), residual)
 
     def _compute(
@@ -150,14 +152,14 @@ class Peers:
         local: LocalExperts,
         x: Tensor | FP8Tensor,
         index: Tensor,
-        share: int,
+        expected_rows: int,
         rows: _Buffer,
         each: int,
         *,
         to_all: bool,
     ) -> None:
         """The experts here, whose results go to the ranks of the tokens or to all; then all ranks wait."""
-        *before, last = local.passes(index, share)
+        *before, last = local.passes(index, expected_rows)
         for options in (*before, last):
             meeting = self._meeting() if options is last else no_meeting(self.world)
             targets = Targets(self.world, each, to_all, (*rows.addresses, *meeting))
@@ -179,31 +181,15 @@ class Peers:
     def _meeting(self) -> tuple[int, ...]:
         return meeting(self._signals.addresses, self.rank)
 
-    def _received(self, room: int, hidden: int, top_k: int) -> _Received:
-        nbytes = received_bytes(self.world * room, hidden, top_k)
-
-        def make() -> _Received:
-            return _Received(self._group(), self.device, nbytes)
-
-        return self._buffer("tokens", lambda buffer: buffer.memory.numel() >= nbytes, make)
-
-    def _rows(self, count: int, hidden: int, dtype: torch.dtype) -> _Buffer:
-        nbytes = count * hidden * dtype.itemsize
-
-        def make() -> _Buffer:
-            return _Buffer(self._group(), self.device, nbytes)
-
-        return self._buffer("rows", lambda buffer: buffer.memory.numel() >= nbytes, make)
-
-    def _buffer(self, key: Hashable, suffices: Callable[[Any], bool], make: Callable[[], _Buffer]) -> Any:
-        """The buffer of this name, which grows where it does not suffice."""
+    def _buffer(self, kind: type[_Buffer], nbytes: int) -> Any:
+        """The buffer of this kind, made anew where it is too small."""
         self._captured |= torch.cuda.is_current_stream_capturing()
-        found = self._buffers.get(key)
-        if found is None or not suffices(found):
-            if found is not None and self._captured:
-                self._outgrown.append(found)
-            found = self._buffers[key] = make()
-        return found
+        buffer = self._buffers.get(kind)
+        if buffer is None or buffer.memory.numel() < nbytes:
+            if buffer is not None and self._captured:
+                self._outgrown.append(buffer)
+            buffer = self._buffers[kind] = kind(self._group(), self.device, nbytes)
+        return buffer
 
 
 _peers: WeakKeyDictionary[ProcessGroup, Peers | None] = WeakKeyDictionary()
@@ -215,7 +201,7 @@ def received_columns(hidden: int, top_k: int) -> tuple[tuple[torch.dtype, int], 
 
 
 def received_bytes(slots: int, hidden: int, top_k: int) -> int:
-    """Of so many slots, each part at a multiple of 256 bytes."""
+    """The bytes of so many slots, each part at a multiple of 256."""
     return sum(align(slots * columns * dtype.itemsize, 256) for dtype, columns in received_columns(hidden, top_k))
 
 

@@ -1,25 +1,49 @@
-"""How tokens get to their experts and results back: what the methods have in common, and its derivatives."""
+"""Methods of sending tokens to the ranks of their experts and results back: gather, all_to_all and replicated."""
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fp8moe.distributed.packet import Tokens, pack, unpack
+from fp8moe.distributed.collectives import all_gather, exchange, ordered_sum, padded, rows_by_rank
 from fp8moe.kernels.experts.backward import no_double_backward
+from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.quant.formats import FP8Tensor, align, ceil_div
+
+_ALIGNMENT = 16  # bytes at whose multiples the parts of a packed row begin: where kernels can load them
+
+# Bytes of partial sums of one rank from which two collectives with fewer bytes beat one. At 200 GB/s, NCCL's on a node,
+# 4 MB take the 20 us that it costs to start another.
+_SLICED_FROM = 4 << 20
+
+# Two H200s over NVLink, DeepSeek-V3's layer (issue 16): NCCL moves 200 GB/s. A token costs gather 7392 bytes there and
+# 28672 back for each other rank. Eager all_to_all of few tokens takes 1.5 ms more: it waits for sizes.
+_MICROSECONDS_A_ROW = 0.18
+_MICROSECONDS_A_CALL = 1500
+
+
+class Tokens(NamedTuple):
+    """What experts need of T tokens: (T, H), quantized 1x128 or not; (T, K) int32 or int64; (T, K)."""
+
+    hidden_states: Tensor | FP8Tensor
+    top_k_index: Tensor
+    top_k_weights: Tensor
 
 
 class Transport(ABC):
-    """One call's way from the ranks of the tokens to those of the experts, and back.
+    """Sends the tokens of one call to the ranks of their experts, and their sums back.
 
     room: rows that `out` sends, at least as many as this rank has tokens.
-    rows: assignments to this rank's experts, where the host knows how many there are.
+    num_rows: assignments to this rank's experts, where the host knows how many there are.
     """
 
     room: int
-    rows: int | None = None
+    num_rows: int | None = None
 
     @abstractmethod
     def out(self, rows: Tensor) -> Tensor:
@@ -33,8 +57,112 @@ class Transport(ABC):
         """
 
     def send(self, tokens: Tokens) -> Tokens:
-        """The tokens of this rank to those here."""
-        return unpack(self.out(pack(tokens, self.room)), tokens)
+        """The tokens of this rank to those here, all of a token in one row of one collective."""
+        return _unpack(self.out(_pack(tokens, self.room)), tokens)
+
+
+class Gather(Transport):
+    """Every rank gets all tokens; partial sums go back to the ranks of the tokens.
+
+    Two collectives whose sizes the host knows: W times the tokens of the rank that has most, there and back.
+    """
+
+    def __init__(self, group: ProcessGroup, tokens: list[int]):
+        self.group = group
+        self.room = max(tokens)
+        self.tokens = tokens[dist.get_rank(group)]
+
+    def out(self, rows: Tensor) -> Tensor:
+        return all_gather(self.group, padded(rows, self.room))
+
+    def back(self, rows: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        row_index = rows_by_rank(dist.get_world_size(self.group), self.room, self.tokens, rows.device)
+        return ordered_sum(exchange(self.group, rows), row_index, dtype, residual)
+
+
+class AllToAll(Transport):
+    """Each token goes once to every rank that has experts of it. The host reads sizes: no CUDA graph.
+
+    Two collectives of as many rows as there are pairs of a token and a rank, after one of their numbers.
+
+    assignments_sent, assignments_received: to and from each rank. assignment_rows: (T, K) int32, the row of each
+    assignment among those sent, in the order of ranks.
+    """
+
+    def __init__(self, group: ProcessGroup, top_k_index: Tensor, num_experts: int):
+        self.group = group
+        world = dist.get_world_size(group)
+        self.room = len(top_k_index)
+        ranks = owners(top_k_index, num_experts, world)
+        assignments, self.assignment_rows = sort_by_expert(ranks, world)
+        needed = torch.zeros(len(ranks), world + 1, dtype=torch.bool, device=ranks.device)
+        needed.scatter_(1, torch.where(ranks >= 0, ranks, world), True)
+        each = torch.arange(world, device=ranks.device)
+        tokens, self.token_rows = sort_by_expert(torch.where(needed[:, :world], each, -1), world)
+        numbers = torch.stack([tokens.diff(), assignments.diff()], dim=1)
+        numbers = torch.cat([numbers, exchange(group, numbers)], dim=1)
+        self.sent, self.assignments_sent, self.received, self.assignments_received = numbers.t().tolist()
+        self.num_rows = sum(self.assignments_received)
+
+    def out(self, rows: Tensor) -> Tensor:
+        tokens = inverse(self.token_rows, sum(self.sent)).div(self.token_rows.shape[1], rounding_mode="floor")
+        return exchange(self.group, rows.index_select(0, tokens), self.sent, self.received)
+
+    def back(self, rows: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        received = exchange(self.group, rows, self.received, self.sent)
+        return ordered_sum(received, self.token_rows, dtype, residual)
+
+
+class Replicated(Transport):
+    """The same tokens are on every rank already; partial sums go to all ranks.
+
+    Every rank adds up those of all, for all tokens or, where there are many, for a slice of them each.
+    """
+
+    def __init__(self, group: ProcessGroup, tokens: list[int]):
+        self.group = group
+        self.room = tokens[0]
+
+    def send(self, tokens: Tokens) -> Tokens:
+        return tokens
+
+    def out(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def back(self, rows: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        world, tokens = dist.get_world_size(self.group), len(rows)
+        if rows.nbytes < _SLICED_FROM:
+            row_index = rows_by_rank(world, tokens, tokens, rows.device)
+            return ordered_sum(all_gather(self.group, rows), row_index, dtype, residual)
+        size = ceil_div(tokens, world)
+        received = exchange(self.group, padded(rows, size * world))
+        part = ordered_sum(received, rows_by_rank(world, size, size, rows.device), dtype)
+        out = all_gather(self.group, part)[:tokens]
+        return out if residual is None else residual + out
+
+
+def choose_method(tokens: int, top_k: int, world: int) -> str:
+    """The method of "auto" over NCCL, by what gather and all_to_all send, and what a call costs besides.
+
+    tokens: at most so many a rank. It is the same on all ranks.
+    """
+    spared = (1 - 1 / world) ** top_k  # of the ranks: those that have no expert of a token
+    saved = _MICROSECONDS_A_ROW * tokens * (world - 1) * spared
+    return "all_to_all" if saved > _MICROSECONDS_A_CALL else "gather"
+
+
+def owners(top_k_index: Tensor, num_experts: int, world: int) -> Tensor:
+    """The rank that has the expert of each assignment, (T, K) int64; -1 for none."""
+    index = top_k_index.long()
+    inside = (index >= 0) & (index < num_experts)
+    return torch.where(inside, index.div(num_experts // world, rounding_mode="floor"), -1)
+
+
+def inverse(row_index: Tensor, count: int) -> Tensor:
+    """For each of `count` rows the position in row_index, flattened, that holds it: (count,) int64; 0 for none."""
+    flat = torch.where(row_index >= 0, row_index, count).flatten().long()
+    order = torch.arange(flat.numel(), device=flat.device)
+    return order.new_zeros(count + 1).scatter_(0, flat, order)[:count]
 
 
 def send(transport: Transport, tokens: Tokens) -> Tokens:
@@ -44,7 +172,12 @@ def send(transport: Transport, tokens: Tokens) -> Tokens:
 
 def collect(transport: Transport, partial: Tensor, dtype: torch.dtype) -> Tensor:
     """`Transport.back` with a gradient, which travels in the dtype of the result."""
-    return _Collect.apply(transport, partial, dtype)
+    return with_adjoint(partial, lambda rows: transport.back(rows, dtype), lambda grad: transport.out(grad).float())
+
+
+def with_adjoint(x: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+    """``function(x)`` of a linear function, whose gradient the adjoint takes to that of x."""
+    return _Linear.apply(x, function, adjoint)
 
 
 def differentiated_once(backward: Callable) -> Callable:
@@ -56,10 +189,10 @@ def differentiated_once(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def run(ctx, *grads: Tensor) -> tuple:
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return found
-        return tuple(value if value is None else _Once.apply(value, *grads, *ctx.saved_tensors) for value in found)
+            return results
+        return tuple(value if value is None else _Once.apply(value, *grads, *ctx.saved_tensors) for value in results)
 
     return run
 
@@ -91,13 +224,54 @@ class _Send(torch.autograd.Function):
         return None, d_hidden, None, back(d_weights.float(), ctx.dtypes[1]) if needed[3] else None
 
 
-class _Collect(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transport, partial, dtype):
-        ctx.transport = transport
-        return transport.back(partial, dtype)
+    def forward(ctx, x, function, adjoint):
+        ctx.adjoint = adjoint
+        return function(x)
 
     @staticmethod
     @differentiated_once
     def backward(ctx, grad):
-        return None, ctx.transport.out(grad).float(), None
+        return ctx.adjoint(grad), None, None
+
+
+def _pack(tokens: Tokens, rows: int) -> Tensor:
+    """Tokens as `rows` rows (int64, whatever they mean), the last ones without experts; indices become int32."""
+    x, index, weights = tokens
+    if index.dtype is torch.int64:
+        index = index.clamp(-1, torch.iinfo(torch.int32).max)  # what does not fit is no expert either
+    parts = [*(x if isinstance(x, FP8Tensor) else (x,)), index, weights]
+    columns = _columns(tokens)
+    width = sum(align(count * dtype.itemsize, _ALIGNMENT) for dtype, count in columns)
+    out = torch.empty((rows, width // 8), dtype=torch.int64, device=index.device)
+    views = _views(out, columns)
+    for view, part in zip(views, parts, strict=True):
+        view[: len(part)].copy_(part)
+    if len(index) < rows:
+        out[len(index) :].zero_()
+        views[-2][len(index) :] = -1
+    return out
+
+
+def _unpack(rows: Tensor, like: Tokens) -> Tokens:
+    """The tokens in rows that ranks have packed from tokens like these: views of the rows."""
+    *x, index, weights = _views(rows, _columns(like))
+    return Tokens(x[0] if len(x) == 1 else FP8Tensor(*x), index, weights)
+
+
+def _columns(tokens: Tokens) -> list[tuple[torch.dtype, int]]:
+    """Dtype and number of the columns of each part."""
+    x, index, _ = tokens
+    values = x if isinstance(x, FP8Tensor) else (x,)
+    routing = [(torch.int32, index.shape[1]), (torch.float32, index.shape[1])]
+    return [(value.dtype, value.shape[1]) for value in values] + routing
+
+
+def _views(rows: Tensor, columns: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
+    rows, views, begin = rows.view(torch.uint8), [], 0
+    for dtype, count in columns:
+        nbytes = count * dtype.itemsize
+        views.append(rows[:, begin : begin + nbytes].view(dtype))
+        begin += align(nbytes, _ALIGNMENT)
+    return views

@@ -1,6 +1,7 @@
 """GroupedExperts, the experts of a mixture-of-experts layer with FP8 weights or FP8 training."""
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +12,30 @@ from fp8moe.kernels.experts.checks import MAX_EXPERTS
 from fp8moe.kernels.experts.operands import row_dtype
 from fp8moe.kernels.experts.operator import experts, experts_rows
 from fp8moe.layers import experts_source
-from fp8moe.layers.experts_call import Parallel, Weights, flattened
-from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, part_of, quantized
-from fp8moe.layers.parameters import dtype_errors, frozen, keep_dtypes, local
+from fp8moe.layers.master import MasterModule, check_master_dtype, part_of, quantized
+from fp8moe.layers.parameters import frozen, local
 from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.autograd import check_derivatives, recorded
-from fp8moe.runtime.checks import FLOATING, check_int
+from fp8moe.runtime.checks import FLOATING, check_int, check_like, check_tensor
 
 _NAME = "fp8moe.GroupedExperts"
+
+
+class Weights(NamedTuple):
+    """FP8 weights, and the masters that they were quantized from."""
+
+    up: FP8Tensor
+    down: FP8Tensor
+    up_master: Tensor | None = None
+    down_master: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that could get gradients: the masters, or else the FP8 weights."""
+        if self.up_master is not None:
+            return self.up_master, self.down_master
+        return *self.up, *self.down
 
 
 class GroupedExperts(MasterModule):
@@ -79,8 +94,14 @@ class GroupedExperts(MasterModule):
     experts, an unknown activation, or activation arguments that do not go together.
     """
 
-    # Set by `fp8moe.distributed.ExpertParallel`: the parameters are then DTensors, and each rank has E/W experts.
-    parallel: Parallel | None = None
+    # Set by `fp8moe.distributed.ExpertParallel`, and called with the layer in place of its own forward: the parameters
+    # are then DTensors, and each rank has E/W experts.
+    parallel: Any = None
+
+    _ways_out = (
+        "quantize it first, for instance with GroupedExperts.from_experts",
+        "load it into a GroupedExperts without master_dtype, then use GroupedExperts.from_experts",
+    )
 
     gate_up_proj: nn.Parameter
     gate_up_proj_scale_inv: nn.Parameter | None
@@ -112,9 +133,7 @@ class GroupedExperts(MasterModule):
         if decode_capacity is not None:
             sizes["decode_capacity"] = decode_capacity
         for name, size in sizes.items():
-            check_int(name, size)
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+            check_int(name, size, at_least=1)
         if num_experts > MAX_EXPERTS:
             raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {num_experts}")
         self.num_experts = num_experts
@@ -190,7 +209,7 @@ class GroupedExperts(MasterModule):
     @classmethod
     def from_source(
         cls,
-        source: experts_source.Source,
+        source: experts_source.ExpertsSource,
         *,
         scale_format: str = "float32",
         decode_capacity: int | None = None,
@@ -270,10 +289,9 @@ class GroupedExperts(MasterModule):
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
         forward-mode differentiation and the derivatives of torch.func.
         """
-        arguments = (hidden_states, top_k_index, top_k_weights, residual)
         if self.parallel is not None:
-            return self.parallel.forward(self, *arguments)
-        x, index, routing, residual = flattened(*arguments)
+            return self.parallel.forward(self, hidden_states, top_k_index, top_k_weights, residual)
+        x, index, routing, residual = flattened(hidden_states, top_k_index, top_k_weights, residual)
         if recorded(residual):
             return residual.view_as(hidden_states) + self(hidden_states, top_k_index, top_k_weights)
         weights = self.whole_weights()
@@ -370,18 +388,24 @@ class GroupedExperts(MasterModule):
                 text += f", {name}={value}"
         return text
 
-    def _apply(self, fn, recurse=True):
-        if self.trainable:
-            return super()._apply(fn, recurse)
-        return super()._apply(keep_dtypes(fn, self.parameters(recurse=False)), recurse)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        way_out = "quantize it first, for instance with GroupedExperts.from_experts"
-        if self.trainable:
-            invalidate_masters()
-            way_out = "load it into a GroupedExperts without master_dtype, then use GroupedExperts.from_experts"
-        names = (prefix + self.up_name, prefix + "down_proj")
-        if wrong := dtype_errors(state_dict, names, self.trainable, way_out):
-            errors.extend(wrong)
-            return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+def flattened(
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The arguments of a forward with their leading sizes as one: (T, H), (T, K), (T, K), (T, H)."""
+    inputs = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    for name, value in inputs.items():
+        check_tensor(name, value)
+    shape = hidden_states.shape
+    if residual is not None:
+        check_like("residual", residual, (hidden_states.dtype,), shape, hidden_states.device, "hidden_states")
+    if len(shape) <= 2:
+        return hidden_states, top_k_index, top_k_weights, residual
+    for name in ("top_k_index", "top_k_weights"):
+        if inputs[name].shape[:-1] != shape[:-1]:
+            raise ValueError(
+                f"{name}: expected shape ({', '.join(map(str, shape[:-1]))}, top_k) to match hidden_states, "
+                f"got {tuple(inputs[name].shape)}"
+            )
+    flat = (value.flatten(0, -2) for value in inputs.values())
+    return *flat, residual if residual is None else residual.flatten(0, -2)

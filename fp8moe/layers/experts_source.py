@@ -1,25 +1,30 @@
 """Reads experts modules, ours and those of transformers models: their weights, however stored, and their activation.
 
-Modules are recognised by their attributes, and activations by what they compute (`experts_activation`): nothing here
-needs transformers.
+Modules are recognised by their attributes. Which activation they have is told from these too, and then compared with
+what their own functions compute. Nothing here needs transformers.
 """
 
+import copy
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.kernels.activation import Activation
-from fp8moe.layers.experts_activation import activation_of, verify_fused, verify_mlp
+from fp8moe.kernels.activation import FUNCTIONS, Activation
 from fp8moe.layers.linear import check_linear
 from fp8moe.layers.parameters import check_not_sharded, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks, check_only_weights
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import dequantize, quantize_128x128
-from fp8moe.runtime.checks import FLOATING
+from fp8moe.runtime.checks import FLOATING, describe
 
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of the linears of one expert
+_PROBES = 4096  # values compared of each expert
+_LARGEST = 42  # of whose sinh, 9e17, products are in the range of bfloat16
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExpertsSource:
     """What an experts module is made of. up: the first projection (gate and up where gated); down: the second."""
 
     num_experts: int
@@ -90,7 +95,7 @@ class Source:
     down: Weight
 
 
-def read(module: nn.Module) -> Source:
+def read(module: nn.Module) -> ExpertsSource:
     """See `GroupedExperts.from_experts`. Raises TypeError or ValueError for a module that cannot be taken over.
 
     Hooks of the module itself are for the caller to check: where it goes on running, as under transformers, so do they.
@@ -107,7 +112,7 @@ def read(module: nn.Module) -> Source:
     )
 
 
-def _read_fused(module: nn.Module) -> Source:
+def _read_fused(module: nn.Module) -> ExpertsSource:
     gated = getattr(module, "has_gate", hasattr(module, "gate_up_proj"))
     up_name = "gate_up_proj" if gated else "up_proj"
     _check_fused(module, up_name)
@@ -147,9 +152,9 @@ def _read_fused(module: nn.Module) -> Source:
         weights.append(Weight(parts, shape, up.device, quantized or fused.requires_grad, fused))
     for name, child in module.named_children():
         check_no_hooks(f"module.{name}", child)
-    activation = activation_of(module, gated)
-    verify_fused(module, activation, size)
-    return Source(count, hidden, size, activation, *weights)
+    activation = _activation_of(module, gated)
+    _verify_fused(module, activation, size)
+    return ExpertsSource(count, hidden, size, activation, *weights)
 
 
 def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
@@ -181,7 +186,7 @@ def _check_fused(module: nn.Module, up_name: str) -> None:
         raise ValueError(f"module: expected the parameters {up_name} and down_proj, no biases, got also {extra}")
 
 
-def _read_list(module: nn.ModuleList) -> Source:
+def _read_list(module: nn.ModuleList) -> ExpertsSource:
     if not len(module):
         raise ValueError("module: expected at least one expert, got an empty nn.ModuleList")
     names = next((names for names in _NAMES if hasattr(module[0], names[2])), _NAMES[0])
@@ -204,11 +209,11 @@ def _read_list(module: nn.ModuleList) -> Source:
         down.append(linears[-1:])
     if len({isinstance(value, Tensor) for parts in up + down for value in parts}) > 1:
         raise ValueError("module: expected experts that are all quantized or none")
-    activation = activation_of(module[0], gated)
+    activation = _activation_of(module[0], gated)
     for i, expert in enumerate(module):
-        verify_mlp(f"module[{i}]", expert, names, activation)
+        _verify_mlp(f"module[{i}]", expert, names, activation)
     weights = (_weight_of_list(parts) for parts in (up, down))
-    return Source(len(module), *shape, activation, *weights)
+    return ExpertsSource(len(module), *shape, activation, *weights)
 
 
 def _weight_of_list(parts: list[list[Tensor | FP8Tensor]]) -> Weight:
@@ -257,3 +262,124 @@ def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -
             f"{tuple(scale.shape)}; build the experts from the unquantized weights instead"
         )
     return FP8Tensor(weight.detach(), scale.detach().float())
+
+
+def _activation_of(module: nn.Module, gated: bool) -> Activation:
+    """The activation that the module's attributes describe. Without an act_fn it is silu, for the caller to verify."""
+    if _is_ours(module):
+        return module.activation
+    act_fn = getattr(module, "act_fn", None)
+    name = "silu" if act_fn is None else _function_name(act_fn)
+    if not gated:
+        return Activation(name=name, gated=False)
+    limit, alpha = (
+        next((getattr(module, name) for name in names if getattr(module, name, None) is not None), None)
+        for names in (("swiglu_limit", "limit"), ("swiglu_alpha", "alpha"))
+    )
+    return Activation(None if limit is None or math.isinf(limit) else limit, alpha, name)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Whether it is a GroupedExperts, which states its activation."""
+    return isinstance(getattr(module, "activation", None), Activation)
+
+
+def _verify_fused(module: nn.Module, activation: Activation, size: int) -> None:
+    """ValueError if the function that transformers' fused experts apply to gate and up is another; size: of each."""
+    if _is_ours(module):
+        return
+    apply = getattr(module, "_apply_gate", None) if activation.gated else None
+    if apply is None:
+        if not hasattr(module, "act_fn"):
+            functions = "neither act_fn nor _apply_gate" if activation.gated else "no act_fn"
+            raise ValueError(f"module: cannot tell its activation, it has {functions}")
+        return
+    probe = _probe(_rows(size), 2 * size, "cpu", seed=0)
+    if not _close(_run("module", apply, probe), activation(probe), probe[:, size:]):
+        raise ValueError(f"module: its activation is none of those that GroupedExperts has; closest is {activation}")
+
+
+@torch.no_grad()
+def _verify_mlp(name: str, expert: nn.Module, names: tuple[str, ...], activation: Activation) -> None:
+    """ValueError if one expert computes something else than ``down(activation(gate(x), up(x)))``.
+
+    names: of its linears. A copy of it runs with others in their places, which return values of all magnitudes: so it
+    takes no time, reaches every limit whatever the weights are, and does without a GPU for FP8 weights.
+    """
+    size, hidden = getattr(expert, names[0]).weight.shape
+    device = getattr(expert, names[0]).weight.device
+    device = torch.device("cpu") if device.type == "meta" else device
+    rows = _rows(size)
+    x = _probe(rows, hidden, device, seed=0)
+    *projections, down = (
+        _StandIn(_probe(rows, width, device, seed), features)
+        for seed, (width, features) in enumerate([(size, hidden)] * (len(names) - 1) + [(hidden, size)], start=1)
+    )
+    twin = copy.copy(expert)
+    twin._modules = expert._modules | dict(zip(names, (*projections, down), strict=True))
+    out = _run(name, partial(type(expert).forward, twin), x)
+    if not (down.ran_once and all(linear.ran_once and _close(linear.input, x) for linear in projections)):
+        raise ValueError(f"{name}: expected {names} to run once each, all but the last on the input as it is")
+    projected = torch.cat([linear.output for linear in projections], dim=-1)
+    if not _close(down.input, activation(projected), projections[-1].output):
+        raise ValueError(f"{name}: its activation is none of those that GroupedExperts has; closest is {activation}")
+    if not _close(out, down.output):
+        raise ValueError(f"{name}: expected the result of {names[-1]} to be returned as it is")
+
+
+class _StandIn(nn.Linear):
+    """In the place of a linear layer: returns what it was made with and keeps its input."""
+
+    def __init__(self, output: Tensor, in_features: int):
+        super().__init__(in_features, output.shape[-1], bias=False, device="meta", dtype=output.dtype)
+        self.output = output
+        self.inputs = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inputs.append(x)
+        return self.output
+
+    @property
+    def ran_once(self) -> bool:
+        return len(self.inputs) == 1
+
+    @property
+    def input(self) -> Tensor:
+        return self.inputs[0]
+
+
+def _function_name(act_fn: Callable[[Tensor], Tensor]) -> str:
+    if not (isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters())):
+        x = torch.linspace(-_LARGEST, _LARGEST, 2 * _PROBES, dtype=torch.float32, device="cpu").sinh()
+        result = _run("module", act_fn, x)
+        for name, function in FUNCTIONS.items():
+            if isinstance(result, Tensor) and torch.allclose(result, function(x), rtol=1e-4, atol=1e-5):
+                return name
+    raise ValueError(f"module: expected an activation among {', '.join(FUNCTIONS)}, got {describe(act_fn)}")
+
+
+def _run(name: str, function: Callable[[Tensor], object], x: Tensor) -> object:
+    try:
+        return function(x)
+    except Exception as error:  # of any kind: it is foreign code
+        raise ValueError(f"{name}: cannot tell its activation, its function fails: {error!r}") from error
+
+
+def _rows(size: int) -> int:
+    """How many rows of `size` values to compare."""
+    return min(64, math.ceil(_PROBES / size))
+
+
+def _probe(rows: int, columns: int, device: torch.device | str, seed: int) -> Tensor:
+    """Values of both signs from near 0 to 9e17, as many of each magnitude."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    uniform = torch.rand((rows, columns), generator=generator, dtype=torch.float32, device="cpu")
+    return (uniform.mul(2 * _LARGEST) - _LARGEST).sinh().to(device)
+
+
+def _close(result: Tensor, expected: Tensor, factor: Tensor | None = None) -> bool:
+    """Whether two tensors are equal but for rounding, also that before a product with `factor`."""
+    if not isinstance(result, Tensor) or result.shape != expected.shape:
+        return False
+    tolerance = 1e-2 * expected.abs() + 1e-5 * (1 if factor is None else 1 + factor.abs())
+    return bool(((result == expected) | ((result - expected).abs() <= tolerance)).all())

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.kernels.linear.training import linear_training
-from fp8moe.layers.master import MasterModule, check_master_dtype, invalidate_masters, quantized
-from fp8moe.layers.parameters import check_not_sharded, dtype_errors, frozen, keep_dtypes
+from fp8moe.layers.master import MasterModule, check_master_dtype, quantized
+from fp8moe.layers.parameters import check_not_sharded, frozen
 from fp8moe.layers.replaced import as_patterns, check_no_hooks, check_only_weights, matches
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
@@ -49,6 +49,12 @@ class FP8Linear(MasterModule):
         dtype: bfloat16, float16 or float32, the dtype of the bias; TypeError for another.
         master_dtype: bfloat16 or float32, of a weight to train, or None; TypeError for another.
     """
+
+    weight_names = ("weight", "weight_scale_inv")
+    _ways_out = (
+        "load it into an nn.Linear and use FP8Linear.from_linear or replace_linears",
+        "load it into an FP8Linear without a master_dtype",
+    )
 
     weight: nn.Parameter
     weight_scale_inv: nn.Parameter | None
@@ -164,21 +170,6 @@ class FP8Linear(MasterModule):
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{text}, master_dtype={self.weight.dtype}" if self.trainable else text
-
-    def _apply(self, fn, recurse=True):
-        if self.trainable:
-            return super()._apply(fn, recurse)
-        return super()._apply(keep_dtypes(fn, (self.weight, self.weight_scale_inv)), recurse)
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        way_out = "load it into an nn.Linear and use FP8Linear.from_linear or replace_linears"
-        if self.trainable:
-            invalidate_masters()
-            way_out = "load it into an FP8Linear without a master_dtype"
-        if wrong := dtype_errors(state_dict, (prefix + "weight",), self.trainable, way_out):
-            errors.extend(wrong)
-            return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
 
 def check_linear(name: str, module: nn.Module) -> None:

@@ -10,6 +10,7 @@ In a compiled graph only storages of modules' Parameters have copies: the graph 
 after the other, into the same storage.
 """
 
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -21,6 +22,7 @@ from fp8moe.layers.parameters import local
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.autograd import recorded
+from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.operator import define
 
 MASTER_DTYPES = (torch.bfloat16, torch.float32)
@@ -99,9 +101,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> 
 
 
 class MasterModule(nn.Module):
-    """Base of the modules that can have masters; `trainable` says whether one has."""
+    """Base of the modules whose weights are in FP8 and frozen or, where `trainable` says so, masters.
+
+    weight_names: of each weight and then its scale. _ways_out: what to do instead of loading a state dict with weights
+    of another kind, where they are in FP8 here, and where they are masters.
+    """
 
     trainable: bool
+    weight_names: tuple[str, ...]
+    _ways_out: tuple[str, str]
 
     def train(self, mode: bool = True) -> Self:
         # Weights may be exchanged through .data for an evaluation, for averaged ones, say.
@@ -112,7 +120,9 @@ class MasterModule(nn.Module):
     def __setattr__(self, name: str, value: object) -> None:
         old = self.__dict__.get("_parameters", {}).get(name)
         if isinstance(old, nn.Parameter) and old is not value:
-            _forget(local(old))
+            storage = local(old).untyped_storage()
+            if hasattr(storage, _ATTRIBUTE):
+                delattr(storage, _ATTRIBUTE)
         super().__setattr__(name, value)  # registers the new one, and so marks it; it may have the same memory
 
     # Wherever a master gets its memory, its storage is marked by the attribute, which compiled graphs look for.
@@ -122,13 +132,43 @@ class MasterModule(nn.Module):
         self._mark_masters()
 
     def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
+        super()._apply(fn if self.trainable else self._keeping_dtypes(fn), recurse)
         self._mark_masters()
         return self
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._mark_masters()
+
+    def _keeping_dtypes(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """``fn`` of nn.Module._apply, except that it does not change the dtype of FP8 weights and their scales."""
+        kept = {id(getattr(self, name)) for name in self.weight_names}
+
+        def apply(value: Tensor) -> Tensor:
+            if id(value) not in kept:
+                return fn(value)
+            # An empty tensor shows what fn does to the dtype, without casting the whole weight.
+            probe = fn(local(value).new_empty(0))
+            return fn(value) if probe.dtype == value.dtype else value.to(probe.device)
+
+        return apply
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        """An error for each weight whose copy would convert it to or from FP8 without its scale."""
+        masters = self.trainable
+        if masters:
+            invalidate_masters()
+        allowed = FLOATING if masters else (torch.float8_e4m3fn,)
+        expected = "bfloat16, float16 or float32 for a master weight" if masters else "float8_e4m3fn"
+        wrong = []
+        for name in self.weight_names[::2]:
+            value = state_dict.get(prefix + name)
+            if value is not None and value.dtype not in allowed:
+                wrong.append(f"{prefix}{name}: expected {expected}, got {value.dtype}; {self._ways_out[masters]}")
+        if wrong:
+            errors.extend(wrong)
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def _mark_masters(self) -> None:
         for value in self._parameters.values():
@@ -186,12 +226,6 @@ def _quantized(weight: Tensor, parameter: Tensor | None = None) -> FP8Tensor:
         copy = _quantize(weight)
         copies.by_layout[layout] = copy, state
     return copy
-
-
-def _forget(weight: Tensor) -> None:
-    storage = weight.untyped_storage()
-    if hasattr(storage, _ATTRIBUTE):
-        delattr(storage, _ATTRIBUTE)
 
 
 def _quantize(weight: Tensor) -> FP8Tensor:

@@ -73,11 +73,10 @@ class FP8MQAIndexer(nn.Module):
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
         positive = {"hidden_size": hidden_size, "q_lora_rank": q_lora_rank, "top_k": top_k}
         heads = {"num_heads": num_heads, "head_dim": head_dim, "rope_head_dim": rope_head_dim}
-        for name, size in (positive | heads).items():
-            check_int(name, size)
         for name, size in positive.items():
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+            check_int(name, size, at_least=1)
+        for name, size in heads.items():
+            check_int(name, size)
         for name, size, sizes in (("num_heads", num_heads, mqa_checks.NUM_HEADS), ("head_dim", head_dim, HEAD_DIMS)):
             if size not in sizes:
                 raise ValueError(f"{name}: expected one of {sizes}, got {size}")
@@ -238,11 +237,8 @@ class FP8MQAIndexer(nn.Module):
     def _project(
         self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return score_operands(
-            *(self, hidden_states, q_resid, position_embeddings),
-            interleaved=self.interleaved,
-            scale_format=self.scale_format,
-        )
+        options = {"interleaved": self.interleaved, "scale_format": self.scale_format}
+        return score_operands(self, hidden_states, q_resid, position_embeddings, **options)
 
     def _selected(self, kv: FP8Tensor, q: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
         """What these queries select from the keys."""

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from fp8moe.distributed.local import LocalExperts
-from fp8moe.distributed.packet import Tokens
 from fp8moe.distributed.peers import Peers
-from fp8moe.layers.experts_call import Weights
+from fp8moe.distributed.transport import Tokens
+from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, ceil_div
 from tests import experts_cases, processes
 from tests.peer_cases import on_one_gpu

@@ -1,16 +1,79 @@
-"""What peft's layers on FP8 weights have in common: merging, which rounds, and unmerging, which must not."""
+"""peft's LoRA layers on FP8 weights: merging into them, which rounds, and unmerging, which must not; FP8 linears."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from peft.tuners.lora.layer import LoraLayer
+import torch
+from peft.tuners.lora.layer import Linear, LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from fp8moe.integrations.peft.checks import check_base, check_config
-from fp8moe.integrations.peft.merging import MergeError, Stored, check_finite, merge
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import dequantize, quantize_128x128
 
 _log = logging.getLogger(__name__)
+
+
+class MergeError(NamedTuple):
+    """How far stored weights are from the sums that were merged, in Frobenius norms of all weights of a module.
+
+    weight: relative to the sums W + BA. adapter: relative to BA; at 1 rounding has taken as much as the
+    adapter has added.
+    """
+
+    weight: float
+    adapter: float
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Weights of a module, of all experts: data (E, matrices * N, K), scale with blocks of each matrix, or None.
+
+    add: (e) -> (matrices * N, K) float32, what is to be added to those of expert e.
+    """
+
+    data: Tensor
+    scale: Tensor | None
+    matrices: int
+    add: Callable[[int], Tensor]
+
+    def sums(self, expert: int) -> tuple[Tensor, Tensor]:
+        """W + BA and BA of an expert, (matrices, N, K) float32."""
+        added = self.add(expert).unflatten(0, (self.matrices, -1))
+        data = self.data[expert].unflatten(0, (self.matrices, -1))
+        if self.scale is None:
+            return data.float() + added, added
+        scale = self.scale[expert].float().unflatten(0, (self.matrices, -1))
+        return dequantize(FP8Tensor(data, scale)) + added, added
+
+    def write(self, expert: int, sums: Tensor, scale_format: str) -> Tensor:
+        """Store them; returns what is stored, in float32."""
+        if self.scale is None:
+            self.data[expert].copy_(sums.flatten(0, 1))
+            return self.data[expert].float().view_as(sums)
+        quantized = quantize_128x128(sums, scale_format=scale_format)
+        self.data[expert].copy_(quantized.data.flatten(0, 1))
+        self.scale[expert].copy_(quantized.scale.flatten(0, 1))
+        return dequantize(quantized)
+
+    @property
+    def scale_format(self) -> str:
+        """ "ue8m0" if all scales are powers of two, which they then stay."""
+        if self.scale is None:
+            return "float32"
+        mantissa, _ = torch.frexp(self.scale.float())
+        return "ue8m0" if bool((mantissa == 0.5).all()) else "float32"
+
+    def clone(self) -> tuple[Tensor, Tensor | None]:
+        return self.data.clone(), None if self.scale is None else self.scale.clone()
+
+    def restore(self, data: Tensor, scale: Tensor | None) -> None:
+        self.data.copy_(data)
+        if scale is not None:
+            self.scale.copy_(scale)
 
 
 class FP8LoraLayer(LoraLayer):
@@ -65,16 +128,35 @@ class FP8LoraLayer(LoraLayer):
         """Those of the adapters, by default the active ones, that this layer has and that are not merged."""
         return [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
 
+    @torch.no_grad()
     def check_finite(self, adapter_names: list[str] | None) -> None:
         """ValueError if W + BA of these adapters is not finite."""
-        if adapters := self.unmerged(adapter_names):
-            check_finite(self.name, self.stored(adapters))
+        adapters = self.unmerged(adapter_names)
+        for stored in self.stored(adapters) if adapters else ():
+            for expert in range(len(stored.data)):
+                if not bool(stored.sums(expert)[0].isfinite().all()):
+                    raise ValueError(
+                        f"{self.name}: safe_merge: expected finite W + BA, got NaN or infinity (matrix {expert})"
+                    )
 
+    @torch.no_grad()
     def _merge(self, safe_merge: bool, adapters: list[str]) -> None:
+        """Write W + BA in place of W, one expert at a time; every FP8 block gets a new scale."""
         check_base(self.name, self.get_base_layer())  # it may have been spread since
         if safe_merge:
             self.check_finite(adapters)
-        self.merge_error = merge(self.stored(adapters))
+        weights = self.stored(adapters)
+        squares = torch.zeros(3, dtype=torch.float64, device=weights[0].data.device)
+        for stored in weights:
+            scale_format = stored.scale_format
+            for expert in range(len(stored.data)):
+                sums, added = stored.sums(expert)
+                rounded = stored.write(expert, sums, scale_format)
+                squares += torch.stack([value.double().square().sum() for value in (rounded - sums, sums, added)])
+        error, whole, added = squares.sqrt().tolist()
+        self.merge_error = MergeError(
+            error / whole if whole else error, error / added if added else float(error > 0) * float("inf")
+        )
         self.merged_adapters.extend(adapters)
         _log.info(
             "merged %s into %s: relative error %.1e of W + BA, %.1e of BA", adapters, self.name, *self.merge_error
@@ -85,3 +167,34 @@ class FP8LoraLayer(LoraLayer):
         self.name = kwargs.get("target_name") or type(base_layer).__name__
         check_config(self.name, config, kwargs.get("parameter_name"))
         check_base(self.name, base_layer)
+
+
+class LoraFP8Linear(FP8LoraLayer, Linear):
+    """``base(x) + scaling * B @ A @ dropout(x)``, the base in FP8 and frozen, A and B as in peft's lora.Linear.
+
+    Adapters are made in the dtype of the bias, without one in bfloat16; peft's autocast_adapter_dtype may turn them to
+    float32.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config, **kwargs) -> None:
+        self._start(base_layer, adapter_name, config, kwargs)
+        Linear.__init__(self, base_layer, adapter_name, config, **kwargs)
+
+    def stored(self, adapters: Iterable[str]) -> list[Stored]:
+        linear, names = self.get_base_layer(), list(adapters)
+
+        def add(_: int) -> Tensor:
+            return sum(
+                self.scaling[name] * (self.lora_B[name].weight.float() @ self.lora_A[name].weight.float())
+                for name in names
+            )
+
+        scale = linear.weight_scale_inv
+        return [Stored(linear.weight.detach()[None], scale if scale is None else scale.detach()[None], 1, add)]
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+        unquantized = base_layer.weight if base_layer.weight_scale_inv is None else base_layer.bias
+        return base_layer.weight.device, torch.bfloat16 if unquantized is None else unquantized.dtype
