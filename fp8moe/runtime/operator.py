@@ -1,7 +1,4 @@
-"""The operators of PyTorch's namespace ``fp8moe``: `operator` declares one with all that belongs to it.
-
-Operands that travel together are declared once, as a NamedTuple, which `Signature` turns into an operator's arguments.
-"""
+"""The operators of PyTorch's namespace ``fp8moe``: `operator` declares one with all that belongs to it."""
 
 import typing
 from collections.abc import Callable, Collection
@@ -9,26 +6,31 @@ from types import NoneType
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from fp8moe.runtime.backend import use_cuda
 
 _library = torch.library.Library("fp8moe", "FRAGMENT")
 
-_SCHEMA_TYPES = {torch.Tensor: "Tensor", int: "SymInt", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+_SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+
+Written = Annotated[Tensor, "Tensor(a!)"]
+"""A tensor that an operator writes to."""
 
 Operands = TypeVar("Operands", bound=tuple)
 
 
 class Signature(Generic[Operands]):
-    """A NamedTuple as an operator's arguments: those of its fields, in their order. What a field becomes:
+    """The arguments of an operator: the fields of a NamedTuple, or the parameters of a function, by their types.
 
-        Tensor, int, bool, str, torch.dtype     an argument of this type
+        Tensor, int, float, bool, str, torch.dtype     an argument of this type
         tuple[int, ...]                         a list of integers
         a NamedTuple (data, scale)              two arguments, ``name`` and ``name_scale``
         another NamedTuple                      the arguments that its own fields become
         a class with `key` and `from_key`       its key, a text
         X | None                                an optional argument, of all but NamedTuples
         Annotated[X, "Tensor(a!)"]              an argument of the type in quotes
+        Annotated[a NamedTuple, (names)]        the arguments that these of its fields become
 
     fields: those that an operator takes, if not all; the others keep their defaults.
 
@@ -39,23 +41,28 @@ class Signature(Generic[Operands]):
     pack: Callable[[Operands], tuple]
     unpack: Callable[..., Operands]
 
-    def __init__(self, kind: type[Operands], fields: Collection[str] | None = None):
-        made: dict[str, Any] = {"tuple": tuple}  # names in the expression
-        arguments, expression = _arguments(kind, made, fields)
+    def __init__(self, kind: type[Operands] | Callable[..., Any], fields: Collection[str] | None = None):
+        self._named: dict[str, Any] = {"tuple": tuple}  # in the expression
+        arguments, self._given = _arguments(kind, self._named, fields)
         self.names = tuple(argument.name for argument in arguments)
         self.schema = ", ".join(f"{argument.type} {argument.name}" for argument in arguments)
-        paths = ", ".join(f"operands.{argument.path}" for argument in arguments)
-        self.pack = eval(f"lambda operands: ({paths},)", {})
-        self.unpack = eval(f"lambda {', '.join(self.names)}: {expression}", made)
+        if isinstance(kind, type):
+            paths = ", ".join(f"operands.{argument.path}" for argument in arguments)
+            self.pack = eval(f"lambda operands: ({paths},)", {})
+            self._given = f"{_name(kind, self._named)}({self._given})"
+            self.unpack = self._function(self._given)
 
     def complete(self, schema: str) -> str:
         """``name -> ...`` with the arguments."""
         name, _, results = schema.partition(" -> ")
         return f"{name}({self.schema}) -> {results}"
 
-    def of_arguments(self, function: Callable[[Operands], Any]) -> Callable[..., Any]:
-        """A function of the NamedTuple as one of the arguments."""
-        return lambda *arguments: function(self.unpack(*arguments))
+    def of_arguments(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the NamedTuple, or one with these parameters, as one of the arguments."""
+        return self._function(f"function({self._given})", function=function)
+
+    def _function(self, expression: str, **more: Any) -> Callable[..., Any]:
+        return eval(f"lambda {', '.join(self.names)}: {expression}", self._named | more)
 
 
 class _Argument(NamedTuple):
@@ -67,16 +74,18 @@ class _Argument(NamedTuple):
 
 
 def _arguments(
-    kind: type, made: dict[str, Any], fields: Collection[str] | None = None, pair: str = ""
+    kind: type | Callable[..., Any], named: dict[str, Any], fields: Collection[str] | None = None, pair: str = ""
 ) -> tuple[list[_Argument], str]:
-    """The arguments that a NamedTuple becomes, and the expression that makes it of them again.
+    """The arguments that a NamedTuple or a function becomes, and the expression that makes its own of them again.
 
-    made: takes in what the expression names beside the arguments. pair: the name of a pair (data, scale).
+    named: takes in what the expression names beside the arguments. pair: the name of a pair (data, scale).
     """
     arguments, values = [], []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        if name == "return":
+            continue
         if fields is not None and name not in fields:
-            values.append(_named(kind._field_defaults[name], made))
+            values.append(_name(kind._field_defaults[name], named))
             continue
         written = None
         if typing.get_origin(hint) is Annotated:
@@ -86,11 +95,12 @@ def _arguments(
             (hint,) = set(typing.get_args(hint)) - {NoneType}
         own = f"{pair}_{name}".removesuffix("_data") if pair else name
         if hasattr(hint, "_fields"):
-            inner, value = _arguments(hint, made, pair=name if hint._fields == ("data", "scale") else "")
+            inner, value = _arguments(hint, named, written, pair=name if hint._fields == ("data", "scale") else "")
             arguments += [argument._replace(path=f"{name}.{argument.path}") for argument in inner]
+            value = f"{_name(hint, named)}({value})"
         elif hasattr(hint, "from_key"):
             arguments.append(_Argument("str", own, f"{name}.key"))
-            value = f"{_named(hint.from_key, made)}({own})"
+            value = f"{_name(hint.from_key, named)}({own})"
         elif typing.get_origin(hint) is tuple:
             arguments.append(_Argument(f"SymInt[]{optional}", own, name))
             value = f"{own} and tuple({own})"
@@ -98,13 +108,13 @@ def _arguments(
             arguments.append(_Argument(written or _SCHEMA_TYPES[hint] + optional, own, name))
             value = own
         values.append(value)
-    return arguments, f"{_named(kind, made)}({', '.join(values)})"
+    return arguments, ", ".join(values)
 
 
-def _named(value: Any, made: dict[str, Any]) -> str:
+def _name(value: Any, named: dict[str, Any]) -> str:
     """The name under which an expression finds the value."""
-    name = f"value_{len(made)}"
-    made[name] = value
+    name = f"value_{len(named)}"
+    named[name] = value
     return name
 
 
@@ -121,36 +131,38 @@ def operator(
 ) -> torch._ops.OpOverload:
     """Define ``fp8moe::name``, an operation with two backends, and return it.
 
-    schema: ``name(...) -> ...``. Its first argument is a tensor, whose device decides the backend. All that follow get
-        the operator's arguments, those at their defaults left out.
+    schema: ``name(...) -> ...``, or ``name -> ...`` with the arguments of the signature. The first argument is, or
+        begins with, a tensor, whose device decides the backend.
     check: raises for arguments that are wrong. It does not read addresses, as fake tensors have none.
     cuda: launches the kernels. reference: computes the result in plain PyTorch. Both return what the schema says.
     fake: returns uninitialized results, of fake tensors too.
     quick: returns what to call in place of all these if arguments of this layout have run before, otherwise None.
     forward_only: it is called by `runtime.autograd.run`, or by what has a backward, so that autograd passes it by.
-    signature: the schema is ``name -> ...``, and all but quick get the NamedTuple that the arguments stand for.
+    signature: what the functions get in place of the operator's arguments, which are, at their defaults, left out
+        otherwise; None where the schema has none: the parameters of `check`.
     """
 
-    def run(*arguments: Any) -> Any:
-        ready = None if quick is None else quick(*arguments)
-        operands = arguments if signature is None else (signature.unpack(*arguments),)
+    def run(operand: Any, *others: Any) -> Any:
+        ready = None if quick is None else quick(operand, *others)
         if ready is not None:
-            return ready(*operands)
-        check(*operands)
-        return (cuda if use_cuda(_first(*arguments)) else reference)(*operands)
+            return ready(operand, *others)
+        check(operand, *others)
+        return (cuda if use_cuda(_tensor(operand)) else reference)(operand, *others)
 
-    def run_fake(*arguments: Any) -> Any:
-        operands = arguments if signature is None else (signature.unpack(*arguments),)
-        check(*operands)
-        return fake(*operands)
+    def run_fake(operand: Any, *others: Any) -> Any:
+        check(operand, *others)
+        return fake(operand, *others)
 
-    if signature is not None:
-        schema = signature.complete(schema)
-    return define(schema, run, run_fake, forward_only=forward_only)
+    if "(" not in schema.partition(" -> ")[0]:
+        signature = signature or Signature(check)
+    return define(schema, run, run_fake, forward_only=forward_only, signature=signature)
 
 
-def _first(tensor: torch.Tensor, *others: object) -> torch.Tensor:
-    return tensor
+def _tensor(operand: Any) -> Tensor:
+    """The tensor that an operand is or, as a NamedTuple, begins with."""
+    while not isinstance(operand, Tensor):
+        operand, *_ = operand
+    return operand
 
 
 def define(
@@ -166,10 +178,11 @@ def define(
     """Define ``fp8moe::name`` from one implementation for every device, such as one made of other operators.
 
     fake: the implementation for tensors without data.
-    backward, setup_context: as for ``torch.library.register_autograd``. schema, forward_only, signature: as for
-        `operator`.
+    backward, setup_context: as for ``torch.library.register_autograd``. schema, forward_only: as for `operator`.
+    signature: likewise, with the parameters of `implementation` in place of those of `check`.
     """
-    if signature is not None:
+    if "(" not in schema.partition(" -> ")[0]:
+        signature = signature or Signature(implementation)
         schema = signature.complete(schema)
         implementation, fake = signature.of_arguments(implementation), signature.of_arguments(fake)
     name, _, _ = schema.partition("(")

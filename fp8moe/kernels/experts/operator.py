@@ -197,7 +197,7 @@ def experts_rows_to(
     share = Share(first_expert, num_experts, first_row, num_rows, row_dtype)
     operands = Operands(data, top_k_index, None, layer, hidden_scale=scale, share=share)
     if activation.is_swiglu:
-        found = workspace.workspace.find(data.get_device(), targets.form, _SHARE, *_SHARE.pack(operands))
+        found = workspace.find(_SHARE, operands, targets)
         (found or functools.partial(workspace.run, _SHARE))(operands, targets)
         return
     h, groups, rows, num_rows, grouping = _hidden(operands)
@@ -302,7 +302,7 @@ def _operator(name: str, signature: Signature[Operands], check: Callable[[Operan
         f"{name} -> Tensor",
         signature=signature,
         check=check,
-        quick=lambda x, *others: workspace.workspace.find(x.get_device(), None, signature, x, *others),
+        quick=functools.partial(workspace.find, signature),
         cuda=functools.partial(_run, signature),
         reference=lambda operands: _padded(operands, _composed),
         fake=_empty,

@@ -122,11 +122,14 @@ class Workspace:
 def workspace(
     device_index: int, form: tuple[int, int, bool] | None, signature: Signature[Operands], *arguments: object
 ) -> Workspace:
-    """The `Workspace` for the operands that an operator's arguments stand for, in layouts that the kernels take.
-
-    One that is found is for operands like others that have run: there is nothing to check.
-    """
+    """The `Workspace` for the operands that an operator's arguments stand for, in layouts that the kernels take."""
     return Workspace(signature.unpack(*arguments), form)
+
+
+def find(signature: Signature[Operands], operands: Operands, targets: Targets | None = None) -> Workspace | None:
+    """The `Workspace` for operands that need no check, as others like them have run; otherwise None."""
+    form, device_index = targets and targets.form, operands.hidden_states.get_device()
+    return workspace.find(device_index, form, signature, *signature.pack(operands))
 
 
 def run(signature: Signature[Operands], operands: Operands, targets: Targets | None = None) -> Tensor | None:

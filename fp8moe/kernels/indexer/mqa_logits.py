@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,9 +231,10 @@ def _scores(operands: Prefill, write: Callable[[Prefill, Tensor], None]) -> Tens
     return out
 
 
-def _ready(q: Tensor, kv: Tensor, kv_scale: Tensor, weights: Tensor, *others: Any) -> Callable[..., Tensor] | None:
+def _ready(operands: Prefill) -> Callable[[Prefill], Tensor] | None:
     """The launch of operands that lie like others whose kernel was built: those have passed the checks."""
-    kernel = _prefill_kernel.find(q.get_device(), Prefill(q, kv, kv_scale, weights, *others))
+    q, kv, kv_scale, weights, *_ = operands
+    kernel = _prefill_kernel.find(q.get_device(), operands)
     if kernel is None or (q.data_ptr() | kv.data_ptr() | kv_scale.data_ptr() | weights.data_ptr()) % 16:
         return None
     return lambda operands: _launch(kernel, operands, _empty(operands))
@@ -252,9 +253,10 @@ def _paged_scores(operands: Paged, write: Callable[[Paged, Tensor], None]) -> Te
     return out
 
 
-def _ready_paged(q: Tensor, kv_cache: Tensor, weights: Tensor, *others: Any) -> Callable[..., Tensor] | None:
+def _ready_paged(operands: Paged) -> Callable[[Paged], Tensor] | None:
     """What `_ready` does."""
-    kernel = _paged_kernel.find(q.get_device(), Paged(q, kv_cache, weights, *others))
+    q, kv_cache, weights, *_ = operands
+    kernel = _paged_kernel.find(q.get_device(), operands)
     if kernel is None or (q.data_ptr() | kv_cache.data_ptr() | weights.data_ptr()) % 16:
         return None
     return lambda operands: _launch_paged(kernel, operands, _empty_paged(operands))
