@@ -3,11 +3,10 @@
 Importing this needs nothing but PyTorch; CUDA libraries are loaded by the first kernel that runs.
 """
 
-from fp8moe.kernels.gemm import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
-from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
-from fp8moe.layers import FP8Linear, FP8MQAIndexer, GroupedExperts, replace_linears
-from fp8moe.quant import FP8Tensor, dequantize, quantize_1x128, quantize_128x1, quantize_128x128
-from fp8moe.runtime.config import batch_invariant
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 __all__ = [
     "FP8Linear",
@@ -28,3 +27,30 @@ __all__ = [
     "replace_linears",
 ]
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fp8moe.kernels.gemm import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
+    from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
+    from fp8moe.layers import FP8Linear, FP8MQAIndexer, GroupedExperts, replace_linears
+    from fp8moe.quant import FP8Tensor, dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+    from fp8moe.runtime.config import batch_invariant
+else:
+    _DEFINED_IN = ("kernels.gemm", "kernels.indexer.mqa_logits", "layers", "quant", "runtime.config")
+
+    def __getattr__(name):
+        if name in __all__:
+            for module in _DEFINED_IN:
+                defined = vars(import_module(f"{__name__}.{module}"))
+                if name in defined:
+                    return globals().setdefault(name, defined[name])
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
+    # `import fp8moe` registers the operators, which torch.export.load() looks up by name: nothing else tells that a
+    # program will need them. That imports PyTorch, two seconds that the commands `fp8moe` and `python -m fp8moe`, here
+    # "-m", do without until they have work to do: `fp8moe --help` answers at once.
+    if Path(*sys.argv[:1]).name not in ("fp8moe", "-m"):
+        for _name in __all__:
+            __getattr__(_name)

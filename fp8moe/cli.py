@@ -1,38 +1,40 @@
-"""The command `fp8moe`."""
+"""The command `fp8moe`: its arguments. PyTorch is imported with the module of fp8moe.commands that then runs."""
 
 import argparse
+import json
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from fp8moe import __version__
-from fp8moe.commands import info, inspect, quantize, warmup
-from fp8moe.runtime import config
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+DEFAULT_SMS = 132  # of H100 and H200 SXM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Errors and warnings become one line each on standard error."""
-    parser = argparse.ArgumentParser(prog="fp8moe", description="FP8 layers for mixture-of-experts models on PyTorch")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in {"quantize": quantize, "inspect": inspect, "warmup": warmup, "info": info}.items():
-        subparser = subparsers.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run, prog=subparser.prog)
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"{options.prog}: warning: {message}", file=sys.stderr)
         try:
-            config.reload()
-            status = options.run(options)
+            with _ctrl_c_ends():
+                command = import_module(f"fp8moe.commands.{options.command}")
+            with _ctrl_c_ends():
+                import_module("fp8moe.runtime.config").reload()
+                status = command.run(options)
             sys.stdout.flush()
-        except KeyboardInterrupt as interrupt:
-            print(f"{options.prog}: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print(f"{options.prog}: interrupted{options.after_interrupt}", file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:
             # Whoever read has gone, as `head` does; nothing is left to say, at exit either.
@@ -41,3 +43,171 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, OSError, RuntimeError, SafetensorError) as error:
             sys.exit(f"{options.prog}: {error}")
     return status
+
+
+@contextmanager
+def _ctrl_c_ends() -> Iterator[None]:
+    """Raise KeyboardInterrupt for a Ctrl-C within it, whatever becomes of it on the way out.
+
+    PyTorch takes one that comes while it looks at an element of an argument for a wrong argument, a ValueError; its
+    import forgets one that comes while it looks for a package that it could do without.
+    """
+    before, pressed = signal.getsignal(signal.SIGINT), False
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def press(*_) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    except Exception as error:
+        if pressed:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fp8moe", description="FP8 layers for mixture-of-experts models on PyTorch")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.set_defaults(after_interrupt="")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    for add in (_add_quantize, _add_inspect, _add_warmup, _add_info):
+        command = add(commands)
+        command.set_defaults(prog=command.prog)
+    return parser
+
+
+def _add_quantize(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "quantize",
+        help="turn a checkpoint into a DeepSeek-style FP8 checkpoint",
+        description="Quantize a checkpoint to E4M3 with one scale for each 128x128 block, then print what was written. "
+        "An interrupted run is continued by the same command.",
+    )
+    parser.set_defaults(after_interrupt="; the same command goes on behind the last finished shard")
+    parser.add_argument("source", metavar="SRC", help="directory with safetensors in bfloat16, float16 or float32")
+    parser.add_argument("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
+    parser.add_argument(
+        "--scale-format",
+        choices=("float32", "ue8m0"),
+        default="float32",
+        help="ue8m0: powers of two, one byte a scale; default: %(default)s",
+    )
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="modules to leave unquantized, by name or the last part of it, such as '*.layers.0.*' or 'v_proj'; may be "
+        "repeated; default: output layers, embeddings, norms and routers, which are always left out",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to quantize, with the same result; default: %(default)s, a GPU if there is one",
+    )
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="go on with weights that hold NaN or infinity; default: an error"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="write to a DST that holds other files, and overwrite those of the same names; default: an error",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read finished shards and their sources again; default: compare their sizes and times only",
+    )
+    _add_quiet(parser)
+    return parser
+
+
+def _add_inspect(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "inspect",
+        help="what an FP8 checkpoint holds; exit status 1 if something is wrong",
+        description="Print what an FP8 checkpoint holds, and list what is wrong with it. Reads headers and scales "
+        "only. Exit status 1 if something is wrong.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint, with its safetensors files")
+    _add_json(parser)
+    return parser
+
+
+def _add_warmup(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "warmup",
+        help="compile the kernels of a model before it runs; needs no GPU",
+        description="Compile the kernels that GraphDecoder and prompts of a model may need. Reads config.json only; "
+        "needs neither a GPU nor a driver.",
+    )
+    add = parser.add_argument
+    add("source", nargs="?", type=Path, metavar="SRC", help="a checkpoint, or its config.json")
+    add("--model-type", metavar="TYPE", help="instead of SRC: a model type of transformers, such as qwen3_moe")
+    add(
+        "--set",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a value of the configuration, such as hidden_size=2048; may be repeated",
+    )
+    add("--batch-sizes", type=_count, nargs="+", default=[1], metavar="B", help="those of GraphDecoder; default: 1")
+    add("--max-length", type=_count, default=4096, metavar="L", help="that of GraphDecoder; default: %(default)s")
+    add("--tokens", type=_count, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
+    parser.set_defaults(default_sms=DEFAULT_SMS)
+    sms = f"SMs of the target GPU; default: those of the GPU here, or {DEFAULT_SMS}"
+    add("--sms", type=_count, metavar="N", help=sms)
+    add("--output", type=Path, metavar="DIR", help="where to keep the kernels; default: FP8MOE_CACHE_DIR")
+    jobs = len(os.sched_getaffinity(0))
+    add("--jobs", type=_count, default=jobs, metavar="N", help="processes that compile; default: one for each CPU")
+    add("--check", action="store_true", help="compile nothing; list what is missing, and exit with status 1 if any is")
+    _add_json(parser, "with --check: ")
+    _add_quiet(parser)
+    return parser
+
+
+def _add_info(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "info",
+        help="versions, settings, and what can run here",
+        description="Print versions, the values of the FP8MOE_* variables, what each device runs, and whether a kernel "
+        "can be compiled.",
+    )
+    _add_json(parser)
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser, when: str = "") -> None:
+    parser.add_argument("--json", action="store_true", help=f"{when}print one JSON object instead of text")
+
+
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="print errors and warnings only, and no progress")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

@@ -1,5 +1,6 @@
 """The FP8MOE_* variables: defaults, parsing, errors that name the variable, and one place that reads them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def clean_environment(monkeypatch):
     yield
     monkeypatch.undo()
     config.reload()
+    config.log.setLevel("NOTSET")
 
 
 def test_defaults(monkeypatch):
@@ -128,6 +130,21 @@ def test_a_bad_value_is_reported_at_the_first_use(code, message):
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith(message)
     assert ("Traceback" in done.stderr) == message.startswith("ValueError")
+
+
+@pytest.mark.parametrize("value, printed", [("1", "fp8moe: gemm m=1\n"), ("0", "")])
+def test_what_is_printed_goes_to_standard_error(value, printed):
+    code = "from fp8moe.runtime import config; config.reload(); config.log.info('gemm m=1')"
+    environment = os.environ | {"PYTHONPATH": str(Path(fp8moe.__file__).parent.parent), "FP8MOE_PRINT_CONFIGS": value}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", printed)
+
+
+def test_a_program_with_handlers_gets_what_is_printed(monkeypatch, caplog):
+    monkeypatch.setenv("FP8MOE_PRINT_CONFIGS", "1")
+    config.reload()
+    config.log.info("gemm m=1")
+    assert caplog.messages == ["gemm m=1"] and not config.log.handlers
 
 
 def test_a_variable_that_is_no_longer_read_is_refused(monkeypatch):

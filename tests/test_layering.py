@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fp8moe"
 ORDER = (  # from the bottom: nothing imports what is above it; __init__ is fp8moe/__init__.py
     *("runtime", "quant", "kernels", "layers", "__init__", "distributed", "checkpoints", "integrations"),
-    *("commands", "cli"),
+    *("commands", "cli", "__main__"),
 )
 CUDA_FOLDERS = ("common", "ops", "sm90")
 PROGRAMS = ("benchmarks", "tools", "examples")  # folders beside the package that import it

@@ -1,4 +1,4 @@
-"""The subcommands of `fp8moe`, one file each: HELP, DESCRIPTION, add_arguments(parser), run(options) -> exit status.
+"""What the subcommands of `fp8moe` do, a file each: run(options) -> exit status, with the options of fp8moe.cli.
 
 fp8moe.cli makes one line of an error: ValueError, OSError, RuntimeError or SafetensorError.
 """

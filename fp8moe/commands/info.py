@@ -1,6 +1,7 @@
 """`fp8moe info`: print versions, settings, devices, and whether kernels can be compiled here."""
 
 import argparse
+import json
 import platform
 from dataclasses import asdict
 from importlib import metadata
@@ -12,25 +13,22 @@ from fp8moe.runtime import config
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.sm90 import ARCH
 
-HELP = "versions, settings, and what can run here"
-DESCRIPTION = (
-    "Print versions, the values of the FP8MOE_* variables, what each device runs, and whether a kernel can be compiled."
-)
 PACKAGES = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "gguf")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
-
-
 def run(options: argparse.Namespace) -> int:
-    rows = [("fp8moe", __version__), ("python", platform.python_version())]
-    rows += [(package, _version(package)) for package in PACKAGES]
-    rows += [(f"FP8MOE_{name.upper()}", str(value)) for name, value in asdict(config.settings).items()]
-    rows += [(device, _backend(device)) for device in _devices()]
-    rows += [(f"compiling for {ARCH}", _compiles())]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
+    versions = {"fp8moe": __version__, "python": platform.python_version()}
+    versions |= {package: _version(package) for package in PACKAGES}
+    settings = {f"FP8MOE_{name.upper()}": value for name, value in asdict(config.settings).items()}
+    devices = {device: _backend(device) for device in _devices()}
+    compiling = {ARCH: _compiles()}
+    if options.json:
+        report = {"versions": versions, "settings": settings, "devices": devices, "compiling": compiling}
+        print(json.dumps(report, default=str, indent=2))
+        return 0
+    rows = versions | settings | devices | {f"compiling for {arch}": answer for arch, answer in compiling.items()}
+    width = max(map(len, rows))
+    for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
     return 0
 

@@ -2,7 +2,7 @@
 
 import argparse
 import importlib.util
-import os
+import json
 import re
 import signal
 from collections.abc import Iterator
@@ -17,44 +17,28 @@ from typing import Any
 
 import torch
 
-from fp8moe.commands.model_sizes import add_source, read_source
+from fp8moe.checkpoints.read import CONFIG, read_json
 from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.runtime import config, jit
 from fp8moe.runtime.jit import KernelSpec
-from fp8moe.runtime.progress import progress, still_running
+from fp8moe.runtime.progress import progress, shown, still_running
 
-HELP = "compile the kernels of a model before it runs; needs no GPU"
-DESCRIPTION = (
-    "Compile the kernels that GraphDecoder and prompts of a model may need. Reads config.json only; needs neither a "
-    "GPU nor a driver."
-)
-SMS = 132  # of H100 and H200 SXM
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
-    add = parser.add_argument
-    add("--batch-sizes", type=_count, nargs="+", default=[1], metavar="B", help="those of GraphDecoder; default: 1")
-    add("--max-length", type=_count, default=4096, metavar="L", help="that of GraphDecoder; default: %(default)s")
-    add("--tokens", type=_count, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
-    add("--sms", type=_count, metavar="N", help=f"SMs of the target GPU; default: those of the GPU here, or {SMS}")
-    add("--output", type=Path, metavar="DIR", help="where to keep the kernels; default: FP8MOE_CACHE_DIR")
-    jobs = len(os.sched_getaffinity(0))
-    add("--jobs", type=_count, default=jobs, metavar="N", help="processes that compile; default: one for each CPU")
-    add("--check", action="store_true", help="compile nothing; list what is missing, and exit with status 1 if any is")
+_FEW_ENOUGH = 8192  # tokens: prompts of more need no further kernels, but those of GEMMs
+_WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
 
 
 def run(options: argparse.Namespace) -> int:
-    source = read_source(options)
+    if options.json and not options.check:
+        raise ValueError("--json: what it prints is what --check finds; give both")
+    source = _read_source(options)
     directory = options.output.absolute() if options.output else config.settings.cache_dir
     start = monotonic()
-    with _processes(options.jobs, directory) as pool:
+    with shown(not options.quiet), _processes(options.jobs, directory) as pool:
         with still_running("finding the kernels"):
             kernels = _kernels(pool, source, options)
             missing = _missing(pool, kernels)
         if options.check:
-            print("\n".join(sorted(map(_described, missing))), end="\n" if missing else "")
-            print(f"{len(missing)} of {len(kernels)} kernels are missing in {directory}")
+            _print_missing(kernels, missing, directory, options)
             return 1 if missing else 0
         compiled = {pool.submit(jit.cubin, spec): spec for spec in missing}
         with progress(as_completed(compiled), total=len(compiled), label="compiling") as bar:
@@ -63,12 +47,36 @@ def run(options: argparse.Namespace) -> int:
         lost = _missing(pool, kernels)
     if lost:
         raise OSError(f"{directory}: keeps {len(kernels) - len(lost)} of {len(kernels)} kernels; {_WAY_OUT}")
-    print(f"{len(kernels)} kernels in {directory}, {len(missing)} of them compiled now, {monotonic() - start:.0f} s")
+    if not options.quiet:
+        seconds = monotonic() - start
+        print(f"{len(kernels)} kernels in {directory}, {len(missing)} of them compiled now, {seconds:.0f} s")
     return 0
 
 
-_FEW_ENOUGH = 8192  # tokens: prompts of more need no further kernels, but those of GEMMs
-_WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
+def _read_source(options: argparse.Namespace) -> dict[str, Any]:
+    """What config.json holds, or would hold. Raises ValueError where there is none."""
+    if (options.source is None) == (options.model_type is None):
+        raise ValueError("expected either SRC or --model-type")
+    if options.source is None:
+        return {"model_type": options.model_type, **dict(options.set)}
+    path = options.source / CONFIG if options.source.is_dir() else options.source
+    if not path.is_file():
+        raise ValueError(f"SRC is {str(options.source)!r}; it must be a directory with a {CONFIG}, or such a file")
+    problems: list[str] = []
+    content = read_json(path, problems)
+    for problem in problems:
+        raise ValueError(problem)
+    return content | dict(options.set)
+
+
+def _print_missing(
+    kernels: list[KernelSpec], missing: list[KernelSpec], directory: Path, options: argparse.Namespace
+) -> None:
+    lines = sorted(map(_described, missing))
+    if options.json:
+        print(json.dumps({"directory": str(directory), "kernels": len(kernels), "missing": lines}, indent=2))
+    elif not options.quiet:
+        print(*lines, f"{len(missing)} of {len(kernels)} kernels are missing in {directory}", sep="\n")
 
 
 def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argparse.Namespace) -> list[KernelSpec]:
@@ -77,16 +85,14 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
         raise RuntimeError("transformers, which makes the models, is not installed: pip install transformers")
     from fp8moe.integrations.decode.prefill import MOST_WHOLE_TOKENS
 
-    sms = _sms(options.sms)
+    sms = _sms(options)
     decoder = min(max(options.batch_sizes) * options.max_length, MOST_WHOLE_TOKENS)
     tokens = max(options.tokens, decoder)
-    recorder = ProcessPoolExecutor(1, mp_context=get_context("spawn"))  # unfit for other use
-    with recorder:
-        kernels, families = recorder.submit(
-            _record, source, options.batch_sizes, min(tokens, _FEW_ENOUGH), sms
-        ).result()
-    found = [pool.submit(_variants, *item, tokens, decoder, sms) for item in families.items()]
-    return list(kernels.union(*(one.result() for one in found)))
+    with _started(ProcessPoolExecutor(1, mp_context=get_context("spawn"))) as recorder:  # unfit for other use
+        few = min(tokens, _FEW_ENOUGH)
+        kernels, families = recorder.submit(_record, source, options.batch_sizes, few, sms).result()
+    variants = [pool.submit(_variants, *item, tokens, decoder, sms) for item in families.items()]
+    return list(kernels.union(*(future.result() for future in variants)))
 
 
 def _record(source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: int) -> tuple:
@@ -117,10 +123,12 @@ def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) ->
     return family.all_variants(rows, rows * tokens, sms) | family.variants(rows * decoder, sms)
 
 
-def _sms(given: int | None) -> int:
-    if given is None:
-        given = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else SMS
-    return min(given, config.settings.num_sms or given)
+def _sms(options: argparse.Namespace) -> int:
+    sms = options.sms
+    if sms is None and torch.cuda.is_available():
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+    sms = sms or options.default_sms
+    return min(sms, config.settings.num_sms or sms)
 
 
 def _missing(pool: ProcessPoolExecutor, kernels: list[KernelSpec]) -> list[KernelSpec]:
@@ -146,20 +154,26 @@ def _processes(count: int, directory: Path) -> Iterator[ProcessPoolExecutor]:
     """With `directory` as their cache. Where this process stops early they stop after what they are at."""
     pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin, initargs=(directory,))
     try:
-        yield pool
+        yield _started(pool)
     except BrokenProcessPool:
         raise RuntimeError("a process ended before its work did, perhaps for want of memory; try --jobs 1") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
+def _started(pool: ProcessPoolExecutor) -> ProcessPoolExecutor:
+    """The pool, with its processes started so that Ctrl-C, which reaches all of a terminal, ends this process alone.
+
+    A signal that is blocked here stays blocked in what is started meanwhile, from its first instruction on.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        pool.submit(int)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pool
+
+
 def _begin(directory: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends the others
     config.settings = replace(config.settings, cache_dir=directory)
     torch.set_num_threads(1)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
-    return int(text)

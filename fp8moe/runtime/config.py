@@ -11,9 +11,11 @@
 | FP8MOE_COMPILER        | nvrtc, nvcc           | which compiler builds the kernels                              |
 | FP8MOE_BATCH_INVARIANT | 0, 1                  | bits of a token do not depend on what else is in its batch     |
 
-A variable that is set to the empty string counts as unset.
+A variable that is set to the empty string counts as unset. What is printed goes to the logger "fp8moe", level INFO; on
+standard error where the program has no handlers of its own.
 """
 
+import logging
 import os
 import tempfile
 import threading
@@ -23,6 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+
+log = logging.getLogger("fp8moe")
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,12 @@ def reload() -> Settings:
     """
     global settings
     settings = _read()
+    if settings.print_configs or settings.print_compiler:
+        log.setLevel(logging.INFO)
+        if not log.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+            log.addHandler(handler)
     return settings
 
 

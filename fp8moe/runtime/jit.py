@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -156,8 +155,7 @@ def cubin(spec: KernelSpec) -> bytes:
         code, log = compile_spec(spec)
         cache.put(key, code)
         if settings.print_compiler:
-            print(f"fp8moe: compiled {spec.name} of {spec.source}, defines {dict(spec.defines)}", file=sys.stderr)
-            print(log, file=sys.stderr, flush=True)
+            config.log.info("compiled %s of %s, defines %s\n%s", spec.name, spec.source, dict(spec.defines), log)
         if settings.dump_dir is not None:
             _dump(spec, key, code, settings.dump_dir)
     return code

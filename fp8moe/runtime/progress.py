@@ -1,15 +1,18 @@
 """Progress on standard error: a bar on a terminal; elsewhere, in a log or a pipe, a line every few seconds."""
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 5
 _LINE = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
+_shown: ContextVar[bool] = ContextVar("shown", default=True)
 
 
 class _Lines(tqdm):
@@ -28,14 +31,22 @@ def progress(steps: Iterable | None = None, *, total: float, label: str, unit: s
     unit: what is counted; "B" for bytes.
     """
     options = {"total": total, "desc": label, "unit": unit, "unit_scale": unit == "B", "leave": False}
-    if sys.stderr.isatty():
-        return tqdm(steps, **options)
+    if not _shown.get() or _has_room_for_bars():
+        return tqdm(steps, disable=not _shown.get(), **options)
     return _Lines(steps, bar_format=_LINE, mininterval=SECONDS_BETWEEN_LINES, miniters=1, **options)
+
+
+def _has_room_for_bars() -> bool:
+    """Whether standard error is a terminal and knows its width: those of some containers report 0 columns."""
+    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 @contextmanager
 def still_running(label: str) -> Iterator[None]:
     """Say every few seconds how long something takes whose steps cannot be counted."""
+    if not _shown.get():
+        yield
+        return
     done, start = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -49,3 +60,13 @@ def still_running(label: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def shown(show: bool) -> Iterator[None]:
+    """Show progress within it, or none at all."""
+    token = _shown.set(show)
+    try:
+        yield
+    finally:
+        _shown.reset(token)

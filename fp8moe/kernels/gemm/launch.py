@@ -148,7 +148,7 @@ def build(
         tile = choose(problem, epilogue, grouping.whole)
     if config.settings.print_configs:
         about = f"grouped_gemm m={m} groups={groups} expected_m={problem.expected_m}" if groups else f"gemm m={m}"
-        print(f"fp8moe {about} n={n} k={k} {epilogue}: {tile}")
+        config.log.info(f"{about} n={n} k={k} {epilogue}: {tile}")
 
     tile_m = tokens_of_tile(tile, m)
     tile_rows = row_tiles_bound(tile_m, m, max(groups, 1), grouping.max_m)
@@ -299,7 +299,7 @@ def along_k(
     sms = num_sms(device_index)
     tile = tile or choose_grouped_k(groups, m, n, sms)
     if config.settings.print_configs:
-        print(f"fp8moe grouped_gemm_k groups={groups} m={m} n={n} k={k}: {tile}")
+        config.log.info(f"grouped_gemm_k groups={groups} m={m} n={n} k={k}: {tile}")
     maps = []
     for (data, scale), rows in ((a, tile.block_m), (b, tile.block_n)):
         blocks = scale.shape[1]

@@ -126,7 +126,7 @@ class _Kernel(NamedTuple):
 
 def _kernel(variant: MqaConfig, q: Tensor, keys: TensorMap, key_scales: TensorMap, arguments: Arguments) -> _Kernel:
     if config.settings.print_configs:
-        print(f"fp8moe mqa_logits queries={arguments.queries} columns={arguments.columns}: {variant}")
+        config.log.info(f"mqa_logits queries={arguments.queries} columns={arguments.columns}: {variant}")
     rows, box = q.view(-1, variant.head_dim), (variant.columns, variant.head_dim)
     queries = tensor_map(rows, shape=rows.shape, strides=rows.stride(), box=box, swizzle=variant.head_dim)
     launcher = Launcher(

@@ -1,0 +1,8 @@
+"""`python -m fp8moe`: the command `fp8moe`."""
+
+import sys
+
+from fp8moe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
