@@ -224,9 +224,9 @@ def test_what_the_cuda_kernel_is_given(monkeypatch):
     a, b = operands(33, 24, 272)
     given = []
     monkeypatch.setattr(api, "use_cuda", lambda *tensors: True)
-    monkeypatch.setattr(launch, "find_dense", lambda *arguments, **options: None)
+    monkeypatch.setattr(launch, "find", lambda *arguments, **options: None)
     monkeypatch.setattr(launch, "dense", lambda *arguments, **options: None)
-    monkeypatch.setattr(launch, "run_dense", lambda found, *arguments: given.append(arguments))
+    monkeypatch.setattr(launch, "run", lambda found, *arguments: given.append(arguments))
     bias = torch.arange(24, dtype=torch.float16)
     gemm(a, b, bias=bias)
     gemm(
@@ -252,7 +252,7 @@ def test_a_plan_is_for_operands_like_those_it_was_made_for(monkeypatch):
     call = Operands(a, a_scale, b, b_scale, bias, c)
 
     def find(out_dtype=torch.bfloat16, **changed):
-        return launch.find_dense(call._replace(**changed), out_dtype)
+        return launch.find(launch.dense, call._replace(**changed), out_dtype, False)
 
     assert find() is None
     plan = launch.dense(a.get_device(), call, torch.bfloat16, False)

@@ -314,7 +314,7 @@ def test_mn_major_scales_of_the_masked_layout_are_not_copied():
 def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
     given = []
 
-    monkeypatch.setattr(launch, "find_grouped", lambda *arguments: None)
+    monkeypatch.setattr(launch, "find", lambda *arguments: None)
     monkeypatch.setattr(launch, "grouped", lambda index, operands, epilogue, grouping, like=None: (epilogue, grouping))
     monkeypatch.setattr(launch, "run", lambda *arguments: given.append(arguments))
     monkeypatch.setattr(api, "use_cuda", lambda *tensors: True)
@@ -338,7 +338,7 @@ def test_what_the_cuda_kernels_are_given(monkeypatch, max_m):
         rows = a if max_m is None else [t.unflatten(0, (2, 11)) for t in a]
         for value, like in zip((*operands[:4], operands.groups), (*rows, *b, groups), strict=True):
             assert torch.equal(value.float(), like.float()) and value.stride() == like.stride()
-        assert out.shape == (22, 32) and out.stride() == (32, 1) and more == [0]
+        assert out.shape == (22, 32) and out.stride() == (32, 1) and more == []
         assert grouping == Grouping(None if max_m is None else 5, max_m) and epilogue == PlainStore(torch.bfloat16)
     _, first, *_ = plain[0]
     pairs = zip((*first[:4], first.groups), (*a, *b, groups), strict=True)
@@ -369,7 +369,7 @@ def test_opcheck():
     low_rank = torch.randn(8, 16).bfloat16(), torch.randn(2, 32, 16).bfloat16()
     for op, arguments in (
         (ops.grouped_gemm.default, (*a, *b, int32([0, 3, 8]))),
-        (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.zeros(8, 32))),
+        (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.zeros(8, 32), None, None, None)),
         (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.ones(8, 32), (16, 4), *low_rank)),
         (ops.grouped_gemm_masked.default, (*a3, *b, int32([4, 4]), None)),
         (ops.grouped_gemm_masked_out.default, (*a3, *b, int32([4, 3]), 3, torch.zeros(2, 4, 32))),

@@ -425,48 +425,48 @@ class planned(Generic[Arguments, Plan]):
 
     def __call__(self, *args: Arguments.args, **options: Arguments.kwargs) -> Plan:
         """The plan for these arguments."""
-        key = self._key(args, options)
-        plan = _plans.get(key)
+        layouts = _layouts((*args, *options, *options.values()))
+        plan = self.look_up(*layouts)
         if plan is None:
             with device_guard(_device_index(*args)):
                 plan = self._build(*args, **options)
             with _plans_lock:
                 if len(_plans) >= _MAX_PLANS:
                     del _plans[next(iter(_plans))]
-                _plans[key] = plan
+                _plans[self._key(layouts)] = plan
         return plan
 
-    def find(self, *args: Arguments.args, **options: Arguments.kwargs) -> Plan | None:
-        """The plan for these arguments if it has been built, otherwise None."""
-        return _plans.get(self._key(args, options))
+    def find(self, *args: Any) -> Plan | None:
+        """The plan for these arguments, none of them by name, if it has been built; otherwise None."""
+        return self.look_up(*_layouts(args))
 
-    def _key(self, args: tuple, options: dict[str, Any]) -> Hashable:
+    def look_up(self, *layouts: Hashable) -> Plan | None:
+        """`find` by the arguments' layouts: quicker where the caller knows what they are."""
+        return _plans.get(self._key(layouts))
+
+    def _key(self, layouts: Iterable[Hashable]) -> Hashable:
         settings = config.settings
-        key = [self, settings.backend, settings.num_sms, settings.batch_invariant]
-        _add_layouts(key, args)
-        if options:
-            key += options
-            _add_layouts(key, options.values())
-        return tuple(key)
+        return (self, settings.backend, settings.num_sms, settings.batch_invariant, *layouts)
 
 
 def _device_index(device_index: int, *others: object) -> int:
     return device_index
 
 
-def _add_layouts(key: list, values: Iterable[Any]) -> None:
-    """Add the values to a key, and of tensors all that a plan may depend on."""
-    add = key.append
+def _layouts(values: Iterable[Any]) -> list:
+    """What of the values a plan depends on."""
+    layouts: list[Any] = []
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
-            add((value.shape, value.stride(), value.dtype, value.get_device()))
+            layouts.append((value.shape, value.stride(), value.dtype, value.get_device()))
         elif kind in _PLAIN:
-            add(value)
+            layouts.append(value)
         elif hasattr(kind, "layouts"):
-            add(value.layouts())
+            layouts.append(value.layouts())
         elif isinstance(value, tuple):
-            add(kind)
-            _add_layouts(key, value)
+            layouts += kind, *_layouts(value)
         else:
-            add((value.shape, value.stride(), value.dtype, value.get_device()) if isinstance(value, Tensor) else value)
+            tensor = isinstance(value, Tensor)
+            layouts.append((value.shape, value.stride(), value.dtype, value.get_device()) if tensor else value)
+    return layouts

@@ -3,8 +3,7 @@
 The operator ``fp8moe::grouped_gemm_swiglu`` is the first GEMM of an experts layer with its activation.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +17,12 @@ from fp8moe.quant.checks import fp8_operand, mn_major
 from fp8moe.quant.formats import FP8Tensor, empty_quantized
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import aligned, check_like, check_own_memory, check_tensor, overlap, row_major
+from fp8moe.runtime.checks import aligned, check_like, check_tensor, overlap, row_major
 from fp8moe.runtime.launch import current_stream, device_guard
-from fp8moe.runtime.operator import define, operator
+from fp8moe.runtime.operator import Signature, Written, define, operator
 
-_NAMES = ("a.data", "a.scale", "b.data", "b.scale")
-_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
+NAMES = ("a.data", "a.scale", "b.data", "b.scale")
+_PLAIN = {dtype: PlainStore(dtype) for dtype in checks.RESULTS}
 
 
 # ---- one matrix ----
@@ -70,7 +69,7 @@ def gemm(
     operands = (a_data, a_scale, b_data, b_scale, bias, c)
     if out is None:
         return autograd.run(_gemm_op, "fp8moe.gemm", *operands, out_dtype is torch.float32)
-    autograd.check_out("fp8moe.gemm", (*_NAMES, "bias", "c", "out"), (*operands, out))
+    autograd.check_out("fp8moe.gemm", (*NAMES, "bias", "c", "out"), (*operands, out))
     _gemm_out_op(*operands, out)
     return out
 
@@ -84,96 +83,64 @@ def multiply(operands: Operands, out: Tensor, *, pdl: bool = False) -> None:
         return
     a, a_scale, b, b_scale, bias, c, _ = operands
     if use_cuda(a) and a.shape[1]:
-        operands = Operands(
-            row_major(a),
-            mn_major(a_scale),
-            row_major(b),
-            b_scale.contiguous(),
-            checks.bias_vector(bias),
-            c if c is None else row_major(c),
-        )
-        launch.run_dense(launch.dense(a.get_device(), operands, out.dtype, pdl), operands, out)
+        c = c if c is None else row_major(c)
+        a, a_scale, b, b_scale = row_major(a), mn_major(a_scale), row_major(b), b_scale.contiguous()
+        operands = Operands(a, a_scale, b, b_scale, checks.bias_vector(bias), c)
+        launch.run(launch.dense(a.get_device(), operands, out.dtype, pdl), operands, out)
         return
     dtype = out.dtype if c is None else torch.float32
     sums = reference.gemm_reference(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias, dtype)
     out.copy_(sums if c is None else sums + c)
 
 
-def _shape(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, c: Tensor | None, dtype: torch.dtype
-) -> tuple[int, int]:
+_Dense = Annotated[Operands, (*Operands._fields[:4], "bias", "c")]
+
+
+def product(operands: Operands, float32: bool, *, pdl: bool = False) -> Tensor:
+    """The product of operands, which are checked unless others of their layouts have been; pdl: as for `multiply`."""
+    found = launch.find(launch.dense, operands, torch.float32 if float32 else torch.bfloat16, pdl)
+    if found is not None:
+        return launch.run_new(found, operands)
+    out = empty_product(operands, float32)
+    multiply(operands, out, pdl=pdl)
+    return out
+
+
+def empty_product(operands: _Dense, float32: bool) -> Tensor:
+    """An uninitialized result of `product`."""
+    dtype = torch.float32 if float32 else torch.bfloat16
+    return operands.a.new_empty(_shape(operands, dtype), dtype=dtype)
+
+
+def _shape(operands: Operands, dtype: torch.dtype) -> tuple[int, int]:
     """Check dtypes, shapes and devices of the operands. Returns M and N."""
-    shape = checks.dense(a, a_scale, b, b_scale, bias)
+    a, a_scale, b, b_scale, bias, c, _ = operands
+    shape = checks.dense(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias)
     if c is not None:
         check_like("c", c, (dtype,), shape, a.device, "a.data")
     return shape
 
 
-def _gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, c: Tensor | None, float32: bool
-) -> Tensor:
-    operands, dtype = Operands(a, a_scale, b, b_scale, bias, c), torch.float32 if float32 else torch.bfloat16
-    found = launch.find_dense(operands, dtype)
-    if found is not None:
-        out = found.new_out()
-        launch.run_dense(found, operands, out)
-        return out
-    out = _gemm_fake(a, a_scale, b, b_scale, bias, c, float32)
-    multiply(operands, out)
-    return out
-
-
-def _gemm_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, c: Tensor | None, float32: bool
-) -> Tensor:
-    dtype = torch.float32 if float32 else torch.bfloat16
-    return a.new_empty(_shape(a, a_scale, b, b_scale, bias, c, dtype), dtype=dtype)
-
-
-def _gemm_out(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    out: Tensor,
-) -> None:
-    operands = Operands(a, a_scale, b, b_scale, bias, c)
-    found = launch.find_dense(operands, out.dtype)
-    shape = _shape(a, a_scale, b, b_scale, bias, c, out.dtype) if found is None else found.shape
-    checks.result(out, shape, a.device)
-    check_own_memory(out, {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "bias": bias})
+def _gemm_out(operands: _Dense, out: Written) -> None:
+    found = launch.find(launch.dense, operands, out.dtype, False)
+    a, a_scale, b, b_scale, bias, c, _ = operands
+    checks.result(out, _shape(operands, out.dtype) if found is None else found.shape, a.device)
+    checks.own_memory(out, FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), bias=bias)
     if c is not None and (c.data_ptr(), c.stride()) != (out.data_ptr(), out.stride()) and overlap(c, out):
         raise ValueError("c: expected out itself or memory of its own, got a tensor that overlaps a part of out")
     if found is None:
         multiply(operands, out)
     else:
-        launch.run_dense(found, operands, out)
+        launch.run(found, operands, out)
 
 
-def _gemm_out_fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    out: Tensor,
-) -> None:
-    checks.result(out, _shape(a, a_scale, b, b_scale, bias, c, out.dtype), a.device)
+def _gemm_out_fake(operands: Operands, out: Tensor) -> None:
+    checks.result(out, _shape(operands, out.dtype), operands.a.device)
 
 
 # The result's dtype is a bool because PyTorch takes a microsecond to convert a ScalarType.
-_gemm_op = define(
-    f"gemm({_OPERANDS}, Tensor? bias, Tensor? c, bool float32) -> Tensor", _gemm, _gemm_fake, forward_only=True
-)
-_gemm_out_op = define(
-    f"gemm_out({_OPERANDS}, Tensor? bias, Tensor? c, Tensor(a!) out) -> ()",
-    _gemm_out,
-    _gemm_out_fake,
-    forward_only=True,
-)
+_gemm_op = define("gemm -> Tensor", product, empty_product, forward_only=True, signature=Signature(empty_product))
+_gemm_out_op = define("gemm_out -> ()", _gemm_out, _gemm_out_fake, forward_only=True)
 
 
 # ---- one matrix for each group of rows ----
@@ -212,7 +179,7 @@ def grouped_gemm(
     if out is None:
         return autograd.run(_grouped_gemm_op, "fp8moe.grouped_gemm", *operands, group_offsets)
     _check_grouped_out("fp8moe.grouped_gemm", out, (*operands, group_offsets), "group_offsets")
-    _grouped_gemm_out_op(*operands, group_offsets, out)
+    _grouped_gemm_out_op(*operands, group_offsets, out, None, None, None)
     return out
 
 
@@ -235,7 +202,7 @@ def grouped_rows(
     """
     new = torch.zeros if others_zero else torch.empty
     out = new((a.data.shape[0], b.data.shape[1]), dtype=dtype, device=a.data.device)
-    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole, *(low_rank or ()))
+    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole, *(low_rank or (None, None)))
     return out
 
 
@@ -320,7 +287,7 @@ def multiply_groups(
     if a.data.shape[1] == 0:
         _zero_groups(groups, out, grouping.max_m)
         return
-    epilogue, more = PlainStore(out.dtype), (0,)
+    epilogue, more = PlainStore(out.dtype), ()
     if low_rank is not None:
         ranks, factors = (aligned(part.contiguous()) for part in low_rank)
         epilogue, more = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
@@ -361,199 +328,129 @@ def _zero_groups(groups: Tensor, out: Tensor, max_m: int | None) -> None:
 
 def _check_grouped_out(name: str, out: Tensor, operands: tuple[Tensor, ...], groups: str) -> None:
     check_tensor("out", out)
-    autograd.check_out(name, (*_NAMES, groups, "out"), (*operands, out))
+    autograd.check_out(name, (*NAMES, groups, "out"), (*operands, out))
 
 
-def _grouped_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
-    operands = Operands(a, a_scale, b, b_scale, groups=group_offsets)
-    found = launch.find_grouped(operands, _PLAIN[torch.bfloat16])
+def _grouped_gemm(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> Tensor:
+    operands = Operands(*a, *b, groups=group_offsets)
+    found = launch.find(launch.grouped, operands, _PLAIN[torch.bfloat16], Grouping(), None)
     if found is not None:
-        out = found.new_out()
-        launch.run(found, operands, out, 0)
-        return out
-    out = _grouped_gemm_fake(a, a_scale, b, b_scale, group_offsets)
-    multiply_groups(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out)
+        return launch.run_new(found, operands)
+    out = _grouped_gemm_fake(a, b, group_offsets)
+    multiply_groups(a, b, group_offsets, out)
     return out
 
 
-def _grouped_gemm_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
-    shape = checks.contiguous(a, a_scale, b, b_scale, group_offsets)
-    return torch.empty(shape, dtype=torch.bfloat16, device=a.device)
+def _grouped_gemm_fake(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> Tensor:
+    return a.data.new_empty(checks.contiguous(a, b, group_offsets), dtype=torch.bfloat16)
 
 
-def _grouped_gemm_out(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    group_offsets: Tensor,
-    out: Tensor,
-    whole: Sequence[int] | None = None,
-    ranks: Tensor | None = None,
-    factors: Tensor | None = None,
-) -> None:
-    operands = Operands(a, a_scale, b, b_scale, groups=group_offsets)
-    grouping, found = Grouping(whole=whole and tuple(whole)), None
+class _GroupedOut(NamedTuple):
+    a: FP8Tensor
+    b: FP8Tensor
+    group_offsets: Tensor
+    out: Written
+    whole: tuple[int, int] | None
+    ranks: Tensor | None
+    factors: Tensor | None
+
+
+def _grouped_gemm_out(call: _GroupedOut) -> None:
+    a, b, group_offsets, out, whole, ranks, factors = call
+    operands, grouping, found = Operands(*a, *b, groups=group_offsets), Grouping(whole=whole), None
     if ranks is None and factors is None and out.is_contiguous() and out.dtype in _PLAIN:
-        found = launch.find_grouped(operands, _PLAIN[out.dtype], grouping)
+        found = launch.find(launch.grouped, operands, _PLAIN[out.dtype], grouping, None)
     if found is None:
-        _grouped_gemm_out_fake(a, a_scale, b, b_scale, group_offsets, out, whole, ranks, factors)
+        _grouped_gemm_out_fake(call)
     else:
-        checks.result(out, found.shape, a.device)
-    named = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "group_offsets": group_offsets}
-    check_own_memory(out, named)
-    if found is not None:
-        launch.run(found, operands, out, 0)
-        return
-    low_rank = None if ranks is None else (ranks, factors)
-    multiply_groups(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, grouping, low_rank)
+        checks.result(out, found.shape, a.data.device)
+    checks.own_memory(out, a, b, group_offsets=group_offsets)
+    if found is None:
+        multiply_groups(a, b, group_offsets, out, grouping, None if ranks is None else (ranks, factors))
+    else:
+        launch.run(found, operands, out)
 
 
-def _grouped_gemm_out_fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    group_offsets: Tensor,
-    out: Tensor,
-    whole: Sequence[int] | None = None,
-    ranks: Tensor | None = None,
-    factors: Tensor | None = None,
-) -> None:
-    checks.result(out, checks.contiguous(a, a_scale, b, b_scale, group_offsets), a.device)
-    if ranks is not None or factors is not None:
-        checks.low_rank(ranks, factors, a, b)
+def _grouped_gemm_out_fake(call: _GroupedOut) -> None:
+    checks.result(call.out, checks.contiguous(call.a, call.b, call.group_offsets), call.a.data.device)
+    if call.ranks is not None or call.factors is not None:
+        checks.low_rank(call.ranks, call.factors, call.a.data, call.b.data)
 
 
-def _masked(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None) -> Tensor:
-    if a.dim() == 3:
-        operands, shape = Operands(a, a_scale, b, b_scale, groups=masked_m), a.shape
-        found = launch.find_grouped(operands, _PLAIN[torch.bfloat16], Grouping(expected_m, shape[1]))
+def _masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int | None) -> Tensor:
+    if a.data.dim() == 3:
+        operands, grouping = Operands(*a, *b, groups=masked_m), Grouping(expected_m, a.data.shape[1])
+        found = launch.find(launch.grouped, operands, _PLAIN[torch.bfloat16], grouping, None)
         if found is not None:
-            out = found.new_out()
-            launch.run(found, operands, out, 0)
-            return out.unflatten(0, shape[:2])
-    out = _masked_fake(a, a_scale, b, b_scale, masked_m, expected_m)
-    _multiply_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+            return launch.run_new(found, operands).unflatten(0, a.data.shape[:2])
+    out = _masked_fake(a, b, masked_m, expected_m)
+    _multiply_masked(a, b, masked_m, expected_m, out)
     return out
 
 
-def _masked_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None
-) -> Tensor:
-    return torch.empty(checks.masked(a, a_scale, b, b_scale, masked_m), dtype=torch.bfloat16, device=a.device)
+def _masked_fake(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int | None) -> Tensor:
+    return a.data.new_empty(checks.masked(a, b, masked_m), dtype=torch.bfloat16)
 
 
-def _masked_out(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
-) -> None:
-    _masked_out_fake(a, a_scale, b, b_scale, masked_m, expected_m, out)
-    named = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "masked_m": masked_m}
-    check_own_memory(out, named)
-    _multiply_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+def _masked_out(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int | None, out: Written) -> None:
+    _masked_out_fake(a, b, masked_m, expected_m, out)
+    checks.own_memory(out, a, b, masked_m=masked_m)
+    _multiply_masked(a, b, masked_m, expected_m, out)
 
 
-def _masked_out_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
-) -> None:
-    checks.result(out, checks.masked(a, a_scale, b, b_scale, masked_m), a.device)
+def _masked_out_fake(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor) -> None:
+    checks.result(out, checks.masked(a, b, masked_m), a.data.device)
 
 
-def _multiply_masked(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor
-) -> None:
+def _multiply_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int | None, out: Tensor) -> None:
     rows = out.view(-1, out.shape[-1]) if out.numel() else out
-    grouping = Grouping(expected_m, max_m=out.shape[1])
-    multiply_groups(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), masked_m, rows, grouping)
+    multiply_groups(a, b, masked_m, rows, Grouping(expected_m, max_m=out.shape[1]))
 
 
-def _check_swiglu(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    groups: Tensor,
-    limit: float | None,
-    alpha: float | None,
-    max_m: int | None,
-    expected_m: int | None,
-    whole: Sequence[int] | None,
-) -> None:
-    checks.swiglu(a, a_scale, b, b_scale, groups, max_m)
+class _Swiglu(NamedTuple):
+    a: FP8Tensor
+    b: FP8Tensor
+    groups: Tensor
+    limit: float | None
+    alpha: float | None
+    max_m: int | None
+    expected_m: int | None
+    whole: tuple[int, int] | None
 
 
-def _swiglu_cuda(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    groups: Tensor,
-    limit: float | None,
-    alpha: float | None,
-    max_m: int | None,
-    expected_m: int | None,
-    whole: Sequence[int] | None,
-) -> tuple[Tensor, Tensor]:
-    data, scale = _empty_swiglu(a, a_scale, b)
-    if data.numel() and b.shape[0]:
-        rows = checks.activations(a, a_scale)
-        operands = Operands(*rows, aligned(b), b_scale.contiguous(), groups=groups.contiguous())
-        grouping = Grouping(expected_m, max_m, whole and tuple(whole))
-        found = launch.grouped(a.get_device(), operands, SwigluQuantize(Activation(limit, alpha)), grouping)
+def _check_swiglu(call: _Swiglu) -> None:
+    checks.swiglu(call.a, call.b, call.groups, call.max_m)
+
+
+def _swiglu_cuda(call: _Swiglu) -> tuple[Tensor, Tensor]:
+    a, b, groups, limit, alpha, max_m, expected_m, whole = call
+    data, scale = _empty_swiglu(call)
+    if data.numel() and b.data.shape[0]:
+        rows = checks.activations(*a)
+        operands = Operands(*rows, aligned(b.data), b.scale.contiguous(), groups=groups.contiguous())
+        epilogue, grouping = SwigluQuantize(Activation(limit, alpha)), Grouping(expected_m, max_m, whole)
+        found = launch.grouped(a.data.get_device(), operands, epilogue, grouping)
         launch.run(found, operands, data, scale.data_ptr(), scale.stride(1))
     return data, scale
 
 
-def _swiglu_reference(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    groups: Tensor,
-    limit: float | None,
-    alpha: float | None,
-    max_m: int | None,
-    expected_m: int | None,
-    whole: Sequence[int] | None,
-) -> tuple[Tensor, Tensor]:
-    out = FP8Tensor(*_empty_swiglu(a, a_scale, b))
-    if out.data.numel() and b.shape[0]:
-        operands = FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups, Activation(limit, alpha)
-        reference.grouped_gemm_swiglu_reference(*operands, out, max_m=max_m)
-    return tuple(out)
+def _swiglu_reference(call: _Swiglu) -> tuple[Tensor, Tensor]:
+    out, activation = _empty_swiglu(call), Activation(call.limit, call.alpha)
+    if out.data.numel() and call.b.data.shape[0]:
+        reference.grouped_gemm_swiglu_reference(call.a, call.b, call.groups, activation, out, max_m=call.max_m)
+    return out
 
 
-def _empty_swiglu(a: Tensor, a_scale: Tensor, b: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    """Uninitialized data and scale of the result."""
-    return tuple(empty_quantized(a, a.shape[0], b.shape[1] // 2))
+def _empty_swiglu(call: _Swiglu) -> FP8Tensor:
+    return empty_quantized(call.a.data, call.a.data.shape[0], call.b.data.shape[1] // 2)
 
 
-_PLAIN = {dtype: PlainStore(dtype) for dtype in checks.RESULTS}
-_grouped_gemm_op = define(
-    f"grouped_gemm({_OPERANDS}, Tensor group_offsets) -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True
-)
-_grouped_gemm_out_op = define(
-    f"grouped_gemm_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, SymInt[]? whole=None, "
-    "Tensor? ranks=None, Tensor? factors=None) -> ()",
-    _grouped_gemm_out,
-    _grouped_gemm_out_fake,
-    forward_only=True,
-)
-_masked_op = define(
-    f"grouped_gemm_masked({_OPERANDS}, Tensor masked_m, SymInt? expected_m) -> Tensor",
-    _masked,
-    _masked_fake,
-    forward_only=True,
-)
-_masked_out_op = define(
-    f"grouped_gemm_masked_out({_OPERANDS}, Tensor masked_m, SymInt? expected_m, Tensor(a!) out) -> ()",
-    _masked_out,
-    _masked_out_fake,
-    forward_only=True,
-)
+_grouped_gemm_op = define("grouped_gemm -> Tensor", _grouped_gemm, _grouped_gemm_fake, forward_only=True)
+_grouped_gemm_out_op = define("grouped_gemm_out -> ()", _grouped_gemm_out, _grouped_gemm_out_fake, forward_only=True)
+_masked_op = define("grouped_gemm_masked -> Tensor", _masked, _masked_fake, forward_only=True)
+_masked_out_op = define("grouped_gemm_masked_out -> ()", _masked_out, _masked_out_fake, forward_only=True)
 _swiglu_op = operator(
-    f"grouped_gemm_swiglu({_OPERANDS}, Tensor groups, float? limit, float? alpha, SymInt? max_m, SymInt? expected_m, "
-    "SymInt[]? whole) -> (Tensor, Tensor)",
+    "grouped_gemm_swiglu -> (Tensor, Tensor)",
     check=_check_swiglu,
     cuda=_swiglu_cuda,
     reference=_swiglu_reference,
@@ -602,7 +499,7 @@ def grouped_gemm_k(
             raise ValueError("accumulate: expected out, the sums to add to, got None")
         return autograd.run(_along_k_op, "fp8moe.grouped_gemm_k", *operands, group_offsets)
     check_tensor("out", out)
-    autograd.check_out("fp8moe.grouped_gemm_k", (*_NAMES, "group_offsets", "out"), (*operands, group_offsets, out))
+    autograd.check_out("fp8moe.grouped_gemm_k", (*NAMES, "group_offsets", "out"), (*operands, group_offsets, out))
     _along_k_out_op(*operands, group_offsets, out, accumulate)
     return out
 
@@ -615,65 +512,38 @@ def weight_gradients(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, dtype: t
     return grouped_gemm_k(a, b, group_offsets, out=out).to(dtype)
 
 
-def _along_k_cuda(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
-    if not out.numel():
-        return
-    if a.data.shape[1]:
+def _multiply_along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
+    if not use_cuda(a.data):
+        reference.grouped_gemm_k_reference(a, b, group_offsets, out, accumulate)
+    elif out.numel() and a.data.shape[1]:
         a, b = (FP8Tensor(row_major(data), mn_major(scale)) for data, scale in (a, b))
         launch.run_along_k(a, b, group_offsets.contiguous(), out, accumulate)
     elif not accumulate:
         out.zero_()
 
 
-def _along_k(
-    run: Callable[..., None], a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor
-) -> Tensor:
-    out = _empty_along_k(a, a_scale, b, b_scale, group_offsets)
-    run(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, False)
+def _along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> Tensor:
+    out = _along_k_fake(a, b, group_offsets)
+    _multiply_along_k(a, b, group_offsets, out, False)
     return out
 
 
-def _empty_along_k(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> Tensor:
-    return a.new_empty((group_offsets.shape[0] - 1, a.shape[0], b.shape[0]), dtype=torch.float32)
+def _along_k_fake(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> Tensor:
+    return a.data.new_empty(checks.along_k(a, b, group_offsets), dtype=torch.float32)
 
 
-def _along_k_out(
-    run: Callable[..., None],
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    group_offsets: Tensor,
-    out: Tensor,
-    accumulate: bool,
-) -> None:
-    named = {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "group_offsets": group_offsets}
-    check_own_memory(out, named)
-    run(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), group_offsets, out, accumulate)
+def _along_k_out(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Written, accumulate: bool) -> None:
+    _along_k_out_fake(a, b, group_offsets, out, accumulate)
+    checks.own_memory(out, a, b, group_offsets=group_offsets)
+    _multiply_along_k(a, b, group_offsets, out, accumulate)
 
 
-def _check_along_k_out(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool
-) -> None:
+def _along_k_out_fake(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
     dtypes = (torch.float32,) if accumulate else (torch.float32, torch.bfloat16)
-    check_like("out", out, dtypes, checks.along_k(a, a_scale, b, b_scale, group_offsets), a.device, "a.data")
+    check_like("out", out, dtypes, checks.along_k(a, b, group_offsets), a.data.device, "a.data")
     if not out.is_contiguous():
         raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
 
 
-_along_k_op = operator(
-    f"grouped_gemm_k({_OPERANDS}, Tensor group_offsets) -> Tensor",
-    check=checks.along_k,
-    cuda=partial(_along_k, _along_k_cuda),
-    reference=partial(_along_k, reference.grouped_gemm_k_reference),
-    fake=_empty_along_k,
-    forward_only=True,
-)
-_along_k_out_op = operator(
-    f"grouped_gemm_k_out({_OPERANDS}, Tensor group_offsets, Tensor(a!) out, bool accumulate) -> ()",
-    check=_check_along_k_out,
-    cuda=partial(_along_k_out, _along_k_cuda),
-    reference=partial(_along_k_out, reference.grouped_gemm_k_reference),
-    fake=lambda *operands: None,
-    forward_only=True,
-)
+_along_k_op = define("grouped_gemm_k -> Tensor", _along_k, _along_k_fake, forward_only=True)
+_along_k_out_op = define("grouped_gemm_k_out -> ()", _along_k_out, _along_k_out_fake, forward_only=True)

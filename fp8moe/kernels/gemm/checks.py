@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8moe.quant.checks import check_scale, fp8_data, mn_major
 from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major
-from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, describe, row_major
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, check_own_memory, describe, row_major
 
 RESULTS = (torch.bfloat16, torch.float32)
 
@@ -21,21 +21,18 @@ def out_dtype(dtype: torch.dtype, out: Tensor | None) -> None:
         raise TypeError(f"out_dtype: {dtype} contradicts out, {describe(out)}")
 
 
-def dense(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> tuple[int, int]:
+def dense(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None) -> tuple[int, int]:
     """Dtypes, shapes and devices of the operands of ``gemm``. Returns M and N."""
-    m, k = fp8_data("a.data", a, "(M, K)")
-    (n,) = _weights("b.data", b, "(N, K)", a)
-    check_scale("a.scale", a_scale, (m, ceil_div(k, 128)), a.device)
-    check_scale("b.scale", b_scale, (ceil_div(n, 128), ceil_div(k, 128)), a.device)
+    m, n = _operands(a, b, weights="(N, K)")
     if bias is not None:
-        check_like("bias", bias, FLOATING, (n,), a.device, "a.data")
+        check_like("bias", bias, FLOATING, (n,), a.data.device, "a.data")
     return m, n
 
 
-def contiguous(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> tuple[int, int]:
+def contiguous(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int]:
     """Dtypes, shapes and devices of the operands of ``grouped_gemm``. Returns M and N."""
-    shape = rows_of_experts(a, a_scale, b, b_scale)
-    _groups("group_offsets", group_offsets, (b.shape[0] + 1,), "(E + 1,)", a)
+    shape = rows_of_experts(a, b)
+    _groups("group_offsets", group_offsets, (b.data.shape[0] + 1,), "(E + 1,)", a.data)
     return shape
 
 
@@ -54,56 +51,42 @@ def low_rank(ranks: Tensor | None, factors: Tensor | None, a: Tensor, b: Tensor)
         raise ValueError("a.data: expected a K to which ranks are added, got K = 0")
 
 
-def rows_of_experts(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[int, int]:
-    """Checks the operands of a grouped GEMM, without the groups; returns M and N."""
-    m, k = fp8_data("a.data", a, "(M, K)")
-    experts, n = _weights("b.data", b, "(E, N, K)", a)
-    check_scale("a.scale", a_scale, (m, ceil_div(k, 128)), a.device)
-    check_scale("b.scale", b_scale, (experts, ceil_div(n, 128), ceil_div(k, 128)), a.device)
+def rows_of_experts(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
+    """Dtypes, shapes and devices of the operands of a grouped GEMM, without the groups. Returns M and N."""
+    m, _, n = _operands(a, b)
     return m, n
 
 
-def masked(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, masked_m: Tensor) -> tuple[int, int, int]:
+def masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor) -> tuple[int, int, int]:
     """Dtypes, shapes and devices of the operands of ``grouped_gemm_masked``. Returns E, max_m and N."""
-    experts, max_m, k = fp8_data("a.data", a, "(E, max_m, K)")
-    b_experts, n = _weights("b.data", b, "(E, N, K)", a)
+    experts, max_m, b_experts, n = _operands(a, b, rows="(E, max_m, K)")
     if b_experts != experts:
-        expected = f"({experts}, N, K), as many experts as a.data {tuple(a.shape)} has"
-        raise ValueError(f"b.data: expected shape {expected}, got {tuple(b.shape)}")
-    check_scale("a.scale", a_scale, (experts, max_m, ceil_div(k, 128)), a.device)
-    check_scale("b.scale", b_scale, (experts, ceil_div(n, 128), ceil_div(k, 128)), a.device)
-    _groups("masked_m", masked_m, (experts,), "(E,)", a)
+        expected = f"({experts}, N, K), as many experts as a.data {tuple(a.data.shape)} has"
+        raise ValueError(f"b.data: expected shape {expected}, got {tuple(b.data.shape)}")
+    _groups("masked_m", masked_m, (experts,), "(E,)", a.data)
     return experts, max_m, n
 
 
-def swiglu(
-    a: Tensor, a_scale: Tensor, gate_up: Tensor, gate_up_scale: Tensor, groups: Tensor, max_m: int | None
-) -> tuple[int, int, int]:
-    """Dtypes, shapes and devices of the operands of ``grouped_gemm_swiglu``. Returns E, M and I."""
-    m, k = fp8_data("a.data", a, "(M, K)")
-    experts, n = _weights("gate_up.data", gate_up, "(E, N, K)", a)
-    if n % 32:
-        raise ValueError(f"gate_up.data: expected 2 * I rows an expert with I a multiple of 16, got {n}")
-    check_scale("a.scale", a_scale, (m, ceil_div(k, 128)), a.device)
-    check_scale("gate_up.scale", gate_up_scale, (experts, 2 * ceil_div(n // 2, 128), ceil_div(k, 128)), a.device)
+def swiglu(a: FP8Tensor, gate_up: FP8Tensor, groups: Tensor, max_m: int | None) -> None:
+    """Dtypes, shapes and devices of the operands of ``grouped_gemm_swiglu``."""
+    m, experts, _ = _operands(a, gate_up, gated=True)
     if max_m is None:
-        _groups("groups", groups, (experts + 1,), "(E + 1,)", a)
+        _groups("groups", groups, (experts + 1,), "(E + 1,)", a.data)
     else:
-        _groups("groups", groups, (experts,), "(E,)", a)
+        _groups("groups", groups, (experts,), "(E,)", a.data)
         if m != experts * max_m:
             raise ValueError(f"a.data: expected E * max_m = {experts} * {max_m} rows, got {m}")
-    return experts, m, n // 2
 
 
-def along_k(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
+def along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
     """Dtypes, shapes and devices of the operands of ``grouped_gemm_k``. Returns E, M and N."""
-    m, k = fp8_data("a.data", a, "(M, K)")
-    (n,) = _weights("b.data", b, "(N, K)", a, multiple=128)
-    check_scale("a.scale", a_scale, (m, k // 128), a.device)
-    check_scale("b.scale", b_scale, (n, k // 128), a.device)
+    m, k = fp8_data("a.data", a.data, "(M, K)")
+    (n,) = _weights("b.data", b.data, "(N, K)", a.data, multiple=128)
+    check_scale("a.scale", a.scale, (m, k // 128), a.data.device)
+    check_scale("b.scale", b.scale, (n, k // 128), a.data.device)
     if group_offsets.dim() != 1 or not group_offsets.shape[0]:
         raise ValueError(f"group_offsets: expected shape (E + 1,), got {tuple(group_offsets.shape)}")
-    _groups("group_offsets", group_offsets, tuple(group_offsets.shape), "(E + 1,)", a)
+    _groups("group_offsets", group_offsets, tuple(group_offsets.shape), "(E + 1,)", a.data)
     return group_offsets.shape[0] - 1, m, n
 
 
@@ -132,6 +115,12 @@ def result(out: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
         raise ValueError(f"out: expected {expected}, got {out.stride()}")
 
 
+def own_memory(out: Tensor, a: FP8Tensor, b: FP8Tensor, **others: Tensor | None) -> None:
+    """The address of ``out``, and that it shares no memory with an operand."""
+    named = {"a.data": a.data, "a.scale": a.scale, "b.data": b.data, "b.scale": b.scale}
+    check_own_memory(out, named | others)
+
+
 def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
     """Activations as the kernels load them, views where possible, otherwise copies.
 
@@ -152,6 +141,21 @@ def bias_vector(bias: Tensor | None) -> Tensor | None:
     if bias is None:
         return None
     return (bias.float() if bias.dtype is torch.float16 else bias).contiguous()
+
+
+def _operands(
+    a: FP8Tensor, b: FP8Tensor, *, rows: str = "(M, K)", weights: str = "(E, N, K)", gated: bool = False
+) -> tuple[int, ...]:
+    """Dtypes, shapes and devices of activations and weights; gated: of gate and up. Returns their sizes without K."""
+    name = "gate_up" if gated else "b"
+    *lead, k = fp8_data("a.data", a.data, rows)
+    *experts, n = _weights(f"{name}.data", b.data, weights, a.data)
+    if gated and n % 32:
+        raise ValueError(f"gate_up.data: expected 2 * I rows an expert with I a multiple of 16, got {n}")
+    blocks = 2 * ceil_div(n // 2, 128) if gated else ceil_div(n, 128)
+    check_scale("a.scale", a.scale, (*lead, ceil_div(k, 128)), a.data.device)
+    check_scale(f"{name}.scale", b.scale, (*experts, blocks, ceil_div(k, 128)), a.data.device)
+    return *lead, *experts, n
 
 
 def _weights(name: str, data: Tensor, dimensions: str, a: Tensor, multiple: int = 16) -> torch.Size:

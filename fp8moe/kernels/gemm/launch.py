@@ -40,23 +40,14 @@ class Operands(NamedTuple):
     a: Tensor
     a_scale: Tensor
     b: Tensor
-    b_scale: Tensor | None = None
+    b_scale: Tensor
     bias: Tensor | None = None
     c: Tensor | None = None
     groups: Tensor | None = None
 
     def layouts(self) -> tuple[tuple | None, ...]:
-        """What launchers are kept by, written out: it takes a microsecond less than what `planned` does by itself."""
-        a, a_scale, b, b_scale, bias, c, groups = self
-        return (
-            (a.shape, a.stride(), a.dtype, a.get_device()),
-            (a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.get_device()),
-            (b.shape, b.stride(), b.dtype, b.get_device()),
-            None if b_scale is None else (b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale.get_device()),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
-            None if c is None else (c.shape, c.stride(), c.dtype, c.get_device()),
-            None if groups is None else (groups.shape, groups.stride(), groups.dtype, groups.get_device()),
-        )
+        """What launchers are kept by, in a microsecond less than `planned` takes for it by itself."""
+        return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in self])
 
 
 class GemmLauncher:
@@ -111,8 +102,6 @@ class GemmLauncher:
 
 
 # ---- products of rows ----
-
-_ALL = Grouping()
 
 
 def build(
@@ -231,27 +220,30 @@ def grouped(
     return build(operands, epilogue, grouping, out, tile=tile)
 
 
-def find_dense(operands: Operands, out_dtype: torch.dtype, pdl: bool = False) -> GemmLauncher | None:
-    """The launcher to run on these operands if operands like them have run: then there is nothing to check or copy."""
+def find(launcher: planned[..., GemmLauncher], operands: Operands, *options: object) -> GemmLauncher | None:
+    """The launcher to run on these operands if operands like them have run: then there is nothing to check or copy.
+
+    launcher: `dense` or `grouped`, with its options.
+    """
     a, a_scale, b, _, _, c, _ = operands
-    found = dense.find(a.get_device(), operands, out_dtype, pdl)
+    found = launcher.look_up(a.get_device(), operands.layouts(), *options)
     if found is None:
         return None
     addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | (0 if c is None else c.data_ptr())
     return None if addresses & 15 else found
 
 
-def find_grouped(operands: Operands, epilogue: Epilogue, grouping: Grouping = _ALL) -> GemmLauncher | None:
-    """`find_dense` of groups, for a contiguous result."""
-    a, a_scale, b, *_ = operands
-    found = grouped.find(a.get_device(), operands, epilogue, grouping, None)
-    return None if found is None or (a.data_ptr() | a_scale.data_ptr() | b.data_ptr()) & 15 else found
-
-
 def run(found: GemmLauncher, operands: Operands, out: Tensor, *more: int) -> None:
-    """Launch on PyTorch's current stream. more: the epilogue's addresses and pitches behind the result's own."""
-    a, a_scale, b, b_scale, _, _, groups = operands
+    """Launch on PyTorch's current stream.
+
+    more: the epilogue's addresses and pitches behind the result's own, where these are not a bias and c.
+    """
+    a, a_scale, b, b_scale, bias, c, groups = operands
     index, address = a.get_device(), out.data_ptr()
+    if not more:
+        more = (0 if bias is None else bias.data_ptr(),)
+        if c is not None:
+            more += c.data_ptr(), c.stride(0)
     with device_guard(index):
         found.launch(
             current_stream(index),
@@ -261,25 +253,21 @@ def run(found: GemmLauncher, operands: Operands, out: Tensor, *more: int) -> Non
         )
 
 
-def run_dense(found: GemmLauncher, operands: Operands, out: Tensor) -> None:
-    """Launch a GEMM of one matrix, which may add a bias and c, on PyTorch's current stream."""
-    a, a_scale, b, b_scale, bias, c, _ = operands
-    index, address = a.get_device(), out.data_ptr()
-    pointers = (b_scale.data_ptr(), address, out.stride(0), 0 if bias is None else bias.data_ptr())
-    if c is not None:
-        pointers += c.data_ptr(), c.stride(0)
-    with device_guard(index):
-        found.launch(current_stream(index), (a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), address), pointers)
+def run_new(found: GemmLauncher, operands: Operands) -> Tensor:
+    """`run` with a new result, contiguous."""
+    out = found.new_out()
+    run(found, operands, out)
+    return out
 
 
 def multiply_with(tile: TileConfig, operands: Operands, out: Tensor, grouping: Grouping | None = None) -> None:
     """Run a tile in place of the choice, as benchmarks and tests do; operands as `build` takes them."""
     index = operands.a.get_device()
     if grouping is None:
-        run_dense(dense(index, operands, out.dtype, False, tile), operands, out)
+        run(dense(index, operands, out.dtype, False, tile), operands, out)
         return
     like = None if out.is_contiguous() else out
-    run(grouped(index, operands, PlainStore(out.dtype), grouping, like, tile=tile), operands, out, 0)
+    run(grouped(index, operands, PlainStore(out.dtype), grouping, like, tile=tile), operands, out)
 
 
 # ---- groups along K ----

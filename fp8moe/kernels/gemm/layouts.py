@@ -4,26 +4,23 @@ A small kernel of each brings groups, or operands, into the form that `grouped_g
 """
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8moe.kernels.gemm import checks, reference
-from fp8moe.kernels.gemm.api import grouped_gemm_k, multiply_groups
+from fp8moe.kernels.gemm.api import NAMES, grouped_gemm_k, multiply_groups
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.checks import check_scale, check_vector, fp8_data
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import aligned, check_like, check_own_memory
+from fp8moe.runtime.checks import aligned, check_like
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned, resident_blocks
-from fp8moe.runtime.operator import define
+from fp8moe.runtime.operator import Written, define
 from fp8moe.runtime.sm90 import WARP
-
-_NAMES = ("a.data", "a.scale", "b.data", "b.scale")
-_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
-
 
 # ---- groups of rows in any order ----
 
@@ -46,7 +43,7 @@ def grouped_gemm_by_layout(
     multiplied with the weights of one or the other. On the reference backend they raise ValueError.
     """
     operands = (*a, *b, layout)
-    autograd.check_out("fp8moe.grouped_gemm_by_layout", (*_NAMES, "layout", "out"), (*operands, out))
+    autograd.check_out("fp8moe.grouped_gemm_by_layout", (*NAMES, "layout", "out"), (*operands, out))
     _by_layout_op(*operands, alignment, expected_m, out)
 
 
@@ -71,45 +68,33 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
     return ranges
 
 
-def _by_layout(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    layout: Tensor,
-    alignment: int | None,
-    expected_m: int,
-    out: Tensor,
-) -> None:
-    _by_layout_fake(a, a_scale, b, b_scale, layout, alignment, expected_m, out)
-    check_own_memory(out, {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "layout": layout})
-    groups = group_ranges(layout, b.shape[0], alignment)
-    multiply_groups(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), groups, out, Grouping(expected_m))
+class _ByLayout(NamedTuple):
+    a: FP8Tensor
+    b: FP8Tensor
+    layout: Tensor
+    alignment: int | None
+    expected_m: int
+    out: Written
 
 
-def _by_layout_fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    layout: Tensor,
-    alignment: int | None,
-    expected_m: int,
-    out: Tensor,
-) -> None:
-    checks.result(out, checks.rows_of_experts(a, a_scale, b, b_scale), a.device)
-    check_vector("layout", layout, torch.int32, a.shape[0] if alignment is None else b.shape[0], a.device)
+def _by_layout(call: _ByLayout) -> None:
+    a, b, layout, alignment, expected_m, out = call
+    _by_layout_fake(call)
+    checks.own_memory(out, a, b, layout=layout)
+    multiply_groups(a, b, group_ranges(layout, b.data.shape[0], alignment), out, Grouping(expected_m))
+
+
+def _by_layout_fake(call: _ByLayout) -> None:
+    a, b, layout, alignment, expected_m, out = call
+    m, n = checks.rows_of_experts(a, b)
+    checks.result(out, (m, n), a.data.device)
+    check_vector("layout", layout, torch.int32, m if alignment is None else b.data.shape[0], a.data.device)
     checks.expected_rows(expected_m)
     if alignment is not None and alignment < 1:
         raise ValueError(f"alignment: expected a number of rows, got {alignment}")
 
 
-_by_layout_op = define(
-    f"grouped_gemm_by_layout({_OPERANDS}, Tensor layout, SymInt? alignment, SymInt expected_m, Tensor(a!) out) -> ()",
-    _by_layout,
-    _by_layout_fake,
-    forward_only=True,
-)
+_by_layout_op = define("grouped_gemm_by_layout -> ()", _by_layout, _by_layout_fake, forward_only=True)
 
 
 # ---- groups along K, each a matrix of its own ----
@@ -133,7 +118,7 @@ def grouped_gemm_k_flat(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, 
     backend.
     """
     operands = (*a, *b, sizes)
-    autograd.check_out("fp8moe.grouped_gemm_k_flat", (*_NAMES, "sizes", "out"), (*operands, out))
+    autograd.check_out("fp8moe.grouped_gemm_k_flat", (*NAMES, "sizes", "out"), (*operands, out))
     _flat_op(*operands, out, accumulate)
 
 
@@ -172,38 +157,32 @@ def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> 
     return *joined, offsets
 
 
-def _flat(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, sizes: Tensor, out: Tensor, accumulate: bool) -> None:
-    _flat_fake(a, a_scale, b, b_scale, sizes, out, accumulate)
-    check_own_memory(out, {"a.data": a, "a.scale": a_scale, "b.data": b, "b.scale": b_scale, "sizes": sizes})
-    shape = *out.shape[1:], a_scale.shape[1] * BLOCK
-    if use_cuda(a):
-        a, b, offsets = join_groups(aligned(a), aligned(b), sizes.contiguous(), *shape)
+def _flat(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Written, accumulate: bool) -> None:
+    _flat_fake(a, b, sizes, out, accumulate)
+    checks.own_memory(out, a, b, sizes=sizes)
+    shape = *out.shape[1:], a.scale.shape[1] * BLOCK
+    if use_cuda(a.data):
+        a_data, b_data, offsets = join_groups(aligned(a.data), aligned(b.data), sizes.contiguous(), *shape)
     else:
-        a, b, offsets = reference.join_groups(a.contiguous(), b.contiguous(), sizes, *shape)
-    grouped_gemm_k(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), offsets, out=out, accumulate=accumulate)
+        a_data, b_data, offsets = reference.join_groups(a.data.contiguous(), b.data.contiguous(), sizes, *shape)
+    grouped_gemm_k(FP8Tensor(a_data, a.scale), FP8Tensor(b_data, b.scale), offsets, out=out, accumulate=accumulate)
 
 
-def _flat_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, sizes: Tensor, out: Tensor, accumulate: bool
-) -> None:
-    check_vector("sizes", sizes, torch.int32, None, a.device)
+def _flat_fake(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, accumulate: bool) -> None:
+    device = a.data.device
+    check_vector("sizes", sizes, torch.int32, None, device)
     dtypes = (torch.float32,) if accumulate else (torch.float32, torch.bfloat16)
     if out.dim() != 3:
         raise ValueError(f"out: expected shape (E, M, N), got {tuple(out.shape)}")
-    check_like("out", out, dtypes, (sizes.shape[0], *out.shape[1:]), a.device, "a.data")
+    check_like("out", out, dtypes, (sizes.shape[0], *out.shape[1:]), device, "a.data")
     _, m, n = out.shape
-    blocks = a_scale.shape[-1] if a_scale.dim() else 0
-    for name, data, scale, rows in (("a", a, a_scale, m), ("b", b, b_scale, n)):
+    blocks = a.scale.shape[-1] if a.scale.dim() else 0
+    for name, (data, scale), rows in (("a", a, m), ("b", b, n)):
         (length,) = fp8_data(f"{name}.data", data, "(rows * K)")
         if length != rows * blocks * BLOCK:
             expected = f"({rows} * {blocks * BLOCK},) to match out {tuple(out.shape)} and the scales of a"
             raise ValueError(f"{name}.data: expected shape {expected}, got {tuple(data.shape)}")
-        check_scale(f"{name}.scale", scale, (rows, blocks), a.device)
+        check_scale(f"{name}.scale", scale, (rows, blocks), device)
 
 
-_flat_op = define(
-    f"grouped_gemm_k_flat({_OPERANDS}, Tensor sizes, Tensor(a!) out, bool accumulate) -> ()",
-    _flat,
-    _flat_fake,
-    forward_only=True,
-)
+_flat_op = define("grouped_gemm_k_flat -> ()", _flat, _flat_fake, forward_only=True)

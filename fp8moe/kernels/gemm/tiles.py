@@ -270,6 +270,10 @@ class Grouping(NamedTuple):
     max_m: int | None = None
     whole: tuple[int, int] | None = None
 
+    def layouts(self) -> Grouping:
+        """What launchers are kept by."""
+        return self
+
     def problem(self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool) -> GroupedProblem:
         """The problem for so many rows of so many groups."""
         expected_m = self.expected_m

@@ -122,7 +122,7 @@ def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
 
 def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
     # The layouts that the operands count by, written out: `planned` would take longer.
-    found = _launcher.find(
+    found = _launcher.look_up(
         index := x.get_device(),
         (x.shape, x.stride(), x.dtype, index),
         (weight.shape, weight.stride(), weight.dtype, weight.get_device()),

@@ -1,10 +1,12 @@
 """A frozen FP8 linear on an input that is quantized already: ``projection`` and its operator ``fp8moe::projection``."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm import checks, launch
-from fp8moe.kernels.gemm.api import multiply
+from fp8moe.kernels.gemm import checks
+from fp8moe.kernels.gemm.api import empty_product, product
 from fp8moe.kernels.gemm.launch import Operands
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import FP8Tensor
@@ -33,28 +35,8 @@ def projection(
     return autograd.run(_projection_op, "fp8moe.kernels.linear.projection", *operands, out_dtype is torch.float32)
 
 
-def _projection(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
-    operands, out_dtype = Operands(a, a_scale, b, b_scale, bias), torch.float32 if float32 else torch.bfloat16
-    found = launch.find_dense(operands, out_dtype, True)
-    if found is not None:
-        out = found.new_out()
-        launch.run_dense(found, operands, out)
-        return out
-    out = _projection_fake(a, a_scale, b, b_scale, bias, float32)
-    multiply(operands, out, pdl=True)
-    return out
+def _projection(operands: Annotated[Operands, (*Operands._fields[:4], "bias")], float32: bool) -> Tensor:
+    return product(operands, float32, pdl=True)
 
 
-def _projection_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, float32: bool
-) -> Tensor:
-    shape = checks.dense(a, a_scale, b, b_scale, bias)
-    return a.new_empty(shape, dtype=torch.float32 if float32 else torch.bfloat16)
-
-
-_projection_op = define(
-    "projection(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, bool float32) -> Tensor",
-    _projection,
-    _projection_fake,
-    forward_only=True,
-)
+_projection_op = define("projection -> Tensor", _projection, empty_product, forward_only=True)
