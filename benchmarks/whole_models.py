@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fp8moe import GroupedExperts, replace_linears
 from fp8moe.checkpoints import DEFAULT_SKIP
 from fp8moe.distributed import ExpertParallel
-from fp8moe.distributed.collectives import all_gather
+from fp8moe.distributed.transport import all_gather
 from fp8moe.layers.parameters import local
 
 CONFIGS = {

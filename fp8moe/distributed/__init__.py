@@ -1,5 +1,116 @@
-"""Experts spread over the GPUs of a mesh, on torch.distributed."""
+"""Experts spread over the GPUs of a mesh: ExpertParallel, a style of `torch.distributed.tensor.parallel`."""
 
-from fp8moe.distributed.style import ExpertParallel
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fp8moe.distributed.agreement import Agreement, check_same
+from fp8moe.distributed.dispatcher import Dispatcher, Options
+from fp8moe.layers.experts import GroupedExperts
 
 __all__ = ["ExpertParallel"]
+
+_METHODS = ("auto", "gather", "all_to_all", "replicated")
+_PAYLOADS = ("fp8", "bf16")
+
+
+class ExpertParallel(ParallelStyle):
+    """Spreads the experts of a layer over the W ranks of a mesh; each rank calls it with tokens of its own.
+
+        parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+
+    It applies to `GroupedExperts`, frozen or trained, and to transformers' experts modules that run on fp8moe. Rank r
+    then has experts [r * E/W, (r + 1) * E/W): the parameters become DTensors, Shard(0), on the mesh, which is 1-D;
+    those that are such DTensors already stay. As with PyTorch's own styles the values are those of rank 0, and with
+    ``src_data_rank=None`` those of each rank. `num_experts` stays E, and top_k_index has indices of all experts.
+
+    The layer's forward takes (T_r, H) tokens on rank r, any number, also 0, and all ranks must call it together, with
+    the same dtype, top_k and residual or none; so must they call the backward. The result is that of one GPU's layer:
+    bit by bit with `exact`, and without gradients where the GPUs of a node write to each other's memory; otherwise
+    partial sums in float32 are added in the order of the ranks and rounded once. Equal inputs give equal bits, as do
+    their gradients. Calls first exchange T_r and what must agree over a CPU (gloo): wrong arguments on one rank raise
+    the same ValueError on all. In a CUDA graph nothing is exchanged: every rank has as many tokens, and captures and
+    replays together with the others. Under torch.compile the layer is a graph break.
+
+    Args:
+        method: "gather": every rank gets all tokens. "all_to_all": a token goes to the ranks that have experts of it;
+            eager calls wait for the device, and CUDA graphs take "gather" instead. "replicated": tokens, routing and
+            results are the same on all ranks. "auto": gather on a node; over NCCL gather or
+            all_to_all, by the number of tokens and ranks.
+        payload: of tokens sent without gradients: "fp8", quantized 1x128 once, as the experts would, or "bf16", as they
+            are. Training sends them as they are.
+        exact: get back a row for each token and expert and add them up where the token is: one GPU's bits. With methods
+            all_to_all and auto. A CUDA graph has room for all rows on every rank.
+        uniform: every rank brings as many tokens in each call: nothing is exchanged, and nothing checked on all ranks.
+
+    Raises ValueError for an unknown method or payload, or exact with another method. `parallelize_module` raises the
+    same ValueError on all ranks for a mesh that is not 1-D or does not divide the experts, for other modules, and for
+    experts or options that differ between ranks.
+    """
+
+    def __init__(self, *, method: str = "auto", payload: str = "fp8", exact: bool = False, uniform: bool = False):
+        super().__init__()
+        for name, value, known in (("method", method, _METHODS), ("payload", payload, _PAYLOADS)):
+            if value not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}")
+        if exact and method not in ("auto", "all_to_all"):
+            raise ValueError(f"exact: expected False with method {method!r}; method 'all_to_all' has exact=True")
+        self.options = Options(method, payload, exact, uniform)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh: expected one dimension, got {device_mesh.ndim}: take a slice of it")
+        group = device_mesh.get_group()
+        agreement = Agreement.of(group)
+        try:
+            description, error = _describe(module, device_mesh), None
+        except (TypeError, ValueError) as caught:
+            description, error = None, caught
+        agreement.raise_together(error)
+        check_same("module: expected the same experts on all ranks", agreement.gather(description))
+        check_same("ExpertParallel: expected the same options on all ranks", agreement.gather(str(self.options)))
+        for name, value in module._parameters.items():
+            if value is not None and not isinstance(value, DTensor):
+                setattr(module, name, _shard(value, device_mesh, self.src_data_rank))
+        dispatcher = Dispatcher(group, module.num_experts, self.options)
+        setattr(module, "parallel" if isinstance(module, GroupedExperts) else "_fp8moe_parallel", dispatcher)
+        return module
+
+
+def _describe(module: nn.Module, mesh: DeviceMesh) -> str:
+    """The experts in a line, the same on all ranks where they are the same. Raises for a module that is none."""
+    count = getattr(module, "num_experts", None)
+    parameters = {name: value for name, value in module._parameters.items() if value is not None}
+    fused = all(value.dim() and len(value) == count for value in parameters.values())
+    if not parameters or not fused or len(parameters) < len(list(module.parameters())):
+        raise TypeError(
+            f"module: expected experts with num_experts, and parameters of that many experts each, got "
+            f"{type(module).__name__}"
+        )
+    if mesh.get_local_rank() != dist.get_rank(mesh.get_group()):
+        raise ValueError(f"device_mesh: expected its ranks in ascending order, got {mesh.mesh.tolist()}")
+    if count % mesh.size():
+        raise ValueError(f"num_experts: expected a multiple of the {mesh.size()} ranks of the mesh, got {count}")
+    for name, value in parameters.items():
+        if isinstance(value, DTensor) and (value.device_mesh != mesh or value.placements != (Shard(0),)):
+            raise ValueError(
+                f"{name}: expected a DTensor with Shard(0) on {mesh}, got {value.placements} on {value.device_mesh}"
+            )
+    kinds = (f"{name} {str(value.dtype)[6:]} {tuple(value.shape)}" for name, value in parameters.items())
+    return f"{type(module).__name__} with {', '.join(kinds)}"
+
+
+def _shard(value: nn.Parameter, mesh: DeviceMesh, source: int | None) -> nn.Parameter:
+    """This rank's part of the experts as a DTensor, in memory of its own."""
+    values = value.detach()
+    if values.is_meta:
+        part = values[: len(values) // mesh.size()]
+    else:
+        # As bytes: gloo and NCCL do not scatter float8.
+        part = distribute_tensor(values.view(torch.uint8), mesh, [Shard(0)], src_data_rank=source).to_local()
+        part = (part.clone() if source is None else part).view(value.dtype)
+    sharded = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+    return nn.Parameter(sharded, requires_grad=value.requires_grad)

@@ -8,19 +8,23 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8moe.distributed.agreement import Agreement, Call
-from fp8moe.distributed.collectives import weighted_sum
 from fp8moe.distributed.local import LocalExperts, capturing
-from fp8moe.distributed.pairs import CountedPairs, FixedPairs, Pairs, combine_pairs, permute
 from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.transport import (
     AllToAll,
+    ExactAllToAll,
+    ExactGather,
+    ExactTransport,
     Gather,
     Replicated,
     Tokens,
     Transport,
     choose_method,
     collect,
+    combine_exact,
+    permute,
     send,
+    weighted_sum,
 )
 from fp8moe.kernels.experts import checks
 from fp8moe.kernels.experts.operands import Layer, Operands
@@ -128,12 +132,12 @@ class Dispatcher:
         if not inputs.trains:
             return autograd.run(lambda *_: self._infer(inputs, counts), _NAME, x, routing, *local.weights.tensors())
         if self.options.exact:
-            pairs = self._pairs(index, counts)
-            tokens = send(pairs.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
-            groups, rows, count = local.sort(tokens, pairs.transport.num_rows)
+            exact = self._exact_transport(index, counts)
+            tokens = send(exact.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
+            groups, rows, count = local.sort(tokens, exact.transport.num_rows)
             assignments = sum(counts) * index.shape[1]
             y = local.results(permute(tokens.hidden_states, rows, count), groups, assignments, True)
-            return combine_pairs(pairs, y, rows, routing, local.dtype)
+            return combine_exact(exact, y, rows, routing, local.dtype)
         transport = self._transport(index, counts)
         partial = local.partial_sums_with_gradients(send(transport, inputs.tokens), transport.num_rows)
         return collect(transport, partial, local.dtype)
@@ -141,12 +145,12 @@ class Dispatcher:
     def _infer(self, inputs: Inputs, counts: list[int]) -> Tensor:
         local, (x, index, routing), residual = inputs.local, inputs.tokens, inputs.residual
         if self.options.exact:
-            pairs = self._pairs(index, counts)
-            tokens = pairs.transport.send(self._quantized(inputs.tokens))
-            groups, rows, count = local.sort(tokens, pairs.transport.num_rows)
+            exact = self._exact_transport(index, counts)
+            tokens = exact.transport.send(self._quantized(inputs.tokens))
+            groups, rows, count = local.sort(tokens, exact.transport.num_rows)
             assignments = sum(counts) * index.shape[1]
             y = local.results(local.quantized_rows(tokens, rows, count), groups, assignments, False)
-            return weighted_sum(pairs.back(y, rows), pairs.row_index, routing, local.dtype, residual)
+            return weighted_sum(exact.back(y, rows), exact.row_index, routing, local.dtype, residual)
         replicated = self.options.method == "replicated"
         total = counts[0] if replicated else sum(counts)
         expected_rows = ceil_div(total * index.shape[1], self.world)
@@ -185,7 +189,7 @@ class Dispatcher:
             return Gather(self.group, counts)
         return AllToAll(self.group, index, self.num_experts)
 
-    def _pairs(self, index: Tensor, counts: list[int]) -> Pairs:
+    def _exact_transport(self, index: Tensor, counts: list[int]) -> ExactTransport:
         if capturing(index):
-            return FixedPairs(self.group, counts, index, self.num_experts)
-        return CountedPairs(self.group, index, self.num_experts)
+            return ExactGather(self.group, counts, index, self.num_experts)
+        return ExactAllToAll(self.group, index, self.num_experts)

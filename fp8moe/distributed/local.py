@@ -39,15 +39,14 @@ class LocalExperts(NamedTuple):
 
     def partial_sums(self, tokens: Tokens, expected_rows: int, num_rows: int | None) -> Tensor:
         """(N, H) float32: each token's sum over the experts here, in as many `passes` as it takes."""
-        sums = known = None
-        *before, last = self.passes(tokens.top_k_index, expected_rows, num_rows)
-        for options in before:
-            now = torch.empty(len(tokens.top_k_index), dtype=torch.bool, device=tokens.top_k_index.device)
-            options |= {"partial": sums, "partial_known": known, "known": now}
-            sums = experts_partial(*tokens, self.weights.up, self.weights.down, **options)
-            known = now
-        last |= {"partial": sums, "partial_known": known}
-        return experts_partial(*tokens, self.weights.up, self.weights.down, **last)
+        index, sums, known = tokens.top_k_index, None, None
+        passes = self.passes(index, expected_rows, num_rows)
+        for options in passes:
+            options |= {"partial": sums, "partial_known": known}
+            last = options is passes[-1]
+            known = None if last else torch.empty(len(index), dtype=torch.bool, device=index.device)
+            sums = experts_partial(*tokens, self.weights.up, self.weights.down, known=known, **options)
+        return sums
 
     def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[dict[str, Any]]:
         """What `experts_partial` takes in each pass over the rows that there is room for, besides tokens and weights.

@@ -159,9 +159,9 @@ class Peers:
         to_all: bool,
     ) -> None:
         """The experts here, whose results go to the ranks of the tokens or to all; then all ranks wait."""
-        *before, last = local.passes(index, expected_rows)
-        for options in (*before, last):
-            meeting = self._meeting() if options is last else no_meeting(self.world)
+        passes = local.passes(index, expected_rows)
+        for options in passes:
+            meeting = self._meeting() if options is passes[-1] else no_meeting(self.world)
             targets = Targets(self.world, each, to_all, (*rows.addresses, *meeting))
             experts_rows_to(targets, x, index, local.weights.up, local.weights.down, **options)
 

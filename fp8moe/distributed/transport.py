@@ -1,4 +1,4 @@
-"""Methods of sending tokens to the ranks of their experts and results back: gather, all_to_all and replicated."""
+"""Sends tokens to the ranks of their experts and results back: gather, all_to_all, replicated, and exact results."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -7,13 +7,18 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fp8moe.distributed.collectives import all_gather, exchange, ordered_sum, padded, rows_by_rank
 from fp8moe.kernels.experts.backward import no_double_backward
+from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div
+from fp8moe.quant.quantize import dequantize, quantize_1x128
+
+# PyTorch 2.13 has renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _ALIGNMENT = 16  # bytes at whose multiples the parts of a packed row begin: where kernels can load them
 
@@ -21,8 +26,8 @@ _ALIGNMENT = 16  # bytes at whose multiples the parts of a packed row begin: whe
 # 4 MB take the 20 us that it costs to start another.
 _SLICED_FROM = 4 << 20
 
-# Two H200s over NVLink, DeepSeek-V3's layer (issue 16): NCCL moves 200 GB/s. A token costs gather 7392 bytes there and
-# 28672 back for each other rank. Eager all_to_all of few tokens takes 1.5 ms more: it waits for sizes.
+# Two H200s over NVLink, DeepSeek-V3's layer: NCCL moves 200 GB/s. A token costs gather 7392 bytes there and 28672 back
+# for each other rank. Eager all_to_all of few tokens takes 1.5 ms more: it waits for sizes.
 _MICROSECONDS_A_ROW = 0.18
 _MICROSECONDS_A_CALL = 1500
 
@@ -73,11 +78,11 @@ class Gather(Transport):
         self.tokens = tokens[dist.get_rank(group)]
 
     def out(self, rows: Tensor) -> Tensor:
-        return all_gather(self.group, padded(rows, self.room))
+        return all_gather(self.group, _padded(rows, self.room))
 
     def back(self, rows: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        row_index = rows_by_rank(dist.get_world_size(self.group), self.room, self.tokens, rows.device)
-        return ordered_sum(exchange(self.group, rows), row_index, dtype, residual)
+        row_index = _rows_by_rank(dist.get_world_size(self.group), self.room, self.tokens, rows.device)
+        return _ordered_sum(_exchange(self.group, rows), row_index, dtype, residual)
 
 
 class AllToAll(Transport):
@@ -93,28 +98,28 @@ class AllToAll(Transport):
         self.group = group
         world = dist.get_world_size(group)
         self.room = len(top_k_index)
-        ranks = owners(top_k_index, num_experts, world)
+        ranks = _owners(top_k_index, num_experts, world)
         assignments, self.assignment_rows = sort_by_expert(ranks, world)
         needed = torch.zeros(len(ranks), world + 1, dtype=torch.bool, device=ranks.device)
         needed.scatter_(1, torch.where(ranks >= 0, ranks, world), True)
         each = torch.arange(world, device=ranks.device)
         tokens, self.token_rows = sort_by_expert(torch.where(needed[:, :world], each, -1), world)
         numbers = torch.stack([tokens.diff(), assignments.diff()], dim=1)
-        numbers = torch.cat([numbers, exchange(group, numbers)], dim=1)
+        numbers = torch.cat([numbers, _exchange(group, numbers)], dim=1)
         self.sent, self.assignments_sent, self.received, self.assignments_received = numbers.t().tolist()
         self.num_rows = sum(self.assignments_received)
 
     def out(self, rows: Tensor) -> Tensor:
-        tokens = inverse(self.token_rows, sum(self.sent)).div(self.token_rows.shape[1], rounding_mode="floor")
-        return exchange(self.group, rows.index_select(0, tokens), self.sent, self.received)
+        tokens = _inverse(self.token_rows, sum(self.sent)).div(self.token_rows.shape[1], rounding_mode="floor")
+        return _exchange(self.group, rows.index_select(0, tokens), self.sent, self.received)
 
     def back(self, rows: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        received = exchange(self.group, rows, self.received, self.sent)
-        return ordered_sum(received, self.token_rows, dtype, residual)
+        received = _exchange(self.group, rows, self.received, self.sent)
+        return _ordered_sum(received, self.token_rows, dtype, residual)
 
 
 class Replicated(Transport):
-    """The same tokens are on every rank already; partial sums go to all ranks.
+    """Every rank has the tokens already; partial sums go to all ranks.
 
     Every rank adds up those of all, for all tokens or, where there are many, for a slice of them each.
     """
@@ -132,13 +137,71 @@ class Replicated(Transport):
     def back(self, rows: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         world, tokens = dist.get_world_size(self.group), len(rows)
         if rows.nbytes < _SLICED_FROM:
-            row_index = rows_by_rank(world, tokens, tokens, rows.device)
-            return ordered_sum(all_gather(self.group, rows), row_index, dtype, residual)
+            row_index = _rows_by_rank(world, tokens, tokens, rows.device)
+            return _ordered_sum(all_gather(self.group, rows), row_index, dtype, residual)
         size = ceil_div(tokens, world)
-        received = exchange(self.group, padded(rows, size * world))
-        part = ordered_sum(received, rows_by_rank(world, size, size, rows.device), dtype)
+        received = _exchange(self.group, _padded(rows, size * world))
+        part = _ordered_sum(received, _rows_by_rank(world, size, size, rows.device), dtype)
         out = all_gather(self.group, part)[:tokens]
         return out if residual is None else residual + out
+
+
+class ExactTransport(ABC):
+    """Returns rows in the order of experts to their tokens' ranks, which add up what one GPU would: exact=True.
+
+    transport: sends the tokens. row_index: (T, K) int32, each assignment's row in the result of `back`.
+    """
+
+    transport: Transport
+    row_index: Tensor
+
+    @abstractmethod
+    def back(self, y: Tensor, rows: Tensor) -> Tensor:
+        """y (R, H), of assignments that have the rows (N, K) of it, to the ranks of their tokens: (P, H)."""
+
+    @abstractmethod
+    def out(self, grad: Tensor, rows: Tensor, count: int) -> Tensor:
+        """The adjoint of `back`: (P, H) -> (count, H), with anything in rows of no assignment."""
+
+
+class ExactAllToAll(ExactTransport):
+    """Returns as many rows as there are assignments: for eager calls."""
+
+    def __init__(self, group: ProcessGroup, top_k_index: Tensor, num_experts: int):
+        self.transport = AllToAll(group, top_k_index, num_experts)
+        self.row_index = self.transport.assignment_rows
+
+    def back(self, y: Tensor, rows: Tensor) -> Tensor:
+        transport = self.transport
+        y = y.index_select(0, rows.flatten().index_select(0, self._order(rows)).long())
+        return _exchange(transport.group, y, transport.assignments_received, transport.assignments_sent)
+
+    def out(self, grad: Tensor, rows: Tensor, count: int) -> Tensor:
+        transport = self.transport
+        received = _exchange(transport.group, grad, transport.assignments_sent, transport.assignments_received)
+        return received.index_select(0, _inverse(rows.flatten().index_select(0, self._order(rows)), count))
+
+    def _order(self, rows: Tensor) -> Tensor:
+        """The assignments that are here, in the order of tokens."""
+        here = torch.where(rows >= 0, 0, -1)
+        return _inverse(sort_by_expert(here, 1).rows, self.transport.num_rows)
+
+
+class ExactGather(ExactTransport):
+    """Exchanges T * K rows with every rank: for CUDA graphs, where no size may depend on the routing."""
+
+    def __init__(self, group: ProcessGroup, tokens: list[int], top_k_index: Tensor, num_experts: int):
+        self.transport = Gather(group, tokens)
+        world, (count, top_k) = dist.get_world_size(group), top_k_index.shape
+        ranks = _owners(top_k_index, num_experts, world)
+        own = torch.arange(count * top_k, device=ranks.device).view(count, top_k)
+        self.row_index = torch.where(ranks >= 0, ranks * (self.transport.room * top_k) + own, -1).int()
+
+    def back(self, y: Tensor, rows: Tensor) -> Tensor:
+        return _exchange(self.transport.group, y.index_select(0, rows.flatten().clamp(min=0)))
+
+    def out(self, grad: Tensor, rows: Tensor, count: int) -> Tensor:
+        return _exchange(self.transport.group, grad).index_select(0, _inverse(rows, count))
 
 
 def choose_method(tokens: int, top_k: int, world: int) -> str:
@@ -151,18 +214,73 @@ def choose_method(tokens: int, top_k: int, world: int) -> str:
     return "all_to_all" if saved > _MICROSECONDS_A_CALL else "gather"
 
 
-def owners(top_k_index: Tensor, num_experts: int, world: int) -> Tensor:
+def _owners(top_k_index: Tensor, num_experts: int, world: int) -> Tensor:
     """The rank that has the expert of each assignment, (T, K) int64; -1 for none."""
     index = top_k_index.long()
     inside = (index >= 0) & (index < num_experts)
     return torch.where(inside, index.div(num_experts // world, rounding_mode="floor"), -1)
 
 
-def inverse(row_index: Tensor, count: int) -> Tensor:
+def _inverse(row_index: Tensor, count: int) -> Tensor:
     """For each of `count` rows the position in row_index, flattened, that holds it: (count,) int64; 0 for none."""
     flat = torch.where(row_index >= 0, row_index, count).flatten().long()
     order = torch.arange(flat.numel(), device=flat.device)
     return order.new_zeros(count + 1).scatter_(0, flat, order)[:count]
+
+
+def all_gather(group: ProcessGroup, rows: Tensor) -> Tensor:
+    """The rows of all ranks, (W * R, C); every rank has as many."""
+    out = rows.new_empty((dist.get_world_size(group) * rows.shape[0], rows.shape[1]))
+    if out.numel():
+        _all_gather(_bytes(out), _bytes(rows.contiguous()), group=group)
+    return out
+
+
+def _exchange(
+    group: ProcessGroup, rows: Tensor, sent: list[int] | None = None, received: list[int] | None = None
+) -> Tensor:
+    """An all-to-all: rows in the order of the ranks that they go to become rows in the order of those they come from.
+
+    sent, received: how many rows go to each rank and come from each; None for as many to and from all.
+    """
+    out = rows.new_empty((len(rows) if sent is None else sum(received), rows.shape[1]))
+    width = rows.shape[1] * rows.itemsize
+    splits = () if sent is None else ([n * width for n in received], [n * width for n in sent])
+    if splits or rows.numel():
+        dist.all_to_all_single(_bytes(out), _bytes(rows.contiguous()), *splits, group=group)
+    return out
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """The rows themselves, or a copy with `count` of them, the last ones zeros."""
+    return rows if len(rows) == count else F.pad(rows, (0, 0, 0, count - len(rows)))
+
+
+def _rows_by_rank(ranks: int, size: int, tokens: int, device: torch.device) -> Tensor:
+    """Indices (tokens, ranks) int32 of each token's rows in what `ranks` ranks have sent, `size` rows each."""
+    return torch.arange(ranks * size, dtype=torch.int32, device=device).view(ranks, size).t()[:tokens]
+
+
+def _ordered_sum(rows: Tensor, row_index: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+    """The sum of each token's rows (R, C), in the order of row_index (T, W) int32: (T, C), rounded once."""
+    ones = torch.ones(row_index.shape, dtype=torch.float32, device=row_index.device)
+    return weighted_sum(rows, row_index, ones, dtype, residual)
+
+
+def weighted_sum(
+    rows: Tensor, row_index: Tensor, weights: Tensor, dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
+    """`combine` for any number of columns, and float16 too."""
+    rows, columns = rows.float() if rows.dtype is torch.float16 else rows, rows.shape[1]
+    if columns % 8 == 0:
+        return combine(rows, row_index, weights, dtype, residual=residual)
+    total = combine(F.pad(rows, (0, -columns % 8)), row_index, weights, dtype)[:, :columns]
+    return total.contiguous() if residual is None else residual + total
+
+
+def _bytes(value: Tensor) -> Tensor:
+    # All backends know bytes; few know float8, and not all bfloat16.
+    return value.view(torch.uint8).view(-1)
 
 
 def send(transport: Transport, tokens: Tokens) -> Tokens:
@@ -172,15 +290,28 @@ def send(transport: Transport, tokens: Tokens) -> Tokens:
 
 def collect(transport: Transport, partial: Tensor, dtype: torch.dtype) -> Tensor:
     """`Transport.back` with a gradient, which travels in the dtype of the result."""
-    return with_adjoint(partial, lambda rows: transport.back(rows, dtype), lambda grad: transport.out(grad).float())
+    return _with_adjoint(partial, lambda rows: transport.back(rows, dtype), lambda grad: transport.out(grad).float())
 
 
-def with_adjoint(x: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+def permute(x: Tensor, rows: Tensor, count: int) -> Tensor:
+    """x (N, H) to `count` rows by rows (N, K), with a gradient; some token in rows of no assignment."""
+    tokens, dtype = _inverse(rows, count).div(max(rows.shape[1], 1), rounding_mode="floor"), x.dtype
+    return _with_adjoint(x, lambda x: x.index_select(0, tokens), lambda grad: _ordered_sum(grad, rows, dtype))
+
+
+def combine_exact(exact: ExactTransport, y: Tensor, rows: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weighted sums (T, H) of the rows y (R, H) that all ranks have, with gradients of y and top_k_weights."""
+    count = len(y)
+    returned = _with_adjoint(y, lambda y: exact.back(y, rows), lambda grad: exact.out(grad, rows, count))
+    return _WeightedSum.apply(returned, exact.row_index, top_k_weights, dtype)
+
+
+def _with_adjoint(x: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
     """``function(x)`` of a linear function, whose gradient the adjoint takes to that of x."""
     return _Linear.apply(x, function, adjoint)
 
 
-def differentiated_once(backward: Callable) -> Callable:
+def _differentiated_once(backward: Callable) -> Callable:
     """A backward of an autograd.Function whose gradients cannot be differentiated: that is an error.
 
     Collectives show autograd nothing, so that a second derivative would lack what has gone over them.
@@ -216,7 +347,7 @@ class _Send(torch.autograd.Function):
         return tuple(tokens)
 
     @staticmethod
-    @differentiated_once
+    @_differentiated_once
     def backward(ctx, d_hidden, _, d_weights):
         # What is asked for is the same on all ranks: they have agreed on it.
         back, needed = ctx.transport.back, ctx.needs_input_grad
@@ -231,9 +362,32 @@ class _Linear(torch.autograd.Function):
         return function(x)
 
     @staticmethod
-    @differentiated_once
+    @_differentiated_once
     def backward(ctx, grad):
         return ctx.adjoint(grad), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, row_index, weights, dtype):
+        ctx.save_for_backward(y, row_index, weights)
+        return weighted_sum(y, row_index, weights, dtype)
+
+    @staticmethod
+    @_differentiated_once
+    def backward(ctx, grad):
+        y, row_index, weights = ctx.saved_tensors
+        d_y = y.new_zeros(len(y) + 1, y.shape[1])  # assignments to no expert share the last row
+        d_weights = torch.zeros_like(weights)
+        # The gradient of the weights takes that of the result quantized, as on one GPU.
+        quantized, grad = dequantize(quantize_1x128(grad)), grad.float()
+        for k in range(row_index.shape[1]):
+            row, inside = row_index[:, k].long(), row_index[:, k] >= 0
+            d_y.index_copy_(0, torch.where(inside, row, len(y)), (weights[:, k, None] * grad).to(y.dtype))
+            if len(y):
+                products = y.index_select(0, row.clamp(min=0)).float() * quantized
+                d_weights[:, k] = torch.where(inside, products.sum(-1), 0)
+        return d_y[:-1], None, d_weights, None
 
 
 def _pack(tokens: Tokens, rows: int) -> Tensor:

@@ -152,8 +152,10 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
         weights.append(Weight(parts, shape, up.device, quantized or fused.requires_grad, fused))
     for name, child in module.named_children():
         check_no_hooks(f"module.{name}", child)
-    activation = _activation_of(module, gated)
-    _verify_fused(module, activation, size)
+    activation = getattr(module, "activation", None)
+    if not isinstance(activation, Activation):  # which GroupedExperts states
+        activation = _activation_of(module, gated)
+        _verify_fused(module, activation, size)
     return ExpertsSource(count, hidden, size, activation, *weights)
 
 
@@ -266,8 +268,6 @@ def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -
 
 def _activation_of(module: nn.Module, gated: bool) -> Activation:
     """The activation that the module's attributes describe. Without an act_fn it is silu, for the caller to verify."""
-    if _is_ours(module):
-        return module.activation
     act_fn = getattr(module, "act_fn", None)
     name = "silu" if act_fn is None else _function_name(act_fn)
     if not gated:
@@ -279,15 +279,8 @@ def _activation_of(module: nn.Module, gated: bool) -> Activation:
     return Activation(None if limit is None or math.isinf(limit) else limit, alpha, name)
 
 
-def _is_ours(module: nn.Module) -> bool:
-    """Whether it is a GroupedExperts, which states its activation."""
-    return isinstance(getattr(module, "activation", None), Activation)
-
-
 def _verify_fused(module: nn.Module, activation: Activation, size: int) -> None:
     """ValueError if the function that transformers' fused experts apply to gate and up is another; size: of each."""
-    if _is_ours(module):
-        return
     apply = getattr(module, "_apply_gate", None) if activation.gated else None
     if apply is None:
         if not hasattr(module, "act_fn"):

@@ -13,7 +13,7 @@ from fp8moe.kernels.indexer.reference import tokens_seen
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
-from fp8moe.runtime.checks import FLOATING, check_int, check_tensor, describe
+from fp8moe.runtime.checks import FLOATING, check_device, check_int, check_tensor, describe
 
 LOGITS_AT_A_TIME = 1 << 28
 """How many logits a long prefill holds at a time: 1 GiB of float32."""
@@ -337,5 +337,4 @@ def _check(
     if value.dim() != len(shape) or value.shape[first:] != shape[first:]:
         expected = str(shape).replace("None", "any")
         raise ValueError(f"{name}: expected shape {expected}, got {tuple(value.shape)}")
-    if value.device != like.device:
-        raise ValueError(f"{name}: expected on {like.device} like hidden_states, got {value.device}")
+    check_device(name, value, like.device, "hidden_states")

@@ -30,12 +30,12 @@ def check_no_hooks(name: str, module: nn.Module) -> None:
     error.
     """
     for path, inner in module.named_modules():
-        found = [kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(inner, kind)]
+        hooks = [kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(inner, kind)]
         if _has_forward_of_its_own(inner):
-            found.append("a forward of its own")
-        if found:
+            hooks.append("a forward of its own")
+        if hooks:
             where = f"{name}.{path}" if path else name
-            raise ValueError(f"{where}: expected no hooks, as none would run any more, got {' and '.join(found)}")
+            raise ValueError(f"{where}: expected no hooks, as none would run any more, got {' and '.join(hooks)}")
 
 
 def check_only_weights(name: str, linear: nn.Module) -> None:

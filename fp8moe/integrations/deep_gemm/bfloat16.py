@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
-from fp8moe.integrations.deep_gemm.operands import check_addend
+from fp8moe.integrations.deep_gemm.gemm import check_addend
 from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from fp8moe.kernels.gemm.checks import RESULTS
 from fp8moe.quant.checks import check_vector

@@ -1,27 +1,21 @@
 """FP8 GEMMs: of two matrices, ``D = C + A @ B.T``; grouped along M; and grouped along K, for weight gradients."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.integrations.deep_gemm.operands import (
-    Pair,
-    Recipe,
-    by_rows,
-    fp8,
-    named,
-    transposed,
-    weights_by_blocks,
-    write_sum,
-)
 from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
+from fp8moe.integrations.deep_gemm.utils.layout import float32_scale
 from fp8moe.kernels.gemm import gemm, grouped_gemm_k, grouped_gemm_masked
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
-from fp8moe.quant.checks import check_vector
+from fp8moe.quant.checks import check_vector, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.runtime.checks import check_tensor
+from fp8moe.runtime.autograd import recorded
+from fp8moe.runtime.checks import check_like, check_tensor
 
 __all__ = [
     "fp8_fp4_gemm_nn",
@@ -47,11 +41,37 @@ __all__ = [
     "wgrad_gemm_fp8_fp8_fp32_nt",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Operand = tuple[Tensor, Tensor]
+Recipe = Sequence[int]
+
+_FP4 = (torch.int8, torch.uint8)
+
+
+def named(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Errors of the decorated function that begin with one of these names begin with DeepGEMM's name instead."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            try:
+                return function(*args, **options)
+            except (TypeError, ValueError) as error:
+                name, colon, rest = str(error).partition(":")
+                if not colon or name not in names:
+                    raise
+                raise type(error)(f"{names[name]}:{rest}") from error
+
+        return call
+
+    return decorate
+
 
 @named(out="d", out_dtype="d")
 def fp8_gemm_nt(
-    a: Pair,
-    b: Pair,
+    a: Operand,
+    b: Operand,
     d: Tensor,
     c: Tensor | None = None,
     recipe: Recipe | None = None,
@@ -71,47 +91,47 @@ def fp8_gemm_nt(
 
     Raises NotImplementedError for FP4, data that is not K-major and other recipes, TypeError or ValueError as `gemm`.
     """
-    a, b = fp8("a", a), fp8("b", b)
-    if by_rows(recipe, recipe_a, recipe_b):
+    a, b = _fp8("a", a), _fp8("b", b)
+    if _by_rows(recipe, recipe_a, recipe_b):
         check_tensor("d", d)
         if d.dim() != 2:
             raise ValueError(f"d: expected shape (M, N), got {tuple(d.shape)}")
         # Made on the device: all of K in one group.
         whole = torch.arange(2, dtype=torch.int32, device=d.device).mul_(a.data.shape[-1])
-        write_sum(lambda out, add: grouped_gemm_k(a, b, whole, out=out.unsqueeze(0), accumulate=add), c, d)
+        _write_sum(lambda out, add: grouped_gemm_k(a, b, whole, out=out.unsqueeze(0), accumulate=add), c, d)
     else:
         gemm(a, b, c=c, out=d)
 
 
-def fp8_gemm_nn(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
+def fp8_gemm_nn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
     """`fp8_gemm_nt` with b (K, N), which is K-major as a transposed view only."""
-    fp8_gemm_nt(a, transposed("b", b), d, c, *args, **options)
+    fp8_gemm_nt(a, _transposed("b", b), d, c, *args, **options)
 
 
-def fp8_gemm_tn(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
+def fp8_gemm_tn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
     """`fp8_gemm_nt` with a (K, M) and b (K, N), which are K-major as transposed views only."""
-    fp8_gemm_nt(transposed("a", a), transposed("b", b), d, c, *args, **options)
+    fp8_gemm_nt(_transposed("a", a), _transposed("b", b), d, c, *args, **options)
 
 
-def fp8_gemm_tt(a: Pair, b: Pair, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
+def fp8_gemm_tt(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, *args, **options) -> None:
     """`fp8_gemm_nt` with a (K, M), which is K-major as a transposed view only."""
-    fp8_gemm_nt(transposed("a", a), b, d, c, *args, **options)
+    fp8_gemm_nt(_transposed("a", a), b, d, c, *args, **options)
 
 
-def gemm_fp8_fp8_bf16_nt(lhs: Pair, rhs: Pair, out: Tensor) -> None:
+def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: Tensor) -> None:
     """`fp8_gemm_nt` by its name of 2025."""
     fp8_gemm_nt(lhs, rhs, out)
 
 
-def wgrad_gemm_fp8_fp8_fp32_nt(lhs: Pair, rhs: Pair, out: Tensor) -> None:
+def wgrad_gemm_fp8_fp8_fp32_nt(lhs: Operand, rhs: Operand, out: Tensor) -> None:
     """``out += lhs @ rhs.T`` for float32 out; both scales 1x128: `fp8_gemm_nt` with recipe (1, 1, 128) and c = d."""
     fp8_gemm_nt(lhs, rhs, out, c=out, recipe=(1, 1, 128))
 
 
 @named(out="d", layout="grouped_layout", expected_m="expected_m_for_psum_layout")
 def m_grouped_fp8_gemm_nt_contiguous(
-    a: Pair,
-    b: Pair,
+    a: Operand,
+    b: Operand,
     d: Tensor,
     grouped_layout: Tensor,
     recipe: Recipe | None = None,
@@ -134,8 +154,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     Raises as `fp8_gemm_nt`.
     """
-    weights_by_blocks(recipe, recipe_a, recipe_b)
-    a, b = fp8("a", a), fp8("b", b)
+    _check_weights_by_blocks(recipe, recipe_a, recipe_b)
+    a, b = _fp8("a", a), _fp8("b", b)
     check_tensor("grouped_layout", grouped_layout)
     alignment = get_mk_alignment_for_contiguous_layout()
     expected_m = expected_m_for_psum_layout
@@ -147,15 +167,17 @@ def m_grouped_fp8_gemm_nt_contiguous(
     grouped_gemm_by_layout(a, b, grouped_layout, d, alignment=used, expected_m=expected_m)
 
 
-def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, d: Tensor, grouped_layout: Tensor, *args, **options) -> None:
+def m_grouped_fp8_gemm_nn_contiguous(
+    a: Operand, b: Operand, d: Tensor, grouped_layout: Tensor, *args, **options
+) -> None:
     """`m_grouped_fp8_gemm_nt_contiguous` with b (E, K, N), which is K-major as a transposed view only."""
-    m_grouped_fp8_gemm_nt_contiguous(a, transposed("b", b), d, grouped_layout, *args, **options)
+    m_grouped_fp8_gemm_nt_contiguous(a, _transposed("b", b), d, grouped_layout, *args, **options)
 
 
 @named(out="d")
 def m_grouped_fp8_gemm_nt_masked(
-    a: Pair,
-    b: Pair,
+    a: Operand,
+    b: Operand,
     d: Tensor,
     masked_m: Tensor,
     expected_m: int,
@@ -171,24 +193,26 @@ def m_grouped_fp8_gemm_nt_masked(
     b: as for `m_grouped_fp8_gemm_nt_contiguous`. d: (E, max_m, N) bfloat16 or float32; other rows are left alone.
     masked_m: int32 (E,) on the device, read there only. expected_m: about how many rows a group has, for the speed.
     """
-    weights_by_blocks(recipe, recipe_a, recipe_b)
-    grouped_gemm_masked(fp8("a", a), fp8("b", b), masked_m, expected_m=expected_m, out=d)
+    _check_weights_by_blocks(recipe, recipe_a, recipe_b)
+    grouped_gemm_masked(_fp8("a", a), _fp8("b", b), masked_m, expected_m=expected_m, out=d)
 
 
-def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs: Pair, rhs: Pair, out: Tensor, m_indices: Tensor) -> None:
+def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs: Operand, rhs: Operand, out: Tensor, m_indices: Tensor) -> None:
     """`m_grouped_fp8_gemm_nt_contiguous` by its name of 2025."""
     m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, m_indices)
 
 
-def m_grouped_gemm_fp8_fp8_bf16_nt_masked(lhs: Pair, rhs: Pair, out: Tensor, masked_m: Tensor, expected_m: int) -> None:
+def m_grouped_gemm_fp8_fp8_bf16_nt_masked(
+    lhs: Operand, rhs: Operand, out: Tensor, masked_m: Tensor, expected_m: int
+) -> None:
     """`m_grouped_fp8_gemm_nt_masked` by its name of 2025."""
     m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)
 
 
 @named(out="d", sizes="ks_tensor")
 def k_grouped_fp8_gemm_nt_contiguous(
-    a: Pair,
-    b: Pair,
+    a: Operand,
+    b: Operand,
     d: Tensor,
     ks: Sequence[int] | None,
     ks_tensor: Tensor,
@@ -208,15 +232,15 @@ def k_grouped_fp8_gemm_nt_contiguous(
     """
     _check_groups(d, ks_tensor, recipe)
     _, m, n = d.shape
-    a, b = _with_rows(fp8("a", a), m), _with_rows(fp8("b", b), n)
+    a, b = _with_rows(_fp8("a", a), m), _with_rows(_fp8("b", b), n)
     _check_sizes(ks, len(ks_tensor), a.scale.shape[-1] * BLOCK)
-    write_sum(lambda out, add: grouped_gemm_k_flat(a, b, ks_tensor, out, accumulate=add), c, d)
+    _write_sum(lambda out, add: grouped_gemm_k_flat(a, b, ks_tensor, out, accumulate=add), c, d)
 
 
 @named(out="d")
 def k_grouped_fp8_gemm_tn_contiguous(
-    a: Pair,
-    b: Pair,
+    a: Operand,
+    b: Operand,
     d: Tensor,
     ks: Sequence[int] | None,
     ks_tensor: Tensor,
@@ -229,10 +253,10 @@ def k_grouped_fp8_gemm_tn_contiguous(
     a: data (K, M), scale (K/128, M); b: data (K, N), scale (K/128, N). On Hopper the data is K-major: transposed views.
     """
     _check_groups(d, ks_tensor, recipe)
-    a, b = fp8("a", transposed("a", a)), fp8("b", transposed("b", b))
+    a, b = _fp8("a", _transposed("a", a)), _fp8("b", _transposed("b", b))
     _check_sizes(ks, len(ks_tensor), a.data.shape[-1])
     offsets = pad(ks_tensor.cumsum(0, dtype=torch.int32), (1, 0))
-    write_sum(lambda out, add: grouped_gemm_k(a, b, offsets, out=out, accumulate=add), c, d)
+    _write_sum(lambda out, add: grouped_gemm_k(a, b, offsets, out=out, accumulate=add), c, d)
 
 
 # Names for FP8 or FP4 operands: of FP8 they are the same functions.
@@ -247,7 +271,7 @@ fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked  # an older name
 
 
 def _check_groups(d: Tensor, ks_tensor: Tensor, recipe: Recipe) -> None:
-    if not by_rows(recipe):
+    if not _by_rows(recipe):
         raise NotImplementedError(f"recipe: expected (1, 1, 128) of groups along K, got {recipe}")
     check_tensor("ks_tensor", ks_tensor)
     check_tensor("d", d)
@@ -269,3 +293,66 @@ def _check_sizes(ks: Sequence[int] | None, groups: int, k: int) -> None:
     if len(ks) != groups or sum(ks) != k or any(size < 0 or size % BLOCK for size in ks):
         expected = f"{groups} multiples of {BLOCK}, as many as ks_tensor has, and K = {k} together"
         raise ValueError(f"ks: expected {expected}, got {list(ks)}")
+
+
+def _fp8(name: str, operand: Operand) -> FP8Tensor:
+    """The operand ``(data, scale)`` with float32 scales. Nothing that is done with it is recorded for gradients.
+
+    NotImplementedError for what DeepGEMM's Hopper kernels do not take either: FP4 values, and data that is not K-major.
+    """
+    data, scale = fp8_operand(name, operand)
+    if data.dtype in _FP4:
+        raise NotImplementedError(f"{name}: expected float8_e4m3fn, as Hopper has no kernel for FP4, got {data.dtype}")
+    k = data.shape[-1] if data.dim() else 0
+    if k > 1 and data.stride(-1) != 1:
+        expected = "K-major data, the only layout that Hopper multiplies in FP8"
+        raise NotImplementedError(f"{name}: expected {expected}, got strides {data.stride()}")
+    if recorded(data, scale):
+        data, scale = data.detach(), scale.detach()
+    return FP8Tensor(data, float32_scale(name, scale, k))
+
+
+def _transposed(name: str, operand: Operand) -> Operand:
+    """Views of the operand with rows and columns exchanged, scales too."""
+    data, scale = fp8_operand(name, operand)
+    return data.mT, scale.mT
+
+
+def _by_rows(recipe: Recipe | None, recipe_a: Recipe | None = None, recipe_b: Recipe | None = None) -> bool:
+    """Whether both operands have a scale for each row, (1, 1, 128); otherwise the weights have one per 128x128.
+
+    recipe_a, recipe_b: the blocks of one operand each, (1, 128) or (128, 128), in place of a recipe.
+    """
+    if recipe_a is not None or recipe_b is not None:
+        (rows_a, *k_a), (rows_b, *k_b) = recipe_a or (1, BLOCK), recipe_b or (BLOCK, BLOCK)
+        if k_a != k_b:
+            raise NotImplementedError(f"recipe_a, recipe_b: expected blocks of {BLOCK} along K, got {k_a} and {k_b}")
+        recipe = (rows_a, rows_b, *k_b)
+    if recipe is None or tuple(recipe) == (1, 128, 128):
+        return False
+    if tuple(recipe) == (1, 1, 128):
+        return True
+    raise NotImplementedError(f"recipe: expected (1, 128, 128) or (1, 1, 128), those of Hopper, got {tuple(recipe)}")
+
+
+def _check_weights_by_blocks(*recipes: Recipe | None) -> None:
+    """NotImplementedError for any other recipe."""
+    if _by_rows(*recipes):
+        raise NotImplementedError("recipe: expected (1, 128, 128) of grouped weights, got (1, 1, 128)")
+
+
+def check_addend(c: Tensor | None, d: Tensor) -> None:
+    check_tensor("d", d)
+    if c is not None:
+        check_like("c", c, (d.dtype,), d.shape, d.device, "d")
+
+
+def _write_sum(product: Callable[[Tensor, bool], object], c: Tensor | None, d: Tensor) -> None:
+    """``d = c + product``. product(out, accumulate) writes itself to ``out``, or adds to what it holds."""
+    check_addend(c, d)
+    if c is None or c is d or (c.data_ptr() == d.data_ptr() and c.stride() == d.stride()):
+        product(d, c is not None)
+    else:
+        sums = torch.empty(d.shape, dtype=torch.float32, device=d.device)
+        product(sums, False)
+        torch.add(sums, c, out=d)

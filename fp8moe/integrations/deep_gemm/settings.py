@@ -73,12 +73,8 @@ def get_mk_alignment_for_contiguous_layout() -> int:
     return _values.mk_alignment
 
 
-def get_m_alignment_for_contiguous_layout() -> int:
-    """`get_mk_alignment_for_contiguous_layout` by its name of 2025."""
-    return _values.mk_alignment
-
-
-get_k_alignment_for_contiguous_layout = get_m_alignment_for_contiguous_layout
+get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout  # the names of 2025
+get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:

@@ -67,9 +67,9 @@ def bench_kineto(
 
 
 def _mean_seconds(name: str, events: Iterable, cuda: bool, several: bool) -> float:
-    found = [event for event in events if name in event.key]
-    if len(found) > 1 and not several:
-        raise ValueError(f"kernel_names: expected the name of one kernel, got {name!r}, of {[e.key for e in found]}")
-    count = sum(event.count for event in found)
-    microseconds = sum(event.device_time_total if cuda else event.cpu_time_total for event in found)
+    kernels = [event for event in events if name in event.key]
+    if len(kernels) > 1 and not several:
+        raise ValueError(f"kernel_names: expected the name of one kernel, got {name!r}, of {[e.key for e in kernels]}")
+    count = sum(event.count for event in kernels)
+    microseconds = sum(event.device_time_total if cuda else event.cpu_time_total for event in kernels)
     return microseconds / count / 1e6 if count else 0.0

@@ -36,7 +36,7 @@ def register(config: Any, model: nn.Module) -> Any:
     """
     from peft import LoraConfig
 
-    from fp8moe.integrations.peft.checks import check_targets
+    from fp8moe.integrations.peft.layer import check_targets
 
     if not isinstance(config, LoraConfig):
         raise TypeError(f"config: expected a peft.LoraConfig, got {type(config).__name__}")

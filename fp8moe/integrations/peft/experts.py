@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
-from fp8moe.integrations.peft.checks import check_base, check_config
-from fp8moe.integrations.peft.layer import FP8LoraLayer, Stored
+from fp8moe.integrations.peft.layer import FP8LoraLayer, Stored, check_base, check_config
 from fp8moe.integrations.transformers.experts import kept_layer
 from fp8moe.kernels.activation import Activation, weighted_backward
 from fp8moe.kernels.experts import checks
@@ -140,9 +139,11 @@ class LoraExperts(nn.Module, FP8LoraLayer):
         x, index, weights, _ = flattened(hidden_states, top_k_index, top_k_weights, None)
         dropout = self._dropout(active)
         with torch.autocast(x.device.type, enabled=False):
-            dropped = F.dropout(x, dropout) if dropout else None
-            factors = self._factors(active)
-            out = adapted_experts(x, index, weights, self._layer(), factors, dropped=dropped, dropout=dropout)
+            layer, factors = self._layer(), self._factors(active)
+            checks.experts(Operands(x, index, weights, layer))
+            inputs = x, F.dropout(x, dropout) if dropout else None, weights
+            options = layer.activation, dropout
+            out = _AdaptedExperts.apply(*inputs, *factors, *layer.up, *layer.down, index, options)
         out = out.view(hidden_states.shape)
         return out if residual is None else residual + out
 
@@ -224,37 +225,19 @@ def _pad(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return F.pad(x, sizes) if any(sizes) else x
 
 
-def adapted_experts(
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    layer: Layer,
-    factors: Factors,
-    *,
-    dropped: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """What `experts_training` computes for ``layer``, without masters, plus what the factors add.
+class _AdaptedExperts(torch.autograd.Function):
+    """What `experts_training` computes for frozen weights, plus what `Factors` add.
 
-    hidden_states: (T, H) bfloat16, float16 or float32. top_k_index: (T, K). top_k_weights: (T, K).
-    dropped: hidden_states after dropout, which the first factors read; None: hidden_states.
-    dropout: of what the second ones read, the result of the activation.
-    Returns (T, H) in the dtype of hidden_states.
+    x: (T, H). dropped: x after dropout, which the first factors read; None: x. dropout: of what the second ones read,
+    the result of the activation.
 
-    Gradients of hidden_states, dropped, top_k_weights and the factors are straight through every quantization. Those of
-    the factors come from activations and gradients in bfloat16, before these are quantized. Equal inputs give equal
-    bits. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask with
-    dropout), ``4 * R * r``, and a copy of what the first factors read if that is not bfloat16.
-
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
-    FP8 weights have been changed in place since the forward; so does a backward of the backward.
+    Gradients of x, dropped, top_k_weights and the factors are straight through every quantization. Those of the factors
+    come from activations and gradients in bfloat16, before these are quantized. Equal inputs give equal bits. The
+    backward raises RuntimeError if the FP8 weights have been changed in place since the forward; so does a backward of
+    the backward. Beside its arguments the forward keeps ``2 * R * P`` bytes for R = T * K rows (and ``R * Q`` of a mask
+    with dropout), ``4 * R * r``, and a copy of what the first factors read if that is not bfloat16.
     """
-    checks.experts(Operands(hidden_states, top_k_index, top_k_weights, layer))
-    values, weights = (hidden_states, dropped, top_k_weights), (*layer.up, *layer.down)
-    return _Adapted.apply(*values, *factors, *weights, top_k_index, (layer.activation, dropout))
 
-
-class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, dropped, top_k_weights, up_a, up_b, down_a, down_b, up, up_scale, down, down_scale, top_k_index, options
