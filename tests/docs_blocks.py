@@ -1,7 +1,7 @@
 """The code blocks of README.md and docs/*.md, and how they run: as written, page by page, in a directory of their own.
 
-Python blocks of a page share one namespace; ``sh`` blocks run in a shell; ``text`` is no code. Before a block, an HTML
-comment says what is special about it:
+Python blocks of a page share one namespace; a line of an ``sh`` block is a command; ``text`` is no code. Before a
+block, an HTML comment says what is special about it:
 
     <!-- needs a GPU -->                elsewhere it is compiled, and its names are looked up
     <!-- needs a C++ compiler -->       where AOTInductor cannot package, likewise
@@ -11,21 +11,16 @@ comment says what is special about it:
 
 import ast
 import builtins
-import os
 import re
-import subprocess
-import sys
+import shlex
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from tests import docs_commands
 from tests.aot_inductor import can_package
-from tests.processes import WITHOUT_MULTICAST
+from tests.docs_commands import COMMANDS, OUTPUT
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -34,9 +29,6 @@ NEEDS_GPU = "needs a GPU"
 NEEDS_COMPILER = "needs a C++ compiler"
 
 _BLOCK = re.compile(r"((?:^<!-- .* -->\n)*)^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
-_SHELL_LIMIT = 600  # seconds
-# By a process at its end, seldom, while a thread of gloo frees a tensor (pytorch/pytorch#179291): the block runs again.
-_ABORTED = "terminate called without an active exception"
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,6 @@ def blocks(page: Path) -> list[Block]:
 def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
     """Run the blocks of a page in the working directory ``directory``. Returns the names that they define."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    environment = _environment(directory / ".bin")
     for block in blocks(page):
         newer = block.mark("needs transformers ")
         if newer is not None and _version(metadata.version("transformers")) < _version(newer):
@@ -86,16 +77,16 @@ def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
         elif block.language == "python":
             exec(compile(block.tree(), str(page), "exec"), names)
         elif block.language == "sh":
-            done = _run_shell(block.text, environment)
-            if _ABORTED in done.stderr:
-                done = _run_shell(block.text, environment)
-            assert done.returncode == 0, f"{block.place}\n{done.stdout}\n{done.stderr}"
+            _run_commands(block, directory / OUTPUT)
     return names
 
 
-def _run_shell(text: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = ["sh", "-ec", text]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SHELL_LIMIT)
+def _run_commands(block: Block, output: Path) -> None:
+    for line in block.text.splitlines():
+        command, *arguments = shlex.split(line, comments=True)
+        assert command in COMMANDS, f"{block.place}: no stand-in for {command}"
+        status = COMMANDS[command](arguments)
+        assert status == 0, f"{block.place}: {line}\n{output.read_text() if output.exists() else ''}"
 
 
 def _can_run(block: Block, has_gpu: bool) -> bool:
@@ -138,18 +129,3 @@ def _has(value: Any, attributes: list[str]) -> bool:
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    """Of shell blocks: first on the PATH are the commands of tests/docs_commands.py."""
-    folder.mkdir(exist_ok=True)
-    for name in docs_commands.COMMANDS:
-        path = folder / name
-        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.docs_commands {name} "$@"\n')
-        path.chmod(0o755)
-    first = {"PATH": (folder, Path(sys.executable).parent), "PYTHONPATH": (ROOT,)}
-    settings = {name: os.pathsep.join([*map(str, paths), os.environ.get(name, "")]) for name, paths in first.items()}
-    settings["OMP_NUM_THREADS"] = "1"
-    if torch.cuda.device_count() < 2:
-        settings["CUDA_VISIBLE_DEVICES"] = ""  # two processes cannot share a GPU
-    return os.environ | WITHOUT_MULTICAST | settings

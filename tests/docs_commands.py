@@ -1,22 +1,86 @@
-"""Commands of the pages' shell blocks: fp8moe, and stand-ins for what needs a network or would run the tests again.
+"""Commands of the pages' shell blocks. Stand-ins for what needs a network or would run the tests again check arguments.
 
-A stand-in checks its arguments: what it would install, make or download exists.
+Each takes the arguments and returns the exit status. fp8moe and torchrun's scripts run in processes of their own, where
+there is no GPU forked from one that has imported PyTorch and transformers already.
 """
 
+import os
 import re
+import runpy
 import shutil
 import sys
 import tomllib
 from pathlib import Path
 
+import torch
+import torch.multiprocessing as mp
+
+from tests.processes import HOST, WITHOUT_MULTICAST, meeting_place, start_processes
+
 ROOT = Path(__file__).parent.parent
 DOWNLOADED = ".downloaded"  # in the working directory: the model that every repository has
+OUTPUT = ".output"  # there, too: what processes have written
+FEW = 4
 
 
 def fp8moe(arguments: list[str]) -> int:
-    from fp8moe.cli import main
+    return _run(_fp8moe, arguments)
 
+
+def _fp8moe(arguments: list[str]) -> int:
+    from fp8moe.cli import main
+    from fp8moe.commands import warmup
+
+    if not torch.cuda.is_available():  # to import PyTorch in each process and to compile all kernels takes minutes
+        kernels = warmup._kernels
+        warmup._kernels = lambda *given: sorted(kernels(*given), key=str)[:FEW]
+        warmup.get_context = lambda _: mp.get_context("fork")
     return main(arguments)
+
+
+def torchrun(arguments: list[str]) -> int:
+    """What the agent of torchrun tells its processes, without the agent."""
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args(arguments)
+    assert options.standalone and not options.training_script_args, arguments
+    store = meeting_place()
+    return _run(_script, options.training_script, store.port, count=int(options.nproc_per_node))
+
+
+def _script(script: str, port: int) -> int:
+    os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def _run(work, *arguments, count: int = 1) -> int:
+    visible = None if torch.cuda.device_count() > 1 else ""  # two processes cannot share a GPU
+    try:
+        given = (Path.cwd(), visible, count, work, arguments)
+        start_processes(_begin, given, count, fork=not torch.cuda.is_available())
+    except mp.ProcessExitedException as error:
+        return error.exit_code
+    return 0
+
+
+def _begin(rank: int, directory: Path, visible: str | None, count: int, work, arguments: tuple) -> None:
+    os.chdir(directory)
+    os.environ |= WITHOUT_MULTICAST | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    torch.set_num_threads(1)
+    output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    status = work(*arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The interpreter does not end: a thread of gloo that frees a tensor meanwhile may abort the process
+    # (pytorch/pytorch#179291).
+    os._exit(status)
 
 
 def hf(arguments: list[str]) -> int:
@@ -41,7 +105,4 @@ def pip(arguments: list[str]) -> int:
     return 0 if command == "install" and requirements else 2
 
 
-COMMANDS = {command.__name__: command for command in (fp8moe, hf, make, pip)}
-
-if __name__ == "__main__":
-    sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
+COMMANDS = {command.__name__: command for command in (fp8moe, hf, make, pip, torchrun)}

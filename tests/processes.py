@@ -14,10 +14,20 @@ HOST = "127.0.0.1"
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
+# One process imports what takes seconds, and every process of a group is forked from it.
+forkserver = mp.get_context("forkserver")
+forkserver.set_forkserver_preload(["torch", "torch.distributed.fsdp", "fp8moe", "transformers"])
+
+
 def in_processes(work: Callable, *arguments, world: int = 2, backend: str = "gloo"):
     """Calls work(*arguments), a function of a module, in `world` processes of one group."""
     store = meeting_place()
-    mp.spawn(_run, (world, backend, store.port, work, arguments), nprocs=world)
+    start_processes(_run, (world, backend, store.port, work, arguments), world, fork=backend == "gloo")
+
+
+def start_processes(work: Callable, arguments: tuple, count: int, fork: bool = True):
+    """Calls work(rank, *arguments) in so many processes, new ones or forked from one with everything imported."""
+    mp.start_processes(work, arguments, nprocs=count, start_method="forkserver" if fork else "spawn")
 
 
 def meeting_place() -> dist.TCPStore:

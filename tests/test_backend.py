@@ -74,31 +74,21 @@ def test_a_change_of_the_setting_takes_effect(gpus):
     assert backend.use_cuda(on_gpu(0)) is True
 
 
-def test_cuda_without_a_cuda_build(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
+@pytest.mark.parametrize(
+    ("build", "is_there", "tensors", "message"),
+    [
+        (None, True, lambda: [torch.zeros(1)], "has no CUDA: install a CUDA build, or set FP8MOE_BACKEND="),
+        ("13.0", False, lambda: [torch.zeros(1)], "no usable NVIDIA GPU or driver here: set FP8MOE_BACKEND="),
+        ("13.0", True, lambda: [on_gpu(0), torch.zeros(1)], "a tensor is on cpu: move it to a Hopper GPU"),
+        ("13.0", True, lambda: [on_gpu(1)], r"Hopper GPU \(sm_90\) and cuda:1 is GPU 1: set FP8MOE_BACKEND="),
+    ],
+)
+def test_cuda_where_it_cannot_run(gpus, monkeypatch, build, is_there, tensors, message):
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
     choose("cuda")
-    with pytest.raises(RuntimeError, match="has no CUDA: install a CUDA build, or set FP8MOE_BACKEND="):
-        backend.use_cuda(torch.zeros(1))
-
-
-def test_cuda_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    choose("cuda")
-    with pytest.raises(RuntimeError, match="no usable NVIDIA GPU or driver here: set FP8MOE_BACKEND="):
-        backend.use_cuda(torch.zeros(1))
-
-
-def test_cuda_with_cpu_tensors(gpus):
-    choose("cuda")
-    with pytest.raises(RuntimeError, match="a tensor is on cpu: move it to a Hopper GPU"):
-        backend.use_cuda(on_gpu(0), torch.zeros(1))
-
-
-def test_cuda_with_an_older_gpu(gpus):
-    choose("cuda")
-    with pytest.raises(RuntimeError, match=r"Hopper GPU \(sm_90\) and cuda:1 is GPU 1: set FP8MOE_BACKEND="):
-        backend.use_cuda(on_gpu(1))
+    with pytest.raises(RuntimeError, match=message):
+        backend.use_cuda(*tensors())
 
 
 def test_rocm_is_not_hopper(gpus, monkeypatch):
@@ -107,20 +97,19 @@ def test_rocm_is_not_hopper(gpus, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_a_missing_cuda_python_is_an_error_on_hopper(gpus, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("place", "attribute", "value", "message"),
+    [
+        (backend.importlib.util, "find_spec", None, "pip install cuda-python nvidia-cuda-nvrtc"),
+        (driver, "driver_version", (12, 4), r"supports CUDA 12\.4, .* CUDA 13: update the driver"),
+    ],
+)
+def test_what_hopper_lacks_is_an_error(gpus, monkeypatch, name, place, attribute, value, message):
     choose(name)
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(place, attribute, lambda *_: value)
     for _ in range(2):  # a refusal is not remembered as a decision
-        with pytest.raises(RuntimeError, match="pip install cuda-python nvidia-cuda-nvrtc"):
+        with pytest.raises(RuntimeError, match=message):
             backend.use_cuda(on_gpu(0))
-
-
-@pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_an_old_driver_is_an_error_on_hopper(gpus, monkeypatch, name):
-    choose(name)
-    monkeypatch.setattr(driver, "driver_version", lambda: (12, 4))
-    with pytest.raises(RuntimeError, match=r"supports CUDA 12\.4, .* CUDA 13: update the driver"):
-        backend.use_cuda(on_gpu(0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")

@@ -1,8 +1,6 @@
 """benchmarks.distributed: everything but the timing; and what benchmarks.roofline and benchmarks.tables make of it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -44,15 +42,11 @@ def missed(rows, ranks=2):
     return [threshold.name for threshold in distributed.thresholds(rows, ranks) if not threshold.passed]
 
 
-def test_a_run_at_its_bars_passes():
-    rows = made_up_rows()
-    assert missed(rows) == [] and BARS.keys() <= {threshold.name for threshold in distributed.thresholds(rows, 2)}
-
-
 @pytest.mark.parametrize("name", BARS)
 def test_a_run_beyond_a_bar_misses_it_alone(name):
     what, column, limit = BARS[name]
     rows = made_up_rows()
+    assert missed(rows) == [] and name in {threshold.name for threshold in distributed.thresholds(rows, 2)}
     tokens = int(name.split()[1]) if what == "layer" else None
     for row in rows:
         if row["what"] == what and column in row and tokens in (None, row.get("tokens")):
@@ -117,11 +111,10 @@ def test_gradients_must_repeat():
     assert missed(rows) == ["training, gradients equal on repeat"]
 
 
-def test_what_was_not_measured_has_no_threshold():
-    for ranks in (2, 4, 8):
-        assert distributed.thresholds([], ranks) == []
-        rows = [{"what": "training", "tokens": 4096, "method": "local", "us": 1.0}]
-        assert distributed.thresholds(rows, ranks) == []
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_was_not_measured_has_no_threshold(ranks):
+    local = {"what": "training", "tokens": 4096, "method": "local", "us": 1.0}
+    assert distributed.thresholds([], ranks) == distributed.thresholds([local], ranks) == []
 
 
 @pytest.fixture
@@ -224,20 +217,15 @@ def test_rows_are_kept_as_they_are_measured(monkeypatch, tmp_path):
     assert [threshold["name"] for threshold in result["thresholds"]] == ["layer, 64 tokens a rank, over_local"]
 
 
-def test_the_command_line_needs_no_gpu():
-    command = [sys.executable, "-m", "benchmarks.distributed", "--only", "layer", "nothing"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "invalid choice: 'nothing'" in done.stderr
-    options = ("--ranks", "--only", "--tokens", "--layers", "--batch", "--model", "--out")
-    assert all(option in done.stderr for option in options)
-
-
-def test_a_process_without_a_gpu_says_what_is_missing(monkeypatch):
+def test_a_process_without_a_gpu_reads_its_arguments_and_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
+    with pytest.raises(SystemExit, match="^2$"):
+        distributed.main(["--only", "layer", "nothing"])
+    options = ["--ranks", "2", "--tokens", "1", "--layers", "2", "--batch", "1", "--model", "deepseek-v3", "--out", "b"]
     with pytest.raises(SystemExit, match="needs a Hopper GPU"):
-        distributed.main([])
+        distributed.main(options)
 
 
 def test_the_processes_are_started_with_the_same_arguments(monkeypatch):
@@ -345,19 +333,12 @@ def a_result():
 
 
 def test_tables_of_a_result():
-    text = tables.distributed({"distributed": a_result()})
-    lines = text.splitlines()
-    assert lines[0].startswith("| 2 GPUs, tokens a rank | all on one GPU | experts alone | gather | over NCCL |")
+    lines = tables.distributed({"distributed": a_result()}).splitlines()
     assert "| 1 | 190 | 100 | 110 (1.10) | 140 (1.40) | 110 (1.10) | 2700 (27.00) | 3600 (36.00) |" in lines
-    assert any(line.endswith("| 99.9930% |") for line in lines) and any(
-        line.endswith("| 100.0000% |") for line in lines
-    )
-    assert any(line.endswith("| 1.18 |") for line in lines) and any(line.endswith("| 1.20 |") for line in lines)
+    for last in ("99.9930%", "100.0000%", "1.18", "1.20"):
+        assert any(line.endswith(f"| {last} |") for line in lines)
     assert "| a step of a-model, batch 64 in all: two GPUs, one GPU | 8.0 ms, 10.7 ms (0.75) |" in lines
-    assert [line for line in lines if "predicted" in line] == [
-        "| 8 GPUs, predicted | experts alone | gather | all_to_all | exact |",
-        "| 64 GPUs, predicted | experts alone | gather, NCCL | all_to_all | exact |",
-    ]
+    assert sum("predicted" in line for line in lines) == 2
 
 
 def test_without_the_result_of_two_gpus_their_figures_stay(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A model that the ranks of benchmarks.node hold together: two processes, and what they compute beside one alone."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,8 +58,6 @@ def begin():
 
 def rows(path):
     """Those of the part, tiny and without what only GPUs have."""
-    from types import SimpleNamespace
-
     node.PROMPT, node.ROOM, decode.MANY = 12, 20, 5
     node.AT_ONCE, node.MANY = 24, decode.MANY
     node.torch.cuda.mem_get_info = lambda: (5e9, 6e9)
@@ -124,9 +123,6 @@ def test_parameters_are_parts_of_the_whole_model(found):
             kind = name.removesuffix("_scale_inv")
             expected = [dim for end, dim in SHARDED.items() if kind.endswith(end)]
             assert dims == expected and equal, name
-
-
-def test_parts_of_the_ranks_differ(found):
     assert found[0]["sizes"] == found[1]["sizes"]
     for name, (mine, whole) in found[0]["sizes"].items():
         sharded = any(name.removesuffix("_scale_inv").endswith(end) for end in SHARDED)
@@ -161,13 +157,8 @@ def test_the_floor_counts_what_this_rank_reads(found):
 
 def test_sizes_that_ranks_cannot_share_are_refused():
     begin()
-
-    class Two:
-        def size(self):
-            return 3
-
     with pytest.raises(ValueError, match="num_attention_heads: expected a multiple of the 3 ranks, got 4"):
-        whole_models.build("tiny", device="cpu", mesh=Two())
+        whole_models.build("tiny", device="cpu", mesh=SimpleNamespace(size=lambda: 3))
 
 
 def test_rows_are_those_of_the_whole_model_and_all_ranks(found):

@@ -156,7 +156,6 @@ def test_a_failure_is_told_from_what_the_older_cannot_do(errors, tmp_path):
     row = compare.compare_case(Case("gemm", {"m": 1}), *workers, 1, 1, tmp_path)
     assert ("skipped" in row, "error" in row) == ("old" in errors, "new" in errors)
     assert "ratio" not in row
-    assert all(text in compare.format_row(row) for text in [*errors.values()][-1:])
 
 
 def made(op, old_us, new_us, equal=True, difference=0.0):
@@ -164,12 +163,9 @@ def made(op, old_us, new_us, equal=True, difference=0.0):
     return {"case": f"{op} m=1", "op": op, "sizes": {"m": 1}, **times, "equal": equal, "difference": difference}
 
 
-def test_lines_and_summary():
+def test_summary():
     rows = [made("gemm", 8.0, 4.0), made("gemm", 4.0, 8.0, False, 1e-3), made("cublas", 5.0, 4.0)]
     rows.append({"case": "mqa m=1", "op": "mqa", "sizes": {}, "skipped": "no such name"})
-    assert compare.format_row(rows[0]).split() == ["gemm", "m=1", "8.00", "4.00", "us", "2.000"]
-    assert "results 1.0e-03 apart" in compare.format_row(rows[1])
-    assert compare.format_row(rows[3]) == "mqa m=1  not run by the older: no such name"
     assert compare.summarize(rows) == [
         {"op": "gemm", "cases": 2, "geomean": "1.000", "least": "0.500", "equal": 1},
         {"op": "cublas", "cases": 1, "geomean": "1.250", "least": "1.250", "equal": 1},
@@ -193,7 +189,7 @@ def test_the_verdict(rows, missed):
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.9])
-def test_the_command(monkeypatch, tmp_path, capsys, ratio):
+def test_the_command(monkeypatch, tmp_path, ratio):
     def compared(cases, trees, caches, *, turns, show):
         assert trees == (tmp_path, ROOT) and turns == 3
         assert {case.op for case in cases} == {"grouped_gemm_k"}
@@ -206,8 +202,6 @@ def test_the_command(monkeypatch, tmp_path, capsys, ratio):
     monkeypatch.setattr(compare.command, "start", lambda: "a GPU")
     arguments = [str(tmp_path), "--only", "^grouped_gemm_k ", "--turns", "3", "--out", str(tmp_path / "out")]
     assert compare.main(arguments) == (ratio < 1)
-    printed = capsys.readouterr().out
-    assert printed.count("gemm m=1") == 2 and ("MISS" in printed) == (ratio < 1)
     stored = json.loads((tmp_path / "out/compare.json").read_text())
     assert stored["gpu"] == "a GPU" and stored["old"] == str(tmp_path) and len(stored["rows"]) == 1
     with pytest.raises(SystemExit):

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from fp8moe.distributed import ExpertParallel
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, inputs, make, make_trained
-from tests.fsdp_processes import quantizations
 from tests.processes import in_processes
 from tests.test_distributed import EXPERTS, agree, parallel, share, uneven
+from tests.test_fsdp import quantizations
 
 METHODS = ({"method": "gather"}, {"method": "all_to_all"}, {"exact": True}, {"method": "replicated"})
 TOLERANCE = 3e-2

@@ -53,19 +53,6 @@ def test_a_failing_block_fails_its_page(tmp_path, monkeypatch):
             run_blocks(page, tmp_path, has_gpu=False)
 
 
-def test_only_what_gloo_aborts_runs_again(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = tmp_path / "page.md"
-    abort = "echo x >> runs\nif [ $(wc -l < runs) -lt 2 ]; then echo {} >&2; exit 1; fi"
-    page.write_text(f"```sh\n{abort.format('terminate called without an active exception')}\n```\n")
-    run_blocks(page, tmp_path, has_gpu=False)
-    assert (tmp_path / "runs").read_text() == "x\nx\n"
-    (tmp_path / "runs").unlink()
-    page.write_text(f"```sh\n{abort.format('terminate called after throwing')}\n```\n")
-    with pytest.raises(AssertionError, match="after throwing"):
-        run_blocks(page, tmp_path, has_gpu=False)
-
-
 @pytest.mark.parametrize(
     "command",
     ["make no_such_target", "make", "pip install .[no_such_extra]", "pip download .", "pip install"],

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8moe import FP8Linear, GroupedExperts
-from tests.processes import HOST, meeting_place
+from tests.processes import HOST, meeting_place, start_processes
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -117,7 +117,7 @@ def test_two_processes_that_share_the_experts_train_as_one_does(tmp_path, monkey
         interrupt_at(patched, 3)
         assert run(parts, "--resume") == 1
     store = meeting_place()
-    torch.multiprocessing.spawn(go_on, (store.port, parts), nprocs=2)
+    start_processes(go_on, (store.port, parts), count=2)
     expected, found = (json.loads((directory / "losses.json").read_text()) for directory in (whole, parts))
     assert (expected["processes"], found["processes"]) == (1, 2)
     bf16, fp8 = (found["runs"][label]["losses"] for label in ("bf16", "fp8"))
@@ -243,10 +243,6 @@ def test_losses_are_compared_by_the_mean_of_the_last_tenth():
     content = loss_report.summarize(results)
     assert content["runs"]["bf16"]["tail_mean"] == 2.0
     assert content["ratio"] == pytest.approx(1.0025)
-    lines = loss_report.table(content).splitlines()
-    assert lines[1].split() == ["bf16", "2.0000", "2.5000", "10000"]
-    assert lines[2].split()[-1] == "-"
-    assert lines[3].endswith("+0.250%")
 
 
 @pytest.mark.parametrize("options", [["--steps", "0"], ["--device", "cuda"], ["--ep", "3"], ["--ep", "2"]])
@@ -255,12 +251,3 @@ def test_bad_options_end_with_a_sentence(tmp_path, monkeypatch, options):
     with pytest.raises(SystemExit):
         train_moe.main([*options, "--out", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
-
-
-def test_the_examples_of_the_documentation_run():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    names = {}
-    exec("\n".join(blocks), names)
-    assert names["losses"][-1] < names["losses"][0]
-    assert names["serving"].gate_up_proj.dtype == torch.float8_e4m3fn

@@ -83,13 +83,10 @@ def test_rows_of_the_benchmark_are_read(tmp_path):
     assert fit_cost.load(tmp_path / "choice.json") == [one]
 
 
-def test_what_judges_the_choice_is_not_fitted():
-    assert len(set(fitted())) == len(fitted()) and not {*fitted(), *models()} & set(problems())
-
-
-def test_stored_times_are_of_what_is_fitted():
+def test_stored_times_are_of_what_is_fitted_and_not_of_what_judges_the_choice():
     rows = json.loads(STORED.read_text())["rows"]
     assert [Problem(*(row[field] for field in Problem._fields)) for row in rows] == fitted()
+    assert len(set(fitted())) == len(fitted()) and not {*fitted(), *models()} & set(problems())
 
 
 def test_stored_times_of_models():
@@ -102,14 +99,11 @@ def test_stored_times_of_models():
         assert row["times"].keys() <= named and all(us == float(f"{us:.4g}") > 0 for us in row["times"].values())
 
 
-def test_candidates_have_names_of_their_own():
-    for problem in models():
-        found = every_candidate(problem)
-        assert len({config.name for config in found}) == len(found)
-
-
 def test_models_problems():
     found = models()
+    for problem in found:
+        candidates = every_candidate(problem)
+        assert len({config.name for config in candidates}) == len(candidates)
     assert len(set(found)) == len(found) and 300 < len(found) < 400
     assert [one.groups > 0 for one in found] == sorted(one.groups > 0 for one in found)
     assert all(one.groups * one.n * one.k <= MOST_BYTES for one in found)

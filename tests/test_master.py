@@ -13,7 +13,7 @@ from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.layers import master
 from tests.compilers import INDUCTOR
 from tests.errors import relative_error
-from tests.fsdp_processes import quantizations
+from tests.test_fsdp import quantizations
 
 ROUNDING = 0.1  # what FP8 costs in two layers; another layer's weight would cost 1
 

@@ -26,10 +26,6 @@ def changed(*path, value):
     return content
 
 
-def test_a_clean_file_has_no_problems():
-    assert validate.problems(CLEAN, "d") == []
-
-
 @pytest.mark.parametrize(
     ("content", "word"),
     [
@@ -47,6 +43,7 @@ def test_a_clean_file_has_no_problems():
     ],
 )
 def test_problems_are_named(content, word):
+    assert validate.problems(CLEAN, "d") == []
     assert any(word in problem for problem in validate.problems(content, "d"))
 
 
@@ -85,19 +82,6 @@ def test_junit_counts(tmp_path):
     assert result["skips"] == ["a::left"]
 
 
-def test_every_file_of_gpu_tests_is_run(tmp_path):
-    """With a stand-in for tests/gpu; pytest's exit code 1 means that a test failed."""
-    directory = tmp_path / "tests/gpu"
-    directory.mkdir(parents=True)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    head = "import pytest\npytestmark = pytest.mark.gpu\n"
-    (directory / "test_good.py").write_text(f"{head}def test_one(): pass\ndef test_two(): pass\n")
-    (directory / "test_bad.py").write_text(f"{head}def test_it(): assert False\n")
-    result = validate.run_tests(tmp_path)
-    assert (result["passed"], result["failed"], result["exit_code"]) == (2, 1, 1)
-    assert result["failures"] == ["tests.gpu.test_bad::test_it"]
-
-
 def test_what_fails_beside_others_runs_again_alone(tmp_path):
     directory = tmp_path / "tests/gpu"
     directory.mkdir(parents=True)
@@ -108,6 +92,7 @@ def test_what_fails_beside_others_runs_again_alone(tmp_path):
     (directory / "test_once.py").write_text(f"{head}{mark}{once}    assert len(seen.read_text()) > 1\n")
     (directory / "test_bad.py").write_text(f"{head}def test_good(): pass\ndef test_it(): assert False\n")
     result = validate.run_tests(tmp_path)
+    assert result["failures"] == ["tests.gpu.test_bad::test_it"]
     assert result["passed_alone"] == ["tests.gpu.test_once::test_once[1.5]"]
     assert (result["passed"], result["failed"], result["exit_code"]) == (2, 1, 1)
     content = {"digest": "d", "tests": result, "sanitizer": {}}
@@ -119,6 +104,9 @@ def test_what_fails_beside_others_runs_again_alone(tmp_path):
     for stale in (content | {"digest": "other"}, {"digest": "d"}):
         with pytest.raises(SystemExit, match="--again needs tests"):
             validate.run_failures(tmp_path, stale, "d")
+    (directory / "test_bad.py").write_text("import no_such_module\n")
+    result = validate.run_tests(tmp_path)
+    assert result["failed"] == 1 and result["exit_code"]
     (directory / "test_bad.py").unlink()
     (directory / "seen").unlink()
     result = validate.run_tests(tmp_path)
@@ -158,19 +146,10 @@ def test_benchmarks_of_other_versions_run_again(monkeypatch, tmp_path, again):
     assert [bool(done) for done in given] == [False, again, False]
 
 
-def test_a_file_that_cannot_be_collected_is_a_failure(tmp_path):
-    directory = tmp_path / "tests/gpu"
-    directory.mkdir(parents=True)
-    (directory / "test_broken.py").write_text("import no_such_module\n")
-    result = validate.run_tests(tmp_path)
-    assert result["failed"] == 1 and result["exit_code"]
-
-
 def test_missed_thresholds_are_listed_with_their_limit():
     missed = {"name": "time", "value": 30.0, "limit": 25, "unit": "us", "passed": False}
     content = changed("benchmarks", "host", value={"rows": [], "thresholds": [missed, missed | {"passed": True}]})
     assert validate.missed_thresholds(content) == ["time: 30, limit 25 us"]
-    assert "threshold missed: time" in validate.summary(content, "d")
 
 
 def test_every_recorded_benchmark_is_there_to_run():
@@ -178,18 +157,14 @@ def test_every_recorded_benchmark_is_there_to_run():
         assert callable(import_module(f"benchmarks.{name}").run)
 
 
-def test_a_file_of_fewer_benchmarks_can_be_summed_up():
-    text = validate.summary(changed("benchmarks", value={"gemm": {"rows": [{}, {}], "thresholds": []}}), "d")
-    assert "gemm 2 rows" in text and "experts 0 rows" in text
-
-
-def test_unknown_part_is_refused(capsys):
+@pytest.mark.parametrize("parts", ["tests,everything", "tests,models"])
+def test_parts_that_cannot_be_run_are_refused(parts, capsys):
     with pytest.raises(SystemExit):
-        validate.main(["--only", "tests,everything"])
-    assert "everything" in capsys.readouterr().err
+        validate.main(["--only", parts])
+    assert parts.partition(",")[2] in capsys.readouterr().err
 
 
-def test_whole_models_have_a_file_of_their_own(monkeypatch, tmp_path, capsys):
+def test_whole_models_have_a_file_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setattr(validate, "ROOT", tmp_path)
     monkeypatch.setattr(validate, "require_gpu", lambda: None)
     monkeypatch.setattr(validate.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -205,15 +180,11 @@ def test_whole_models_have_a_file_of_their_own(monkeypatch, tmp_path, capsys):
     for again, count in (([], 2), (["--again"], 2), ([], 4)):
         assert validate.main([*again, "--only", "models"]) == 0
         assert len(ran) == count
-    assert "threshold missed: a step" in capsys.readouterr().out
     content = json.loads((tmp_path / "validation/models.json").read_text())
     assert content["digest"] == "d" and set(content["models"]) == {"date", "versions", "decode", "requests"}
     assert not (tmp_path / "validation/kernels.json").exists()
     del content["models"]["requests"]
     assert validate.problems(content, "d", ("models",)) == ["benchmark requests: missing"]
-    with pytest.raises(SystemExit):
-        validate.main(["--only", "tests,models"])
-    assert "a file of their own" in capsys.readouterr().err
 
 
 def test_the_stored_file_of_whole_models_is_complete_and_current():

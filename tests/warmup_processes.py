@@ -2,16 +2,17 @@
 
 import os
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import torch
+
+from tests.processes import forkserver
 
 SMS = 132
 
 
 def in_processes(*calls):
     """What each call (function, *arguments) returns, each in a process of its own that ends then."""
-    pools = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in calls]
+    pools = [ProcessPoolExecutor(1, mp_context=forkserver) for _ in calls]
     futures = [pool.submit(*call) for pool, call in zip(pools, calls, strict=True)]
     try:
         return [future.result() for future in futures]
