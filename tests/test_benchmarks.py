@@ -161,22 +161,24 @@ def test_baselines_cover_every_shape_that_a_threshold_needs():
 
 
 @pytest.mark.parametrize(
-    ("ask", "words"),
+    "ask",
     [
-        (lambda: baselines.find("gemm", 7, 2112, 7168), "same_run.json has no gemm, m=7, n=2112, k=7168 on H200"),
-        (lambda: baselines.find("gemm", 1, 2112, 7168, device="A100"), "m=1, n=2112, k=7168 on A100"),
-        (lambda: baselines.find("experts", "dsv2", 1), "experts, model=dsv2, tokens=1 on H200"),
-        (lambda: baselines.cases("mqa_logits", "H100"), "no 'mqa_logits' on 'H100'"),
-        (
-            lambda: baselines.find("gemm", 1, 2112, 7168).us("cublas_block"),
-            "has no cublas_block, only deep_gemm, fp8moe",
-        ),
-        (lambda: baselines.deep_gemm_host_us(8, 16), "no host time of deep_gemm with n=8, k=16"),
+        lambda: baselines.find("gemm", 7, 2112, 7168),
+        lambda: baselines.find("gemm", 1, 2112, 7168, device="A100"),
+        lambda: baselines.find("experts", "dsv2", 1),
+        lambda: baselines.cases("mqa_logits", "H100"),
+        lambda: baselines.find("gemm", 1, 2112, 7168).us("cublas_block"),
+        lambda: baselines.deep_gemm_host_us(8, 16),
+        lambda: baselines.device("NVIDIA H800"),
     ],
 )
-def test_a_missing_baseline_is_refused_by_name(ask, words):
-    with pytest.raises(LookupError, match=words):
+def test_a_missing_baseline_is_refused(ask):
+    with pytest.raises(LookupError):
         ask()
+
+
+def test_baselines_are_of_a_gpu_and_may_be_missing():
+    assert baselines.device("NVIDIA H200") == "H200" and baselines.device("NVIDIA H100 80GB HBM3") == "H100"
     assert baselines.get("gemm", 7, 2112, 7168) is None
 
 
@@ -265,12 +267,6 @@ def test_gemm_thresholds_on_an_h100():
     assert error.passed
 
 
-def test_the_baselines_of_a_gpu_are_found_by_its_name():
-    assert baselines.device("NVIDIA H200") == "H200" and baselines.device("NVIDIA H100 80GB HBM3") == "H100"
-    with pytest.raises(LookupError, match="nothing of NVIDIA H800, only of H100 and H200"):
-        baselines.device("NVIDIA H800")
-
-
 def test_one_slow_shape_misses_its_threshold():
     rows = gemm_rows(lambda m, n, k: 0.94 if (m, n) == (4096, 576) else 2.0)
     missed = {one.name for one in gemm.thresholds(rows) if not one.passed}
@@ -315,32 +311,22 @@ def test_cpu_time_is_measured_of_every_kind_of_call(monkeypatch):
     assert rows[0]["deep_gemm_us"] == baselines.deep_gemm_host_us(576, 7168)
 
 
-def compared_on_the_host(ratios):
-    times = iter(ratios)
-
+@pytest.mark.parametrize("ratio, status", [(1.25, 0), (0.8, 1)])
+def test_cpu_time_against_a_revision(monkeypatch, tmp_path, ratio, status):
     def compare(cases, trees, caches, *, clock, turns, repeats):
         assert clock == "host" and trees[1] == host.compare.ROOT
         rows = [{"case": case.name, "op": case.op, "sizes": case.sizes} for case in cases]
-        for row, ratio in zip(rows, times, strict=False):
+        for row in rows[:2]:
             row |= {"old_us": 20.0 * ratio, "new_us": 20.0, "ratio": ratio, "equal": True, "difference": 0.0}
-        for row in rows[len(ratios) :]:
+        for row in rows[2:]:
             row["skipped"] = "AttributeError: no such name"
         return rows
 
-    return compare
-
-
-@pytest.mark.parametrize("ratio, status", [(1.25, 0), (0.8, 1)])
-def test_cpu_time_against_a_revision(monkeypatch, tmp_path, capsys, ratio, status):
     (tmp_path / "fp8moe").mkdir()
     (tmp_path / "fp8moe/__init__.py").touch()
-    monkeypatch.setattr(host.compare, "compare", compared_on_the_host([ratio, ratio]))
+    monkeypatch.setattr(host.compare, "compare", compare)
     monkeypatch.setattr(host.command, "start", lambda: "a GPU")
     assert host.main(["--against", str(tmp_path), "--out", str(tmp_path / "out")]) == status
-    printed = capsys.readouterr().out.splitlines()
-    line = next(line for line in printed if line.startswith("gemm m=1 n=2112 k=7168") and "not run" not in line)
-    assert line.split()[-3:] == [f"{20 * ratio:.2f}", "20.00", f"{ratio:.2f}"]
-    assert any("experts" in line and "not run by the older: AttributeError" in line for line in printed)
     stored = json.loads((tmp_path / "out/host_against.json").read_text())
     assert stored["old"] == str(tmp_path) and stored["gpu"] == "a GPU"
     with pytest.raises(SystemExit, match="neither a directory with fp8moe"):
@@ -364,16 +350,6 @@ def test_rounding_alone_is_no_error():
     assert operands.relative_error(expected.bfloat16(), expected) > 1e-4
     assert operands.rounded_error(expected.bfloat16(), expected) == 0
     assert operands.rounded_error(torch.tensor([1.0, 1 + 2**-7]).bfloat16(), expected) > 1e-3
-
-
-def test_stored_grouped_baselines():
-    contiguous, masked = (baselines.cases(op) for op in grouped_gemm.OPS)
-    assert (len(contiguous), len(masked)) == (15, 27)
-    case = baselines.find("grouped_gemm", 256, 64, 4096, 7168)
-    assert (case.us("deep_gemm"), case.us("fp8moe"), case.expected_m) == (2398.14, 1904.99, None)
-    case = baselines.find("grouped_gemm_masked", 32, 192, 4096, 7168)
-    assert (case.us("deep_gemm"), case.expected_m) == (366.01, 230)
-    assert all(case.has_yardstick for case in contiguous) and not any(case.has_yardstick for case in masked)
 
 
 def test_stored_experts_cover_every_model():
@@ -757,7 +733,12 @@ def test_training_passes_are_compared_with_bfloat16(monkeypatch):
         training.run_linear(33, 136, 272, device="cpu")
 
 
-def test_stored_index_scores_are_those_of_the_baselines():
+def test_stored_cases_are_those_of_the_baselines():
+    contiguous, masked = (baselines.cases(op) for op in grouped_gemm.OPS)
+    assert (len(contiguous), len(masked)) == (15, 27)
+    case = baselines.find("grouped_gemm_masked", 32, 192, 4096, 7168)
+    assert (case.us("deep_gemm"), case.expected_m) == (366.01, 230)
+    assert all(case.has_yardstick for case in contiguous) and not any(case.has_yardstick for case in masked)
     prefills, batches = mqa.stored_prefills(), mqa.stored_batches()
     assert (len(prefills), len(batches)) == (3, 6)
     assert prefills[0] == Prefill(2048, 8192, 64, 128)
