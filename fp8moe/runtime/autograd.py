@@ -1,7 +1,4 @@
-"""Operations without a backward: the forward takes inputs that require gradients, a backward says there is none.
-
-Other kinds of differentiation would drop derivatives without a word, or fail inside PyTorch: they are refused.
-"""
+"""Operations without a backward: the forward takes inputs that require gradients, a backward says there is none."""
 
 from collections.abc import Sequence
 

@@ -17,11 +17,9 @@ def use_cuda(*tensors: torch.Tensor) -> bool:
 
     `FP8MOE_BACKEND=auto` takes the kernels if every tensor is on a GPU they support; `reference` never; `cuda` always;
     `record`, the setting of `runtime.record`, on the CPU. That the tensors share one device is the caller's to check.
-    Costs a dictionary lookup per tensor after the first call for a device.
 
-    Raises:
-        RuntimeError: the kernels are to run (asked for by `cuda`, or `auto` on such a GPU) and cannot. A missing
-            NVRTC shows when a kernel has to be compiled, as a RuntimeError of fp8moe.runtime.jit.
+    Raises RuntimeError if the kernels are to run (asked for by `cuda`, or `auto` on such a GPU) and cannot. A missing
+    NVRTC shows when a kernel has to be compiled.
     """
     backend = config.settings.backend
     if backend == "reference":

@@ -1,8 +1,4 @@
-"""Checks of what callers pass: one comparison each on the way through, a message only where one fails.
-
-Every error names the argument, what is needed and what came. A wrong type or dtype is a TypeError, a wrong rank, size,
-device or memory layout a ValueError. Checks that read addresses are apart from those that trace with fake tensors.
-"""
+"""Checks of what callers pass. An error names the argument, what is needed and what came."""
 
 import operator
 

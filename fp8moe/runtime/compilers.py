@@ -1,7 +1,4 @@
-"""The two compilers of CUDA C++: NVRTC (a library, the default) and nvcc (FP8MOE_COMPILER=nvcc).
-
-Both take one self-contained source text and return the binary and the log, which holds the report of `ptxas -v`.
-"""
+"""The two compilers of CUDA C++: NVRTC (a library, the default) and nvcc (FP8MOE_COMPILER=nvcc)."""
 
 import functools
 import io
@@ -12,6 +9,7 @@ import subprocess
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from fp8moe.runtime.driver import cuda_core
 from fp8moe.runtime.sm90 import ARCH
@@ -27,19 +25,10 @@ class CompileError(RuntimeError):
 
 
 def compile_source(text: str, name: str, compiler: str) -> tuple[bytes, str]:
-    """Compile CUDA C++ for `ARCH`.
+    """The cubin of CUDA C++ for `ARCH`, and the compiler's log with the report of ``ptxas -v``.
 
-    Args:
-        text: the whole translation unit.
-        name: names the unit in messages.
-        compiler: "nvrtc" or "nvcc".
-
-    Returns:
-        (cubin, log)
-
-    Raises:
-        CompileError: the source does not compile.
-        RuntimeError: the compiler is not installed.
+    text: the whole translation unit. name: its name in messages. compiler: "nvrtc" or "nvcc".
+    Raises CompileError if the source does not compile, RuntimeError if the compiler is not installed.
     """
     return _run_nvcc(text, name, "cubin") if compiler == "nvcc" else _compile_nvrtc(text, name)
 
@@ -51,11 +40,7 @@ def ptx_of(text: str, name: str, compiler: str) -> bytes:
 
 @functools.cache
 def identity(compiler: str) -> str:
-    """Name and version of a compiler, for the cache key. Does not load NVRTC where its wheel says the version.
-
-    Raises:
-        RuntimeError: the compiler is not installed.
-    """
+    """Name and version of a compiler, for the cache key. RuntimeError if it is not installed."""
     if compiler == "nvcc":
         return "nvcc " + _run([_nvcc(), "--version"]).stdout.strip()
     try:
@@ -105,9 +90,7 @@ def _ptx_nvrtc(text: str, name: str) -> bytes:
     _nvrtc_version()
     from cuda.bindings import nvrtc
 
-    def check(
-        status: nvrtc.nvrtcResult, value: nvrtc.nvrtcProgram | int | None = None
-    ) -> nvrtc.nvrtcProgram | int | None:
+    def check(status: nvrtc.nvrtcResult, value: Any = None) -> Any:
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"NVRTC could not make the PTX of {name}: {status.name}")
         return value

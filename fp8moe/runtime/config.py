@@ -112,12 +112,9 @@ def __getattr__(name: str) -> Settings:
 
 
 def reload() -> Settings:
-    """Read the environment again and replace `config.settings`.
+    """Read the environment again and replace `config.settings`; ValueError for a value that is not allowed.
 
     Kernels that are already loaded stay as they are, and launch plans, of which each limit of SMs has its own.
-
-    Raises:
-        ValueError: a variable has a value that is not allowed; the message names both.
     """
     global settings
     settings = _read()

@@ -37,11 +37,7 @@ def check(function: Any, *args: Any) -> Any:
 
 
 def driver_version() -> tuple[int, int]:
-    """(major, minor) of the CUDA version that the installed driver supports.
-
-    Raises:
-        RuntimeError: no NVIDIA driver.
-    """
+    """(major, minor) of the CUDA version that the installed driver supports. RuntimeError if there is no driver."""
     from cuda.bindings import driver
 
     try:
@@ -53,23 +49,6 @@ def driver_version() -> tuple[int, int]:
     return version // 1000, version % 1000 // 10
 
 
-@contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Let this thread load code while a CUDA graph is being captured.
-
-    Loading a module allocates memory, which a capture in global mode (PyTorch's default) forbids; the first call of a
-    kernel may well happen inside a capture. Nothing is captured here, so relaxing the mode for the thread is safe.
-    """
-    from cuda.bindings import driver
-
-    exchange = driver.cuThreadExchangeStreamCaptureMode
-    previous = check(exchange, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-    try:
-        yield
-    finally:
-        check(exchange, previous)
-
-
 # What the driver says of code that is newer than it, or of another architecture.
 _CANNOT_RUN = re.compile(r"UNSUPPORTED_PTX_VERSION|NO_BINARY_FOR_GPU|INVALID_IMAGE|INVALID_SOURCE")
 
@@ -78,16 +57,19 @@ _CANNOT_RUN = re.compile(r"UNSUPPORTED_PTX_VERSION|NO_BINARY_FOR_GPU|INVALID_IMA
 def loading_code() -> Iterator[None]:
     """Around driver calls that load a compiled kernel: allowed under a stream capture, and with a clear error.
 
-    Raises:
-        RuntimeError: the driver is missing, or cannot run what the compiler has made.
+    Loading allocates memory, which a capture in global mode (PyTorch's default) forbids; the first call of a kernel may
+    well happen inside one. Nothing is captured here, so relaxing the mode for the thread is safe.
+
+    Raises RuntimeError if the driver is missing, or cannot run what the compiler has made.
     """
     from cuda.bindings import driver
 
     version = driver_version()
     check(driver.cuInit, 0)
+    exchange = driver.cuThreadExchangeStreamCaptureMode
+    previous = check(exchange, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     try:
-        with relaxed_capture():
-            yield
+        yield
     except Exception as error:  # cuda.core's error classes are private
         if not _CANNOT_RUN.search(str(error)):
             raise
@@ -95,3 +77,5 @@ def loading_code() -> Iterator[None]:
             f"the NVIDIA driver (CUDA {version[0]}.{version[1]}) cannot load the compiled kernels ({error}): update "
             "the driver, install an nvidia-cuda-nvrtc that is not newer than it, or set FP8MOE_BACKEND=reference"
         ) from error
+    finally:
+        check(exchange, previous)

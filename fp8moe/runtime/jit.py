@@ -1,7 +1,4 @@
-"""From CUDA source to a loaded kernel: inline the includes, compile or take from the cache, load.
-
-Nothing here needs a GPU but `load`.
-"""
+"""From CUDA source to a loaded kernel: inline the includes, compile or take from the cache, load."""
 
 import hashlib
 import os
@@ -37,11 +34,9 @@ _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once.*$", re.MULTILINE)
 class KernelSpec:
     """One kernel to build.
 
-    Attributes:
-        source: the name of a file in one of SOURCE_DIRS, such as "gemm.cu".
-        name: the extern "C" name of the kernel in it.
-        defines: macros set before the source, such as (("BLOCK_N", 128),).
-        prelude: CUDA text placed between the macros and the source; it may include their files.
+    source: the name of a file in one of SOURCE_DIRS, such as "gemm.cu". name: the extern "C" name of the kernel in it.
+    defines: macros set before the source, such as (("BLOCK_N", 128),).
+    prelude: CUDA text placed between the macros and the source; it may include their files.
     """
 
     source: str
@@ -60,8 +55,7 @@ class Compiled(NamedTuple):
 def full_source(spec: KernelSpec) -> str:
     """The whole translation unit: macros, prelude, and the source, with their includes inlined, each file once.
 
-    Raises:
-        ValueError: a file is missing, or includes a header that is in none of SOURCE_DIRS.
+    Raises ValueError if a file is missing, or includes a header that is in none of SOURCE_DIRS.
     """
     defines = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
     seen: set[str] = set()
@@ -105,10 +99,8 @@ def _inline_includes(text: str, name: str, seen: set[str]) -> str:
 def compile_spec(spec: KernelSpec) -> Compiled:
     """Compile a kernel, past the cache. Needs no GPU.
 
-    Raises:
-        ValueError: see `full_source`.
-        RuntimeError: the source does not compile (the message holds the log), it has no kernel of that name, or the
-            compiler is not installed.
+    Raises ValueError as `full_source` does; RuntimeError if the source does not compile (the message holds the log) or
+    has no kernel of that name, or the compiler is not installed.
     """
     cubin, log = compilers.compile_source(full_source(spec), _unit_name(spec), config.settings.compiler)
     names = kernel_names(log)
@@ -142,15 +134,14 @@ def cache_key(spec: KernelSpec) -> bytes:
 def cubin(spec: KernelSpec) -> bytes:
     """The compiled kernel, from the disk cache if it holds a sound entry, else compiled and stored. Needs no GPU.
 
-    With FP8MOE_PRINT_COMPILER or FP8MOE_DUMP_DIR it is always compiled, so that there is a log to print.
-
-    Raises:
-        ValueError, RuntimeError: see `compile_spec`; or FP8MOE_DUMP_DIR is no directory that can be written.
+    With FP8MOE_PRINT_COMPILER or FP8MOE_DUMP_DIR it is always compiled, so that there is a log to print. Raises as
+    `compile_spec` does, and ValueError if FP8MOE_DUMP_DIR is no directory that can be written.
     """
     settings = config.settings
     key = cache_key(spec)
     cache = open_cache(settings.cache_dir)
-    code = None if _always_compiles() else cache.get(key)
+    always_compile = settings.print_compiler or settings.dump_dir is not None
+    code = None if always_compile else cache.get(key)
     if code is None:
         code, log = compile_spec(spec)
         cache.put(key, code)
@@ -161,15 +152,8 @@ def cubin(spec: KernelSpec) -> bytes:
     return code
 
 
-def _always_compiles() -> bool:
-    return config.settings.print_compiler or config.settings.dump_dir is not None
-
-
 def _dump(spec: KernelSpec, key: bytes, code: bytes, directory: Path) -> None:
-    """Write NAME-HASH.cu, .ptx and .cubin, and .sass where the toolkit's disassembler is installed.
-
-    Raises ValueError where the directory cannot be made or written.
-    """
+    """Write NAME-HASH.cu, .ptx and .cubin, and .sass where the toolkit's disassembler is installed."""
     stem = directory / f"{spec.name}-{key.hex()[:12]}"
     text = full_source(spec)
     ptx = compilers.ptx_of(text, _unit_name(spec), config.settings.compiler)
@@ -196,10 +180,8 @@ _kernels: dict[KernelSpec, "Kernel"] = {}
 def load(spec: KernelSpec) -> "Kernel":
     """The kernel, ready to launch on any GPU of this process: from this process, the disk cache, or compiled.
 
-    Safe to call from several threads, and while a CUDA graph is being captured.
-
-    Raises:
-        ValueError, RuntimeError: see `compile_spec`; or the driver is missing or too old for the compiled code.
+    Safe to call from several threads, and while a CUDA graph is being captured. Raises as `compile_spec` does, and
+    RuntimeError if the driver is missing or too old for the compiled code.
     """
     kernel = _kernels.get(spec)
     if kernel is None:

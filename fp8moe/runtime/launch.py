@@ -1,19 +1,4 @@
-"""Launching kernels from the host: tensor maps, streams, devices, launchers that are cheap to call, and their cache.
-
-Everything that a launch needs is built once and kept, per kernel, shape and device; a call then only puts its pointers
-in place::
-
-    @planned
-    def launcher(device_index: int, rows: int, columns: int, dtype: torch.dtype) -> PointerLauncher:
-        grid, args = ceil_div(rows, 8), (ctypes.c_int64(rows),)
-        return PointerLauncher(load(kernel_spec(columns, dtype)), grid=grid, block=128, pointers=2, args=args)
-
-    launcher(x.get_device(), *x.shape, x.dtype)(x, out)
-
-The arguments are shared by all calls, hence the lock of a `Launcher`; `PointerLauncher` takes it itself. A launch
-copies them, so they are free again when it returns, and nothing here keeps a caller's tensor alive. Tensor maps and
-launches use the driver's own Python binding, whose calls cost a fraction of cuda.core's.
-"""
+"""Launching kernels from the host: tensor maps, streams, devices, launchers that are cheap to call, and their cache."""
 
 import ctypes
 import functools
@@ -66,11 +51,7 @@ class TensorMap:
         return self._descriptor.getPtr()
 
     def replace_address(self, pointer: int) -> None:
-        """Move the map to other device memory of the same layout.
-
-        Raises:
-            RuntimeError: the pointer is not a multiple of 16.
-        """
+        """Move the map to other device memory of the same layout. RuntimeError if that is at no multiple of 16."""
         if pointer != self._pointer:
             (status,) = self._replace(self._descriptor, pointer)
             if status:
@@ -92,18 +73,14 @@ def tensor_map(
     Elements outside `shape` read as zero and are not written. Call it with the tensor's device current
     (`device_guard`).
 
-    Args:
-        tensor: of one byte an element (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
-        shape, strides, box: in elements, outermost dimension first, 1 to 5 dimensions. The innermost stride is 1, the
-            others are multiples of 16 bytes (that of a dimension of size 1 is of no consequence and may be anything).
-            A box has 1 to 256 elements per dimension and a multiple of 16 bytes in the innermost one, not more than
-            the swizzle width if there is one. It may be larger than the shape.
-        swizzle: 0, 32, 64 or 128 bytes.
-        l2_promotion: 0, 64, 128 or 256 bytes fetched into L2 at a time.
+    tensor: of one byte an element (mapped as uint8), bfloat16, float16, float32 or int32; 16-byte aligned.
+    shape, strides, box: in elements, outermost dimension first, 1 to 5 dimensions. The innermost stride is 1, the
+        others are multiples of 16 bytes (that of a dimension of size 1 may be anything). A box has 1 to 256 elements
+        per dimension and a multiple of 16 bytes in the innermost one, not more than the swizzle width if there is one.
+    swizzle: 0, 32, 64 or 128 bytes. l2_promotion: 0, 64, 128 or 256 bytes fetched into L2 at a time.
 
-    Raises:
-        ValueError: the layout cannot be mapped or reaches past the tensor's storage, or the tensor is not on a GPU.
-        TypeError: a dtype that TMA does not know.
+    Raises ValueError if the layout cannot be mapped or reaches past the tensor's storage, or the tensor is not on a
+    GPU; TypeError for a dtype that TMA does not know.
     """
     kind = "UINT8" if tensor.element_size() == 1 else _TMA_TYPES.get(tensor.dtype)
     if kind is None:
@@ -219,23 +196,20 @@ def resident_blocks(blocks_per_sm: int, device_index: int) -> int:
 class Launcher:
     """A kernel with its launch configuration and arguments, built once and launched many times, on one device.
 
-    Build it and launch it with that device current (`device_guard`).
+    Build it and launch it with that device current (`device_guard`). It keeps no caller's tensor alive.
 
-    Args:
-        kernel: from `jit.load`.
-        grid: blocks (not clusters), an int or up to three ints (x, y, z).
-        block: threads per block, likewise.
-        cluster: blocks per cluster, likewise; it must divide the grid. More than 8 blocks is not portable, and allowed.
-        smem: dynamic shared memory per block in bytes.
-        pdl: let the launch start before the kernel ahead of it in the stream has finished (programmatic dependent
-            launch); the kernel must then execute griddepcontrol.wait before it touches that kernel's results.
-        args: one per kernel parameter, of the type that the kernel declares: a `TensorMap` for a `const
-            __grid_constant__ CUtensorMap`, or a ctypes object, such as a `ctypes.c_int64` for a pointer. A launch takes
-            the values that they hold then; change them and launch under `lock`.
+    kernel: from `jit.load`.
+    grid: blocks (not clusters), an int or up to three ints (x, y, z). block: threads per block, likewise.
+    cluster: blocks per cluster, likewise; it must divide the grid. More than 8 blocks is not portable, and allowed.
+    smem: dynamic shared memory per block in bytes.
+    pdl: let the launch start before the kernel ahead of it in the stream has finished (programmatic dependent launch);
+        the kernel must then execute griddepcontrol.wait before it touches that kernel's results.
+    args: one per kernel parameter, of the type that the kernel declares: a `TensorMap` for a `const
+        __grid_constant__ CUtensorMap`, or a ctypes object, such as a `ctypes.c_int64` for a pointer. A launch takes the
+        values that they hold then; all calls share them: change them and launch under `lock`.
 
-    Raises:
-        ValueError: the cluster does not divide the grid.
-        RuntimeError: the device does not have that much shared memory, or the driver cannot load the kernel.
+    Raises ValueError if the cluster does not divide the grid, RuntimeError if the device does not have that much shared
+    memory or the driver cannot load the kernel.
     """
 
     def __init__(
@@ -261,11 +235,7 @@ class Launcher:
         self._alive = kernel, args
 
     def launch(self, stream: int) -> None:
-        """Enqueue the kernel on a stream (`current_stream`) with the present values of its arguments.
-
-        Raises:
-            RuntimeError: the driver refuses the launch.
-        """
+        """Enqueue the kernel on a stream with its arguments as they are now. RuntimeError if the driver refuses."""
         self._config.hStream = stream
         (status,) = self._launch(self._config, self._function, self._parameters, 0)
         if status:
@@ -275,13 +245,10 @@ class Launcher:
 class PointerLauncher:
     """A `Launcher` whose launches differ in pointers alone: call it with the tensors that these point to.
 
-    Build it with its device current.
-
-    Args:
-        kernel, options: as for `Launcher`.
-        pointers: how many of the first parameters are pointers.
-        args: for the parameters after these. Pointers too are all elements of an array of c_int64, and as many of the
-            first fields of a structure as its class says in ``_pointers_``.
+    kernel, options: as for `Launcher`.
+    pointers: how many of the first parameters are pointers.
+    args: for the parameters after these. Pointers too are all elements of an array of c_int64, and as many of the
+        first fields of a structure as its class says in ``_pointers_``.
     """
 
     def __init__(self, kernel: "Kernel", *, pointers: int = 0, args: Sequence[Any] = (), **options: Any):
@@ -308,9 +275,7 @@ class PointerLauncher:
     def launch(self, stream: int, *addresses: int) -> None:
         """Enqueue the kernel on a stream of the current device, for operands at these addresses.
 
-        Raises:
-            ValueError: that is not the number of pointers.
-            RuntimeError: the driver refuses the launch.
+        Raises ValueError if that is not the number of pointers, RuntimeError if the driver refuses the launch.
         """
         if len(addresses) != self._count:
             raise ValueError(f"expected {self._count} addresses, got {len(addresses)}")

@@ -1,7 +1,4 @@
-"""GEMMs of FP8 operands: ``gemm``, ``grouped_gemm``, ``grouped_gemm_masked``, ``grouped_gemm_k``, and their operators.
-
-The operator ``fp8moe::grouped_gemm_swiglu`` is the first GEMM of an experts layer with its activation.
-"""
+"""GEMMs of FP8 operands, of one matrix, of groups of rows and along K: the public functions and their operators."""
 
 from typing import Annotated, NamedTuple
 

@@ -1,7 +1,4 @@
-"""Checks of the arguments of the GEMMs, in the manner of `runtime.checks`, and the layouts that the kernels ask for.
-
-Group sizes are on the device: the kernels clamp them.
-"""
+"""Checks of the arguments of the GEMMs, and the layouts that the kernels ask for."""
 
 import torch
 from torch import Tensor

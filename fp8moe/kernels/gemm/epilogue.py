@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,28 +18,48 @@ Fields = tuple[tuple[str, type], ...]
 _BIAS_KINDS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
+def _addresses(names: Iterable[str]) -> Fields:
+    """Fields that are addresses or pitches."""
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+class Epilogue:
+    """What becomes of the sums, in the CUDA struct that has the class's name.
+
+    out_dtype: of the result. header: the file of the struct. fields: of its ``Output``, addresses and pitches first.
+    gated: whether the weights are those of gate and up. defines: macros. constants: compile-time constants.
+    values: the fields that do not change from call to call. kind: the epilogue for any number of tokens.
+    """
+
+    out_dtype: torch.dtype
+    header: ClassVar[str]
+    fields: Fields
+    gated: ClassVar[bool] = False
+    defines: tuple = ()
+    values: dict[str, float] = {}  # noqa: RUF012 (never changed)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"OUT_FLOAT32": int(self.out_dtype == torch.float32)}
+
+    @property
+    def kind(self) -> Epilogue:
+        return self
+
+
 @dataclass(frozen=True)
-class PlainStore:
+class PlainStore(Epilogue):
     """``sums + bias`` in bfloat16 or float32. bias_dtype: bfloat16 or float32, None without a bias."""
 
     out_dtype: torch.dtype
     bias_dtype: torch.dtype | None = None
 
     header: ClassVar[str] = "epilogue_store.cuh"
-    fields: ClassVar[Fields] = (("data", ctypes.c_int64), ("pitch", ctypes.c_int64), ("bias", ctypes.c_int64))
-    gated: ClassVar[bool] = False  # whether the weights are those of gate and up
-    defines: ClassVar[tuple] = ()
-    values: ClassVar[dict[str, float]] = {}
-
-    @property
-    def kind(self) -> PlainStore:
-        """The same for any number of tokens."""
-        return self
+    fields: ClassVar[Fields] = _addresses(("data", "pitch", "bias"))
 
     @property
     def constants(self) -> dict[str, int]:
-        """Compile-time constants."""
-        return {"OUT_FLOAT32": int(self.out_dtype == torch.float32), "BIAS": _BIAS_KINDS[self.bias_dtype]}
+        return super().constants | {"BIAS": _BIAS_KINDS[self.bias_dtype]}
 
 
 @dataclass(frozen=True)
@@ -46,7 +67,7 @@ class AddAndStore(PlainStore):
     """``sums + bias + c``, c of the result's dtype."""
 
     header: ClassVar[str] = "epilogue_add.cuh"
-    fields: ClassVar[Fields] = (*PlainStore.fields, ("c", ctypes.c_int64), ("c_pitch", ctypes.c_int64))
+    fields: ClassVar[Fields] = _addresses(("data", "pitch", "bias", "c", "c_pitch"))
 
 
 @dataclass(frozen=True)
@@ -56,16 +77,15 @@ class AddLowRank(PlainStore):
     rank: int = 0
 
     header: ClassVar[str] = "epilogue_low_rank.cuh"
-    fields: ClassVar[Fields] = tuple((name, ctypes.c_int64) for name in ("data", "pitch", "ranks", "factors"))
+    fields: ClassVar[Fields] = _addresses(("data", "pitch", "ranks", "factors"))
 
     @property
     def constants(self) -> dict[str, int]:
-        """Compile-time constants."""
         return super().constants | {"RANK": self.rank}
 
 
 @dataclass(frozen=True)
-class SwigluQuantize:
+class SwigluQuantize(Epilogue):
     """A SwiGLU of gate and up, quantized 1x128."""
 
     activation: Activation
@@ -73,30 +93,23 @@ class SwigluQuantize:
     out_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     header: ClassVar[str] = "epilogue_swiglu.cuh"
     fields: ClassVar[Fields] = (
-        *((name, ctypes.c_int64) for name in ("data", "pitch", "scale", "scale_pitch")),
+        *_addresses(("data", "pitch", "scale", "scale_pitch")),
         *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
     gated: ClassVar[bool] = True
     defines: ClassVar[tuple] = SCALE_DEFINES
 
     @property
-    def kind(self) -> SwigluQuantize:
-        """The same for any number of tokens."""
-        return self
-
-    @property
     def constants(self) -> dict[str, int]:
-        """Compile-time constants."""
         return {"SWIGLU_FORM": self.activation.form}
 
     @property
     def values(self) -> dict[str, float]:
-        """The fields that do not change from call to call."""
         return {"limit": self.activation.limit or 0.0, "alpha": self.activation.alpha or 0.0}
 
 
 @dataclass(frozen=True)
-class PeerStore:
+class PeerStore(Epilogue):
     """Each row in the memory of the GPU whose token it is, or of all.
 
     peers: how many GPUs. each: assignments of a GPU's tokens; of all tokens where rows go `to_all`.
@@ -108,14 +121,13 @@ class PeerStore:
     to_all: bool = False
 
     header: ClassVar[str] = "epilogue_peers.cuh"
-    gated: ClassVar[bool] = False
 
     @property
     def fields(self) -> Fields:
         """Targets, the assignment of each row, and the meeting (`runtime.peer_table`)."""
-        names = [*(f"peer_{i}" for i in range(self.peers)), "assignments"]
-        names += [f"meeting_{i}" for i in range(self.peers + 1)]
-        return (*((name, ctypes.c_int64) for name in names), ("each", ctypes.c_int))
+        targets = [f"peer_{i}" for i in range(self.peers)]
+        meeting = [f"meeting_{i}" for i in range(self.peers + 1)]
+        return *_addresses((*targets, "assignments", *meeting)), ("each", ctypes.c_int)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -123,18 +135,8 @@ class PeerStore:
 
     @property
     def kind(self) -> PeerStore:
-        """The same for any number of tokens."""
         return replace(self, each=0)
 
     @property
-    def constants(self) -> dict[str, int]:
-        """Compile-time constants."""
-        return {"OUT_FLOAT32": int(self.out_dtype == torch.float32)}
-
-    @property
     def values(self) -> dict[str, int]:
-        """The field that does not change from call to call."""
         return {"each": self.each}
-
-
-Epilogue = PlainStore | SwigluQuantize | PeerStore

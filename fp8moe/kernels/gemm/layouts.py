@@ -1,7 +1,4 @@
-"""Grouped GEMMs of operands as DeepGEMM lays them out: `grouped_gemm_by_layout` and `grouped_gemm_k_flat`.
-
-A small kernel of each brings groups, or operands, into the form that `grouped_gemm` and `grouped_gemm_k` take.
-"""
+"""Grouped GEMMs of operands as DeepGEMM lays them out: `grouped_gemm_by_layout` and `grouped_gemm_k_flat`."""
 
 import ctypes
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""The choice of tiles: which variants are worth considering for a problem, and the one that is expected to be fastest.
-
-``describe_dense`` and ``describe_grouped`` print the candidates on any machine.
-"""
+"""The choice of tiles: which variants are worth considering for a problem, and the one expected to be fastest."""
 
 from __future__ import annotations
 

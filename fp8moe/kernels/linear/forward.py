@@ -1,7 +1,4 @@
-"""FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by quantized weights.
-
-The quantizer writes into a scratch tensor, from which the GEMM reads.
-"""
+"""FP8 linear layer as one operator, ``fp8moe::linear``: quantize the input 1x128, multiply by quantized weights."""
 
 import functools
 
@@ -50,19 +47,27 @@ def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
 
 
 class _Launcher:
-    """How to run the layer on operands of given shapes, strides, dtypes and device, which is to be current.
+    """How to run the layer on operands like these on the current device. x_aligned: x is at a multiple of 16 bytes.
 
     The GEMM is launched while the quantizer runs (programmatic dependent launch) and fetches weights meanwhile. That is
     safe because the quantizer is launched the ordinary way: when it starts, all that came before it, such as a kernel
     that writes the weights or one that still reads the memory of the result, has ended.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None):
+    def __init__(
+        self,
+        device_index: int,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale_inv: Tensor,
+        bias: Tensor | None,
+        x_aligned: bool,
+    ):
         n, k = weight.shape
         rows = x.reshape(-1, k)  # a view
         m = rows.shape[0]
         pitch, k_blocks = align(m, 4), ceil_div(k, 128)
-        self._index = x.get_device()
+        self._index = device_index
         self._n = n
         self._out_dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
         # The values, then the scales: K is a multiple of 16, so these are aligned too.
@@ -77,12 +82,11 @@ class _Launcher:
         scratch = self._new_scratch()
         data = scratch[: self._data_bytes].view(weight.dtype).view(m, k)
         scale = scratch[self._data_bytes :].view(torch.float32).view(k_blocks, pitch).t()[:m]
-        self._quantizer = quantizer(self._index, "quantize_1x128", rows, has_vector_rows(rows))
+        self._quantizer = quantizer(device_index, "quantize_1x128", rows, has_vector_rows(rows))
         operands = Operands(data, scale, weight, weight_scale_inv, bias)
-        self._gemm = launch.dense(self._index, operands, self._out_dtype, True)
+        self._gemm = launch.dense(device_index, operands, self._out_dtype, True)
 
     def __call__(self, x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns (..., N) in the dtype of x."""
         # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
         scratch, out = self._new_scratch(), self._new_out()
         data, address = scratch.data_ptr(), out.data_ptr()
@@ -98,17 +102,7 @@ class _Launcher:
         return out if self._out_dtype is x.dtype else out.to(x.dtype)
 
 
-@planned
-def _launcher(
-    device_index: int,
-    x: Tensor,
-    weight: Tensor,
-    weight_scale_inv: Tensor,
-    bias: Tensor | None,
-    x_aligned: bool,
-) -> _Launcher:
-    """The launcher for operands of these layouts. x_aligned: x is at a multiple of 16 bytes."""
-    return _Launcher(x, weight, weight_scale_inv, bias)
+_launcher = planned(_Launcher)
 
 
 def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None) -> Tensor:
@@ -160,9 +154,4 @@ def _linear_fake(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tens
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_linear_op = define(
-    "linear(Tensor x, Tensor weight, Tensor weight_scale_inv, Tensor? bias) -> Tensor",
-    _linear,
-    _linear_fake,
-    forward_only=True,  # linear_training has a backward
-)
+_linear_op = define("linear -> Tensor", _linear, _linear_fake, forward_only=True)  # linear_training has a backward

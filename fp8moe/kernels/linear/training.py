@@ -1,11 +1,7 @@
-"""FP8 linear layer with a backward: the operator ``fp8moe::linear_training`` and its own.
-
-Forward, input gradient and weight gradient are FP8 GEMMs, and every tensor is quantized once: x and the gradient by
-rows and by columns in one pass, the weight before. The input gradient uses the transpose of the same FP8 weight.
-Method: DeepSeek-V3, arXiv:2412.19437, section 3.3.
-"""
+"""FP8 linear layer with a backward: the operator ``fp8moe::linear_training`` and its own."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +9,7 @@ from torch import Tensor
 
 from fp8moe.kernels.gemm.api import gemm, weight_gradients
 from fp8moe.quant.checks import check_scale, fp8_data
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
@@ -42,6 +38,10 @@ def linear_training(
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if the
     master has been changed in place since the forward; so does a backward of the backward.
+
+    Method: DeepSeek-V3, arXiv:2412.19437, section 3.3. Forward, input gradient and weight gradient are FP8 GEMMs, and
+    every tensor is quantized once: x and the gradient by rows and by columns in one pass. The input gradient uses the
+    transpose of the same FP8 weight.
     """
     return _op(x, weight, weight_scale_inv, bias, master)[0]
 
@@ -87,30 +87,31 @@ def _forward_fake(
     out = x.new_empty((*lead, n))
     if master is None:
         return out, x.new_empty(0), x.new_empty(0)
-    features, blocks = align(k, _MULTIPLE), align(math.prod(lead), BLOCK) // BLOCK
-    columns = x.new_empty((features, blocks * BLOCK), dtype=torch.float8_e4m3fn)
-    return out, columns, x.new_empty_strided((features, blocks), (1, align(features, 4)), dtype=torch.float32)
+    return out, *empty_quantized(x, align(k, _MULTIPLE), align(math.prod(lead), BLOCK))
 
 
-def _backward(
-    grad: Tensor,
-    weight: Tensor,
-    weight_scale_inv: Tensor,
-    columns: Tensor,
-    columns_scale: Tensor,
-    master: Tensor | None,
-    input_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+class _Backward(NamedTuple):
+    """Operands of the backward. columns: the transposed input, empty without a master."""
+
+    grad: Tensor
+    weight: Tensor
+    weight_scale_inv: Tensor
+    columns: FP8Tensor
+    master: Tensor | None
+    input_grad: bool
+    bias_grad: bool
+
+
+def _backward(operands: _Backward) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, master and bias, the last in float32, empty where there is no master or nothing asks for them."""
+    grad, weight, weight_scale_inv, columns, master, input_grad, bias_grad = operands
     d_x, d_weight, d_bias = (grad.new_empty(0) for _ in range(3))
     n, k = weight.shape
     if bias_grad:
         d_bias = grad.reshape(math.prod(grad.shape[:-1]), n).sum(0, dtype=torch.float32)
     if master is not None:
         rows, grad_columns, offsets = quantize_with_transpose(_matrix(grad))
-        x_columns = FP8Tensor(columns, columns_scale)
-        d_weight = weight_gradients(grad_columns, x_columns, offsets, master.dtype)[0, :n, :k].contiguous()
+        d_weight = weight_gradients(grad_columns, columns, offsets, master.dtype)[0, :n, :k].contiguous()
         del grad_columns
     elif input_grad:
         rows = quantize_1x128(_matrix(grad))
@@ -120,21 +121,13 @@ def _backward(
     return d_x, d_weight, d_bias
 
 
-def _backward_fake(
-    grad: Tensor,
-    weight: Tensor,
-    weight_scale_inv: Tensor,
-    columns: Tensor,
-    columns_scale: Tensor,
-    master: Tensor | None,
-    input_grad: bool,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(operands: _Backward) -> tuple[Tensor, Tensor, Tensor]:
+    grad, weight, master = operands.grad, operands.weight, operands.master
     n, k = weight.shape
     return (
-        grad.new_empty((*grad.shape[:-1], k) if input_grad else 0),
+        grad.new_empty((*grad.shape[:-1], k) if operands.input_grad else 0),
         master.new_empty((n, k)) if master is not None else grad.new_empty(0),
-        grad.new_empty(n, dtype=torch.float32) if bias_grad else grad.new_empty(0),
+        grad.new_empty(n, dtype=torch.float32) if operands.bias_grad else grad.new_empty(0),
     )
 
 
@@ -184,39 +177,29 @@ def _setup_context(ctx, inputs, output) -> None:
 def _run_backward(ctx, grad, *_):
     if grad is None:
         return (None,) * 5
-    for master, version in zip(ctx.masters, ctx.versions, strict=True):
-        if master is not None and master._version != version:
-            raise RuntimeError(
-                f"fp8moe.FP8Linear: weight, shape {tuple(master.shape)}, has been changed in place between forward and "
-                f"backward (version {master._version}, expected {version}), so its gradient would be one of other "
-                "weights"
-            )
+    (master,), (version,) = ctx.masters, ctx.versions
+    if master is not None and master._version != version:
+        raise RuntimeError(
+            f"fp8moe.FP8Linear: weight, shape {tuple(master.shape)}, has been changed in place between forward and "
+            f"backward (version {master._version}, expected {version}), so its gradient would be one of other weights"
+        )
     input_grad, _, _, bias_grad, _ = ctx.needs_input_grad
-    d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.masters, input_grad, bias_grad)
-    return (
-        d_x if input_grad else None,
-        *(None, None),
-        d_bias if bias_grad else None,
-        None if ctx.masters[0] is None else d_weight,
-    )
+    d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, master, input_grad, bias_grad)
+    input_grads = d_x if input_grad else None, None, None
+    return *input_grads, d_bias if bias_grad else None, None if master is None else d_weight
 
 
 def _no_double_backward(ctx, *grads):
     raise RuntimeError("fp8moe.FP8Linear: there is no double backward; differentiate its gradients no further")
 
 
-_WEIGHT = "Tensor weight, Tensor weight_scale_inv"
 _op = define(
-    f"linear_training(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? master) -> (Tensor, Tensor, Tensor)",
+    "linear_training -> (Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
     backward=_run_backward,
     setup_context=_setup_context,
 )
 _backward_op = define(
-    f"linear_training_backward(Tensor grad, {_WEIGHT}, Tensor columns, Tensor columns_scale, Tensor? master, "
-    "bool input_grad, bool bias_grad) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-    backward=_no_double_backward,
+    "linear_training_backward -> (Tensor, Tensor, Tensor)", _backward, _backward_fake, backward=_no_double_backward
 )
