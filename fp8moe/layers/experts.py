@@ -144,22 +144,11 @@ class GroupedExperts(MasterModule):
         self.decode_capacity = decode_capacity
         projections = 2 if gated else 1
         blocks, hidden_blocks = ceil_div(intermediate_size, BLOCK), ceil_div(hidden_size, BLOCK)
-        shapes = {
-            self.up_name: (projections * intermediate_size, hidden_size),
-            f"{self.up_name}_scale_inv": (projections * blocks, hidden_blocks),
-            "down_proj": (hidden_size, intermediate_size),
-            "down_proj_scale_inv": (hidden_blocks, blocks),
-        }
-        for name, shape in shapes.items():
-            is_scale = name.endswith("_scale_inv")
-            if master_dtype is None:
-                kind = torch.float32 if is_scale else torch.float8_e4m3fn
-                value = frozen(torch.empty(num_experts, *shape, dtype=kind, device=device))
-            elif is_scale:
-                value = None
-            else:
-                value = nn.Parameter(torch.empty(num_experts, *shape, dtype=master_dtype, device=device))
-            self.register_parameter(name, value)
+        up_shape = (num_experts, projections * intermediate_size, hidden_size)
+        down_shape = (num_experts, hidden_size, intermediate_size)
+        up_blocks = (num_experts, projections * blocks, hidden_blocks)
+        self._register_weight(self.up_name, up_shape, up_blocks, device, master_dtype)
+        self._register_weight("down_proj", down_shape, (num_experts, hidden_blocks, blocks), device, master_dtype)
         self.reset_parameters()
 
     @classmethod

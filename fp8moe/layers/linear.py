@@ -81,11 +81,7 @@ class FP8Linear(MasterModule):
             if size < 0:
                 raise ValueError(f"{name}: expected 0 or more, got {size}")
         blocks = (ceil_div(out_features, BLOCK), ceil_div(in_features, BLOCK))
-        weight_dtype = torch.float8_e4m3fn if master_dtype is None else master_dtype
-        weight = torch.empty(out_features, in_features, dtype=weight_dtype, device=device)
-        self.weight = frozen(weight) if master_dtype is None else nn.Parameter(weight)
-        scale = frozen(torch.empty(blocks, dtype=torch.float32, device=device)) if master_dtype is None else None
-        self.register_parameter("weight_scale_inv", scale)
+        self._register_weight("weight", (out_features, in_features), blocks, device, master_dtype)
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         )
@@ -113,13 +109,7 @@ class FP8Linear(MasterModule):
         check_dtype("linear.weight", weight, *FLOATING)
         if master_dtype is not None and scale_format != "float32":
             raise ValueError(f"scale_format: expected 'float32' with a master_dtype, got {scale_format!r}")
-        new = cls(
-            linear.in_features,
-            linear.out_features,
-            bias=False,
-            device="meta",
-            master_dtype=master_dtype,
-        )
+        new = cls(linear.in_features, linear.out_features, bias=False, device="meta", master_dtype=master_dtype)
         check_not_sharded("linear.weight", weight)
         if master_dtype is None:
             data, scale = quantize_128x128(weight.detach(), scale_format=scale_format)

@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8moe.layers.parameters import local
+from fp8moe.layers.parameters import frozen, local
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.autograd import recorded
@@ -124,6 +124,24 @@ class MasterModule(nn.Module):
             if hasattr(storage, _ATTRIBUTE):
                 delattr(storage, _ATTRIBUTE)
         super().__setattr__(name, value)  # registers the new one, and so marks it; it may have the same memory
+
+    def _register_weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        blocks: tuple[int, ...],
+        device: torch.device | str | None,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        """Register an uninitialized weight, a master or in FP8 with its scale."""
+        scale = None
+        if master_dtype is None:
+            weight = frozen(torch.empty(shape, dtype=torch.float8_e4m3fn, device=device))
+            scale = frozen(torch.empty(blocks, dtype=torch.float32, device=device))
+        else:
+            weight = nn.Parameter(torch.empty(shape, dtype=master_dtype, device=device))
+        self.register_parameter(name, weight)
+        self.register_parameter(f"{name}_scale_inv", scale)
 
     # Wherever a master gets its memory, its storage is marked by the attribute, which compiled graphs look for.
 
