@@ -71,12 +71,6 @@ def test_unused_values_do_not_leak():
     assert combine(y, rows, weights, torch.float32)[2].isnan().all()
 
 
-def test_strided_operands():
-    y, weights = torch.randn(16, 6, 2)[..., 0].t(), torch.rand(3, 4).t()
-    rows = torch.randint(0, 6, (3, 4), dtype=torch.int32).t()
-    assert torch.equal(combine(y, rows, weights, torch.float32), expected(y, rows, weights, torch.float32))
-
-
 # ---- errors ----
 
 
@@ -119,25 +113,6 @@ def test_backward_raises():
 
 
 # ---- operator ----
-
-
-@pytest.mark.parametrize("tokens", [5, 0])
-@pytest.mark.parametrize("out_dtype", FLOATING)
-def test_opcheck(tokens, out_dtype):
-    rows = torch.arange(3 * tokens, dtype=torch.int32).view(tokens, 3)
-    y, weights = torch.randn(3 * tokens, 24, dtype=torch.bfloat16), torch.rand(tokens, 3)
-    torch.library.opcheck(torch.ops.fp8moe.combine.default, (y, rows, weights, out_dtype))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    def doubled(y, rows, weights):
-        return combine(y, rows, weights, torch.bfloat16) * 2
-
-    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for tokens in (5, 9):
-        operands = torch.randn(12, 16), torch.randint(-1, 12, (tokens, 3), dtype=torch.int32), torch.rand(tokens, 3)
-        assert torch.equal(compiled(*operands), doubled(*operands))
 
 
 # ---- kernels ----

@@ -16,7 +16,6 @@ from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
 from tests import experts_cases
-from tests.compilers import INDUCTOR
 from tests.errors import relative_error
 from tests.experts_cases import MLP, make, route
 from tests.experts_training_reference import Block
@@ -121,14 +120,6 @@ def test_one_expert_and_top_1():
     close(layer(x, index, weights), exact(layer, x, index, weights))
 
 
-@pytest.mark.parametrize("capacity", [None, 8])
-@pytest.mark.parametrize("top_k", [0, 2])
-def test_zero_tokens(top_k, capacity):
-    layer = make(decode_capacity=capacity)
-    out = layer(torch.empty(0, 144), torch.empty(0, top_k, dtype=torch.int64), torch.empty(0, top_k))
-    assert out.shape == (0, 144)
-
-
 def test_no_experts_to_a_token():
     layer = make()
     assert not layer(torch.randn(3, 144), torch.empty(3, 0, dtype=torch.int64), torch.empty(3, 0)).any()
@@ -167,21 +158,6 @@ def test_decode_capacity_is_for_few_tokens(tokens, monkeypatch):
     monkeypatch.setattr("fp8moe.layers.experts.experts", lambda x, *_, capacity, **__: given.append(capacity) or x)
     make(decode_capacity=4)(torch.randn(tokens, 144), *route(tokens, 4, 2))
     assert given == [4 if tokens == 4 else None]
-
-
-@pytest.mark.parametrize("capacity", [None, 8])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("hidden_size", [144, 131])
-@pytest.mark.parametrize("variant", ["plain", "alpha", "gelu"])
-def test_bad_value_touches_its_token_only(variant, hidden_size, bad, capacity):
-    layer = make(hidden_size=hidden_size, decode_capacity=capacity, **VARIANTS[variant])
-    x = torch.randn(4, hidden_size)
-    index, weights = route(4, 4, 2)
-    clean = layer(x, index, weights)
-    x[2, -1] = bad
-    out = layer(x, index, weights)
-    assert not out[2].isfinite().any()
-    assert torch.equal(out[[0, 1, 3]], clean[[0, 1, 3]])
 
 
 def test_bad_weight_touches_tokens_of_its_expert_only():
@@ -228,15 +204,6 @@ def test_leading_dimensions():
     index, weights = route(6, 4, 2)
     flat = layer(x.view(6, 144), index, weights)
     assert torch.equal(layer(x, index.view(2, 3, 2), weights.view(2, 3, 2)), flat.view(2, 3, 144))
-
-
-def test_inputs_that_are_not_contiguous():
-    layer = make()
-    x = torch.randn(144, 5).T
-    index, weights = route(5, 4, 2)
-    expected = layer(x.contiguous(), index, weights)
-    out = layer(x, index.T.contiguous().T, weights.repeat_interleave(2, dim=1)[:, ::2])
-    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -582,22 +549,9 @@ def test_from_experts_refuses(case):
 # torch.library, torch.compile, autograd.
 
 
-@pytest.mark.parametrize("capacity", [None, 4])
-def test_opcheck(capacity):
-    layer = make(hidden_size=131)
-    parameters = [getattr(layer, name) for name in layer.weight_names]
-    # Schema checks compare inputs with kernels that PyTorch lacks for float8.
-    torch.library.opcheck(
-        torch.ops.fp8moe.experts.default,
-        (torch.randn(3, 131), *route(3, 4, 2), *parameters, "silu limit=7.0", capacity, None),
-        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_compile(backend, fresh_compiler):
+def test_compile(fresh_compiler):
     block = Block(make(decode_capacity=4))
-    compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch.no_grad():
         for tokens in (3, 7, 9):
             x = torch.randn(tokens, 144)

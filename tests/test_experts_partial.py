@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.quant.quantize import quantize_1x128
-from tests.experts_cases import VARIANTS, in_order, inputs, make, part, weights_of
+from tests.experts_cases import VARIANTS, in_order, inputs, make, part
 
 SIZES = {"plain": (144, 96), "odd": (131, 77)}
 
@@ -189,32 +189,3 @@ def test_there_is_no_backward():
     out = part(layer, x.requires_grad_(), index, weights, 0, 2)
     with pytest.raises(RuntimeError, match="experts_partial has no backward"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("variant", ["plain", "gelu"])
-def test_opcheck(variant, quantized):
-    layer = make(**VARIANTS[variant])
-    x, index, weights, _ = inputs()
-    x, scale = quantize_1x128(x) if quantized else (x, None)
-    up, down = weights_of(layer, 1, 3)
-    arguments = (x, index, weights, *up, *down, layer.activation.key, torch.zeros(40, 144), scale)
-    arguments += (1, 4, 3, 30, torch.bfloat16, torch.float32)
-    arguments += (torch.ones(40, dtype=torch.bool), torch.zeros(40, dtype=torch.bool))
-    # Schema checks compare inputs with kernels that PyTorch lacks for float8.
-    utils = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.fp8moe.experts_partial.default, arguments, test_utils=utils)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic, fresh_compiler):
-    layer = make()
-
-    def both(x, index, weights):
-        first = part(layer, x, index, weights, 0, 2, num_rows=x.shape[0])
-        return part(layer, quantize_1x128(x), index, weights, 2, 4, partial=first)
-
-    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for tokens in (5, 9):
-        arguments = inputs(tokens)[:3]
-        assert torch.equal(compiled(*arguments), both(*arguments))

@@ -72,17 +72,6 @@ def test_rows_of_no_expert_do_not_matter(training):
     assert torch.equal(experts_rows(rows, offsets(), *weights_of(layer), **form), expected)
 
 
-def test_bad_value_touches_its_row_only():
-    layer = make()
-    rows = random_rows()
-    clean = experts_rows(rows, offsets(), *weights_of(layer), activation=layer.activation)
-    rows[25, 7] = float("nan")
-    out = experts_rows(rows, offsets(), *weights_of(layer), activation=layer.activation)
-    assert out[25].isnan().all()
-    out[25] = clean[25]
-    assert torch.equal(out, clean)
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("count", [0, 5])
 def test_nothing_to_do(count, training):
@@ -181,15 +170,6 @@ def test_training_has_the_bits_of_a_recorded_forward():
         assert not torch.equal(experts_rows(rows, offsets(), *weights, **form), recorded)
 
 
-def test_equal_inputs_give_equal_bits():
-    layer = make_trained()
-    arguments = (layer, random_rows(), random_rows())
-    out, grads = rows_gradients(*arguments, row_dtype=torch.bfloat16)
-    for _ in range(3):
-        again, same = rows_gradients(*arguments, row_dtype=torch.bfloat16)
-        assert torch.equal(again, out) and all(torch.equal(same[name], grads[name]) for name in grads)
-
-
 def test_master_changed_before_the_backward():
     layer = make_trained()
     up, down = quantized_weights(layer)
@@ -211,27 +191,6 @@ def test_double_backward_is_refused():
 
 
 # Operators and errors.
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("variant", ["plain", "gelu"])
-def test_opcheck(variant, quantized):
-    layer = make_trained(hidden_size=131, **VARIANTS[variant])
-    rows = random_rows(hidden=131)
-    pair = quantize_1x128(rows) if quantized else (rows.requires_grad_(), None)
-    up, down = quantized_weights(layer)
-    masters = (layer.gate_up_proj, layer.down_proj)
-    # Schema checks compare inputs with kernels that PyTorch lacks for float8.
-    utils = ("test_autograd_registration", "test_faketensor")
-    ops, arguments = torch.ops.fp8moe, (*pair, offsets(), *up, *down, layer.activation.key)
-    torch.library.opcheck(
-        ops.experts_rows_training.default, (*arguments, torch.bfloat16, (18, 8), *masters), test_utils=utils
-    )
-    torch.library.opcheck(
-        ops.experts_rows.default,
-        tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*arguments, torch.float32, None)),
-        test_utils=utils,
-    )
 
 
 def test_compile_fullgraph(fresh_compiler):

@@ -13,10 +13,9 @@ from fp8moe.kernels.gemm.api import gemm, grouped_gemm, grouped_gemm_masked, gro
 from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
-from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.runtime import operator
 from fp8moe.runtime.checks import aligned
-from tests.compilers import INDUCTOR
 from tests.errors import error_in_its_dtype
 from tests.gemm_cases import activations, gate_up_weights, int32, offsets, weights
 
@@ -123,55 +122,6 @@ def test_empty(experts, m, n, k):
     out = grouped_gemm(a, b, offsets([m] + [0] * (experts - 1) if experts else []))
     assert out.shape == (m, n)
     assert experts == 0 or not out.any()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_value_touches_its_row_only(bad):
-    x, b = torch.randn(9, 272), weights(2, 136, 272)
-    clean = grouped_gemm(quantize_1x128(x), b, int32([0, 6, 9]))
-    x[4, 200] = bad
-    out = grouped_gemm(quantize_1x128(x), b, int32([0, 6, 9]))
-    assert not out[4].isfinite().any()
-    rest = torch.arange(9) != 4
-    assert torch.equal(out[rest], clean[rest])
-
-
-def test_bad_weight_touches_its_expert_only():
-    a = activations(9, 272)
-    w = torch.randn(3, 136, 272)
-    clean = grouped_gemm(a, quantize_128x128(w), int32([0, 3, 6, 9]))
-    w[1, 130, 5] = float("nan")
-    out = grouped_gemm(a, quantize_128x128(w), int32([0, 3, 6, 9]))
-    assert out[3:6, 128:].isnan().all()
-    out[3:6, 128:] = clean[3:6, 128:]
-    assert torch.equal(out, clean)
-
-
-def test_layouts_of_the_operands_do_not_matter():
-    a, b = activations(33, 272), weights(2, 24, 272)
-    group_offsets = int32([0, 20, 33])
-    expected = grouped_gemm(a, b, group_offsets)
-    strided = torch.empty(33, 2 * 272, dtype=torch.float8_e4m3fn)[:, ::2].copy_(a.data)
-    transposed = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in b]
-    out = grouped_gemm((strided, a.scale.contiguous()), transposed, group_offsets.repeat_interleave(2)[::2])
-    assert torch.equal(out, expected)
-
-
-def test_out_in_a_larger_tensor():
-    a, b = activations(5, 144), weights(2, 24, 144)
-    parent = torch.full((8, 64), 7.0)
-    out = grouped_gemm(a, b, int32([0, 2, 5]), out=parent[1:6, 16:40])
-    check(out, a, b, [slice(0, 2), slice(2, 5)])
-    out.fill_(7)
-    assert (parent == 7).all()
-
-
-def test_inputs_are_left_alone():
-    a, b = activations(9, 144), weights(2, 24, 144)
-    values = (*a, *b, int32([0, 4, 99]))
-    before = [value.clone() for value in values]
-    grouped_gemm(a, b, values[-1])
-    assert all(torch.equal(x.float(), y.float()) for x, y in zip(values, before, strict=True))
 
 
 # The masked layout.
@@ -359,51 +309,6 @@ def test_weights_are_copied_only_where_tma_cannot_load_them():
 
 
 # Operators.
-
-
-def test_opcheck():
-    ops = torch.ops.fp8moe
-    a, b = activations(8, 144), weights(2, 32, 144)
-    a3 = [t.unflatten(0, (2, 4)) for t in a]
-    gate_up = gate_up_weights(2, 16, 144)
-    low_rank = torch.randn(8, 16).bfloat16(), torch.randn(2, 32, 16).bfloat16()
-    for op, arguments in (
-        (ops.grouped_gemm.default, (*a, *b, int32([0, 3, 8]))),
-        (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.zeros(8, 32), None, None, None)),
-        (ops.grouped_gemm_out.default, (*a, *b, int32([0, 3, 8]), torch.ones(8, 32), (16, 4), *low_rank)),
-        (ops.grouped_gemm_masked.default, (*a3, *b, int32([4, 4]), None)),
-        (ops.grouped_gemm_masked_out.default, (*a3, *b, int32([4, 3]), 3, torch.zeros(2, 4, 32))),
-        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([0, 3, 8]), None, None, None, None, (16, 4))),
-        (ops.grouped_gemm_swiglu.default, (*a, *gate_up, int32([4, 4]), 7.0, 1.702, 4, 2, None)),
-    ):
-        torch.library.opcheck(op, arguments, test_utils=OPCHECKS)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_compile(backend, fresh_compiler):
-    b = weights(2, 24, 144)
-
-    def function(a_data, a_scale, group_offsets, out):
-        a = FP8Tensor(a_data, a_scale)
-        grouped_gemm(a, b, group_offsets, out=out)
-        masked = grouped_gemm_masked([t.unflatten(0, (2, -1)) for t in a], b, group_offsets[1:], expected_m=4)
-        return grouped_gemm(a, b, group_offsets) * 2, out + 1, masked[:, :3]
-
-    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
-    for m in (6, 10):
-        arguments = (*activations(m, 144, seed=m), int32([0, 3, m]))
-        out, compiled_out = torch.empty(m, 24), torch.empty(m, 24)
-        for actual, expected in zip(compiled(*arguments, compiled_out), function(*arguments, out), strict=True):
-            assert torch.equal(actual, expected)
-        assert torch.equal(compiled_out, out)
-
-
-def test_shapes_without_data():
-    a, b = ([t.to("meta") for t in pair] for pair in (activations(6, 144), weights(3, 24, 144)))
-    out = grouped_gemm(a, b, int32([0, 0, 0, 0]).to("meta"))
-    assert out.is_meta and out.shape == (6, 24) and out.dtype == torch.bfloat16
-    masked = grouped_gemm_masked([t.unflatten(0, (3, 2)) for t in a], b, int32([0, 0, 0]).to("meta"))
-    assert masked.is_meta and masked.shape == (3, 2, 24)
 
 
 def test_backward_says_that_there_is_none():

@@ -35,13 +35,6 @@ def test_products(sizes, width, rank, tokens, seed):
     assert not got[[size == 0 for size in sizes]].any()
 
 
-@pytest.mark.parametrize("tokens", [None, 4])
-def test_opcheck(tokens):
-    x, factors, ranks, offsets, index = operands([2, 0, 5], 24, 16, tokens, rest=0)
-    torch.library.opcheck(torch.ops.fp8moe.lora_shrink.default, (x, factors, offsets, index))
-    torch.library.opcheck(torch.ops.fp8moe.lora_gradient.default, (ranks, x, offsets, index))
-
-
 def test_what_does_not_fit_is_refused():
     x, factors, ranks, offsets, index = operands([2, 0, 5], 24, 16, 4)
     for error, match, call in (

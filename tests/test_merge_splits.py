@@ -101,12 +101,6 @@ def test_backward_raises(quantized):
         (out.scale if quantized else out).sum().backward()
 
 
-def test_opcheck():
-    operands = attention_in_parts(2, 2, 3, 2, 16, dtype=torch.bfloat16)[:3]
-    torch.library.opcheck(torch.ops.fp8moe.merge_splits.default, operands)
-    torch.library.opcheck(torch.ops.fp8moe.merge_splits_quantized.default, operands)
-
-
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_every_variant_compiles_without_spills(dtype):
     for heads in ((32, 4, 128), (14, 2, 64), (96, 8, 128), (8, 2, 256), (6, 3, 80)):

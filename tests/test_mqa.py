@@ -98,30 +98,6 @@ def test_a_nan_shows_where_it_matters():
         cases.assert_nans(mqa_logits(*bad), without, where)
 
 
-def test_other_layouts():
-    q, kv, weights, starts, ends = operands = cases.prefill(9, 30, kind="packed")
-    expected = mqa_logits(*operands)
-    rows = torch.zeros(30, 144, dtype=torch.uint8)
-    rows[:, :128] = kv.data.view(torch.uint8)
-    others = (
-        q.transpose(0, 2).contiguous().transpose(0, 2),
-        [rows.view(torch.float8_e4m3fn)[:, :128], kv.scale.repeat_interleave(2)[::2]],
-        weights.t().contiguous().t(),
-        starts.repeat_interleave(3)[::3],
-        torch.stack([starts, ends], dim=1)[:, 1],
-    )
-    assert torch.equal(mqa_logits(*others), expected)
-
-
-def test_inputs_are_left_alone():
-    operands, cached = cases.prefill(9, 30, kind="ragged"), cases.paged([70, -5], next_n=2)
-    values = (operands.q, *operands.kv, *operands[2:], *cached)
-    before = [value.clone() for value in values]
-    mqa_logits(*operands)
-    paged_mqa_logits(*cached, max_context_len=100)
-    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(values, before, strict=True))
-
-
 def test_overlap_with_unquantized_scores():
     assert cases.overlap(8, 2048, 256, mqa_logits) >= 0.93
 
@@ -377,41 +353,9 @@ def test_backward_raises():
 # Operators.
 
 
-@pytest.mark.parametrize(("tokens", "keys"), [(6, 10), (0, 10), (6, 0)])
-def test_opcheck(tokens, keys):
-    q, kv, *rest = cases.prefill(tokens, keys, heads=32, head_dim=64, kind="full")
-    torch.library.opcheck(torch.ops.fp8moe.mqa_logits.default, (q, *kv, *rest, None, False, True), test_utils=OPCHECKS)
-    torch.library.opcheck(torch.ops.fp8moe.mqa_logits.default, (q, *kv, *rest, 7, True, True), test_utils=OPCHECKS)
-
-
-@pytest.mark.parametrize("lens", [[70, 3], [[70, 3], [4, 5]], []])
-def test_paged_opcheck(lens):
-    operands = cases.paged(lens, next_n=2, heads=32, head_dim=64)
-    torch.library.opcheck(torch.ops.fp8moe.paged_mqa_logits.default, (*operands, 100, True), test_utils=OPCHECKS)
-
-
 def test_autocast_changes_nothing():
     operands = cases.prefill(30, 40, heads=32, head_dim=64)
     q, kv, *rest = operands
     expected = mqa_logits(q, kv, *rest)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(mqa_logits(q, kv, *rest), expected)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    def chosen(q, data, scale, *rest):
-        return mqa_logits(q, (data, scale), *rest).topk(3).values
-
-    def chosen_from_cache(*operands):
-        return paged_mqa_logits(*operands[:-1], max_context_len=operands[-1]).topk(3).values
-
-    compiled = [
-        torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-        for function in (chosen, chosen_from_cache)
-    ]
-    for tokens in (4, 7):
-        q, kv, *rest = cases.prefill(tokens, 5 * tokens, heads=32, head_dim=64)
-        assert torch.equal(compiled[0](q, *kv, *rest), chosen(q, *kv, *rest))
-        operands = (*cases.paged([70 + i for i in range(tokens)], heads=32, head_dim=64), 60 + tokens)
-        assert torch.equal(compiled[1](*operands), chosen_from_cache(*operands))

@@ -138,16 +138,6 @@ def test_zero_keys():
     assert not data.float().any() and scale.item() == pytest.approx(1e-12 / 448, rel=1e-6)
 
 
-def test_strided_operands():
-    x, slots = random(64, 300, 2), torch.randperm(192, dtype=torch.int32).view(64, 3)
-    for k in (x[..., 0].t()[:64], x[:, 3:67, 1], x[::2, :64, 0].repeat(2, 1), x[:1, :64, 1].expand(64, -1)):
-        for column in (slots[:, 1], slots.t()[2], slots.t().contiguous()[0]):
-            cache = marked_cache(3, 64)
-            append_kv(cache, k, column)
-            assert torch.equal(cache, expected(marked_cache(3, 64), k, column, "float32"))
-            assert torch.equal(read_kv(cache, column).data.float(), quantize_1x128(k).data.float())
-
-
 def test_part_of_a_cache():
     cache, k, slots = marked_cache(4, 32), random(3, 32), torch.tensor([63, 64, -1], dtype=torch.int32)
     append_kv(cache[1:3], k, slots)
@@ -211,28 +201,6 @@ def test_errors():
 
 
 # ---- operator ----
-
-
-@pytest.mark.parametrize("tokens", [5, 0])
-@pytest.mark.parametrize("scale_format", SCALE_FORMATS)
-def test_opcheck(tokens, scale_format):
-    operands = marked_cache(2, 32), random(tokens, 32, dtype=torch.bfloat16), some_slots(tokens, 128)
-    torch.library.opcheck(torch.ops.fp8moe.append_kv.default, (*operands, scale_format))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    def append_and_read(cache, k, slots):
-        append_kv(cache, k, slots, scale_format="ue8m0")
-        data, scale = read_kv(cache, slots)
-        return data.float() * scale[:, None]
-
-    compiled = torch.compile(append_and_read, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for tokens in (5, 9):
-        caches = marked_cache(2, 64), marked_cache(2, 64)
-        k, slots = random(tokens, 64, seed=tokens), some_slots(tokens, 128, seed=tokens)
-        assert torch.equal(compiled(caches[0], k, slots), append_and_read(caches[1], k, slots))
-        assert torch.equal(*caches) and (caches[0] != MARK).any()
 
 
 # ---- kernels ----

@@ -53,21 +53,6 @@ def test_rows_out_of_range_are_none():
     assert torch.equal(dequantize(t)[[3, 0, 2]], dequantize(quantize_1x128(x))[[0, 1, 3]])
 
 
-def test_nan_stays_in_its_rows():
-    x = torch.randn(3, 256)
-    x[1, 200] = float("nan")
-    rows = torch.tensor([[0, 5], [3, 1], [2, 4]], dtype=torch.int32)
-    values = dequantize(permute_quantize(x, rows, 6))
-    assert values[[1, 3], 128:].isnan().all()
-    assert values[[0, 2, 4, 5]].isfinite().all() and values[:, :128].isfinite().all()
-
-
-def test_strided_operands():
-    x = torch.randn(6, 96, 2)
-    rows = torch.arange(24, dtype=torch.int32).view(4, 6).t()
-    assert_rows_hold_their_tokens(permute_quantize(x[..., 1], rows, 24), x[..., 1], rows)
-
-
 def test_result_is_detached():
     t = permute_quantize(torch.randn(2, 32).requires_grad_(), torch.zeros(2, 1, dtype=torch.int32), 1)
     assert not t.data.requires_grad and not t.scale.requires_grad
@@ -101,27 +86,6 @@ def test_errors():
 
 
 # ---- operator ----
-
-
-@pytest.mark.parametrize("tokens", [5, 0])
-def test_opcheck(tokens):
-    rows = torch.arange(3 * tokens, dtype=torch.int32).view(tokens, 3)
-    operator = torch.ops.fp8moe.permute_quantize.default
-    torch.library.opcheck(operator, (torch.randn(tokens, 272, dtype=torch.bfloat16), rows, 3 * tokens))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    def rows_of_experts(x, index):
-        rows = sort_by_expert(index, 5).rows
-        t = permute_quantize(x, rows, index.numel())
-        return t.data.float(), t.scale * 2
-
-    compiled = torch.compile(rows_of_experts, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for tokens in (5, 9):
-        x, index = torch.randn(tokens, 48), torch.randint(0, 5, (tokens, 3))
-        for got, want in zip(compiled(x, index), rows_of_experts(x, index), strict=True):
-            assert torch.equal(got, want) and got.stride() == want.stride()
 
 
 # ---- kernels ----

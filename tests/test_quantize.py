@@ -187,16 +187,6 @@ def test_128x1_is_1x128_of_the_transpose(k, m, dtype):
     assert torch.equal(t.data.float(), expected.data.float()) and torch.equal(t.scale, expected.scale)
 
 
-def test_non_contiguous_input():
-    x = random(6, 520, 4)
-    for view in (x[..., 0], x[::2, :300, 1], x.permute(2, 0, 1)[:, 1:], x[0].t(), x[:1, :, 2].expand(3, -1)):
-        for quantizer in (quantize_1x128, quantize_128x128):
-            strided, dense = quantizer(view), quantizer(view.clone(memory_format=torch.contiguous_format))
-            assert torch.equal(strided.data.float(), dense.data.float())
-            assert torch.equal(strided.scale, dense.scale) and strided.scale.stride() == dense.scale.stride()
-            assert strided.data.is_contiguous()
-
-
 @pytest.mark.parametrize("shape", [(0, 128), (0, 5), (3, 0), (2, 0, 300)])
 def test_empty(shape):
     x = torch.empty(shape)
@@ -277,41 +267,6 @@ def test_scale_format_error(quantizer):
 
 
 # ---- operators ----
-
-
-@pytest.mark.parametrize(
-    "name,shape,options",
-    [
-        ("quantize_1x128", (3, 5, 300), ("float32",)),
-        ("quantize_1x128", (4, 128), ("ue8m0",)),
-        ("quantize_1x128", (300,), ("float32",)),
-        ("quantize_1x128", (0, 128), ("float32",)),
-        ("quantize_128x128", (2, 130, 300), ("float32",)),
-        ("quantize_128x128", (130, 64), ("ue8m0",)),
-        ("quantize_128x1", (300, 5), ()),
-    ],
-)
-def test_opcheck(name, shape, options):
-    operator = getattr(torch.ops.fp8moe, name).default
-    torch.library.opcheck(operator, (random(*shape, dtype=torch.bfloat16), *options))
-    torch.library.opcheck(operator, (random(*shape[:-1], 2 * shape[-1])[..., ::2], *options))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    def round_trips(x):
-        return (
-            dequantize(quantize_1x128(x, scale_format="ue8m0")),
-            dequantize(quantize_128x128(x)),
-            dequantize(quantize_128x1(x)).t(),
-            quantize_1x128(x).scale * 2,
-        )
-
-    compiled = torch.compile(round_trips, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for m in (5, 9):
-        x = random(m, 300)
-        for got, expected in zip(compiled(x), round_trips(x), strict=True):
-            assert torch.equal(got, expected) and got.stride() == expected.stride()
 
 
 def test_results_are_detached():

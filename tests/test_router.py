@@ -42,12 +42,6 @@ def test_logits(dtypes, tokens, experts, hidden):
     assert error_in_its_dtype(logits, x.double() @ weight.double().t()) < limit
 
 
-def test_logits_of_strided_operands():
-    x, weight = torch.randn(16, 3).t(), torch.randn(5, 32)[:, ::2]
-    logits = router_logits(x, weight, dtype=torch.float32)
-    assert error_in_its_dtype(logits, x.double() @ weight.double().t()) < 1e-6
-
-
 # ---- route ----
 
 
@@ -261,30 +255,6 @@ def test_backward_raises():
 
 
 # ---- operators ----
-
-
-@pytest.mark.parametrize("tokens", [5, 0])
-def test_opcheck(tokens):
-    x, weight = torch.randn(tokens, 16, dtype=torch.bfloat16), torch.randn(8, 16, dtype=torch.bfloat16)
-    torch.library.opcheck(torch.ops.fp8moe.router_logits.default, (x, weight, torch.float32))
-    for bias in (None, torch.randn(8)):
-        logits = torch.randn(tokens, 8)
-        torch.library.opcheck(
-            torch.ops.fp8moe.route.default, (logits, 3, "sigmoid", bias, 4, 2, True, 2.5, torch.bfloat16)
-        )
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    def routed(x, weight):
-        routing = route(router_logits(x, weight, dtype=torch.float32), 3, **SOFTMAX, dtype=x.dtype)
-        return routing.index + 1, routing.weights * 2
-
-    compiled = torch.compile(routed, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    weight = torch.randn(9, 16)
-    for tokens in (5, 9):
-        x = torch.randn(tokens, 16)
-        assert all(map(torch.equal, compiled(x, weight), routed(x, weight)))
 
 
 # ---- kernels ----

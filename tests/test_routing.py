@@ -90,13 +90,6 @@ def test_index_outside_of_32_bits_is_of_no_expert():
     assert rows.tolist() == [[0, -1], [-1, -1], [-1, -1]]
 
 
-def test_strided_index():
-    index = torch.randint(-1, 5, (30, 12))
-    for view in (index[:, ::2], index.t(), index[:1].expand(7, -1)):
-        for strided, dense in zip(sort_by_expert(view, 4), sort_by_expert(view.contiguous(), 4), strict=True):
-            assert torch.equal(strided, dense) and strided.is_contiguous()
-
-
 # ---- errors ----
 
 
@@ -129,29 +122,6 @@ def test_errors():
 
 
 # ---- operator ----
-
-
-@pytest.mark.parametrize("capacity", [None, 3])
-@pytest.mark.parametrize("shape", [(5, 3), (0, 8)])
-def test_opcheck(shape, capacity):
-    index = torch.randint(-1, 6, shape)
-    torch.library.opcheck(torch.ops.fp8moe.sort_by_expert.default, (index, 5, capacity))
-    if capacity is None:
-        torch.library.opcheck(torch.ops.fp8moe.sort_by_expert.default, (index, 5, None, 3, 2, 7))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    def both(index):
-        tokens = index.shape[0]
-        window = sort_by_expert(index, 3, first_expert=2, first_row=tokens, num_rows=tokens + 1)
-        return *sort_by_expert(index, 5), *sort_by_expert(index, 5, capacity=tokens), *window
-
-    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for tokens in (5, 9):
-        index = torch.randint(-1, 6, (tokens, 3))
-        for got, want in zip(compiled(index), both(index), strict=True):
-            assert torch.equal(got, want)
 
 
 # ---- kernels ----

@@ -334,36 +334,6 @@ def test_nothing_is_recorded_for_autograd():
 # ---- operator ----
 
 
-@pytest.mark.parametrize("rows", [5, 0])
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_opcheck(rows, dtype):
-    arguments = (random_logits(rows, 33, dtype), *make_state(rows, 33, top_k=4))
-    torch.library.opcheck(torch.ops.fp8moe.sample.default, arguments)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    def twice(logits, state):
-        first = sample(logits, state)
-        return first.tokens, first.logprobs, sample(logits, state).tokens
-
-    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for rows in (5, 9):
-        logits, state = random_logits(rows, 40, torch.bfloat16), random_state(rows, 40)
-        expected_state = copied(state)
-        expected = twice(logits, expected_state)
-        assert all(map(torch.equal, compiled(logits, state), expected))
-        assert all(map(torch.equal, state, expected_state))
-
-
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_strided_logits(dtype):
-    logits, state = random_logits(12, 96, dtype), random_state(6, 24)
-    for view in (logits[:6, :24], logits[::2, 30:54], logits[:6, ::4], logits.view(6, 2, 96)[:, -1, :24]):
-        for strided, dense in zip(sample(view, copied(state)), sample(view.contiguous(), copied(state)), strict=True):
-            assert torch.equal(strided, dense)
-
-
 # ---- kernels ----
 
 

@@ -138,24 +138,6 @@ def test_nan_stays_in_its_row(where, activation):
     assert dequantize(h.rows)[4].isnan().all() == (where in ("gate", "up"))
 
 
-def test_strided_operands():
-    gate_up, grad, row_weights = operands(20, 128)
-    offsets = offsets_of(0, 20)
-    want = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=Activation())
-    strided = (value.repeat_interleave(2, -1)[..., ::2] for value in (gate_up, grad, row_weights))
-    got = swiglu_backward_quantize(*strided, offsets, activation=Activation())
-    assert_same(got[0], want[0])
-    assert torch.equal(got[1], want[1])
-
-
-def test_no_rows():
-    gate_up, grad, row_weights = operands(0, 128)
-    t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 0, 0), activation=Activation())
-    assert t.rows.data.shape == (0, 256) and t.columns.data.shape == (256, 0) and dots.shape == (0,)
-    assert t.offsets.tolist() == [0, 0, 0]
-    assert swiglu_quantize(gate_up, offsets_of(0, 0), activation=Activation()).rows.data.shape == (0, 128)
-
-
 def test_results_are_detached():
     gate_up, grad, row_weights = (value.requires_grad_() for value in operands(4, 128))
     t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets_of(0, 4), activation=Activation())
@@ -206,33 +188,6 @@ def test_errors():
 
 
 # ---- operators ----
-
-
-@pytest.mark.parametrize("rows", [5, 0])
-@pytest.mark.parametrize("activation", ACTIVATIONS[:3])
-def test_opcheck(rows, activation):
-    gate_up, grad, row_weights = operands(rows, 128)
-    form = offsets_of(0, rows), activation.key
-    ops = torch.ops.fp8moe
-    torch.library.opcheck(ops.swiglu_quantize.default, (gate_up, *form))
-    torch.library.opcheck(ops.swiglu_backward_quantize.default, (gate_up, grad, row_weights, *form))
-    for values in (False, True):
-        torch.library.opcheck(ops.swiglu_quantize_rows.default, (gate_up, *form, values))
-        operands_of = gate_up, grad, row_weights, *form, values
-        torch.library.opcheck(ops.swiglu_backward_quantize_rows.default, operands_of)
-
-
-def test_compile_fullgraph():
-    def both(gate_up, grad, row_weights, offsets):
-        h = swiglu_quantize(gate_up, offsets, activation=Activation(limit=1.0))
-        t, dots = swiglu_backward_quantize(gate_up, grad, row_weights, offsets, activation=Activation(limit=1.0))
-        return h.columns.data.float(), h.columns.scale, t.rows.data.float(), t.rows.scale, t.columns.scale, dots
-
-    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (128, 256):  # without columns past the groups
-        arguments = (*operands(rows, 128), offsets_of(0, rows))
-        for got, want in zip(compiled(*arguments), both(*arguments), strict=True):
-            assert torch.equal(got, want) and got.stride() == want.stride()
 
 
 # ---- kernels ----

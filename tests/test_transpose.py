@@ -167,15 +167,6 @@ def test_layout(rows, features, groups):
     assert t.offsets.tolist() == [0] + [-(-rows // 128) * 128] * groups
 
 
-def test_strided_input():
-    x = random(140, 530, 3, dtype=torch.bfloat16)
-    offsets = offsets_of([100, 30])
-    for view in (x[..., 1], x.permute(2, 0, 1)[1, :, 7:], x[:, :140, 0].t(), x[:1, :, 0].expand(140, -1)):
-        got, want = quantize_with_transpose(view, offsets), quantize_with_transpose(view.clone(), offsets)
-        for a, b in zip((*got.rows, *got.columns), (*want.rows, *want.columns), strict=True):
-            assert same_bits(a, b) and a.stride() == b.stride()
-
-
 def test_result_is_detached():
     t = quantize_with_transpose(random(4, 128).requires_grad_(), row_weights=torch.ones(4).requires_grad_())
     assert not any(part.requires_grad for part in (*t.rows, *t.columns, t.offsets))
@@ -215,29 +206,6 @@ def test_errors():
 
 
 # ---- operator ----
-
-
-@pytest.mark.parametrize("rows", [5, 0])
-def test_opcheck(rows):
-    x = random(rows, 272, dtype=torch.bfloat16)
-    operator = torch.ops.fp8moe.quantize_with_transpose.default
-    torch.library.opcheck(operator, (x, None, None, None))
-    tokens = torch.zeros(7, dtype=torch.int32)
-    torch.library.opcheck(operator, (x, offsets_of([2, 5]), tokens, torch.ones(7)))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    def both(x, offsets):
-        t = quantize_with_transpose(x, offsets)
-        return t.rows.data.float(), t.rows.scale * 2, t.columns.data.float(), t.columns.scale * 2, t.offsets + 1
-
-    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for rows in (130, 300):
-        x, offsets = random(rows, 96), offsets_of([rows - 100, 100])
-        for got, want in zip(compiled(x, offsets), both(x, offsets), strict=True):
-            used = want[..., : 128 * -(-(rows - 100) // 128) + 128] if want.shape[0] == 96 else want
-            assert torch.equal(got[..., : used.shape[-1]], used) and got.stride() == want.stride()
 
 
 # ---- kernels ----

@@ -75,26 +75,6 @@ def test_errors():
         transpose_fp8((data, scale.to("meta")))
 
 
-@pytest.mark.parametrize("shape", [(136, 272), (3, 8, 16)])
-def test_opcheck(shape):
-    # Schema checks compare inputs with kernels that PyTorch lacks for float8.
-    torch.library.opcheck(
-        torch.ops.fp8moe.transpose_fp8.default,
-        quantize_128x128(torch.randn(shape)),
-        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_fullgraph(dynamic):
-    compiled = torch.compile(
-        lambda *w: transpose_fp8(w).data.float(), backend="aot_eager", fullgraph=True, dynamic=dynamic
-    )
-    for n in (136, 264):
-        data, scale = quantize_128x128(torch.randn(n, 48))
-        assert torch.equal(compiled(data, scale), data.float().t())
-
-
 def test_every_variant_compiles_without_spills():
     for variant in itertools.product((False, True), repeat=2):
         report = compile_report(transpose.fp8_kernel_spec(*variant))

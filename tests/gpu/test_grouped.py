@@ -485,23 +485,3 @@ def test_more_than_2_31_elements(experts, m, n, k):
         sample = FP8Tensor(a.data.view(torch.uint8)[rows].view(a.data.dtype), a.scale[rows])
         check(out[rows], sample, FP8Tensor(b.data[expert : expert + 1], b.scale[expert : expert + 1]), [slice(0, 2)])
     assert sum(part.isnan().sum() for part in out[: size * experts].split(4096)) == 0
-
-
-def test_operators():
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    a, b = activations(8, 144), weights(2, 32, 144)
-    arguments = (*a, *b, int32([0, 3, 8]))
-    torch.library.opcheck(torch.ops.fp8moe.grouped_gemm.default, arguments, test_utils=checks)
-    compiled = torch.compile(lambda *call: grouped_gemm(*call) * 2, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(a, b, arguments[-1]), grouped_gemm(a, b, arguments[-1]) * 2)
-
-
-def test_operands_on_the_wrong_device():
-    a, b, group_offsets = activations(5, 48), weights(2, 24, 48), int32([0, 2, 5])
-    for call, message in (
-        (dict(b=(b.data.cpu(), b.scale)), r"^b\.data: expected on cuda:0 like a\.data, got cpu"),
-        (dict(group_offsets=group_offsets.cpu()), r"^group_offsets: expected on cuda:0 .* got cpu"),
-        (dict(out=torch.zeros(5, 24)), r"^out: expected on cuda:0 .* got cpu"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            grouped_gemm(**{"a": a, "b": b, "group_offsets": group_offsets} | call)

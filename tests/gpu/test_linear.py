@@ -34,26 +34,6 @@ def test_agrees_with_the_layer_on_the_cpu():
     close(on_gpu(x.to(DEVICE)).cpu(), layer(x))
 
 
-def test_input_that_is_not_contiguous():
-    layer = FP8Linear(144, 24, device=DEVICE)
-    x = torch.randn(3, 144, 5, device=DEVICE).transpose(1, 2)
-    assert torch.equal(layer(x), layer(x.contiguous()))
-    sliced = torch.randn(4, 300, device=DEVICE)[:, 7:151]
-    assert torch.equal(layer(sliced), layer(sliced.contiguous()))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("features", [(144, 24), (131, 21)])
-def test_bad_value_touches_its_row_only(bad, features):
-    layer = FP8Linear(*features, device=DEVICE)
-    x = torch.randn(4, features[0], device=DEVICE)
-    clean = layer(x)
-    x[2, -1] = bad
-    out = layer(x)
-    assert not out[2].isfinite().any()
-    assert torch.equal(out[[0, 1, 3]], clean[[0, 1, 3]])
-
-
 @pytest.mark.parametrize("m", [1, 64, 300])
 def test_graph_replays_with_other_inputs(m):
     model = nn.Sequential(FP8Linear(576, 1536, device=DEVICE), nn.SiLU(), FP8Linear(1536, 576, device=DEVICE))
@@ -69,13 +49,6 @@ def test_graph_replays_with_other_inputs(m):
             out.fill_(float("nan"))
             graph.replay()
             assert torch.equal(out, model(x))
-
-
-def test_equal_inputs_give_equal_bits():
-    layer = FP8Linear(7168, 576, device=DEVICE)
-    x = torch.randn(16, 7168, dtype=torch.bfloat16, device=DEVICE)
-    first = layer(x)
-    assert all(torch.equal(layer(x), first) for _ in range(20))
 
 
 def test_back_to_back_layers_do_not_share_memory():
@@ -125,11 +98,3 @@ def test_replace():
     assert replace_linears(model) == ["0", "2"]
     assert before - torch.cuda.memory_allocated() > 0.45 * 2 * 2 * 576 * 1536
     assert (model(x) - expected).norm() < 0.08 * expected.norm()
-
-
-@pytest.mark.parametrize("argument", ["x", "weight"])
-def test_wrong_device(argument):
-    layer = FP8Linear(144, 24, device="cpu" if argument == "weight" else DEVICE)
-    x = torch.randn(3, 144, device="cpu" if argument == "x" else DEVICE)
-    with pytest.raises(ValueError, match=r"^weight: expected on \S+ like x, got"):
-        layer(x)

@@ -70,15 +70,6 @@ def test_frozen_weights_pass_gradients(features, dtype):
     assert relative_error(d_bias, grad.double().sum((0, 1))) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("features", [(576, 1536), (131, 261)])
-def test_no_rows_give_zero_gradients(features):
-    layer = make(*features)
-    x, grad = random(0, features[0]), random(0, features[1])
-    out, (d_x, d_weight, d_bias) = gradients(layer, x, grad, layer.parameters())
-    assert out.shape == grad.shape and d_x.shape == x.shape
-    assert not d_weight.any() and not d_bias.any()
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("features", [(576, 1536), (131, 261)])
 def test_bad_value_stays_visible(features, bad):
@@ -91,16 +82,6 @@ def test_bad_value_stays_visible(features, bad):
         assert not actual[index].isfinite().any()
         others = torch.arange(len(actual), device=DEVICE) != index
         assert torch.equal(actual[others], expected[others])
-
-
-def test_equal_inputs_give_equal_bits():
-    layer = make(1536, 576)
-    x, grad = random(1000, 1536), random(1000, 576)
-    first = gradients(layer, x, grad, layer.parameters())
-    for seed in range(20):
-        torch.full((1 << 24,), float(seed), device=DEVICE)  # other memory contents
-        out, grads = gradients(layer, x, grad, layer.parameters())
-        assert torch.equal(out, first[0]) and same(grads, first[1])
 
 
 def test_agrees_with_the_layer_on_the_cpu():

@@ -215,19 +215,6 @@ def test_a_nan_in_a_query(next_n):
         cases.assert_nans(paged_mqa_logits(*bad, max_context_len=1000), without, where)
 
 
-def test_other_layouts_of_the_paged_form():
-    q, kv_cache, weights, context_lens, block_table = operands = paged([300, 0, 129], next_n=2)
-    expected = paged_mqa_logits(*operands, max_context_len=300)
-    others = (
-        q.transpose(0, 2).contiguous().transpose(0, 2),
-        torch.cat([kv_cache[:1], kv_cache])[1:],
-        weights.t().contiguous().t(),
-        context_lens.repeat_interleave(2)[::2],
-        block_table.t().contiguous().t(),
-    )
-    assert cases.same_bits(paged_mqa_logits(*others, max_context_len=300), expected)
-
-
 # Streams, graphs, memory.
 
 
@@ -379,19 +366,3 @@ def test_more_queries():
 
 
 # Operators.
-
-
-def test_compile_fullgraph():
-    operands = prefill(40, 300)
-    compiled = torch.compile(lambda *call: mqa_logits(*call) * 2, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*operands), mqa_logits(*operands) * 2)
-
-
-def test_operands_on_the_wrong_device():
-    operands, cached = prefill(5, 9), paged([70, 3])
-    for name in ("weights", "starts", "ends"):
-        with pytest.raises(ValueError, match=f"^{name}: expected on cuda:0 like q, got cpu"):
-            mqa_logits(**operands._asdict() | {name: getattr(operands, name).cpu()})
-    for name in ("kv_cache", "weights", "context_lens", "block_table"):
-        with pytest.raises(ValueError, match=f"^{name}: expected on cuda:0 like q, got cpu"):
-            paged_mqa_logits(**cached._asdict() | {name: getattr(cached, name).cpu()}, max_context_len=80)

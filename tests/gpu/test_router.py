@@ -11,7 +11,7 @@ from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import device_guard
 from tests.backends import on_reference
 from tests.errors import error_in_its_dtype
-from tests.router_cases import DEEPSEEK, FORMS, SOFTMAX, arguments, exact_route
+from tests.router_cases import FORMS, SOFTMAX, arguments, exact_route
 
 pytestmark = pytest.mark.gpu
 
@@ -176,33 +176,6 @@ def test_nan_and_infinity_stay_in_their_tokens(experts, top_k, form, dtype):
     assert torch.equal(index[[2, 4]], expected.index[[2, 4]])
     assert torch.equal(index[7:], clean[0][7:]) and torch.equal(weights[7:], clean[1][7:])
     assert torch.equal(weights[0], clean[1][0])
-
-
-def test_route_of_strided_logits():
-    wide = random(30, 2, 128)
-    for logits in (wide[:, 1], wide[:, 0, ::2], wide[..., 5].t().contiguous().t()):
-        bias = random(2 * logits.shape[1])[::2]
-        for given in (None, bias):
-            form = {**DEEPSEEK, "bias": given, "dtype": torch.float32}
-            got = route(logits, 2, **form)
-            expected = route(logits.contiguous(), 2, **form)
-            assert torch.equal(got.index, expected.index) and torch.equal(got.weights, expected.weights)
-
-
-def test_no_tokens():
-    routing = route(random(0, 16), 4, **SOFTMAX, dtype=torch.bfloat16)
-    assert routing.index.shape == routing.weights.shape == (0, 4)
-
-
-def test_same_bits_every_time():
-    x, weight = random(64, 2048, dtype=torch.bfloat16), random(256, 2048, dtype=torch.bfloat16, seed=1)
-    form = arguments(256, FORMS[3][2], "cuda")
-    logits = write_logits(x, weight, torch.float32)
-    index, weights = write_route(logits, 8, form, torch.float32)
-    for _ in range(20):
-        assert torch.equal(write_logits(x, weight, torch.float32), logits)
-        again = write_route(logits, 8, form, torch.float32)
-        assert torch.equal(again[0], index) and torch.equal(again[1], weights)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])

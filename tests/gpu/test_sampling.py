@@ -235,8 +235,3 @@ def test_past_two_to_the_31_elements():
     few = make_state(5, vocab, device="cuda", top_k=5, seed=some.tolist())
     assert torch.equal(tokens[some], reference(logits[some], few)[0])
     assert torch.equal(seen[some], few.seen) and (state.step == 1).all()
-
-
-def test_no_rows():
-    tokens, logprobs = sample(torch.empty(0, 100, device="cuda"), make_state(0, 100, device="cuda"))
-    assert tokens.shape == logprobs.shape == (0,)

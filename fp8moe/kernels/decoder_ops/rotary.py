@@ -194,8 +194,12 @@ def _launch(operands: Operands) -> Tensor:
         return query
     batch, tokens, queries, size = q.shape
     key_heads, length = keys.shape[1:3]
+    for name, cache in (("keys", keys), ("values", values)):
+        if cache.data_ptr() % _VECTOR_BYTES:
+            raise ValueError(f"{name}: expected to start at a multiple of 16 bytes, got {cache.data_ptr():#x}")
     q, k, v = map(_rows, (q, k, v))
     cos, sin = aligned(cos), aligned(sin)
+    columns, q_weight, k_weight = (x if x is None else aligned(x) for x in (columns, q_weight, k_weight))
     strides = {f"{name}_stride": x.stride(1 if tokens > 1 else 0) for name, x in (("q", q), ("k", k), ("v", v))}
     sizes = {"length": length, "batch": batch, "tokens": tokens, "one_table": cos.shape[0] == 1, "copies": copies}
     heads = Heads(queries, key_heads, size, cos.shape[2], q_weight is not None)

@@ -13,7 +13,7 @@ from fp8moe.quant.checks import check_scale, check_vector, fp8_data
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import aligned, check_like
+from fp8moe.runtime.checks import aligned, check_device, check_like
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned, resident_blocks
 from fp8moe.runtime.operator import Written, define
@@ -179,6 +179,7 @@ def _flat_fake(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, accumulat
         if length != rows * blocks * BLOCK:
             expected = f"({rows} * {blocks * BLOCK},) to match out {tuple(out.shape)} and the scales of a"
             raise ValueError(f"{name}.data: expected shape {expected}, got {tuple(data.shape)}")
+        check_device(f"{name}.data", data, device, "a.data")
         check_scale(f"{name}.scale", scale, (rows, blocks), device)
 
 

@@ -1,0 +1,60 @@
+"""Every operator keeps every contract, on the CUDA backend, and in CUDA graphs."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.contracts import CONTRACTS, graph_replays_with_other_operands, repeats_have_equal_bits
+from tests.operators import CASES, overload
+from tests.test_contracts import DOUBLED, define, doubled, doubled_fake
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [
+    (name, rows, large) for name, case in CASES.items() for rows, large in ((7, False), *((r, True) for r in case.rows))
+]
+
+
+@pytest.mark.parametrize(
+    "contract,name",
+    [
+        (contract, name)
+        for contract, (name, case) in itertools.product(CONTRACTS, CASES.items())
+        if not {contract, f"{contract}, cuda"} & set(case.exempt) and (contract != "bad values" or case.bad)
+    ],
+)
+def test_contract(contract, name):
+    CONTRACTS[contract](overload(name), CASES[name], "cuda")
+
+
+@pytest.mark.parametrize("name,rows,large", SIZES)
+def test_repeats(name, rows, large):
+    repeats_have_equal_bits(overload(name), CASES[name], "cuda", rows, large)
+
+
+@pytest.mark.parametrize("name,rows,large", SIZES)
+def test_graph(name, rows, large):
+    graph_replays_with_other_operands(overload(name), CASES[name], rows, large)
+
+
+def _reads_back(x):
+    return doubled(x) if x.sum().item() else doubled_fake(x)
+
+
+def _keeps_what_it_saw(x):
+    return doubled(x) + _keeps_what_it_saw.first.setdefault(x.device, x.clone())
+
+
+_keeps_what_it_saw.first = {}
+
+
+@pytest.mark.parametrize("run", [_reads_back, _keeps_what_it_saw])
+def test_a_broken_operator_is_found(run):
+    with pytest.raises((AssertionError, RuntimeError)):
+        graph_replays_with_other_operands(define(run), DOUBLED, 7, False)
+    torch.cuda.synchronize()
+
+
+def test_a_sound_operator_passes():
+    graph_replays_with_other_operands(define(doubled), DOUBLED, 7, False)

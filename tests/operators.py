@@ -1,0 +1,874 @@
+"""The table of operators: of each one operands of small odd sizes, and what tests/contracts.py must know about it.
+
+A new operator enters every contract with a row in CASES. A row's name is the operator's, and what is special about the
+form, if there are several.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8moe.integrations.peft
+import fp8moe.kernels
+import fp8moe.layers
+import fp8moe.quant
+from fp8moe.kernels.decoder_ops.sampling import SamplingState
+from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
+from fp8moe.quant.formats import FP8Tensor, align
+from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
+from tests import experts_cases, mqa_cases, sampling_cases
+from tests.gemm_cases import int32
+from tests.random_values import some_slots
+
+EXPERTS, TOP_K, HEADS = 3, 2, 32
+BAD_ROW = 1  # of the operands, where a contract puts a value that is not finite
+SWIGLU, LIMITED = "silu", "silu limit=1.0"
+OPS = torch.ops.fp8moe
+
+for package in (fp8moe.quant, fp8moe.kernels, fp8moe.layers, fp8moe.integrations.peft):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+
+INTERNAL = "its callers have checked the operands"
+INTEGERS = "there is none among integers"
+
+
+class Draw:
+    """Random operands: equal ones for equal seeds, on the CPU.
+
+    rows: of what the operator works on, row by row. large: with columns for many steps of a kernel's loops.
+    """
+
+    def __init__(self, rows: int, seed: int, large: bool):
+        self.rows, self.seed, self.large = rows, seed, large
+        self.hidden, self.size, self.columns = (1168, 512, 576) if large else (144, 48, 24)
+        self.experts = 256 if large else 9  # of routers; layers have fewer
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, dtype=dtype)
+
+    def activations(self, *shape: int) -> FP8Tensor:
+        return quantize_1x128(self.normal(*shape, dtype=torch.float32) * self.uniform(*shape[:-1], 1).mul(4).exp())
+
+    def weights(self, *shape: int) -> FP8Tensor:
+        return quantize_128x128(self.normal(*shape, dtype=torch.float32))
+
+    def gate_up(self) -> FP8Tensor:
+        data, scale = self.weights(2 * EXPERTS, self.size, self.hidden)
+        return FP8Tensor(data.view(EXPERTS, 2 * self.size, self.hidden), scale.reshape(EXPERTS, -1, scale.shape[-1]))
+
+    def offsets(self, rows: int | None = None, unit: int = 1) -> Tensor:
+        """Of groups that have all rows."""
+        units = (self.rows if rows is None else rows) // unit
+        cuts = self.integers(0, units + 1, EXPERTS - 1).sort().values
+        return torch.cat([torch.zeros(1), cuts, torch.tensor([units])]).int() * unit
+
+    def permutation(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self.generator).int()
+
+    def row_map(self) -> Tensor:
+        """Rows of the assignments of each token, of which the last has none."""
+        rows = self.permutation(TOP_K * self.rows).view(self.rows, TOP_K)
+        rows[self.rows - 1 :, 0] = -1
+        return rows
+
+    def routing(self) -> tuple[Tensor, Tensor]:
+        weights, index = self.uniform(self.rows, EXPERTS).topk(TOP_K, dim=-1)
+        return index, weights
+
+
+Touched = list[Any]
+"""Of each result, and behind these of each argument that is written, an index of what may differ; None: nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row. In what follows `a` has the arguments by name.
+
+    make: the arguments, in the schema's order.
+    defined: the results, and behind them the arguments that are written, without what is uninitialized.
+    bad: arguments, each with the index at which it gets a value that is not finite, and what that may touch.
+    fixed: arguments that are refused in another layout. unchecked: those whose dtype its callers have checked.
+    names: patterns of what messages call arguments, where these are not the schema's names.
+    sums: results that the reference sums in the order of the operands' layout.
+    exempt: contracts that do not apply, and why; those with ", cuda" behind their names do on the reference backend.
+    rows: on a GPU, for repeats and graphs.
+    """
+
+    make: Callable[[Draw], tuple]
+    defined: Callable[[SimpleNamespace, list[Tensor]], list[Tensor]] = lambda a, results: results
+    bad: Mapping[str, tuple[tuple, Callable[[SimpleNamespace], Touched]]] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    sums: tuple[int, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    rows: tuple[int, ...] = (300,)
+
+
+def first_columns(group_offsets: Tensor, row: int) -> slice:
+    """The 128 columns of the padded groups in which a row is."""
+    bounds, start = group_offsets.tolist(), 0
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        if begin <= row < end:
+            start += (row - begin) // 128 * 128
+            return slice(start, start + 128)
+        start += align(end - begin, 128)
+    raise ValueError(row)
+
+
+def group_of(group_offsets: Tensor, row: int) -> int:
+    return int((group_offsets <= row).sum()) - 1
+
+
+def transposed(rows: Any, features: Any, group_offsets: Tensor | None = None, row: int = BAD_ROW) -> Touched:
+    """Of rows, scales of rows, columns, scales of columns and offsets; features: those of the columns."""
+    columns = slice(0, 128) if group_offsets is None else first_columns(group_offsets, row)
+    return [*rows, (features, columns), (features, columns.start // 128), None]
+
+
+def both_ways(results: list[Tensor], end: Tensor) -> list[Tensor]:
+    """Columns and their scales up to the end of the last group; `end` of what pads the groups."""
+    columns = int(end)
+    return [results[0][:, :columns], results[1][:, : columns // 128]]
+
+
+def _transposed_defined(a: SimpleNamespace, results: list[Tensor]) -> list[Tensor]:
+    return [*results[:2], *both_ways(results[2:4], results[4][-1]), *results[4:]]
+
+
+def _kept_defined(groups: Tensor, results: list[Tensor]) -> list[Tensor]:
+    """`results` ends in the columns that a forward keeps, which may be empty."""
+    end = (groups.diff() + 127).div(128, rounding_mode="floor").sum() * 128
+    kept = []
+    for columns in (results[-4:-2], results[-2:]):
+        kept += both_ways(columns, end) if columns[0].dim() == 2 else columns
+    return [*results[:-4], *kept]
+
+
+def _used_rows(a: SimpleNamespace, results: list[Tensor]) -> list[Tensor]:
+    used = a.rows[a.rows >= 0].long().sort().values
+    return [result[used] for result in results]
+
+
+def _mapped(a: SimpleNamespace) -> Tensor:
+    return a.rows[BAD_ROW].long()
+
+
+# ---- quantizers ----
+
+
+def _with_transpose(draw: Draw) -> tuple:
+    tokens = draw.integers(0, max(draw.rows, 1), draw.rows)
+    return draw.normal(draw.rows, draw.hidden), draw.offsets(), tokens, draw.uniform(draw.rows)
+
+
+def _swiglu(draw: Draw) -> tuple:
+    return draw.normal(draw.rows, 256), draw.offsets(), SWIGLU
+
+
+def _swiglu_backward(draw: Draw) -> tuple:
+    gate_up, *form = _swiglu(draw)
+    return gate_up, draw.normal(draw.rows, 128), draw.uniform(draw.rows), *form
+
+
+QUANTIZERS = {
+    "quantize_1x128": Case(
+        lambda draw: (draw.normal(draw.rows, draw.hidden), "float32"),
+        bad={"x": ((BAD_ROW, 130), lambda a: [(BAD_ROW, slice(128, 256)), (BAD_ROW, 1)])},
+    ),
+    "quantize_1x128, leading dimensions": Case(
+        lambda draw: (draw.normal(3, draw.rows, draw.hidden, dtype=torch.float32), "ue8m0"),
+        bad={"x": ((2, BAD_ROW, 130), lambda a: [(2, BAD_ROW, slice(128, 256)), (2, BAD_ROW, 1)])},
+    ),
+    "quantize_128x128": Case(
+        lambda draw: (draw.normal(2, draw.rows, draw.hidden), "float32"),
+        bad={"w": ((1, BAD_ROW, 130), lambda a: [(1, slice(128), slice(128, 256)), (1, 0, 1)])},
+    ),
+    "quantize_128x1": Case(
+        lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float16),),
+        bad={"x": ((BAD_ROW, 130), lambda a: [(130, slice(128)), (130, 0)])},
+    ),
+    "quantize_with_transpose": Case(
+        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.offsets(), None, None),
+        _transposed_defined,
+        bad={
+            "x": (
+                (BAD_ROW, 130),
+                lambda a: transposed([(BAD_ROW, slice(128, 256)), (BAD_ROW, 1)], 130, a.group_offsets),
+            )
+        },
+    ),
+    "quantize_with_transpose, tokens and weights": Case(
+        _with_transpose,
+        _transposed_defined,
+        bad={"row_weights": ((BAD_ROW,), lambda a: transposed([None, None], slice(None), a.group_offsets))},
+    ),
+    "quantize_with_transpose, one group": Case(
+        lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float32), None, None, None), _transposed_defined
+    ),
+    "transpose_fp8": Case(
+        lambda draw: tuple(draw.weights(2, draw.rows, draw.hidden)),
+        bad={
+            "data": ((1, BAD_ROW, 130), lambda a: [(1, 130, BAD_ROW), None]),
+            "scale": ((1, 0, 1), lambda a: [None, (1, 1, 0)]),
+        },
+        names={"data": "w.data", "scale": "w.scale"},
+    ),
+    "quantized_master": Case(
+        lambda draw: (draw.normal(2, draw.rows, draw.hidden),),
+        bad={"weight": ((1, BAD_ROW, 130), lambda a: [(1, slice(128), slice(128, 256)), (1, 0, 1)])},
+        names={"weight": "w"},
+    ),
+    "swiglu_quantize": Case(
+        _swiglu,
+        _transposed_defined,
+        bad={"gate_up": ((BAD_ROW, 5), lambda a: transposed([BAD_ROW, BAD_ROW], 5, a.group_offsets))},
+    ),
+    "swiglu_quantize_rows": Case(
+        lambda draw: (*_swiglu(draw), True), bad={"gate_up": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 3)}
+    ),
+    "swiglu_quantize_rows, no values": Case(lambda draw: (*_swiglu(draw)[:-1], LIMITED, False)),
+    "swiglu_backward_quantize": Case(
+        _swiglu_backward,
+        _transposed_defined,
+        bad={
+            "grad": ((BAD_ROW, 5), lambda a: [*transposed([BAD_ROW, BAD_ROW], [5, 133], a.group_offsets), BAD_ROW]),
+            "row_weights": (
+                (BAD_ROW,),
+                lambda a: [*transposed([BAD_ROW, BAD_ROW], slice(None), a.group_offsets), None],
+            ),
+        },
+        sums=(5,),
+    ),
+    "swiglu_backward_quantize_rows": Case(
+        lambda draw: (*_swiglu_backward(draw), True),
+        bad={
+            "gate_up": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 5),
+            "grad": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 4 + [None]),
+        },
+        sums=(2,),
+    ),
+    "swiglu_backward_quantize_rows, no values": Case(
+        lambda draw: (*_swiglu_backward(draw)[:-1], LIMITED, False), sums=(2,)
+    ),
+}
+
+
+# ---- rows of experts ----
+
+
+def _low_rank(draw: Draw, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, factors, ranks and tokens."""
+    tokens = draw.integers(0, max(draw.rows, 1), rows)
+    return draw.normal(draw.rows, draw.hidden), draw.normal(EXPERTS, 16, draw.hidden), draw.normal(rows, 16), tokens
+
+
+def _shrink(draw: Draw) -> tuple:
+    x, factors, _, tokens = _low_rank(draw, draw.rows)
+    return x, factors, draw.offsets(), tokens
+
+
+def _gradient(draw: Draw) -> tuple:
+    x, _, ranks, tokens = _low_rank(draw, draw.rows)
+    return ranks, x, draw.offsets(), tokens
+
+
+ROWS = {
+    "permute_quantize": Case(
+        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.row_map(), TOP_K * draw.rows),
+        _used_rows,
+        bad={"x": ((BAD_ROW, 130), lambda a: [(_mapped(a), slice(128, 256)), (_mapped(a), 1)])},
+    ),
+    "permute_fp8": Case(
+        lambda draw: (*draw.activations(draw.rows, draw.hidden), draw.row_map(), TOP_K * draw.rows),
+        _used_rows,
+        bad={
+            "data": ((BAD_ROW, 130), lambda a: [(_mapped(a), 130), None]),
+            "scale": ((BAD_ROW, 1), lambda a: [None, (_mapped(a), 1)]),
+        },
+        names={"data": "x.data", "scale": "x.scale"},
+    ),
+    "combine": Case(
+        lambda draw: (
+            *(draw.normal(TOP_K * draw.rows, draw.hidden), draw.row_map(), draw.uniform(draw.rows, TOP_K)),
+            *(torch.bfloat16, None),
+        ),
+        bad={"weights": ((BAD_ROW, 0), lambda a: [BAD_ROW])},
+    ),
+    "combine, residual": Case(
+        lambda draw: (
+            *(draw.normal(TOP_K * draw.rows, draw.hidden), draw.row_map(), draw.uniform(draw.rows, TOP_K)),
+            *(torch.float32, draw.normal(draw.rows, draw.hidden, dtype=torch.float32)),
+        ),
+        bad={"residual": ((BAD_ROW, 5), lambda a: [(BAD_ROW, 5)])},
+    ),
+    "sort_by_expert": Case(
+        lambda draw: (draw.integers(-1, draw.experts + 1, draw.rows, 3, dtype=torch.int64), draw.experts, None),
+        exempt={"bad values": INTEGERS},
+        rows=(500, 20_000),
+    ),
+    "sort_by_expert, capacity": Case(
+        lambda draw: (draw.integers(-1, draw.experts + 1, draw.rows, 3, dtype=torch.int64), draw.experts, 3),
+        rows=(500, 20_000),
+    ),
+    "sort_by_expert, window": Case(lambda draw: (draw.integers(-1, 6, draw.rows, 3), 5, None, 3, 2, 7)),
+    "lora_shrink": Case(
+        lambda draw: (*_shrink(draw)[:3], None),
+        bad={
+            "x": ((BAD_ROW, 5), lambda a: [BAD_ROW]),
+            "factors": ((0, 3, 5), lambda a: [(slice(0, int(a.group_offsets[1])), 3)]),
+        },
+        exempt={"ranks are refused": INTERNAL},
+    ),
+    "lora_shrink, tokens": Case(_shrink, exempt={"ranks are refused": INTERNAL}),
+    "lora_gradient": Case(
+        lambda draw: (*_gradient(draw)[:3], None),
+        bad={
+            "x": ((BAD_ROW, 5), lambda a: [(group_of(a.group_offsets, BAD_ROW), slice(None), 5)]),
+            "ranks": ((BAD_ROW, 3), lambda a: [(group_of(a.group_offsets, BAD_ROW), 3)]),
+        },
+        exempt={"ranks are refused": INTERNAL},
+    ),
+    "lora_gradient, tokens": Case(_gradient, exempt={"ranks are refused": INTERNAL}),
+}
+
+
+# ---- a decoder's operations ----
+
+
+def _norm(draw: Draw) -> tuple:
+    return draw.normal(draw.rows, 2, draw.hidden), draw.normal(draw.hidden)
+
+
+def _heads(draw: Draw) -> tuple:
+    heads, key_heads, size, tokens, room = (32, 4, 128, 3, 5) if draw.large else (4, 2, 16, 3, 5)
+    q, k, v = (draw.normal(draw.rows, tokens, count, size) for count in (heads, key_heads, key_heads))
+    cos, sin = (draw.normal(draw.rows, tokens, size) for _ in range(2))
+    keys, values = (draw.normal(draw.rows, key_heads, tokens + room, size) for _ in range(2))
+    return q, k, v, cos, sin, keys, values, draw.integers(0, room + 1, draw.rows, dtype=torch.int64)
+
+
+def _parts(draw: Draw) -> tuple:
+    *shape, size = (draw.rows, 4, 33, 8, 128) if draw.large else (draw.rows, 2, 3, 2, 16)
+    return draw.normal(*shape, size), draw.normal(*shape, dtype=torch.float32), draw.integers(0, 4, *shape[:3])
+
+
+def _sampling(draw: Draw) -> tuple:
+    vocab = 40_000 if draw.large else 33
+    logits = sampling_cases.random_logits(draw.rows, vocab, torch.bfloat16, seed=draw.seed)
+    return logits, *sampling_cases.random_state(draw.rows, vocab, seed=draw.seed)
+
+
+DECODER = {
+    "rms_norm": Case(lambda draw: (*_norm(draw), None, 1e-6, True, False)),
+    "rms_norm, residual and quantized": Case(
+        lambda draw: (*_norm(draw), draw.normal(draw.rows, 2, draw.hidden), 1e-6, True, True),
+        bad={
+            "x": ((BAD_ROW, 1, 5), lambda a: [(BAD_ROW, 1)] * 4),
+            "residual": ((BAD_ROW, 1, 5), lambda a: [(BAD_ROW, 1)] * 4),
+            "weight": ((5,), lambda a: [None, (..., 5), (..., slice(128)), (..., 0)]),
+        },
+    ),
+    "rms_norm, quantized alone": Case(
+        lambda draw: (*_norm(draw), draw.normal(draw.rows, 2, draw.hidden), 1e-6, False, True)
+    ),
+    "rotary": Case(
+        lambda draw: (*_heads(draw), None, None, 0.0, 1),
+        bad={"q": ((BAD_ROW, 2, 1, 3), lambda a: [(BAD_ROW, 2, 1), None, None])},
+        fixed=("keys", "values"),
+        names={"k": "k|q"},
+    ),
+    "rotary, norm and copies": Case(
+        lambda draw: (*(heads := _heads(draw)), *draw.normal(2, heads[0].shape[-1]), 1e-6, 2),
+        bad={
+            "k": (
+                (BAD_ROW, 2, 1, 3),
+                lambda a: [None, (BAD_ROW, 1, int(a.columns[BAD_ROW]) + 2), None],
+            )
+        },
+        fixed=("keys", "values"),
+        names={"k": "k|q"},
+    ),
+    "merge_splits": Case(
+        _parts,
+        bad={"lse": ((BAD_ROW, 1, 2, 1), lambda a: [(BAD_ROW, slice(48, 64))])},
+    ),
+    "merge_splits_quantized": Case(
+        _parts,
+        bad={"lse": ((BAD_ROW, 1, 2, 1), lambda a: [BAD_ROW, BAD_ROW])},
+    ),
+    "router_logits": Case(
+        lambda draw: (draw.normal(draw.rows, draw.hidden), draw.normal(draw.experts, draw.hidden), torch.float32),
+        bad={
+            "x": ((BAD_ROW, 5), lambda a: [BAD_ROW]),
+            "weight": ((3, 5), lambda a: [(slice(None), 3)]),
+        },
+        sums=(0,),
+        exempt={"layouts, cuda": "rows that are not aligned take another kernel, which sums in another order"},
+        rows=(1, 64, 300),
+    ),
+    "route": Case(
+        lambda draw: (
+            *(draw.normal(draw.rows, 8, dtype=torch.float32), 3, "sigmoid", draw.normal(8, dtype=torch.float32)),
+            *(4, 2, True, 2.5, torch.bfloat16),
+        ),
+        bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
+    ),
+    "route, softmax": Case(
+        lambda draw: (draw.normal(draw.rows, draw.experts), 3, "softmax", None, 1, 1, False, 1.0, torch.float32),
+        bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
+    ),
+    "sample": Case(
+        _sampling,
+        bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, BAD_ROW, BAD_ROW])},
+        names={name: f"state.{name}" for name in SamplingState._fields},
+        fixed=SamplingState._fields,
+        rows=(1, 64),
+    ),
+}
+
+
+# ---- GEMMs ----
+
+
+def _dense(draw: Draw) -> tuple:
+    return *draw.activations(draw.rows, draw.hidden), *draw.weights(draw.columns, draw.hidden)
+
+
+def _grouped(draw: Draw) -> tuple:
+    return *draw.activations(draw.rows, draw.hidden), *draw.weights(EXPERTS, draw.columns, draw.hidden)
+
+
+def _masked(draw: Draw) -> tuple:
+    a = draw.activations(EXPERTS, draw.rows, draw.hidden)
+    masked_m = draw.integers(0, draw.rows + 1, EXPERTS)
+    masked_m[0] = draw.rows
+    return *a, *draw.weights(EXPERTS, draw.columns, draw.hidden), masked_m
+
+
+def _along_k(draw: Draw) -> tuple:
+    columns = 128 * (12 if draw.large else min(draw.rows, 4))
+    a, b = (quantize_128x1(draw.normal(columns, size)) for size in (draw.rows if draw.large else 8, draw.columns))
+    return *a, *b, draw.offsets(columns, 128)
+
+
+def _flat(draw: Draw) -> tuple:
+    a, a_scale, b, b_scale, group_offsets = _along_k(draw)
+    out = draw.normal(EXPERTS, len(a), draw.columns, dtype=torch.float32)
+    return a.view(-1), a_scale, b.view(-1), b_scale, group_offsets.diff(), out, False
+
+
+def _by_layout(draw: Draw) -> tuple:
+    """The expert of each row, in groups at multiples of 128 rows."""
+    blocks = 2 * EXPERTS
+    rows = 128 * blocks if draw.rows else 0
+    layout = torch.arange(EXPERTS, dtype=torch.int32).repeat_interleave(rows // EXPERTS)
+    a, b = draw.activations(rows, draw.hidden), draw.weights(EXPERTS, draw.columns, draw.hidden)
+    return *a, *b, layout, None, 256, torch.zeros(rows, draw.columns, dtype=torch.bfloat16)
+
+
+def _masked_defined(a: SimpleNamespace, results: list[Tensor]) -> list[Tensor]:
+    return [rows[:count] for rows, count in zip(results[0], a.masked_m.tolist(), strict=True)]
+
+
+ROW_OF_A = {
+    "a": ((BAD_ROW, 5), lambda a: [BAD_ROW]),
+    "a_scale": ((BAD_ROW, 1), lambda a: [BAD_ROW]),
+}
+
+
+def _masked_row(a: SimpleNamespace) -> Touched:
+    return [(0, BAD_ROW)]
+
+
+GEMMS = {
+    "gemm": Case(
+        lambda draw: (*_dense(draw), None, None, False),
+        bad=ROW_OF_A
+        | {
+            "b": ((3, 5), lambda a: [(slice(None), 3)]),
+            "b_scale": ((0, 1), lambda a: [...]),
+        },
+        rows=(1, 64, 300),
+    ),
+    "gemm, bias and c": Case(
+        lambda draw: (
+            *(
+                *_dense(draw),
+                draw.normal(draw.columns, dtype=torch.float32),
+                draw.normal(draw.rows, draw.columns, dtype=torch.float32),
+            ),
+            True,
+        ),
+        bad=ROW_OF_A | {"bias": ((3,), lambda a: [(slice(None), 3)]), "c": ((BAD_ROW, 3), lambda a: [(BAD_ROW, 3)])},
+        rows=(64, 300),
+    ),
+    "gemm_out": Case(
+        lambda draw: (
+            *(
+                *_dense(draw),
+                draw.normal(draw.columns, dtype=torch.float32),
+                draw.normal(draw.rows, draw.columns, dtype=torch.float32),
+            ),
+            draw.normal(draw.rows, draw.columns, dtype=torch.float32),
+        ),
+        bad=ROW_OF_A,
+        fixed=("out",),
+        names={"out": "out|c"},
+    ),
+    "projection": Case(lambda draw: (*_dense(draw), draw.normal(draw.columns), False), bad=ROW_OF_A, rows=(1, 64)),
+    "grouped_gemm": Case(
+        lambda draw: (*_grouped(draw), draw.offsets()),
+        bad=ROW_OF_A
+        | {
+            "b": ((0, 3, 5), lambda a: [(slice(0, int(a.group_offsets[1])), 3)]),
+        },
+        rows=(24, 300),
+    ),
+    "grouped_gemm_out": Case(
+        lambda draw: (*_grouped(draw), draw.offsets(), draw.normal(draw.rows, draw.columns), None, None, None),
+        bad=ROW_OF_A,
+        fixed=("out",),
+    ),
+    "grouped_gemm_out, low rank": Case(
+        lambda draw: (
+            *(
+                *_grouped(draw),
+                draw.offsets(),
+                draw.normal(draw.rows, draw.columns, dtype=torch.float32),
+                (2 * draw.rows, 6),
+            ),
+            *(draw.normal(draw.rows, 16), draw.normal(EXPERTS, draw.columns, 16)),
+        ),
+        exempt={"ranks are refused": INTERNAL},
+        bad=ROW_OF_A | {"ranks": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        fixed=("out",),
+    ),
+    "grouped_gemm_masked": Case(
+        lambda draw: (*_masked(draw), None), _masked_defined, bad={"a": ((0, BAD_ROW, 5), _masked_row)}
+    ),
+    "grouped_gemm_masked_out": Case(
+        lambda draw: (*_masked(draw), 3, draw.normal(EXPERTS, draw.rows, draw.columns, dtype=torch.float32)),
+        bad={"a": ((0, BAD_ROW, 5), _masked_row)},
+        fixed=("out",),
+    ),
+    "grouped_gemm_swiglu": Case(
+        lambda draw: (
+            *(*draw.activations(draw.rows, draw.hidden), *draw.gate_up(), draw.offsets()),
+            *(7.0, 1.702, None, None, (2 * draw.rows, 6)),
+        ),
+        bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
+        names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
+        rows=(24, 300),
+    ),
+    "grouped_gemm_swiglu, masked": Case(
+        lambda draw: (
+            *(*draw.activations(EXPERTS * draw.rows, draw.hidden), *draw.gate_up()),
+            *(int32([draw.rows] * EXPERTS), 7.0, None, draw.rows, 2, None),
+        ),
+        bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
+        names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
+    ),
+    "grouped_gemm_by_layout": Case(
+        _by_layout,
+        bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        fixed=("out",),
+    ),
+    "grouped_gemm_k": Case(
+        _along_k,
+        bad={"a": ((BAD_ROW, 5), lambda a: [(group_of(a.group_offsets, 5), BAD_ROW)])},
+    ),
+    "grouped_gemm_k_flat": Case(
+        _flat,
+        bad={"a": ((5,), lambda a: [(int(a.sizes.nonzero()[0]), 0)])},
+        fixed=("out",),
+        names={"a_scale": r"a\.(scale|data)"},
+    ),
+    "grouped_gemm_k_out": Case(
+        lambda draw: (
+            *(along := _along_k(draw)),
+            draw.normal(EXPERTS, len(along[0]), draw.columns, dtype=torch.float32),
+            True,
+        ),
+        bad={"a": ((BAD_ROW, 5), lambda a: [(group_of(a.group_offsets, 5), BAD_ROW)])},
+        fixed=("out",),
+    ),
+}
+
+
+# ---- the indexer ----
+
+
+def _scores(draw: Draw) -> tuple:
+    q, kv, *rest = mqa_cases.prefill(draw.rows, 4 * draw.rows + 2, heads=HEADS, head_dim=32, seed=draw.seed)
+    return q, *kv, *rest
+
+
+def _paged(draw: Draw) -> tuple:
+    lens = [70 + 10 * b % 50 for b in range(draw.rows)]
+    return mqa_cases.paged(lens, next_n=2, heads=HEADS, head_dim=32, max_blocks=2, seed=draw.seed)
+
+
+INDEXER = {
+    "mqa_logits": Case(
+        lambda draw: (*_scores(draw), None, False, True),
+        bad={
+            "q": ((BAD_ROW, 5, 3), lambda a: [BAD_ROW]),
+            "weights": ((BAD_ROW, 9), lambda a: [BAD_ROW]),
+            "kv_scale": ((0,), lambda a: [(slice(None), 0)]),
+        },
+    ),
+    "mqa_logits, rows of ranges": Case(
+        lambda draw: (*_scores(draw), 7, True, True),
+        bad={"q": ((BAD_ROW, 5, 3), lambda a: [BAD_ROW])},
+    ),
+    "paged_mqa_logits": Case(
+        lambda draw: (*_paged(draw), 120, True),
+        bad={
+            "q": ((BAD_ROW, 1, 5, 3), lambda a: [2 * BAD_ROW + 1]),
+            "weights": ((BAD_ROW, 9), lambda a: [BAD_ROW]),
+        },
+        fixed=("kv_cache",),
+        rows=(8,),
+    ),
+    "paged_mqa_logits, lengths of queries": Case(
+        lambda draw: (*(paged := _paged(draw))[:3], paged[3][:, None] - int32([3, 1]), paged[4], 120, True),
+        fixed=("kv_cache",),
+        rows=(8,),
+    ),
+    "append_kv": Case(
+        lambda draw: (
+            *(new_kv_cache(5, 32, device="cpu").fill_(0xAB), draw.normal(draw.rows, 32)),
+            *(some_slots(draw.rows, 320, seed=draw.seed), "ue8m0"),
+        ),
+        fixed=("kv_cache",),
+        exempt={"bad values": "test_mqa_cache.py: the cache has bytes"},
+    ),
+}
+
+
+# ---- linear layers and experts ----
+
+
+def _linear(draw: Draw) -> tuple:
+    return draw.normal(2, draw.rows, draw.hidden), *draw.weights(draw.columns, draw.hidden), draw.normal(draw.columns)
+
+
+def _linear_training(draw: Draw) -> tuple:
+    master = draw.normal(draw.columns, draw.hidden, dtype=torch.float32)
+    x, _, _, bias = _linear(draw)
+    return x, *quantize_128x128(master), bias, master
+
+
+def _linear_backward(draw: Draw) -> tuple:
+    x, weight, scale, bias, master = _linear_training(draw)
+    _, *columns = OPS.linear_training(x, weight, scale, bias, master)
+    return draw.normal(2, draw.rows, draw.columns), weight, scale, *columns, master, True, True
+
+
+def _layer(draw: Draw, hidden: int, size: int, **options: Any) -> tuple:
+    """Weights as operators take them: the data and scales of up and down."""
+    layer = experts_cases.make(EXPERTS, hidden, size, seed=draw.seed, **options)
+    return tuple(getattr(layer, name).detach() for name in layer.weight_names)
+
+
+def _tokens(draw: Draw, **options: Any) -> tuple:
+    return draw.normal(draw.rows, draw.hidden), *draw.routing(), *_layer(draw, draw.hidden, draw.size, **options)
+
+
+def _odd_tokens(draw: Draw) -> tuple:
+    return draw.normal(draw.rows, 131, dtype=torch.float32), *draw.routing(), *_layer(draw, 131, 77, activation="gelu")
+
+
+def _partial(draw: Draw) -> tuple:
+    x, index, weights, *layer = _tokens(draw)
+    return (
+        *(*quantize_1x128(x)[:1], 2 * index, weights, *layer, "silu"),
+        *(draw.normal(draw.rows, draw.hidden, dtype=torch.float32), quantize_1x128(x).scale),
+        *(1, 6, 0, TOP_K * draw.rows, torch.bfloat16, torch.float32),
+        *(torch.ones(draw.rows, dtype=torch.bool), torch.zeros(draw.rows, dtype=torch.bool)),
+    )
+
+
+def _sorted_rows(draw: Draw) -> tuple:
+    rows = draw.normal(draw.rows, draw.hidden)
+    return rows, None, draw.offsets(), *_layer(draw, draw.hidden, draw.size), "silu"
+
+
+def _masters(draw: Draw, hidden: int, size: int) -> tuple:
+    """FP8 weights, and behind these their masters."""
+    up, down = (draw.normal(EXPERTS, *shape, dtype=torch.float32) for shape in ((2 * size, hidden), (hidden, size)))
+    gate_up = quantize_128x128(up.unflatten(1, (2, size)))
+    return gate_up.data.flatten(1, 2), gate_up.scale.flatten(1, 2), *quantize_128x128(down), up, down
+
+
+def _experts_training(draw: Draw) -> tuple:
+    *layer, up, down = _masters(draw, draw.hidden, draw.size)
+    share = (0, None, 0, None, None, None)
+    return draw.normal(draw.rows, draw.hidden), *draw.routing(), *layer, "silu", *share, up, down
+
+
+def _share_training(draw: Draw) -> tuple:
+    x, index, weights, *layer = _tokens(draw, activation="gelu")
+    share = 1, 6, 0, TOP_K * draw.rows, None, torch.float32
+    return x, 2 * index, weights, *layer, "gelu", *share, None, None
+
+
+def _experts_backward(draw: Draw) -> tuple:
+    arguments = x, index, weights, *layer, activation, _, _, _, _, _, _, up, down = _experts_training(draw)
+    out, groups, rows, assignments, *kept = OPS.experts_training(*arguments)
+    saved = (groups, rows, assignments, weights, *kept, *layer)
+    whole = (index.numel(), EXPERTS)
+    return torch.ones_like(out) * draw.normal(*out.shape), *saved, up, down, activation, whole, x.dtype, True
+
+
+def _rows_training(draw: Draw) -> tuple:
+    *layer, up, down = _masters(draw, draw.hidden, draw.size)
+    rows = draw.normal(draw.rows, draw.hidden), None, draw.offsets()
+    return *rows, *layer, "silu", torch.bfloat16, (2 * draw.rows, 6), up, down
+
+
+def _rows_backward(draw: Draw) -> tuple:
+    arguments = rows, _, groups, *layer, activation, _, whole, up, down = _rows_training(draw)
+    out, *kept = OPS.experts_rows_training(*arguments)
+    saved = (groups, None, None, None, *kept, *layer)
+    return draw.normal(*out.shape), *saved, up, down, activation, whole, rows.dtype, False
+
+
+def _adapter(draw: Draw) -> tuple:
+    return draw.normal(draw.rows, 16), draw.normal(EXPERTS, 16, draw.hidden), draw.offsets()
+
+
+LAYER_NAMES = {
+    **{"up": "gate_up_proj", "up_scale": "gate_up_proj_scale_inv"},
+    **{"down": "down_proj", "down_scale": "down_proj_scale_inv"},
+}
+PARTIAL_NAMES = LAYER_NAMES | {
+    **{"hidden_states": r"x(\.data)?", "hidden_scale": "x.scale"},
+    **{"residual": "partial", "residual_known": "partial_known"},
+}
+TOKEN = {
+    "hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW]),
+    "top_k_weights": ((BAD_ROW, 0), lambda a: [BAD_ROW]),
+}
+IN_LAYERS = "test_experts_training.py: where a value goes depends on the routing"
+SAVED = {"wrong operands": INTERNAL, "ranks are refused": INTERNAL}
+
+LAYERS = {
+    "linear": Case(
+        _linear,
+        bad={"x": ((0, BAD_ROW, 5), lambda a: [(0, BAD_ROW)]), "bias": ((3,), lambda a: [(..., 3)])},
+        rows=(1, 64, 300),
+    ),
+    "linear, odd sizes": Case(
+        lambda draw: (draw.normal(draw.rows, 131, dtype=torch.float32), *draw.weights(21, 131), None),
+        bad={"x": ((BAD_ROW, 130), lambda a: [BAD_ROW])},
+    ),
+    "linear_training": Case(
+        _linear_training,
+        bad={"x": ((0, BAD_ROW, 5), lambda a: [(0, BAD_ROW), (5, slice(128)), (5, 0)])},
+        unchecked=("master",),
+    ),
+    "linear_training, frozen": Case(lambda draw: (*_linear(draw), None)),
+    "linear_training_backward": Case(
+        _linear_backward,
+        bad={"grad": ((0, BAD_ROW, 3), lambda a: [(0, BAD_ROW), 3, 3])},
+        exempt=SAVED,
+    ),
+    "experts": Case(lambda draw: (*_tokens(draw), "silu", None, None), bad=TOKEN, names=LAYER_NAMES, rows=(16, 300)),
+    "experts, capacity and residual": Case(
+        lambda draw: (*_tokens(draw), LIMITED, max(draw.rows, 1), draw.normal(draw.rows, draw.hidden)),
+        bad=TOKEN,
+        names=LAYER_NAMES,
+        rows=(16, 64),
+    ),
+    "experts, odd sizes": Case(lambda draw: (*_odd_tokens(draw), "gelu", None, None), bad=TOKEN, names=LAYER_NAMES),
+    "experts_partial": Case(
+        lambda draw: (*_tokens(draw), "silu", None, None, 1, 6, 0, None, torch.bfloat16, torch.float32, None, None),
+        bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        names=PARTIAL_NAMES,
+    ),
+    "experts_partial, passes": Case(_partial, names=PARTIAL_NAMES),
+    "experts_rows": Case(
+        lambda draw: (*_sorted_rows(draw), torch.float32, None),
+        bad={"rows": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        names=LAYER_NAMES,
+    ),
+    "experts_training": Case(
+        _experts_training,
+        lambda a, results: _kept_defined(results[1], results),
+        names=LAYER_NAMES,
+        unchecked=("up_master", "down_master"),
+        exempt={"bad values": IN_LAYERS},
+    ),
+    "experts_training, share": Case(
+        _share_training,
+        lambda a, results: _kept_defined(results[1], [*results[:4], results[4][: results[1][-1]], *results[5:]]),
+        names=LAYER_NAMES,
+    ),
+    "experts_training_backward": Case(_experts_backward, sums=(1,), exempt=SAVED | {"bad values": IN_LAYERS}),
+    "experts_rows_training": Case(
+        _rows_training,
+        lambda a, results: _kept_defined(a.group_offsets, results),
+        bad={
+            "rows": (
+                (BAD_ROW, 5),
+                lambda a: [
+                    *(BAD_ROW, BAD_ROW, (5, first_columns(a.group_offsets, BAD_ROW))),
+                    *((5, first_columns(a.group_offsets, BAD_ROW).start // 128),),
+                    *((slice(None), first_columns(a.group_offsets, BAD_ROW)),),
+                    (slice(None), first_columns(a.group_offsets, BAD_ROW).start // 128),
+                ],
+            )
+        },
+        names=LAYER_NAMES,
+        unchecked=("up_master", "down_master"),
+    ),
+    "experts_rows_training_backward": Case(
+        _rows_backward,
+        bad={
+            "grad": (
+                (BAD_ROW, 5),
+                lambda a: [BAD_ROW, None, group_of(a.groups, BAD_ROW), (group_of(a.groups, BAD_ROW), 5)],
+            )
+        },
+        exempt=SAVED,
+    ),
+    "adapter_product": Case(
+        _adapter,
+        bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        exempt={
+            **{"wrong operands": INTERNAL, "ranks are refused": INTERNAL},
+            "layouts, cuda": "PyTorch's grouped product takes rows at multiples of 16 bytes",
+        },
+    ),
+}
+
+CASES = QUANTIZERS | ROWS | DECODER | GEMMS | INDEXER | LAYERS
+NOT_OPERATIONS = {"no_backward": "it raises, whatever it is given"}
+
+
+def on_device(device: str, value: Any) -> Any:
+    """In the same memory layout, which `.to` does not promise for scales with padding between their columns."""
+    if not isinstance(value, Tensor):
+        return value
+    moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return moved.copy_(value)
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    return getattr(OPS, name.partition(",")[0]).default
