@@ -246,13 +246,13 @@ x, mask, rows = torch.arange(6.0).reshape(2, 3), torch.tensor([True, False]), to
 def test_what_the_host_reads(operation, found):
     with HostReads(CPU) as reads:
         operation()
-    assert reads.found == found
+    assert reads.operations == found
 
 
 def test_copies_to_the_host_are_read_there():
     with HostReads(torch.device("meta")) as reads, pytest.raises(NotImplementedError):  # meta tensors have no values
         torch.ones(2, device="meta").to("cpu")
-    assert reads.found == ["aten._to_copy.default"]
+    assert reads.operations == ["aten._to_copy.default"]
     with HostReads(torch.device("meta")) as reads:
         x[0, 0].item()
-    assert reads.found == []
+    assert reads.operations == []

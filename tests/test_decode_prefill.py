@@ -1,6 +1,7 @@
 """How prompts are read: in chunks, after a prefix that was read once; the tokens are those of the whole prompt."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,7 +79,8 @@ def columns(monkeypatch, free, batch=1, end=100_000, mask=False, ranks=1, **chan
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     config = transformers.AutoConfig.for_model("qwen3_moe", **changes)
-    return prefill.columns_at_a_time(config, batch, end, GPU, torch.bfloat16, masked=mask, ranks=ranks)
+    model = SimpleNamespace(config=config, dtype=torch.bfloat16)
+    return prefill.columns_at_a_time(model, batch, end, GPU, masked=mask, ranks=ranks)
 
 
 def test_chunks_follow_the_memory(monkeypatch):
@@ -91,7 +93,8 @@ def test_chunks_follow_the_memory(monkeypatch):
     assert columns(monkeypatch, GIB, ranks=8) < columns(monkeypatch, GIB, ranks=2) < some[3]
     assert columns(monkeypatch, GIB, end=10_000, mask=True) < columns(monkeypatch, GIB, end=10_000)
     llama = transformers.AutoConfig.for_model("llama")
-    assert prefill.columns_at_a_time(llama, 1, 77, CPU, torch.float32, masked=True) == 77
+    model = SimpleNamespace(config=llama, dtype=torch.float32)
+    assert prefill.columns_at_a_time(model, 1, 77, CPU, masked=True) == 77
 
 
 def test_other_threads_may_make_plans_while_kernels_are_loaded(monkeypatch):

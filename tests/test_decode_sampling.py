@@ -9,7 +9,7 @@ import torch
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.decode.arguments import GenerateArguments, parse_sampling
 from fp8moe.integrations.decode.generation import NaNLogits
-from fp8moe.integrations.decode.sampling import Sampling, empty_state, write
+from fp8moe.integrations.decode.step import Sampling, empty_state, write
 from tests.decode_models import Puts, tiny_mixtral
 from tests.transformers_models import left_padded, prompts
 

@@ -47,7 +47,7 @@ def decoders(monkeypatch):
         step.short_prompts = Recorded(step.size)
     graphed._pool = (0, 0)
     # With the mask that attention takes on a CPU, transformers asks whether it hides anything.
-    monkeypatch.setattr(prefill, "HostReads", lambda device: nullcontext(SimpleNamespace(found=[])))
+    monkeypatch.setattr(prefill, "HostReads", lambda device: nullcontext(SimpleNamespace(operations=[])))
     monkeypatch.setattr(decoder_module, "capture_stream", lambda device: None)
     monkeypatch.setattr(decoder_module.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
@@ -108,7 +108,7 @@ def test_what_reads_values_on_the_host_is_not_captured():
     for _ in range(2):
         assert short.read(tokens, reads)[0, 0] == 120
     # Nor is it asked again, and nothing is padded for it.
-    assert not short.replays and not short.takes(16) and not short.most
+    assert not short.replays and 16 not in short.columns and not short.most
     assert short.fit(tokens, None, 64)[0] is tokens
 
 

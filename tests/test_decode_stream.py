@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8moe.integrations.decode import GraphDecoder, NaNLogits, generation
-from fp8moe.integrations.decode.sampling import StopStrings, Tail
+from fp8moe.integrations.decode.arguments import StopStrings, Tail
 from tests.decode_models import (
     END,
     PAD,

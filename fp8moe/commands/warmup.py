@@ -116,7 +116,7 @@ def _record(source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: in
 
 
 def _variants(family: Family, rows: int, tokens: int, decoder: int, sms: int) -> set[KernelSpec]:
-    """Of a family of GEMMs, for prompts of 1 to `tokens`, and those that GraphDecoder loads for up to `decoder`.
+    """A family's GEMMs for prompts of 1 to `tokens`, and those that GraphDecoder loads for up to `decoder`.
 
     rows: of the family, for one token.
     """

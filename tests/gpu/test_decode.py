@@ -65,7 +65,7 @@ def greedy(model, ids, count, mask=None):
         positions = (mask.cumsum(1) - 1).clamp(min=0)
     builder = attention.AttentionMetadataBuilder(begin, position.columns, MAX_LENGTH)
     arguments = {"attention_mask": mask, "logits_to_keep": 1}
-    position.fix(0, length, length)
+    position.next_call(length, 0, length)
     tokens, new = ids, []
     for _ in range(count):
         builder.next_call()
@@ -74,7 +74,7 @@ def greedy(model, ids, count, mask=None):
                 input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, **arguments
             ).logits
         position.columns += tokens.shape[1]
-        position.leave_open()
+        position.next_call()
         tokens, positions = logits[:, -1:].argmax(-1), positions[:, -1:] + 1
         arguments = {"attention_mask": seen}
         new.append(tokens)

@@ -4,6 +4,7 @@ import ctypes
 import inspect
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations.decode.prefill import Prefix
-from fp8moe.integrations.decode.sampling import NAMES, PENALTIES, Sampling, StopStrings, Tail
-from fp8moe.integrations.decode.step import vocabulary
+from fp8moe.integrations.decode.step import NAMES, PENALTIES, Sampling, vocabulary
 from fp8moe.integrations.decode.transfers import to_device
 from fp8moe.runtime.checks import check_tensor, describe
 
@@ -45,10 +45,62 @@ class GenerateArguments:
     return_logprobs: bool = False
 
     @classmethod
-    def bind(cls, **arguments: Any) -> Self:
-        """Arguments by name. Raises TypeError that names one which is unknown or missing."""
-        inspect.signature(cls).bind(**arguments)  # its messages name the argument and not this class
-        return cls(**arguments)
+    def bind(cls, **kwargs: Any) -> Self:
+        """Take arguments by name. Raises TypeError that names one which is unknown or missing."""
+        inspect.signature(cls).bind(**kwargs)  # its messages name the argument and not this class
+        return cls(**kwargs)
+
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for the first bytes of a character."""
+
+
+class StopStrings:
+    """Stop strings and the tokenizer that writes the text which they are looked for in."""
+
+    def __init__(self, strings: Any, tokenizer: Any):
+        """strings: one, or several. Raises TypeError or ValueError with the name of the argument that is wrong."""
+        if isinstance(strings, str) or not isinstance(strings, Iterable):
+            strings = [strings]
+        several = [*strings]
+        wrong = [string for string in several if not isinstance(string, str)]
+        if wrong:
+            raise TypeError(f"stop_strings: expected a string or several, got {describe(wrong[0])}")
+        if not several or not all(several):
+            raise ValueError(f"stop_strings: expected one or more strings, none of them empty, got {several}")
+        if tokenizer is None:
+            raise ValueError("stop_strings: they need tokenizer=, the tokenizer of the model")
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise TypeError(f"tokenizer: expected a tokenizer of transformers, got {describe(tokenizer)}")
+        self.strings = several
+        self.tokenizer = tokenizer
+        # A token adds a byte or more; decoders may leave out a space before the first one.
+        self.window = 1 + max(len(string.encode()) for string in several)
+
+    def text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class Tail:
+    """The last tokens of one sequence, as many as a stop string can take."""
+
+    def __init__(self, stop: StopStrings, prompt: list[int]):
+        self.stop = stop
+        self.tokens = deque(prompt, maxlen=stop.window)
+
+    def ends_with(self, token: int) -> bool:
+        """Add a token and return whether it completes a stop string, which may begin in the prompt.
+
+        So does transformers' StopStringCriteria: some of the string is text of this token.
+        """
+        self.tokens.append(token)
+        tokens = [*self.tokens]
+        text = self.stop.text(tokens)
+        matches = [string for string in self.stop.strings if string in text]
+        if not matches:
+            return False
+        before = len(self.stop.text(tokens[:-1]).rstrip(_INCOMPLETE))
+        return any(text.find(string, max(0, before - len(string) + 1)) >= 0 for string in matches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +125,7 @@ class Call:
     streamer_has_prompts: bool = False
 
     def tails(self) -> list[Tail | None]:
-        """The last tokens of each sequence so far, with those of a prefix: stop strings may begin in them."""
+        """Return the last tokens of each sequence so far, with those of a prefix: stop strings may begin in them."""
         if self.stop is None:
             return [None] * len(self.tokens)
         window = self.stop.window
@@ -125,7 +177,7 @@ def parse(decoder: Any, arguments: GenerateArguments, generation_config: Any) ->
 
 
 def parse_prefix(decoder: Any, input_ids: Any) -> Tensor:
-    """The tokens (1, n) int64 of ``decoder.prefix``, on the model's device.
+    """Return the tokens (1, n) int64 of ``decoder.prefix``, on the model's device.
 
     Raises TypeError or ValueError for other tensors, for no room after them, and for a model that cannot go on from
     them.
@@ -147,7 +199,7 @@ def parse_prefix(decoder: Any, input_ids: Any) -> Tensor:
 
 
 def end_tokens(size: int, eos: Any, pad: Any, defaults: Any) -> tuple[list[int], int | None]:
-    """The end tokens and the pad token, None where there is neither; size: of the vocabulary."""
+    """Return the end tokens and the pad token, None where there is neither. size: of the vocabulary."""
     eos = defaults.eos_token_id if eos is None else eos
     ends = [] if eos is None else integers("eos_token_id", eos)
     pad = defaults.pad_token_id if pad is None else pad
@@ -208,7 +260,7 @@ def check_zeros_on_the_left(mask: Tensor) -> None:
 
 
 def _prompt(decoder: Any, ids: Tensor, mask: Tensor | None, padding: int | None) -> tuple[Tensor, Tensor | None]:
-    """The prompts and their mask on the model's device; without a mask, tokens `padding` are masked.
+    """Put the prompts and their mask on the model's device; without a mask, tokens `padding` are masked.
 
     What is on the host is checked there: reading it on the device would wait for all that is queued.
     """
@@ -227,7 +279,7 @@ def _prompt(decoder: Any, ids: Tensor, mask: Tensor | None, padding: int | None)
 
 
 def integer(name: str, value: Any) -> int:
-    """An int from any integer: Python's, numpy's, a tensor of one element."""
+    """Return an int from any integer: Python's, numpy's, a tensor of one element."""
     try:
         if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
             return operator.index(value)
@@ -237,14 +289,16 @@ def integer(name: str, value: Any) -> int:
 
 
 def integers(name: str, values: Any) -> list[int]:
-    """Ints from one integer of any kind, or several."""
-    if isinstance(values, Iterable) and getattr(values, "ndim", 1):
-        return [integer(name, value) for value in values]
-    return [integer(name, values)]
+    """Return ints from one integer of any kind, or several."""
+    return [integer(name, value) for value in (values if _are_several(values) else [values])]
+
+
+def _are_several(values: Any) -> bool:
+    return isinstance(values, Iterable) and getattr(values, "ndim", 1) > 0
 
 
 def number(name: str, value: Any) -> float:
-    """A float from any real number: Python's, numpy's, a tensor of one element."""
+    """Return a float from any real number: Python's, numpy's, a tensor of one element."""
     try:
         if not isinstance(value, bool | str | bytes) and getattr(value, "dtype", None) is not torch.bool:
             return float(value)
@@ -257,7 +311,7 @@ _SEEDS = range(-(2**63), 2**63)
 
 
 def random_seeds(batch: int) -> list[int]:
-    """Seeds from PyTorch's default generator, so that torch.manual_seed makes them repeatable."""
+    """Draw seeds from PyTorch's default generator, so that torch.manual_seed makes them repeatable."""
     return torch.randint(_SEEDS.start, _SEEDS.stop - 1, (batch,)).tolist()
 
 
@@ -267,7 +321,7 @@ def parse_sampling(
     batch: int,
     draw: Callable[[int], list[int]] = random_seeds,
 ) -> list[Sampling]:
-    """The parameters of each sequence, from do_sample, seed and the arguments NAMES; None: not given.
+    """Return the parameters of each sequence, from do_sample, seed and the arguments NAMES; None: not given.
 
     With do_sample what is not given comes from the generation config, and is off where that says nothing either.
     Without it nothing does. draw: makes so many seeds where none is given.
@@ -294,7 +348,7 @@ def parse_sampling(
 
 
 def _checked(name: str, value: Any) -> float | int:
-    """The value as SamplingState has it; a temperature near 0 as 0."""
+    """Return the value as SamplingState has it; a temperature near 0 as 0."""
     argument = name.rpartition(".")[2]
     if argument == "top_k":
         value = integer(name, value)
@@ -320,13 +374,12 @@ _WITHOUT_EFFECT = {"temperature": (0.0, 1.0), "top_k": (1,), "top_p": (1.0,), "m
 
 
 def _seeds(seed: Any, batch: int) -> list[int]:
-    """One for each sequence."""
-    if isinstance(seed, Iterable) and getattr(seed, "ndim", 1):
-        seeds = [integer("seed", value) for value in seed]
-        if len(seeds) != batch:
-            raise ValueError(f"seed: expected an integer, or one for each of {batch} sequences, got {len(seeds)}")
-    else:
-        seeds = [integer("seed", seed)] * batch
+    """Return a seed for each sequence."""
+    seeds = integers("seed", seed)
+    if not _are_several(seed):
+        seeds = seeds * batch
+    if len(seeds) != batch:
+        raise ValueError(f"seed: expected an integer, or one for each of {batch} sequences, got {len(seeds)}")
     wrong = next((value for value in seeds if value not in _SEEDS), None)
     if wrong is not None:
         raise ValueError(f"seed: expected an integer of 64 bits, got {wrong}")

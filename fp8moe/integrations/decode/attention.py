@@ -74,7 +74,7 @@ class AttentionMetadataBuilder:
         self._whole = whole and not config.settings.batch_invariant  # of others the same kernel would have other bits
 
     def build(self, new_tokens: int, key_heads: int, window: int | None) -> AttentionMetadata:
-        """The metadata of layers of this kind, computed once a call."""
+        """Return the metadata of layers of this kind, computed once a call."""
         kind = _Kind(new_tokens, key_heads, self.length, window)
         if kind not in self._built:
             self._built[kind] = self._of_one(kind) if new_tokens == 1 else self._of_several(kind)
@@ -118,7 +118,7 @@ class AttentionMetadataBuilder:
 
 
 def parts_of(batch: int, heads: int, device: torch.device) -> int:
-    """The number of parts that the keys of a row and key head are split into: so that there is about one for each SM.
+    """Return how many parts the keys of a row and key head are split into: about one for each SM in all.
 
     Where results are to be batch invariant: the same for all batches, and enough that the kernel splits none.
     """
@@ -129,7 +129,7 @@ def parts_of(batch: int, heads: int, device: torch.device) -> int:
 
 
 def part_size(count: Any, parts: int) -> Any:
-    """Keys of a part of `count` keys, a multiple of those that the kernel takes at a time; an int or a tensor."""
+    """Return the keys of a part of `count` keys, a multiple of what the kernel takes at a time; an int or a tensor."""
     return -(-count // (parts * PART_ALIGNMENT)) * PART_ALIGNMENT
 
 
@@ -168,7 +168,7 @@ def attention_metadata(
     config: Any,
     **others,
 ) -> AttentionMetadata:
-    """The metadata that the builder of `used_by` gives, in the place of transformers' mask.
+    """Return the metadata that the builder of `used_by` gives, in the place of transformers' mask.
 
     local_size: of a sliding window. Raises UnsupportedAttention for other masks.
     """
@@ -323,7 +323,7 @@ def _flash_attention(
 
 @functools.cache
 def take_offsets_of_rows() -> None:
-    """From now on transformers' masks for "sdpa" and "eager" take a q_offset (B,) too: one for each row of the batch.
+    """Let transformers' masks for "sdpa" and "eager" take a q_offset (B,) too: one for each row of the batch.
 
     Models ask for the names "sdpa" and "eager", so those must stay. All that transformers itself passes, an int or a
     tensor of no dimension, goes to its own functions as it is.

@@ -17,17 +17,10 @@ class CachePosition:
     def __init__(self, size: int, device: torch.device, ragged: bool):
         self.columns = torch.zeros(size, dtype=torch.int64, device=device)
         self.ragged = ragged
-        self.leave_open()
+        self.next_call()
 
-    def leave_open(self) -> None:
-        """The next call reads one token a row, and the host does not know where."""
-        self._set(None, None, 1)
-
-    def fix(self, start: int | None, count: int, end: int) -> None:
-        """The next call reads `count` tokens a row, all before column `end`; from `start` on, if all rows share it."""
-        self._set(start, end, count)
-
-    def _set(self, start: int | None, end: int | None, count: int) -> None:
+    def next_call(self, count: int = 1, start: int | None = None, end: int | None = None) -> None:
+        """Read `count` tokens a row next, from column `start` on and all before `end`, where the host knows these."""
         self.start, self.end, self.count = start, end, count
         self.call = object()
         if start is None:  # (B, 1, count, 1): the column of each new token, computed once for all layers
@@ -37,7 +30,7 @@ class CachePosition:
             self.index = index[:, None, :, None]
 
     def length(self, written: bool) -> int | Tensor:
-        """The tokens in the cache, before or after those of the call are written, as transformers' masks take them.
+        """Return how many tokens are cached, before or after the call's are written, as transformers' masks take it.
 
         An int, a tensor of no dimension or, if the rows may differ, one of shape (B,).
         """
@@ -47,21 +40,17 @@ class CachePosition:
         return before + self.count if written else before
 
     def write(self, target: Tensor, dim: int, values: Tensor) -> Tensor:
-        """Put (B, Hk, count, D) or, with dim 1, (B, count, D) into the columns; what the new tokens may see."""
+        """Put (B, Hk, count, D) or, with dim 1, (B, count, D) there; return all columns that the new tokens may see."""
         if self.start is None:
             index = self.index if dim == 2 else self.index[:, 0]
             target.scatter_(dim, index.expand(values.shape), values)
         else:
             target.narrow(dim, self.start, values.shape[dim]).copy_(values)
-        return self.seen(target, dim)
-
-    def seen(self, target: Tensor, dim: int) -> Tensor:
-        """The columns that the new tokens may see, and others after them."""
         return target if self.end is None else target.narrow(dim, 0, self.end)
 
 
 def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
-    """A StaticCache whose attention layers all hold `max_length` tokens and write where `position` says.
+    """Make a StaticCache whose attention layers all hold `max_length` tokens and write where `position` says.
 
     transformers' layers write all rows at one column, and those of sliding windows count tokens on the host, which a
     graph cannot follow. Full-length layers of our own take their place; the mask limits attention to the window.
@@ -81,11 +70,10 @@ def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
 
 
 def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chunked: bool) -> Any:
-    """The layer that takes the place of transformers'."""
+    """Return the layer that takes the place of transformers'."""
     from transformers import cache_utils
 
-    kept = (cache_utils.LinearAttentionLayer, getattr(cache_utils, "DummyLayer", None))  # transformers 5.17 has none
-    if type(layer) in kept:
+    if type(layer) in (cache_utils.LinearAttentionLayer, getattr(cache_utils, "DummyLayer", None)):  # 5.17 has no dummy
         return layer
     name = type(layer).__name__
     if name not in _own_layers() or (chunked and layer.is_sliding):
@@ -104,10 +92,10 @@ def copy_rows(target: Any, size: int, rows: Tensor, source: Any, chosen: Tensor,
     size: rows of the target. Raises ValueError if a layer of the source keeps what cannot be copied.
     """
     for index, (mine, theirs) in enumerate(zip(target.layers, source.layers, strict=True)):
-        kept = _kept(index, theirs)
-        _allocate(mine, {name: tensor[:1].expand(size, *tensor.shape[1:]) for name, tensor in kept.items()})
-        targets = _kept(index, mine)
-        for name, values in kept.items():
+        tensors = _row_tensors(index, theirs)
+        _allocate(mine, {name: tensor[:1].expand(size, *tensor.shape[1:]) for name, tensor in tensors.items()})
+        targets = _row_tensors(index, mine)
+        for name, values in tensors.items():
             to, columns = targets[name], _COLUMNS.get(name)
             if columns is not None:
                 to, values = to.narrow(columns, 0, length), values.narrow(columns, 0, length)
@@ -126,12 +114,12 @@ def reset(cache: Any, masked: bool) -> None:
 def clear_rows(cache: Any, rows: Tensor) -> None:
     """Write zeros into these rows: what is masked is multiplied by 0, which would leave a NaN."""
     for index, layer in enumerate(cache.layers):
-        for tensor in _kept(index, layer).values():
+        for tensor in _row_tensors(index, layer).values():
             tensor.index_fill_(0, rows, 0)
 
 
 def has_states(cache: Any) -> bool:
-    """Whether layers of it keep states of linear attention."""
+    """Return whether layers of it keep states of linear attention."""
     return any(hasattr(layer, kind) for layer in cache.layers for kind in STATES)
 
 
@@ -141,22 +129,22 @@ STATES = ("conv_states", "recurrent_states")
 """What a layer keeps of a whole sequence: dicts."""
 
 
-def _kept(index: int, layer: Any) -> dict[Any, Tensor]:
-    """The tensors of a layer with a row for each sequence: by their names, states by (name, key)."""
-    kept = {}
+def _row_tensors(index: int, layer: Any) -> dict[Any, Tensor]:
+    """Return a layer's tensors with a row for each sequence: by their names, states by (name, key)."""
+    tensors = {}
     for name, value in vars(layer).items():
         if name in STATES:
-            kept |= {(name, key): state for key, state in value.items() if state is not None}
+            tensors |= {(name, key): state for key, state in value.items() if state is not None}
         elif isinstance(value, Tensor) and value.dim():
-            kept[name] = value
-    unknown = [name for name in kept if name not in _COLUMNS and name[0] not in STATES]
+            tensors[name] = value
+    unknown = [name for name in tensors if name not in _COLUMNS and name[0] not in STATES]
     if unknown:
         raise ValueError(f"model: layer {index} keeps {', '.join(unknown)}, which cannot be copied")
-    return kept
+    return tensors
 
 
 def _allocate(layer: Any, examples: dict[Any, Tensor]) -> None:
-    """What the layer has not allocated yet, with the shapes of these."""
+    """Allocate what the layer has not yet, with the shapes of these."""
     if "keys" in examples and not layer.is_initialized:
         layer.lazy_initialization(examples["keys"], examples["values"])
     if "indexer_keys" in examples and not layer.is_indexer_initialized:
@@ -168,17 +156,13 @@ def _allocate(layer: Any, examples: dict[Any, Tensor]) -> None:
 
 @functools.cache
 def _own_layers() -> dict[str, type]:
-    """Our layer for each class of transformers'."""
+    """Return our layer for each class of transformers'."""
     from transformers import cache_utils
 
     class PositionedLayer:
-        """keys (B, key heads, max_length, D) and values at fixed addresses; new tokens go where `position` says.
+        """keys (B, key heads, max_length, D) and values at fixed addresses; new tokens go where `position` says."""
 
-        Writing does not change that: the cache's owner advances it once for all layers.
-        """
-
-        position: CachePosition
-
+        position: CachePosition  # the cache's owner advances it, once for all layers
         written_in = None
 
         def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations import cache_argument
-from fp8moe.integrations.decode.arguments import GenerateArguments
+from fp8moe.integrations.decode.arguments import GenerateArguments, integers
 from fp8moe.integrations.decode.step import positions_of
 
 _WITHOUT_EFFECT = ("use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states")
@@ -65,19 +65,19 @@ def check_criteria(criteria: Iterable[Any], config: Any) -> None:
     """Raise ValueError for stopping criteria that are not the configuration's, or that the decoder does not have."""
     from transformers import generation
 
-    ends = [] if config.eos_token_id is None else torch.tensor(config.eos_token_id).flatten().tolist()
+    ends = [] if config.eos_token_id is None else integers("eos_token_id", config.eos_token_id)
     for criterion in criteria:
-        same = False
+        known = False
         if type(criterion) is generation.MaxLengthCriteria:
-            same = criterion.max_length == config.max_length
+            known = criterion.max_length == config.max_length
         elif type(criterion) is generation.EosTokenCriteria:
-            same = set(criterion.eos_token_id.flatten().tolist()) == set(ends)
-        if not same:
+            known = set(criterion.eos_token_id.flatten().tolist()) == set(ends)
+        if not known:
             raise ValueError(f"stopping_criteria: GraphDecoder does not apply {type(criterion).__name__}")
 
 
 def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
-    """The output that return_dict_in_generate asks for in the place of tokens."""
+    """Return the output that return_dict_in_generate asks for in the place of tokens."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
     if isinstance(result, tuple):
@@ -86,7 +86,7 @@ def as_output(result: Tensor | tuple[Tensor, Tensor]) -> Any:
 
 
 def streamer_of_caller() -> Any:
-    """The streamer of the ``model.generate`` that is calling; None: it has none.
+    """Return the streamer of the ``model.generate`` that is calling; None: it has none.
 
     It is a local variable there, for which frames are walked: ``generate`` takes ``streamer`` as a parameter of its own
     and hands a custom_generate no argument that its own sampling takes too (transformers 5.24,

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,11 @@ from fp8moe.integrations.decode.arguments import Call, GenerateArguments, intege
 from fp8moe.integrations.decode.attention import NAME as FLASH
 from fp8moe.integrations.decode.cache import has_states
 from fp8moe.integrations.decode.generation import Generation
-from fp8moe.integrations.decode.model_use import ModelState, TurnLock, device_context, ranks_of
+from fp8moe.integrations.decode.model_use import ModelState, TurnLock, ranks_of
 from fp8moe.integrations.decode.prefill import FEW_TOKENS, Prefix, compile_for_prompts
 from fp8moe.integrations.decode.probe import (
     check_batch_invariance,
     check_eval,
-    check_mode,
     check_model,
     device_of,
     find_capabilities,
@@ -30,6 +29,7 @@ from fp8moe.integrations.decode.step import Capabilities, Step, capture_stream
 from fp8moe.integrations.models import FusedModule, find_fused
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
+from fp8moe.runtime.checks import describe
 
 
 class GraphDecoder:
@@ -154,7 +154,7 @@ class GraphDecoder:
         prefix: Prefix | None = None,
         return_logprobs: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The prompts, each followed by its continuation: what ``model.generate`` returns.
+        """Return the prompts, each followed by its continuation, as ``model.generate`` does.
 
         input_ids: (B, L) integers. Shorter prompts are padded on the left.
         attention_mask: (B, L), 0 where a prompt is padded. None: where it has the pad token, if that is no end token;
@@ -208,15 +208,15 @@ class GraphDecoder:
         )
         return self._generate(parse(self, arguments, self.model.generation_config))
 
-    def stream(self, input_ids: Tensor, **arguments: Any) -> Iterator[Tensor]:
-        """The new tokens of each step, (B,) int64 on the device of ``input_ids``, until every sequence has ended.
+    def stream(self, input_ids: Tensor, **kwargs: Any) -> Iterator[Tensor]:
+        """Yield the new tokens of each step, (B,) int64 on the device of ``input_ids``, until every sequence has ended.
 
         After its end a sequence has pad tokens. Arguments and errors are those of `generate`, but for return_logprobs;
         what is wrong is raised here, what happens on the way from the iterator. A step is yielded while the GPU is at
         work on the next one. Leaving the loop or closing the iterator frees the decoder.
         """
-        bound = GenerateArguments.bind(input_ids=input_ids, **arguments)
-        call = parse(self, bound, self.model.generation_config)
+        arguments = GenerateArguments.bind(input_ids=input_ids, **kwargs)
+        call = parse(self, arguments, self.model.generation_config)
         if call.return_logprobs:
             raise ValueError("return_logprobs: stream yields tokens alone; generate returns logprobs")
         return self._stream(call)
@@ -253,10 +253,21 @@ class GraphDecoder:
         Raises TypeError for wrong arguments, ValueError for a model whose rows cannot have lengths of their own;
         the iterator RuntimeError as `generate`.
         """
+        if isinstance(requests, Mapping | str | Tensor) or not isinstance(requests, Iterable):
+            raise TypeError(
+                f"requests: expected an iterable of dicts of generate's arguments, got {describe(requests)}"
+            )
+        if not (progress is None or isinstance(progress, bool) or callable(progress)):
+            raise TypeError(f"progress: expected True, False, None or a callable, got {describe(progress)}")
+        if not self.capabilities.ragged:
+            raise ValueError(
+                f"model: the rows of a batch of {type(self.model).__name__} cannot have lengths of their own, which "
+                "run needs; generate serves it"
+            )
         return run(self, requests, progress)
 
     def stats(self) -> Stats:
-        """Calls, tokens, times and memory so far: see `stats.Stats`. Waits for nothing but calls that have ended."""
+        """Return calls, tokens, times and memory so far: see `stats.Stats`. Waits for nothing but ended calls."""
         return self._records.stats(cache_bytes(step.cache for step in self.steps.values()), pool_bytes(self._pool))
 
     def __call__(
@@ -276,7 +287,7 @@ class GraphDecoder:
         return_logprobs: bool = False,
         **model_arguments: Any,
     ) -> Any:
-        """For ``model.generate(..., custom_generate=decoder)``, which calls this with what it has prepared.
+        """Generate for ``model.generate(..., custom_generate=decoder)``, which calls this with what it has prepared.
 
         Settings come from ``generation_config``; presence_penalty, seed, prefix and return_logprobs may be given to
         ``model.generate`` as well. It passes no tokenizer on: for stop strings give it
@@ -315,42 +326,47 @@ class GraphDecoder:
         self._release()
 
     def _release(self) -> None:
-        for step in getattr(self, "steps", {}).values():  # the constructor may have raised
-            step.release()
+        # The constructor may have raised before these were set.
+        for step in (*getattr(self, "steps", {}).values(), getattr(self, "_reader", None)):
+            if step is not None:
+                step.release()
         self.steps = {}
-        reader = getattr(self, "_reader", None)
-        if reader is not None:
-            reader.release()
-        self._reader = None
-        self._pool = None
+        self._reader = self._pool = None
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """This thread's turn, once those of others are over. Raises if the decoder or its model is not ready."""
+        """Wait for this thread's turn. Raises RuntimeError or ValueError if the decoder or its model is not ready."""
         with self._lock:
             if not self.steps:
                 raise RuntimeError("the decoder is closed")
-            check_mode(self._batch_invariant)
+            if config.settings.batch_invariant != self._batch_invariant:
+                made = "inside" if self._batch_invariant else "outside"
+                raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
             check_eval(self.model)
             if self.captured and (change := self._state.change(self.model)):
                 raise RuntimeError(f"{change} since the capture: make a new GraphDecoder")
             yield
 
     def step_of(self, size: int, max_length: int) -> Step:
-        """A step that is not captured, with a cache of its own."""
+        """Make a step that is not captured, with a cache of its own."""
         return Step(self.model, size, max_length, self.device, self.capabilities, self.prefill_chunk)
 
     def reader(self) -> Step | None:
-        """The step that reads short prompts from graphs for `run`; None where none can be captured."""
+        """Return the step that reads short prompts from graphs for `run`; None where none can be captured."""
         if self._pool is not None and self._reader is None:
             size = ceil_div(self.batch_sizes[-1], ROWS_PER_NEWCOMER)
             self._reader = self.step_of(size, FEW_TOKENS // size)
             self._reader.keep_short_prompts(capture_stream(torch.cuda.current_device()), self._pool)
         return None if self._reader is None or self._reader.short_prompts is None else self._reader
 
-    def on_device(self, stream: torch.cuda.Stream | None = None) -> AbstractContextManager:
-        """Within it the model's device is the current one, and on it this stream, and torch.autocast is off."""
-        return device_context(self.device, stream)
+    @contextmanager
+    def on_device(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+        """Make the model's device the current one, and on it this stream, with torch.autocast off, as in a capture."""
+        current = nullcontext()
+        if self.device.type == "cuda":
+            current = torch.cuda.device(self.device) if stream is None else torch.cuda.stream(stream)
+        with current, torch.autocast(self.device.type, enabled=False):
+            yield
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -383,17 +399,17 @@ class GraphDecoder:
         return Generation(self.steps[size], call, self._records)
 
     def _find_capabilities(self, fuse: bool) -> Capabilities:
-        """The model's capabilities, with flash attention where it serves the model."""
+        """Find the model's capabilities, with flash attention where it serves the model."""
         flash = FLASH if self.device.type == "cuda" else None
         fused = (find_fused(self.model) or None) if fuse else None
-        found, refusal = find_capabilities(self.model, self.device, self.captured, flash, fused)
-        if fused and not found.fused:
+        capabilities, refusal = find_capabilities(self.model, self.device, self.captured, flash, fused)
+        if fused and not capabilities.fused:
             name = type(self.model).__name__
             text = f"GraphDecoder: {name} runs unfused, as a step with its known parts fused has other logits than it"
             warnings.warn(text, stacklevel=3)
         own = self.model.config.get_text_config(decoder=True)._attn_implementation
-        self.attention = "flash" if found.attention else f"{own}: {refusal or 'on a GPU only'}"
-        return found
+        self.attention = "flash" if capabilities.attention else f"{own}: {refusal or 'on a GPU only'}"
+        return capabilities
 
     def _capture(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

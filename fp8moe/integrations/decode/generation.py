@@ -6,8 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.decode.arguments import Call
-from fp8moe.integrations.decode.sampling import Tail
+from fp8moe.integrations.decode.arguments import Call, Tail
 from fp8moe.integrations.decode.stats import Record, Records
 from fp8moe.integrations.decode.step import Step
 from fp8moe.integrations.decode.transfers import Readback
@@ -72,14 +71,14 @@ class Generation:
         self.lengths = self.step.count[: self.batch].tolist()
 
     def follow(self) -> Iterator[Tensor]:
-        """Decode; the tokens (B,) of each step, on the device of the prompts, padded after the end of a sequence.
+        """Decode and yield the tokens (B,) of each step, on the prompts' device, padded after the end of a sequence.
 
         While a step is read here, the GPU is at work on the next one.
         """
         if self.call.streamer is not None and not self.call.streamer_has_prompts:
             self.call.streamer.put(self.call.given.cpu())
         readback = Readback(self.step.tokens.device)
-        alive = dict(enumerate(self.call.tails()))  # the rows whose sequences go on
+        alive = dict(enumerate(self.call.tails()))  # rows whose sequences go on
         self._begin()
         for number in range(self.call.new_tokens):
             if number:
@@ -97,13 +96,11 @@ class Generation:
 
         Raises NaNLogits, with the prompts before the tokens.
         """
-        device = self.step.tokens.device
-        lengths = torch.tensor(self.lengths, device=device)[:, None]
-        longest = max(self.lengths)
-        ended = torch.arange(longest, device=device) >= lengths
-        new = self.step.generated[: self.batch, :longest].masked_fill(ended, self.pad).to(self.call.given.device)
-        logprobs = self.step.logprobs[: self.batch, :longest].masked_fill(ended, 0).to(self.call.given.device)
-        tokens = torch.cat([self.call.given.long(), new], dim=1)
+        device, given, longest = self.step.tokens.device, self.call.given, max(self.lengths)
+        ended = torch.arange(longest, device=device) >= torch.tensor(self.lengths, device=device)[:, None]
+        new = self.step.generated[: self.batch, :longest].masked_fill(ended, self.pad).to(given.device)
+        logprobs = self.step.logprobs[: self.batch, :longest].masked_fill(ended, 0).to(given.device)
+        tokens = torch.cat([given.long(), new], dim=1)
         failed = self.step.failed[: self.batch].nonzero()[:, 0].tolist()
         failed = [row for row in failed if row not in self._stopped]  # NaN in the step after its end is no matter
         if failed:
@@ -125,7 +122,7 @@ class Generation:
         self._record.steps += 1
 
     def _read(self, readback: Readback, alive: dict[int, Tail | None]) -> Iterator[Tensor]:
-        """The next step's tokens, if any sequence got one; those that end with it are taken from `alive`."""
+        """Yield the next step's tokens, if any sequence got one; those that end with it are taken from `alive`."""
         device, host = readback.pop()
         tokens, finished, failed = host.tolist()
         for row in range(self.batch):
@@ -139,10 +136,10 @@ class Generation:
                 self.step.finished[row].fill_(True)
                 finished[row] = True
                 self._stopped.add(row)
-        progress = not all(failed[row] for row in alive)
+        some_got_one = not all(failed[row] for row in alive)
         for row in [row for row in alive if finished[row]]:
             del alive[row]
-        if progress:
+        if some_got_one:
             if self.call.streamer is not None:
                 self.call.streamer.put(host[0])
             yield host[0] if self.call.given.device.type == "cpu" else device[0].to(self.call.given.device)

@@ -1,8 +1,7 @@
-"""The use of a model: by which ranks, by which thread, on which stream, and whether it is still the model it was."""
+"""The use of a model: by which ranks, by which thread, and whether it is still the model it was."""
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -25,11 +24,11 @@ class Ranks(NamedTuple):
 
     @property
     def most(self) -> int:
-        """The size of the largest group."""
+        """Return the size of the largest group."""
         return max((dist.get_world_size(group) for group in self.groups), default=1)
 
     def least(self, value: int, device: torch.device) -> int:
-        """The smallest of the ranks' values. device: of the model, which the groups communicate on."""
+        """Return the smallest of the ranks' values. device: of the model, which the groups communicate on."""
         if not self.groups:
             return value
         agreed = torch.tensor([value], device=device)
@@ -38,7 +37,7 @@ class Ranks(NamedTuple):
         return int(agreed)
 
     def first(self, values: list[int], device: torch.device) -> list[int]:
-        """The values of the first rank."""
+        """Return the values of the first rank."""
         if not self.groups:
             return values
         agreed = torch.tensor(values, device=device)
@@ -48,7 +47,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(model: Any) -> Ranks:
-    """The ranks that hold the model's parameters as DTensors."""
+    """Find the ranks that hold the model's parameters as DTensors."""
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
     groups = {}
@@ -63,14 +62,14 @@ def ranks_of(model: Any) -> Ranks:
 
 
 def _mesh(parameter: Tensor) -> Any:
-    """The mesh of a DTensor, None for other tensors."""
+    """Return the mesh of a DTensor, None for other tensors."""
     from torch.distributed.tensor import DTensor
 
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def _sharded_over(weight: Tensor) -> int:
-    """The number of ranks that the rows of a weight are spread over."""
+    """Return how many ranks the rows of a weight are spread over."""
     mesh = _mesh(weight)
     if mesh is None:
         return 1
@@ -98,16 +97,6 @@ class TurnLock:
         self._lock.release()
 
 
-@contextmanager
-def device_context(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Make the device the current one, and on it this stream, with torch.autocast off, as in a capture."""
-    place = nullcontext()
-    if device.type == "cuda":
-        place = torch.cuda.device(device) if stream is None else torch.cuda.stream(stream)
-    with place, torch.autocast(device.type, enabled=False):
-        yield
-
-
 class ModelState:
     """Where a model's weights lie and what they held at one time, and which adapters of peft were active, how much.
 
@@ -119,7 +108,7 @@ class ModelState:
         self._adapters = [(ref(module), _active(module)) for module in model.modules() if _has_adapters(module)]
 
     def change(self, model: nn.Module) -> str | None:
-        """What has changed in the model since: the beginning of a sentence, or None."""
+        """Return what has changed in the model since: the beginning of a sentence, or None."""
         if not self._weights.matches(_weights(model)):
             return "the model's weights have moved or changed"
         if any(module() is None or _active(module()) != active for module, active in self._adapters):
@@ -128,13 +117,13 @@ class ModelState:
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers: what is added to the scores of routers is a buffer in many models."""
+    """Yield parameters and buffers: what is added to the scores of routers is a buffer in many models."""
     yield from model.parameters()
     yield from model.buffers()
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Whether it is a layer of peft. New ones bring new parameters."""
+    """Return whether it is a layer of peft. New ones bring new parameters."""
     return isinstance(getattr(module, "merged_adapters", None), list)
 
 

@@ -30,10 +30,8 @@ COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Numbers of columns that prompts from graphs are padded to."""
 
 
-def columns_at_a_time(
-    config: Any, batch: int, end: int, device: torch.device, dtype: torch.dtype, *, masked: bool, ranks: int = 1
-) -> int:
-    """Columns of a batch of prompts that end at column `end`; all of them where the device is a CPU.
+def columns_at_a_time(model: Any, batch: int, end: int, device: torch.device, *, masked: bool, ranks: int = 1) -> int:
+    """Return how many columns of a batch of prompts to read at once, of `end`; all of them on a CPU.
 
     masked: the attention takes a mask, and its keys are repeated for all heads. ranks: that share the experts: each has
     room for the tokens that all send and for the sums that all return.
@@ -42,16 +40,17 @@ def columns_at_a_time(
         return end
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
     heads, size = config.num_attention_heads, _head_size(config)
     room = FREE_MEMORY_FRACTION * free
-    each = _values_of_a_token(config) * dtype.itemsize
+    each = _values_of_a_token(config) * itemsize
     if ranks > 1:
         each += ranks * (_RECEIVED + _SUM) * config.hidden_size
     if getattr(config, "kv_lora_rank", None):  # all latents are expanded, then put together with the rotated part
-        room -= batch * end * heads * (2 * size + 2 * config.v_head_dim) * dtype.itemsize
+        room -= batch * end * heads * (2 * size + 2 * config.v_head_dim) * itemsize
     if masked:
-        room -= 2 * batch * end * heads * size * dtype.itemsize
-        each += (1 + heads * (config._attn_implementation == "eager")) * 2 * end * dtype.itemsize
+        room -= 2 * batch * end * heads * size * itemsize
+        each += (1 + heads * (config._attn_implementation == "eager")) * 2 * end * itemsize
     tokens = int(room / each)
     if batch * end <= min(tokens, MOST_WHOLE_TOKENS):
         return end
@@ -59,7 +58,7 @@ def columns_at_a_time(
 
 
 def _values_of_a_token(config: Any) -> int:
-    """An upper estimate of the values that a layer holds at once for a token."""
+    """Estimate, from above, the values that a layer holds at once for a token."""
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     dense = getattr(config, "intermediate_size", None) or 0
     experts = getattr(config, "moe_intermediate_size", None) or dense
@@ -79,8 +78,7 @@ def compile_for_prompts(device_index: int, tokens: int) -> None:
     tokens = min(tokens, MOST_WHOLE_TOKENS)
     sms = num_sms(device_index)
     known = [*families.items()]  # at once: other threads may add to them meanwhile
-    kernels = set().union(*(family.variants(rows * tokens, sms) for family, rows in known))
-    load_all(kernels)
+    load_all(set().union(*(family.variants(rows * tokens, sms) for family, rows in known)))
 
 
 class _Graph(NamedTuple):
@@ -101,21 +99,21 @@ class ShortPrompts:
     def __init__(self, size: int, chunk: int | None, stream: torch.cuda.Stream, pool: tuple[int, int]):
         self._stream, self._pool = stream, pool
         most = min(FEW_TOKENS // size, chunk or FEW_TOKENS)
-        self._columns = [columns for columns in COLUMNS if columns <= most]
+        self.columns = [columns for columns in COLUMNS if columns <= most]
         self._graphs: dict[int, _Graph | None] = {}  # None: seen once
 
     @property
     def most(self) -> int:
         """Columns of the longest prompts that may have a graph; 0 if none may."""
-        return max(self._columns, default=0)
+        return max(self.columns, default=0)
 
     def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
-        """Prompts (B, T) padded to columns that a graph may read, and their mask; unchanged if they are too long.
+        """Pad prompts (B, T) to columns that a graph may read, and their mask; unchanged if they are too long.
 
         room: most columns.
         """
         length = tokens.shape[1]
-        columns = next((columns for columns in self._columns if columns >= length), None)
+        columns = next((columns for columns in self.columns if columns >= length), None)
         if columns is None or columns > room:
             return tokens, mask
         if mask is None:
@@ -123,11 +121,8 @@ class ShortPrompts:
         missing = (columns - length, 0)
         return pad(tokens, missing), pad(mask.bool(), missing)
 
-    def takes(self, columns: int) -> bool:
-        return columns in self._columns
-
     def read(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor]) -> Tensor:
-        """The logits that `eagerly` gives for tokens (B, T) in columns that `takes`; they hold until the next call."""
+        """Return the logits that `eagerly` gives for tokens (B, T), T one of `columns`; valid until the next call."""
         columns = tokens.shape[1]
         known = self._graphs.get(columns)
         if known is not None:
@@ -139,14 +134,14 @@ class ShortPrompts:
             return eagerly(tokens)
         with HostReads(tokens.device) as reads:
             logits = eagerly(tokens)
-        if reads.found:
-            self._columns.clear()
+        if reads.operations:
+            self.columns.clear()
         else:
-            self._capture(tokens, eagerly)
+            self._capture(tokens.clone(), eagerly)
         return logits
 
     def _capture(self, tokens: Tensor, eagerly: Callable[[Tensor], Tensor]) -> None:
-        graph, tokens = torch.cuda.CUDAGraph(), tokens.clone()
+        graph = torch.cuda.CUDAGraph()
         # Other threads may go on calling CUDA.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = eagerly(tokens)

@@ -11,7 +11,6 @@ from fp8moe.integrations.decode.cache import STATES
 from fp8moe.integrations.decode.step import PLAIN, Capabilities, Step, positions_of, vocabulary
 from fp8moe.integrations.decode.transfers import HostReads
 from fp8moe.integrations.models import Optimized
-from fp8moe.runtime import config
 from fp8moe.runtime.checks import FLOATING
 
 PADDING = 2
@@ -22,7 +21,7 @@ NEW = 3
 
 
 def device_of(model: Any) -> torch.device:
-    """The one device that a model lies on. Raises TypeError or ValueError for others."""
+    """Return the one device that a model lies on. Raises TypeError or ValueError for others."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -90,22 +89,15 @@ def check_batch_invariance(model: Any, attention: str, states: bool) -> None:
         raise ValueError(f"model: {name} cannot be batch invariant, as it has layers of linear attention")
 
 
-def check_mode(batch_invariant: bool) -> None:
-    """Raise RuntimeError outside of the mode that a decoder was made in."""
-    if config.settings.batch_invariant != batch_invariant:
-        made = "inside" if batch_invariant else "outside"
-        raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
-
-
 def _is_experts(module: nn.Module) -> bool:
-    """Whether transformers' use_experts_implementation made its forward."""
+    """Return whether transformers' use_experts_implementation made its forward."""
     return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
 
 
 def find_capabilities(
     model: Any, device: torch.device, captured: bool, flash: str | None, fused: Optimized | None = None
 ) -> tuple[Capabilities, str]:
-    """The capabilities with which the model gives the right logits, and why flash attention is not among them, or "".
+    """Find capabilities with which the model gives the right logits, and why flash attention is not among them, or "".
 
     flash: the name of the attention to try. fused: modules to try in fp8moe's kernels.
     Raises the ValueError of `check_step` if the model is not even right with none: its own forwards and attention, rows
@@ -114,20 +106,20 @@ def find_capabilities(
     best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
     if _refusal(model, device, captured, best) is None:
         return best, ""
-    found, reason = PLAIN, ""
-    check_step(model, device, captured, found)
+    capabilities, reason = PLAIN, ""
+    check_step(model, device, captured, capabilities)
     for name, value in best._asdict().items():
-        better = found._replace(**{name: value})
-        refusal = None if better == found else _refusal(model, device, captured, better)
+        better = capabilities._replace(**{name: value})
+        refusal = None if better == capabilities else _refusal(model, device, captured, better)
         if refusal is None:
-            found = better
+            capabilities = better
         elif name == "attention":
             reason = str(refusal)
-    return found, reason
+    return capabilities, reason
 
 
 def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Capabilities) -> ValueError | None:
-    """Why they are not right, for two sequences of tokens: with one, rounding alone may be the reason."""
+    """Return why they are not right, for two sequences of tokens: with one, rounding alone may be the reason."""
     refusal = None
     for beginning in (0.25, 0.3):
         try:
@@ -155,10 +147,8 @@ def check_step(
     name = type(model).__name__
     tokens, mask = _sequence(vocabulary(model), device, beginning)
     begins = (0, PROMPT // 2) if capabilities.ragged else (0,)
-    steps = [
-        Step(model, size, PROMPT + NEW, device, capabilities, CHUNK)
-        for size in (len(begins), *[1] * capabilities.ragged * 2)
-    ]
+    sizes = (2, 1, 1) if capabilities.ragged else (1,)
+    steps = [Step(model, size, PROMPT + NEW, device, capabilities, CHUNK) for size in sizes]
     try:
         stepwise, reads = _with_cache(steps, tokens, mask, begins)
         wholes = [_without_cache(model, tokens[:, begin:], mask[:, begin:]) for begin in begins]
@@ -177,9 +167,9 @@ def check_step(
             raise ValueError(f"model: the logits of {name} are {logits.dtype}, expected bfloat16, float16 or float32")
         if whole.isnan().any():
             raise ValueError(f"model: the logits of {name} are NaN")
-        parts = (
-            [slice(1, None)] if capabilities == PLAIN else [slice(1, None), slice(1)]
-        )  # how others read prompts is ours too
+        parts = [slice(1, None)]  # after each new token
+        if capabilities != PLAIN:
+            parts.append(slice(1))  # after the prompt, which is not read by the model's own code alone
         if logits.shape != whole.shape or any(_far(logits[part], whole[part], alone[part]) for part in parts):
             raise ValueError(
                 f"model: with a static cache the logits of {name} are not those that it gives without a cache: what it "
@@ -190,17 +180,17 @@ def check_step(
 
 
 def _far(stepwise: Tensor, whole: Tensor, alone: Tensor) -> bool:
-    """Whether the step is far from the whole sequence after every token."""
+    """Return whether the step is far from the whole sequence after every token."""
     # In 16 bits a deep model of random weights multiplies rounding errors until they are as large as the context.
-    share = 0.25 if whole.dtype.itemsize > 2 else 0.8
+    tolerance = 0.25 if whole.dtype.itemsize > 2 else 0.8
     rounding = torch.finfo(whole.dtype).eps ** 0.5
     stepwise, whole, alone = map(_comparable, (stepwise, whole, alone))
-    limit = torch.maximum(share * (whole - alone).norm(dim=-1), rounding * whole.norm(dim=-1))
+    limit = torch.maximum(tolerance * (whole - alone).norm(dim=-1), rounding * whole.norm(dim=-1))
     return bool(((stepwise - whole).norm(dim=-1) > limit).all())
 
 
 def _sequence(size: int, device: torch.device, beginning: float) -> tuple[Tensor, Tensor]:
-    """Tokens (1, PROMPT + NEW) from the middle of a vocabulary, as models keep special ones at its ends; their mask."""
+    """Make tokens (1, PROMPT + NEW) from the middle of a vocabulary, which has special ones at its ends; their mask."""
     tokens = torch.linspace(int(size * beginning), size * 3 // 4, PROMPT + NEW, device=device).long()[None]
     mask = torch.ones_like(tokens)
     mask[:, :PADDING] = 0
@@ -208,7 +198,7 @@ def _sequence(size: int, device: torch.device, beginning: float) -> tuple[Tensor
 
 
 def _without_cache(model: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits (1 + NEW, vocabulary) after the prompt and each new token: of all of it, and of that token alone."""
+    """Compute the logits (1 + NEW, vocabulary) after the prompt and each new token: of all, and of that token alone."""
     positions = positions_of(mask)
     whole = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits[0, -1 - NEW :]
     last = tokens[:, -1 - NEW :].T, positions[:, -1 - NEW :].T
@@ -217,7 +207,7 @@ def _without_cache(model: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Te
 
 
 def _with_cache(steps: list[Step], tokens: Tensor, mask: Tensor, begins: tuple[int, ...]) -> tuple[Tensor, list[str]]:
-    """The logits (rows, 1 + NEW, vocabulary) of the first step, and what its last run read on the host.
+    """Compute the logits (rows, 1 + NEW, vocabulary) of the first step, and what its last run read on the host.
 
     Each row reads the prompt from another token on, in another step if there are several.
     """
@@ -239,11 +229,11 @@ def _with_cache(steps: list[Step], tokens: Tensor, mask: Tensor, begins: tuple[i
             after = step.read()
         for row, values in zip(logits, after.split(1), strict=True):
             row.append(values)
-    return torch.stack([torch.cat(row) for row in logits]), reads.found
+    return torch.stack([torch.cat(row) for row in logits]), reads.operations
 
 
 def _forgets_states(model: Any, tokens: Tensor, capabilities: Capabilities) -> bool:
-    """Whether a second chunk of a prompt ignores states that the first one left: then NaN in them does not reach it.
+    """Return whether a second chunk of a prompt ignores states of the first one: then NaN in them does not reach it.
 
     In 16 bits, or where other layers remember, the logits alone would not tell.
     """
@@ -261,6 +251,6 @@ def _forgets_states(model: Any, tokens: Tensor, capabilities: Capabilities) -> b
 
 
 def _comparable(logits: Tensor) -> Tensor:
-    """In float32, without the huge negative values of tokens that a model never chooses."""
+    """Return logits in float32, without the huge negative values of tokens that a model never chooses."""
     logits = logits.float()
     return logits.masked_fill(logits.abs() > 1e4, 0)

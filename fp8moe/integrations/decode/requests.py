@@ -1,5 +1,6 @@
 """Many requests over the rows of one step: a sequence that ends frees its row, a waiting prompt takes it."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.integrations.decode.arguments import Call, GenerateArguments, check_zeros_on_the_left, parse
+from fp8moe.integrations.decode.arguments import Call, GenerateArguments, Tail, check_zeros_on_the_left, parse
 from fp8moe.integrations.decode.generation import NaNLogits
 from fp8moe.integrations.decode.prefill import FEW_TOKENS, MOST_TOKENS
-from fp8moe.integrations.decode.sampling import Tail
 from fp8moe.integrations.decode.stats import Record
 from fp8moe.integrations.decode.step import Step
 from fp8moe.integrations.decode.transfers import Readback, integers_on
@@ -30,26 +30,10 @@ MOST_PADDING = 1.25
 Result = Tensor | tuple[Tensor, Tensor] | ValueError
 
 
-def run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> Iterator[tuple[int, Result]]:
-    """For `decoder.run`.
-
-    Raises TypeError for wrong arguments, ValueError for a model whose rows cannot have lengths of their own.
-    """
-    if isinstance(requests, Mapping | str | Tensor) or not isinstance(requests, Iterable):
-        raise TypeError(f"requests: expected an iterable of dicts of generate's arguments, got {describe(requests)}")
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise TypeError(f"progress: expected True, False, None or a callable, got {describe(progress)}")
-    if not decoder.capabilities.ragged:
-        raise ValueError(
-            f"model: the rows of a batch of {type(decoder.model).__name__} cannot have lengths of their own, which run "
-            "needs; generate serves it"
-        )
-    return _run(decoder, requests, progress)
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
-def _run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> Iterator[tuple[int, Result]]:
+def run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> Iterator[tuple[int, Result]]:
+    """Yield results as `GraphDecoder.run` does, whose arguments these are."""
     stream = torch.cuda.current_stream(decoder.device) if decoder.device.type == "cuda" else None
     with decoder.turn(), _counted(progress, requests) as count:
         with decoder.on_device(stream):
@@ -68,20 +52,14 @@ def _run(decoder: Any, requests: Iterable[Mapping[str, Any]], progress: Any) -> 
 
 @contextmanager
 def _counted(progress: Any, requests: Iterable) -> Iterator[Callable[[], None]]:
-    """What to call for each result."""
+    """Yield the function to call for each result."""
     total = len(requests) if hasattr(requests, "__len__") else None
     if progress is True:
         with progress_bar(total=total, label="generating", unit="request") as bar:
             yield bar.update
     elif callable(progress):
-        done = 0
-
-        def count() -> None:
-            nonlocal done
-            done += 1
-            progress(done, total)
-
-        yield count
+        done = itertools.count(1)
+        yield lambda: progress(next(done), total)
     else:
         yield lambda: None
 
@@ -105,7 +83,7 @@ class _Sequence:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has ended for certain. With stop strings its last tokens are still to be looked at."""
+        """Return whether it has ended for certain. With stop strings its last tokens are still to be looked at."""
         return self.tail is None and self.tokens >= self.call.new_tokens
 
     @property
@@ -141,7 +119,7 @@ class BatchScheduler:
         return bool(not self._exhausted or self._waiting or self._alive or self._left or self._ended)
 
     def advance(self) -> list[tuple[int, Result]]:
-        """One step of all rows, with newcomers in those that are free; what has ended since."""
+        """Run one step of all rows, with newcomers in those that are free; return what has ended since."""
         self._fetch()
         while self._admit():
             pass
@@ -160,9 +138,8 @@ class BatchScheduler:
         return ended
 
     def _take(self, step: Step) -> None:
-        self._step = step
-        self._step.clear()
-        self._free = [*range(step.size)]
+        step.clear()
+        self._step, self._free = step, [*range(step.size)]
 
     def _fetch(self) -> None:
         """Let as many requests wait as there are rows, so that prompts of similar lengths are found among them."""
@@ -177,7 +154,7 @@ class BatchScheduler:
                 self._ended.append((index, error if isinstance(error, ValueError) else ValueError(str(error))))
 
     def _admit(self) -> bool:
-        """Read some of those who wait into free rows, if that pays now."""
+        """Read some of the waiting prompts into free rows, if that pays now."""
         pays = min(max(1, self._step.size // ROWS_PER_NEWCOMER), len(self._waiting))
         if not self._waiting or len(self._free) < (pays if self._alive else 1):
             return False
@@ -194,7 +171,7 @@ class BatchScheduler:
         return True
 
     def _group(self) -> list[_Sequence]:
-        """The one that waits longest, and those of the others that it pays to read with it."""
+        """Choose the one that waits longest, and those of the others that it pays to read with it."""
         first = self._waiting[0]
         if self._exhausted:  # the longest answers first: then the rows end together
             first = max(self._waiting, key=lambda sequence: sequence.call.new_tokens)
@@ -213,12 +190,12 @@ class BatchScheduler:
         return group
 
     def _graphed(self, rows: int, columns: int) -> bool:
-        """Whether so many prompts fill the step that reads those of this length from graphs."""
+        """Return whether so many prompts fill the step that reads those of this length from graphs."""
         reader = self._reader
         return reader is not None and rows >= reader.size and columns <= reader.short_prompts.most
 
     def _read(self, group: list[_Sequence]) -> tuple[Step, int]:
-        """Another step that has read their prompts, padded on the left, and chosen their first tokens; its columns."""
+        """Read their prompts and choose first tokens in another step; return it and its columns."""
         calls = [sequence.call for sequence in group]
         lengths = [call.tokens.shape[1] for call in calls]
         longest = max(lengths)
@@ -244,7 +221,7 @@ class BatchScheduler:
         return step, tokens.shape[1] + (0 if prefix is None else prefix.length)
 
     def _move(self, sequences: list[_Sequence], source: Step, chosen: Sequence[int], length: int) -> None:
-        """From the rows `chosen` of another step to free ones; none has a token in column `length` or after it."""
+        """Move them from the rows `chosen` of another step to free ones. No token is in column `length` or after it."""
         for sequence in sequences:
             sequence.row = self._free.pop()
         rows, chosen = self._integers(sequence.row for sequence in sequences), self._integers(chosen)
@@ -261,7 +238,7 @@ class BatchScheduler:
             self._move(self._alive, source, chosen, max(sequence.end for sequence in self._alive))
 
     def _check_rows(self) -> None:
-        """See which rows have ended, as of the check before this one."""
+        """Find the rows that have ended, as of the check before this one."""
         step = self._step
         self._reports.push(torch.stack([step.count, step.finished, step.tokens[:, 0]]))
         self._reported.append([(sequence, sequence.row) for sequence in self._alive])
@@ -319,14 +296,14 @@ class BatchScheduler:
 
 
 def _follow_together(one: Call, other: Call) -> bool:
-    """Whether they have the same prefix, or none, and lengths that may follow it in one batch."""
+    """Return whether they have one prefix, or none, and lengths that may follow it in one batch."""
     if one.prefix is not other.prefix:
         return False
     return one.prefix is None or one.prefix.pads or one.tokens.shape == other.tokens.shape
 
 
 def _parse(decoder: Any, request: Any) -> tuple[Call, Tail | None]:
-    """The arguments of one request, without padding, and where stop strings are looked for.
+    """Check the arguments of one request, cut off padding, and return them with the tail for stop strings.
 
     Raises TypeError or ValueError with the name of the argument that is wrong.
     """

@@ -31,7 +31,7 @@ class RequiredKernels(NamedTuple):
 
 
 def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> RequiredKernels:
-    """What models of these configurations of transformers launch, in a process of its own (see `runtime.record`).
+    """Find what models of these configurations of transformers launch, in a process of its own (see `runtime.record`).
 
     batch_sizes: of decode steps. tokens: of the longest prompts that are read at once. num_sms: of the GPU.
 
@@ -54,12 +54,12 @@ def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens:
 
 
 def _lengths(tokens: int) -> list[int]:
-    """The lengths of the prompts that are read: powers of two up to `tokens`, and `tokens`."""
+    """Return the lengths of the prompts that are read: powers of two up to `tokens`, and `tokens`."""
     return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
 def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None:
-    """One decode step for each batch size, and one prompt for each length."""
+    """Run one decode step for each batch size, and one prompt for each length."""
     capabilities, _ = find_capabilities(model, _CPU, False, attention.NAME, find_fused(model) or None)
     for size in batch_sizes:
         step = Step(model, size, 2, _CPU, capabilities)
@@ -80,7 +80,7 @@ def _no_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **opt
 
 
 def _of_the_first_expert(quantize: Callable[..., FP8Tensor]) -> Callable[..., FP8Tensor]:
-    """Weight.quantize that quantizes the first expert alone and reserves memory for all."""
+    """Make a Weight.quantize that quantizes the first expert alone and reserves memory for all."""
 
     def quantized(weight: experts_source.Weight, scale_format: str) -> FP8Tensor:
         if isinstance(weight.fused, FP8Tensor):

@@ -57,7 +57,7 @@ class Record:
         self.tokens, self.sequences = sum(lengths), len(lengths)
 
     def times(self) -> tuple[float, float]:
-        """Seconds to the first token, and from there to the end."""
+        """Return the seconds to the first token, and from there to the end."""
         return self._seconds(self._begin, self._first), self._seconds(self._first, self._last)
 
     def _now(self) -> Any:
@@ -82,7 +82,6 @@ class Records:
         self._calls = self._tokens = self._steps = 0
 
     def add(self, record: Record) -> None:
-        """A call that has ended."""
         self._recent.append(record)
         self._calls += 1
         self._tokens += record.tokens
@@ -105,14 +104,14 @@ class Records:
 
 
 def cache_bytes(caches: Iterable[Any]) -> int:
-    """The bytes of keys, values and states in transformers' caches; what several layers share counts once."""
+    """Count the bytes of keys, values and states in transformers' caches; what several layers share counts once."""
     layers = [vars(layer) for cache in caches for layer in cache.layers]
     tensors = [leaf for leaf in tree_leaves(layers) if isinstance(leaf, Tensor) and leaf.dim() > 1]  # others count
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def pool_bytes(pool: tuple[int, int] | None) -> int:
-    """What PyTorch's allocator has reserved for a pool of CUDA graphs."""
+    """Return the bytes that PyTorch's allocator has reserved for a pool of CUDA graphs."""
     if pool is None:
         return 0
     segments = torch.cuda.memory_snapshot()

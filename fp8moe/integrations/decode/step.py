@@ -3,8 +3,9 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,13 +15,29 @@ from fp8moe.integrations.decode.attention import AttentionMetadataBuilder, take_
 from fp8moe.integrations.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
 from fp8moe.integrations.decode.model_use import ranks_of
 from fp8moe.integrations.decode.prefill import Prefix, ShortPrompts, columns_at_a_time
-from fp8moe.integrations.decode.sampling import Sampling, empty_state, write
 from fp8moe.integrations.decode.transfers import integers_on
 from fp8moe.integrations.models import Optimized
-from fp8moe.kernels.decoder_ops.sampling import sample
+from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState, sample
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
 
 WARM_UP_RUNS = 3
+PENALTIES = ("repetition_penalty", "presence_penalty")  # these change greedy decoding too
+NAMES = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Parameters of one sequence, with the values that `SamplingState` gives them. The default is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+
+
 GREEDY = Sampling()
 
 
@@ -125,14 +142,14 @@ class Step:
             tensor.copy_(greedy.expand_as(tensor))
 
     def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
-        """Prompts (batch, length) and their mask for `start` and `prefill`, padded where these have a graph for it.
+        """Pad prompts (batch, length) and their mask for `start` and `prefill`, where these have a graph for it.
 
         room: most columns.
         """
         return (tokens, mask) if self.short_prompts is None else self.short_prompts.fit(tokens, mask, room)
 
     def prefill(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None = None) -> Tensor:
-        """Read the prompts (batch, length), after a prefix if there is one: the logits (B, vocabulary) of what follows.
+        """Read prompts (batch, length), after a prefix if there is one; return the logits (B, vocabulary) after them.
 
         Raises ValueError for a prefix that this model or these prompts cannot follow.
         """
@@ -145,8 +162,8 @@ class Step:
         known = 0 if prefix is None else prefix.length
         count = tokens.shape[1]
         at_a_time = self._chunk(known + count)
-        graphs = self.short_prompts if padded and prefix is None and count <= at_a_time else None
-        if graphs is not None and graphs.takes(count):
+        graphs = self.short_prompts
+        if graphs is not None and padded and prefix is None and count <= at_a_time and count in graphs.columns:
             return graphs.read(tokens, lambda piece: self.read_several(piece, 0, 0, True))
         for first in range(0, count, at_a_time):
             piece = tokens[:, first : first + at_a_time]
@@ -154,21 +171,13 @@ class Step:
         return logits
 
     def _chunk(self, end: int) -> int:
-        """Columns to read at a time, of prompts that end at this column."""
+        """Return how many columns to read at a time, of prompts that end at this column."""
         if not self.capabilities.chunked_prefill:
             return end
         columns = self.prefill_chunk
         if columns is None:
-            device = self.columns.device
-            free = columns_at_a_time(
-                self.model.config.get_text_config(decoder=True),
-                self.size,
-                end,
-                device,
-                self.model.dtype,
-                masked=self.capabilities.attention is None,
-                ranks=self.ranks.most,
-            )
+            masked, device = self.capabilities.attention is None, self.columns.device
+            free = columns_at_a_time(self.model, self.size, end, device, masked=masked, ranks=self.ranks.most)
             columns = self.ranks.least(free, device)
         return max(columns, 2)  # one token alone is a decode step's, which has no padding
 
@@ -176,25 +185,21 @@ class Step:
         """Read tokens (B, T) of prompts, from column `start` on if all rows share it; after at most `before` others."""
         count = tokens.shape[1]
         end = before + count
-        self.position.fix(start, count, end)
-        arguments = {}
-        if padded:
-            arguments["attention_mask"] = self.mask[:, :end].long()
+        self.position.next_call(count, start, end)
+        mask = self.mask[:, :end].long() if padded else None
         if start is None:
             new = self.columns[:, None] + torch.arange(count, device=tokens.device)
             positions = (new - self.begin[:, None]).clamp(min=0)
-        elif padded:
-            positions = positions_of(arguments["attention_mask"])[:, start:]
+        elif mask is not None:
+            positions = positions_of(mask)[:, start:]
         else:
             positions = torch.arange(start, end, device=tokens.device).expand(self.size, count)
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            arguments["logits_to_keep"] = 1
-        logits = self._run(tokens, positions, whole=start == 0 and not padded, **arguments)
+        logits = self._run(tokens, positions, mask, whole=start == 0 and not padded)
         self.columns.add_(count)
         return logits
 
     def replay(self) -> None:
-        """One more token for each sequence."""
+        """Decode one more token for each sequence."""
         if self.graph is None:
             self.advance()
         else:
@@ -204,20 +209,24 @@ class Step:
         self.accept(self.read())
 
     def read(self) -> Tensor:
-        """Read `tokens`; the logits (B, vocabulary) after them."""
-        self.position.leave_open()
+        """Read `tokens`; return the logits (B, vocabulary) after them."""
+        self.position.next_call()
         torch.sub(self.columns[:, None], self.begin[:, None], out=self.positions)
-        logits = self._run(self.tokens, self.positions, attention_mask=self.mask)
+        logits = self._run(self.tokens, self.positions, self.mask)
         self.columns.add_(~self.finished if self.capabilities.ragged else 1)
         return logits
 
-    def _run(self, tokens: Tensor, positions: Tensor, *, whole: bool = False, **arguments) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, *, whole: bool = False) -> Tensor:
+        options = {cache_argument.name_of(self.model.forward): self.cache, "use_cache": True}
+        if tokens.shape[1] > 1 and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            options["logits_to_keep"] = 1
+        configs = (self.model.config, self.model.config.get_text_config(decoder=True))
+        if any(getattr(config, "output_router_logits", False) for config in configs):
+            options["output_router_logits"] = False  # the loss of routers wants a mask of the tokens alone
         self.metadata.next_call(whole=whole)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
         with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows():
-            arguments |= _without_router_loss(self.model.config)
-            arguments[cache_argument.name_of(self.model.forward)] = self.cache
-            output = self.model(input_ids=tokens, position_ids=positions, use_cache=True, **arguments)
+            output = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options)
         return output.logits[:, -1]
 
     def accept(self, logits: Tensor) -> None:
@@ -234,24 +243,27 @@ class Step:
         torch.logical_or(stopped | ended, self.count >= self.limit, out=self.finished)
 
     def rows(self, values: Tensor) -> Tensor:
-        """(batch, ...) -> (size, ...): copies of row 0 below."""
+        """Pad (batch, ...) to (size, ...) with copies of row 0."""
         missing = self.size - len(values)
         return torch.cat([values, values[:1].expand(missing, *values.shape[1:])]) if missing else values
 
-    def adopt(self, rows: Tensor, source: "Step", chosen: Tensor, length: int) -> None:
+    def adopt(self, rows: Tensor, source: Self, chosen: Tensor, length: int) -> None:
         """Go on here, in `rows` (n,), with the sequences in the rows `chosen` (n,) of another step of the model.
 
         length: no sequence of them has a token in that column or after it.
         """
         copy_rows(self.cache, self.size, rows, source.cache, chosen, length)
         self.mask.index_fill_(0, rows, True)
-        for name in _ROW_TENSORS:
-            _copy(getattr(self, name), rows, getattr(source, name), chosen)
-        for mine, theirs in zip(self.sampling, source.sampling, strict=True):
-            _copy(mine, rows, theirs, chosen)
+        copied = [(getattr(self, name), getattr(source, name)) for name in _ROW_TENSORS]
+        for target, values in [*copied, *zip(self.sampling, source.sampling, strict=True)]:
+            values = values.index_select(0, chosen)
+            if target.dim() > 1:  # one of them may be wider
+                width = min(target.shape[1], values.shape[1])
+                target, values = target[:, :width], values[:, :width]
+            target.index_copy_(0, rows, values)
 
     def leave(self, rows: Tensor) -> None:
-        """Nothing of these rows is needed further: each sees one column."""
+        """Free these rows: each then sees one column."""
         if self.capabilities.attention is None:
             clear_rows(self.cache, rows)  # they may hold NaN, and masked values are multiplied by 0
         self.finished.index_fill_(0, rows, True)
@@ -259,20 +271,19 @@ class Step:
             tensor.index_fill_(0, rows, 0)
 
     def clear(self) -> None:
-        """No row has a sequence; `adopt` brings them."""
+        """Free all rows, for `adopt` to fill."""
         self.start(self.size, 1, None, [], 0)
         self.finished.fill_(True)
 
     def _note_prompts(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> None:
         """Begin each sequence in the state of sampling; greedy ones, as `start` left it, need no prompt."""
+        if prefix is not None:
+            before = prefix.tokens.expand(len(tokens), -1)
+            tokens = torch.cat([before, tokens], dim=1)
+            mask = None if mask is None else torch.cat([torch.ones_like(before, dtype=torch.bool), mask], dim=1)
         for row, sampling in enumerate(self.samplings):
-            if sampling == GREEDY:
-                continue
-            ids, shown = tokens[row], None if mask is None else mask[row]
-            if prefix is not None:
-                ids = torch.cat([prefix.tokens, ids])
-                shown = None if shown is None else torch.cat([torch.ones_like(prefix.tokens, dtype=torch.bool), shown])
-            write(self.sampling, row, sampling, ids, shown)
+            if sampling != GREEDY:
+                write(self.sampling, row, sampling, tokens[row], None if mask is None else mask[row])
 
     def keep_short_prompts(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
         """Read short prompts from graphs, where rows may be padded as is convenient."""
@@ -284,8 +295,8 @@ class Step:
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):  # allocates the cache, compiles kernels, fills PyTorch's own workspaces
                 self.start(self.size, 1, None, [], 0)
-                self.advance()  # from empty states of linear attention, which take another way than
-                self.advance()  # these: the way that is captured
+                self.advance()  # the first token takes other branches of linear attention than later ones,
+                self.advance()  # whose are captured
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on calling CUDA.
@@ -307,32 +318,49 @@ _ROW_TENSORS = (
 )
 
 
-def _copy(target: Tensor, rows: Tensor, source: Tensor, chosen: Tensor) -> None:
-    """Rows of (B, ...) tensors; the target may be wider or narrower."""
-    values = source.index_select(0, chosen)
-    if target.dim() > 1 and target.shape[1] != values.shape[1]:
-        width = min(target.shape[1], values.shape[1])
-        target, values = target[:, :width], values[:, :width]
-    target.index_copy_(0, rows, values)
-
-
-def _without_router_loss(config: Any) -> dict[str, bool]:
-    """Arguments that keep a model from computing the loss of its routers, which wants a mask of the tokens alone."""
-    parts = (config, config.get_text_config(decoder=True))
-    asked = any(getattr(part, "output_router_logits", False) for part in parts)
-    return {"output_router_logits": False} if asked else {}
-
-
 def vocabulary(model: Any) -> int:
     return model.config.get_text_config(decoder=True).vocab_size
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """The positions (B, L) of tokens where the mask (B, L) of integers has 0 for padding, as generate() count them."""
+    """Return positions (B, L) of tokens, counted as generate() does; mask (B, L) of integers: 0 for padding."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 @cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all decoders' captures: cuBLAS keeps a workspace for every stream that it was called on."""
+    """Return the stream of all decoders' captures: cuBLAS keeps a workspace for every stream that it was called on."""
     return torch.cuda.Stream(device)
+
+
+def empty_state(size: int, vocabulary: int, device: torch.device) -> SamplingState:
+    """Make the state of `size` greedy sequences without a prompt."""
+
+    def filled(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((size,), value, dtype=dtype, device=device)
+
+    greedy = Sampling()
+    return SamplingState(
+        **{name: filled(getattr(greedy, name), torch.float32) for name in NAMES if name != "top_k"},
+        top_k=filled(greedy.top_k, torch.int32),
+        seed=filled(greedy.seed, torch.int64),
+        step=filled(0, torch.int64),
+        seen=torch.zeros(size, vocabulary, dtype=torch.uint8, device=device),
+    )
+
+
+def write(state: SamplingState, row: int, sampling: Sampling, prompt_ids: Tensor, mask: Tensor | None = None) -> None:
+    """Begin a sequence in a row: its parameters, and its prompt as the tokens that were seen.
+
+    prompt_ids (L,), mask (L,): False where the prompt is padded. Waits for nothing on the device.
+    """
+    for name in (*NAMES, "seed"):
+        getattr(state, name)[row].fill_(getattr(sampling, name))
+    state.step[row].zero_()
+    vocabulary = state.seen.shape[1]
+    # The last column takes the padding, and tokens that the model reads but has no logits for.
+    ids = prompt_ids.clamp(max=vocabulary)
+    if mask is not None:
+        ids = ids.masked_fill(~mask, vocabulary)
+    seen = torch.zeros(vocabulary + 1, dtype=torch.uint8, device=ids.device)
+    state.seen[row].copy_(seen.index_fill_(0, ids, IN_PROMPT)[:vocabulary])

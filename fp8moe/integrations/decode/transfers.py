@@ -14,14 +14,14 @@ WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; pinned on the way, so that the host does not wait."""
+    """Copy the tensor to the device; pinned on the way, so that the host does not wait."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def integers_on(device: torch.device, values: Iterable[int]) -> Tensor:
-    """(n,) int64 on the device."""
+    """Make a tensor (n,) int64 on the device."""
     return to_device(torch.tensor([*values], dtype=torch.int64), device)
 
 
@@ -55,7 +55,7 @@ class Readback:
         self._waiting.append(_Copy(values, host, copied))
 
     def pop(self) -> tuple[Tensor, Tensor]:
-        """The oldest: on its device and on the host, both ready to be read."""
+        """Return the oldest: on its device and on the host, both ready to be read."""
         values, host, copied = self._waiting.popleft()
         if copied is not None:
             copied.synchronize()
@@ -63,7 +63,7 @@ class Readback:
 
 
 class HostReads(TorchDispatchMode):
-    """Records in `found` the operations on tensors of a device that read values on the host; no CUDA graph holds them.
+    """Record in `operations` those on tensors of a device that read values on the host; no CUDA graph holds them.
 
     The host reads the values themselves, or the shape of a result that depends on them.
     """
@@ -71,13 +71,13 @@ class HostReads(TorchDispatchMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
-        self.found: list[str] = []
+        self.operations: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if any(tensor.device == self.device for tensor in tensors) and _reads(function, args, kwargs):
-            self.found.append(str(function))
+            self.operations.append(str(function))
         return function(*args, **kwargs)
 
 
