@@ -123,12 +123,12 @@ def check_prefix(decoder, prefix, ids, mask=None, **options):
     options = {"max_new_tokens": 8} | options
     handle = decoder.prefix(prefix)
     assert handle.length == len(prefix)
+    expected = [decoder.generate(prompt, **options)[0, prompt.shape[1] :] for prompt in whole(prefix, ids, mask)]
     for _ in range(2):
         found = decoder.generate(ids, attention_mask=mask, prefix=handle, **options)
         assert torch.equal(found[:, : ids.shape[1]], ids)
-        for row, prompt in enumerate(whole(prefix, ids, mask)):
-            expected = decoder.generate(prompt, **options)[0, prompt.shape[1] :]
-            assert torch.equal(found[row, ids.shape[1] :], expected)
+        for row, tokens in enumerate(expected):
+            assert torch.equal(found[row, ids.shape[1] :], tokens)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -51,13 +51,18 @@ def alone(decoder, request):
     return (result[0][0, len(ids) :], result[1][0]) if isinstance(result, tuple) else result[0, len(ids) :]
 
 
+def check(decoder, given):
+    """Returns the new tokens of each request, having made sure that they are those of generate."""
+    found = dict(decoder.run(iter(given)))
+    assert found.keys() == {*range(len(given))}
+    for index, new in found.items():
+        assert torch.equal(new, alone(decoder, given[index])), index
+    return found
+
+
 @pytest.mark.parametrize("count", [1, 3, 30])
 def test_equals_generate_one_at_a_time(decoder, readback, count):
-    given = [*mixed(count)]
-    found = [*decoder.run(iter(given))]
-    assert sorted(index for index, _ in found) == [*range(count)]
-    for index, new in found:
-        assert torch.equal(new, alone(decoder, given[index])), index
+    check(decoder, [*mixed(count)])
 
 
 SEVERAL = (
@@ -70,17 +75,13 @@ SEVERAL = (
 def test_kinds_of_models(name):
     """Compressed keys, sinks, states of linear attention and of convolutions, windows with other heads."""
     decoder = GraphDecoder(linear_attention_models.build(name), batch_sizes=(3,), max_length=MAX_LENGTH)
-    given = [*mixed(8, seed=1)]
-    for index, new in [*decoder.run(given)]:
-        assert torch.equal(new, alone(decoder, given[index])), index
+    check(decoder, [*mixed(8, seed=1)])
 
 
 def test_eager_attention():
     model = tiny_mixtral(attn_implementation="eager")
     decoder = GraphDecoder(model, batch_sizes=(3,), max_length=MAX_LENGTH)
-    given = [*mixed(8)]
-    for index, new in [*decoder.run(given)]:
-        assert torch.equal(new, alone(decoder, given[index])), index
+    check(decoder, [*mixed(8)])
 
 
 def test_models_whose_rows_share_a_length_are_refused():
@@ -116,19 +117,14 @@ def test_stop_strings(decoder, readback):
         middle = len(text) // 2
         request |= {"stop_strings": [text[middle : middle + 2] or "never"], "tokenizer": tokenizer}
     given[5] = given[5] | {"max_new_tokens": 1}
-    ended_early = 0
-    for index, new in [*decoder.run(given)]:
-        assert torch.equal(new, alone(decoder, given[index])), index
-        ended_early += len(new) < given[index]["max_new_tokens"]
-    assert ended_early
+    found = check(decoder, given)
+    assert any(len(found[index]) < request["max_new_tokens"] for index, request in enumerate(given))
 
 
 def test_prefixes(decoder):
     prefixes = [None, decoder.prefix(prompts(1, 11, 1)), decoder.prefix(prompts(1, 3, 2)[0])]
     given = [request | {"prefix": prefixes[index % 3]} for index, request in enumerate(mixed(12))]
-    given = [request | {"max_new_tokens": min(20, request["max_new_tokens"])} for request in given]
-    for index, new in [*decoder.run(given)]:
-        assert torch.equal(new, alone(decoder, given[index])), index
+    check(decoder, [request | {"max_new_tokens": min(20, request["max_new_tokens"])} for request in given])
 
 
 def test_tokens_that_the_model_does_not_have_stop_no_other_request(decoder):
