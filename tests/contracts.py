@@ -276,13 +276,13 @@ def repeats_have_equal_bits(op, case: Case, device: str, rows: int = ROWS, large
     assert_same(call.run(), first)
 
 
-def _refused(call: Call, i: int, wrong: Tensor, error: type[Exception]) -> None:
+def _refused(call: Call, i: int, wrong: Tensor, error: type[Exception], expected: str) -> None:
     arguments = call.copied()
     arguments[i] = wrong
     with pytest.raises(error) as raised:
         call.op(*arguments)
     message, name = str(raised.value), call.name(i)
-    assert re.match(rf"({name}): .*expected .*got ", message) or re.search(rf" like {name}, got ", message), message
+    assert re.match(rf"({name}): .*{expected}", message) or re.search(rf" like ({name}), got ", message), message
     for j in call.written:
         if j != i:
             assert torch.equal(bits(arguments[j]), bits(call.arguments[j]))
@@ -294,15 +294,22 @@ def wrong_operands_are_refused(op, case: Case, device: str) -> None:
     other_device = "cpu" if device == "cuda" else "meta"
     for i, name, value in call.tensors:
         if name not in case.unchecked:
-            _refused(call, i, torch.zeros(value.shape, dtype=torch.complex64, device=device), TypeError)
+            wrong = torch.zeros(value.shape, dtype=torch.complex64, device=device)
+            _refused(call, i, wrong, TypeError, "expected .*, got torch.complex64$")
             if i:
-                _refused(call, i, value.to(other_device), ValueError)
+                _refused(
+                    call,
+                    i,
+                    value.to(other_device),
+                    ValueError,
+                    rf"expected on {device}\S* like .*, got {other_device}$",
+                )
 
 
 def wrong_ranks_are_refused(op, case: Case, device: str) -> None:
     call = Call(op, case, device)
     for i, _, value in call.tensors:
-        _refused(call, i, value.new_zeros(()), ValueError)
+        _refused(call, i, value.new_zeros(()), ValueError, "expected .*got ")
 
 
 def graph_replays_with_other_operands(op, case: Case, rows: int, large: bool) -> None:

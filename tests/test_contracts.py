@@ -81,8 +81,7 @@ def define(run: Callable, fake: Callable = doubled_fake, schema: str = "(Tensor 
 
 
 DOUBLED = Case(
-    lambda draw: (draw.normal(draw.rows, 9, dtype=torch.float32),),
-    bad={"x": ((BAD_ROW, 3), lambda a: [(BAD_ROW, 3)])},
+    lambda draw: (draw.normal(draw.rows, 9, dtype=torch.float32),), bad={"x": ((BAD_ROW, 3), lambda a: [(BAD_ROW, 3)])}
 )
 OUT = "(Tensor x, Tensor(a!) out) -> ()"
 DOUBLED_OUT = Case(lambda draw: 2 * (draw.normal(draw.rows, 9, dtype=torch.float32),))

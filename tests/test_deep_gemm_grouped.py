@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fp8moe.integrations import deep_gemm
-from fp8moe.kernels.gemm import layouts
 from fp8moe.kernels.gemm.api import grouped_gemm
 from fp8moe.kernels.gemm.layouts import join_spec, ranges_spec
 from fp8moe.kernels.gemm.reference import group_ranges
@@ -312,22 +311,6 @@ def test_bfloat16_masked(dtype):
     for group, rows in enumerate((20, 0, 7)):
         error = relative_error(d[group, :rows], a[group, :rows].double() @ b[group].double().T)
         assert rows == 0 or error < (1e-5 if dtype is torch.float32 else 3e-3)
-
-
-# ---- operators ----
-
-
-def test_operators():
-    layout, _ = by_rows(SIZES)
-    a, b, d = activations(len(layout), 144), weights(4, 24, 144), torch.zeros(len(layout), 24)
-    (fa, _), (fb, _) = flat_groups(8, [128, 256]), flat_groups(16, [128, 256])
-    calls = (
-        (layouts._by_layout_op, (*a, *b, layout, None, 60, d)),
-        (layouts._by_layout_op, (*a, *b, int32([5, 200, 300, 400]), 128, 60, d)),
-        (layouts._flat_op, (*fa, *fb, int32([128, 256]), torch.zeros(2, 8, 16), True)),
-    )
-    for op, arguments in calls:
-        torch.library.opcheck(op, arguments, test_utils=("test_faketensor", "test_autograd_registration"))
 
 
 def test_compiled():

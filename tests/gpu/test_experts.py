@@ -16,7 +16,6 @@ from tests import experts_cases
 from tests.backends import on_reference
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS
-from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -220,16 +219,6 @@ def test_graph_replays_with_other_routing(tokens, capacity):
         assert relative_error(out, exact(layer, x, index, weights)) <= TOLERANCE
 
 
-def test_nothing_waits_for_the_gpu():
-    layers = [make(), make(decode_capacity=64), make(**VARIANTS["gelu"])]
-    x, routing = torch.randn(9, 272, device=DEVICE), route(9, 8, 2)
-    for layer in layers:
-        layer(x, *routing)
-    with no_waiting():
-        for layer in layers:
-            layer(x, *routing)
-
-
 def test_back_to_back_layers_do_not_share_memory():
     """Scratch of one call is free for the next while its kernels still run: the order on the stream must protect it."""
     layers = [make(16, 1024, 512, seed) for seed in range(6)]
@@ -290,17 +279,6 @@ def test_compile(fresh_compiler):
     for tokens in (3, 9, 20):
         x, routing = torch.randn(tokens, 131, device=DEVICE), route(tokens, 8, 2)
         assert torch.equal(compiled(x, *routing), layer(x, *routing))
-
-
-def test_inputs_that_are_not_contiguous():
-    layer = make()
-    x, (index, weights) = torch.randn(272, 50, device=DEVICE).T, route(50, 8, 2)
-    expected = layer(x.contiguous(), index, weights)
-    assert torch.equal(layer(x, index.T.contiguous().T, weights.repeat_interleave(2, dim=1)[:, ::2]), expected)
-    wide = torch.randn(50, 300, dtype=torch.bfloat16, device=DEVICE)
-    assert torch.equal(layer(wide[:, 7:279], index, weights), layer(wide[:, 7:279].contiguous(), index, weights))
-    leading = layer(x.contiguous().view(5, 10, 272), index.view(5, 10, 2), weights.view(5, 10, 2))
-    assert torch.equal(leading.view(50, 272), expected)
 
 
 @pytest.mark.skipif("torch.cuda.device_count() < 2")

@@ -15,7 +15,6 @@ from tests import gemm_cases
 from tests.backends import on_reference
 from tests.errors import relative_error
 from tests.gemm_cases import exact
-from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -415,21 +414,6 @@ def test_graph_replays_with_other_groups(m):
             torch.equal(x.nan_to_num(nan=7e7), y.nan_to_num(nan=7e7)) for x, y in zip(outs, replayed, strict=True)
         )
         check(replayed[0], a, b, slices(group_offsets))
-
-
-def test_nothing_waits_for_the_gpu():
-    a, b, gate_up = activations(64, 272), weights(4, 136, 272), gate_up_weights(4, 144, 272)
-    group_offsets, masked_m = int32([0, 9, 9, 40, 64]), int32([1, 2, 3, 16])
-    places = FP8Tensor(a.data.view(4, 16, 272), a.scale.view(4, 16, 3))
-
-    def run():
-        grouped_gemm(a, b, group_offsets)
-        grouped_gemm_masked(places, b, masked_m)
-        grouped_gemm_swiglu(a, gate_up, group_offsets, activation=Activation())
-
-    run()
-    with no_waiting():
-        run()
 
 
 def test_runs_on_the_current_stream():

@@ -11,7 +11,6 @@ from fp8moe.quant.formats import FP8Tensor
 from tests import gemm_cases
 from tests import mqa_cases as cases
 from tests.mqa_cases import INT32, POISON
-from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -279,18 +278,6 @@ def test_graph_replays_with_growing_contexts(next_n):
         graph.replay()
         assert not torch.equal(operands.kv_cache, before)
         cases.assert_matches(out, cases.exact_paged(operands, max_context_len))
-
-
-def test_nothing_waits_for_the_gpu():
-    operands, cached = prefill(70, 300), paged([300, 0, 129], next_n=2)
-
-    def run():
-        mqa_logits(*operands)
-        paged_mqa_logits(*cached, max_context_len=300)
-
-    run()
-    with no_waiting():
-        run()
 
 
 def test_another_stream():
