@@ -1,8 +1,4 @@
-"""Quantize activations and output gradients both ways in one pass, for weight gradients; transpose FP8 weights.
-
-A weight gradient ``dY.T @ X`` sums over tokens, so its operands need blocks of 128 tokens along K, beside the blocks of
-128 features that forward and input gradient need: DeepSeek-V3, arXiv:2412.19437, section 3.3.
-"""
+"""Quantize activations and output gradients both ways in one pass, for weight gradients; transpose FP8 weights."""
 
 import ctypes
 from typing import NamedTuple
@@ -46,6 +42,9 @@ def quantize_with_transpose(
     x: Tensor, group_offsets: Tensor | None = None, *, tokens: Tensor | None = None, row_weights: Tensor | None = None
 ) -> Transposed:
     """Quantize the rows of x in blocks of 1x128, and its transpose too, reading x once.
+
+    A weight gradient ``dY.T @ X`` sums over tokens, so its operands need blocks of 128 tokens along K, beside the
+    blocks of 128 features that forward and input gradient need: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 
     x: (M, F) bfloat16, float16 or float32, any strides.
     group_offsets: (E+1,) int32: group e has the rows ``group_offsets[e]`` up to ``group_offsets[e+1]``, any number of

@@ -107,8 +107,8 @@ def _no_backward(grad: Tensor, inputs: list[Tensor], name: str) -> list[Tensor]:
     )
 
 
-def _no_backward_fake(grad: Tensor, inputs: list[Tensor], name: str) -> list[Tensor]:
-    return [torch.empty_like(value) for value in inputs]
-
-
-define("no_backward(Tensor grad, Tensor[] inputs, str name) -> Tensor[]", _no_backward, _no_backward_fake)
+define(
+    "no_backward(Tensor grad, Tensor[] inputs, str name) -> Tensor[]",
+    _no_backward,
+    lambda grad, inputs, name: [torch.empty_like(value) for value in inputs],
+)

@@ -1,9 +1,4 @@
-"""Compiled kernels on disk.
-
-A cubin is code, so the directory has to be the user's own, and every entry carries a SHA-256 digest of its key and its
-cubin: an entry that is truncated, damaged, or belongs to another key is ignored, and the next compile replaces it.
-Nothing that goes wrong with the disk breaks a run; it costs a compile.
-"""
+"""Compiled kernels on disk; what goes wrong with the disk costs a compile and breaks no run."""
 
 import functools
 import hashlib
@@ -23,7 +18,12 @@ _MAX_BYTES = 256 << 20  # least recently read entries go first
 
 
 class CubinCache:
-    """Maps a key (bytes) to a cubin (bytes) in `directory`/kernels, which is created with mode 0700."""
+    """Maps a key (bytes) to a cubin (bytes) in `directory`/kernels, which is created with mode 0700.
+
+    A cubin is code, so the directory has to be the user's own, and every entry carries a SHA-256 digest of its key and
+    its cubin: an entry that is truncated, damaged, or belongs to another key is ignored, and the next compile replaces
+    it.
+    """
 
     def __init__(self, directory: Path):
         self._directory = directory

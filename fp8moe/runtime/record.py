@@ -1,9 +1,4 @@
-"""Which kernels calls of fp8moe launch, and how, found on any machine: nothing is compiled and nothing runs on a GPU.
-
-`Recorder` replaces what lies under the package: the compiler (`jit.cubin`), the functions of the CUDA driver that load
-kernels, encode tensor maps and launch, and PyTorch's answers about the current GPU. All of the package's own code runs
-as it would on a GPU, up to the launches. The process is unfit for other use afterwards.
-"""
+"""Which kernels calls of fp8moe launch, and how, found on any machine: nothing is compiled or runs on a GPU."""
 
 import ctypes
 import math
@@ -38,7 +33,9 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 class Recorder:
     """From its making on, calls of fp8moe on tensors of the CPU run as on a GPU of `num_sms` SMs, but for the kernels.
 
-    What a kernel would write is left as it is, and new memory is zero: PyTorch may index by it.
+    It replaces what lies under the package: the compiler, the functions of the CUDA driver, and PyTorch's answers about
+    the current GPU. The process is unfit for other use afterwards. What a kernel would write is left as it is, and new
+    memory is zero: PyTorch may index by it.
 
     kernels: those that were loaded, in their order, each with its number.
     launches: in their order, as JSON holds them: the number of the kernel, the configuration, and of each argument
@@ -55,7 +52,7 @@ class Recorder:
         jit.cubin = lambda spec: spec
         jit._load_cubin = self._load
         launch.Launcher.__init__ = self._built(launch.Launcher.__init__)
-        launch._prepare = lambda *arguments, **options: None
+        launch._prepare = lambda kernel, smem, cluster_blocks: None
         launch._multiprocessors = lambda index: num_sms
         driver.cuTensorMapEncodeTiled = self._encode
         driver.cuTensorMapReplaceAddress = lambda descriptor, pointer: (driver.CUresult.CUDA_SUCCESS,)

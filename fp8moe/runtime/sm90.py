@@ -1,9 +1,4 @@
-"""What the package must know of Hopper (compute capability 9.0): its name, its limits, its tensor core instruction.
-
-Beside this file, `fp8moe/cuda/sm90/` and ``sm90.py`` in the folders of kernels are written for it.
-
-Source of the limits: CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications.
-"""
+"""What the package must know of Hopper (compute capability 9.0): its name, its limits, its tensor core instruction."""
 
 CAPABILITY = (9, 0)  # as PyTorch reports it
 ARCH = "sm_90a"  # as compilers name it; "a" for instructions that no later GPU has
@@ -11,6 +6,7 @@ SOURCES = "sm90"  # folder of fp8moe/cuda
 
 WARP = 32
 WARPGROUP = 128
+# CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications.
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one block may use
 SHARED_PER_SM = 228 * 1024  # of which every resident block costs 1 KB more
 REGISTERS_PER_SM = 65536

@@ -1,9 +1,4 @@
-"""The cost model of the GEMMs: how long a compiled variant is expected to take.
-
-A pure function of the problem and the number of SMs: nothing is measured at run time. Times in microseconds, bytes a
-microsecond, cycles at the 1755 MHz that an H200 keeps under load; docs/history.md tells how the constants were
-fitted to one.
-"""
+"""The cost model of the GEMMs: microseconds that a compiled variant is expected to take; docs/history.md: its fit."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from typing import NamedTuple
 
 from fp8moe.kernels.gemm.sm90 import TileConfig, tokens_of_tile
 
-_CYCLES = 1755
+_CYCLES = 1755  # a microsecond, which an H200 keeps under load; rates are bytes a microsecond
 
 # Clusters of each size that 132 SMs hold at one block per SM: GPCs have 16 or 18 of them, so that some are left over.
 # 40 clusters of three blocks take two waves on every H200 measured.

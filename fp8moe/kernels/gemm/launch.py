@@ -194,7 +194,7 @@ def dense(
     pdl: bool = False,
     tile: TileConfig | None = None,
 ) -> GemmLauncher:
-    """What `build` builds for one matrix, with a bias and c where there are any."""
+    """`build` for one matrix, with a bias and c where there are any."""
     kind = PlainStore if operands.c is None else AddAndStore
     epilogue = kind(out_dtype, None if operands.bias is None else operands.bias.dtype)
     return build(operands, epilogue, tile=tile, pdl=pdl)
@@ -210,10 +210,7 @@ def grouped(
     *,
     tile: TileConfig | None = None,
 ) -> GemmLauncher:
-    """What `build` builds for a matrix for each group, or with grouping None for one, with any epilogue.
-
-    out: None for a contiguous result (M, N).
-    """
+    """`build` for a matrix for each group, or with grouping None for one, with any epilogue."""
     a, a_scale, *_ = operands
     if a.dim() == 3:
         operands = operands._replace(a=a.flatten(0, 1), a_scale=a_scale.flatten(0, 1))

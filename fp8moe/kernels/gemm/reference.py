@@ -1,7 +1,4 @@
-"""The GEMMs in plain PyTorch, on any device: they define what the CUDA kernels compute.
-
-The grouped ones read the groups on the host, so on a GPU they wait for it and cannot be captured in a CUDA graph.
-"""
+"""The GEMMs in plain PyTorch, on any device, groups read on the host: they define what the CUDA kernels compute."""
 
 import functools
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ _CHUNK = 1 << 22  # elements of a chunk of weights or of the result
 
 
 def gemm_reference(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """`_gemm`, whose rows have the same bits in any batch where results are to be batch invariant."""
+    """`_gemm`, by fixed numbers of rows where results are to be batch invariant."""
     return by_fixed_rows(lambda data, scale: _gemm(FP8Tensor(data, scale), b, bias, out_dtype), *a)
 
 
@@ -123,7 +120,7 @@ def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int,
 def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
     """First row and end of each group (groups, 2), of a layout as ``row_layout.grouped_gemm_by_layout`` takes it.
 
-    ValueError where rows of a group lie between those of others. Reads the layout on the host.
+    ValueError where rows of a group lie between those of others.
     """
     layout = layout.long()
     if alignment is not None:
@@ -151,7 +148,7 @@ def _part(operand: FP8Tensor, index: int | slice) -> FP8Tensor:
 def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
     """``out[e] (+)= a[:, columns of e] @ b[:, columns of e].T``; arguments as those of `grouped_gemm_k`, checked.
 
-    ValueError where a group does not begin and end at a multiple of 128. Reads the groups on the host.
+    ValueError where a group does not begin and end at a multiple of 128.
     """
     k = a[0].shape[1]
     offsets = [min(max(offset, 0), k) for offset in group_offsets.tolist()]
@@ -171,8 +168,7 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
 def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Groups along K one behind the other, a (m * k,) and b (n * k,), as matrices (m, k), (n, k), and offsets (E + 1,).
 
-    sizes: (E,) of the groups. Columns behind the last are zeros. ValueError where they are more than k. Reads the sizes
-    on the host.
+    sizes: (E,) of the groups. Columns behind the last are zeros. ValueError where they are more than k.
     """
     offsets = torch.nn.functional.pad(sizes.long().clamp(min=0).cumsum(0), (1, 0))
     bounds = offsets.tolist()

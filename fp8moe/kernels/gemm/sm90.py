@@ -18,20 +18,17 @@ _LEAST_OTHER_REGISTERS = 24  # where sums of parts take all that is left
 class TileConfig:
     """One compiled variant of ``cuda/gemm.cu``, up to the shape of the weights.
 
-    Attributes:
-        block_m: tokens of a tile.
-        block_n: output features of a tile.
-        weights_as_rows: weights, not tokens, are the 64-row operand of wgmma.
-        warpgroups: math warpgroups that share a tile.
-        stages: depth of the shared-memory ring.
-        split_k: blocks of a cluster that share the K of one tile.
-        blocks_per_sm: resident blocks the registers and the shared memory are sized for.
-        tma_store: the bfloat16 tile has shared memory of its own, out of which TMA writes it under the next tile's
-            products; otherwise each warp writes its rows by way of a small buffer, and the ring is deeper.
-        groups: weight matrices of a grouped GEMM, of whose rows the block keeps a table; 0 for a dense one.
-        k_parts: of K, that a block sums one by one and adds up, as a split of so many blocks does.
-        half_tiles: of tiles of 128x256 those of the last wave are halved, where that fills no more than half of the
-            blocks, and those of groups may be 192x128 (``TileShape`` of cuda/sm90/gemm_schedule.cuh).
+    block_m: tokens of a tile. block_n: output features of a tile.
+    weights_as_rows: weights, not tokens, are the 64-row operand of wgmma.
+    warpgroups: math warpgroups that share a tile. stages: depth of the shared-memory ring.
+    split_k: blocks of a cluster that share the K of one tile.
+    blocks_per_sm: resident blocks the registers and the shared memory are sized for.
+    tma_store: the bfloat16 tile has shared memory of its own, out of which TMA writes it under the next tile's
+        products; otherwise each warp writes its rows by way of a small buffer, and the ring is deeper.
+    groups: weight matrices of a grouped GEMM, of whose rows the block keeps a table; 0 for a dense one.
+    k_parts: of K, that a block sums one by one and adds up, as a split of so many blocks does.
+    half_tiles: of tiles of 128x256 those of the last wave are halved, where that fills no more than half of the blocks,
+        and those of groups may be 192x128 (``TileShape`` of cuda/sm90/gemm_schedule.cuh).
     """
 
     block_m: int
@@ -56,7 +53,6 @@ class TileConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the math warpgroups and the producer's."""
         return 128 * (self.warpgroups + 1)
 
     @property
@@ -104,7 +100,8 @@ class TileConfig:
 
         Where there are parts of K, for the sums of those before too: these would cost more in shared memory.
         """
-        return not self.weights_as_rows and self.slabs == 1 and self._room_for(3 if self.k_parts == 1 else 4)
+        needed = (3 if self.k_parts == 1 else 4) * self.accumulators + _OTHER_REGISTERS
+        return not self.weights_as_rows and self.slabs == 1 and needed <= self.registers
 
     @property
     def part_registers(self) -> int:
@@ -119,10 +116,6 @@ class TileConfig:
     def keeps_parts(self) -> bool:
         """Whether registers have room for all of them."""
         return self.part_registers == self.slabs * self.accumulators
-
-    def _room_for(self, slabs: int) -> bool:
-        """Whether a math thread has registers for its values of so many slabs."""
-        return slabs * self.accumulators + _OTHER_REGISTERS <= self.registers
 
     @property
     def part_sum_bytes(self) -> int:
@@ -229,12 +222,7 @@ def tokens_of_tile(tile: TileConfig, m: int) -> int:
 
 @dataclass(frozen=True)
 class GroupedKTile:
-    """One compiled variant of ``cuda/gemm_k.cu``.
-
-    Attributes:
-        block_m, block_n: rows of a and of b.
-        stages: depth of the shared-memory ring, about 190 KB.
-    """
+    """One compiled variant of ``cuda/gemm_k.cu``: block_m rows of a, block_n of b, a ring of stages of about 190 KB."""
 
     block_m: int
     block_n: int

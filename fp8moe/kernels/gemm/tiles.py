@@ -54,10 +54,8 @@ def dense_candidates(m: int, n: int, k: int, num_sms: int, parts: int | None = N
 
     parts: of K that are summed one by one: splits of so many blocks, and blocks that do it themselves, unless weights
     are the 64-row operand, whose splits then take any number of waves.
-
-    Up to 32 tokens, weights are the 64-row operand; up to 64, one warpgroup takes all tokens, and up to 512 it may take
-    some of them.
     """
+    # Up to 64 tokens one warpgroup takes all of them, up to 512 it may take some.
     narrow = [TileConfig(64, block_n, warpgroups=1) for block_n in (64, 96, 128)]
     if m <= 32:
         tokens = max(8, 1 << (m - 1).bit_length())
@@ -142,7 +140,7 @@ def invariant_parts(n: int, k: int) -> int:
 
 
 def describe_dense(m: int, n: int, k: int, num_sms: int = 132) -> str:
-    """A table of the candidates for (m, n, k), the fastest expected first."""
+    """A table of the candidates, the fastest expected first, on any machine."""
     return _table((dense_time(c, m, n, k, num_sms), c) for c in dense_candidates(m, n, k, num_sms))
 
 
@@ -162,8 +160,7 @@ def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> 
 class GroupedProblem(NamedTuple):
     """A grouped GEMM: rows of all groups, of which each has about `expected_m`, and weights (n, k) for each group.
 
-    max_m: rows that each group has room for in the masked layout, otherwise None.
-    swiglu: weights of gate and up: tiles have 128 columns of either, which become one quantization block.
+    max_m: as in `Grouping`. swiglu: tiles have 128 columns of gate and of up, which become one quantization block.
     """
 
     rows: int
@@ -221,8 +218,7 @@ def choose_grouped(
 ) -> TileConfig:
     """The candidate that is expected to be fastest.
 
-    whole: rows and groups of which these are a part: K is split as it would be for all of them, so that equal operands
-        have equal results. unsplit: K is not split.
+    whole: as in `Grouping`: K is split as for all of it, so that results are equal. unsplit: K is not split.
     """
     found = grouped_candidates(problem)
     if unsplit:

@@ -25,10 +25,7 @@ class Family(NamedTuple):
     epilogue: Epilogue
 
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
-        """The kernels that are chosen for up to so many rows, but for a few near ties.
-
-        Takes a fraction of a second.
-        """
+        """The kernels that are chosen for up to so many rows, but for a few near ties. Takes a fraction of a second."""
         sizes = _ladder(1, rows)
         if not self.groups:
             ends = _full_tiles(_MANY)
