@@ -10,8 +10,9 @@ from torch import nn
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, save_fp8_checkpoint
-from fp8moe.integrations.models import layers, linears
-from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.integrations.models import linears
+from fp8moe.integrations.models.fuse import is_decoder_layer
+from fp8moe.integrations.models.known_forwards import runs_as_written
 from fp8moe.integrations.transformers import optimize
 from tests.tiny_moe_models import MODELS
 
@@ -272,7 +273,7 @@ def test_a_forward_of_other_code_is_not_known():
 
     model.model.layers[0].__class__ = Other
     before = logits(model)
-    assert not layers.recognised(model.model.layers[0]) and layers.recognised(model.model.layers[1])
+    assert not is_decoder_layer(model.model.layers[0]) and is_decoder_layer(model.model.layers[1])
     optimize(model)
     assert distance(logits(model), before) <= 1e-5
 

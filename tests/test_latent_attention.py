@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8moe import FP8Linear
 from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.models import forms, latent_attention, linears
+from fp8moe.integrations.models import known_forwards, latent_attention, linears
 from fp8moe.integrations.transformers import optimize
 from tests.latent_attention_cases import (
     SHAPE,
@@ -252,7 +252,7 @@ def test_arguments_that_are_not_known_go_to_the_attention(absorbed):
 
 def test_other_code_is_not_known():
     attention = attention_of(make_model())
-    assert forms.form_of(attention, forms.LATENT_ATTENTION)
+    assert known_forwards.form_of(attention, known_forwards.LATENT_ATTENTION)
 
     class Other(type(attention)):
         def expand_kv(self, kv_nope, k_rot):

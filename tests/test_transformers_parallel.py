@@ -289,21 +289,21 @@ def test_ranks_with_other_batches_share_experts(root):
 
 
 def test_sizes_that_work():
-    from fp8moe.integrations.transformers import whole_blocks
+    from fp8moe.integrations.transformers import parallel
 
     def weights(*sizes):
-        return [whole_blocks._Sharded(f"{i}.weight", "rows", size, 1, 8, False) for i, size in enumerate(sizes)]
+        return [parallel._ShardedWeight(f"{i}.weight", "rows", size, 1, 8, False) for i, size in enumerate(sizes)]
 
     for sizes, expected in (((1024, 512), "1 or 2 or 4"), ((1024, 1024 + 256), "1 or 2"), ((1024, 200), "1")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(whole_blocks, "_sharded", lambda _, sizes=sizes: weights(*sizes))
+            patch.setattr(parallel, "_sharded_weights", lambda _, sizes=sizes: weights(*sizes))
             with pytest.raises(ValueError, match=f"expected a tp_size of {expected}$"):
-                whole_blocks.check_whole_blocks(None)
+                parallel.check_whole_blocks(None)
 
 
 @pytest.mark.skipif(not has_sizes(), reason="needs EPImplementationInterface, of transformers 5.21")
 def test_auto_is_fp8moe_for_its_experts_alone(registered):
-    from fp8moe.integrations.transformers import expert_parallel
+    from fp8moe.integrations.transformers import parallel
 
     class Experts(torch.nn.Module):
         def __init__(self, implementation):
@@ -311,11 +311,11 @@ def test_auto_is_fp8moe_for_its_experts_alone(registered):
             self.config = type("Config", (), {"_experts_implementation": implementation})()
 
     with pytest.raises(ValueError, match="experts_implementation: expected 'fp8moe'"):
-        expert_parallel._bring_tokens(Experts("grouped_mm"), None, None)
+        parallel._bring_tokens(Experts("grouped_mm"), None, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_parallel, "_bring_tokens", lambda *_: "ours")
-        assert expert_parallel._choose(lambda *_: "theirs", Experts("grouped_mm"), None, None) == "theirs"
-        assert expert_parallel._choose(lambda *_: "theirs", Experts("fp8moe"), None, None) == "ours"
+        patch.setattr(parallel, "_bring_tokens", lambda *_: "ours")
+        assert parallel._choose(lambda *_: "theirs", Experts("grouped_mm"), None, None) == "theirs"
+        assert parallel._choose(lambda *_: "theirs", Experts("fp8moe"), None, None) == "ours"
 
 
 def test_registering_again_changes_nothing(registered):

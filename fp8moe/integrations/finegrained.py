@@ -1,10 +1,14 @@
-"""transformers' FP8 linears, of its integration finegrained_fp8: which of them fp8moe runs, and whether it does."""
+"""transformers' FP8 linears, of its integration finegrained_fp8, on fp8moe's kernels where the format is ours."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp8moe.integrations.fingerprint import Fingerprint
+from fp8moe.kernels.linear.forward import linear
 from fp8moe.quant.formats import BLOCK
 
 
@@ -20,7 +24,55 @@ def refusal(weight: Tensor, block_size: Sequence[int] | None, activation_scale: 
 
 
 def is_routed() -> bool:
-    """Whether `register` has put fp8moe in the place of transformers' function."""
+    """Whether `route_linears` has put fp8moe in the place of transformers' function."""
     from transformers.integrations import finegrained_fp8
 
     return hasattr(finegrained_fp8.fp8_linear, "_fp8moe")
+
+
+def route_linears() -> None:
+    """Run transformers' FP8 linears on fp8moe. A second call changes nothing."""
+    from transformers.integrations import finegrained_fp8
+
+    # FP8Linear.forward looks this function up in its module at each call.
+    if not is_routed():
+        finegrained_fp8.fp8_linear = routed(finegrained_fp8.fp8_linear)
+
+
+def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """transformers' fp8_linear, with fp8moe's in its place where the format is ours."""
+
+    @functools.wraps(theirs)
+    def fp8_linear(
+        input: Tensor,
+        weight: Tensor,
+        weight_scale_inv: Tensor,
+        block_size: Sequence[int] | None = None,
+        bias: Tensor | None = None,
+        activation_scale: Tensor | None = None,
+        allow_deepgemm: bool = True,
+    ) -> Tensor:
+        if refusal(weight, block_size, activation_scale) is not None:
+            return theirs(input, weight, weight_scale_inv, block_size, bias, activation_scale, allow_deepgemm)
+        scale = _float_scale(weight_scale_inv)
+        if torch.is_grad_enabled():  # transformers' parameters may ask for gradients; the weights here are constants
+            weight, scale, bias = (value if value is None else value.detach() for value in (weight, scale, bias))
+        return linear(input, weight, scale, bias)
+
+    fp8_linear._fp8moe = True
+    return fp8_linear
+
+
+_float_scales = WeakTensorKeyDictionary()  # e8m0 scale -> (its Fingerprint, its values in float32)
+
+
+def _float_scale(scale: Tensor) -> Tensor:
+    """The scale in float32; of e8m0 scales a copy is kept for as long as they live."""
+    if scale.dtype is torch.float32:
+        return scale
+    if torch.compiler.is_compiling():
+        return scale.float()
+    kept = _float_scales.get(scale)
+    if kept is None or not kept[0].matches([scale]):
+        kept = _float_scales[scale] = (Fingerprint([scale]), scale.detach().float())
+    return kept[1]

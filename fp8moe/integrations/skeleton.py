@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fp8moe.checkpoints.formats import config_problems
 from fp8moe.checkpoints.quantize import DEFAULT_SKIP
+from fp8moe.integrations import NAME
 from fp8moe.integrations.architecture import construction_lock, empty_model, reason_of
-from fp8moe.integrations.names import NAME
 from fp8moe.integrations.transformers import register
 from fp8moe.integrations.transformers.quantizer import replace_modules
 from fp8moe.layers.replaced import matches

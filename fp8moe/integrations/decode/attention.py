@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8moe.integrations.models.interface import WITHOUT_EFFECT, AttentionMetadata
+from fp8moe.integrations.models.attention import WITHOUT_EFFECT, AttentionMetadata
 from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
 from fp8moe.quant.formats import FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_1x128

@@ -71,11 +71,9 @@ def static_cache(config: Any, max_length: int, position: CachePosition) -> Any:
 
 def _layer(index: int, layer: Any, max_length: int, position: CachePosition, chunked: bool) -> Any:
     """Return the layer that takes the place of transformers'."""
-    from transformers import cache_utils
-
-    if type(layer) in (cache_utils.LinearAttentionLayer, getattr(cache_utils, "DummyLayer", None)):  # 5.17 has no dummy
-        return layer
     name = type(layer).__name__
+    if name in ("LinearAttentionLayer", "DummyLayer"):
+        return layer
     if name not in _own_layers() or (chunked and layer.is_sliding):
         raise ValueError(
             f"model: layer {index} keeps a {name}; GraphDecoder serves full, sliding-window, indexed and linear "

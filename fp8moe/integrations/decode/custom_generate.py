@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8moe.integrations import cache_argument
+from fp8moe.integrations import transformers_versions
 from fp8moe.integrations.decode.arguments import GenerateArguments, integers
 from fp8moe.integrations.decode.step import positions_of
 
@@ -102,13 +102,13 @@ def streamer_of_caller() -> Any:
 
 
 def _check_model_arguments(mask: Tensor, arguments: dict[str, Any]) -> None:
-    known = {"attention_mask", "position_ids", *cache_argument.NAMES, *_WITHOUT_EFFECT}
+    known = {"attention_mask", "position_ids", *transformers_versions.CACHE_NAMES, *_WITHOUT_EFFECT}
     others = sorted(name for name, value in arguments.items() if value is not None and name not in known)
     if arguments.get("mm_encoder_outputs") == {}:  # of a prompt without images
         others.remove("mm_encoder_outputs")
     if others:
         raise ValueError(f"{others[0]}: GraphDecoder does not pass it to the model")
-    for name in cache_argument.NAMES:
+    for name in transformers_versions.CACHE_NAMES:
         past = arguments.get(name)
         if past is not None and past.get_seq_length():
             raise ValueError(f"{name}: GraphDecoder begins with an empty cache; see GraphDecoder.prefix")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe.integrations import cache_argument
+from fp8moe.integrations import transformers_versions
 from fp8moe.integrations.decode.cache import STATES
 from fp8moe.integrations.decode.step import PLAIN, Capabilities, Step, positions_of, vocabulary
 from fp8moe.integrations.decode.transfers import HostReads
@@ -44,7 +44,7 @@ def check_model(model: Any, captured: bool) -> None:
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise TypeError(f"model: expected a causal language model, got {name}")
     positions = "position_ids" in inspect.signature(model.forward).parameters
-    if not positions or cache_argument.name_of(model.forward) is None:
+    if not positions or transformers_versions.cache_name(model.forward) is None:
         raise TypeError(f"model: expected a model whose forward takes a cache and position_ids, got {name}")
     check_eval(model)
     attention = model.config.get_text_config(decoder=True)._attn_implementation

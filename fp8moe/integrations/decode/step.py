@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fp8moe.integrations import cache_argument
+from fp8moe.integrations import transformers_versions
 from fp8moe.integrations.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows, used_by
 from fp8moe.integrations.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
 from fp8moe.integrations.decode.model_use import ranks_of
@@ -217,7 +217,7 @@ class Step:
         return logits
 
     def _run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, *, whole: bool = False) -> Tensor:
-        options = {cache_argument.name_of(self.model.forward): self.cache, "use_cache": True}
+        options = {transformers_versions.cache_name(self.model.forward): self.cache, "use_cache": True}
         if tokens.shape[1] > 1 and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             options["logits_to_keep"] = 1
         configs = (self.model.config, self.model.config.get_text_config(decoder=True))

@@ -3,24 +3,61 @@
 What attends is the model's own choice (`model.config._attn_implementation`), called as its own forward calls it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.integrations import cache_argument
-from fp8moe.integrations.models import forms, linears, norms
-from fp8moe.integrations.models.hooks import runs_as_written
-from fp8moe.integrations.models.interface import AttentionMetadata
+from fp8moe.integrations.models import known_forwards, linears, norms
+from fp8moe.integrations.models.known_forwards import called, form_of, rotates_halves, runs_as_written
+from fp8moe.integrations.transformers_versions import update_cache
 from fp8moe.kernels.decoder_ops import rotary
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.quant.formats import FP8Tensor
 
+WITHOUT_EFFECT = (
+    *("is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits"),
+)
+"""Arguments that change nothing for who knows which keys a query sees."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """The keys that the queries of a call see: what GraphDecoder's attention takes as attention_mask.
+
+    transformers passes on whatever its mask function returns, so this comes from there, once for each kind of layer.
+
+    sequences (3, n + 1) int32: the first query, the first key in the cache and the number of keys of each sequence that
+    the kernel sees; the last column ends the queries. In a decode step a sequence is a part of the keys of one row and
+    key head, otherwise it is a row of the batch.
+
+    new_tokens: of each row. key_heads, columns: of the layer's cache. window: the most keys that a query sees, None for
+    all. parts: of the keys of a row and key head. whole: the rows have no tokens but the new ones, and no padding.
+    """
+
+    sequences: Tensor
+    new_tokens: int
+    key_heads: int
+    columns: int
+    window: int | None
+    parts: int = 1
+    whole: bool = False
+
+
+def attention_interface(module: nn.Module) -> Callable:
+    """What attends in the module."""
+    return called(module, "ALL_ATTENTION_FUNCTIONS").get_interface(
+        module.config._attn_implementation, called(module, "eager_attention_forward")
+    )
+
 
 def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
     """Whether `attend` computes what the module does for an input of this dtype."""
-    form = forms.form_of(module, forms.ATTENTION)
-    if form is None or not runs_as_written(module) or not forms.rotates_halves(module) or not position_embeddings:
+    form = form_of(module, known_forwards.ATTENTION)
+    if form is None or not runs_as_written(module) or not rotates_halves(module) or not position_embeddings:
         return False
     cos = position_embeddings[0]
     if cos.dim() != 3 or cos.dtype is not dtype or not rotary.serves(module.head_dim, cos.shape[-1]):
@@ -30,8 +67,8 @@ def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Ten
 
 def prepare(module: nn.Module) -> str | None:
     """Move the weights of q, k and v together; what is fused then, None if the module's code is not known."""
-    form = forms.form_of(module, forms.ATTENTION)
-    if form is None or not forms.rotates_halves(module):
+    form = form_of(module, known_forwards.ATTENTION)
+    if form is None or not rotates_halves(module):
         return None
     if _has_norms(module, form) and not (runs_as_written(module.q_norm) and runs_as_written(module.k_norm)):
         return None  # as under transformers' tensor parallelism, which has a forward of its own there
@@ -52,10 +89,10 @@ def attend(
     attention_mask: Any = None,
     past_key_values: Any = None,
     cache: Any = None,
-    **options: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """The module's result (B, T, H). normed: of its input's rows, quantized or values; lead: (B, T)."""
-    form = forms.form_of(module, forms.ATTENTION)
+    form = form_of(module, known_forwards.ATTENTION)
     size = module.head_dim
     cos, sin = position_embeddings
     if normed.quantized is None:
@@ -78,9 +115,6 @@ def attend(
             "k_weight": module.k_norm.weight,
             "eps": module.q_norm.variance_epsilon,
         }
-    interface = forms.called(module, "ALL_ATTENTION_FUNCTIONS").get_interface(
-        module.config._attn_implementation, forms.called(module, "eager_attention_forward")
-    )
     # GraphDecoder's attention takes copies of the queries from here, and gives what the projection behind it reads.
     decoding = lead[1] == 1 and isinstance(attention_mask, AttentionMetadata)
     copies = attention_mask.parts if decoding else 1
@@ -89,16 +123,16 @@ def attend(
         end = layer.position.end
         keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
     elif past is not None:
-        keys, values = cache_argument.update(past_key_values, cache, keys, values, module.layer_idx, options)
+        keys, values = update_cache(past_key_values, cache, keys, values, module.layer_idx, kwargs)
     match form.window:
         case "module":
-            options = {**options, "sliding_window": module.sliding_window}
+            kwargs = {**kwargs, "sliding_window": module.sliding_window}
         case "config":
-            options = {**options, "sliding_window": getattr(module.config, "sliding_window", None)}
-    options = {**options, "dropout": 0.0, "scaling": module.scaling}
+            kwargs = {**kwargs, "sliding_window": getattr(module.config, "sliding_window", None)}
+    kwargs = {**kwargs, "dropout": 0.0, "scaling": module.scaling}
     if decoding:
-        options["quantized"] = linears.weights(module.o_proj) is not None
-    output, _ = interface(module, query, keys, values, attention_mask, **options)
+        kwargs["quantized"] = linears.weights(module.o_proj) is not None
+    output, _ = attention_interface(module)(module, query, keys, values, attention_mask, **kwargs)
     if isinstance(output, FP8Tensor):
         return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)
     return module.o_proj(output.reshape(*lead, -1))
@@ -108,7 +142,7 @@ def _inputs(module: nn.Module) -> tuple[nn.Module, ...]:
     return module.q_proj, module.k_proj, module.v_proj
 
 
-def _has_norms(module: nn.Module, form: forms.Attention) -> bool:
+def _has_norms(module: nn.Module, form: known_forwards.Attention) -> bool:
     return form.norm == "always" or (form.norm == "if use_qk_norm" and bool(module.use_qk_norm))
 
 

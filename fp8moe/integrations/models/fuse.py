@@ -1,14 +1,15 @@
-"""Putting the fused forwards in place of a model's own, and back."""
+"""Put fused forwards in the place of those of a model's modules, and back: decoder layers, norms and routers."""
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fp8moe.integrations.models import forms, layers, moe, norms
-from fp8moe.integrations.models.hooks import is_fused
+from fp8moe.integrations.models import attention, feed_forward, known_forwards, latent_attention, norms
+from fp8moe.integrations.models.known_forwards import form_of, is_fused
 
 
 class FusedModule(NamedTuple):
@@ -85,10 +86,51 @@ def find_fused(model: nn.Module) -> Optimized:
 
 def _fused_form(module: nn.Module) -> tuple[Callable, str] | None:
     """The fused forward of a module that is known, and what runs there."""
-    if layers.recognised(module):
-        return layers.forward, layers.prepare(module)
-    if forms.form_of(module, forms.RMS_NORM):
+    if is_decoder_layer(module):
+        return _forward_layer, _prepare_layer(module)
+    if form_of(module, known_forwards.RMS_NORM):
         return norms.forward, "norm"
-    if forms.form_of(module, forms.ROUTER):
-        return moe.forward_router, "router"
+    if form_of(module, known_forwards.ROUTER):
+        return feed_forward.forward_router, "router"
     return None
+
+
+_ATTENTIONS = (attention, latent_attention)  # a module is of one kind at most
+
+
+def is_decoder_layer(layer: Any) -> bool:
+    """Whether the module is attention and feed-forward, each behind an RMSNorm and with a residual around it."""
+    if form_of(layer, known_forwards.DECODER_LAYER) is None:
+        return False
+    if not (hasattr(layer, "self_attn") and hasattr(layer, "mlp")):
+        return False
+    both = layer.input_layernorm, layer.post_attention_layernorm
+    return all(form_of(norm, known_forwards.RMS_NORM) for norm in both)
+
+
+def _prepare_layer(layer: Any) -> str:
+    """Move weights together that read the same input; returns what of the layer is fused then."""
+    whats = ["norms and residuals", *(kind.prepare(layer.self_attn) for kind in _ATTENTIONS)]
+    whats += feed_forward.prepare(layer.mlp, layer.input_layernorm.weight.dtype)
+    return ", ".join(filter(None, whats))
+
+
+def _forward_layer(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """The layer's forward; its own in training mode, where gradients are on, and where a norm is not ours to run."""
+    dtype = hidden_states.dtype
+    first, second = layer.input_layernorm, layer.post_attention_layernorm
+    if torch.is_grad_enabled() or layer.training or not (norms.serves(first, dtype) and norms.serves(second, dtype)):
+        return type(layer).forward(layer, hidden_states, **kwargs)
+    attended = _attend(layer.self_attn, first, hidden_states, kwargs)
+    return feed_forward.forward(layer.mlp, second, attended, hidden_states)
+
+
+def _attend(module: nn.Module, before: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """The attention's result, of the input before its norm."""
+    for kind in _ATTENTIONS:
+        if kind.serves(module, hidden_states.dtype, kwargs.get("position_embeddings")):
+            quantized = kind.wants_quantized(module)
+            normed = norms.norm(before, hidden_states, values=not quantized, quantized=quantized)
+            return kind.attend(module, normed, hidden_states.shape[:-1], **kwargs)
+    values: Any = norms.norm(before, hidden_states, values=True, quantized=False).values
+    return module(hidden_states=values.view(hidden_states.shape), **{"attention_mask": None, **kwargs})[0]

@@ -4,18 +4,17 @@ For one new token kv_b_proj is absorbed into the query and the result, so that a
 are: DeepSeek-V2, arXiv:2405.04434, section 2.1.2. For several tokens the latents are expanded, as the module does it.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.integrations import cache_argument
 from fp8moe.integrations.fingerprint import Fingerprint
-from fp8moe.integrations.models import forms, linears, norms
-from fp8moe.integrations.models.hooks import runs_as_written
-from fp8moe.integrations.models.interface import WITHOUT_EFFECT
+from fp8moe.integrations.models import known_forwards, linears, norms
+from fp8moe.integrations.models.attention import WITHOUT_EFFECT, attention_interface
+from fp8moe.integrations.models.known_forwards import called, form_of, runs_as_written
+from fp8moe.integrations.transformers_versions import update_cache
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
@@ -49,7 +48,7 @@ def attend(
     attention_mask: Any = None,
     past_key_values: Any = None,
     cache: Any = None,
-    **options: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """The module's result (B, T, H). normed: of its input's rows, quantized or values; lead: (B, T)."""
     cos, sin = position_embeddings
@@ -65,14 +64,14 @@ def attend(
     latent = module.kv_a_layernorm(latent).view(*lead, -1)[:, None]
     k_rot = k_rot.view(*lead, -1)[:, None]
     rotate = "apply_rotary_pos_emb_interleave" if module.config.rope_interleave else "apply_rotary_pos_emb"
-    q_rot, k_rot = forms.called(module, rotate)(q_rot, k_rot, cos, sin)
+    q_rot, k_rot = called(module, rotate)(q_rot, k_rot, cos, sin)
     if past_key_values is not None or cache is not None:
-        latent, k_rot = cache_argument.update(past_key_values, cache, latent, k_rot, module.layer_idx, options)
+        latent, k_rot = update_cache(past_key_values, cache, latent, k_rot, module.layer_idx, kwargs)
     weight = None
-    if lead[1] == 1 and _is_plain(module, attention_mask, latent.shape[2], options):
+    if lead[1] == 1 and _is_plain(module, attention_mask, latent.shape[2], kwargs):
         weight = _up_weight(module.kv_b_proj, q.dtype)
     if weight is None:
-        output = _expanded(module, torch.cat((q_pass, q_rot), dim=-1), latent, k_rot, attention_mask, options)
+        output = _expanded(module, torch.cat((q_pass, q_rot), dim=-1), latent, k_rot, attention_mask, kwargs)
     else:
         q = q_pass[:, :, 0], q_rot[:, :, 0]
         mask = None if attention_mask is None else attention_mask[:, 0]
@@ -81,8 +80,8 @@ def attend(
 
 
 def _is_known(module: nn.Module) -> bool:
-    expansion = forms.form_of(module, forms.LATENT_ATTENTION)
-    return expansion is not None and forms.digest(type(module).expand_kv) == expansion
+    expansion = form_of(module, known_forwards.LATENT_ATTENTION)
+    return expansion is not None and known_forwards.digest(type(module).expand_kv) == expansion
 
 
 def _inputs(module: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -98,20 +97,13 @@ def _queries(module: nn.Module, x: Tensor) -> Tensor:
     return linears.project(normed.quantized, [project], x.dtype)[0]
 
 
-def _interface(module: nn.Module) -> Callable:
-    """What attends in the module."""
-    return forms.called(module, "ALL_ATTENTION_FUNCTIONS").get_interface(
-        module.config._attn_implementation, forms.called(module, "eager_attention_forward")
-    )
-
-
-def _is_plain(module: nn.Module, mask: Any, length: int, options: dict[str, Any]) -> bool:
+def _is_plain(module: nn.Module, mask: Any, length: int, kwargs: dict[str, Any]) -> bool:
     """Whether one token attends by softmax alone, over what a mask of transformers' "sdpa" or "eager" shows."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if _interface(module) not in (sdpa_attention_forward, forms.called(module, "eager_attention_forward")):
+    if attention_interface(module) not in (sdpa_attention_forward, called(module, "eager_attention_forward")):
         return False
-    if any(value is not None and name not in WITHOUT_EFFECT for name, value in options.items()):
+    if any(value is not None and name not in WITHOUT_EFFECT for name, value in kwargs.items()):
         return False
     if mask is None:
         return True
@@ -121,12 +113,12 @@ def _is_plain(module: nn.Module, mask: Any, length: int, options: dict[str, Any]
 
 
 def _expanded(
-    module: nn.Module, query: Tensor, latent: Tensor, k_rot: Tensor, mask: Any, options: dict[str, Any]
+    module: nn.Module, query: Tensor, latent: Tensor, k_rot: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> Tensor:
     """query (B, heads, T, D), latent (B, 1, L, R), k_rot (B, 1, L, D of it) -> (B, T, heads, D of values)."""
     keys, values = module.expand_kv(latent, k_rot)
-    arguments = {"dropout": 0.0, "scaling": module.scaling, **options}
-    return _interface(module)(module, query, keys, values, mask, **arguments)[0]
+    kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs}
+    return attention_interface(module)(module, query, keys, values, mask, **kwargs)[0]
 
 
 def _absorbed(

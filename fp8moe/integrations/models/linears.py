@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.integrations.finegrained import is_routed, refusal
-from fp8moe.integrations.models.hooks import runs_as_written
+from fp8moe.integrations.models.known_forwards import runs_as_written
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.formats import BLOCK, FP8Tensor

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from fp8moe.integrations.models import forms
-from fp8moe.integrations.models.hooks import is_cast, runs_as_written
+from fp8moe.integrations.models.known_forwards import RMS_NORM, form_of, is_cast, runs_as_written
 from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
 from fp8moe.runtime.checks import FLOATING
 
@@ -12,7 +11,7 @@ from fp8moe.runtime.checks import FLOATING
 def serves(module: nn.Module, dtype: torch.dtype) -> bool:
     """Whether `norm` computes what the module does for an input of this dtype."""
     return (
-        forms.form_of(module, forms.RMS_NORM) is not None
+        form_of(module, RMS_NORM) is not None
         and runs_as_written(module)
         and module.weight.dtype is dtype
         and dtype in FLOATING

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fp8moe.integrations.names import NAME
+from fp8moe.integrations import NAME
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 

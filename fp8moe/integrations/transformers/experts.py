@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from fp8moe.integrations import NAME
 from fp8moe.integrations.fingerprint import Fingerprint
-from fp8moe.integrations.names import NAME
 from fp8moe.layers import experts_source
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.parameters import local

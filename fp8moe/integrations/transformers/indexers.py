@@ -1,7 +1,7 @@
-"""transformers' indexers of sparse attention on fp8moe's kernels: the same selection, scored in FP8."""
+"""transformers' indexers of sparse attention on fp8moe's kernels: its selection, scored in FP8."""
 
 import functools
-import importlib.util
+import importlib
 import inspect
 from collections.abc import Sequence
 from types import MethodType
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe.integrations import cache_argument
+from fp8moe.integrations.transformers_versions import CACHE_NAMES
 from fp8moe.kernels.indexer.checks import NUM_HEADS
 from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits
@@ -19,14 +19,9 @@ from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 
 _MODULES = ("deepseek_v32", "glm_moe_dsa")
-_PARAMETERS = (
-    "self",
-    "hidden_states",
-    "q_resid",
-    "position_embeddings",
-    "attention_mask",
-    "position_ids",
-)  # and the cache
+_PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids")
+"""And the cache."""
+
 _PACKED_QUERIES = 16
 """Sequences that have at most so many queries together share a launch: each query is scored with the keys of all."""
 
@@ -37,17 +32,14 @@ _ROW_ALIGNMENT = 16
 def route_indexers() -> None:
     """Run the indexers of transformers' DeepSeek-V3.2 and GLM-MoE-DSA on fp8moe. A second call changes nothing.
 
-    A model that this version of transformers does not have, or calls with other arguments, is left as it is.
+    One that this version of transformers calls with other arguments is left as it is.
     """
     for module, name in zip(_MODULES, TRANSFORMERS_CLASSES, strict=True):
-        path = f"transformers.models.{module}"
-        if importlib.util.find_spec(path) is None:
-            continue
-        cls = getattr(importlib.import_module(f"{path}.modeling_{module}"), name, None)
-        if cls is None or is_routed(cls):
+        cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+        if is_routed(cls):
             continue
         parameters = tuple(inspect.signature(cls.forward).parameters)
-        if parameters in [(*_PARAMETERS, name) for name in cache_argument.NAMES]:
+        if parameters in [(*_PARAMETERS, cache_name) for cache_name in CACHE_NAMES]:
             cls.forward, cls.__call__ = _routed(cls.forward), _call
 
 

@@ -1,29 +1,35 @@
-"""transformers' tensor and expert parallelism: what it lacks for models that run on fp8moe."""
+"""transformers' tensor and expert parallelism for models that run on fp8moe.
+
+Experts that it shards by expert run on fp8moe.distributed: partial sums in float32, added in the order of ranks.
+"""
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from fp8moe.integrations.names import NAME
-from fp8moe.integrations.transformers import expert_parallel
-from fp8moe.integrations.transformers.whole_blocks import check_whole_blocks
+from fp8moe.integrations import NAME, finegrained, transformers_versions
+from fp8moe.quant.formats import BLOCK
 
 
 def route_parallelism() -> None:
     """Run the experts that transformers shards by expert on fp8moe.distributed. A second call changes nothing."""
     from transformers import PreTrainedModel
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     if not dist.is_available() or hasattr(PreTrainedModel.maybe_distribute_model.__func__, "_fp8moe"):
         return
     PreTrainedModel.maybe_distribute_model = classmethod(_checked(PreTrainedModel.maybe_distribute_model.__func__))
-    if hasattr(PreTrainedModel, "_resolve_parallel_plans"):
+    if transformers_versions.has_ep_size():
         PreTrainedModel._resolve_parallel_plans = _without_rules(PreTrainedModel._resolve_parallel_plans)
-    if hasattr(FineGrainedFP8HfQuantizer, "update_tp_plan"):
-        FineGrainedFP8HfQuantizer.update_tp_plan = _with_rules(FineGrainedFP8HfQuantizer.update_tp_plan)
-    expert_parallel.register()
+        _register_implementation()
+    else:
+        transformers_versions.complete_plans_of_fp8_models()
+        transformers_versions.register_style(_check, functools.partial(_spread, same_tokens=True))
 
 
 def _checked(theirs):
@@ -33,8 +39,8 @@ def _checked(theirs):
     def maybe_distribute_model(cls, model, distributed_config, mesh):
         if mesh is None:
             return theirs(cls, model, distributed_config, mesh)
-        if _runs_here(model):
-            expert_parallel.adapt_plan(model, distributed_config)
+        if _implementation_of(model) == NAME and not transformers_versions.has_ep_size():
+            transformers_versions.adapt_plans(model, distributed_config)
         model = theirs(cls, model, distributed_config, mesh)
         check_whole_blocks(model)
         return model
@@ -46,12 +52,12 @@ def _checked(theirs):
 def _without_rules(theirs):
     """transformers' plans of a model, where an empty tp_plan means what transformers says of it: no rule applies.
 
-    transformers 5.23 refuses it itself. With it only the experts are sharded, and attention is the same on all ranks.
+    transformers refuses it itself. With it only the experts are sharded, and attention is the same on all ranks.
     """
 
     @functools.wraps(theirs)
     def _resolve_parallel_plans(self, distributed_config):
-        if distributed_config.tp_plan != {} or distributed_config.ep_size == 1 or not _runs_here(self):
+        if distributed_config.tp_plan != {} or distributed_config.ep_size == 1 or _implementation_of(self) != NAME:
             return theirs(self, distributed_config)
         replicated = dataclasses.replace(distributed_config, tp_plan=dict.fromkeys(self.tp_plan, "replicate"))
         return {}, *theirs(self, replicated)[1:]
@@ -59,25 +65,125 @@ def _without_rules(theirs):
     return _resolve_parallel_plans
 
 
-def _with_rules(theirs):
-    """transformers' plan for an FP8 model, where it has lost rules: those of whole modules, and of experts' scales.
+def _register_implementation() -> None:
+    """Make "fp8moe" an ep_implementation of transformers, which "auto" then is for experts of that name."""
+    from transformers.distributed import expert_parallel
 
-    transformers 5.17 leaves rules of weights alone in Qwen3's plan, so that nothing takes DTensors apart.
+    theirs = expert_parallel.EPImplementationInterface()["auto"]
+    expert_parallel.EPImplementationInterface.register(NAME, _bring_tokens)
+    expert_parallel.EPImplementationInterface.register("auto", functools.partial(_choose, theirs))
+
+
+def _choose(theirs: type, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> Any:
+    """What brings the experts their tokens if ep_implementation is "auto"."""
+    return (_bring_tokens if _implementation_of(experts) == NAME else theirs)(experts, ep_mesh, tp_mesh)
+
+
+def _bring_tokens(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> Any:
+    _check(experts)
+    return _implementation()(experts, ep_mesh, tp_mesh)
+
+
+@functools.cache
+def _implementation() -> type:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from transformers.distributed.expert_parallel import EPImplementation
+
+    class Implementation(EPImplementation):
+        """Experts for the tokens that this rank has; ranks of the tensor-parallel mesh have equal ones."""
+
+        def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any):
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self.experts = experts
+            _spread(experts, ep_mesh, self.shares_batch)
+
+        def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            _check(self.experts)
+            inputs = hidden_states, top_k_index, top_k_weights
+            if self.shares_batch or self.tp_mesh.size() == 1:
+                return self.experts_forward(*inputs)
+            # Each rank takes a part of the tokens to the experts of all, so that none is computed twice.
+            whole = [DTensor.from_local(value, self.tp_mesh, [Replicate()], run_check=False) for value in inputs]
+            part = self.experts_forward(*(value.redistribute(placements=[Shard(0)]).to_local() for value in whole))
+            size = {"shape": hidden_states.shape, "stride": hidden_states.stride()}
+            return DTensor.from_local(part, self.tp_mesh, [Shard(0)], run_check=False, **size).full_tensor()
+
+    return Implementation
+
+
+def _implementation_of(module: nn.Module) -> str | None:
+    """The experts_implementation of a model or an experts module."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def _check(experts: nn.Module) -> None:
+    """ValueError for experts that other code runs, which knows those of this rank alone."""
+    if _implementation_of(experts) != NAME:
+        raise ValueError(
+            f"experts_implementation: expected {NAME!r} for experts that fp8moe has spread over ranks, got "
+            f"{_implementation_of(experts)!r}"
+        )
+
+
+def _spread(experts: nn.Module, mesh: Any, same_tokens: bool) -> None:
+    """Have the module run with the experts of all ranks of the mesh, which have its parameters as DTensors."""
+    from fp8moe.distributed import ExpertParallel
+
+    experts.num_experts *= mesh.size()  # that of this rank until now
+    method = "replicated" if same_tokens else "auto"
+    ExpertParallel(method=method, uniform=same_tokens)._apply(experts, mesh)
+
+
+class _ShardedWeight(NamedTuple):
+    """A weight whose rows or columns are spread over ranks: `size` of them in each of its `parts`."""
+
+    name: str
+    what: str
+    size: int
+    parts: int
+    ranks: int
+    experts: bool
+
+
+def check_whole_blocks(model: nn.Module) -> None:
+    """ValueError if a shard of an FP8 weight that fp8moe runs ends inside a block of its scale.
+
+    model: of transformers, with DTensors as parameters; they may be on the meta device. Every rank finds the same.
     """
+    sharded = list(_sharded_weights(model))
+    broken = next((weight for weight in sharded if weight.size % (BLOCK * weight.ranks)), None)
+    if broken is None:
+        return
+    blocks = math.gcd(*(weight.size for weight in sharded)) / BLOCK
+    sizes = [str(size) for size in range(1, max(int(blocks), 1) + 1) if size == 1 or blocks % size == 0]
+    way_out = f"expected a tp_size of {' or '.join(sizes)}"
+    if broken.experts:
+        way_out += ", or expert parallelism, which keeps each expert whole"
+    size = f"{broken.parts} x {broken.size}" if broken.parts > 1 else broken.size
+    raise ValueError(
+        f"distributed_config: {broken.ranks} ranks cannot share the {size} {broken.what} of {broken.name} in whole "
+        f"blocks of {BLOCK}; {way_out}"
+    )
 
-    @functools.wraps(theirs)
-    def update_tp_plan(self, config):
-        plan = dict(config.base_model_tp_plan or {})
-        config = theirs(self, config)
-        plan |= config.base_model_tp_plan or {}
-        for name, style in list(plan.items()):
-            if plan.get(name.rpartition(".")[0]) == "moe_tp_experts":
-                plan.setdefault(f"{name}_scale_inv", style)
-        config.base_model_tp_plan = plan
-        return config
 
-    return update_tp_plan
+def _sharded_weights(model: nn.Module) -> Iterator[_ShardedWeight]:
+    from torch.distributed.tensor import DTensor
+
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if not isinstance(weight, DTensor) or not _runs_here(module, weight):
+                continue
+            sizes = dict(zip((-2, -1), weight.shape[-2:], strict=True))
+            for placement, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
+                if placement.is_replicate() or (axis := placement.dim % weight.ndim - weight.ndim) not in sizes:
+                    continue
+                parts = getattr(placement, "split_factor", 1)  # if it shards gate and up each by itself
+                what = "rows" if axis == -2 else "columns"
+                yield _ShardedWeight(f"{path}.{name}", what, sizes[axis] // parts, parts, ranks, weight.ndim == 3)
 
 
-def _runs_here(model: Any) -> bool:
-    return model.config._experts_implementation == NAME
+def _runs_here(module: nn.Module, weight: torch.Tensor) -> bool:
+    """Whether fp8moe runs this weight of a module in FP8."""
+    if finegrained.refusal(weight, getattr(module, "block_size", None), getattr(module, "activation_scale", None)):
+        return False
+    return weight.ndim == 2 or _implementation_of(module) == NAME

@@ -9,7 +9,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fp8moe.integrations.transformers.experts import NAME, grouped_experts
+from fp8moe.integrations import NAME
+from fp8moe.integrations.transformers.experts import grouped_experts
 from fp8moe.layers.linear import FP8Linear
 
 
@@ -32,13 +33,13 @@ class _Quantizer(HfQuantizer):
     def update_device_map(self, device_map: Any) -> dict[str, torch.device]:
         return {"": self.quantization_config.device}
 
-    def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
+    def update_weight_conversions(self, weight_conversions: list, model: nn.Module | None = None) -> list:
         return []
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **options: Any) -> None:
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         replace_modules(model, self.quantization_config.names)
 
-    def postprocess_model(self, model: nn.Module, **options: Any) -> None:
+    def postprocess_model(self, model: nn.Module, **kwargs: Any) -> None:
         self.remove_quantization_config(model)
 
     def is_serializable(self) -> bool:

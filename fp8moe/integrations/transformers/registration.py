@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from fp8moe.integrations.transformers.experts import NAME, experts_forward
+from fp8moe.integrations import NAME
+from fp8moe.integrations.finegrained import route_linears
+from fp8moe.integrations.transformers.experts import experts_forward
 from fp8moe.integrations.transformers.indexers import route_indexers
-from fp8moe.integrations.transformers.linears import route_linears
 from fp8moe.integrations.transformers.parallel import route_parallelism
 from fp8moe.integrations.transformers.reporting import warn_of_others
 

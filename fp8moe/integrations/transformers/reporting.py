@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fp8moe.integrations import finegrained
+from fp8moe.integrations import NAME, finegrained
 from fp8moe.integrations.transformers import experts, indexers
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
@@ -73,7 +73,7 @@ def warn_of_others(model: nn.Module) -> None:
     """Warn of each class of experts that takes no experts_implementation; for models that were asked for fp8moe."""
     classes = {type(module).__name__ for _, module in experts_modules(model) if not _takes_implementation(module)}
     for name in sorted(classes):
-        text = f"{name} does not run on fp8moe with experts_implementation={experts.NAME!r}: {_NO_CHOICE}"
+        text = f"{name} does not run on fp8moe with experts_implementation={NAME!r}: {_NO_CHOICE}"
         warnings.warn(text, stacklevel=1)  # Python shows the same text of the same place once
 
 
@@ -90,7 +90,7 @@ def _of_experts(module: nn.Module) -> tuple[str, str]:
         return _OURS, "a GroupedExperts with weights to train" if module.trainable else "a GroupedExperts"
     if not _takes_implementation(module):
         return _THEIRS, _NO_CHOICE
-    if module.config._experts_implementation != experts.NAME:
+    if module.config._experts_implementation != NAME:
         return _THEIRS, f"experts_implementation is {module.config._experts_implementation!r}"
     if (reason := experts.refusal(module)) is not None:
         return "refused", reason

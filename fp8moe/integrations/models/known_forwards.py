@@ -1,7 +1,8 @@
-"""Which code of transformers a module runs: known by the text of its forward, so exactly, in any model and version.
+"""Which code of transformers a module runs, known by the text of its forward, and whether it runs that alone.
 
-transformers writes the same forward into the file of every model that has it. Its digest leaves out annotations,
-docstrings and decorators; what the forward calls beside its own modules is looked at as well.
+transformers writes the same forward into the file of every model that has it, so a few digests are found in many. A
+digest leaves out annotations, docstrings and decorators; what the forward calls beside its own modules is looked at as
+well.
 """
 
 import ast
@@ -13,44 +14,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from fp8moe.integrations.transformers_versions import LATER_DIGESTS
 
 
 @functools.cache
 def digest(function: Callable) -> str:
-    """Of the function's code, without its name, annotations, docstring and decorators; a cache by its old name."""
+    """The digest of the function's code, without its name, annotations, docstring and decorators."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-    if any(argument.arg == "cache" for argument in tree.args.args):
-        tree = _OldCacheName().visit(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             node.annotation = None
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     text = f"({ast.unparse(tree.args)})\n{ast.unparse(ast.Module(body, []))}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-class _OldCacheName(ast.NodeTransformer):
-    """Code as it was before transformers 5.24, which calls past_key_values cache, and hands its update() the kwargs."""
-
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        node.arg = "past_key_values" if node.arg == "cache" else node.arg
-        return node
-
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        node.id = "past_key_values" if node.id == "cache" else node.id
-        return node
-
-    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
-        node.arg = "past_key_values" if node.arg == "cache" else node.arg
-        self.generic_visit(node)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.Call:
-        self.generic_visit(node)
-        if ast.unparse(node.func) == "past_key_values.update":
-            node.keywords = [one for one in node.keywords if ast.unparse(one) != "kwargs=kwargs"]
-        return node
+    value = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return LATER_DIGESTS.get(value, value)
 
 
 def form_of(module: nn.Module, forms: dict[str, Any]) -> Any:
@@ -73,6 +53,39 @@ def rotates_halves(attention: nn.Module) -> bool:
         return False
     half = inspect.unwrap(function).__globals__.get("rotate_half")
     return half is not None and digest(half) == ROTATE_HALF
+
+
+_HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def runs_as_written(module: nn.Module) -> bool:
+    """Whether it has no hooks, and the forward of its class or one that `optimize` gave it.
+
+    transformers leaves hooks behind that record outputs; they count while a call asks for these.
+    """
+    own = module.__dict__
+    if ("forward" in own and not is_fused(module)) or any(own[kind] for kind in _HOOKS):
+        return False
+    return all(map(_is_idle, own["_forward_hooks"].values()))
+
+
+def is_cast(weight: Tensor) -> bool:
+    """Whether torch.autocast has the module of this weight run in another dtype."""
+    kind = weight.device.type
+    return not weight.is_meta and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != weight.dtype
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether its forward is one of ours, put there by `optimize`."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func.__module__.startswith(__package__)
+
+
+def _is_idle(hook) -> bool:
+    from transformers.utils import output_capturing
+
+    recorder = hook.__module__ == output_capturing.__name__ and hook.__name__ == "output_capturing_hook"
+    return recorder and output_capturing._active_collector.get() is None
 
 
 @dataclass(frozen=True)
@@ -113,17 +126,17 @@ class Block:
 # Each digest is followed by a class of transformers that has it; most are in many models.
 RMS_NORM = {"1b07ee1747472a39": True}  # LlamaRMSNorm
 DECODER_LAYER = {
-    "73b9cbf33ffbf617": True,  # Qwen3MoeDecoderLayer
-    "93a77219ba0b8c81": True,  # MixtralDecoderLayer
+    "92647791d19bfb72": True,  # Qwen3MoeDecoderLayer
+    "96644274337cc9a1": True,  # MixtralDecoderLayer
 }
 MLP = {"0a08cc4ca23a9a0e": True}  # Qwen3MoeMLP
 ATTENTION = {
-    "6ce2b9306cbd4dcd": Attention("never", "nowhere"),  # Qwen2MoeAttention
-    "22ee1ca72f4fbc0f": Attention("always", "module"),  # Qwen3MoeAttention
-    "14020457402ee7ec": Attention("never", "config"),  # MixtralAttention
-    "0fe5c075091ec784": Attention("if use_qk_norm", "nowhere"),  # Glm4MoeAttention
+    "ae8de13efb721403": Attention("never", "nowhere"),  # Qwen2MoeAttention
+    "c167ccd9ac50b49b": Attention("always", "module"),  # Qwen3MoeAttention
+    "f646f8be1444751f": Attention("never", "config"),  # MixtralAttention
+    "bcc7d9a8194d1110": Attention("if use_qk_norm", "nowhere"),  # Glm4MoeAttention
 }
-LATENT_ATTENTION = {"93f60903d45cea90": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention, and its expand_kv
+LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention, and its expand_kv
 ROUTER = {
     "9df852d229406d32": Router("softmax", "if norm_topk_prob"),  # Qwen3MoeTopKRouter
     "7fb11be956c0942d": Router("softmax", "always"),  # Qwen3VLMoeTextTopKRouter
