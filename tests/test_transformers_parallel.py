@@ -70,13 +70,13 @@ def _measure_all(root: Path) -> None:
 def _measure(directory, config, alone, decoded) -> dict:
     from fp8moe.integrations.transformers import experts, optimize, report
 
-    kept, keep = [], experts._keep
-    experts._keep = lambda module: (kept.append(module), keep(module))[1]
+    made, make = [], experts._make_cached
+    experts._make_cached = lambda module: (made.append(module), make(module))[1]
     with bytes_read() as read:
         model = load(directory, distributed_config=config)
     for _ in range(2):
         logits = _logits(model)
-    experts._keep = keep
+    experts._make_cached = make
     reported = {row.runs_on for row in report(model)}
     hooked = {path for path, module in model.named_modules() if "forward" in module.__dict__}
     optimized = optimize(model)
@@ -89,7 +89,7 @@ def _measure(directory, config, alone, decoded) -> dict:
         "fused": sorted({module.what for module in optimized}),
         "fused and hooked": sorted(hooked & {module.name for module in optimized}),
         "digest": digest(logits),
-        "kept": len(kept),
+        "cached layers": len(made),
         "reported": sorted(reported),
         "read": {kind: _share(read, kind) for kind in ("mlp.experts", "block_sparse_moe.experts", "self_attn.q_proj")},
         "decoder": _decode(model, alone) if decoded else None,
@@ -211,7 +211,7 @@ def test_logits(found, name, form, way):
         heads = any("heads and cache" in what for what in result["fused"])
         assert heads == ("Deepseek" not in name and (way == "ep" or "Qwen3" not in name))
         assert way == "ep" or not any("as one" in what for what in result["fused"]) or "Deepseek" in name
-        assert result["kept"] == LAYERS[name]
+        assert result["cached layers"] == LAYERS[name]
         assert "refused" not in result["reported"] and "transformers" not in result["reported"]
 
 
@@ -302,7 +302,9 @@ def test_sizes_that_work():
 
 
 @pytest.mark.skipif(not has_sizes(), reason="needs EPImplementationInterface, of transformers 5.21")
-def test_auto_is_fp8moe_for_its_experts_alone(registered):
+def test_auto_is_fp8moe_for_its_experts_alone(registered, monkeypatch):
+    from transformers.distributed import expert_parallel
+
     from fp8moe.integrations.transformers import parallel
 
     class Experts(torch.nn.Module):
@@ -310,12 +312,16 @@ def test_auto_is_fp8moe_for_its_experts_alone(registered):
             super().__init__()
             self.config = type("Config", (), {"_experts_implementation": implementation})()
 
+    implementations, spread = expert_parallel.EPImplementationInterface(), []
     with pytest.raises(ValueError, match="experts_implementation: expected 'fp8moe'"):
-        parallel._bring_tokens(Experts("grouped_mm"), None, None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "_bring_tokens", lambda *_: "ours")
-        assert parallel._choose(lambda *_: "theirs", Experts("grouped_mm"), None, None) == "theirs"
-        assert parallel._choose(lambda *_: "theirs", Experts("fp8moe"), None, None) == "ours"
+        implementations["fp8moe"](Experts("grouped_mm"), None, None)
+    monkeypatch.setattr(expert_parallel.EPImplementation, "__init__", lambda self, *_: None)
+    monkeypatch.setattr(expert_parallel.EPImplementation, "shares_batch", True, raising=False)
+    monkeypatch.setattr(parallel, "_spread", lambda *arguments: spread.append(arguments))
+    theirs = implementations["auto"](Experts("grouped_mm"), None, None)
+    assert type(theirs) is expert_parallel.AutoEP and not spread
+    ours = implementations["auto"](experts := Experts("fp8moe"), "ep mesh", "tp mesh")
+    assert type(ours) is implementations["fp8moe"] and spread == [(experts, "ep mesh", True)]
 
 
 def test_registering_again_changes_nothing(registered):

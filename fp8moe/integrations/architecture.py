@@ -37,9 +37,9 @@ _ONE_EXPERT = "experts.*."  # in transformers' patterns of names
 class Location:
     """Where transformers puts a tensor.
 
-    name: the tensor's name in the model's spelling; of one expert's, with its number: mlp.experts.7.gate_proj.weight.
-    key: the entry of the state dict that it becomes, or a part of it. converter, pattern: transformers' WeightConverter
-    where it takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
+    name: what the model calls the tensor; one expert's with its number: mlp.experts.7.gate_proj.weight.
+    key: in the state dict, of what it becomes, or a part of. converter, pattern: transformers' WeightConverter where it
+    takes more than a name, or the place in a fused parameter, and which of the converter's sources this is.
     """
 
     name: str
@@ -84,9 +84,8 @@ def empty_model(config: Any) -> Any:
     """transformers' language model of a configuration, on the meta device.
 
     Its class is the one that ``architectures`` names, if that generates; otherwise that of AutoModelForCausalLM or
-    AutoModelForImageTextToText.
-
-    Its dtype is PyTorch's default. Raises ValueError, with transformers' reason, if it cannot make one.
+    AutoModelForImageTextToText. Its dtype is PyTorch's default. Raises ValueError, with transformers' reason, if it
+    cannot make one.
     """
     import transformers
 
@@ -146,7 +145,7 @@ def _merges(converter: Any, key: str) -> bool:
 
 
 def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a WeightConverter makes of all of its sources: entries of the model's state dict."""
+    """What a WeightConverter makes of all of its sources: a part of the model's state dict."""
     from transformers.core_model_loading import dot_natural_key
 
     first = next(iter(sources.values()))

@@ -72,7 +72,7 @@ def _float_scale(scale: Tensor) -> Tensor:
         return scale
     if torch.compiler.is_compiling():
         return scale.float()
-    kept = _float_scales.get(scale)
-    if kept is None or not kept[0].matches([scale]):
-        kept = _float_scales[scale] = (Fingerprint([scale]), scale.detach().float())
-    return kept[1]
+    cached = _float_scales.get(scale)
+    if cached is None or not cached[0].matches([scale]):
+        cached = _float_scales[scale] = (Fingerprint([scale]), scale.detach().float())
+    return cached[1]

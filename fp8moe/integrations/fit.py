@@ -24,6 +24,7 @@ from fp8moe.checkpoints.match import state_of
 from fp8moe.checkpoints.quantize import Fit, OutputPlan
 from fp8moe.checkpoints.read import CheckpointError
 from fp8moe.integrations.architecture import construction_lock, empty_model, locate, read_config, reason_of
+from fp8moe.integrations.transformers_versions import ShapesBeforeLoading
 from fp8moe.quant.formats import BLOCK
 
 _EXPERTS = ".experts"  # the end of the names of modules that transformers makes its FP8 experts of
@@ -156,19 +157,10 @@ class _Fitting:
 _PLAIN, _FP8 = "fp8moe_rehearsal", "fp8moe_fp8_rehearsal"
 
 
-class _OnMeta:
-    """Lets a quantizer work without a GPU and without memory, and tells which shapes do not fit.
+class _OnMeta(ShapesBeforeLoading):
+    """Lets a quantizer work without a GPU and without memory."""
 
-    shapes: those of the model's state dict before tensors are loaded. Some versions of transformers check none.
-    """
-
-    shapes: dict[str, torch.Size]
-
-    def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
-        super()._process_model_before_weight_loading(model, **options)
-        self.shapes = {name: value.shape for name, value in model.state_dict().items()}
-
-    def validate_environment(self, *arguments: Any, **options: Any) -> None:
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def update_device_map(self, device_map: Any) -> dict[str, str]:
@@ -191,8 +183,8 @@ class _PlainRehearsal(_OnMeta, HfQuantizer):
 class _FP8Rehearsal(_OnMeta, FineGrainedFP8HfQuantizer):
     """Makes the FP8 modules of transformers."""
 
-    def __init__(self, quantization_config: FineGrainedFP8Config, **options: Any):
-        super().__init__(quantization_config, **options | {"pre_quantized": True})
+    def __init__(self, quantization_config: FineGrainedFP8Config, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs | {"pre_quantized": True})
 
 
 for _method in (_PLAIN, _FP8):
@@ -217,11 +209,9 @@ def _rehearse(model: Any, layout: Layout, quantization: Mapping[str, Any] | None
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    shapes = loaded.hf_quantizer.shapes
-    mismatched = {name for name, *_ in report["mismatched_keys"]}
-    mismatched |= {name for name, value in loaded.state_dict().items() if value.shape != shapes[name]}
-    found = {"missing": report["missing_keys"], "unexpected": report["unexpected_keys"], "mismatched": mismatched}
-    return {name: kind for kind, names in found.items() for name in names}
+    mismatched = {name for name, *_ in report["mismatched_keys"]} | loaded.hf_quantizer.changed_shapes(loaded)
+    kinds = {"missing": report["missing_keys"], "unexpected": report["unexpected_keys"], "mismatched": mismatched}
+    return {name: kind for kind, names in kinds.items() for name in names}
 
 
 @contextmanager

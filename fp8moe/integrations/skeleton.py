@@ -56,7 +56,7 @@ def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
 
 
 def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
-    """In the place of those that transformers' from_pretrained makes FP8 in a model of such a checkpoint."""
+    """Make modules FP8 that transformers' from_pretrained does in a model of such a checkpoint."""
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.utils.quantization_config import FineGrainedFP8Config
@@ -93,10 +93,10 @@ def _keep_one_layer_of_each_kind(model: Any) -> None:
         kinds = {_kind(layer, [value[i] for value in lists.values()]): i for i, layer in reversed([*enumerate(layers)])}
         kept = sorted(kinds.values())
         module.layers = nn.ModuleList(layers[i] for i in kept)
-        for place, layer in enumerate(module.layers):
+        for index, layer in enumerate(module.layers):
             for part in layer.modules():
                 if hasattr(part, "layer_idx"):
-                    part.layer_idx = place
+                    part.layer_idx = index
         for name, value in lists.items():
             setattr(config, name, [value[i] for i in kept])
         config.num_hidden_layers = len(kept)
@@ -111,7 +111,7 @@ def _kind(layer: nn.Module, listed: list[Any]) -> tuple:
 
 
 def _reserve_memory(model: nn.Module) -> None:
-    """In the place of tensors on the meta device."""
+    """Give tensors on the meta device memory that is reserved."""
     made: dict[int, Tensor] = {}
 
     def filled(value: Any) -> Any:

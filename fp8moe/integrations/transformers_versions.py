@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8moe.integrations import NAME
@@ -120,3 +121,20 @@ def complete_plans_of_fp8_models() -> None:
         return config
 
     FineGrainedFP8HfQuantizer.update_tp_plan = update_tp_plan
+
+
+# 5.17: from_pretrained takes tensors of any shape on the meta device, and reports none of them as mismatched.
+
+
+class ShapesBeforeLoading:
+    """Beside a quantizer, which it has note the shapes of the model's state dict before tensors are loaded."""
+
+    _shapes: dict[str, torch.Size]
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        super()._process_model_before_weight_loading(model, **kwargs)
+        self._shapes = {name: value.shape for name, value in model.state_dict().items()}
+
+    def changed_shapes(self, loaded: nn.Module) -> set[str]:
+        """The names of tensors that have another shape since they were loaded."""
+        return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}

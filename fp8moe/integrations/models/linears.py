@@ -22,17 +22,17 @@ class Weights(NamedTuple):
 
 
 def weights(module: nn.Module) -> Weights | None:
-    """Of a linear that fp8moe runs in FP8 with nothing around it; None for any other."""
+    """The weights of a linear that fp8moe runs in FP8 with nothing around it; None for any other."""
     if not runs_as_written(module) or getattr(module, "weight_scale_inv", None) is None:
         return None
-    found = Weights(module.weight, module.weight_scale_inv, module.bias)
+    parts = Weights(module.weight, module.weight_scale_inv, module.bias)
     if type(module) is not FP8Linear:
         theirs = type(module).__module__ == "transformers.integrations.finegrained_fp8" and is_routed()
         block, static = getattr(module, "block_size", None), getattr(module, "activation_scale", None)
-        if not theirs or refusal(found.data, block, static) or found.scale.dtype is not torch.float32:
+        if not theirs or refusal(parts.data, block, static) or parts.scale.dtype is not torch.float32:
             return None
-    n, k = found.data.shape
-    return None if n % 8 or k % 16 else found
+    n, k = parts.data.shape
+    return None if n % 8 or k % 16 else parts
 
 
 def project(x: FP8Tensor, modules: Sequence[nn.Module], dtype: torch.dtype) -> list[Tensor]:
@@ -59,26 +59,23 @@ def joined(parts: Sequence[Weights], *, blocks: bool = True) -> Weights | None:
     biases = [part.bias for part in parts]
     if any(bias is None for bias in biases) and not all(bias is None for bias in biases):
         return None
-    found = [_neighbours([part.data for part in parts]), _neighbours([part.scale for part in parts])]
-    bias = None if biases[0] is None else _neighbours(biases)
-    if found[0] is None or found[1] is None or (biases[0] is not None and bias is None):
+    data, scale = _adjacent([part.data for part in parts]), _adjacent([part.scale for part in parts])
+    bias = None if biases[0] is None else _adjacent(biases)
+    if data is None or scale is None or (biases[0] is not None and bias is None):
         return None
-    return Weights(*found, bias)
+    return Weights(data, scale, bias)
 
 
-def _neighbours(parts: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over contiguous parts of one storage that follow each other."""
+def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """One tensor over contiguous parts of one storage that follow each other; None if they are no such parts."""
     first = parts[0]
-    place = first.data_ptr()
+    storage, address = first.untyped_storage().data_ptr(), first.data_ptr()
     for part in parts:
-        same = part.dtype is first.dtype and part.shape[1:] == first.shape[1:] and part.is_contiguous()
-        if (
-            not same
-            or part.data_ptr() != place
-            or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-        ):
+        if part.dtype is not first.dtype or part.shape[1:] != first.shape[1:] or not part.is_contiguous():
             return None
-        place += part.nbytes
+        if part.untyped_storage().data_ptr() != storage or part.data_ptr() != address:
+            return None
+        address += part.nbytes
     return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
@@ -93,15 +90,15 @@ def pack(modules: Sequence[nn.Module], *, blocks: bool = True) -> bool:
         return False
     if joined(parts, blocks=blocks) is not None:
         return True
-    if (blocks and any(len(part.data) % BLOCK for part in parts[:-1])) or len(
-        {part.bias is None for part in parts}
-    ) > 1:
+    if blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
+        return False
+    if len({part.bias is None for part in parts}) > 1:
         return False
     for together in zip(*parts, strict=True):
         if together[0] is None:
             continue
         with torch.no_grad(), torch.inference_mode(False):
             whole = torch.cat([parameter.detach() for parameter in together])
-            for parameter, place in zip(together, whole.split([len(part) for part in together]), strict=True):
-                parameter.data = place
+            for parameter, part in zip(together, whole.split([len(part) for part in together]), strict=True):
+                parameter.data = part
     return True

@@ -16,7 +16,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from fp8moe.integrations.peft.layer import FP8LoraLayer, Stored, check_base, check_config
-from fp8moe.integrations.transformers.experts import kept_layer
+from fp8moe.integrations.transformers.experts import cached_layer
 from fp8moe.kernels.activation import Activation, weighted_backward
 from fp8moe.kernels.experts import checks
 from fp8moe.kernels.experts.backward import assignments_of, by_assignment, no_double_backward, order_of, values_of
@@ -176,7 +176,7 @@ class LoraExperts(nn.Module, FP8LoraLayer):
         """The FP8 weights of the base layer, or of the copy that transformers' unquantized experts run on."""
         base = self.get_base_layer()
         check_base(self.name, base)  # it may have been spread since
-        layer = base if isinstance(base, GroupedExperts) else kept_layer(base)
+        layer = base if isinstance(base, GroupedExperts) else cached_layer(base)
         weights = layer.whole_weights()
         return Layer(weights.up, weights.down, layer.activation)
 

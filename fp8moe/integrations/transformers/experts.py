@@ -28,7 +28,7 @@ def experts_forward(
     and result are those of all experts. Otherwise experts of other ranks have an index outside the range, as
     transformers gives them the index num_experts, and add nothing.
     """
-    layer = kept_layer(self)
+    layer = cached_layer(self)
     # The layer is frozen: a backward must say that weights which require gradients get none.
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
@@ -42,18 +42,18 @@ def experts_forward(
     return out if residual is None else residual + out
 
 
-def kept_layer(module: nn.Module) -> GroupedExperts:
-    """The frozen layer that is kept beside an experts module of transformers, made anew when its weights change."""
-    kept = module.__dict__.get("_fp8moe")
+def cached_layer(module: nn.Module) -> GroupedExperts:
+    """The frozen layer that is cached beside an experts module of transformers, made anew when its weights change."""
+    cached = module.__dict__.get("_fp8moe")
     # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
-    if kept is None or kept.layer is None or not (torch.compiler.is_compiling() or kept.is_of(module)):
-        kept = module.__dict__["_fp8moe"] = None  # frees the old copy before there is a new one
-        kept = module.__dict__["_fp8moe"] = _keep(module)
-    return kept.layer
+    if cached is None or cached.layer is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
+        cached = module.__dict__["_fp8moe"] = None  # frees the old copy before there is a new one
+        cached = module.__dict__["_fp8moe"] = _make_cached(module)
+    return cached.layer
 
 
-class _Kept:
-    """A GroupedExperts kept beside the module that it was made from. Copies and files of that module leave it out."""
+class _CachedLayer:
+    """A GroupedExperts beside the module that it was made from. Copies and files of that module leave it out."""
 
     def __init__(self, layer: GroupedExperts | None = None, weights: Fingerprint | None = None):
         self.layer = layer
@@ -68,7 +68,7 @@ class _Kept:
         return same_mode and self.weights is not None and self.weights.matches(_weights(module))
 
     def __reduce__(self):
-        return _Kept, ()
+        return _CachedLayer, ()
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
@@ -76,8 +76,8 @@ def _weights(module: nn.Module) -> list[Tensor]:
 
 
 @torch.compiler.disable
-def _keep(module: nn.Module) -> _Kept:
-    return _Kept(grouped_experts(module), Fingerprint(_weights(module)))
+def _make_cached(module: nn.Module) -> _CachedLayer:
+    return _CachedLayer(grouped_experts(module), Fingerprint(_weights(module)))
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -93,7 +93,7 @@ def refusal(module: nn.Module) -> str | None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def grouped_experts(module: nn.Module) -> GroupedExperts:
-    """Of the experts on this rank."""
+    """A frozen layer of the experts that are on this rank."""
     try:
         if getattr(module, "block_size", ()) is None:
             raise ValueError(f"module: one scale per tensor; expected blocks of {BLOCK}x{BLOCK}")

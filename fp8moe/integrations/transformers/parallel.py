@@ -67,37 +67,20 @@ def _without_rules(theirs):
 
 def _register_implementation() -> None:
     """Make "fp8moe" an ep_implementation of transformers, which "auto" then is for experts of that name."""
-    from transformers.distributed import expert_parallel
-
-    theirs = expert_parallel.EPImplementationInterface()["auto"]
-    expert_parallel.EPImplementationInterface.register(NAME, _bring_tokens)
-    expert_parallel.EPImplementationInterface.register("auto", functools.partial(_choose, theirs))
-
-
-def _choose(theirs: type, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> Any:
-    """What brings the experts their tokens if ep_implementation is "auto"."""
-    return (_bring_tokens if _implementation_of(experts) == NAME else theirs)(experts, ep_mesh, tp_mesh)
-
-
-def _bring_tokens(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> Any:
-    _check(experts)
-    return _implementation()(experts, ep_mesh, tp_mesh)
-
-
-@functools.cache
-def _implementation() -> type:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from transformers.distributed.expert_parallel import EPImplementation
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
     class Implementation(EPImplementation):
         """Experts for the tokens that this rank has; ranks of the tensor-parallel mesh have equal ones."""
 
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any):
+            _check(experts)
             super().__init__(experts, ep_mesh, tp_mesh)
             self.experts = experts
             _spread(experts, ep_mesh, self.shares_batch)
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            from torch.distributed.tensor import DTensor, Replicate, Shard
+
             _check(self.experts)
             inputs = hidden_states, top_k_index, top_k_weights
             if self.shares_batch or self.tp_mesh.size() == 1:
@@ -108,7 +91,13 @@ def _implementation() -> type:
             size = {"shape": hidden_states.shape, "stride": hidden_states.stride()}
             return DTensor.from_local(part, self.tp_mesh, [Shard(0)], run_check=False, **size).full_tensor()
 
-    return Implementation
+    theirs = EPImplementationInterface()["auto"]
+
+    def choose(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> EPImplementation:
+        return (Implementation if _implementation_of(experts) == NAME else theirs)(experts, ep_mesh, tp_mesh)
+
+    EPImplementationInterface.register(NAME, Implementation)
+    EPImplementationInterface.register("auto", choose)
 
 
 def _implementation_of(module: nn.Module) -> str | None:

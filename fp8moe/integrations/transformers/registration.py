@@ -1,7 +1,7 @@
 """register: transformers runs its experts, FP8 linears and indexers on fp8moe."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -58,32 +58,31 @@ def _announce_others() -> None:
     from transformers import PreTrainedModel
     from transformers.quantizers import HfQuantizer
 
-    made, changed = PreTrainedModel.post_init, PreTrainedModel.set_experts_implementation
-    replaced = HfQuantizer.preprocess_model
-    if hasattr(made, "_fp8moe"):
-        return
-
-    @functools.wraps(made)
-    def post_init(self):
-        made(self)
-        if self.config._experts_implementation == NAME:
-            warn_of_others(self)
-
-    @functools.wraps(changed)
-    def set_experts_implementation(self, experts_implementation):
-        changed(self, experts_implementation)
-        for part in _asked(self, experts_implementation):
-            warn_of_others(part)
-
-    @functools.wraps(replaced)
-    def preprocess_model(self, model, *args, **kwargs):
-        replaced(self, model, *args, **kwargs)
+    def check(model: Any) -> None:
         if model.config._experts_implementation == NAME:
             warn_of_others(model)
 
-    post_init._fp8moe = True
-    PreTrainedModel.post_init, PreTrainedModel.set_experts_implementation = post_init, set_experts_implementation
-    HfQuantizer.preprocess_model = preprocess_model
+    def check_parts(model: Any, experts_implementation: str | dict[str, str]) -> None:
+        for part in _asked(model, experts_implementation):
+            warn_of_others(part)
+
+    if not hasattr(PreTrainedModel.post_init, "_fp8moe"):
+        _run_after(PreTrainedModel, "post_init", check)
+        _run_after(PreTrainedModel, "set_experts_implementation", check_parts)
+        _run_after(HfQuantizer, "preprocess_model", lambda _, model, *args, **kwargs: check(model))
+
+
+def _run_after(cls: type, name: str, function: Callable[..., None]) -> None:
+    """Have the method of that name, which returns nothing, run this function after it, with its arguments."""
+    theirs = getattr(cls, name)
+
+    @functools.wraps(theirs)
+    def method(self, *args, **kwargs):
+        theirs(self, *args, **kwargs)
+        function(self, *args, **kwargs)
+
+    method._fp8moe = True
+    setattr(cls, name, method)
 
 
 def _asked(model: Any, implementation: str | dict[str, str]) -> Iterator[Any]:

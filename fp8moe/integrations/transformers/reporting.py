@@ -57,15 +57,15 @@ def report(model: nn.Module) -> list[ModuleReport]:
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that hold the weights of routed experts, with their names: the innermost that look like it."""
-    found: list[str] = []
+    names: list[str] = []
     for name, module in reversed(list(model.named_modules())):  # what is inside a module comes before it
         own_name = name.rpartition(".")[2]
         is_list = isinstance(module, nn.ModuleList) and own_name == "experts"
         if "shared" in own_name or not (is_list or _EXPERTS.search(type(module).__name__)):
             continue
-        if not any(other.startswith(f"{name}.") for other in found):
-            found.append(name)
-    for name in reversed(found):
+        if not any(inner.startswith(f"{name}.") for inner in names):
+            names.append(name)
+    for name in reversed(names):
         yield name, model.get_submodule(name)
 
 
