@@ -126,10 +126,10 @@ def attend(
         keys, values = update_cache(past_key_values, cache, keys, values, module.layer_idx, kwargs)
     match form.window:
         case "module":
-            kwargs = {**kwargs, "sliding_window": module.sliding_window}
+            kwargs["sliding_window"] = module.sliding_window
         case "config":
-            kwargs = {**kwargs, "sliding_window": getattr(module.config, "sliding_window", None)}
-    kwargs = {**kwargs, "dropout": 0.0, "scaling": module.scaling}
+            kwargs["sliding_window"] = getattr(module.config, "sliding_window", None)
+    kwargs |= {"dropout": 0.0, "scaling": module.scaling}
     if decoding:
         kwargs["quantized"] = linears.weights(module.o_proj) is not None
     output, _ = attention_interface(module)(module, query, keys, values, attention_mask, **kwargs)

@@ -48,13 +48,11 @@ def forward(module: nn.Module, norm: nn.Module, attended: Tensor, residual: Tens
 
 
 def _is_known_mlp(module: nn.Module) -> bool:
-    return form_of(module, known_forwards.MLP) is not None and runs_as_written(module) and _is_silu(module.act_fn)
-
-
-def _is_silu(function: nn.Module) -> bool:
     from transformers.activations import SiLUActivation
 
-    return type(function) in (SiLUActivation, nn.SiLU)
+    if form_of(module, known_forwards.MLP) is None or not runs_as_written(module):
+        return False
+    return type(module.act_fn) in (SiLUActivation, nn.SiLU)
 
 
 def _prepare_mlp(module: nn.Module) -> bool:
@@ -118,16 +116,12 @@ def _mix(module: nn.Module, normed: Normed) -> Tensor:
     if form.shared is None:
         return normed.sum + out
 
-    def shared() -> Tensor:
-        return _run_shared(module, form, normed)
+    def run_shared() -> Tensor:
+        shared = _shared(module)
+        out = shared(x) if normed.quantized is None else _run_mlp(shared, normed.quantized, x.dtype)
+        return torch.sigmoid(module.shared_expert_gate(x)) * out if form.gated else out
 
-    return normed.sum + (out + (shared() if beside is None else beside.run(shared)))
-
-
-def _run_shared(module: nn.Module, form: known_forwards.Block, normed: Normed) -> Tensor:
-    shared, x = _shared(module), normed.values
-    out = shared(x) if normed.quantized is None else _run_mlp(shared, normed.quantized, x.dtype)
-    return torch.sigmoid(module.shared_expert_gate(x)) * out if form.gated else out
+    return normed.sum + (out + (run_shared() if beside is None else beside.run(run_shared)))
 
 
 def _waits_for_ranks(experts: nn.Module) -> bool:

@@ -54,16 +54,18 @@ def joined(parts: Sequence[Weights], *, blocks: bool = True) -> Weights | None:
 
     blocks: blocks of the scale must not span two parts, as for one GEMM; not needed where each part has its own.
     """
-    if blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
-        return None
-    biases = [part.bias for part in parts]
-    if any(bias is None for bias in biases) and not all(bias is None for bias in biases):
+    if not _can_be_one(parts, blocks):
         return None
     data, scale = _adjacent([part.data for part in parts]), _adjacent([part.scale for part in parts])
-    bias = None if biases[0] is None else _adjacent(biases)
-    if data is None or scale is None or (biases[0] is not None and bias is None):
+    bias = None if parts[0].bias is None else _adjacent([part.bias for part in parts])
+    if data is None or scale is None or (parts[0].bias is not None and bias is None):
         return None
     return Weights(data, scale, bias)
+
+
+def _can_be_one(parts: Sequence[Weights], blocks: bool) -> bool:
+    alike = len({(part.data.shape[1], part.bias is None) for part in parts}) == 1
+    return alike and not (blocks and any(len(part.data) % BLOCK for part in parts[:-1]))
 
 
 def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
@@ -86,14 +88,10 @@ def pack(modules: Sequence[nn.Module], *, blocks: bool = True) -> bool:
     lie so now: not if the linears are not alike, or with `blocks` their sizes no multiples of 128.
     """
     parts = [weights(module) for module in modules]
-    if any(part is None for part in parts) or len({part.data.shape[1] for part in parts}) > 1:
+    if any(part is None for part in parts) or not _can_be_one(parts, blocks):
         return False
     if joined(parts, blocks=blocks) is not None:
         return True
-    if blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
-        return False
-    if len({part.bias is None for part in parts}) > 1:
-        return False
     for together in zip(*parts, strict=True):
         if together[0] is None:
             continue
