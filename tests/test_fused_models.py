@@ -1,6 +1,11 @@
 """Models whose known parts run in fp8moe's kernels give what they gave before, in every class of transformers."""
 
+import ast
 import copy
+import importlib.util
+import inspect
+import re
+import textwrap
 import warnings
 from contextlib import contextmanager
 
@@ -12,8 +17,9 @@ from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, save_fp8_checkpoint
 from fp8moe.integrations.models import linears
 from fp8moe.integrations.models.fuse import is_decoder_layer
-from fp8moe.integrations.models.known_forwards import runs_as_written
+from fp8moe.integrations.models.known_forwards import digest, runs_as_written
 from fp8moe.integrations.transformers import optimize
+from fp8moe.integrations.transformers_versions import LATER_DIGESTS
 from tests.tiny_moe_models import MODELS
 
 NAME = "Qwen3MoeForCausalLM"
@@ -276,6 +282,39 @@ def test_a_forward_of_other_code_is_not_known():
     assert not is_decoder_layer(model.model.layers[0]) and is_decoder_layer(model.model.layers[1])
     optimize(model)
     assert distance(logits(model), before) <= 1e-5
+
+
+KNOWN_IN_EARLIER_VERSIONS = {
+    "qwen3_moe": ("Qwen3MoeDecoderLayer", "Qwen3MoeAttention"),
+    "mixtral": ("MixtralDecoderLayer", "MixtralAttention"),
+    "qwen2_moe": ("Qwen2MoeAttention",),
+    "glm4_moe": ("Glm4MoeAttention",),
+    "deepseek_v3": ("DeepseekV3Attention",),
+}
+"""For each digest of `LATER_DIGESTS` a class that has it."""
+
+
+def test_a_forward_of_an_earlier_version_is_known(tmp_path):
+    """It is the forward that is installed, with the cache by its earlier name, in a file of its own."""
+    classes = [
+        getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+        for model, names in KNOWN_IN_EARLIER_VERSIONS.items()
+        for name in names
+    ]
+    sources = []
+    for index, cls in enumerate(classes):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))).body[0]
+        tree.name, tree.decorator_list, tree.returns = f"forward_{index}", [], None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arg):
+                node.annotation = None
+        sources.append(re.sub(r"\bcache\b", "past_key_values", ast.unparse(tree)).replace(", kwargs=kwargs)", ")"))
+    (tmp_path / "earlier.py").write_text("\n\n".join(sources))
+    spec = importlib.util.spec_from_file_location("earlier", tmp_path / "earlier.py")
+    spec.loader.exec_module(earlier := importlib.util.module_from_spec(spec))
+    for index, cls in enumerate(classes):
+        assert digest(getattr(earlier, f"forward_{index}")) == digest(cls.forward), cls
+    assert {digest(cls.forward) for cls in classes} == set(LATER_DIGESTS.values())
 
 
 def test_a_decoder_says_that_it_cannot_fuse(monkeypatch):
