@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(after_interrupt="")
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
-    for add in (_add_quantize, _add_inspect, _add_warmup, _add_info):
+    for add in (_add_quantize, _add_convert, _add_inspect, _add_warmup, _add_info):
         command = add(commands)
         command.set_defaults(prog=command.prog)
     return parser
@@ -93,7 +93,6 @@ def _add_quantize(commands: Any) -> argparse.ArgumentParser:
         description="Quantize a checkpoint to E4M3 with one scale for each 128x128 block, then print what was written. "
         "An interrupted run is continued by the same command.",
     )
-    parser.set_defaults(after_interrupt="; the same command goes on behind the last finished shard")
     parser.add_argument("source", metavar="SRC", help="directory with safetensors in bfloat16, float16 or float32")
     parser.add_argument("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
     parser.add_argument(
@@ -111,25 +110,28 @@ def _add_quantize(commands: Any) -> argparse.ArgumentParser:
         "repeated; default: output layers, embeddings, norms and routers, which are always left out",
     )
     parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where to quantize, with the same result; default: %(default)s, a GPU if there is one",
-    )
-    parser.add_argument(
         "--allow-nonfinite", action="store_true", help="go on with weights that hold NaN or infinity; default: an error"
     )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="write to a DST that holds other files, and overwrite those of the same names; default: an error",
+    _add_writing(parser)
+    return parser
+
+
+def _add_convert(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "convert",
+        help="turn a quantized checkpoint of another format into one of FP8 blocks",
+        description="Write a checkpoint with one scale a tensor, MXFP8, MXFP4 or blocks in another layout as E4M3 with "
+        "one scale for each 128x128 block and the same values, then print what was written. An interrupted run is "
+        "continued by the same command.",
     )
+    parser.add_argument("source", metavar="SRC", help="directory of a checkpoint; fp8moe inspect names its format")
+    parser.add_argument("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
     parser.add_argument(
-        "--verify",
+        "--requantize",
         action="store_true",
-        help="read finished shards and their sources again; default: compare their sizes and times only",
+        help="quantize again what blocks do not hold exactly, such as one scale a channel; the added error is printed",
     )
-    _add_quiet(parser)
+    _add_writing(parser)
     return parser
 
 
@@ -187,6 +189,28 @@ def _add_info(commands: Any) -> argparse.ArgumentParser:
     )
     _add_json(parser)
     return parser
+
+
+def _add_writing(parser: argparse.ArgumentParser) -> None:
+    """The options of commands that write a checkpoint."""
+    parser.set_defaults(after_interrupt="; the same command goes on behind the last finished shard")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to quantize, with the same result; default: %(default)s, a GPU if there is one",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="write to a DST that holds other files, and overwrite those of the same names; default: an error",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read finished shards and their sources again; default: compare their sizes and times only",
+    )
+    _add_quiet(parser)
 
 
 def _add_json(parser: argparse.ArgumentParser, when: str = "") -> None:

@@ -239,15 +239,18 @@ def drop(tensor):
         ({"q": lambda t: t[:-1].clone()}, [f"{Q}: shape (199, 144), expected (200, 144)"]),
         ({"e": lambda t: t[:, :-1].clone()}, [f"{E}: shape (72, 143), expected (72, 144)"]),
         ({"e_scale": lambda t: t.repeat(2, 1)}, [f"{E}_scale_inv: shape (2, 2), expected (1, 2)"]),
-        ({"q": lambda t: t.view(torch.int8)}, [f"{Q}: dtype I8, expected F8_E4M3"]),
+        (
+            {"q": lambda t: t.view(torch.int8)},
+            [f"INT8 ({Q}), which fp8moe does not run; take the model's FP8 or unquantized checkpoint"],
+        ),
         (
             {"q": lambda t: t.bfloat16(), "q_scale": drop},
             [f"{Q}: BF16, but the model's module is FP8; quantize the checkpoint first (fp8moe quantize), or leave the "
              "module out with replace_linears(skip=[..., 'q_proj'])"],
         ),
         (
-            {"q_scale": lambda t: t.half()},
-            [f"{Q}_scale_inv: dtype F16, expected a scale in F32 or BF16 or F8_E8M0"],
+            {"q_scale": lambda t: t.double()},
+            [f"{Q}_scale_inv: dtype F64, expected a scale in F32 or BF16 or F16 or F8_E8M0"],
         ),
         (
             {"norm": lambda t: t.to(torch.float8_e4m3fn)},
@@ -265,14 +268,9 @@ def test_wrong_tensors_are_listed(tmp_path, saved, changes, expected):
 def test_everything_wrong_is_in_one_error(tmp_path, saved):
     tensors = changed(saved[1], q=drop, e=lambda t: t.float(), norm=lambda t: t[:5].clone())
     tensors |= {"layers.1.experts.9.up_proj.weight": torch.ones(1), "layers.7.norm.weight": torch.ones(1)}
-    config = {
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "static"}
-    }
-    problems = refused(Model(), write(tmp_path, tensors, shards=2, config=config))
-    assert len(problems) == 7
+    problems = refused(Model(), write(tmp_path, tensors, shards=2))
+    assert len(problems) == 5
     for fragment in (
-        "weight_block_size is [64, 64], expected [128, 128]",
-        "activation_scheme is 'static'",
         f"{Q}: missing",
         f"{E}: F32, but the model's module is FP8; quantize the checkpoint first (fp8moe quantize)",
         "layers.0.norm.weight: shape (5,)",
@@ -482,7 +480,7 @@ def test_inspect(tmp_path, saved):
     assert (report.files, report.tensors, report.parameters) == (2, len(saved[1]), parameters)
     assert report.nbytes == sum(tensor.nbytes for tensor in saved[1].values())
     assert report.fp8_nbytes == 2 * (200 * HIDDEN + EXPERTS * 3 * HIDDEN * INTERMEDIATE)
-    assert (report.scale_format, report.block_size) == ("float32", "128x128")
+    assert (report.scale_format, report.format.scales, report.format.loads) == ("float32", "128x128", True)
     assert report.experts == [(2, EXPERTS, "separate")]
     assert report.problems == []
     assert report.unquantized == {
@@ -491,11 +489,11 @@ def test_inspect(tmp_path, saved):
         "layers.*.gate.weight": 2 * EXPERTS * HIDDEN,
     }
     assert "3 in each of 2 layers, separate" in str(report)
-    assert f"unquantized   embed_tokens.weight {50 * HIDDEN / parameters:.1%}, lm_head.weight" in str(report)
+    assert f"unquantized  embed_tokens.weight {50 * HIDDEN / parameters:.1%}, lm_head.weight" in str(report)
 
 
 def test_inspect_of_empty_tensors(tmp_path):
-    assert "unquantized   x 0.0%" in str(inspect_checkpoint(write(tmp_path, {"x": torch.empty(0, 4)})))
+    assert "unquantized  x 0.0%" in str(inspect_checkpoint(write(tmp_path, {"x": torch.empty(0, 4)})))
 
 
 def test_inspect_reads_headers_and_scales_only(tmp_path, saved, monkeypatch):
@@ -526,7 +524,7 @@ def test_inspect_reads_headers_and_scales_only(tmp_path, saved, monkeypatch):
         ({"q": drop}, f"{Q}_scale_inv: a scale without a weight"),
         ({"q": lambda t: t.bfloat16()}, f"{Q}_scale_inv: the scale of a weight in BF16"),
         ({"q_scale": lambda t: t[:1].clone()}, f"{Q}_scale_inv: shape (1, 2), expected (2, 2) for {Q} (200, 144)"),
-        ({"q_scale": lambda t: t.int()}, f"{Q}_scale_inv: dtype I32, expected F32, BF16, F8_E8M0"),
+        ({"q_scale": lambda t: t.int()}, f"{Q}_scale_inv: dtype I32, expected F32, BF16, F16, F8_E8M0"),
         ({"e": drop, "e_scale": drop}, "layers.1.experts.2: has no up_proj"),
     ],
 )
@@ -545,8 +543,11 @@ def test_inspect_compares_with_the_configuration(tmp_path, saved):
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 64], "scale_fmt": "ue8m0"}
     write(tmp_path, saved[1], config={"quantization_config": quantization})
     report = inspect_checkpoint(tmp_path)
-    assert report.problems == ["config.json: weight_block_size is [128, 64], expected [128, 128]"]
-    assert (report.block_size, report.scale_format) == ("128x64", "ue8m0 in F32")
+    assert report.problems == ["config.json: quantization_config: weight_block_size is [128, 64], expected [128, 128]"]
+    assert not report.format.loads
+    write(tmp_path, saved[1], config={"quantization_config": quantization | {"weight_block_size": [128, 128]}})
+    report = inspect_checkpoint(tmp_path)
+    assert (report.format.name, report.scale_format) == ("fp8-block-ue8m0", "ue8m0 in F32")
 
 
 # transformers.

@@ -19,7 +19,6 @@ from fp8moe.checkpoints.read import (
     SINGLE,
     count_problems,
     open_checkpoint,
-    section,
 )
 from fp8moe.checkpoints.untrusted import parse_object, printable
 from fp8moe.cli import main
@@ -302,11 +301,11 @@ def test_files_that_the_index_cannot_mean(checkpoint, file, capsys):
         ('{"quantization_config": "fp8"}', "config.json: quantization_config is 'fp8', expected an object"),
         (
             '{"quantization_config": {"weight_block_size": 128}}',
-            "config.json: weight_block_size is 128, expected [128, 128]",
+            "config.json: quantization_config: weight_block_size is 128, expected [128, 128]",
         ),
         (
             '{"quantization_config": {"modules_to_not_convert": {"lm_head": 1}}}',
-            "config.json: modules_to_not_convert is {'lm_head': 1}, expected a list of strings",
+            "config.json: quantization_config: modules_to_not_convert is {'lm_head': 1}, expected a list of strings",
         ),
         ('{"a":' * DEEP + "1" + "}" * DEEP, "config.json: is not valid JSON (nested more than 64 deep)"),
         ('{"a": ' + "9" * 5000 + "}", "config.json: is not valid JSON (an integer has 5000 digits)"),
@@ -375,15 +374,13 @@ def test_the_command_says_one_line(tmp_path, capsys):
     assert "\n" not in stopped.value.code and capsys.readouterr() == ("", "")
 
 
-def test_sections_that_must_be_objects(single):
-    problems = []
-    assert section({"text_config": {"a": 1}}, "text_config", problems) == {"a": 1}
-    assert section({}, "text_config", problems) == section({"text_config": None}, "text_config", problems) == {}
-    assert problems == []
-    assert section({"text_config": 0}, "text_config", problems) == {}
-    assert problems == ["config.json: text_config is 0, expected an object"]
-    (single / CONFIG).write_text('{"quantization_config": []}')
-    assert open_checkpoint(single).quantization == {}
+def test_declarations_that_must_be_objects(single):
+    (single / CONFIG).write_text(
+        '{"quantization_config": [], "text_config": {"quantization_config": {"a": 1}}, "x": []}'
+    )
+    checkpoint = open_checkpoint(single)
+    assert checkpoint.declarations == {"config.json: text_config.quantization_config": {"a": 1}}
+    assert checkpoint.problems == ["config.json: quantization_config is [], expected an object"]
 
 
 # Text.

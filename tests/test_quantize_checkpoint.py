@@ -221,7 +221,7 @@ def test_weights_that_are_not_finite(tmp_path, dtype, scale_format, value):
 
 
 def test_nothing_to_quantize(tmp_path):
-    stays = {"lm_head.weight": torch.ones(8, 8), "norm.weight": torch.ones(8), "q_proj.weight": torch.ones(8, 8).int()}
+    stays = {"lm_head.weight": torch.ones(8, 8), "norm.weight": torch.ones(8), "q_proj.weight": torch.ones(8)}
     with pytest.raises(CheckpointError, match="no weight would become FP8: skip leaves no matrix in BF16, F16 or F32"):
         quantize_checkpoint(write(tmp_path / "src", stays, config={}), tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
@@ -325,12 +325,17 @@ def test_sources_that_cannot_be_quantized(tmp_path):
 
     save_fp8_checkpoint(Model(), tmp_path / "fp8")
     problems = refused_source(tmp_path / "fp8")
-    assert f"{Q}: is F8_E4M3 already; start from the unquantized checkpoint" in problems
+    assert problems == [
+        "the checkpoint is quantized already: FP8 with a scale for each 128x128 values; start from the unquantized one"
+    ]
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     problems = refused_source(write(tmp_path / "mxfp4", unquantized(), config=config))
-    assert problems == ["config.json: the checkpoint is quantized already (mxfp4); start from the unquantized one"]
+    assert problems == [
+        "the checkpoint is quantized already: config.json: quantization_config says mxfp4: MXFP4, with a power of two "
+        "for each 32 values; start from the unquantized one"
+    ]
     nested = write(tmp_path / "nested", unquantized(), config={"text_config": config})
-    assert refused_source(nested) == problems
+    assert "config.json: text_config.quantization_config says mxfp4" in refused_source(nested)[0]
     tensors = unquantized(fused=True)
     gate_up = "layers.0.experts.gate_up_proj"
     odd = {name: value for name, value in tensors.items() if name != "layers.0.experts.down_proj"}

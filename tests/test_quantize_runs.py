@@ -361,7 +361,7 @@ def test_quantize_needs_the_gpu_that_it_is_told_to_use(src, dst, monkeypatch):
 def test_command_line(tmp_path, capsys):
     src = str(write(tmp_path / "src", unquantized(fused=True), shards=2, config={}))
     assert main(["inspect", src]) == 0
-    assert "FP8 share     0.0%" in capsys.readouterr().out
+    assert "FP8 share    0.0%" in capsys.readouterr().out
     dst = str(tmp_path / "dst")
     assert main(["quantize", src, dst, "--scale-format", "ue8m0", "--skip", "q_proj", "--device", "cpu"]) == 0
     out = capsys.readouterr().out

@@ -208,15 +208,11 @@ def test_wrong_numbers(option, value, expected, capsys):
         ({"model_type": "mixtral", "hidden_size": "wide"}, "config.json: transformers cannot"),
         (
             {"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}},
-            "quantization_config has quant_method 'gptq'; fp8moe runs 'fp8'",
+            "quantization_config: quantized by gptq, which fp8moe does not run",
         ),
         (
             {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
-            r"config.json: weight_block_size is \[64, 64\], expected \[128, 128\]",
-        ),
-        (
-            {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
-            "config.json: activation_scheme is 'static', expected 'dynamic'",
+            r"config.json: quantization_config: weight_block_size is \[64, 64\], expected \[128, 128\]",
         ),
         (
             {"model_type": "gpt_oss", "num_hidden_layers": 1, "num_local_experts": 2},
@@ -228,6 +224,12 @@ def test_a_configuration_that_cannot_be_read(source, message):
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=message):
         warmup._record(source, [1], 8, SMS)
+
+
+def test_a_size_that_the_model_does_not_have():
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match="--set hiden_size: the configuration of mixtral has no such value"):
+        warmup._record({"model_type": "mixtral", "hiden_size": 3}, [1], 8, SMS, ["hiden_size"])
 
 
 def test_sizes_by_hand_and_of_a_file(tmp_path, monkeypatch, two_kernels, capsys):

@@ -34,16 +34,24 @@ from fp8moe.checkpoints.read import CONFIG
 from fp8moe.cli import main as command_line
 from fp8moe.integrations.checkpoints import (
     CheckpointError,
+    convert_checkpoint,
     inspect_checkpoint,
     load_fp8_checkpoint,
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
+from tests.checkpoint_formats import LAYOUTS, Layout, write_layout
 from tools.mutations import MUTATIONS
 
 SECONDS = 60  # a case that takes longer hangs
 MEMORY = 4 << 30  # bytes that the process may ask for; a case that wants more is a failure
-HIDDEN = 144  # no multiple of 128
+HIDDEN = 160  # a multiple of 32, not of 128
+FORMATS = (
+    *("ModelOpt FP8", "ModelOpt FP8_PB_WO", "Mistral static", "AutoFP8 dynamic", "compressed-tensors block"),
+    *("block, E8M0 in bytes", "MXFP8", "compressed-tensors MXFP4", "FP8 with FP4 experts"),
+    "compressed-tensors channel",
+)
+"""Of `tests.checkpoint_formats.LAYOUTS`; each second case starts from one."""
 MODELS_EVERY = 8  # of so many cases one is a transformers model: making one takes longest
 CONFIGURATION = {"model_type": "unknown", "sizes": {"hidden": [HIDDEN]}}
 QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -54,7 +62,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
         self.q_proj = FP8Linear(HIDDEN, 200)
-        self.experts = GroupedExperts(num_experts=3, hidden_size=HIDDEN, intermediate_size=72)
+        self.experts = GroupedExperts(num_experts=3, hidden_size=HIDDEN, intermediate_size=96)
 
 
 class Model(nn.Module):
@@ -108,6 +116,8 @@ class Cases:
         for name in ("source", "fused source"):
             self._convert(name, lambda _: True, keep=lambda key: not key.endswith("_scale_inv"))
             (directory / name / CONFIG).write_text(json.dumps(CONFIGURATION))
+        for name in FORMATS:
+            _write_format(directory / name, LAYOUTS[name], directory / "source")
         self._bases = ["separate", "fused", "bfloat16 scales", "ue8m0", "source", "fused source"]
         self._models = ["model", "converted model", "model source", "converted model source"]
         self._with_models = with_models
@@ -120,7 +130,8 @@ class Cases:
     def case(self, number: int) -> Case:
         rng = Random(number)
         with_model = self._with_models and rng.randrange(MODELS_EVERY) == 0
-        return Case(number, rng.choice(self._models if with_model else self._bases), rng.choice(list(MUTATIONS)))
+        bases = self._models if with_model else self._bases if rng.randrange(2) else FORMATS
+        return Case(number, rng.choice(bases), rng.choice(list(MUTATIONS)))
 
     def run(self, case: Case) -> Outcome:
         """Damage a copy of the base and read it."""
@@ -133,7 +144,8 @@ class Cases:
                 last = _load_model
             if case.base.endswith("source"):
                 last = _quantize
-            results = [attempt(reader, work / "checkpoint") for reader in (_inspect, _inspect_by_command, last)]
+            readers = [_inspect, _inspect_by_command, last, *([_convert] if case.base in FORMATS else [])]
+            results = [attempt(reader, work / "checkpoint") for reader in readers]
         finally:
             shutil.rmtree(work)
         refused = sum(result is None for result in results)
@@ -165,6 +177,12 @@ class Cases:
             content = json.loads(path.read_text())
             content["weight_map"] = {key: file for key, file in content["weight_map"].items() if keep(key)}
             path.write_text(json.dumps(content))
+
+
+def _write_format(directory: Path, layout: Layout, source: Path) -> None:
+    tensors = {name: value for path in source.glob("*.safetensors") for name, value in load_file(path).items()}
+    values = {name: value.float() if name.endswith("_proj.weight") else value for name, value in tensors.items()}
+    write_layout(layout, directory, values, lambda name: name.endswith("_proj.weight"), CONFIGURATION)
 
 
 def _make_transformers_models(directory: Path) -> None:
@@ -199,6 +217,13 @@ def _quantize(checkpoint: Path) -> None:
     quantize_checkpoint(checkpoint, target)
     problems = set(inspect_checkpoint(target).problems) - set(inspect_checkpoint(checkpoint).problems)
     assert not problems, f"what it wrote has problems: {sorted(problems)}"
+
+
+def _convert(checkpoint: Path) -> None:
+    target = checkpoint.with_name("converted")
+    convert_checkpoint(checkpoint, target, requantize=True)
+    report = inspect_checkpoint(target)
+    assert report.format.loads and not report.problems, f"what it wrote has problems: {report.problems}"
 
 
 def _load_model(checkpoint: Path) -> None:

@@ -215,17 +215,18 @@ def data_bytes(directory: Path, rng: Random) -> None:
 
 
 def scale_values(directory: Path, rng: Random) -> None:
-    """Values that no scale can have, in any of the scales; in e8m0 there is only NaN."""
+    """Values that no scale can have, in any of the scales; in e8m0, also in bytes, there is only NaN."""
     path = rng.choice(shards(directory))
     header, data = read_parts(path)
-    names = [name for name in _tensor_names(header) if name.endswith(("_scale_inv", ".scale"))]
+    names = [name for name in _tensor_names(header) if name.endswith(("_scale_inv", "_scale", ".scale"))]
     if not names:
         return data_bytes(directory, rng)
     entry = header[rng.choice(names)]
     begin, end = entry["data_offsets"]
     values = torch.frombuffer(bytearray(data[begin:end]), dtype=DTYPES[entry["dtype"]])
     for _ in range(rng.randint(1, 3)):
-        values[rng.randrange(len(values))] = math.nan if entry["dtype"] == "F8_E8M0" else rng.choice(SCALES)
+        bad = {"F8_E8M0": math.nan, "U8": 255}.get(entry["dtype"])
+        values[rng.randrange(len(values))] = rng.choice(SCALES) if bad is None else bad
     changed = values.view(torch.uint8).numpy().tobytes()
     write_parts(path, json.dumps(header).encode(), data[:begin] + changed + data[end:])
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fp8moe.checkpoints.expert_names import DOWN, GATE_UP, matrices_of, module_of, parse_expert
-from fp8moe.checkpoints.untrusted import shown
 from fp8moe.quant.formats import BLOCK, ceil_div
 
 DTYPES = {
@@ -39,7 +39,7 @@ FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 SCALE = "_scale_inv"
-SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 """What scales are stored as; all are exact in float32."""
 
 
@@ -123,18 +123,6 @@ def quantization_config(layout: Layout, scale_format: str, others: Iterable[str]
     }
 
 
-def config_problems(quantization: Mapping) -> list[str]:
-    """What in a quantization_config these layers cannot follow."""
-    problems = []
-    for name, expected in (
-        ("quant_method", "fp8"),
-        ("weight_block_size", [BLOCK, BLOCK]),
-        ("activation_scheme", "dynamic"),
-    ):
-        value = quantization.get(name, expected)
-        if value != expected:
-            problems.append(f"config.json: {name} is {shown(value)}, expected {expected!r}")
-    kept = quantization.get("modules_to_not_convert")
-    if kept is not None and not (isinstance(kept, list) and all(isinstance(module, str) for module in kept)):
-        problems.append(f"config.json: modules_to_not_convert is {shown(kept)}, expected a list of strings")
-    return problems
+def as_float(scale: Tensor) -> Tensor:
+    """Scales in float32, exact for all that are stored; bytes are exponents of two (E8M0)."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale).float()

@@ -3,16 +3,18 @@
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8moe.checkpoints.as_blocks import as_blocks, values_shape
 from fp8moe.checkpoints.expert_names import DOWN, parse_expert, parse_fused
+from fp8moe.checkpoints.find_format import Format, Found, examine
 from fp8moe.checkpoints.formats import (
     FP8,
     SCALE,
     SCALE_DTYPES,
-    config_problems,
+    TensorSpec,
     fits_scale,
     scale_of,
     scale_shape,
@@ -21,8 +23,7 @@ from fp8moe.checkpoints.formats import (
 from fp8moe.checkpoints.match import scale_problems
 from fp8moe.checkpoints.read import Checkpoint, open_checkpoint
 from fp8moe.checkpoints.tensor_layout import fractions, unquantized_matrices
-from fp8moe.checkpoints.untrusted import printable, shown
-from fp8moe.quant.formats import BLOCK
+from fp8moe.checkpoints.untrusted import printable
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Report:
     """What `inspect_checkpoint` found.
 
     directory; files: how many; tensors: how many; nbytes: of all tensors; fp8_nbytes: of FP8 weights without scales;
-    parameters: elements of all tensors but scales; scale_format: "float32", "ue8m0", "none" or several;
-    block_size: of the configuration, else "128x128" if all scales fit that; experts: (layers, experts a layer, layout)
-    for each kind; dtypes: bytes by safetensors dtype; unquantized: parameters of matrices that are not FP8, largest
-    first, by name with * for numbers; problems: everything that is wrong, by name.
+    parameters: elements of all tensors but scales; format: of the weights; scale_format: what scales are stored as,
+    "float32", "ue8m0", "none" or several; experts: (layers, experts a layer, layout) for each kind; dtypes: bytes by
+    safetensors dtype; unquantized: parameters of matrices that are not quantized, largest first, by name with * for
+    numbers; problems: everything that is wrong, by name.
     """
 
     directory: Path
@@ -42,8 +43,8 @@ class Report:
     nbytes: int
     fp8_nbytes: int
     parameters: int
+    format: Format
     scale_format: str
-    block_size: str
     experts: list[tuple[int, int, str]]
     dtypes: dict[str, int]
     unquantized: dict[str, int]
@@ -53,14 +54,15 @@ class Report:
         """A table of two columns, and the problems below."""
         dtypes = ", ".join(f"{name} {_bytes(size)}" for name, size in self.dtypes.items())
         experts = "; ".join(f"{count} in each of {layers} layers, {how}" for layers, count, how in self.experts)
+        loads = "loads" if self.format.loads else "does not load"
         rows = [
+            ("format", f"{self.format.name}, {loads}: {self.format.reason}"),
             ("directory", str(self.directory)),
             ("files", f"{self.files}"),
             ("tensors", f"{self.tensors}, {self.parameters / 1e6:,.3f} million parameters"),
             ("bytes", f"{_bytes(self.nbytes)} ({dtypes})"),
             ("FP8 share", f"{self.fp8_nbytes / max(self.parameters, 1):.1%} of the parameters"),
-            ("scale format", self.scale_format),
-            ("block size", self.block_size),
+            ("scales", f"{self.format.scales}, in {self.scale_format}"),
             ("experts", experts or "none"),
             ("unquantized", fractions(self.unquantized, self.parameters)),
             ("problems", str(len(self.problems)) if self.problems else "none"),
@@ -72,49 +74,59 @@ class Report:
 
 def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     """Describe a checkpoint and list its problems: damaged files, scales missing, left over or misshapen, experts
-    missing, scales that are NaN, infinite, zero or negative, another block size. Reads headers and scales only.
+    missing, scales that are NaN, infinite, zero or negative, a format that does not load. Reads headers and scales.
 
     Raises CheckpointError if there is no checkpoint in ``directory``.
     """
-    checkpoint = open_checkpoint(directory)
-    tensors = checkpoint.tensors
-    scales = defaultdict(list)
-    for name, info in tensors.items():
-        scale = scale_of(name, tensors) if info.dtype == FP8 else None
-        if scale is not None:
-            scales[scale].append(name)
-    wrong_scales = _scale_problems(checkpoint, scales)
-    experts, expert_problems = _experts(checkpoint)
+    stored = open_checkpoint(directory)
+    found, tensors = examine(stored), stored.tensors
     dtypes = Counter()
     for info in tensors.values():
         dtypes[info.dtype] += info.nbytes
-    problems = checkpoint.problems + _config_problems(checkpoint) + wrong_scales + expert_problems
+    scales = {weight.scale for weight in found.weights} | found.unused
+    codes = {weight.codes for weight in found.weights}
+    values = {name: info.spec for name, info in tensors.items() if name not in scales}
+    for weight in found.weights:
+        values[weight.codes] = TensorSpec(FP8, values_shape(weight, tensors[weight.codes]))
+    blocks = as_blocks(stored)[0] if found.format.loads else stored
+    experts, _ = _experts(blocks)
+    problems = _undeclared(found) + block_problems(blocks, found) if found.format.loads else [found.format.reason]
     return Report(
-        directory=checkpoint.directory,
-        files=len(checkpoint.files),
+        directory=stored.directory,
+        files=len(stored.files),
         tensors=len(tensors),
         nbytes=sum(dtypes.values()),
-        fp8_nbytes=dtypes[FP8],
-        parameters=sum(math.prod(info.shape) for name, info in tensors.items() if name not in scales),
-        scale_format=_scale_format(checkpoint, scales),
-        block_size=_block_size(checkpoint, fits=bool(scales) and not wrong_scales),
+        fp8_nbytes=sum(tensors[name].nbytes for name in codes if tensors[name].dtype == FP8),
+        parameters=sum(math.prod(spec.shape) for spec in values.values()),
+        format=found.format,
+        scale_format=_scale_format(found),
         experts=experts,
         dtypes=dict(dtypes.most_common()),
-        unquantized=unquantized_matrices({name: info.spec for name, info in tensors.items() if name not in scales}),
-        problems=[printable(problem) for problem in problems],
+        unquantized=unquantized_matrices(values),
+        problems=[printable(problem) for problem in stored.problems + problems],
     )
 
 
-def _config_problems(checkpoint: Checkpoint) -> list[str]:
-    has_fp8 = any(info.dtype == FP8 for info in checkpoint.tensors.values())
-    if has_fp8 and checkpoint.config and not checkpoint.quantization:
+def block_problems(blocks: Checkpoint, found: Found) -> list[str]:
+    """What is wrong with scales, and which parts of experts are missing."""
+    return _scale_problems(blocks, found.unused) + _experts(blocks)[1]
+
+
+def _undeclared(found: Found) -> list[str]:
+    """What other programs would take for unquantized."""
+    if found.weights and found.checkpoint.config and not found.checkpoint.declarations:
         return ["config.json: has no quantization_config, but there are FP8 tensors"]
-    return config_problems(checkpoint.quantization) if has_fp8 else []
+    return []
 
 
-def _scale_problems(checkpoint: Checkpoint, scales: Mapping[str, list[str]]) -> list[str]:
-    """List what is wrong with scales, and weights without one. scales: with the weights that each belongs to."""
+def _scale_problems(checkpoint: Checkpoint, unused: Set[str]) -> list[str]:
+    """List what is wrong with scales, and weights without one."""
     problems, fitting = [], []
+    scales: dict[str, list[str]] = defaultdict(list)
+    for name, info in checkpoint.tensors.items():
+        scale = scale_of(name, checkpoint.tensors) if info.dtype == FP8 else None
+        if scale is not None:
+            scales[scale].append(name)
     with_scale = {weight for weights in scales.values() for weight in weights}
     for name, info in checkpoint.tensors.items():
         if name in scales:
@@ -133,6 +145,8 @@ def _scale_problems(checkpoint: Checkpoint, scales: Mapping[str, list[str]]) -> 
             continue  # it may be in the file that is missing
         elif info.dtype == FP8 and name not in with_scale:
             problems.append(f"{name}: {FP8} without a scale")
+        elif name in unused:
+            continue
         elif name.endswith(SCALE) or (info.dtype == "F8_E8M0" and weight_of(name)):
             weight = checkpoint.tensors.get(weight_of(name))
             if weight is None:
@@ -156,13 +170,13 @@ def _expected_shape(scale: str, weights: list[str], checkpoint: Checkpoint) -> t
     return max(expert.expert for expert in experts) + 1, projections * rows, *columns
 
 
-def _scale_format(checkpoint: Checkpoint, scales: Iterable[str]) -> str:
+def _scale_format(found: Found) -> str:
     formats = set()
-    for name in scales:
-        dtype = checkpoint.tensors[name].dtype
+    for name in {weight.scale for weight in found.weights} - {None}:
+        dtype = found.checkpoint.tensors[name].dtype
         if dtype == "F8_E8M0":
             formats.add("ue8m0")
-        elif checkpoint.quantization.get("scale_fmt") == "ue8m0":
+        elif found.declared is not None and found.declared.power_of_two:
             formats.add(f"ue8m0 in {dtype}")
         else:
             formats.add({"F32": "float32", "BF16": "bfloat16"}.get(dtype, dtype))
@@ -197,17 +211,6 @@ def _gaps(numbers: Iterable[int], count: int) -> Iterator[str]:
         if first < number:
             yield f"{first}" if first + 1 == number else f"{first}-{number - 1}"
         first = number + 1
-
-
-def _block_size(checkpoint: Checkpoint, *, fits: bool) -> str:
-    """The block size of config.json, else "128x128" if all scales fit that."""
-    match checkpoint.quantization.get("weight_block_size", [BLOCK, BLOCK] if fits else None):
-        case None:
-            return "none"
-        case [rows, columns]:
-            return f"{shown(rows)}x{shown(columns)}"
-        case other:
-            return shown(other)
 
 
 def _bytes(size: int) -> str:

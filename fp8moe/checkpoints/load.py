@@ -2,16 +2,19 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from fp8moe.checkpoints.as_blocks import as_blocks, inexact_weights
 from fp8moe.checkpoints.match import Destination, plan_load, state_of
 from fp8moe.checkpoints.read import Checkpoint, CheckpointError, Piece, TensorReader, open_checkpoint
 from fp8moe.checkpoints.sharded import Ranks
+from fp8moe.checkpoints.untrusted import printable
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.replaced import as_patterns
 
@@ -19,11 +22,13 @@ from fp8moe.layers.replaced import as_patterns
 def load_fp8_checkpoint(
     model: nn.Module, directory: str | os.PathLike, *, ignore: Iterable[str] = (), device: torch.device | str = "cpu"
 ) -> None:
-    """Load a DeepSeek-style FP8 checkpoint into a model with FP8Linear and GroupedExperts in it.
+    """Load an FP8 checkpoint, of any format that `find_format` says loads, into FP8Linear and GroupedExperts.
 
     model: its state dict must have what the checkpoint has, with the names and shapes that it has there. Besides:
         - experts one by one (experts.7.gate_proj.weight or w1, w3, w2) go into the fused parameters;
-        - a weight's scale is called weight_scale_inv or scale, and is float32, bfloat16 or float8_e8m0fnu;
+        - a weight's scale is called weight_scale_inv, weight_scale or scale, and has any dtype exact in float32;
+        - one scale a tensor, MXFP8 and MXFP4 become blocks of 128x128, and fused experts (E, K, N) are transposed;
+        - static scales of activations, keys and values are ignored, with a warning: all are quantized as they come;
         - Mixtral's block_sparse_moe is transformers' mlp;
         - a tensor that the model ties to another need be there only once;
         - tensors that a transformers model ignores (its _keys_to_ignore_on_load_unexpected) are ignored;
@@ -46,13 +51,16 @@ def load_fp8_checkpoint(
     state = state_of(model)
     ranks = Ranks(state.values())
     with ranks.step():
-        ignored = ignored_names(model, as_patterns("ignore", ignore))
+        patterns = as_patterns("ignore", ignore)
         device = torch.device(device)
         what, problems = f"cannot load {directory}, the model is unchanged", []
         try:
-            checkpoint = open_checkpoint(directory)
-            plan = plan_load(checkpoint, state, ignored)
+            checkpoint, found = as_blocks(open_checkpoint(directory))
+            plan = plan_load(checkpoint, state, ignored_names(model, patterns, found.unused))
             problems += plan.problems + _bufferless(model, state)
+            problems += inexact_weights(found) if not problems else ()
+            if found.unused - plan.destinations.keys():
+                warn_of_unused(directory)
         except CheckpointError as error:
             what, problems = error.what, error.problems
     found = [(what, problems) for what, problems in ranks.gather((what, problems)) if problems]
@@ -64,12 +72,20 @@ def load_fp8_checkpoint(
         invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
 
 
-def ignored_names(model: nn.Module, patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
-    """Whether a tensor of this name may be in a checkpoint that the model has no place for."""
+def warn_of_unused(directory: str | os.PathLike) -> None:
+    """Warn once of static scales."""
+    text = "has static scales of activations, keys or values, which are not used: all are quantized as they come"
+    warnings.warn(printable(f"{directory} {text}"), stacklevel=3)
+
+
+def ignored_names(model: nn.Module, patterns: tuple[str, ...], unused: Collection[str]) -> Callable[[str], bool]:
+    """Whether a tensor of this name may be in a checkpoint that the model has no place for. unused: some such names."""
     regexes = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
     def ignored(name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns) or any(regex.search(name) for regex in regexes)
+        if name in unused or any(fnmatchcase(name, pattern) for pattern in patterns):
+            return True
+        return any(regex.search(name) for regex in regexes)
 
     return ignored
 

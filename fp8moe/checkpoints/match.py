@@ -18,14 +18,15 @@ from fp8moe.checkpoints.formats import (
     FP8,
     SCALE,
     SCALE_DTYPES,
-    config_problems,
+    as_float,
     fits_scale,
     scale_name,
     weight_of,
 )
-from fp8moe.checkpoints.read import Checkpoint, TensorInfo, unmappable
+from fp8moe.checkpoints.read import Checkpoint, Derived, TensorInfo, unmappable
 from fp8moe.checkpoints.sharded import Box, held, inside, overlap, whole
 
+TIED = "but the model ties the two"  # the end of the line about tensors that differ
 EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
 
 
@@ -94,7 +95,7 @@ def plan_load(
     that the model knows. Only scales that this process holds a part of, and tensors that the model ties together, are
     read, once all names, shapes and dtypes fit.
     """
-    plan = LoadPlan(config_problems(checkpoint.quantization) + checkpoint.problems + unmappable(checkpoint))
+    plan = LoadPlan(checkpoint.problems + unmappable(checkpoint))
     extra, wrong = [], set()
     for name, info in checkpoint.tensors.items():
         destination = find_destination(model_name(name), state)
@@ -201,8 +202,10 @@ def scale_problems(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
     The scale of a block of zeros is positive, too. Memory holds one scale at a time: 1/16384 of its weight's elements.
     """
     problems = []
-    for name, values in checkpoint.read_unmapped(set(names)):
-        found = _no_scales(values.float())
+    infos = {name: checkpoint.tensors[name] for name in names}
+    stored = {name: info.scale.info if isinstance(info, Derived) else info for name, info in infos.items()}
+    for name, values in checkpoint.read_unmapped(stored):
+        found = _no_scales(as_float(values))
         if found:
             problems.append(f"{name}: has {found}, expected scales that are finite and positive")
     return sorted(problems)
@@ -228,7 +231,7 @@ def _check_tied(checkpoint: Checkpoint, plan: LoadPlan, state: Mapping[str, Tens
         names = [plan.sources[key][WHOLE] for key in keys if WHOLE in plan.sources.get(key, ())]
         for name in names[1:]:
             if not _equal(checkpoint, names[0], name):
-                plan.problems.append(f"{name}: differs from {names[0]}, but the model ties the two")
+                plan.problems.append(f"{name}: differs from {names[0]}, {TIED}")
 
 
 def ties(state: Mapping[str, Tensor]) -> list[list[str]]:

@@ -5,14 +5,16 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8moe.checkpoints.as_blocks import as_blocks, as_values, inexact_weights
 from fp8moe.checkpoints.expert_names import DOWN, GATE_UP, matrices_of, module_of, parse_expert, parse_fused
+from fp8moe.checkpoints.find_format import examine
 from fp8moe.checkpoints.formats import (
     DTYPES,
     FP8,
@@ -23,24 +25,26 @@ from fp8moe.checkpoints.formats import (
     scale_name,
     scale_shape,
 )
+from fp8moe.checkpoints.inspect import block_problems
 from fp8moe.checkpoints.read import (
     CONFIG,
+    HF_QUANT_CONFIG,
     INDEX,
     SINGLE,
     Checkpoint,
     CheckpointError,
+    Derived,
     TensorInfo,
     open_checkpoint,
     read_header,
-    sections,
 )
-from fp8moe.checkpoints.resume import Journal, make_room, survey, tidied
+from fp8moe.checkpoints.resume import Journal, file_checksum, make_room, survey, tidied
 from fp8moe.checkpoints.tensor_layout import low_fp8_fraction
 from fp8moe.checkpoints.untrusted import MAX_BYTES, printable
 from fp8moe.checkpoints.write import Checksum, ShardWriter, Stamp, index_of, json_bytes, write_bytes
 from fp8moe.layers.replaced import as_patterns, matches
-from fp8moe.quant.formats import SCALE_FORMATS
-from fp8moe.quant.quantize import quantize_128x128
+from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
+from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.runtime.progress import progress, still_running
 
 DEFAULT_SKIP = (
@@ -56,6 +60,7 @@ transformers' FP8 checkpoints leave unquantized.
 
 _QUANTIZED_DTYPES = ("BF16", "F16", "F32")
 _COMPANIONS = (".bpe", ".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")
+_TEMPLATES = "additional_chat_templates"  # a directory of the tokenizer
 _LICENSES = ("LICENSE", "NOTICE", "USE_POLICY")
 
 
@@ -64,7 +69,7 @@ class OutputPlan:
     """What each tensor of a source becomes.
 
     quantized: the weights that become FP8, and the names that they have then. unconverted: modules that are to be named
-    in modules_to_not_convert, besides those whose tensors say it.
+    in modules_to_not_convert, besides those whose tensors say it. error: takes in what quantizing changes, if given.
     """
 
     source: Checkpoint
@@ -73,6 +78,7 @@ class OutputPlan:
     allow_nonfinite: bool
     quantized: Mapping[str, str]
     unconverted: Set[str] = frozenset()
+    error: "AddedError | None" = None
 
     def outputs(self, name: str) -> Layout:
         """What a tensor of the source becomes."""
@@ -112,8 +118,27 @@ class OutputPlan:
                     "(--allow-nonfinite) goes on with them"
                 ],
             )
+        if self.error is not None:
+            self.error.add(matrices, FP8Tensor(data, scale))
         scale = scale.flatten(0, 1).cpu().to(DTYPES[scale_dtype(self.scale_format)])
         return {stored: data.flatten(0, 1), scale_name(stored): scale}
+
+
+class AddedError:
+    """The relative Frobenius error of quantized weights against what they were."""
+
+    def __init__(self) -> None:
+        self._squares = [0.0, 0.0]
+
+    def add(self, values: Tensor, quantized: FP8Tensor) -> None:
+        difference = dequantize(quantized).double() - values.double()
+        for index, tensor in enumerate((difference, values.double())):
+            self._squares[index] += float(tensor.square().sum())
+
+    @property
+    def relative(self) -> float:
+        error, whole = self._squares
+        return (error / whole) ** 0.5 if whole else 0.0
 
 
 @dataclass
@@ -158,10 +183,7 @@ def quantize(
         raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
     skip = as_patterns("skip", skip)
     source, target = open_checkpoint(src_dir), Path(dst_dir)
-    if target.resolve() == source.directory.resolve():
-        raise ValueError(f"dst_dir: expected another directory than src_dir, got {target}")
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"dst_dir: expected a directory, but {target} is a file")
+    _check_target(target, source)
     _check_patterns(skip, source)
     wanted = {name for name, info in source.tensors.items() if _may_be_quantized(name, info, skip)}
     quantized = {name: name for name in wanted if _is_weight(name, source.tensors[name])}
@@ -176,6 +198,62 @@ def quantize(
         raise CheckpointError(f"cannot quantize {source.directory}, nothing would become FP8", fit.lines())
     for line in fit.lines():
         _warn(line)
+    _write(plan, target, force=force, verify=verify)
+    warning = low_fp8_fraction(plan.layout)
+    if warning:
+        _warn(warning)
+
+
+def convert(
+    src_dir: str | os.PathLike,
+    dst_dir: str | os.PathLike,
+    *,
+    requantize: bool,
+    device: torch.device | str | None,
+    force: bool,
+    verify: bool,
+) -> float | None:
+    """Convert a checkpoint as `convert_checkpoint` does."""
+    stored, target = open_checkpoint(src_dir), Path(dst_dir)
+    _check_target(target, stored)
+    found = examine(stored)
+    if not found.weights:
+        raise CheckpointError(f"cannot convert {stored.directory}", [f"{found.format.reason}; quantize it instead"])
+    source, values = as_values(stored) if requantize else (as_blocks(stored)[0], set())
+    problems = stored.problems + block_problems(source, found)
+    problems += inexact_weights(found) if not requantize and not problems else ()
+    if problems:
+        raise CheckpointError(f"cannot convert {stored.directory}", problems)
+    tensors = {name: info for name, info in source.tensors.items() if name not in found.unused}
+    config = {
+        name: value for name, value in stored.config.items() if name not in ("compression_config", "quantization")
+    }
+    for name, content in config.items():
+        if isinstance(content, dict) and "quantization_config" in content:
+            config[name] = {key: value for key, value in content.items() if key != "quantization_config"}
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    plan = OutputPlan(
+        source=replace(source, tensors=tensors, config=config),
+        scale_format="float32",
+        device=device,
+        allow_nonfinite=False,
+        quantized={name: name for name in values},
+        error=AddedError(),
+    )
+    _write(plan, target, force=force, verify=verify)
+    return plan.error.relative if values else None
+
+
+def _check_target(target: Path, source: Checkpoint) -> None:
+    if target.resolve() == source.directory.resolve():
+        raise ValueError(f"dst_dir: expected another directory than src_dir, got {target}")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"dst_dir: expected a directory, but {target} is a file")
+
+
+def _write(plan: OutputPlan, target: Path, *, force: bool, verify: bool) -> None:
+    """Write a checkpoint, or what an interrupted run has left of it."""
+    source = plan.source
     shards = {file: plan.shard(file) for file in source.files}
     companions = _read_companions(source.directory)
     contents = dict(companions.contents)
@@ -207,9 +285,6 @@ def quantize(
                 write_bytes(target / INDEX, contents[INDEX])
     if companions.left_out:
         _warn(f"not copied from {source.directory}: {', '.join(companions.left_out)}")
-    warning = low_fp8_fraction(plan.layout)
-    if warning:
-        _warn(warning)
 
 
 def _write_shard(
@@ -222,11 +297,13 @@ def _write_shard(
     """Read the tensors of a shard piece by piece, quantize them and write them. advance: told the bytes read."""
     path, tensors = plan.source.directory / file, plan.source.by_file[file]
     status = path.stat()
-    checksum = Checksum(read_header(path).content, tensors)
+    made = any(isinstance(info, Derived) for info in tensors.values())
+    checksum = file_checksum(path) if made else Checksum(read_header(path).content, tensors)
     with ShardWriter(target, plan.shard(file)) as writer, plan.source.reader() as reader:
         for name in tensors:
             for _, value in reader.pieces(name):
-                checksum.update(name, value)
+                if isinstance(checksum, Checksum):
+                    checksum.update(name, value)
                 for stored, output in plan.convert(name, value).items():
                     writer.put(stored, output)
                 advance(value.nbytes)
@@ -239,11 +316,10 @@ def _warn(text: str) -> None:
 
 
 def _source_problems(source: Checkpoint, quantized: Collection[str]) -> list[str]:
-    for content in sections(source.config):
-        quantization = content.get("quantization_config")
-        if quantization and isinstance(quantization, dict):
-            method = quantization.get("quant_method")
-            return [f"{CONFIG}: the checkpoint is quantized already ({method}); start from the unquantized one"]
+    found = examine(source)
+    if found.declared is not None or found.format.name != "bf16":
+        says = f"{found.declared.where} says {found.declared.method}" if found.declared else found.format.reason
+        return [f"the checkpoint is quantized already: {says}; start from the unquantized one"]
     problems = [
         f"{file}: is a link to outside of the checkpoint; put the file itself there"
         for file in (CONFIG, INDEX, *source.files)
@@ -323,10 +399,12 @@ def _read_companions(directory: Path) -> Companions:
     """
     contents: dict[str, bytes] = {}
     left_out: list[str] = []
-    for path in sorted(directory.iterdir()):
-        name = path.name
+    templates = directory / _TEMPLATES
+    inside = sorted(templates.iterdir()) if templates.is_dir() and not _leaves(templates) else []
+    for path in [*sorted(directory.iterdir()), *inside]:
+        name = str(path.relative_to(directory))
         is_companion = path.suffix in _COMPANIONS or name.startswith(_LICENSES)
-        if not is_companion or name == CONFIG or name.endswith(".index.json"):
+        if not is_companion or name in (CONFIG, HF_QUANT_CONFIG) or name.endswith(".index.json"):
             continue
         if _leaves(path):
             left_out.append(f"{name} (a link to outside of the checkpoint)")

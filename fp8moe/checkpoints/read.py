@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +27,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"
 
+_DECLARATIONS = ("quantization_config", "compression_config")
 _SHOWN_PROBLEMS = 100
 _COUNT = re.compile(r"(\w*_)?(num|n)_\w*(layers?|experts)|(en|de)coder_layers|depth")
 _MAX_RANK = 64  # of tensors that PyTorch can copy
@@ -65,6 +67,30 @@ class TensorInfo:
         return TensorSpec(self.dtype, self.shape)
 
 
+class Source(NamedTuple):
+    """A stored tensor that others are made of. by_expert: whether its first dimension is that of experts."""
+
+    name: str
+    info: TensorInfo
+    by_expert: bool
+
+
+@dataclass(frozen=True)
+class Derived(TensorInfo):
+    """A tensor that is made of others when it is read; one of three dimensions, matrix by matrix.
+
+    sources: what `make` takes the values of. scale: the stored scale, if it is one; its values are checked as they are.
+    """
+
+    sources: list[Source]
+    make: Callable[..., Tensor]
+    scale: Source | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+
 @dataclass(frozen=True)
 class Header:
     """The start of a safetensors file. tensors: in the order of their bytes. content: all bytes before the first."""
@@ -84,16 +110,16 @@ class Piece(NamedTuple):
 class Checkpoint:
     """A directory as its headers describe it.
 
-    files: names of the shards that could be read. quantization: config.json's quantization_config, empty without one.
-    problems: what is wrong with the files themselves. incomplete: whether a shard is missing or damaged, so that
-    ``tensors`` lacks what it holds.
+    files: names of the shards that could be read. declarations: entries that say how the weights are quantized, by file
+    and place. problems: what is wrong with the files themselves. incomplete: whether a shard is missing or damaged, so
+    that ``tensors`` lacks what it holds.
     """
 
     directory: Path
     files: list[str]
     tensors: dict[str, TensorInfo]
     config: dict
-    quantization: dict
+    declarations: dict[str, dict]
     problems: list[str]
     incomplete: bool
 
@@ -109,15 +135,14 @@ class Checkpoint:
         """A context manager that reads tensors."""
         return TensorReader(self)
 
-    def read_unmapped(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Small tensors, flattened, without mapping whole files as the safetensors library does."""
-        for file, tensors in self.by_file.items():
-            wanted = [name for name in tensors if name in names]
+    def read_unmapped(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+        """Small stored tensors, flattened, without mapping whole files as the safetensors library does."""
+        for file in self.files:
+            wanted = {name: info for name, info in infos.items() if info.file == file}
             if not wanted:
                 continue
             with (self.directory / file).open("rb") as stream:
-                for name in wanted:
-                    info = tensors[name]
+                for name, info in wanted.items():
                     stream.seek(info.begin)
                     content, dtype = bytearray(stream.read(info.nbytes)), DTYPES[info.dtype]
                     yield name, torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
@@ -146,7 +171,11 @@ class TensorReader:
 
     def read(self, name: str) -> Tensor:
         """All of a tensor."""
-        return self._open(name).get_tensor(name)
+        info = self._checkpoint.tensors[name]
+        if not isinstance(info, Derived):
+            return self._open(info).get_tensor(name)
+        values = [piece.value for piece in self.pieces(name)]
+        return torch.stack(values) if len(info.shape) == 3 else values[0]
 
     def pieces(self, name: str, part: tuple[slice, ...] | None = None) -> Iterator[Piece]:
         """A part of a tensor, all of it by default: one piece, or if it has 3 dimensions one for each of the first.
@@ -155,20 +184,32 @@ class TensorReader:
         """
         info = self._checkpoint.tensors[name]
         part = tuple(slice(0, size) for size in info.shape) if part is None else part
-        view = self._open(name).get_slice(name)
+        if isinstance(info, Derived):
+            for index in range(part[0].start, part[0].stop) if len(info.shape) == 3 else [None]:
+                value = info.make(*(self._matrix(source, index) for source in info.sources))
+                place = None if index is None else index - part[0].start
+                yield Piece(place, value[part if index is None else part[1:]])
+            return
+        view = self._open(info).get_slice(name)
         if len(info.shape) < 3 or not info.nbytes:
             yield Piece(None, view[part])
             return
         for index in range(part[0].start, part[0].stop):
             yield Piece(index - part[0].start, view[index, *part[1:]])
 
-    def _open(self, name: str) -> safe_open:
+    def _matrix(self, source: Source, expert: int | None) -> Tensor:
+        """What is stored of an expert, or all of a tensor that is not one of experts."""
+        shard = self._open(source.info)
+        if expert is None or not source.by_expert:
+            return shard.get_tensor(source.name)
+        return shard.get_slice(source.name)[expert]
+
+    def _open(self, info: TensorInfo) -> safe_open:
         """The shard that holds this tensor."""
-        file = self._checkpoint.tensors[name].file
-        if file not in self._files:
-            shard = safe_open(self._checkpoint.directory / file, framework="pt")
-            self._files[file] = self._stack.enter_context(shard)
-        return self._files[file]
+        if info.file not in self._files:
+            shard = safe_open(self._checkpoint.directory / info.file, framework="pt")
+            self._files[info.file] = self._stack.enter_context(shard)
+        return self._files[info.file]
 
 
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
@@ -185,7 +226,9 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     present = set(os.listdir(directory))
     problems: list[str] = []
     config = read_json(directory / CONFIG, problems) if CONFIG in present else {}
-    quantization = section(config, "quantization_config", problems)
+    declarations = _declarations(config, problems)
+    if HF_QUANT_CONFIG in present:
+        declarations[HF_QUANT_CONFIG] = read_json(directory / HF_QUANT_CONFIG, problems)
     weight_map: dict[str, str] | None = None  # of each tensor, as the index has them
     if INDEX in present:
         weight_map = read_json(directory / INDEX, problems).get("weight_map")
@@ -226,26 +269,35 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
         files=files,
         tensors=tensors,
         config=config,
-        quantization=quantization,
+        declarations=declarations,
         problems=problems,
         incomplete=bool(unread),
     )
 
 
-def section(config: Mapping, name: str, problems: list[str]) -> dict:
-    """An object in config.json, empty without one; anything else there becomes a problem."""
-    content = config.get(name)
-    if content is None or isinstance(content, dict):
-        return content or {}
-    problems.append(f"{CONFIG}: {name} is {shown(content)}, expected an object")
-    return {}
+def sections(config: dict) -> list[tuple[str, dict]]:
+    """A configuration and the objects in it, text_config and others, each with its name: "text_config.rope"."""
+    found = [("", config)]
+    for place, content in found:
+        found += [(f"{place}.{name}".strip("."), value) for name, value in content.items() if isinstance(value, dict)]
+    return found
 
 
-def sections(config: dict) -> list[dict]:
-    """A configuration and the objects in it: text_config and others."""
-    found = [config]
-    for content in found:
-        found += [value for value in content.values() if isinstance(value, dict)]
+def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
+    """The entries of config.json that say how the weights are quantized; one that is no object becomes a problem."""
+    found: dict[str, dict] = {}
+    for place, content in sections(config):
+        if any(name in place.split(".") for name in _DECLARATIONS):
+            continue  # of an entry itself
+        for name in _DECLARATIONS:
+            value, where = content.get(name), f"{CONFIG}: {place}{'.' * bool(place)}{name}"
+            if value and isinstance(value, dict):
+                found[where] = value
+            elif value is not None and not isinstance(value, dict):
+                problems.append(f"{where} is {shown(value)}, expected an object")
+    mlx = config.get("quantization")
+    if isinstance(mlx, dict) and "bits" in mlx:
+        found[f"{CONFIG}: quantization"] = mlx
     return found
 
 
@@ -253,7 +305,7 @@ def count_problems(checkpoint: Checkpoint) -> list[str]:
     """Find numbers of layers and experts that these tensors cannot have: to make as many would take all memory."""
     limit = max(len(checkpoint.tensors), *(size for info in checkpoint.tensors.values() for size in info.shape), 0)
     problems = []
-    for content in sections(checkpoint.config):
+    for _, content in sections(checkpoint.config):
         for name, value in content.items():
             if _COUNT.fullmatch(name) and isinstance(value, int | float) and value > limit:
                 problems.append(f"{CONFIG}: {name} is {shown(value)}, expected at most {limit} for these tensors")

@@ -140,23 +140,34 @@ def survey(
     """
     found = Found()
     problems = _shard_problems(target, source, layouts, journal, verify)
-    for path in sorted(target.iterdir()):
-        if path.name in layouts:
-            problem = problems[path.name]
-        elif path.name in contents:
-            problem = None if _has(path, contents[path.name]) else "is there already, with other content"
-        elif path.name == NAME:
+    for path in _entries(target, contents):
+        name = str(path.relative_to(target))
+        if name in layouts:
+            problem = problems[name]
+        elif name in contents:
+            problem = None if _has(path, contents[name]) else "is there already, with other content"
+        elif name == NAME:
             continue
-        elif journal.begun and final_name(path.name) in (*layouts, *contents):
+        elif journal.begun and final_name(path.name) in {Path(name).name for name in (*layouts, *contents)}:
             found.leftovers.append(path)
             continue
         else:
             problem = "is there already, and not a file to be written"
         if problem is None:
-            found.finished.add(path.name)
+            found.finished.add(name)
         else:
-            found.foreign[path.name] = f"{path.name}: {problem}"
+            found.foreign[name] = f"{name}: {problem}"
     return found
+
+
+def _entries(target: Path, contents: Iterable[str]) -> Iterator[Path]:
+    """What is in a directory, and in those of its directories that files are to be written to."""
+    folders = {Path(name).parent for name in contents}
+    for path in sorted(target.iterdir()):
+        if path.is_dir() and path.relative_to(target) in folders:
+            yield from sorted(path.iterdir())
+        else:
+            yield path
 
 
 def make_room(target: Path, found: Found, shards: Iterable[str]) -> None:
@@ -181,8 +192,8 @@ def tidied(target: Path, files: Collection[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for path in target.iterdir():
-            if final_name(path.name) in files:
+        for path in _entries(target, files):
+            if final_name(path.name) in {Path(name).name for name in files}:
                 path.unlink(missing_ok=True)
         raise
 
@@ -237,10 +248,10 @@ def _changed(stamps: Mapping[Path, Stamp], verify: bool) -> set[Path]:
     if not unsure:
         return other_size
     with progress(total=sum(stamps[path].size for path in unsure), label="verifying", unit="B") as bar:
-        return other_size | {path for path in unsure if _file_checksum(path, bar.update) != stamps[path].checksum}
+        return other_size | {path for path in unsure if file_checksum(path, bar.update) != stamps[path].checksum}
 
 
-def _file_checksum(path: Path, advance: Callable[[int], object]) -> str | None:
+def file_checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> str | None:
     """The checksum of a whole shard, None if its header is damaged; ``advance`` is told the bytes read."""
     try:
         header = read_header(path)

@@ -135,6 +135,7 @@ def replace(temporary: Path, path: Path) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a small file so that ``path`` is always either the old file or the whole new one."""
+    path.parent.mkdir(exist_ok=True)
     temporary = temporary_path(path)
     try:
         with temporary.open("xb") as file:

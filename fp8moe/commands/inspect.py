@@ -9,5 +9,9 @@ from fp8moe.checkpoints import inspect_checkpoint
 
 def run(options: argparse.Namespace) -> int:
     report = inspect_checkpoint(options.directory)
-    print(json.dumps(asdict(report), default=str, indent=2) if options.json else report)
+    print(
+        json.dumps(asdict(report) | {"format": report.format._asdict()}, default=str, indent=2)
+        if options.json
+        else report
+    )
     return 1 if report.problems else 0

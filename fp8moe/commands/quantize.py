@@ -8,16 +8,22 @@ from fp8moe.integrations.checkpoints import DEFAULT_SKIP, inspect_checkpoint, qu
 from fp8moe.runtime.progress import shown
 
 
-def run(options: argparse.Namespace) -> int:
+def chosen_device(options: argparse.Namespace) -> str | None:
+    """The device to quantize on, None for a GPU if there is one. Raises ValueError for one that is missing."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch finds no GPU that it can use; --device cpu works too")
+    return None if options.device == "auto" else options.device
+
+
+def run(options: argparse.Namespace) -> int:
+    device = chosen_device(options)
     with shown(not options.quiet):
         quantize_checkpoint(
             options.source,
             options.target,
             skip=(*DEFAULT_SKIP, *options.skip),
             scale_format=options.scale_format,
-            device=None if options.device == "auto" else options.device,
+            device=device,
             allow_nonfinite=options.allow_nonfinite,
             force=options.force,
             verify=options.verify,

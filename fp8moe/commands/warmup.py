@@ -5,7 +5,7 @@ import importlib.util
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -90,13 +90,15 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
     tokens = max(options.tokens, decoder)
     with _started(ProcessPoolExecutor(1, mp_context=get_context("spawn"))) as recorder:  # unfit for other use
         few = min(tokens, _FEW_ENOUGH)
-        kernels, families = recorder.submit(_record, source, options.batch_sizes, few, sms).result()
+        kernels, families = recorder.submit(_record, source, options.batch_sizes, few, sms, dict(options.set)).result()
     variants = [pool.submit(_variants, *item, tokens, decoder, sms) for item in families.items()]
     return list(kernels.union(*(future.result() for future in variants)))
 
 
-def _record(source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: int) -> tuple:
-    """The kernels and families of `integrations.decode.required_kernels`."""
+def _record(
+    source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: int, given: Collection[str] = ()
+) -> tuple:
+    """The kernels and families of `integrations.decode.required_kernels`. given: names of the source set by hand."""
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
@@ -108,6 +110,9 @@ def _record(source: dict[str, Any], batch_sizes: list[int], tokens: int, sms: in
     model_type = source.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type is {model_type!r}; it must be one that transformers knows, such as 'qwen3_moe'")
+    for name in given:
+        if not hasattr(CONFIG_MAPPING[model_type](), name):
+            raise ValueError(f"--set {name}: the configuration of {model_type} has no such value")
     try:
         made = CONFIG_MAPPING[model_type].from_dict(source)
     except Exception as error:  # a broken config.json makes transformers raise anything

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Set
 import torch
 from torch import nn
 
+from fp8moe.checkpoints.find_format import Format, find_format
 from fp8moe.checkpoints.inspect import inspect_checkpoint
 from fp8moe.checkpoints.load import load_fp8_checkpoint
-from fp8moe.checkpoints.quantize import DEFAULT_SKIP, Fit, OutputPlan, quantize
+from fp8moe.checkpoints.quantize import DEFAULT_SKIP, Fit, OutputPlan, convert, quantize
 from fp8moe.checkpoints.read import CheckpointError
 from fp8moe.checkpoints.save import save
 from fp8moe.integrations.architecture import find_expert_names
@@ -17,6 +18,9 @@ from fp8moe.integrations.architecture import find_expert_names
 __all__ = [
     "DEFAULT_SKIP",
     "CheckpointError",
+    "Format",
+    "convert_checkpoint",
+    "find_format",
     "inspect_checkpoint",
     "load_fp8_checkpoint",
     "quantize_checkpoint",
@@ -123,6 +127,34 @@ def quantize_checkpoint(
         force=force,
         verify=verify,
     )
+
+
+def convert_checkpoint(
+    src_dir: str | os.PathLike,
+    dst_dir: str | os.PathLike,
+    *,
+    requantize: bool = False,
+    device: torch.device | str | None = None,
+    force: bool = False,
+    verify: bool = False,
+) -> float | None:
+    """Write a quantized checkpoint of another format as one of FP8 weights in 128x128 blocks, shard by shard.
+
+    Values stay as they are, but for MXFP8, where what falls below E4M3's smallest subnormal rounds: by at most 4.1e-6
+    of the largest value of its block. Names stay, and scales are called weight_scale_inv. Static scales of
+    activations, keys and values are left out.
+
+    src_dir: a checkpoint of any format that `find_format` says loads.
+    requantize: take one scale a channel, too, and MXFP4 whose exponents E4M3 cannot hold, and quantize these values
+        again.
+    device: where to quantize; by default a GPU if there is one.
+    dst_dir, force, verify: those of `quantize_checkpoint`.
+    Returns the relative Frobenius error that requantizing has added, over all weights that it was done to; None where
+    there are none.
+
+    Raises CheckpointError for a source that is damaged, unquantized, or of a format whose values blocks cannot hold.
+    """
+    return convert(src_dir, dst_dir, requantize=requantize, device=device, force=force, verify=verify)
 
 
 def _find_fit(plan: OutputPlan, wanted: Set[str]) -> Fit:

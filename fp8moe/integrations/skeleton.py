@@ -1,20 +1,27 @@
 """transformers models without weights: one layer of each kind, in memory that is reserved and takes no room."""
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.formats import config_problems
+from fp8moe.checkpoints.find_format import declared
 from fp8moe.checkpoints.quantize import DEFAULT_SKIP
 from fp8moe.integrations import NAME
 from fp8moe.integrations.architecture import construction_lock, empty_model, reason_of
 from fp8moe.integrations.transformers import register
 from fp8moe.integrations.transformers.quantizer import replace_modules
 from fp8moe.layers.replaced import matches
+from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime.record import reserved
+
+_UNCONVERTED = ("modules_to_not_convert", "ignore", "exclude_modules")
+"""The entries of configurations that name the modules that are not quantized: transformers', compressed-tensors' and
+ModelOpt's.
+"""
 
 
 def skeletons(config: Any) -> list[Any]:
@@ -61,17 +68,17 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
-    method = quantization.get("quant_method")
-    if method != "fp8":
-        raise ValueError(f"config.json: quantization_config has quant_method {method!r}; fp8moe runs 'fp8'")
-    for problem in config_problems(quantization):
-        raise ValueError(problem)
-    if quantization.get("modules_to_not_convert") is None:
-        linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
-        quantization["modules_to_not_convert"] = [name for name in linears if matches(name, DEFAULT_SKIP)]
+    says = declared("config.json: quantization_config", quantization)
+    if says.refusal is not None:
+        raise ValueError(f"{says.where}: {says.refusal}")
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    kept = next((quantization[name] for name in _UNCONVERTED if quantization.get(name) is not None), DEFAULT_SKIP)
+    matched = [name for name in linears if matches(name, kept) or _matches_regex(name, kept)]
+    given = [] if kept is DEFAULT_SKIP else [name for name in kept if not name.startswith("re:") and "*" not in name]
+    blocks = {"weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": [*given, *matched]}
     theirs = copy.deepcopy(model)
     try:
-        quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**quantization), pre_quantized=True)
+        quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**blocks), pre_quantized=True)
         quantizer._process_model_before_weight_loading(theirs)
     except Exception as error:  # transformers asserts what it does not run, such as experts with biases
         raise ValueError(f"config.json: transformers cannot run this model in FP8 ({reason_of(error)})") from error
@@ -80,6 +87,11 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
         replace_modules(model, names)
     except (TypeError, ValueError) as error:
         raise ValueError(f"config.json: fp8moe cannot run this model in FP8 ({error})") from error
+
+
+def _matches_regex(name: str, kept: Iterable[str]) -> bool:
+    """Whether a module is one of those that compressed-tensors leaves out by "re:" and a regular expression."""
+    return any(re.match(entry.removeprefix("re:"), name) for entry in kept if entry.startswith("re:"))
 
 
 def _keep_one_layer_of_each_kind(model: Any) -> None:

@@ -4,8 +4,9 @@ Checkpoint and model are matched by the headers of the files; tensors are read w
 """
 
 import os
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe.checkpoints.as_blocks import as_blocks, dequantized, inexact_weights
 from fp8moe.checkpoints.formats import DTYPES, FLOATS, FP8, SCALE, scale_name, weight_of
-from fp8moe.checkpoints.load import copy_tensor, ignored_names
-from fp8moe.checkpoints.match import LoadPlan, find_destination, plan_load, state_of, ties
-from fp8moe.checkpoints.read import Checkpoint, CheckpointError, TensorReader, open_checkpoint
+from fp8moe.checkpoints.load import copy_tensor, ignored_names, warn_of_unused
+from fp8moe.checkpoints.match import TIED, LoadPlan, find_destination, plan_load, state_of, ties
+from fp8moe.checkpoints.read import Checkpoint, CheckpointError, TensorInfo, TensorReader, open_checkpoint
+from fp8moe.checkpoints.untrusted import printable
 from fp8moe.integrations.architecture import (
     Location,
     construction_lock,
@@ -28,23 +31,30 @@ from fp8moe.integrations.architecture import (
     read_config,
     read_generation_config,
 )
+from fp8moe.layers.replaced import as_patterns
 
 
 def load_model(
-    directory: str | os.PathLike, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    directory: str | os.PathLike,
+    *,
+    dtype: torch.dtype | str | None = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    ignore: Iterable[str] = (),
 ) -> Any:
-    """The causal language model of a checkpoint, with its FP8 weights as they are: on a CPU too.
+    """The language model of a checkpoint of any format that `find_format` says loads, with its weights in FP8.
 
     transformers itself turns FP8 weights back into bfloat16 where there is no GPU. Here every linear and every experts
     module whose weights are FP8 in the checkpoint becomes an `FP8Linear` or a `GroupedExperts`, and the rest stays
     transformers' own, which also makes the model: checkpoints may have any names and layouts that it converts. Nothing
     is allocated twice: parameters get memory when their tensors are read.
 
-    directory: config.json and safetensors files, as transformers or fp8moe write them (see
-        fp8moe.integrations.checkpoints for the names); read without a network.
-    dtype: of everything that is not FP8, and of the activations.
+    directory: config.json and safetensors files; read without a network. What is not in blocks of 128x128 becomes so
+        while it is read, exactly or not at all. Linears of a class of their own (DeepSeek-V4's wo_a) get bfloat16.
+    dtype: of everything that is not FP8, and of the activations; "auto" or None for what config.json says, else what
+        the first unquantized tensor has.
     device: where the model is to be.
-    Returns the model in eval mode.
+    ignore: fnmatch patterns of tensors in the checkpoint that are not wanted.
+    Returns the model in eval mode. Warns (UserWarning) where nothing in it is FP8.
 
     For a moment transformers changes PyTorch's default dtype, for all threads, and the way in which models of its own
     tie weights. Modules that other threads make then are otherwise what they always are.
@@ -55,21 +65,33 @@ def load_model(
     from fp8moe.integrations.transformers.quantizer import ReplaceModules
 
     directory, device = Path(directory), torch.device(device)
-    checkpoint = open_checkpoint(directory)
-    if not checkpoint.config:
-        raise CheckpointError(f"cannot load {directory}", [*checkpoint.problems, "config.json: missing or empty"])
+    patterns = as_patterns("ignore", ignore)
+    stored = open_checkpoint(directory)
+    if not stored.config:
+        raise CheckpointError(f"cannot load {directory}", [*stored.problems, "config.json: missing or empty"])
+    blocks, found = as_blocks(stored)
     try:
-        config, generation_config = read_config(checkpoint), read_generation_config(checkpoint)
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None:
-            del config.quantization_config  # or transformers would quantize by itself
-        matched = _match(checkpoint, empty_model(config))
+        config, generation_config = read_config(stored), read_generation_config(stored)
+        dtype = _dtype(dtype, config, stored)
+        quantization = _without_quantization(config)  # or transformers would quantize by itself
+        patterns += _predicted_layers(config)
+        matched = _match(blocks, empty_model(config), patterns, found.unused)
+        if any(problem.endswith(TIED) for problem in matched.problems):  # then transformers does not tie them
+            config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
+            matched = _match(blocks, empty_model(config), patterns, found.unused)
+    except CheckpointError:
+        raise
     except ValueError as error:
-        raise CheckpointError(f"cannot load {directory}", [*checkpoint.problems, str(error)]) from error
+        raise CheckpointError(f"cannot load {directory}", [*stored.problems, str(error)]) from error
     problems = matched.problems + matched.cast_by_transformers(dtype)
+    problems += inexact_weights(found) if not problems else ()
     if problems:
         raise CheckpointError(f"cannot load {directory}", problems)
-    with checkpoint.reader() as reader, construction_lock:
+    if not matched.replaced:
+        warnings.warn(printable(f"{directory}: {found.format.reason}; nothing of it runs on fp8moe"), stacklevel=2)
+    if found.unused - matched.plan.destinations.keys():
+        warn_of_unused(directory)
+    with matched.checkpoint.reader() as reader, construction_lock:
         model, report = type(matched.model).from_pretrained(
             None,
             config=matched.model.config,
@@ -88,6 +110,34 @@ def load_model(
     return model
 
 
+def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype that a caller asks for: a dtype, its name, or "auto"."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype in ("auto", None):
+        own = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+        stored = (DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in FLOATS)
+        return own if isinstance(own, torch.dtype) else next(stored, torch.bfloat16)
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(named, torch.dtype):
+        raise ValueError(f"dtype: expected a torch.dtype, its name or 'auto', got {dtype!r}")
+    return named
+
+
+def _without_quantization(config: Any) -> Any:
+    """Take quantization_config from a configuration and its parts. Returns the first."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    taken = [vars(part).pop("quantization_config", None) for part in parts if part is not None]
+    return next((quantization for quantization in taken if quantization is not None), None)
+
+
+def _predicted_layers(config: Any) -> tuple[str, ...]:
+    """Patterns of the layers for multi-token prediction, behind the others, which transformers' models do not have."""
+    config = config.get_text_config(decoder=True)
+    count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)
+    return tuple(f"model.layers.{first + index}.*" for index in range(count))
+
+
 class _LazyTensor:
     """A tensor that is made when it is read, which transformers does as with the tensors of safetensors files."""
 
@@ -100,7 +150,7 @@ class _LazyTensor:
 
 @dataclass
 class _Match:
-    """A checkpoint and the model that it is for.
+    """A checkpoint, in blocks, and the model that it is for.
 
     model: on the meta device, with fp8moe's modules in it. replaced: their names. plan: of the tensors that go into the
     model as they are. conversions: of the others, the sources of each of transformers' and the keys of what it makes.
@@ -159,13 +209,19 @@ class _Match:
         return made.pop(key)
 
 
-def _match(checkpoint: Checkpoint, model: nn.Module) -> _Match:
-    """Put fp8moe's modules into a model on the meta device where the checkpoint has FP8 weights, and match the two."""
+def _match(checkpoint: Checkpoint, model: nn.Module, ignore: tuple[str, ...], unused: Collection[str]) -> _Match:
+    """Put fp8moe's modules into a model on the meta device where the checkpoint has FP8 weights, and match the two.
+
+    checkpoint: in blocks. ignore, unused: patterns and names of tensors that may be left over.
+    """
     from fp8moe.integrations.transformers.quantizer import replace_modules
 
     state = state_of(model)
     weights = {name: _weight_of(name, checkpoint) for name in checkpoint.tensors}
     locations = locate(model, {weight or name for name, weight in weights.items()})
+    for name, location in locations.items():
+        if _is_only_transposed(location, checkpoint.tensors.get(name), state):
+            locations[name] = Location(location.key, location.key)
 
     def model_name(name: str) -> str:
         weight = weights[name]
@@ -174,11 +230,18 @@ def _match(checkpoint: Checkpoint, model: nn.Module) -> _Match:
     problems: list[str] = []
     replaced: list[str] = []
     modules = _fp8_modules(checkpoint, state, model_name)
+    own_forward = {module: name for module, name in modules.items() if _has_own_forward(model.get_submodule(module))}
+    checkpoint = dequantized(checkpoint, own_forward.values())
+    modules = {module: name for module, name in modules.items() if module not in own_forward}
     tied = {key: keys for keys in ties(state) for key in keys}
     for module, name in sorted(modules.items()):
         others = [key for key in tied.get(f"{module}.weight", ()) if key.rpartition(".")[0] not in modules]
         if others:
             problems.append(f"{name}: {FP8}, but the model ties it to {others[0]}, which is not")
+            continue
+        kind = type(model.get_submodule(module))
+        if locations[name].key == f"{module}.weight" and kind is not nn.Linear:
+            problems.append(f"{name}: {FP8}, but of {kind.__name__}: fp8moe runs linears and experts in FP8")
             continue
         try:
             replace_modules(model, [module])
@@ -201,7 +264,7 @@ def _match(checkpoint: Checkpoint, model: nn.Module) -> _Match:
     plan = plan_load(
         replace(checkpoint, tensors=rest),
         {key: value for key, value in state_of(model).items() if key not in converted},
-        ignored_names(model),
+        ignored_names(model, ignore, unused),
         model_name,
     )
     return _Match(checkpoint, model, replaced, plan, conversions, problems + plan.problems)
@@ -211,6 +274,19 @@ def _weight_of(name: str, checkpoint: Checkpoint) -> str | None:
     """The weight that this tensor is the scale of; None if it is no scale."""
     weight = weight_of(name)
     return weight if weight is not None and (weight in checkpoint.tensors or name.endswith(SCALE)) else None
+
+
+def _is_only_transposed(location: Location, info: TensorInfo | None, state: Mapping[str, Tensor]) -> bool:
+    """Whether transformers would only transpose an FP8 weight that has the model's shape already."""
+    if location.converter is None or info is None or info.dtype != FP8 or location.key not in state:
+        return False
+    steps = {type(step).__name__ for step in location.converter.operations}
+    return steps == {"Transpose"} and info.shape == tuple(state[location.key].shape)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether this is a linear that computes something else than one: DeepSeek-V4's, group by group."""
+    return isinstance(module, nn.Linear) and type(module) is not nn.Linear
 
 
 def _fp8_modules(

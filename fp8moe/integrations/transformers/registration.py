@@ -9,6 +9,7 @@ from fp8moe.integrations import NAME
 from fp8moe.integrations.finegrained import route_linears
 from fp8moe.integrations.transformers.experts import experts_forward
 from fp8moe.integrations.transformers.indexers import route_indexers
+from fp8moe.integrations.transformers.loaded_formats import check_formats
 from fp8moe.integrations.transformers.parallel import route_parallelism
 from fp8moe.integrations.transformers.reporting import warn_of_others
 
@@ -38,6 +39,9 @@ def register() -> None:
     raises RuntimeError. Experts of classes that do not go through transformers' experts interface stay with
     transformers: a model that has them warns of each class when it is made or asked to change to fp8moe.
 
+    - from_pretrained raises ValueError for a checkpoint in a format whose scales transformers would lose on the way to
+      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config.
+
     Raises ImportError if transformers is missing.
     """
     from transformers.integrations import finegrained_fp8, moe
@@ -48,6 +52,7 @@ def register() -> None:
     route_indexers()
     route_parallelism()
     _announce_others()
+    check_formats()
 
 
 def _announce_others() -> None:

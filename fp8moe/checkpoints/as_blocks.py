@@ -1,0 +1,257 @@
+"""A checkpoint of any format that loads, seen as one of FP8 weights with float32 scales for 128x128 blocks.
+
+What is stored otherwise is made when it is read, one matrix at a time: no file is written, and no second copy is held.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8moe.checkpoints.expert_names import matrices_of
+from fp8moe.checkpoints.find_format import MX_BLOCK, Found, QuantizedWeight, examine
+from fp8moe.checkpoints.formats import FP8, SCALE_DTYPES, as_float, scale_name, scale_of, scale_shape, weight_of
+from fp8moe.checkpoints.read import Checkpoint, CheckpointError, Derived, Source, TensorInfo
+from fp8moe.quant.formats import BLOCK, FP8_MAX, FP8Tensor
+from fp8moe.quant.quantize import dequantize
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1: OCP's microscaling formats 1.0, section 5.3.3
+_FP4_SHIFT = 6  # 6 * 2^6 is the largest E4M3 code that an FP4 value becomes
+_FP4_SPREAD = 14  # and 0.5 * 2^(6 - 14) the smallest, a subnormal
+
+
+def as_blocks(checkpoint: Checkpoint) -> tuple[Checkpoint, Found]:
+    """See a checkpoint as one of 128x128 blocks; also return what it holds in truth.
+
+    Raises CheckpointError, with one sentence about the format before what is wrong with the files, if it does not load.
+    """
+    found = examine(checkpoint)
+    if not found.format.loads:
+        raise CheckpointError(f"cannot load {checkpoint.directory}", [found.format.reason, *checkpoint.problems])
+    tensors = dict(checkpoint.tensors)
+    for weight in found.weights:
+        made = _made_of(weight, checkpoint, found)
+        for stored in (weight.codes, weight.scale) if made else ():
+            tensors.pop(stored, None)
+        tensors |= made
+    return replace(checkpoint, tensors=tensors), found
+
+
+def as_values(checkpoint: Checkpoint) -> tuple[Checkpoint, set[str]]:
+    """See what blocks do not hold exactly as float32 values, and all else as blocks; also return the names of these.
+
+    Raises CheckpointError for a format whose values are not known here.
+    """
+    found = examine(checkpoint)
+    kinds = {weight.kind for weight in found.weights} - {None}
+    known = kinds <= {*_MICROSCALED, "fp8-block", "fp8-tensor", "fp8-channel"} and "fp8-channel" in kinds
+    if not found.format.loads and not (known and (found.declared is None or found.declared.kinds)):
+        raise CheckpointError(f"cannot convert {checkpoint.directory}", [found.format.reason, *checkpoint.problems])
+    spread = {problem.partition(":")[0] for problem in inexact_weights(found)}
+    tensors, values = dict(checkpoint.tensors), set()
+    for weight in found.weights:
+        if weight.kind == "fp8-channel" or weight.codes in spread:
+            codes, scale = tensors.pop(weight.codes), tensors.pop(weight.scale)
+            shape = values_shape(weight, codes)
+            sources = _stored(weight, shape, codes, scale)
+            make = partial(_channels, transposed=weight.transposed) if weight.kind == "fp8-channel" else _mxfp4_values
+            made = Derived("F32", shape, codes.begin, codes.end, codes.file, sources, make, None)
+            tensors[weight.weight] = made
+            values.add(weight.weight)
+        else:
+            made = _made_of(weight, checkpoint, found)
+            for stored in (weight.codes, weight.scale) if made else ():
+                tensors.pop(stored, None)
+            tensors |= made
+    return replace(checkpoint, tensors=tensors), values
+
+
+def inexact_weights(found: Found) -> Iterator[str]:
+    """Say which weights in MXFP4 blocks cannot hold, reading exponents, and where these do not tell, codes."""
+    checkpoint = found.checkpoint
+    exponents = {weight.scale: checkpoint.tensors[weight.scale] for weight in found.weights if weight.kind == "mxfp4"}
+    weights = {weight.scale: weight for weight in found.weights}
+    spread = []
+    for scale, values in checkpoint.read_unmapped(exponents):
+        groups = values.view(torch.uint8).view(-1, *exponents[scale].shape[-2:]).int()
+        spread += [scale for matrix in groups if int(_spread(matrix)) > _FP4_SPREAD][:1]
+    with checkpoint.reader() as reader:
+        for weight in map(weights.__getitem__, spread):
+            pairs = zip(reader.pieces(weight.codes), reader.pieces(weight.scale), strict=True)
+            if not all(_is_exact(*_mxfp4(codes.value, powers.value)) for codes, powers in pairs):
+                yield (
+                    f"{weight.codes}: MXFP4 exponents that differ by more than {_FP4_SPREAD} within {BLOCK}x{BLOCK} "
+                    "values, which E4M3 cannot hold"
+                )
+
+
+def _made_of(weight: QuantizedWeight, checkpoint: Checkpoint, found: Found) -> dict[str, TensorInfo]:
+    """The weight and its scale as blocks; empty for what is stored so, and for what is named when it is matched."""
+    if weight.scale is None or weight.kind is None:
+        return {}
+    name, codes, scale = weight.weight, checkpoint.tensors[weight.codes], checkpoint.tensors[weight.scale]
+    shape = values_shape(weight, codes)
+    grid, matrices = scale_shape(name, shape), matrices_of(name, shape)
+    stored = _stored(weight, shape, codes, scale)
+
+    def of_both(index: int, values: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *tensors: Tensor) -> Tensor:
+        parts = zip(*(tensor.chunk(matrices) for tensor in tensors), strict=True)
+        return torch.cat([_blocks(*values(*part))[index] for part in parts])
+
+    def derived(dtype: str, shape: tuple[int, ...], sources: list[Source], make: Callable[..., Tensor]) -> Derived:
+        return Derived(dtype, shape, codes.begin, codes.end, codes.file, sources, make, stored[1])
+
+    if weight.kind in _MICROSCALED:
+        values = _MICROSCALED[weight.kind]
+        return {
+            name: derived(FP8, shape, stored, partial(of_both, 0, values)),
+            scale_name(name): derived("F32", grid, stored, partial(of_both, 1, values)),
+        }
+    bytes_are_exponents = found.declared is not None and found.declared.power_of_two
+    if scale.dtype not in SCALE_DTYPES and not (scale.dtype == "U8" and bytes_are_exponents):
+        return {}
+    if weight.kind == "fp8-tensor":
+        make = partial(_fill, matrices=matrices, grid=grid[-2:])
+    elif weight.transposed:
+        make = partial(_transposed_scale, grid=grid[-2:])
+    elif scale.dtype in SCALE_DTYPES and (weight_of(weight.scale) == name or not weight.has_own_scale):
+        return {}
+    else:
+        make = partial(_reshaped_scale, grid=grid[-2:])
+    data = derived(FP8, shape, stored[:1], _transposed) if weight.transposed else codes
+    return {name: data, scale_name(name): derived("F32", grid, stored[1:], make)}
+
+
+def dequantized(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
+    """A checkpoint in blocks with these weights in bfloat16, in the place of codes and scales."""
+    tensors = dict(checkpoint.tensors)
+    for name in names:
+        scale = scale_of(name, tensors)
+        if scale is None:
+            continue  # named when tensors are matched
+        parts = [_sources(other, tensors.pop(other)) for other in (name, scale)]
+        codes = checkpoint.tensors[name]
+        sources = [source for sources, _ in parts for source in sources]
+        make = partial(_dequantized, len(parts[0][0]), *(make for _, make in parts))
+        tensors[name] = Derived("BF16", codes.shape, codes.begin, codes.end, codes.file, sources, make, None)
+    return replace(checkpoint, tensors=tensors)
+
+
+def _sources(name: str, info: TensorInfo) -> tuple[list[Source], Callable[..., Tensor]]:
+    """What a matrix is made of, and how."""
+    if isinstance(info, Derived):
+        return info.sources, info.make
+    return [Source(name, info, by_expert=False)], Tensor.clone
+
+
+def _dequantized(count: int, codes: Callable[..., Tensor], scale: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    data, blocks = codes(*values[:count]), as_float(scale(*values[count:]))
+    return dequantize(FP8Tensor(data, blocks), dtype=torch.bfloat16)
+
+
+def _stored(weight: QuantizedWeight, shape: tuple[int, ...], codes: TensorInfo, scale: TensorInfo) -> list[Source]:
+    """Codes and scale."""
+    experts = len(shape) == 3
+    by_expert = experts and scale.shape[:1] == shape[:1]
+    return [Source(weight.codes, codes, experts), Source(weight.scale, scale, by_expert)]
+
+
+def _channels(codes: Tensor, scale: Tensor, *, transposed: bool) -> Tensor:
+    codes = codes.t() if transposed else codes
+    return codes.float() * as_float(scale).reshape(-1, 1)
+
+
+def _mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
+    return _mxfp4(codes, exponents)[0].float()
+
+
+def values_shape(weight: QuantizedWeight, codes: TensorInfo) -> tuple[int, ...]:
+    """The shape (N, K) or (E, N, K) of the values."""
+    if weight.kind is None:
+        return codes.shape
+    *lead, rows, columns = codes.shape
+    if weight.transposed:
+        return *lead, columns, rows
+    return (*lead, rows, 2 * columns) if codes.dtype != FP8 else codes.shape
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+def _reshaped_scale(scale: Tensor, grid: tuple[int, int]) -> Tensor:
+    return as_float(scale).reshape(grid)
+
+
+def _transposed_scale(scale: Tensor, grid: tuple[int, int]) -> Tensor:
+    return as_float(scale).t().reshape(grid)
+
+
+def _fill(scale: Tensor, matrices: int, grid: tuple[int, int]) -> Tensor:
+    """One scale in all blocks of a tensor, or one in those of gate and one in those of up."""
+    rows, columns = grid
+    each = as_float(scale).reshape(-1, 1, 1).expand(matrices, rows // matrices, columns)
+    return each.flatten(0, 1).contiguous()
+
+
+def _mxfp8(codes: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (N, K), and for each block the least power of two in which its largest value is no larger than 448.
+
+    The codes of blocks have rounded then what is below the smallest subnormal, by 2^-10 where the largest is above 224.
+    """
+    values = codes.double() * as_float(exponents).repeat_interleave(MX_BLOCK, 1)[:, : codes.shape[1]]
+    rows, columns = values.shape
+    padded = pad(values.abs(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    largest = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3))
+    mantissa, exponent = torch.frexp(largest / FP8_MAX)
+    block = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).int())
+    return values, torch.where((largest > 0) & largest.isfinite(), block, 1.0)
+
+
+def _mxfp4(codes: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (N, K), the even columns in the low halves of the bytes; of blocks 2^(largest exponent - 6)."""
+    halves = codes.view(torch.uint8)
+    halves = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
+    table = torch.tensor((*_FP4, *(-value for value in _FP4)), dtype=torch.float64)
+    values = table[halves.int()]
+    power = exponents.view(torch.uint8).int()
+    used = (values.unflatten(1, (-1, MX_BLOCK)) != 0).any(-1)
+    largest = _of_groups(torch.where(used, power, 0), torch.amax, 0)
+    block = torch.ldexp(torch.ones(largest.shape, dtype=torch.float64), largest - 127 - _FP4_SHIFT)
+    return values * as_float(exponents).double().repeat_interleave(MX_BLOCK, 1), block
+
+
+_MICROSCALED: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {"mxfp8": _mxfp8, "mxfp4": _mxfp4}
+
+
+def _blocks(values: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+    return _quantized(values, block), block.float()
+
+
+def _quantized(values: Tensor, block: Tensor) -> Tensor:
+    return (values / _to_values(block, values.shape)).float().to(torch.float8_e4m3fn)
+
+
+def _is_exact(values: Tensor, block: Tensor) -> bool:
+    return torch.equal(_quantized(values, block).double() * _to_values(block, values.shape), values)
+
+
+def _to_values(block: Tensor, shape: torch.Size) -> Tensor:
+    """A value for each block, repeated for all of its values."""
+    rows, columns = shape
+    return block.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def _spread(power: Tensor) -> Tensor:
+    """By how much exponents (N, K/32) differ within a block, at most."""
+    return (_of_groups(power, torch.amax, 0) - _of_groups(power, torch.amin, 255)).max()
+
+
+def _of_groups(power: Tensor, reduce: Callable[..., Tensor], filler: int) -> Tensor:
+    """Reduce the exponents (N, K/32) of each block."""
+    rows, groups = power.shape
+    padded = pad(power, (0, -groups % (BLOCK // MX_BLOCK), 0, -rows % BLOCK), value=filler)
+    return reduce(padded.unflatten(1, (-1, BLOCK // MX_BLOCK)).unflatten(0, (-1, BLOCK)), dim=(1, 3))

@@ -1,0 +1,324 @@
+"""Quantized checkpoints in the layouts that are published, made of unquantized tensors, with the values they hold.
+
+`LAYOUTS` has one for each: it takes the matrices of a model by name and returns the stored tensors, what config.json
+says, and what each weight is in float64.
+"""
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+E4M3 = torch.float8_e4m3fn
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+class Quantized(NamedTuple):
+    """tensors: as stored. values: of the weights. config: for config.json. files: others, by name."""
+
+    tensors: dict
+    values: dict
+    config: dict
+    files: dict = {}
+
+
+class Weight(NamedTuple):
+    """What one weight becomes: stored tensors by the end of their names, and its values (N, K)."""
+
+    stored: dict
+    values: torch.Tensor
+
+
+def _codes(weight, scale):
+    """FP8 codes and values of a weight with scales that broadcast."""
+    codes = (weight.double() / scale.double()).float().to(E4M3)
+    return codes, codes.double() * scale.double()
+
+
+def _grid(scale, shape):
+    return scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+
+
+def _amax_blocks(weight):
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.abs(), (0, -columns % 128, 0, -rows % 128))
+    return padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3))
+
+
+def block(name, dtype=torch.float32, to_stored=lambda scale: scale):
+    def quantize(weight):
+        scale = _amax_blocks(weight) / 448
+        if dtype is torch.float8_e8m0fnu:
+            scale = scale.log2().ceil().exp2()
+        scale = scale.to(dtype)
+        codes, values = _codes(weight, _grid(scale.float(), weight.shape))
+        return Weight({"weight": codes, name: to_stored(scale)}, values)
+
+    return quantize
+
+
+def tensor(name, dtype=torch.float32, shape=(), static=None):
+    def quantize(weight):
+        scale = (weight.abs().amax() / 448).to(dtype)
+        codes, values = _codes(weight, scale.float())
+        unused = {static: torch.tensor(0.02, dtype=dtype).reshape(shape)} if static else {}
+        return Weight({"weight": codes, name: scale.reshape(shape), **unused}, values)
+
+    return quantize
+
+
+def channel(name, dtype=torch.bfloat16, shape=(-1, 1)):
+    def quantize(weight):
+        scale = (weight.abs().amax(1, keepdim=True) / 448).to(dtype)
+        codes, values = _codes(weight, scale.float())
+        return Weight({"weight": codes, name: scale.reshape(shape)}, values)
+
+    return quantize
+
+
+def _exponents(weight, largest):
+    """E8M0 exponents for each 1x32, none of all zeros."""
+    amax = weight.unflatten(1, (-1, 32)).abs().amax(-1)
+    return (amax / largest).log2().ceil().clamp(-126, 127).add(127).to(torch.uint8)
+
+
+def mxfp8(name):
+    def quantize(weight):
+        exponents = _exponents(weight, 448)
+        scale = (exponents.double() - 127).exp2().repeat_interleave(32, 1)
+        codes, values = _codes(weight, scale)
+        return Weight({"weight": codes, name: exponents}, values)
+
+    return quantize
+
+
+def mxfp4(codes_name, scale_name, codes_dtype, scale_dtype):
+    def quantize(weight):
+        exponents = _exponents(weight, 6)
+        scale = (exponents.double() - 127).exp2().repeat_interleave(32, 1)
+        codes = ((weight.double() / scale).unsqueeze(-1) - FP4).abs().argmin(-1)
+        packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        stored = {codes_name: packed.view(codes_dtype), scale_name: exponents.view(scale_dtype)}
+        return Weight(stored, FP4[codes] * scale)
+
+    return quantize
+
+
+def packed(codes_name, scale_name, codes_dtype, scale_dtype, *, values_each, group):
+    """Integers that stand for nothing: of formats that are refused."""
+
+    def quantize(weight):
+        rows, columns = weight.shape
+        codes = torch.randint(0, 100, (rows, columns // values_each)).to(codes_dtype)
+        scale = torch.ones(rows, -(-columns // group)).to(scale_dtype)
+        return Weight({codes_name: codes, scale_name: scale}, weight.double())
+
+    return quantize
+
+
+class Layout(NamedTuple):
+    """quantize: a weight. name: of the format. loads. config: quantization_config, or a whole config for the root."""
+
+    quantize: Callable[[torch.Tensor], Weight]
+    name: str
+    loads: bool
+    config: dict | None
+    root: dict = {}
+    files: dict = {}
+    exact: bool = True
+    dense: Callable[[torch.Tensor], Weight] | None = None
+
+
+def _compressed(strategy, form="float-quantized", bits=8, kind="float", **weights):
+    scheme = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"0": group}}
+
+
+def _modelopt(algorithm):
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+
+
+def _hf_quant(algorithm):
+    content = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]},
+    }
+    return {"hf_quant_config.json": content}
+
+
+def _four_dimensions(scale):
+    return scale[:, None, :, None].clone()
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+NOT_EXACT = {"exact": False}
+
+LAYOUTS = {
+    "block": Layout(block("weight_scale_inv"), "fp8-block", True, BLOCKS),
+    "block, bfloat16 scales": Layout(block("weight_scale_inv", torch.bfloat16), "fp8-block", True, BLOCKS),
+    "block, float16 scales": Layout(block("weight_scale_inv", torch.float16), "fp8-block", True, BLOCKS),
+    "block, .scale": Layout(block("scale"), "fp8-block", True, BLOCKS),
+    "block, E8M0": Layout(block("scale", torch.float8_e8m0fnu), "fp8-block-ue8m0", True, BLOCKS),
+    "block, E8M0 in bytes": Layout(
+        block("weight_scale_inv", torch.float8_e8m0fnu, lambda scale: scale.view(torch.uint8)),
+        "fp8-block-ue8m0",
+        True,
+        BLOCKS | {"scale_fmt": "ue8m0"},
+    ),
+    "block, config in text_config": Layout(
+        block("weight_scale_inv"), "fp8-block", True, None, root={"text_config": {"quantization_config": BLOCKS}}
+    ),
+    "block, no quantization_config": Layout(block("weight_scale_inv"), "fp8-block", True, None),
+    "block 64x64": Layout(block("weight_scale_inv"), "fp8-block", False, BLOCKS | {"weight_block_size": [64, 64]}),
+    "compressed-tensors block": Layout(
+        block("weight_scale", torch.bfloat16), "fp8-block", True, _compressed("block", block_structure=[128, 128])
+    ),
+    "quark block": Layout(
+        block("weight_scale"),
+        "fp8-block",
+        True,
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block"}}},
+    ),
+    "ModelOpt FP8_PB_WO": Layout(
+        block("weight_scale", to_stored=_four_dimensions), "fp8-block", True, _modelopt("FP8_PB_WO")
+    ),
+    "compressed-tensors tensor": Layout(
+        tensor("weight_scale", torch.bfloat16, (1,), "input_scale"), "fp8-tensor", True, _compressed("tensor")
+    ),
+    "AutoFP8 static": Layout(
+        tensor("weight_scale", static="input_scale"),
+        "fp8-tensor",
+        True,
+        {"quant_method": "fp8", "activation_scheme": "static"},
+    ),
+    "AutoFP8 dynamic": Layout(
+        tensor("weight_scale"), "fp8-tensor", True, {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    ),
+    "Mistral static": Layout(
+        tensor("weight_scale_inv", torch.bfloat16, static="activation_scale"), "fp8-tensor", True, STATIC
+    ),
+    "ModelOpt FP8": Layout(tensor("weight_scale", static="input_scale"), "fp8-tensor", True, _modelopt("FP8")),
+    "ModelOpt FP8, hf_quant_config.json": Layout(
+        tensor("weight_scale", static="input_scale"), "fp8-tensor", True, None, files=_hf_quant("FP8")
+    ),
+    "quark tensor": Layout(
+        tensor("weight_scale", static="input_scale"),
+        "fp8-tensor",
+        True,
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+    ),
+    "MXFP8": Layout(
+        mxfp8("weight_scale_inv"), "mxfp8", True, {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, **NOT_EXACT
+    ),
+    "ModelOpt MXFP8": Layout(mxfp8("weight_scale"), "mxfp8", True, _modelopt("MXFP8"), **NOT_EXACT),
+    "FP8 with FP4 experts": Layout(
+        mxfp4("weight", "scale", torch.int8, torch.float8_e8m0fnu),
+        "mxfp4",
+        True,
+        BLOCKS | {"scale_fmt": "ue8m0"},
+        root={"expert_dtype": "fp4"},
+        dense=block("scale", torch.float8_e8m0fnu),
+    ),
+    "compressed-tensors MXFP4": Layout(
+        mxfp4("weight_packed", "weight_scale", torch.uint8, torch.uint8),
+        "mxfp4",
+        True,
+        _compressed("group", "mxfp4-pack-quantized", bits=4, group_size=32),
+    ),
+    "compressed-tensors channel": Layout(channel("weight_scale"), "fp8-channel", False, _compressed("channel")),
+    "compression_config channel": Layout(
+        channel("weight_scale"), "fp8-channel", False, None, root={"compression_config": _compressed("channel")}
+    ),
+    "fbgemm_fp8": Layout(
+        channel("weight_scale", torch.float32),
+        "fp8-channel",
+        False,
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200},
+    ),
+    "ModelOpt per channel": Layout(
+        channel("weight_scale", torch.float32, (-1,)), "fp8-channel", False, _modelopt("FP8_PER_CHANNEL_PER_TOKEN")
+    ),
+    "ModelOpt NVFP4": Layout(
+        packed("weight", "weight_scale", torch.uint8, E4M3, values_each=2, group=16), "nvfp4", False, _modelopt("NVFP4")
+    ),
+    "compressed-tensors NVFP4": Layout(
+        packed("weight_packed", "weight_scale", torch.uint8, E4M3, values_each=2, group=16),
+        "nvfp4",
+        False,
+        _compressed("tensor_group", "nvfp4-pack-quantized", bits=4, group_size=16),
+    ),
+    "compressed-tensors INT4": Layout(
+        packed("weight_packed", "weight_scale", torch.int32, torch.bfloat16, values_each=8, group=32),
+        "int4",
+        False,
+        _compressed("group", "pack-quantized", bits=4, kind="int", group_size=32),
+    ),
+    "INT4, no quantization_config": Layout(
+        packed("weight_packed", "weight_scale", torch.int32, torch.bfloat16, values_each=8, group=32),
+        "int4",
+        False,
+        None,
+    ),
+    "GPTQ": Layout(
+        packed("qweight", "scales", torch.int32, torch.float16, values_each=8, group=128),
+        "int4",
+        False,
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    ),
+    "MLX": Layout(
+        packed("weight", "scales", torch.uint32, torch.bfloat16, values_each=8, group=64),
+        "int4",
+        False,
+        None,
+        root={"quantization": {"group_size": 64, "bits": 4}},
+    ),
+    "W4AFP8": Layout(
+        packed("weight", "weight_scale_inv", torch.int8, torch.float32, values_each=2, group=128),
+        "w4a8",
+        False,
+        {"quant_method": "w4afp8"},
+        dense=block("weight_scale_inv"),
+    ),
+}
+
+
+def _stored_name(name, end):
+    """X.weight becomes X.end, fused experts Y become Y_end, without "weight"."""
+    if name.endswith(".weight"):
+        return name.removesuffix("weight") + end
+    return name if end == "weight" else f"{name}_{end.removeprefix('weight_')}"
+
+
+def _stacked(parts):
+    if parts[0].itemsize > 1:
+        return torch.stack(parts)
+    return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def write_layout(layout, directory, tensors, wanted, config, *, is_expert=lambda name: "experts" in name):
+    """Write a checkpoint in a layout. wanted: whether a weight is quantized. Returns the values of what was."""
+    stored, values = {}, {}
+    for name, value in tensors.items():
+        if not wanted(name):
+            stored[name] = value
+            continue
+        quantize = layout.quantize if layout.dense is None or is_expert(name) else layout.dense
+        parts = [quantize(matrix.float()) for matrix in (value if value.dim() == 3 else [value])]
+        for end in parts[0].stored:
+            made = [part.stored[end].contiguous() for part in parts]
+            stored[_stored_name(name, end)] = made[0] if value.dim() < 3 else _stacked(made)
+        values[name] = parts[0].values if value.dim() < 3 else torch.stack([part.values for part in parts])
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    quantization = {} if layout.config is None else {"quantization_config": layout.config}
+    content = {**config, **quantization}
+    for key, value in layout.root.items():
+        content[key] = content.get(key, {}) | value if isinstance(value, dict) else value
+    (directory / "config.json").write_text(json.dumps(content))
+    for file, value in layout.files.items():
+        (directory / file).write_text(json.dumps(value))
+    return values

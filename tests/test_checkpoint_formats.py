@@ -1,0 +1,256 @@
+"""Formats of checkpoints: each published layout loads with the values that it holds, or is refused by its name."""
+
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8moe import FP8Linear, dequantize
+from fp8moe.checkpoints.as_blocks import as_blocks
+from fp8moe.checkpoints.find_format import find_format
+from fp8moe.checkpoints.read import SINGLE, open_checkpoint
+from fp8moe.cli import main
+from fp8moe.integrations.checkpoints import (
+    CheckpointError,
+    convert_checkpoint,
+    inspect_checkpoint,
+    load_fp8_checkpoint,
+    quantize_checkpoint,
+)
+from tests.checkpoint_formats import E4M3, LAYOUTS, mxfp4, write_layout
+from tests.small_checkpoints import Model, bits, unquantized
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*static scales")]
+
+HIDDEN, INTERMEDIATE = 160, 96  # multiples of 32, not of 128
+MXFP8_ERROR = 2**-10 / 240  # of a block's largest value; other formats are exact
+E = "layers.1.experts.2.up_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch):
+    from tests import small_checkpoints
+
+    monkeypatch.setattr(small_checkpoints, "HIDDEN", HIDDEN)
+    monkeypatch.setattr(small_checkpoints, "INTERMEDIATE", INTERMEDIATE)
+
+
+def wanted(name):
+    return name.endswith("_proj.weight")
+
+
+def written(directory, layout):
+    return write_layout(LAYOUTS[layout], directory, unquantized(), wanted, {"sizes": [HIDDEN]})
+
+
+def loaded_values(model):
+    """The weights of FP8 modules in float32, under the names of single experts."""
+    values = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Linear):
+            values[f"{name}.weight"] = dequantize((module.weight, module.weight_scale_inv))
+        elif name.endswith("experts"):
+            for parameter, projections in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                data, scale = getattr(module, parameter), getattr(module, f"{parameter}_scale_inv")
+                for expert in range(data.shape[0]):
+                    parts = zip(
+                        data[expert].chunk(len(projections)), scale[expert].chunk(len(projections)), strict=True
+                    )
+                    for projection, part in zip(projections, parts, strict=True):
+                        values[f"{name}.{expert}.{projection}.weight"] = dequantize(part)
+    return values
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout(tmp_path, layout, capsys):
+    expected = written(tmp_path / "checkpoint", layout)
+    found, model = find_format(tmp_path / "checkpoint"), Model()
+    want = LAYOUTS[layout]
+    assert (found.name if want.name != "int4" else "int4", found.loads) == (want.name, want.loads)
+    with pytest.raises(CheckpointError, match="quantized already"):
+        quantize_checkpoint(tmp_path / "checkpoint", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    status = main(["inspect", str(tmp_path / "checkpoint")])
+    first = capsys.readouterr().out.splitlines()[0]
+    if not want.loads:
+        assert status == 1 and "does not load" in first and found.reason[:60] in first
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(CheckpointError) as error:
+            load_fp8_checkpoint(model, tmp_path / "checkpoint")
+        assert error.value.problems == [found.reason]
+        assert all(torch.equal(bits(value), bits(before[name])) for name, value in model.state_dict().items())
+        return
+    assert status == (layout == "block, no quantization_config") and "loads" in first
+    load_fp8_checkpoint(model, tmp_path / "checkpoint")
+    values = loaded_values(model)
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        if found.exact and found.name != "mxfp8":
+            assert torch.equal(value, expected[name].float()), name
+        else:
+            assert (value - expected[name]).abs().max() / expected[name].abs().max() <= MXFP8_ERROR, name
+
+
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.loads])
+def test_converted(tmp_path, layout):
+    written(tmp_path / "source", layout)
+    assert convert_checkpoint(tmp_path / "source", tmp_path / "blocks") is None
+    report = inspect_checkpoint(tmp_path / "blocks")
+    assert (report.format.scales, report.format.loads, report.problems) == ("128x128", True, [])
+    assert not [name for name in os.listdir(tmp_path / "blocks") if name == "hf_quant_config.json"]
+    before, after = Model(), Model()
+    load_fp8_checkpoint(before, tmp_path / "source")
+    load_fp8_checkpoint(after, tmp_path / "blocks")
+    assert all(torch.equal(bits(value), bits(after.state_dict()[name])) for name, value in before.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if not layout.loads])
+def test_conversions_that_need_to_quantize_again(tmp_path, layout, capsys):
+    expected = written(tmp_path / "source", layout)
+    with pytest.raises(CheckpointError) as error:
+        convert_checkpoint(tmp_path / "source", tmp_path / "blocks")
+    assert error.value.problems == [find_format(tmp_path / "source").reason]
+    command = ["convert", str(tmp_path / "source"), str(tmp_path / "blocks"), "--requantize"]
+    if LAYOUTS[layout].name != "fp8-channel":
+        with pytest.raises(SystemExit, match="does not run|expected"):
+            main(command)
+        assert not (tmp_path / "blocks").exists()
+        return
+    assert main(command) == 0
+    model, squares = Model(), torch.zeros(2, dtype=torch.float64)
+    load_fp8_checkpoint(model, tmp_path / "blocks")
+    for name, value in loaded_values(model).items():
+        squares += torch.stack([(value - expected[name]).square().sum(), expected[name].square().sum()])
+    error = float((squares[0] / squares[1]).sqrt())
+    assert 0.01 < error < 0.04 and f"a relative error of {error:.2%} added" in capsys.readouterr().out
+
+
+def test_only_quantized_checkpoints_are_converted(tmp_path):
+    tmp_path.joinpath("x").mkdir()
+    save_file(unquantized(), tmp_path / "x" / SINGLE)
+    with pytest.raises(CheckpointError, match="no weight is quantized; quantize it instead"):
+        convert_checkpoint(tmp_path / "x", tmp_path / "y")
+
+
+@pytest.mark.parametrize("size", [96, 128])
+def test_fused_experts_stored_the_other_way(tmp_path, monkeypatch, size):
+    """Qwen3-VL's layout: (E, K, N), with scales to match."""
+    monkeypatch.setattr("tests.small_checkpoints.INTERMEDIATE", size)
+    tensors, expected = {}, {}
+    for name, value in unquantized(fused=True, layers=1).items():
+        tensors[name] = value
+        if name.endswith(("gate_up_proj", "down_proj")):
+            data = (value.float().mT * 448).contiguous().to(E4M3)  # (E, K, N)
+            scale = torch.rand(data.shape[0], *(-(-size // 128) for size in data.shape[1:]))
+            tensors[name], tensors[f"{name}_scale_inv"] = data, scale
+            expected[name], expected[f"{name}_scale_inv"] = data.float().mT, scale.mT
+    (tmp_path / "x").mkdir()
+    save_file({name: value for name, value in tensors.items() if "q_proj" not in name}, tmp_path / "x" / SINGLE)
+    if size % 128:
+        assert "gate and up, of 96 columns each, share blocks" in find_format(tmp_path / "x").reason
+        return
+    blocks, found = as_blocks(open_checkpoint(tmp_path / "x"))
+    assert found.format.name == "fp8-block" and all(weight.transposed for weight in found.weights)
+    with blocks.reader() as reader:
+        assert all(torch.equal(reader.read(name).float(), value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("scales", [(), (1, 1), (2, 1)])
+def test_fused_experts_with_a_scale_each(tmp_path, scales):
+    """Mistral's layout: (E, 1, 1), and with one for gate and one for up."""
+    tensors = {}
+    for name, value in unquantized(fused=True, layers=1).items():
+        tensors[name] = value
+        if name.endswith(("gate_up_proj", "down_proj")):
+            shape = (value.shape[0], *(scales if name.endswith("gate_up_proj") else scales and (1, 1)))
+            tensors[name] = (value.float() * 448).to(E4M3)
+            tensors[f"{name}_scale_inv"] = torch.rand(shape if scales else value.shape[:1]).bfloat16()
+            tensors[f"{name}_activation_scale"] = torch.rand(value.shape[0], 1, 1)
+    tensors = {name: value for name, value in tensors.items() if "q_proj" not in name}
+    config = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}}
+    (tmp_path / "x").mkdir()
+    save_file(tensors, tmp_path / "x" / SINGLE)
+    (tmp_path / "x" / "config.json").write_text(json.dumps(config))
+    blocks, found = as_blocks(open_checkpoint(tmp_path / "x"))
+    assert (found.format.name, found.format.loads) == ("fp8-tensor", True)
+    with blocks.reader() as reader:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            scale, stored = reader.read(name), tensors[name].float()
+            rows = scale.shape[1] // (2 if scales == (2, 1) and "gate_up" in name else 1)
+            each = stored.reshape(stored.shape[0], -1, 1).repeat_interleave(rows, 1)
+            assert torch.equal(scale, each.expand(scale.shape))
+
+
+def test_mxfp4_that_blocks_cannot_hold_is_refused_by_name(tmp_path):
+    written(tmp_path / "x", "FP8 with FP4 experts")
+    path = tmp_path / "x" / SINGLE
+    tensors = load_file(path)
+    scale = E.removesuffix("weight") + "scale"
+    powers = tensors[scale].view(torch.uint8).clone()
+    powers[0, 0] += 14
+    save_file(tensors | {scale: powers.view(torch.float8_e8m0fnu)}, path)
+    problem = f"{E}: MXFP4 exponents that differ by more than 14 within 128x128 values, which E4M3 cannot hold"
+    model = Model()
+    before = model.layers[1].experts.down_proj.view(torch.uint8).clone()
+    with pytest.raises(CheckpointError, match=re.escape(problem)):
+        load_fp8_checkpoint(model, tmp_path / "x")
+    assert torch.equal(model.layers[1].experts.down_proj.view(torch.uint8), before)
+    codes = tensors[E].clone()
+    codes[1:], codes[:, 16:] = 0, 0  # the group with the large exponent is the only one of its block that counts
+    save_file(tensors | {scale: powers.view(torch.float8_e8m0fnu), E: codes}, path)
+    load_fp8_checkpoint(Model(), tmp_path / "x")
+
+
+@pytest.mark.parametrize("spread", range(15))
+def test_mxfp4_is_exact_up_to_a_spread_of_14(spread):
+    from fp8moe.checkpoints import as_blocks as module
+
+    made = mxfp4("codes", "scale", torch.uint8, torch.uint8)(torch.randn(130, 64))
+    powers = torch.full((130, 2), 120, dtype=torch.uint8)
+    powers[::3] -= spread
+    codes, block = module._blocks(*module._mxfp4(made.stored["codes"], powers))
+    values, _ = module._mxfp4(made.stored["codes"], powers)
+    assert torch.equal(codes.double() * module._to_values(block.double(), values.shape), values)
+
+
+def test_configuration_and_tensors_that_disagree_are_refused(tmp_path):
+    written(tmp_path / "x", "ModelOpt FP8")
+    path = tmp_path / "x" / "config.json"
+    path.write_text(json.dumps({"quantization_config": LAYOUTS["block"].config}))
+    says = "config.json: quantization_config says fp8: FP8 with a scale for each 128x128 values, but "
+    assert find_format(tmp_path / "x").reason.startswith(says)
+    assert find_format(tmp_path / "x").reason.endswith(" is FP8 with a scale for each tensor")
+    path.write_text(json.dumps({"quantization_config": {"quant_method": "nosuch"}}))
+    assert "quant_method is 'nosuch', where fp8moe knows" in find_format(tmp_path / "x").reason
+
+
+def test_fp8_codes_without_scales_are_refused(tmp_path):
+    tensors = {name: value.to(E4M3) if wanted(name) else value for name, value in unquantized().items()}
+    tmp_path.joinpath("x").mkdir()
+    save_file(tensors, tmp_path / "x" / SINGLE)
+    found = find_format(tmp_path / "x")
+    assert not found.loads and found.reason.startswith("nothing says how the codes of layers.0.experts.0")
+    with pytest.raises(CheckpointError, match="nothing says how"):
+        load_fp8_checkpoint(Model(), tmp_path / "x")
+
+
+def test_static_scales_are_said_once(tmp_path):
+    written(tmp_path / "x", "ModelOpt FP8")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_fp8_checkpoint(Model(), tmp_path / "x")
+    assert ["static scales" in str(warning.message) for warning in caught] == [True]
+
+
+def test_the_page_of_formats():
+    """docs/formats.md has the formats of the layouts above, and says of each whether it loads."""
+    row = r"^\| `([\w-]+)`[^|]*\|[^|]*\|[^|]*\| (yes|no)\b"
+    rows = re.findall(row, Path("docs/formats.md").read_text(), re.MULTILINE)
+    said = {(name, loads == "yes") for name, loads in rows}
+    tried = {(layout.name, layout.loads) for layout in LAYOUTS.values() if layout.name != "fp8-block" or layout.loads}
+    assert tried == said - {("bf16", True), ("mxfp4", False)}

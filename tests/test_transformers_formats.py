@@ -1,0 +1,131 @@
+"""Formats of checkpoints through transformers: load_model computes with the values, from_pretrained loses none."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8moe.integrations.checkpoints import CheckpointError, find_format
+from tests.checkpoint_formats import LAYOUTS, write_layout
+from tests.tiny_moe_models import MODELS, TinyModel
+
+transformers = pytest.importorskip("transformers")
+from fp8moe.integrations.transformers import load_model, report  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "registered", "fp8_without_gpu"),
+    pytest.mark.filterwarnings("ignore:.*static scales"),
+]
+
+SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
+IDS = torch.arange(24).view(2, 12)
+LOST = ("ModelOpt", "AutoFP8", "no quant", "compression_config", "MLX", "MXFP8", "FP4", "W4AFP8", "Mistral", "64x64")
+"""Layouts that transformers would load without their scales, or whose errors would not name the format."""
+
+
+class Source:
+    """An unquantized checkpoint of a tiny model."""
+
+    def __init__(self, directory, tiny):
+        model = tiny.build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.1)
+        model.save_pretrained(directory)
+        self.directory, self.kind = directory, type(model)
+        self.tensors = load_file(directory / "model.safetensors")
+        self.config = json.loads((directory / "config.json").read_text())
+
+    def write(self, layout, directory, wanted=lambda name: name.endswith("_proj.weight"), config=None):
+        """A checkpoint in this layout, and the logits of the values that it holds."""
+        content = self.config | (config or {})
+        values = write_layout(layout, directory, self.tensors, wanted, content)
+        tensors = {name: values[name].float() if name in values else value for name, value in self.tensors.items()}
+        own = transformers.AutoConfig.from_pretrained(self.directory)
+        model = self.kind.from_pretrained(None, config=own, state_dict=tensors, dtype=torch.float32)
+        with torch.no_grad():
+            return model(IDS).logits
+
+
+def cosine(model, expected):
+    with torch.no_grad():
+        logits = model(IDS).logits.float()
+    return float(torch.cosine_similarity(logits, expected, dim=-1).median())
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return Source(tmp_path_factory.mktemp("qwen"), TinyModel("qwen3_moe", "AutoModelForCausalLM", SIZES))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "text_config" not in name])
+def test_layout(tmp_path, qwen, name):
+    layout, directory = LAYOUTS[name], tmp_path / "checkpoint"
+    expected = qwen.write(layout, directory)
+    if layout.loads:
+        assert cosine(load_model(directory, dtype=torch.float32), expected) >= 0.99
+    else:
+        with pytest.raises(CheckpointError) as error:
+            load_model(directory)
+        assert error.value.problems == [find_format(directory).reason]
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, experts_implementation="fp8moe", dtype=torch.float32
+        )
+    except ValueError as error:
+        assert any(part in name for part in LOST), error
+        assert find_format(directory).reason in str(error)
+    except ImportError as error:  # a package that transformers wants for this method
+        assert layout.config["quant_method"] in ("compressed-tensors", "quark", "fbgemm_fp8", "gptq"), error
+    else:
+        assert cosine(model, expected) >= 0.99
+
+
+@pytest.mark.parametrize("name", ["block, config in text_config", "block, E8M0", "ModelOpt FP8"])
+def test_multimodal_models(tmp_path, name):
+    """Qwen3-VL's published layout: fused experts (E, K, N), and what others make of it."""
+    source = Source(tmp_path / "source", MODELS["Qwen3VLMoeForConditionalGeneration"])
+    fused = [name for name in source.tensors if name.endswith(("gate_up_proj", "down_proj")) and "visual" not in name]
+    assert fused and source.tensors[fused[0]].dim() == 3
+    expected = source.write(
+        LAYOUTS[name],
+        tmp_path / "x",
+        lambda name: name in fused or ("language_model.layers" in name and "_proj." in name),
+    )
+    assert cosine(load_model(tmp_path / "x", dtype=torch.float32), expected) >= 0.99
+
+
+@pytest.mark.parametrize("name", ["FP8 with FP4 experts", "block, E8M0", "block, .scale"])
+def test_deepseek_v4_as_published(tmp_path, name):
+    """The grouped linear is in FP8, too; experts in FP8 or in FP4."""
+    source = Source(tmp_path / "source", MODELS["DeepseekV4ForCausalLM"])
+    quantized = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
+    wanted = {name for name in source.tensors if name.split(".")[-2:][0] in quantized and "compressor" not in name}
+    assert any("wo_a" in name for name in wanted) and any(".experts.3.w2." in name for name in wanted)
+    expected = source.write(LAYOUTS[name], tmp_path / "x", wanted.__contains__)
+    model = load_model(tmp_path / "x", dtype=torch.float32)
+    assert cosine(model, expected) >= 0.99
+    assert {row.runs_on for row in report(model) if "experts" in row.name} == {"fp8moe"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("auto", torch.float32), (None, torch.float32), ("float16", torch.float16)]
+)
+def test_dtypes_by_name(tmp_path, qwen, dtype, expected):
+    qwen.write(LAYOUTS["block"], tmp_path / "x")
+    assert load_model(tmp_path / "x", dtype=dtype).model.embed_tokens.weight.dtype is expected
+    with pytest.raises(CheckpointError, match="dtype: expected a torch.dtype, its name or 'auto', got 'flaot'"):
+        load_model(tmp_path / "x", dtype="flaot")
+
+
+def test_unquantized_checkpoints_say_that_nothing_runs_on_fp8moe(qwen):
+    with pytest.warns(UserWarning, match="no weight is quantized; nothing of it runs on fp8moe"):
+        load_model(qwen.directory)
+
+
+def test_an_output_layer_that_the_configuration_ties(tmp_path, qwen):
+    expected = qwen.write(LAYOUTS["block"], tmp_path / "x", config={"tie_word_embeddings": True})
+    model = load_model(tmp_path / "x", dtype=torch.float32)
+    assert cosine(model, expected) >= 0.99 and not model.config.tie_word_embeddings
