@@ -1,9 +1,8 @@
 """Reference quantizers in plain PyTorch, on any device: they define what the CUDA kernels must return, bit for bit.
 
 Per block: ``scale = max(amax, 1e-12) / 448`` and ``data = e4m3(x / scale)``, both quotients correctly rounded float32,
-the cast saturating and to nearest even. NaN and infinity reach the scale of their block and no other block: a NaN makes
-the whole block NaN, an infinity makes the scale infinite, so that ``data * scale`` is NaN throughout.
-Nothing here waits for a GPU. Arguments are checked by the callers.
+the cast saturating and to nearest even. A NaN makes its whole block NaN, an infinity the scale infinite, so that
+``data * scale`` is NaN throughout. Nothing here waits for a GPU.
 """
 
 from typing import NamedTuple

@@ -133,7 +133,6 @@ def tile_spec(
 
 
 def kernel_spec(dtype: torch.dtype, vector: bool, weighted: bool) -> KernelSpec:
-    """The kernel of `quantize_with_transpose`; see `tile_spec`."""
     return tile_spec("quantize_transpose", _Source, dtype, shared_bytes=TILE_BYTES, vector=vector, weighted=weighted)
 
 
@@ -147,23 +146,16 @@ def tile_launcher(
     column_tiles: int,
     strip: int = STRIP,
 ) -> PointerLauncher:
-    """The launcher of a kernel of `tile_spec`, on the current device, for `Results`, the group offsets or None, and the
-    operands to which the pointers in `source` point, in this order.
+    """The launcher of a kernel of `tile_spec`, on the current device, for `Results`, the contiguous group offsets or
+    None, and the operands to which the pointers in `source` point, in this order.
 
     source: its ``struct Source``, sizes filled in. rows, width, groups: of the results. column_tiles: of 128 columns,
-    the tiles that a row of thread blocks takes. Group offsets (E + 1,) are contiguous.
+    the tiles that a row of thread blocks takes.
     """
     row_tiles = padded_rows(rows, groups) // BLOCK
-    results = _Results(
-        width=width,
-        row_scale_pitch=align(rows, 4),
-        column_scale_pitch=align(width, 4),
-        num_rows=rows,
-        num_groups=groups,
-        row_tiles=row_tiles,
-        column_tiles=column_tiles,
-        strip=strip,
-    )
+    sizes = {"num_rows": rows, "num_groups": groups, "row_tiles": row_tiles, "column_tiles": column_tiles}
+    pitches = {"row_scale_pitch": align(rows, 4), "column_scale_pitch": align(width, 4)}
+    results = _Results(width=width, **pitches, **sizes, strip=strip)
     smem = int(dict(spec.defines)["SHARED_BYTES"])
     grid = row_tiles * column_tiles
     return PointerLauncher(load(spec), grid=grid, block=_WARPS * WARP, smem=smem, args=(results, source))

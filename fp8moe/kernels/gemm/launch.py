@@ -55,7 +55,7 @@ class GemmLauncher:
 
     maps: of the operands and perhaps of the result, in the order of the addresses that `launch` takes.
     arguments: the kernel's structure; `pointers`: how many of its first fields are addresses and pitches.
-    new_out: call it for an uninitialized result, if that has a place of its own; shape: its shape.
+    new_out, shape: of an uninitialized result like `out`.
     """
 
     def __init__(
