@@ -287,7 +287,7 @@ def score_operands(
 
 
 def interleaves(forward) -> bool:
-    """Whether a forward of transformers' indexers rotates neighbouring values, as GLM-MoE-DSA's does, and not halves."""
+    """Whether a forward of transformers' indexers rotates neighbouring values, as GLM-MoE-DSA's does."""
     return "apply_rotary_pos_emb_interleave" in inspect.unwrap(forward).__code__.co_names
 
 
