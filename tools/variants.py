@@ -18,7 +18,7 @@ from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from fp8moe.kernels.experts import combine, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
-from fp8moe.kernels.experts.operator import experts_rows_to
+from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
@@ -250,7 +250,7 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
         for activation, first_row in product(("silu", "gelu"), (0, 4 * tokens)):
             options = share | {"activation": Activation(name=activation), "first_row": first_row}
             operands = (make.rows(tokens, 1040), index, *weights)
-            yield lambda to=targets, operands=operands, options=options: experts_rows_to(to, *operands, **options)
+            yield lambda to=targets, operands=operands, options=options: send_rows(to, *operands, **options)
     kinds = tuple(getattr(torch, dtype) for dtype in DTYPES)
     rows, indices = (torch.bfloat16, torch.float32), (torch.int32, torch.int64)
     for *dtypes, index_dtype in product(rows, kinds, kinds, indices):

@@ -14,7 +14,7 @@ from fp8moe.distributed.transport import Tokens
 from fp8moe.kernels.experts import combine, dispatch
 from fp8moe.kernels.experts.dispatch import Received
 from fp8moe.kernels.experts.operands import row_dtype
-from fp8moe.kernels.experts.operator import experts_rows_to
+from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import aligned, row_major
@@ -163,7 +163,7 @@ class Peers:
         for options in passes:
             meeting = self._meeting() if options is passes[-1] else no_meeting(self.world)
             targets = Targets(self.world, each, to_all, (*rows.addresses, *meeting))
-            experts_rows_to(targets, x, index, local.weights.up, local.weights.down, **options)
+            send_rows(targets, x, index, local.weights.up, local.weights.down, **options)
 
     def _combine(self, rows: _Buffer, local: LocalExperts, tokens: Tokens, residual: Tensor | None) -> Tensor:
         """(T, H): the weighted sums of the rows that have come for these tokens."""

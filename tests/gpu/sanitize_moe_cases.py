@@ -19,7 +19,7 @@ from fp8moe.kernels.experts import experts_partial, experts_rows, reference
 from fp8moe.kernels.experts.combine import Dtypes, combine
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.dispatch import Received, dispatch
-from fp8moe.kernels.experts.operator import experts_rows_to
+from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
@@ -347,7 +347,7 @@ def sent_error(
     words = meeting([row.data_ptr() for row in signals], 0)
     for first_row, last in ((num_rows, no_meeting(ranks)), (0, words)):
         targets = Targets(ranks, each, to_all, (*(buffer.data_ptr() for buffer in buffers), *last))
-        experts_rows_to(targets, *there, **share, first_row=first_row)
+        send_rows(targets, *there, **share, first_row=first_row)
     parts = [buffer.cpu() for buffer in buffers]
     got = parts if to_all else [torch.cat(parts)]
     if any(not torch.equal(values.isnan(), expected.isnan()) for values in got):

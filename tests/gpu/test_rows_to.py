@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8moe.kernels.experts import experts_rows, sort_by_expert
-from fp8moe.kernels.experts.operator import experts_rows_to
+from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.gemm.tiles import GroupedProblem, choose_grouped
 from fp8moe.quant.quantize import quantize_1x128
@@ -53,7 +53,7 @@ def send(layer, x, index, buffers, to_all, words=None, **options):
     share |= {"first_row": 0, "num_rows": index.numel()} | options
     addresses = (*(buffer.data_ptr() for buffer in buffers), *(words or no_meeting(len(buffers))))
     targets = Targets(len(buffers), len(buffers[0]), to_all, addresses)
-    experts_rows_to(targets, x, index, *weights_of(layer, START, END), activation=layer.activation, **share)
+    send_rows(targets, x, index, *weights_of(layer, START, END), activation=layer.activation, **share)
 
 
 def write(layer, x, index, buffers, to_all, first_row=0, num_rows=None):
@@ -190,7 +190,7 @@ def test_rows_of_all_ranks_are_added_up_to_the_layer(tokens, variant):
             share |= {"activation": layer.activation, "first_row": 0, "num_rows": index.numel()}
             # As they come to other ranks, and as they are.
             tokens_there = quantize_1x128(x) if rank % 2 else x
-            experts_rows_to(Targets(peers, len(buffers[0]), to_all, addresses), tokens_there, index, *own, **share)
+            send_rows(Targets(peers, len(buffers[0]), to_all, addresses), tokens_there, index, *own, **share)
         parts = (
             [(index, weights)] * peers if to_all else list(zip(index.chunk(peers), weights.chunk(peers), strict=True))
         )

@@ -19,10 +19,9 @@ from fp8moe.integrations.peft.layer import FP8LoraLayer, Stored, check_base, che
 from fp8moe.integrations.transformers.experts import cached_layer
 from fp8moe.kernels.activation import Activation, weighted_backward
 from fp8moe.kernels.experts import checks
-from fp8moe.kernels.experts.backward import assignments_of, by_assignment, no_double_backward, order_of, values_of
+from fp8moe.kernels.experts.backward import RowOrder, no_double_backward, values_of
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.operands import Layer, Operands, pad_columns, row_dtype, without_padding
-from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import swiglu_backward_quantize_rows, swiglu_quantize_rows
 from fp8moe.layers.experts import GroupedExperts, flattened
 from fp8moe.quant.formats import BLOCK, FP8Tensor
@@ -245,12 +244,11 @@ class _AdaptedExperts(torch.autograd.Function):
         activation, dropout = options
         hidden, size = down.shape[1:]
         layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), activation).padded(BLOCK)
-        groups, rows = sort_by_expert(top_k_index, len(up_a))
-        assignments = assignments_of(rows, rows.numel())
-        order = order_of(groups, rows, assignments, (rows.numel(), len(up_a)))
-        ctx.call = order, assignments.clamp(min=0), activation, dropout, x.dtype
+        order = RowOrder.of_tokens(top_k_index, len(up_a), len(up_a))
+        groups = order.groups
+        ctx.call = order, activation, dropout, x.dtype
         read = pad_columns((x if dropped is None else dropped).bfloat16(), up_a.shape[2])  # by the first factors
-        up_ranks = lora_shrink(read, up_a, groups, order.tokens)
+        up_ranks = lora_shrink(read, up_a, groups, order.tokens())
         a, _, _ = order.gather(x, layer.down.data.shape[1], None, False)
         projected = order.multiply(a, layer.up, torch.bfloat16, low_rank=(up_ranks, up_b))
         del a
@@ -285,15 +283,14 @@ class _Gradients(torch.autograd.Function):
     def forward(ctx, call, needed, grad, *saved):
         read, top_k_weights, up_a, up_b, down_a, down_b, *saved = saved
         up, up_scale, down, down_scale, projected, up_ranks, down_ranks, mask = saved
-        order, assignments, activation, dropout, dtype = call
+        order, activation, dropout, dtype = call
         layer = Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), activation).padded(BLOCK)
-        groups = order.groups
-        row_weights = top_k_weights.flatten().index_select(0, assignments).float()
+        groups, tokens, row_weights = order.groups, order.tokens(), order.row_weights(top_k_weights)
         keep = 1 / (1 - dropout)
 
-        # As in `backward.backward`, gradients come without the weights of the rows, which take them later.
+        # As in `kernels.experts.backward`, gradients come without the weights of the rows, which take them later.
         grad_read = pad_columns(grad.bfloat16(), down_b.shape[1])
-        d_ranks = lora_shrink(grad_read, down_b.mT.contiguous(), groups, order.tokens)
+        d_ranks = lora_shrink(grad_read, down_b.mT.contiguous(), groups, tokens)
         rows, _, _ = order.gather(grad, layer.down.data.shape[1], None, False)
         low_rank = (d_ranks, down_a.mT.contiguous()) if mask is None else None
         d_h = order.multiply(rows, transpose_fp8(layer.down), torch.bfloat16, low_rank=low_rank)
@@ -310,8 +307,8 @@ class _Gradients(torch.autograd.Function):
         d_up_b = lora_gradient(up_ranks, d_projected, groups).mT
         d_ranks = lora_shrink(d_projected, up_b.mT.contiguous(), groups)
         del d_projected
-        d_down_b = lora_gradient(down_ranks, grad_read, groups, order.tokens).mT
-        d_up_a = lora_gradient(d_ranks, read, groups, order.tokens)
+        d_down_b = lora_gradient(down_ranks, grad_read, groups, tokens).mT
+        d_up_a = lora_gradient(d_ranks, read, groups, tokens)
 
         d_x = d_read = None
         if needed[0]:
@@ -321,7 +318,7 @@ class _Gradients(torch.autograd.Function):
             del dx
         if needed[1]:
             d_read = without_padding(order.sum(grouped_mm(d_ranks, up_a, groups), None, dtype), grad.shape[1])
-        d_weights = by_assignment(dots, order.rows).to(top_k_weights.dtype)
+        d_weights = order.by_assignment(dots).to(top_k_weights.dtype)
         return d_x, d_read, d_weights, d_up_a, d_up_b, d_down_a, d_down_b
 
     @staticmethod

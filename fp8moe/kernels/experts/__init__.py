@@ -4,7 +4,7 @@ Functions that share a module's name are not handed out here: combine.combine.
 """
 
 from fp8moe.kernels.experts.backward import experts_training
-from fp8moe.kernels.experts.operator import experts, experts_partial, experts_rows, experts_rows_to
+from fp8moe.kernels.experts.operator import experts, experts_partial, experts_rows, send_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 
@@ -12,9 +12,9 @@ __all__ = [
     "experts",
     "experts_partial",
     "experts_rows",
-    "experts_rows_to",
     "experts_training",
     "permute_fp8",
     "permute_quantize",
+    "send_rows",
     "sort_by_expert",
 ]

@@ -1,11 +1,5 @@
-"""Experts with a backward: `experts_training`, and `experts_rows_training` of rows in the order of experts.
+"""Experts with a backward: `experts_training`, and `experts_rows_training` of rows in the order of experts."""
 
-Forward, input gradient and weight gradient run in FP8, every tensor quantized once in each direction: DeepSeek-V3,
-arXiv:2412.19437, section 3.3. The forward keeps the quantized transposes that weight gradients need and the result of
-GEMM 1 in bfloat16, from which the backward computes the activation anew.
-"""
-
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,13 +12,14 @@ from fp8moe.kernels.experts.operands import (
     Layer,
     Masters,
     Operands,
-    Rows,
-    Share,
+    RowOperands,
+    Shard,
     pad_columns,
     row_dtype,
     without_padding,
 )
 from fp8moe.kernels.experts.permute import permute_quantize
+from fp8moe.kernels.experts.reference import assignments_of
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import (
     swiglu_backward_quantize,
@@ -36,7 +31,6 @@ from fp8moe.kernels.gemm.api import grouped_rows, weight_gradients
 from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
-from fp8moe.runtime.autograd import recorded
 from fp8moe.runtime.operator import Signature, define
 
 
@@ -71,6 +65,10 @@ def experts_training(
     Gradients are those of the forward with every quantization taken for the identity (straight through), for
     hidden_states, in its dtype, top_k_weights and the masters. Equal inputs give equal bits.
 
+    Forward, input gradient and weight gradient run in FP8, every tensor quantized once in each direction: DeepSeek-V3,
+    arXiv:2412.19437, section 3.3. The forward keeps the quantized transposes that weight gradients need and the result
+    of GEMM 1 in bfloat16, from which the backward computes the activation anew.
+
     What is kept for the backward, with R = T * K or num_rows, I rounded up to a multiple of 128 and H to one of 16, and
     P = R + 127 * min(E, R) rounded down to a multiple of 128: ``4 * R * I`` bytes (half without a gate),
     ``P * H * 33/32`` with an up_master, ``P * I * 33/32`` with a down_master, 8 for each row, and 4 for each expert and
@@ -80,31 +78,62 @@ def experts_training(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device. The backward raises RuntimeError if a
     master has been changed in place since the forward; so does a backward of the backward.
     """
-    masters = Masters(*(master if recorded(master) else None for master in (up_master, down_master)))
     layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation)
-    share = Share(first_expert, num_experts, num_rows=num_rows, out_dtype=out_dtype)
-    operands = Operands(hidden_states, top_k_index, top_k_weights, layer, share=share, masters=masters)
-    out, *_ = _tokens_op(*_TOKENS.pack(operands))
-    return out
+    masters = Masters.recorded(up_master, down_master)
+    shard = Shard(first_expert, num_experts, num_rows=num_rows, out_dtype=out_dtype)
+    operands = Operands(hidden_states, top_k_index, top_k_weights, layer, shard=shard)
+    checks.training(operands, masters)
+    total = shard.total(len(layer.down.data))
+    order = RowOrder.of_tokens(top_k_index, len(layer.down.data), total, first_expert=first_expert, num_rows=num_rows)
+    dtypes = shard.dtypes(hidden_states.dtype)
+    return _train(TrainingOperands(hidden_states, None, order, top_k_weights, layer, masters, *dtypes))
 
 
-def experts_rows_training(operands: Rows) -> Tensor:
+def experts_rows_training(operands: RowOperands, masters: Masters) -> Tensor:
     """`experts_rows` with a backward."""
-    out, *_ = _rows_op(*_ROWS.pack(operands))
-    return out
+    checks.sorted_rows(operands)
+    checks.masters(operands.layer, masters)
+    rows, scale, group_offsets, layer, dtype, whole = operands
+    order = RowOrder(group_offsets, whole=whole)
+    return _train(TrainingOperands(rows, scale, order, None, layer, masters, dtype, dtype))
 
 
-class Order(NamedTuple):
-    """Which rows there are: offsets of the experts' groups (E + 1,), and where tokens are sorted into them, rows (T, K)
-    of their assignments and the token (R,) of each row, -1 where there is none. Otherwise they lie in this order.
+class RowOrder(NamedTuple):
+    """Which rows there are: the offsets of the experts' groups (E + 1,), and how tokens are sorted into them.
 
+    rows (T, K) of their assignments, and the assignment t * K + k (R,) of each row, -1 where there is none; None: the
+        rows lie in this order already.
     whole: rows and groups of a layer of which these are a part; None: this is all of it.
     """
 
     groups: Tensor
     rows: Tensor | None = None
-    tokens: Tensor | None = None
+    assignments: Tensor | None = None
     whole: tuple[int, int] | None = None
+
+    @classmethod
+    def of_tokens(
+        cls, top_k_index: Tensor, num_experts: int, total: int, *, first_expert: int = 0, num_rows: int | None = None
+    ) -> "RowOrder":
+        """The order by `sort_by_expert`, which describes the arguments. total: experts on all ranks."""
+        groups, rows = sort_by_expert(top_k_index, num_experts, first_expert=first_expert, num_rows=num_rows)
+        assignments = assignments_of(rows, rows.numel() if num_rows is None else num_rows)
+        return cls(groups, rows, assignments, (rows.numel(), total))
+
+    def tokens(self) -> Tensor | None:
+        """The token (R,) of each row, -1 where there is none; None if rows lie in this order already."""
+        if self.rows is None:
+            return None
+        return self.assignments.div(max(self.rows.shape[1], 1), rounding_mode="floor")
+
+    def row_weights(self, top_k_weights: Tensor) -> Tensor:
+        """(T, K) -> (R,) float32."""
+        return top_k_weights.flatten().index_select(0, self.assignments.clamp(min=0)).float()
+
+    def by_assignment(self, values: Tensor) -> Tensor:
+        """Values (R,) of rows to the assignments (T, K) that have them, zeros for those without."""
+        picked = values.index_select(0, self.rows.flatten().clamp(min=0)).view(self.rows.shape)
+        return torch.where(self.rows >= 0, picked, 0)
 
     def gather(
         self, x: Tensor | FP8Tensor, columns: int, row_weights: Tensor | None, transposed: bool
@@ -122,10 +151,10 @@ class Order(NamedTuple):
             return rows, by_columns, offsets
         x = pad_columns(x, columns)
         if transposed:
-            return quantize_with_transpose(x, self.groups, tokens=self.tokens, row_weights=row_weights)
+            return quantize_with_transpose(x, self.groups, tokens=self.tokens(), row_weights=row_weights)
         if self.rows is None:
             return quantize_1x128(x), None, None
-        return permute_quantize(x, self.rows, self.tokens.shape[0]), None, None
+        return permute_quantize(x, self.rows, self.assignments.shape[0]), None, None
 
     def multiply(
         self,
@@ -148,73 +177,74 @@ class Order(NamedTuple):
         return combine(y, self.rows, weights, dtype)
 
 
-class Kept(NamedTuple):
-    """What the forward hands to the backward, empty where that needs it not.
+class TrainingOperands(NamedTuple):
+    """Tokens, or rows in the order of experts, and what is computed of them.
+
+    x_scale: of x quantized 1x128. top_k_weights: None for rows. row_dtype: of the results of GEMM 2.
+    """
+
+    x: Tensor
+    x_scale: Tensor | None
+    order: RowOrder
+    top_k_weights: Tensor | None
+    layer: Layer
+    masters: Masters
+    row_dtype: torch.dtype
+    out_dtype: torch.dtype
+
+
+class SavedForBackward(NamedTuple):
+    """What the forward computes for the backward, empty where that needs it not.
 
     projected: the result of GEMM 1, which stays differentiable, so that the gradients depend on the inputs and double
-        backward reaches an error. x_columns, h_columns: data and scale of the transposed inputs of both GEMMs.
+        backward reaches an error. x_columns, h_columns: the transposed inputs of both GEMMs.
     """
 
     projected: Tensor
-    x_columns: Tensor
-    x_columns_scale: Tensor
-    h_columns: Tensor
-    h_columns_scale: Tensor
-
-    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.x_columns, self.x_columns_scale, self.h_columns, self.h_columns_scale
+    x_columns: FP8Tensor
+    h_columns: FP8Tensor
 
 
-class Gradients(NamedTuple):
-    """Those of tokens or rows, of the rows' weights (R,) and of the masters, empty where nothing asks for them."""
+class BackwardOperands(NamedTuple):
+    """The gradient of the result, and what the forward had and saved. input_dtype: of x; None: it needs no gradient."""
 
-    hidden_states: Tensor
-    row_weights: Tensor
-    up: Tensor
-    down: Tensor
+    grad: Tensor
+    order: RowOrder
+    top_k_weights: Tensor | None
+    layer: Layer
+    masters: Masters
+    saved: SavedForBackward
+    input_dtype: torch.dtype | None
+    routing_grad: bool
 
 
-def forward(
-    x: Tensor | FP8Tensor,
-    order: Order,
-    layer: Layer,
-    masters: Masters,
-    weights: Tensor | None,
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> tuple[Tensor, Kept]:
-    """The weighted sums of tokens, or rows. weights: (T, K) or None. dtypes: of rows and of the result."""
-    hidden, size = layer.down.data.shape[1:]
-    layer = layer.padded(BLOCK)
+def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
+    """The weighted sums of tokens, or the results of rows; and the tensors of `SavedForBackward`."""
+    order, masters = operands.order, operands.masters
+    hidden, size = operands.layer.down.data.shape[1:]
+    layer = operands.layer.padded(BLOCK)
+    x = operands.x if operands.x_scale is None else FP8Tensor(operands.x, operands.x_scale)
     empty = [layer.up.data.new_empty(0) for _ in range(4)]
-    row_dtype, out_dtype = dtypes
     a, x_columns, _ = order.gather(x, layer.down.data.shape[1], None, masters.up_master is not None)
     projected = order.multiply(a, layer.up, torch.bfloat16)
     del a
     h, h_columns = activate(projected, order.groups, layer.activation, size, masters.down_master is not None)
-    y = order.multiply(h, layer.down, row_dtype, others_zero=order.rows is None)
+    y = order.multiply(h, layer.down, operands.row_dtype, others_zero=order.rows is None)
     del h
-    out = without_padding(order.sum(y, weights, out_dtype), hidden)
-    return out, Kept(projected, *(x_columns or empty[:2]), *(h_columns or empty[2:]))
+    out = without_padding(order.sum(y, operands.top_k_weights, operands.out_dtype), hidden)
+    return out, projected, *(x_columns or empty[:2]), *(h_columns or empty[2:])
 
 
-def backward(
-    grad: Tensor,
-    order: Order,
-    layer: Layer,
-    masters: Masters,
-    kept: Kept,
-    row_weights: Tensor,
-    input_dtype: torch.dtype | None,
-    routing_grad: bool,
-) -> Gradients:
-    """From what `forward` was called with and has kept.
-
-    grad: of its result. row_weights: (R,) float32. input_dtype: of x; None where it needs no gradient.
-    """
-    activation = layer.activation
+def _backward(operands: BackwardOperands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, top_k_weights and both masters, empty where nothing asks for them."""
+    grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad = operands
     hidden, size = layer.down.data.shape[1:]
     layer = layer.padded(BLOCK)
     d_x, d_weights, d_up, d_down = (grad.new_empty(0) for _ in range(4))
+    if order.rows is None:
+        row_weights = torch.ones(grad.shape[0], dtype=torch.float32, device=grad.device)
+    else:
+        row_weights = order.row_weights(top_k_weights)
 
     # The columns take the weights of the rows, for the gradient of down_proj. The rows themselves do without, so that
     # the gradient of the weights is the product of one with its unweighted result.
@@ -225,18 +255,18 @@ def backward(
         d_h = order.multiply(grad_rows, transpose_fp8(layer.down), torch.bfloat16)
     del grad_rows
     if masters.down_master is not None:
-        h_columns = FP8Tensor(kept.h_columns, kept.h_columns_scale)
-        d_down = _weight_gradient(grad_columns, h_columns, offsets, (1, hidden, size), masters.down_master.dtype)
+        shape = (1, hidden, size)
+        d_down = _weight_gradient(grad_columns, saved.h_columns, offsets, shape, masters.down_master.dtype)
     del grad_columns
     if not beyond:
-        return Gradients(d_x, d_weights, d_up, d_down)
+        return d_x, d_weights, d_up, d_down
 
     d_rows, d_columns, offsets, dots = activate_backward(
-        kept.projected, d_h, row_weights, order.groups, activation, masters.up_master is not None
+        saved.projected, d_h, row_weights, order.groups, layer.activation, masters.up_master is not None
     )
     del d_h
     if routing_grad:
-        d_weights = dots
+        d_weights = order.by_assignment(dots).to(top_k_weights.dtype)
     if input_dtype is not None:
         transposed, dtype = transpose_fp8(layer.up), row_dtype(input_dtype)
         dx = order.multiply(d_rows, transposed, dtype, others_zero=order.rows is None)
@@ -246,10 +276,9 @@ def backward(
     del d_rows
     if masters.up_master is not None:
         # Last, after the temporary tensors of the others: it is the largest.
-        x_columns = FP8Tensor(kept.x_columns, kept.x_columns_scale)
-        shape = (2 if activation.gated else 1, size, hidden)
-        d_up = _weight_gradient(d_columns, x_columns, offsets, shape, masters.up_master.dtype)
-    return Gradients(d_x, d_weights, d_up, d_down)
+        shape = (2 if layer.activation.gated else 1, size, hidden)
+        d_up = _weight_gradient(d_columns, saved.x_columns, offsets, shape, masters.up_master.dtype)
+    return d_x, d_weights, d_up, d_down
 
 
 def activate(
@@ -310,118 +339,45 @@ def _weight_gradient(
 # ---- the operators ----
 
 
-class _Saved(NamedTuple):
-    """The tensors that the backward reads. rows, assignments, top_k_weights: only where tokens are sorted."""
-
-    groups: Tensor
-    rows: Tensor | None
-    assignments: Tensor | None
-    top_k_weights: Tensor | None
-    kept: Kept
-    up: FP8Tensor
-    down: FP8Tensor
+def _train(operands: TrainingOperands) -> Tensor:
+    out, *_ = _training(*_TRAINING.pack(operands))
+    return out
 
 
-class _Backward(NamedTuple):
-    """Operands of the backward. grad: of the result. The others: see `Order` and `backward`."""
-
-    grad: Tensor
-    saved: _Saved
-    masters: Masters
-    activation: Activation
-    whole: tuple[int, int] | None
-    input_dtype: torch.dtype | None
-    routing_grad: bool
-
-
-def order_of(groups: Tensor, rows: Tensor, assignments: Tensor, whole: tuple[int, int]) -> Order:
-    """Tokens in the order of experts; rows and groups of `sort_by_expert`, assignments of `assignments_of`."""
-    return Order(groups, rows, assignments.div(max(rows.shape[1], 1), rounding_mode="floor"), whole)
-
-
-def assignments_of(rows: Tensor, count: int) -> Tensor:
-    """The inverse of rows (T, K), (count,) int32: the assignment t * K + k that has each row, or -1."""
-    # Assignments without a row share one past the end.
-    target = torch.where(rows >= 0, rows, count).flatten().long()
-    index = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
-    return index.new_full((count + 1,), -1).scatter_(0, target, index)[:count].clone()
-
-
-def by_assignment(values: Tensor, rows: Tensor) -> Tensor:
-    """Values (R, ...) of rows to the assignments rows (T, K) that have them: (T, K, ...), zeros for those without."""
-    picked = values.index_select(0, rows.flatten().clamp(min=0)).unflatten(0, rows.shape)
-    return torch.where(rows.view(*rows.shape, *[1] * (values.dim() - 1)) >= 0, picked, 0)
-
-
-def _whole(rows: Tensor, layer: Layer, share: Share) -> tuple[int, int]:
-    return rows.numel(), share.num_experts or len(layer.down.data)
-
-
-def _forward_tokens(operands: Operands) -> tuple[Tensor, ...]:
-    """The result (T, H); groups and rows of `sort_by_expert`; assignments (R,), see `assignments_of`; and `Kept`."""
-    checks.training(operands)
-    x, layer, share = operands.hidden_states, operands.layer, operands.share
-    window = {"first_expert": share.first_expert, "num_rows": share.num_rows}
-    groups, rows = sort_by_expert(operands.top_k_index, len(layer.down.data), **window)
-    assignments = assignments_of(rows, rows.numel() if share.num_rows is None else share.num_rows)
-    order = order_of(groups, rows, assignments, _whole(rows, layer, share))
-    out, kept = forward(x, order, layer, operands.masters, operands.top_k_weights, share.dtypes(x.dtype))
-    return out, groups, rows, assignments, *kept
-
-
-def _forward_rows(operands: Rows) -> tuple[Tensor, ...]:
-    """The result (R, H) and `Kept`."""
-    checks.sorted_rows(operands)
-    x = operands.rows if operands.rows_scale is None else FP8Tensor(operands.rows, operands.rows_scale)
-    order = Order(operands.group_offsets, whole=operands.whole)
-    out, kept = forward(x, order, operands.layer, operands.masters, None, (operands.row_dtype, operands.row_dtype))
-    return out, *kept
-
-
-def _run_backward(operands: _Backward) -> tuple[Tensor, ...]:
-    """`Gradients`, those of the rows' weights as gradients of top_k_weights."""
-    grad, saved = operands.grad, operands.saved
-    if saved.rows is None:
-        order = Order(saved.groups, whole=operands.whole)
-        row_weights = torch.ones(grad.shape[0], dtype=torch.float32, device=grad.device)
-    else:
-        order = order_of(saved.groups, saved.rows, saved.assignments, operands.whole)
-        row_weights = saved.top_k_weights.flatten().index_select(0, saved.assignments.clamp(min=0)).float()
-    layer = Layer(saved.up, saved.down, operands.activation)
-    grads = backward(
-        *(grad, order, layer, operands.masters, saved.kept, row_weights),
-        *(operands.input_dtype, operands.routing_grad),
-    )
-    if operands.routing_grad:
-        d_weights = by_assignment(grads.row_weights, saved.rows).to(saved.top_k_weights.dtype)
-        grads = grads._replace(row_weights=d_weights)
-    return tuple(grads)
-
-
-def _save_tokens(ctx, inputs, output) -> None:
-    operands = _TOKENS.unpack(*inputs)
-    _, groups, rows, assignments, *kept = output
-    layer, kept = operands.layer, Kept(*kept)
-    _save(ctx, _Saved(groups, rows, assignments, operands.top_k_weights, kept, layer.up, layer.down), operands)
-    ctx.mark_non_differentiable(groups, rows, assignments, *kept.columns())
-    ctx.whole, ctx.input_dtype = _whole(rows, layer, operands.share), operands.hidden_states.dtype
-
-
-def _save_rows(ctx, inputs, output) -> None:
-    operands = _ROWS.unpack(*inputs)
-    _, *kept = output
-    layer, kept = operands.layer, Kept(*kept)
-    _save(ctx, _Saved(operands.group_offsets, None, None, None, kept, layer.up, layer.down), operands)
-    ctx.mark_non_differentiable(*kept.columns())
-    ctx.whole, ctx.input_dtype = operands.whole, operands.rows.dtype
-
-
-def _save(ctx, saved: _Saved, operands: Operands | Rows) -> None:
+def _save(ctx, inputs, output) -> None:
+    operands = _TRAINING.unpack(*inputs)
+    _, projected, *columns = output
+    order, layer = operands.order, operands.layer
+    routed = order.groups, order.rows, order.assignments, operands.top_k_weights
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*_SAVED.pack(saved))
+    ctx.mark_non_differentiable(*columns)
+    ctx.save_for_backward(*routed, *layer.up, *layer.down, projected, *columns)
+    ctx.whole, ctx.activation, ctx.input_dtype = order.whole, layer.activation, operands.x.dtype
     # Not among the saved tensors, whose check for changes would not tell which parameter it is.
-    ctx.masters, ctx.activation = operands.masters, operands.layer.activation
+    ctx.masters = operands.masters
     ctx.versions = [None if master is None else master._version for master in operands.masters]
+
+
+def _differentiate(ctx, grad, *_) -> tuple[Tensor | None, ...]:
+    needed = dict(zip(_TRAINING.names, ctx.needs_input_grad, strict=True))
+    if grad is None:
+        return (None,) * len(needed)
+    _check_unchanged(ctx.masters, ctx.versions, ctx.activation.gated)
+    groups, rows, assignments, top_k_weights, *weights = ctx.saved_tensors
+    up, up_scale, down, down_scale, projected, x_columns, x_scale, h_columns, h_scale = weights
+    operands = BackwardOperands(
+        grad.contiguous(),
+        RowOrder(groups, rows, assignments, ctx.whole),
+        top_k_weights,
+        Layer(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), ctx.activation),
+        ctx.masters,
+        SavedForBackward(projected, FP8Tensor(x_columns, x_scale), FP8Tensor(h_columns, h_scale)),
+        ctx.input_dtype if needed["x"] else None,
+        needed["top_k_weights"],
+    )
+    d_x, d_weights, d_up, d_down = _training_backward(*_BACKWARD.pack(operands))
+    grads = {"x": d_x, "top_k_weights": d_weights, "up_master": d_up, "down_master": d_down}
+    return tuple(grads.get(name) if need else None for name, need in needed.items())
 
 
 def _check_unchanged(masters: Masters, versions: list[int | None], gated: bool) -> None:
@@ -434,52 +390,24 @@ def _check_unchanged(masters: Masters, versions: list[int | None], gated: bool) 
             )
 
 
-def _backward_of(name: str, signature: Signature) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward that autograd calls of the operator with this name and signature."""
-    backward_op = define(
-        f"{name}_backward -> (Tensor, Tensor, Tensor, Tensor)",
-        _run_backward,
-        _run_backward,
-        backward=no_double_backward,
-        signature=_BACKWARD,
-    )
-
-    def run(ctx, grad, *_):
-        needed = dict(zip(signature.names, ctx.needs_input_grad, strict=True))
-        if grad is None:
-            return (None,) * len(needed)
-        _check_unchanged(ctx.masters, ctx.versions, ctx.activation.gated)
-        saved = _SAVED.unpack(*ctx.saved_tensors)
-        routing_grad = needed.get("top_k_weights", False)
-        input_dtype = ctx.input_dtype if needed.get("hidden_states") or needed.get("rows") else None
-        operands = (saved, ctx.masters, ctx.activation, ctx.whole, input_dtype, routing_grad)
-        d_x, d_weights, d_up, d_down = backward_op(*_BACKWARD.pack(_Backward(grad.contiguous(), *operands)))
-        grads = {"hidden_states": d_x, "rows": d_x, "top_k_weights": d_weights}
-        grads |= {"up_master": d_up, "down_master": d_down}
-        return tuple(grads.get(name) if need else None for name, need in needed.items())
-
-    return run
-
-
 def no_double_backward(ctx, *grads):
     raise RuntimeError("fp8moe.GroupedExperts: there is no double backward; its gradients cannot be differentiated")
 
 
-_SAVED, _BACKWARD = Signature(_Saved), Signature(_Backward)
-_TOKENS = Signature(Operands, ("hidden_states", "top_k_index", "top_k_weights", "layer", "share", "masters"))
-_ROWS = Signature(Rows)
-# Made of operators that have fakes of their own.
-_tokens_op, _rows_op = (
-    define(
-        f"{name} -> ({', '.join(['Tensor'] * (results + len(Kept._fields)))})",
-        forward,
-        forward,
-        backward=_backward_of(name, signature),
-        setup_context=save,
-        signature=signature,
-    )
-    for name, signature, forward, save, results in (
-        ("experts_training", _TOKENS, _forward_tokens, _save_tokens, 4),
-        ("experts_rows_training", _ROWS, _forward_rows, _save_rows, 1),
-    )
+# Both are made of operators that have fakes of their own.
+_TRAINING, _BACKWARD = Signature(TrainingOperands), Signature(BackwardOperands)
+_training_backward = define(
+    "experts_training_backward -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward,
+    backward=no_double_backward,
+    signature=_BACKWARD,
+)
+_training = define(
+    "experts_training -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _forward,
+    backward=_differentiate,
+    setup_context=_save,
+    signature=_TRAINING,
 )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts.operands import Layer, Masters, Operands, Rows, Share
+from fp8moe.kernels.experts.operands import Layer, Masters, Operands, RowOperands, Shard
 from fp8moe.quant.checks import check_groups, check_scale, check_vector, fp8_data
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
@@ -13,7 +13,7 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def experts(operands: Operands) -> None:
-    """Dtypes, shapes and devices of the input and the parameters of `experts`, and of masters."""
+    """Dtypes, shapes and devices of the operands of `experts`."""
     hidden_states, residual, capacity = operands.hidden_states, operands.residual, operands.capacity
     check_dtype("hidden_states", hidden_states, *FLOATING)
     _layer("hidden_states", operands)
@@ -26,7 +26,7 @@ def experts(operands: Operands) -> None:
 
 def partial(operands: Operands) -> None:
     """Checks the operands of `experts_partial`, whose `partial` is the residual."""
-    x, share, total = operands.hidden_states, operands.share, operands.residual
+    x, shard, total = operands.hidden_states, operands.shard, operands.residual
     _floating_or_fp8("x", x, operands.hidden_scale)
     _layer("x", operands)
     if total is not None:
@@ -34,29 +34,29 @@ def partial(operands: Operands) -> None:
     for name, known in (("partial_known", operands.residual_known), ("known", operands.known)):
         if known is not None:
             check_like(name, known, (torch.bool,), x.shape[:1], x.device, "x")
-    row_dtype(share.row_dtype)
-    of_rank(share, len(operands.layer.up.data))
+    row_dtype(shard.row_dtype)
+    of_rank(shard, len(operands.layer.up.data))
 
 
-def training(operands: Operands) -> None:
+def training(operands: Operands, given: Masters) -> None:
     """Checks the operands of `experts_training`."""
     experts(operands)
-    of_rank(operands.share, len(operands.layer.down.data))
-    of_sums(operands.share.dtypes(operands.hidden_states.dtype)[1])
-    _masters(operands.layer, operands.masters)
+    of_rank(operands.shard, len(operands.layer.down.data))
+    of_sums(operands.shard.dtypes(operands.hidden_states.dtype)[1])
+    masters(operands.layer, given)
 
 
-def of_rank(share: Share, count: int) -> None:
+def of_rank(shard: Shard, count: int) -> None:
     """That the `count` experts which are here are among all of them, and the window of rows."""
-    first, total = share.first_expert, share.num_experts
+    first, total = shard.first_expert, shard.num_experts
     if first < 0 or (total is not None and first + count > total):
         raise ValueError(
             f"first_expert: expected that the {count} experts here are among {total} from 0 on, got {first}"
         )
-    window(share.first_row, share.num_rows)
+    window(shard.first_row, shard.num_rows)
 
 
-def sorted_rows(operands: Rows) -> None:
+def sorted_rows(operands: RowOperands) -> None:
     """Checks the operands of `experts_rows`."""
     rows, group_offsets = operands.rows, operands.group_offsets
     _floating_or_fp8("rows", rows, operands.rows_scale)
@@ -67,7 +67,6 @@ def sorted_rows(operands: Rows) -> None:
         raise ValueError(f"group_offsets: expected shape {expected}, got {tuple(group_offsets.shape)}")
     check_groups(group_offsets, rows.shape[0], rows.device)
     row_dtype(operands.row_dtype)
-    _masters(operands.layer, operands.masters)
 
 
 def row_dtype(dtype: torch.dtype) -> None:
@@ -94,8 +93,8 @@ def _layer(name: str, operands: Operands) -> None:
     routed(operands.top_k_index, operands.top_k_weights, operands.hidden_states, name)
 
 
-def _masters(layer: Layer, masters: Masters) -> None:
-    for name, master, weight in zip(masters._fields, masters, (layer.up, layer.down), strict=True):
+def masters(layer: Layer, given: Masters) -> None:
+    for name, master, weight in zip(given._fields, given, (layer.up, layer.down), strict=True):
         if master is not None and master.shape != weight.data.shape:
             expected = f"{tuple(weight.data.shape)} like the FP8 weight"
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(master.shape)}")

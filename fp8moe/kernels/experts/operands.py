@@ -9,6 +9,7 @@ from torch import Tensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, ceil_div
+from fp8moe.runtime.autograd import recorded
 
 
 class Layer(NamedTuple):
@@ -40,8 +41,13 @@ class Masters(NamedTuple):
     up_master: Tensor | None = None
     down_master: Tensor | None = None
 
+    @classmethod
+    def recorded(cls, up_master: Tensor | None, down_master: Tensor | None) -> "Masters":
+        """Those that get a gradient now."""
+        return cls(*(master if recorded(master) else None for master in (up_master, down_master)))
 
-class Share(NamedTuple):
+
+class Shard(NamedTuple):
     """Which part of a layer is computed, and in which dtypes; by default all of it.
 
     num_experts: how many there are on all ranks; None: those here. first_expert: the index of the first one here.
@@ -57,6 +63,10 @@ class Share(NamedTuple):
     row_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
 
+    def total(self, here: int) -> int:
+        """Experts on all ranks, of which so many are here."""
+        return here if self.num_experts is None else self.num_experts
+
     def rows(self, assignments: int) -> int:
         """Rows to make room for, of so many assignments."""
         return assignments if self.num_rows is None else min(self.num_rows, assignments)
@@ -66,14 +76,8 @@ class Share(NamedTuple):
         return self.row_dtype or row_dtype(hidden_dtype), self.out_dtype or hidden_dtype
 
 
-WHOLE = Share()
-
-
 class Operands(NamedTuple):
-    """Tokens, the experts that they go to, and these: the operands of all operators but `experts_rows`.
-
-    Each operator takes some of them; `runtime.operator.Signature` makes its arguments of them. `experts`,
-    `experts_partial` and `experts_training` describe them.
+    """Tokens, the experts that they go to, and these; `experts` and `experts_partial` describe them.
 
     top_k_weights: None where rows go to peers, who weight them. hidden_scale: of hidden_states quantized 1x128.
     residual_known: bool (T,), of which tokens there is a residual; None: of all.
@@ -87,13 +91,24 @@ class Operands(NamedTuple):
     capacity: int | None = None
     residual: Tensor | None = None
     hidden_scale: Tensor | None = None
-    share: Share = WHOLE
+    shard: Shard = Shard()
     residual_known: Tensor | None = None
     known: Annotated[Tensor | None, "Tensor(a!)?"] = None
-    masters: Masters = Masters()
+
+    def layouts(self) -> tuple:
+        """What launches depend on: of each tensor its layout, and all that is no tensor."""
+        layer = self.layer
+        routed = self.hidden_states, self.hidden_scale, self.top_k_index, self.top_k_weights
+        beside = self.residual, self.residual_known, self.known
+        tensors = *routed, *layer.up, *layer.down, *beside
+        return *map(_layout, tensors), layer.activation.key, self.capacity, self.shard
 
 
-class Rows(NamedTuple):
+def _layout(x: Tensor | None) -> tuple | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+
+
+class RowOperands(NamedTuple):
     """Rows in the order of experts, as `experts_rows` describes them. rows_scale: of rows quantized 1x128."""
 
     rows: Tensor
@@ -102,7 +117,6 @@ class Rows(NamedTuple):
     layer: Layer
     row_dtype: torch.dtype
     whole: tuple[int, int] | None = None
-    masters: Masters = Masters()
 
 
 def grouping_of(assignments: int, num_experts: int, capacity: int | None = None) -> Grouping:

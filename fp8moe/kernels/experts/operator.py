@@ -5,7 +5,6 @@ and quantization; GEMM 2; each token's weighted sum over its rows. `workspace` l
 does not, here it is composed of operators.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -19,13 +18,14 @@ from fp8moe.kernels.experts.operands import (
     Layer,
     Masters,
     Operands,
-    Rows,
-    Share,
+    RowOperands,
+    Shard,
     grouping_of,
     pad_columns,
     without_padding,
 )
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
+from fp8moe.kernels.experts.reference import assignments_of
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu, grouped_rows, multiply_groups, multiply_groups_to
 from fp8moe.kernels.gemm.epilogue import PeerStore
@@ -35,8 +35,9 @@ from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd
 from fp8moe.runtime.autograd import recorded
+from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operator import Signature, operator
+from fp8moe.runtime.operator import Signature, define, operator
 from fp8moe.runtime.peer_table import Targets
 
 
@@ -124,11 +125,11 @@ def experts_partial(
         Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation),
         hidden_scale=scale,
         residual=partial,
-        share=Share(first_expert, num_experts, first_row, num_rows, row_dtype, torch.float32),
+        shard=Shard(first_expert, num_experts, first_row, num_rows, row_dtype, torch.float32),
         residual_known=partial_known,
         known=known,
     )
-    return autograd.run(_partial, "fp8moe.kernels.experts.experts_partial", *_SHARE.pack(operands))
+    return autograd.run(_partial, "fp8moe.kernels.experts.experts_partial", *_SHARD.pack(operands))
 
 
 def experts_rows(
@@ -165,15 +166,15 @@ def experts_rows(
     """
     data, scale = (rows, None) if isinstance(rows, Tensor) else fp8_operand("rows", rows)
     check_tensor("group_offsets", group_offsets)
-    masters = Masters(*(master if recorded(master) else None for master in (up_master, down_master)))
+    masters = Masters.recorded(up_master, down_master)
     layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation)
-    operands = Rows(data, scale, group_offsets, layer, row_dtype, whole, masters)
+    operands = RowOperands(data, scale, group_offsets, layer, row_dtype, whole)
     if training or recorded(data, *masters):
-        return experts_rows_training(operands)
-    return autograd.run(_rows, "fp8moe.GroupedExperts.forward_rows", *_FROZEN_ROWS.pack(operands))
+        return experts_rows_training(operands, masters)
+    return autograd.run(_rows, "fp8moe.GroupedExperts.forward_rows", *_ROWS.pack(operands))
 
 
-def experts_rows_to(
+def send_rows(
     targets: Targets,
     x: Tensor | FP8Tensor,
     top_k_index: Tensor,
@@ -194,38 +195,26 @@ def experts_rows_to(
     """
     data, scale = (x, None) if isinstance(x, Tensor) else x
     layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation).padded(16)
-    share = Share(first_expert, num_experts, first_row, num_rows, row_dtype)
-    operands = Operands(data, top_k_index, None, layer, hidden_scale=scale, share=share)
+    shard = Shard(first_expert, num_experts, first_row, num_rows, row_dtype)
+    operands = Operands(data, top_k_index, None, layer, hidden_scale=scale, shard=shard)
     if activation.is_swiglu:
-        found = workspace.find(_SHARE, operands, targets)
-        (found or functools.partial(workspace.run, _SHARE))(operands, targets)
+        launch = workspace.workspace.find(data.get_device(), targets.form, operands) or workspace.run
+        launch(operands, targets)
         return
     h, groups, rows, num_rows, grouping = _hidden(operands)
-    assignments = _assignments(rows, num_rows)  # kept until the launch
+    assignments = assignments_of(rows, num_rows).clamp_(min=0)  # kept until the launch
     pointers = targets.pointers(assignments.data_ptr())
     multiply_groups_to(h, layer.down, groups, pointers, PeerStore(row_dtype, *targets.form), grouping)
 
 
-def _assignments(rows: Tensor, num_rows: int) -> Tensor:
-    """The assignment that has each row, (num_rows,) int32; 0 for a row of none."""
-    flat = torch.where(rows >= 0, rows, num_rows).flatten().long()
-    order = torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
-    return order.new_zeros(num_rows + 1).scatter_(0, flat, order)[:num_rows]
-
-
 # ---- tokens: the weighted sums ----
-
-
-def _run(signature: Signature[Operands], operands: Operands) -> Tensor:
-    compute = functools.partial(workspace.run, signature) if operands.layer.activation.is_swiglu else _composed
-    return _padded(operands, compute)
 
 
 def _padded(operands: Operands, compute: Callable[[Operands], Tensor]) -> Tensor:
     """``compute(operands)`` with H and I padded to multiples of 16, and what comes out if there is nothing to do."""
     x, layer = operands.hidden_states, operands.layer
     hidden = x.shape[1]
-    rows = operands.share.rows(operands.top_k_index.numel())
+    rows = operands.shard.rows(operands.top_k_index.numel())
     if not (rows and layer.up.data.numel() and layer.down.data.numel()):
         residual = _for_all_tokens(operands).residual
         out = _empty(operands).zero_()
@@ -255,7 +244,7 @@ def _composed(operands: Operands) -> Tensor:
     operands = _for_all_tokens(operands)
     down = operands.layer.down
     h, groups, rows, num_rows, grouping = _hidden(operands)
-    row_dtype, out_dtype = operands.share.dtypes(operands.hidden_states.dtype)
+    row_dtype, out_dtype = operands.shard.dtypes(operands.hidden_states.dtype)
     y = torch.empty((num_rows, down.data.shape[1]), dtype=row_dtype, device=down.data.device)
     multiply_groups(h, down, groups, y, grouping)
     return combine(y, rows, operands.top_k_weights, out_dtype, residual=operands.residual)
@@ -264,14 +253,14 @@ def _composed(operands: Operands) -> Tensor:
 def _hidden(operands: Operands) -> tuple[FP8Tensor, Tensor, Tensor, int, Grouping]:
     """The input of GEMM 2; groups and rows of `sort_by_expert`; how many rows there are; and their grouping."""
     x, x_scale, index = operands.hidden_states, operands.hidden_scale, operands.top_k_index
-    capacity, share, layer = operands.capacity, operands.share, operands.layer
+    capacity, shard, layer = operands.capacity, operands.shard, operands.layer
     count, assignments = len(layer.up.data), index.numel()
-    num_rows = share.rows(assignments) if capacity is None else count * capacity
-    window = {} if capacity is not None else {"first_row": share.first_row, "num_rows": num_rows}
-    groups, rows = sort_by_expert(index, count, capacity=capacity, first_expert=share.first_expert, **window)
+    num_rows = shard.rows(assignments) if capacity is None else count * capacity
+    window = {} if capacity is not None else {"first_row": shard.first_row, "num_rows": num_rows}
+    groups, rows = sort_by_expert(index, count, capacity=capacity, first_expert=shard.first_expert, **window)
     x = pad_columns(x, layer.up.data.shape[2])
     a = permute_quantize(x, rows, num_rows) if x_scale is None else permute_fp8(FP8Tensor(x, x_scale), rows, num_rows)
-    grouping = grouping_of(assignments, share.num_experts or count, capacity)
+    grouping = grouping_of(assignments, shard.total(count), capacity)
     return _activated(a, layer, groups, grouping), groups, rows, num_rows, grouping
 
 
@@ -293,33 +282,37 @@ def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -
 
 def _empty(operands: Operands) -> Tensor:
     x = operands.hidden_states
-    _, dtype = operands.share.dtypes(x.dtype)
+    _, dtype = operands.shard.dtypes(x.dtype)
     return x.new_empty(x.shape, dtype=dtype)
 
 
 def _operator(name: str, signature: Signature[Operands], check: Callable[[Operands], None]) -> Callable[..., Tensor]:
-    return operator(
-        f"{name} -> Tensor",
-        signature=signature,
-        check=check,
-        quick=functools.partial(workspace.find, signature),
-        cuda=functools.partial(_run, signature),
-        reference=lambda operands: _padded(operands, _composed),
-        fake=_empty,
-        forward_only=True,
-    )
+    def run(operands: Operands) -> Tensor:
+        x = operands.hidden_states
+        launch = workspace.workspace.find(x.get_device(), None, operands)
+        if launch is not None:
+            return launch(operands)
+        check(operands)
+        swiglu = operands.layer.activation.is_swiglu
+        return _padded(operands, workspace.run if swiglu and use_cuda(x) else _composed)
+
+    def fake(operands: Operands) -> Tensor:
+        check(operands)
+        return _empty(operands)
+
+    return define(f"{name} -> Tensor", run, fake, forward_only=True, signature=signature)
 
 
 _WHOLE = Signature(Operands, ("hidden_states", "top_k_index", "top_k_weights", "layer", "capacity", "residual"))
-_SHARE = Signature(Operands, set(Operands._fields) - {"capacity", "masters"})
+_SHARD = Signature(Operands, set(Operands._fields) - {"capacity"})
 _experts = _operator("experts", _WHOLE, checks.experts)
-_partial = _operator("experts_partial", _SHARE, checks.partial)
+_partial = _operator("experts_partial", _SHARD, checks.partial)
 
 
 # ---- rows ----
 
 
-def _run_rows(operands: Rows) -> Tensor:
+def _run_rows(operands: RowOperands) -> Tensor:
     rows, groups, layer, whole = operands.rows, operands.group_offsets, operands.layer, operands.whole
     if not (rows.numel() and layer.down.data.numel()):
         return _empty_rows(operands).zero_()
@@ -332,14 +325,14 @@ def _run_rows(operands: Rows) -> Tensor:
     return without_padding(y, rows.shape[1])
 
 
-def _empty_rows(operands: Rows) -> Tensor:
+def _empty_rows(operands: RowOperands) -> Tensor:
     return operands.rows.new_empty(operands.rows.shape, dtype=operands.row_dtype)
 
 
-_FROZEN_ROWS = Signature(Rows, set(Rows._fields) - {"masters"})
+_ROWS = Signature(RowOperands)
 _rows = operator(
     "experts_rows -> Tensor",
-    signature=_FROZEN_ROWS,
+    signature=_ROWS,
     check=checks.sorted_rows,
     cuda=_run_rows,
     reference=_run_rows,

@@ -1,7 +1,4 @@
-"""Routing, permutation and combination in plain PyTorch, on any device: they define what the CUDA kernels return.
-
-None waits for a GPU. Arguments are checked by the callers.
-"""
+"""Routing, permutation and combination in plain PyTorch, on any device: they define what the CUDA kernels return."""
 
 from collections.abc import Sequence
 
@@ -55,10 +52,7 @@ def permute_fp8(data: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> tup
     tokens, top_k = rows.shape
     if tokens * top_k * num_rows == 0:
         return data.new_empty(num_rows, data.shape[1]), out_scale
-    # Assignments without a row share one past the end.
-    target = torch.where(valid_rows(rows, num_rows), rows, num_rows).flatten().long()
-    token = torch.arange(tokens, device=data.device).repeat_interleave(top_k)
-    source = token.new_zeros(num_rows + 1).scatter_(0, target, token)[:num_rows]
+    source = assignments_of(rows, num_rows).clamp(min=0) // top_k
     return data.view(torch.uint8)[source].view(data.dtype), out_scale.copy_(scale[source])
 
 
@@ -102,6 +96,14 @@ def owners(index: Tensor, ranks: int, num_experts: int) -> Tensor:
     first = torch.arange(ranks, device=index.device)[:, None] * (num_experts // ranks)
     inside = (index[:, None] >= first) & (index[:, None] < first + num_experts // ranks)
     return inside.any(-1)
+
+
+def assignments_of(rows: Tensor, count: int) -> Tensor:
+    """The inverse of rows (T, K), (count,) int32: the assignment t * K + k that has each row, or -1."""
+    # Assignments without a row share one past the end.
+    target = torch.where(valid_rows(rows, count), rows, count).flatten().long()
+    index = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
+    return index.new_full((count + 1,), -1).scatter_(0, target, index)[:count].clone()
 
 
 def valid_rows(rows: Tensor, num_rows: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Launches an experts layer or a share of one: five kernels over one scratch tensor.
+"""Launches an experts layer or a shard of one: five kernels over one scratch tensor.
 
 Each is launched while the one before it runs. That is safe because the sort is launched the ordinary way, or behind a
 kernel that has waited for all before it, and because every kernel lets the next one start only after it has itself
@@ -22,7 +22,6 @@ from fp8moe.kernels.gemm.launch import build as build_gemm
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard, planned
-from fp8moe.runtime.operator import Signature
 from fp8moe.runtime.peer_table import Targets
 
 
@@ -36,13 +35,13 @@ class Workspace:
 
     def __init__(self, operands: Operands, form: tuple[int, int, bool] | None):
         x, index, layer = operands.hidden_states, operands.top_k_index, operands.layer
-        share, capacity = operands.share, operands.capacity
+        shard, capacity = operands.shard, operands.capacity
         device = self.device_index = x.get_device()
         tokens, top_k = index.shape
         count, hidden, size = layer.down.data.shape
         self.hidden, self.size = hidden, size
-        num_rows = share.rows(tokens * top_k) if capacity is None else count * capacity
-        row_dtype, out_dtype = share.dtypes(x.dtype)
+        num_rows = shard.rows(tokens * top_k) if capacity is None else count * capacity
+        row_dtype, out_dtype = shard.dtypes(x.dtype)
         self.pitch = align(num_rows, 4)
         # What the kernels hand on, each part at a multiple of 256 bytes.
         parts = {
@@ -71,11 +70,11 @@ class Workspace:
             scale = matrix(f"{name}_scale", torch.float32, self.pitch).t()[:num_rows]
             return FP8Tensor(matrix(name, torch.float8_e4m3fn, columns), scale)
 
-        window = (share.first_expert, share.first_row, num_rows)
+        window = (shard.first_expert, shard.first_row, num_rows)
         self.sort = sort_launcher(device, index, count, capacity, *window, pdl=form is not None)
-        launch = {"sparse": share.first_row > 0, "pdl": True}  # those rows are there only if routing is uneven
+        launch = {"sparse": shard.first_row > 0, "pdl": True}  # those rows are there only if routing is uneven
         self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
-        grouping = grouping_of(tokens * top_k, share.num_experts or count, capacity)
+        grouping = grouping_of(tokens * top_k, shard.total(count), capacity)
         a, h = quantized("a", hidden), quantized("h", size)
         first, second = GemmOperands(*a, *layer.up), GemmOperands(*h, *layer.down)
         self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True)
@@ -88,7 +87,7 @@ class Workspace:
         self.combine = combine_launcher(device, tokens, hidden, top_k, num_rows, dtypes, **launch)
 
     def __call__(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
-        """Returns (T, H) in the dtype of the input, or of the share; None if rows go to the targets."""
+        """Returns (T, H) in the dtype of the input, or of the shard; None if rows go to the targets."""
         (up, up_scale), (down, down_scale), _ = operands.layer
         residual = 0 if operands.residual is None else operands.residual.data_ptr()
         x, up_address, down_address = operands.hidden_states.data_ptr(), up.data_ptr(), down.data_ptr()
@@ -119,27 +118,21 @@ class Workspace:
 
 
 @planned
-def workspace(
-    device_index: int, form: tuple[int, int, bool] | None, signature: Signature[Operands], *arguments: object
-) -> Workspace:
-    """The `Workspace` for the operands that an operator's arguments stand for, in layouts that the kernels take."""
-    return Workspace(signature.unpack(*arguments), form)
+def workspace(device_index: int, form: tuple[int, int, bool] | None, operands: Operands) -> Workspace:
+    """The `Workspace` for operands in layouts that the kernels take.
+
+    One that is found is for operands like others that have run: there is nothing to check.
+    """
+    return Workspace(operands, form)
 
 
-def find(signature: Signature[Operands], operands: Operands, targets: Targets | None = None) -> Workspace | None:
-    """The `Workspace` for operands that need no check, as others like them have run; otherwise None."""
-    form, device_index = targets and targets.form, operands.hidden_states.get_device()
-    return workspace.find(device_index, form, signature, *signature.pack(operands))
+def run(operands: Operands, targets: Targets | None = None) -> Tensor | None:
+    """The layer, or a shard of it, with a SwiGLU, H and I multiples of 16, and none of the operands empty.
 
-
-def run(signature: Signature[Operands], operands: Operands, targets: Targets | None = None) -> Tensor | None:
-    """The layer, or a share of it, with a SwiGLU, H and I multiples of 16, and none of the operands empty.
-
-    signature: of the operator, which finds the workspace the next time. Returns what the `Workspace` does.
+    Returns what the `Workspace` does.
     """
     operands = _as_kernels_load(operands)
-    form, device_index = targets and targets.form, operands.hidden_states.get_device()
-    return workspace(device_index, form, signature, *signature.pack(operands))(operands, targets)
+    return workspace(operands.hidden_states.get_device(), targets and targets.form, operands)(operands, targets)
 
 
 def _as_kernels_load(operands: Operands) -> Operands:
