@@ -14,9 +14,9 @@ from torch import Tensor
 from benchmarks import baselines, command, operands, timing
 from benchmarks.report import Threshold, format_table
 from fp8moe import FP8Tensor
-from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.activation import Activation, activation_backward
 from fp8moe.kernels.experts.routing import sort_by_expert
-from fp8moe.kernels.experts.swiglu import swiglu_backward, swiglu_backward_quantize, swiglu_quantize
+from fp8moe.kernels.experts.swiglu import swiglu_backward_quantize, swiglu_quantize
 from fp8moe.quant.transpose import Transposed, quantize_with_transpose
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 8192, 8, 32, 7168, 2048
@@ -85,9 +85,8 @@ def cases() -> list[Case]:
 
     first = slice(0, min(int(groups[1]), CHECKED_ROWS))
     picked, weight = x[tokens[first].long()].double(), weights[first, None].double()
-    gate, up = gate_up[first].double().chunk(2, dim=-1)
-    *gradients, h = swiglu_backward(gate, up, weight * grad[first].double(), activation := Activation())
-    d_gate_up = torch.cat(gradients, dim=-1)
+    weighted = weight * grad[first].double()
+    d_gate_up, h = activation_backward(gate_up[first].double(), weighted, activation := Activation())
     gathered = {"unique": 2 / TOP_K}
     return [
         Case("one group", lambda: quantize_with_transpose(dense), dense[first].double(), dense[first].double()),

@@ -260,7 +260,7 @@ def test_backward_raises():
 def test_shares_of_a_thread_block():
     for experts in (1, 8, 60, 128, 132, 133, 160, 256, 512, 1024, 5000):
         for tokens in (1, 2, 3, 8, 9, 64):
-            block_experts, block_tokens = router.shares(tokens, experts, SMS)
+            block_experts, block_tokens = router.logits_block(tokens, experts, SMS)
             assert block_experts * block_tokens <= 32 and block_experts.bit_count() == block_tokens.bit_count() == 1
             assert block_tokens <= 8 and block_tokens < 2 * tokens
             assert experts <= block_experts * SMS or block_experts == 8
@@ -272,8 +272,8 @@ def test_shares_of_a_thread_block():
 @pytest.mark.parametrize("dtype,out_dtype,tokens,experts,hidden", LOGITS, ids=str)
 def test_every_variant_of_logits_compiles_without_spills(dtype, out_dtype, tokens, experts, hidden):
     vector = hidden * dtype.itemsize % 16 == 0
-    shares = router.shares(tokens, experts, SMS)
-    report = compile_report(router.logits_spec(shares, experts, hidden, dtype, out_dtype, vector))
+    block = router.logits_block(tokens, experts, SMS)
+    report = compile_report(router.logits_spec(block, experts, hidden, dtype, out_dtype, vector))
     assert report.spill_stores == report.spill_loads == report.stack == 0
     assert report.static_smem <= 48 << 10
 

@@ -1,8 +1,4 @@
-"""What an expert computes between its two GEMMs: SwiGLU and its clamped forms, and the plain activations.
-
-SwiGLU: "GLU Variants Improve Transformer", arXiv:2002.05202, section 2. Squared ReLU: "Primer", arXiv:2109.08668,
-section 4.1.
-"""
+"""What an expert computes between its two GEMMs: SwiGLU and its clamped forms, and the plain activations."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -35,6 +31,9 @@ class Activation:
     limit: of gated experts; first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
     alpha: of gated silu experts with a limit; then ``gate * sigmoid(alpha * gate) * (up + 1)``, the form of GPT-OSS.
     key: all of it as text, such as "silu limit=7.0", the form that operators take and exported programs hold.
+
+    SwiGLU: "GLU Variants Improve Transformer", arXiv:2002.05202, section 2. Squared ReLU: "Primer", arXiv:2109.08668,
+    section 4.1.
 
     Raises ValueError for a name that is not known or a combination that means nothing.
     """
@@ -92,9 +91,7 @@ class Activation:
         return FUNCTIONS[self.name](gate) * up
 
 
-# ---- derivatives of activations that are no SwiGLU; for SwiGLU see `experts.swiglu` ----
-
-_gelu_backward = torch.ops.aten.gelu_backward.default
+# ---- derivatives ----
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -102,16 +99,8 @@ def _silu(x: Tensor) -> Tensor:
     return sigmoid * (1 + x * (1 - sigmoid))
 
 
-def _gelu(x: Tensor) -> Tensor:
-    return _gelu_backward(torch.ones_like(x), x)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return _gelu_backward(torch.ones_like(x), x, approximate="tanh")
-
-
-def _relu(x: Tensor) -> Tensor:
-    return torch.where(x.isnan(), x, (x > 0).to(x.dtype))
+def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return torch.ops.aten.gelu_backward.default(torch.ones_like(x), x, approximate=approximate)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -124,9 +113,9 @@ _DERIVATIVES = {
     "silu": _silu,
     "swish": _silu,
     "gelu": _gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": _relu,
+    "gelu_new": partial(_gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(_gelu, approximate="tanh"),
+    "relu": lambda x: torch.where(x.isnan(), x, (x > 0).to(x.dtype)),
     "relu2": lambda x: 2 * F.relu(x),
     "sigmoid": _sigmoid,
     "tanh": lambda x: 1 - torch.tanh(x).square(),
@@ -138,8 +127,7 @@ def activation_backward(projected: Tensor, grad: Tensor, activation: Activation)
     """The derivative with respect to ``projected`` and the value of ``activation(projected)``.
 
     projected: (..., 2I), gate then up, or (..., I) without a gate; grad: (..., I), with respect to the value.
-    activation: without an alpha. Where its limit clamps gate or up, that gets no gradient.
-    Returns tensors shaped as projected and as grad.
+    Where a limit clamps gate or up, that gets no gradient. Returns tensors shaped as projected and as grad.
     """
     function, derivative = FUNCTIONS[activation.name], _DERIVATIVES[activation.name]
     if not activation.gated:
@@ -148,8 +136,17 @@ def activation_backward(projected: Tensor, grad: Tensor, activation: Activation)
     limit, clamped, linear = activation.limit, gate, up
     if limit is not None:
         clamped, linear = gate.clamp(max=limit), up.clamp(-limit, limit)
-    value = function(clamped)
-    d_gate, d_up = grad * linear * derivative(clamped), grad * value
+    if activation.is_swiglu:  # as the kernels compute it
+        slope = 1.0
+        if activation.alpha is not None:
+            slope, linear = activation.alpha, linear + 1
+        sigmoid = torch.sigmoid(slope * clamped)
+        value = clamped * sigmoid
+        d_gate = grad * linear * sigmoid * (1 + slope * clamped * (1 - sigmoid))
+    else:
+        value = function(clamped)
+        d_gate = grad * linear * derivative(clamped)
+    d_up = grad * value
     if limit is not None:
         # A NaN is not beyond the limit: it stays.
         d_gate = torch.where(gate > limit, 0, d_gate)

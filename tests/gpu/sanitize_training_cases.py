@@ -10,10 +10,9 @@ import torch
 
 from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe import FP8Tensor, grouped_gemm_k, quantize_1x128, quantize_128x1, quantize_128x128
-from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.activation import Activation, activation_backward
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.swiglu import (
-    swiglu_backward,
     swiglu_backward_quantize,
     swiglu_backward_quantize_rows,
     swiglu_quantize,
@@ -114,9 +113,8 @@ def swiglu_error(offsets: tuple[int, ...], rows: int, size: int, activation: Act
     rows_alone = {"activation": activation, "values": True}
     h_rows, h_values = swiglu_quantize_rows(operands[0], operands[3], **rows_alone)
     d_rows, dots_again, d_values, _ = swiglu_backward_quantize_rows(*operands, **rows_alone)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    *gradients, value = swiglu_backward(gate, up, weights[:, None] * grad.double(), activation)
-    gradient, used = torch.cat(gradients, dim=-1), used_rows(groups, rows)
+    gradient, value = activation_backward(gate_up.double(), weights[:, None] * grad.double(), activation)
+    used = used_rows(groups, rows)
     pairs = (
         *((part, (value * grad).sum(-1)) for part in (dots, dots_again)),
         *((h_values, value), (exact(h_rows), value), (d_values, gradient), (exact(d_rows), gradient)),

@@ -1,11 +1,11 @@
-"""Attention from its parts: ``merge_splits`` and the operators ``fp8moe::merge_splits`` and ``..._quantized``."""
+"""Attention from its parts: ``merge_splits``."""
 
 import ctypes
 
 import torch
 from torch import Tensor
 
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_mn_major
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128, quantizer_defines
 from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import FLOATING, aligned, check_dtype, check_like, check_tensor
@@ -34,9 +34,9 @@ def merge_splits(parts: Tensor, lse: Tensor, counts: Tensor, *, quantized: bool)
     """
     for name, value in (("parts", parts), ("lse", lse), ("counts", counts)):
         check_tensor(name, value)
-    if quantized:
-        return FP8Tensor(*autograd.run(_quantized_op, "fp8moe.kernels.decoder_ops.merge_splits", parts, lse, counts))
-    return autograd.run(_values_op, "fp8moe.kernels.decoder_ops.merge_splits", parts, lse, counts)
+    op = _quantized_op if quantized else _values_op
+    merged = autograd.run(op, "fp8moe.kernels.decoder_ops.merge_splits", parts, lse, counts)
+    return FP8Tensor(*merged) if quantized else merged
 
 
 def _check(parts: Tensor, lse: Tensor, counts: Tensor) -> None:
@@ -52,8 +52,6 @@ def _check(parts: Tensor, lse: Tensor, counts: Tensor) -> None:
 
 
 class _Sizes(ctypes.Structure):
-    """``struct Sizes`` of the kernel."""
-
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("lse_part", "lse_head", "scale_pitch")),
         ("splits", ctypes.c_int32),
@@ -99,14 +97,14 @@ def _columns(parts: Tensor) -> int:
     return key_heads * shared * size
 
 
+def _empty(parts: Tensor, lse: Tensor, counts: Tensor) -> Tensor:
+    return parts.new_empty((parts.shape[0], _columns(parts)))
+
+
 def _values(parts: Tensor, lse: Tensor, counts: Tensor) -> Tensor:
-    values = _empty_values(parts, lse, counts)
+    values = _empty(parts, lse, counts)
     _launch(parts, lse, counts, values, None, None)
     return values
-
-
-def _empty_values(parts: Tensor, lse: Tensor, counts: Tensor) -> Tensor:
-    return parts.new_empty((parts.shape[0], _columns(parts)))
 
 
 def _reference(parts: Tensor, lse: Tensor, counts: Tensor) -> Tensor:
@@ -120,20 +118,14 @@ def _reference(parts: Tensor, lse: Tensor, counts: Tensor) -> Tensor:
     return sums.to(parts.dtype).flatten(1)
 
 
-def _quantized(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _empty_quantized(parts, lse, counts)
-    _launch(parts, lse, counts, None, data, scale)
-    return data, scale
+def _empty_quantized(parts: Tensor, lse: Tensor, counts: Tensor) -> FP8Tensor:
+    return empty_quantized(parts, parts.shape[0], _columns(parts))
 
 
-def _empty_quantized(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = parts.shape[0], _columns(parts)
-    data = parts.new_empty((rows, columns), dtype=torch.float8_e4m3fn)
-    return data, empty_mn_major((rows, ceil_div(columns, BLOCK)), device=parts.device)
-
-
-def _quantized_reference(parts: Tensor, lse: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    return tuple(quantize_1x128(_reference(parts, lse, counts)))
+def _quantized(parts: Tensor, lse: Tensor, counts: Tensor) -> FP8Tensor:
+    quantized = _empty_quantized(parts, lse, counts)
+    _launch(parts, lse, counts, None, *quantized)
+    return quantized
 
 
 _ARGUMENTS = "Tensor parts, Tensor lse, Tensor counts"
@@ -142,14 +134,14 @@ _values_op = operator(
     check=_check,
     cuda=_values,
     reference=_reference,
-    fake=_empty_values,
+    fake=_empty,
     forward_only=True,
 )
 _quantized_op = operator(
     f"merge_splits_quantized({_ARGUMENTS}) -> (Tensor, Tensor)",
     check=_check,
     cuda=_quantized,
-    reference=_quantized_reference,
+    reference=lambda *operands: quantize_1x128(_reference(*operands)),
     fake=_empty_quantized,
     forward_only=True,
 )

@@ -1,4 +1,4 @@
-"""RMSNorm with what surrounds it in a decoder layer: ``rms_norm`` and its operator ``fp8moe::rms_norm``."""
+"""RMSNorm with what surrounds it in a decoder layer: ``rms_norm``."""
 
 import ctypes
 import math
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
+from fp8moe.quant.formats import FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128, quantizer_defines
 from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import FLOATING, aligned, check_dtype, check_like, check_tensor, describe, row_major
@@ -86,8 +86,6 @@ def row_threads(row_bytes: int) -> int:
 
 
 class _Sizes(ctypes.Structure):
-    """``struct Sizes`` of the kernel."""
-
     _fields_ = (*((name, ctypes.c_int64) for name in ("rows", "row_stride", "scale_pitch")), ("eps", ctypes.c_float))
 
 
@@ -109,12 +107,10 @@ def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
 def launcher(
     device_index: int, rows: int, hidden: int, row_stride: int, eps: float, dtype: torch.dtype
 ) -> PointerLauncher:
-    """The launcher for x, residual, weight, sum, values, data and scale, in this order.
+    """The launcher for x, residual, weight, sum, values, data and scale, in this order; None where there is none.
 
     x (rows, hidden) of `dtype`, its rows `row_stride` elements apart, a multiple of 16 bytes where `hidden` is one. The
-    others are contiguous, the scale MN-major; all are at multiples of 16 bytes. None is for those that are not there:
-    residual and sum, values, data and scale. The kernel starts before the one ahead has ended; nothing is read or
-    written before it has.
+    others are contiguous, the scale MN-major; all are at multiples of 16 bytes.
     """
     row, block = _threads(hidden, dtype)
     return PointerLauncher(
@@ -158,9 +154,7 @@ def _launch(
 def _reference(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, values: bool, quantized: bool
 ) -> tuple[Tensor, ...]:
-    """From PyTorch's operations, which define the result."""
-    none = x.new_empty(0)
-    new_sum = none if residual is None else (x + residual).contiguous()
+    new_sum = x.new_empty(0) if residual is None else (x + residual).contiguous()
     norm = normalized(x if residual is None else new_sum, weight, eps).contiguous()
     data, scale = quantize_1x128(norm) if quantized else (x.new_empty(0), x.new_empty(0))
     return new_sum, norm if values else x.new_empty(0), data, scale
@@ -176,15 +170,14 @@ def _empty(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, values: bool, quantized: bool
 ) -> tuple[Tensor, ...]:
     """Uninitialized sum, values, data and scale; of no elements where they are not asked for."""
+    new_sum, new_values = x.new_empty(0 if residual is None else x.shape), x.new_empty(x.shape if values else 0)
+    if not quantized:
+        return new_sum, new_values, x.new_empty(0), x.new_empty(0)
     *lead, hidden = x.shape
-    data, scale = x.new_empty(0), x.new_empty(0)
-    if quantized:
-        rows, blocks = math.prod(lead), ceil_div(hidden, BLOCK)
-        data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-        scale = x.new_empty_strided((rows, blocks), (1, align(rows, 4)), dtype=torch.float32)
-        scale = scale if len(lead) == 1 else scale.view(*lead, blocks)
-    new_sum = x.new_empty(0 if residual is None else x.shape)
-    return new_sum, x.new_empty(x.shape if values else 0), data, scale
+    data, scale = empty_quantized(x, math.prod(lead), hidden)
+    if len(lead) != 1:
+        data, scale = data.view(x.shape), scale.view(*lead, scale.shape[1])
+    return new_sum, new_values, data, scale
 
 
 _op = operator(

@@ -1,4 +1,4 @@
-"""Heads of new tokens, from the projections to the attention: ``rotary`` and its operator ``fp8moe::rotary``."""
+"""Heads of new tokens, from the projections to the attention: ``rotary``."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -106,8 +106,6 @@ class Heads(NamedTuple):
 
 
 class _Arguments(ctypes.Structure):
-    """``struct Arguments`` of the kernel."""
-
     _pointers_ = 11
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight")),
@@ -121,12 +119,10 @@ class _Arguments(ctypes.Structure):
 def kernel_spec(dtype: torch.dtype, heads: Heads, many: bool) -> KernelSpec:
     """The kernel for heads of values of `dtype`; many: rows."""
     lanes, vectors = heads.lanes(dtype)
-    constants = {
-        **{"HEADS": heads.queries, "KEY_HEADS": heads.keys, "SIZE": heads.size, "ROTATED": heads.rotated},
-        **{"NORM": int(heads.norm), "WARPS": _WARPS, "AT_ONCE": _AT_ONCE[many], "HEAD_LANES": lanes},
-        **{"VECTORS": vectors, "ARGUMENTS_BYTES": ctypes.sizeof(_Arguments)},
-    }
-    return KernelSpec("rotary.cu", "rotary", (*input_defines(dtype), *constants.items()))
+    sizes = ("HEADS", heads.queries), ("KEY_HEADS", heads.keys), ("SIZE", heads.size), ("ROTATED", heads.rotated)
+    work = ("NORM", int(heads.norm)), ("WARPS", _WARPS), ("AT_ONCE", _AT_ONCE[many]), ("HEAD_LANES", lanes)
+    bytes_of = ("VECTORS", vectors), ("ARGUMENTS_BYTES", ctypes.sizeof(_Arguments))
+    return KernelSpec("rotary.cu", "rotary", (*input_defines(dtype), *sizes, *work, *bytes_of))
 
 
 @planned
@@ -135,7 +131,7 @@ def launcher(
 ) -> PointerLauncher:
     """The launcher for q, k, v, cos, sin, q_weight, k_weight, query, keys, values and columns, in this order.
 
-    sizes: the fields of ``struct Arguments`` that are no pointers. None is for weights and columns that are not there.
+    sizes: the fields of ``struct Arguments`` that are no pointers. Weights and columns may be None.
     """
     arguments = _Arguments(**dict(sizes))
     rows = arguments.batch * arguments.tokens
@@ -224,7 +220,6 @@ def _empty(operands: Operands) -> Tensor:
 
 
 def reference(operands: Operands) -> Tensor:
-    """The operation in plain PyTorch."""
     q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps, copies = operands
     if q_weight is not None:
         q, k = normalized(q, q_weight, eps), normalized(k, k_weight, eps)

@@ -1,4 +1,4 @@
-"""Router of a mixture-of-experts layer: ``router_logits`` and ``route``, and the operators behind them."""
+"""Router of a mixture-of-experts layer: ``router_logits`` and ``route``."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -85,24 +85,26 @@ def route(
     check_tensor("logits", logits)
     if bias is not None:
         check_tensor("bias", bias)
-    _check_form(top_k, score, num_groups, top_groups)
+    for name, value in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
+        check_int(name, value)
+    if score not in SCORES:
+        raise ValueError(f"score: expected one of {SCORES}, got {score!r}")
     check_number("scale", scale)
-    arguments = (logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype)
-    return Routing(*autograd.run(_route_op, "fp8moe.kernels.decoder_ops.route", *arguments))
+    operands = Operands(logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype)
+    return Routing(*autograd.run(_route_op, "fp8moe.kernels.decoder_ops.route", *operands))
 
 
 # ---- logits ----
 
 
 def by_kernel(tokens: int, row_bytes: int) -> bool:
-    """Whether the kernel computes the logits of so many tokens: of more, a GEMM reads less, but its sums depend on
-    how many there are."""
+    """Whether the kernel computes the logits of so many tokens: of more, a GEMM reads less."""
     if not 0 < row_bytes <= _MAX_ROW_BYTES:
         return False
     return config.settings.batch_invariant or tokens <= min(MAX_TOKENS, _MAX_BYTES // row_bytes)
 
 
-def shares(tokens: int, experts: int, sms: int) -> tuple[int, int]:
+def logits_block(tokens: int, experts: int, sms: int) -> tuple[int, int]:
     """Experts of a thread block, so that there are as many blocks as SMs, and tokens that it takes at a time.
 
     Powers of two. They are compiled into the kernel, and the order of its sums depends on them.
@@ -122,13 +124,13 @@ def _logits_threads(hidden: int, dtype: torch.dtype) -> int:
 
 
 def logits_spec(
-    block_shares: tuple[int, int], experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, vector: bool
+    block: tuple[int, int], experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, vector: bool
 ) -> KernelSpec:
-    """The kernel for weights (experts, hidden) and logits of these dtypes; block_shares as from `shares`.
+    """The kernel for weights (experts, hidden) and logits of these dtypes; block: see `logits_block`.
 
     vector: x and the weight start at multiples of 16 bytes, and their rows are multiples of 16 bytes long.
     """
-    block_experts, block_tokens = block_shares
+    block_experts, block_tokens = block
     sizes = (
         *(("HIDDEN", hidden), ("NUM_EXPERTS", experts), ("EXPERTS", block_experts), ("TOKENS", block_tokens)),
         *(("MAX_TOKENS", MAX_TOKENS), ("THREADS", _logits_threads(hidden, dtype))),
@@ -139,25 +141,17 @@ def logits_spec(
 
 @planned
 def logits_launcher(
-    device_index: int,
-    tokens: int,
-    experts: int,
-    hidden: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    vector: bool,
+    device_index: int, tokens: int, experts: int, hidden: int, dtypes: tuple[torch.dtype, torch.dtype], vector: bool
 ) -> PointerLauncher:
     """The launcher for x (tokens, hidden), weight (experts, hidden) and logits (tokens, experts), in this order.
 
-    dtypes: of x and of the logits. None of the sizes is 0, all are contiguous, vector as for `logits_spec`. The kernel
-    starts before the one ahead has ended; nothing is read into registers or written before it has.
+    dtypes: of x and of the logits. None of the sizes is 0, all are contiguous, vector as for `logits_spec`.
     """
-    block_shares = shares(tokens, experts, num_sms(device_index))
-    block_experts, _ = block_shares
-    dtype, out_dtype = dtypes
+    block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
     return PointerLauncher(
-        load(logits_spec(block_shares, experts, hidden, dtype, out_dtype, vector)),
+        load(logits_spec(block, experts, hidden, *dtypes, vector)),
         grid=(ceil_div(experts, block_experts), ceil_div(tokens, MAX_TOKENS)),
-        block=_logits_threads(hidden, dtype),
+        block=_logits_threads(hidden, dtypes[0]),
         pdl=True,
         pointers=3,
         args=(ctypes.c_int32(tokens),),
@@ -172,31 +166,25 @@ def _check_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(f"weight: expected shape (E, {x.shape[1]}), got {tuple(weight.shape)}")
     check_device("weight", weight, x.device, "x")
-    _check_floating("dtype", dtype)
+    _check_result(dtype)
 
 
-def _check_floating(name: str, dtype: torch.dtype) -> None:
+def _check_result(dtype: torch.dtype) -> None:
     if dtype not in FLOATING:
-        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
+        raise TypeError(f"dtype: expected bfloat16, float16 or float32, got {dtype}")
 
 
 def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if not by_kernel(tokens, hidden * x.itemsize) or not (tokens and experts):
-        return by_fixed_rows(lambda rows: _gemm(rows, weight).to(dtype), x)
+        options = {} if x.dtype is torch.float32 else {"out_dtype": torch.float32}
+        return by_fixed_rows(lambda rows: torch.mm(rows, weight.t(), **options).to(dtype), x)
     logits = _empty_logits(x, weight, dtype)
     x, weight = x.contiguous(), weight.contiguous()
     vector = not (x.data_ptr() | weight.data_ptr() | hidden * x.itemsize) % VECTOR_BYTES
     launch = logits_launcher(x.get_device(), tokens, experts, hidden, (x.dtype, dtype), vector)
     launch(x, weight, logits)
     return logits
-
-
-def _gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """float32."""
-    if x.dtype is torch.float32:
-        return x @ weight.t()
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def _logits_reference(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -262,17 +250,11 @@ def route_spec(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dt
 
 @planned
 def route_launcher(
-    device_index: int,
-    tokens: int,
-    experts: int,
-    form: Form,
-    scale: float,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    device_index: int, tokens: int, experts: int, form: Form, scale: float, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> PointerLauncher:
     """The launcher for logits (tokens, experts), bias (experts,), index and weights (tokens, top_k), in this order.
 
-    dtypes: of logits and weights. tokens is not 0, all are contiguous. The kernel starts before the one ahead has
-    ended; nothing is read or written before it has.
+    dtypes: of logits and weights. tokens is not 0, all are contiguous.
     """
     return PointerLauncher(
         load(route_spec(experts, form, *dtypes)),
@@ -282,14 +264,6 @@ def route_launcher(
         pointers=4,
         args=(ctypes.c_int64(tokens), ctypes.c_float(scale)),
     )
-
-
-def _check_form(top_k: int, score: str, num_groups: int, top_groups: int) -> None:
-    """Types of the arguments of `route` that are not tensors, and the score."""
-    for name, value in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
-        check_int(name, value)
-    if score not in SCORES:
-        raise ValueError(f"score: expected one of {SCORES}, got {score!r}")
 
 
 def _check_route(operands: Operands) -> None:
@@ -310,22 +284,21 @@ def _check_route(operands: Operands) -> None:
     limit = min(MAX_TOP_K, experts // num_groups * top_groups)
     if not 1 <= top_k <= limit:
         raise ValueError(f"top_k: expected 1 to {limit} of {experts} experts, got {top_k}")
-    _check_floating("dtype", dtype)
+    _check_result(dtype)
 
 
 def _route(operands: Operands) -> tuple[Tensor, Tensor]:
-    logits, bias, dtype = operands.logits, operands.bias, operands.dtype
+    logits, bias = operands.logits, operands.bias
     index, weights = _empty_route(operands)
     tokens, experts = logits.shape
     if tokens:
-        dtypes = logits.dtype, dtype
+        dtypes = logits.dtype, operands.dtype
         launch = route_launcher(logits.get_device(), tokens, experts, operands.form(), operands.scale, dtypes)
         launch(logits.contiguous(), None if bias is None else bias.contiguous(), index, weights)
     return index, weights
 
 
 def _reference_route(operands: Operands) -> tuple[Tensor, Tensor]:
-    """From PyTorch's operations, which define the result."""
     form, bias = operands.form(), operands.bias
     logits = operands.logits.float().contiguous()  # PyTorch computes other bits in other layouts
     scores = logits.sigmoid() if form.sigmoid else logits.softmax(-1)

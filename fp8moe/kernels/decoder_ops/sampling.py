@@ -130,8 +130,6 @@ _POINTERS = 1 + len(SamplingState._fields) + 2
 
 
 class _Operands(ctypes.Structure):
-    """``struct Operands`` of the kernel."""
-
     _pointers_ = _POINTERS
     _fields_ = (
         ("pointers", ctypes.c_int64 * _POINTERS),

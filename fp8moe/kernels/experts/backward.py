@@ -1,6 +1,6 @@
 """Experts with a backward: `experts_training`, and `experts_rows_training` of rows in the order of experts."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,18 +156,9 @@ class RowOrder(NamedTuple):
             return quantize_1x128(x), None, None
         return permute_quantize(x, self.rows, self.assignments.shape[0]), None, None
 
-    def multiply(
-        self,
-        a: FP8Tensor,
-        b: FP8Tensor,
-        dtype: torch.dtype,
-        *,
-        others_zero: bool = False,
-        low_rank: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """``a[rows of e] @ b[e].T``; see `grouped_rows`."""
-        options = {"whole": self.whole, "others_zero": others_zero, "low_rank": low_rank}
-        return grouped_rows(a, b, self.groups, dtype, **options)
+    def multiply(self, a: FP8Tensor, b: FP8Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
+        """``a[rows of e] @ b[e].T``; options: others_zero and low_rank of `grouped_rows`."""
+        return grouped_rows(a, b, self.groups, dtype, whole=self.whole, **options)
 
     def sum(self, y: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Rows y (R, H) to tokens (T, H), or themselves."""

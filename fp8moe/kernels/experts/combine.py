@@ -44,8 +44,6 @@ def combine(
 
 
 class _Sizes(ctypes.Structure):
-    """``struct Sizes`` of the kernel."""
-
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("tokens", "top_k", "bound", "warps"))
 
 
@@ -94,11 +92,9 @@ def launcher(
 ) -> PointerLauncher:
     """The launcher for y (bound, hidden), rows and weights (tokens, top_k), residual, known, now, out (tokens, hidden).
 
-    residual (tokens, hidden) is added, None for none. known, bool (tokens,): of which tokens the residual has a sum,
-    None for all. now, likewise: written, which tokens of out have a sum; no others are written; None: all have.
-    tokens and hidden are not 0, all tensors contiguous, y, residual and out at multiples of 16 bytes. sparse: most
-    tokens have no row; only the speed depends on it. pdl: start before the kernel ahead has ended; nothing is read or
-    written before it has.
+    known, bool (tokens,): of which tokens the residual has a sum. now, likewise: written, which tokens of out have a
+    sum; no others are written. None: all have, or there is no residual. tokens and hidden are not 0, all contiguous, y,
+    residual and out at multiples of 16 bytes. sparse: most tokens have no row; only the speed depends on it.
 
     With an index dtype, experts of the assignments come in place of rows, each of which has the row at its own place
     in y (tokens * top_k, hidden). Experts outside [0, bound) have none.

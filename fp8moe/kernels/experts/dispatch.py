@@ -1,4 +1,4 @@
-"""Tokens of one GPU to all that hold experts: `dispatch`, over memory that the GPU can store to."""
+"""Tokens of one GPU to all that hold experts, over memory that it can store to: `dispatch`."""
 
 import ctypes
 from collections.abc import Sequence
@@ -92,8 +92,6 @@ def _check_target(name: str, value: Tensor, dtype: torch.dtype, shape: tuple[int
 
 
 class _Sizes(ctypes.Structure):
-    """``struct Sizes`` of the kernel."""
-
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("tokens", "slots", "top_k", "experts")),
         ("row_stride", ctypes.c_int64),
@@ -113,8 +111,7 @@ def launcher(device_index: int, x: Tensor, index: Tensor, slots: int, peers: int
     """The launcher for x and index, then for each peer data, scale and index, then the meeting (`peer_table`).
 
     x: (tokens, H), rows at multiples of 16 bytes; index: (tokens, K), contiguous; tokens may be 0. Each peer's parts
-    are those of this GPU: data (slots, H) at a multiple of 16 bytes, scale (slots, ceil(H / 128)), index (slots, K),
-    contiguous; slots, H, K are not 0. experts: of each peer.
+    are those of this GPU: the `slots` that it writes. slots, H, K are not 0. experts: of each peer.
     """
     (tokens, hidden), top_k = x.shape, index.shape[1]
     blocks = ceil_div(slots * ceil_div(hidden, _WARP_COLUMNS), _WARPS)

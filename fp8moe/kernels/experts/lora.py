@@ -1,8 +1,4 @@
-"""Products of LoRA's factors with rows of experts: to their ranks, ``lora_shrink``, and ``lora_gradient`` of factors.
-
-Operands are bfloat16, sums float32, results rounded to bfloat16. Operators ``fp8moe::lora_shrink`` and
-``fp8moe::lora_gradient``. From ranks to outputs the FP8 GEMMs add the product (`kernels.gemm.api.grouped_rows`).
-"""
+"""Products of LoRA's factors with rows of experts: to their ranks, ``lora_shrink``, and ``lora_gradient`` of factors."""
 
 import ctypes
 from collections.abc import Iterator
@@ -41,7 +37,8 @@ def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tenso
     factors: (E, r, K) bfloat16, r a multiple of 16.
     group_offsets: (E + 1,) int32, where the groups begin in ascending order, all within the R rows.
     tokens: (R,) int32.
-    Returns (R, r) bfloat16; rows of no group are uninitialized. Equal inputs give equal bits.
+    Returns (R, r) bfloat16, summed in float32; rows of no group are uninitialized. Equal inputs give equal bits. From
+    ranks to outputs the FP8 GEMMs add the product, see `kernels.gemm.api.grouped_rows`.
 
     Raises ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
@@ -49,7 +46,7 @@ def lora_shrink(x: Tensor, factors: Tensor, group_offsets: Tensor, tokens: Tenso
 
 
 def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """``ranks[rows of e].T @ x[rows of e]``, (E, r, N) bfloat16, zeros for a group without rows.
+    """``ranks[rows of e].T @ x[rows of e]``, (E, r, N) bfloat16, summed in float32; zeros for a group without rows.
 
     ranks: (R, r) bfloat16, r a multiple of 16. x: (R, N) bfloat16, or with tokens (T, N); N a multiple of 8.
     The others, errors and bits are those of `lora_shrink`.
@@ -57,9 +54,7 @@ def lora_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Tenso
     return _lora_gradient(ranks, x, group_offsets, tokens)
 
 
-class _Sizes(ctypes.Structure):
-    """``struct Sizes`` of cuda/lora_shrink.cu."""
-
+class _Sizes(ctypes.Structure):  # of lora_shrink.cu
     _fields_ = tuple((name, ctypes.c_int) for name in ("k", "rows", "num_groups"))
 
 

@@ -120,10 +120,7 @@ class RowOperands(NamedTuple):
 
 
 def grouping_of(assignments: int, num_experts: int, capacity: int | None = None) -> Grouping:
-    """What GEMMs over rows of some of `num_experts` experts choose their tiles by, and the order in which K is summed.
-
-    assignments: of all tokens to all of these experts. capacity: of the masked layout.
-    """
+    """What GEMMs choose their tiles by, for assignments to some of `num_experts` experts, all of these counted."""
     if capacity is None:
         return Grouping(whole=(assignments, num_experts))
     return Grouping(ceil_div(assignments, num_experts), capacity)

@@ -93,9 +93,8 @@ def launcher(
     A warp takes each part of a token, or, if sparse (most tokens have no row), each token, and no more warps run than
     fit at once. Where all tokens have rows, many short blocks are quicker by a tenth.
 
-    x: (T, H), rows at multiples of 16 bytes; x_scale: None if x is not FP8. It writes data (num_rows, H), contiguous,
-    the MN-major scale of align(num_rows, 4) rows, and to assignments, which may be None, token * top_k + k of each row
-    that has one, int32. pdl: start before the kernel ahead has ended; nothing is read or written before it has.
+    x: (T, H), rows at multiples of 16 bytes. It writes data (num_rows, H), contiguous, the MN-major scale, and to
+    assignments, which may be None, token * top_k + k of each row that has one, int32.
     """
     tokens, hidden = x.shape
     warps = 1 if sparse else ceil_div(hidden, _WARP_COLUMNS)  # that share a token

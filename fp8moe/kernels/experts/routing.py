@@ -1,7 +1,4 @@
-"""Expert routing: ``sort_by_expert`` gives every assignment a row, those of one expert next to each other.
-
-The operator ``fp8moe::sort_by_expert`` behind it waits for nothing and needs no counts on the host.
-"""
+"""Expert routing: ``sort_by_expert`` gives every assignment a row, those of one expert next to each other."""
 
 import ctypes
 from typing import NamedTuple
@@ -54,7 +51,7 @@ def sort_by_expert(
     first_expert: the index that means the first of these experts, e = 0.
     first_row, num_rows: without a capacity, keep a window of the packed rows, [first_row, first_row + num_rows), or to
         the last one: rows count from its start, and are -1 outside of it; groups are clamped to it.
-    Returns Routing(groups, rows). Equal inputs give equal results.
+    Returns Routing(groups, rows). Equal inputs give equal results. No counts come to the host, and nothing waits.
 
     Method: counting sort, Knuth, The Art of Computer Programming 3, section 5.2.
 
@@ -65,15 +62,13 @@ def sort_by_expert(
 
 
 class _Sizes(ctypes.Structure):
-    """``struct Sizes`` of the kernel."""
-
     _fields_ = tuple(
         (name, ctypes.c_uint32) for name in ("count", "experts", "capacity", "first_expert", "first_row", "num_rows")
     )
 
 
 class KernelShape(NamedTuple):
-    """What a kernel is made for: its counters, the warps of a thread block, and the thread blocks, all of a cluster."""
+    """Counters of a kernel, warps of a thread block, and thread blocks, all of a cluster."""
 
     counters: int
     warps: int
@@ -128,11 +123,7 @@ def launcher(
     *,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for index (T, K), groups (E + 1,) or, with a capacity, (E,), and rows (T, K); all contiguous.
-
-    It writes groups and rows; the arguments are those of `sort_by_expert`. pdl: start before the kernel ahead has
-    ended; nothing is read or written before it has.
-    """
+    """The launcher for index (T, K), groups and rows, all contiguous; see `sort_by_expert` for the arguments."""
     assignments = index.numel()
     num_rows = assignments if num_rows is None else num_rows
     shape = KernelShape.of(assignments, num_experts)
@@ -156,7 +147,6 @@ def _launch(top_k_index: Tensor, num_experts: int, capacity: int | None, *window
 
 
 def _empty(top_k_index: Tensor, num_experts: int, capacity: int | None, *window: int | None) -> tuple[Tensor, Tensor]:
-    """Uninitialized groups and rows."""
     groups = top_k_index.new_empty((num_experts + (capacity is None),), dtype=torch.int32)
     return groups, top_k_index.new_empty(top_k_index.shape, dtype=torch.int32)
 

@@ -1,9 +1,4 @@
-"""What a trainable expert computes between its GEMMs, forward and backward, each fused with the quantization behind it.
-
-The results are quantized along rows and along columns, for the next GEMM and for the weight gradient: DeepSeek-V3,
-arXiv:2412.19437, section 3.3. Where no weight gradient follows they are quantized by rows alone, and the values that
-adapters of frozen experts multiply, which are not quantized, are written too if asked for.
-"""
+"""SwiGLU between the GEMMs of trainable experts, forward and backward, each fused with the quantization behind it."""
 
 import ctypes
 import enum
@@ -12,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.activation import Activation, weighted_backward
 from fp8moe.quant import reference
 from fp8moe.quant.checks import check_groups, check_vector
 from fp8moe.quant.formats import BLOCK, FP8Tensor, empty_quantized, padded_rows
@@ -32,7 +27,8 @@ def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, *, activation: Activ
     gate_up: (R, 2I) bfloat16, gate then up, any strides; I a multiple of 128.
     group_offsets: (E+1,) int32, as for `quantize_with_transpose`, which also describes the result.
     activation: a SwiGLU.
-    Returns `Transposed` of (R, I), detached from the autograd graph.
+    Returns `Transposed` of (R, I), detached from the autograd graph: rows for the next GEMM, columns for the weight
+    gradient, DeepSeek-V3, arXiv:2412.19437, section 3.3.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
     """
@@ -67,8 +63,8 @@ def swiglu_quantize_rows(
 ) -> tuple[FP8Tensor, Tensor]:
     """The rows of `swiglu_quantize`, which also describes the arguments and errors, with the same bits.
 
-    Returns data (R, I) and scale (R, I/128) MN-major; and with `values` what was quantized, (R, I) bfloat16, otherwise
-    an empty tensor. Rows of no group are uninitialized.
+    Returns data (R, I) and scale (R, I/128) MN-major; and with `values` what was quantized, (R, I) bfloat16, which
+    adapters of frozen experts multiply, otherwise an empty tensor. Rows of no group are uninitialized.
     """
     _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
     data, scale, h = _swiglu_quantize_rows(*_ROWS.pack(Operands(gate_up.detach(), group_offsets, activation, values)))
@@ -105,6 +101,11 @@ class Operands(NamedTuple):
     activation: Activation
     values: bool = False
 
+    @property
+    def width(self) -> int:
+        """Columns of what is quantized."""
+        return self.gate_up.shape[1] // 2
+
 
 class BackwardOperands(NamedTuple):
     """What `swiglu_backward_quantize` and `swiglu_backward_quantize_rows` describe."""
@@ -115,6 +116,11 @@ class BackwardOperands(NamedTuple):
     group_offsets: Tensor
     activation: Activation
     values: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of what is quantized."""
+        return self.gate_up.shape[1]
 
 
 class Beside(enum.IntEnum):
@@ -184,22 +190,21 @@ def launcher(
     return tile_launcher(spec, source, rows=rows, width=width, groups=groups, column_tiles=column_tiles)
 
 
-def launch(operands: Operands, results: Results, values: Tensor | None = None) -> None:
+def launch(operands: Operands, results: Results, values: Tensor | None = None) -> Results:
     """Fill `results`, and `values` (R, I) bfloat16, as `swiglu_quantize` and `swiglu_quantize_rows` describe."""
     group_offsets = operands.group_offsets.contiguous()
-    if _nothing(group_offsets, results):
-        return
-    gate_up, groups = row_major(operands.gate_up), group_offsets.shape[0] - 1
-    beside = Beside.of(results, values)
-    run = launcher(gate_up.get_device(), gate_up, None, groups, operands.activation, beside)
-    run(*results, group_offsets, gate_up, values)
+    if not _nothing(group_offsets, results):
+        gate_up, groups = row_major(operands.gate_up), group_offsets.shape[0] - 1
+        beside = Beside.of(results, values)
+        run = launcher(gate_up.get_device(), gate_up, None, groups, operands.activation, beside)
+        run(*results, group_offsets, gate_up, values)
+    return results
 
 
 def launch_backward(
     operands: BackwardOperands, results: Results, d_gate_up: Tensor | None = None, values: Tensor | None = None
 ) -> Tensor:
-    """Fill `results`, and d_gate_up (R, 2I) and `values` (R, I) bfloat16, both or none, as `swiglu_backward_quantize`
-    and `swiglu_backward_quantize_rows` describe, and return the dots (R,)."""
+    """Fill `results`, and d_gate_up (R, 2I) and `values` (R, I) bfloat16, both or none, and return the dots (R,)."""
     group_offsets = operands.group_offsets.contiguous()
     rows, size = operands.grad.shape
     if _nothing(group_offsets, results):
@@ -236,32 +241,8 @@ def swiglu_gradients(
     gate_up: Tensor, grad: Tensor, row_weights: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_gate_up (R, 2I) and `swiglu_values` (R, I) in gate_up's dtype, and the dots (R,)."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    grad = grad.float()
-    weighted = grad * row_weights[:, None]
-    d_gate, d_up, h = swiglu_backward(gate, up, weighted, activation)
-    d_gate_up = torch.cat([d_gate, d_up], dim=-1).to(gate_up.dtype)
-    return d_gate_up, h.to(gate_up.dtype), (h * grad).sum(-1)
-
-
-def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives with respect to gate and up for a `grad` with respect to the result, and the result itself."""
-    limit, alpha = activation.limit, activation.alpha
-    clamped, linear = gate, up
-    if limit is not None:
-        clamped, linear = gate.clamp(max=limit), up.clamp(-limit, limit)
-    slope = 1.0
-    if alpha is not None:
-        linear, slope = linear + 1, alpha
-    sigmoid = torch.sigmoid(slope * clamped)
-    silu = clamped * sigmoid
-    d_gate = grad * linear * sigmoid * (1 + slope * clamped * (1 - sigmoid))
-    d_up = grad * silu
-    if limit is not None:
-        # A NaN is not beyond the limit: it stays.
-        d_gate = torch.where(gate > limit, 0, d_gate)
-        d_up = torch.where(up.abs() > limit, 0, d_up)
-    return d_gate, d_up, silu * linear
+    d_gate_up, h, dots = weighted_backward(gate_up, grad, row_weights, activation)
+    return d_gate_up.to(gate_up.dtype), h.to(gate_up.dtype), dots
 
 
 # ---- operators ----
@@ -289,15 +270,9 @@ def _check_backward(operands: BackwardOperands) -> None:
     check_vector("row_weights", operands.row_weights, torch.float32, rows, operands.gate_up.device)
 
 
-def _empty(operands: Operands) -> Results:
-    rows, width = operands.gate_up.shape
-    return empty_results(operands.gate_up, rows, width // 2, operands.group_offsets.shape[0] - 1)
-
-
-def _launch(operands: Operands) -> Results:
-    results = _empty(operands)
-    launch(operands, results)
-    return results
+def _empty(operands: Operands | BackwardOperands) -> Results:
+    rows, groups = operands.gate_up.shape[0], operands.group_offsets.shape[0] - 1
+    return empty_results(operands.gate_up, rows, operands.width, groups)
 
 
 def _reference(operands: Operands) -> Results:
@@ -305,21 +280,12 @@ def _reference(operands: Operands) -> Results:
     return reference.both_ways(h, h, operands.group_offsets)
 
 
-def _empty_both_ways(operands: BackwardOperands) -> Results:
-    rows, width = operands.gate_up.shape
-    return empty_results(operands.gate_up, rows, width, operands.group_offsets.shape[0] - 1)
-
-
-def _empty_backward(operands: BackwardOperands) -> tuple[Tensor, ...]:
-    return *_empty_both_ways(operands), _empty_dots(operands)
-
-
 def _empty_dots(operands: BackwardOperands) -> Tensor:
     return operands.row_weights.new_empty(operands.row_weights.shape)
 
 
 def _launch_backward(operands: BackwardOperands) -> tuple[Tensor, ...]:
-    results = _empty_both_ways(operands)
+    results = _empty(operands)
     return *results, launch_backward(operands, results)
 
 
@@ -333,9 +299,10 @@ def _empty_values(operands: Operands | BackwardOperands, columns: int) -> Tensor
     return operands.gate_up.new_empty((operands.gate_up.shape[0], columns) if operands.values else 0)
 
 
-def _empty_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    size = operands.gate_up.shape[1] // 2
-    return *empty_quantized(operands.gate_up, operands.gate_up.shape[0], size), _empty_values(operands, size)
+def _empty_rows(operands: Operands | BackwardOperands) -> tuple[Tensor, Tensor, Tensor]:
+    """Data and scale, and what is quantized."""
+    rows, width = operands.gate_up.shape[0], operands.width
+    return *empty_quantized(operands.gate_up, rows, width), _empty_values(operands, width)
 
 
 def _launch_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -350,9 +317,8 @@ def _reference_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _empty_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
-    width = operands.gate_up.shape[1]
-    beside = _empty_values(operands, width), _empty_values(operands, width // 2)
-    return *empty_quantized(operands.gate_up, operands.gate_up.shape[0], width), _empty_dots(operands), *beside
+    data, scale, d_gate_up = _empty_rows(operands)
+    return data, scale, _empty_dots(operands), d_gate_up, _empty_values(operands, operands.width // 2)
 
 
 def _launch_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
@@ -378,7 +344,7 @@ _swiglu_quantize = operator(
     f"swiglu_quantize -> ({_RESULTS})",
     signature=_BOTH_WAYS,
     check=_check,
-    cuda=_launch,
+    cuda=lambda operands: launch(operands, _empty(operands)),
     reference=_reference,
     fake=_empty,
 )
@@ -388,7 +354,7 @@ _swiglu_backward_quantize = operator(
     check=_check_backward,
     cuda=_launch_backward,
     reference=_reference_backward,
-    fake=_empty_backward,
+    fake=lambda operands: (*_empty(operands), _empty_dots(operands)),
 )
 _swiglu_quantize_rows = operator(
     "swiglu_quantize_rows -> (Tensor, Tensor, Tensor)",
