@@ -1,10 +1,4 @@
-"""The next token of each sequence: ``sample`` and the operator ``fp8moe::sample`` behind it.
-
-The reference defines the tokens bit by bit. So that they are the same on every device, exponentials and logarithms are
-sums and products of float32, each rounded, with the polynomials of Cephes (S. L. Moshier, expf and logf: relative error
-about 1e-7); probability mass is counted in integers; and noise comes from a counter: Philox 4x32-10 (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", SC11).
-"""
+"""The next token of each sequence: ``sample``."""
 
 import ctypes
 from typing import NamedTuple
@@ -176,10 +170,7 @@ def _array(values: tuple[float, ...]) -> str:
 def launcher(
     device_index: int, rows: int, vocab: int, logits_stride: int, dtype: torch.dtype, vector: bool
 ) -> PointerLauncher:
-    """The launcher for logits, the tensors of the state, tokens and logprobs, in this order; vector: see `kernel_spec`.
-
-    The kernel starts before the one ahead has ended; nothing is read or written before it has.
-    """
+    """The launcher for logits, the tensors of the state, tokens and logprobs; vector: see `kernel_spec`."""
     return PointerLauncher(
         load(kernel_spec(dtype, vector)),
         grid=rows * _CLUSTER,
@@ -209,6 +200,11 @@ def _empty(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---- the reference ----
+
+# It defines the tokens bit by bit. So that they are the same on every device, exponentials and logarithms are sums and
+# products of float32, each rounded, with the polynomials of Cephes (S. L. Moshier, expf and logf: relative error about
+# 1e-7); probability mass is counted in integers; and noise comes from a counter: Philox 4x32-10 (Salmon et al.,
+# "Parallel random numbers: as easy as 1, 2, 3", SC11).
 
 
 def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:

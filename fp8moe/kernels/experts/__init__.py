@@ -1,7 +1,4 @@
-"""The operators of an experts layer: forward, training, and the steps between the GEMMs.
-
-Functions that share a module's name are not handed out here: combine.combine.
-"""
+"""The operators of an experts layer: forward, training, and the steps between the GEMMs."""
 
 from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.operator import experts, experts_partial, experts_rows, send_rows

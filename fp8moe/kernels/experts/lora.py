@@ -1,4 +1,4 @@
-"""Products of LoRA's factors with rows of experts: to their ranks, ``lora_shrink``, and ``lora_gradient`` of factors."""
+"""Products of LoRA's factors with rows of experts: to ranks, ``lora_shrink``; for gradients, ``lora_gradient``."""
 
 import ctypes
 from collections.abc import Iterator

@@ -1,9 +1,4 @@
-"""The experts of a mixture-of-experts layer as one operator: `experts`, and forms of it for a part of their work.
-
-Assignments of tokens to experts are sorted by expert; tokens are quantized 1x128 into that order; GEMM 1, activation
-and quantization; GEMM 2; each token's weighted sum over its rows. `workspace` launches that as five kernels; where it
-does not, here it is composed of operators.
-"""
+"""The experts of a mixture-of-experts layer as one operator: `experts`, and forms of it for a part of their work."""
 
 from collections.abc import Callable
 
@@ -230,7 +225,7 @@ def _padded(operands: Operands, compute: Callable[[Operands], Tensor]) -> Tensor
 
 
 def _for_all_tokens(operands: Operands) -> Operands:
-    """With zeros for a residual that is not known, and a result that is known for all tokens."""
+    """With zeros where the residual is not known, and a result for all tokens."""
     if operands.known is not None:
         operands.known.fill_(True)
     residual = operands.residual
@@ -240,7 +235,7 @@ def _for_all_tokens(operands: Operands) -> Operands:
 
 
 def _composed(operands: Operands) -> Tensor:
-    """The layer from its five operators, for any backend."""
+    """The layer as five operators in place of the kernels of a `Workspace`, for any backend."""
     operands = _for_all_tokens(operands)
     down = operands.layer.down
     h, groups, rows, num_rows, grouping = _hidden(operands)
@@ -265,7 +260,7 @@ def _hidden(operands: Operands) -> tuple[FP8Tensor, Tensor, Tensor, int, Groupin
 
 
 def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -> FP8Tensor:
-    """GEMM 1, the activation and its quantization: rows a (R, H) of groups -> (R, I). H and I are multiples of 16."""
+    """GEMM 1, the activation and its quantization: a (R, H) -> (R, I), both multiples of 16."""
     if layer.activation.is_swiglu:
         options = {"max_m": grouping.max_m, "expected_m": grouping.expected_m, "whole": grouping.whole}
         return grouped_gemm_swiglu(a, layer.up, groups, activation=layer.activation, **options)

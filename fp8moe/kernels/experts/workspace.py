@@ -1,10 +1,4 @@
-"""Launches an experts layer or a shard of one: five kernels over one scratch tensor.
-
-Each is launched while the one before it runs. That is safe because the sort is launched the ordinary way, or behind a
-kernel that has waited for all before it, and because every kernel lets the next one start only after it has itself
-waited for the one before: what runs early may rely on all but its immediate predecessor. So the GEMMs read the groups
-at once, and fetch weights, as the sort has written the groups two kernels before or more.
-"""
+"""Launches an experts layer or a shard of one: five kernels over one scratch tensor."""
 
 import functools
 
@@ -28,8 +22,13 @@ from fp8moe.runtime.peer_table import Targets
 class Workspace:
     """The launchers of a layer with a SwiGLU, and the scratch tensor that the kernels hand on to one another.
 
-    operands: of the shapes, strides, dtypes and device, which is to be current, that it is made for. The window of rows
-        that their share names is what the scratch has room for.
+    Assignments are sorted by expert; tokens are quantized 1x128 into that order; GEMM 1, activation and quantization;
+    GEMM 2; each token's weighted sum over its rows. Each kernel is launched while the one before it runs. That is safe
+    because the sort is launched the ordinary way, or behind a kernel that has waited for all before it, and because
+    every kernel lets the next one start only after it has itself waited for the one before: what runs early may rely on
+    all but its immediate predecessor. So the GEMMs read the groups at once, and fetch weights.
+
+    operands: in layouts that the kernels take, on the current device. The scratch has room for their shard's rows.
     form: see `Targets`; None: the weighted sums are the result.
     """
 
@@ -119,18 +118,12 @@ class Workspace:
 
 @planned
 def workspace(device_index: int, form: tuple[int, int, bool] | None, operands: Operands) -> Workspace:
-    """The `Workspace` for operands in layouts that the kernels take.
-
-    One that is found is for operands like others that have run: there is nothing to check.
-    """
+    """The `Workspace` for operands like these. Where one is found, others like them have run, and been checked."""
     return Workspace(operands, form)
 
 
 def run(operands: Operands, targets: Targets | None = None) -> Tensor | None:
-    """The layer, or a shard of it, with a SwiGLU, H and I multiples of 16, and none of the operands empty.
-
-    Returns what the `Workspace` does.
-    """
+    """What a `Workspace` returns, for operands in any layout; H and I are multiples of 16, none is empty."""
     operands = _as_kernels_load(operands)
     return workspace(operands.hidden_states.get_device(), targets and targets.form, operands)(operands, targets)
 

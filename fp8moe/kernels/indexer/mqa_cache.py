@@ -1,9 +1,4 @@
-"""The paged cache of keys of the lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, section 2.1).
-
-A cache is a contiguous uint8 tensor (num_blocks, 64, 1, D + 4) of blocks of 64 tokens. The first 64 * D bytes of a
-block are the E4M3 values of its keys, token after token; the other 256 are their 64 float32 scales. Slot s is place
-s % 64 of block s // 64. `append_kv` and the operator ``fp8moe::append_kv`` behind it fill it, `read_kv` reads it back.
-"""
+"""The paged cache of keys of the lightning indexer, DeepSeek-V3.2, arXiv:2512.02556, section 2.1."""
 
 import ctypes
 from collections.abc import Callable
@@ -27,7 +22,10 @@ _LANE_BYTES = 16  # of a key
 
 
 def new_kv_cache(num_blocks: int, head_dim: int, *, device: torch.device | str) -> Tensor:
-    """A cache for num_blocks * 64 keys of head_dim values: uint8 zeros (num_blocks, 64, 1, head_dim + 4).
+    """A cache for num_blocks * 64 keys of D = head_dim values: uint8 zeros (num_blocks, 64, 1, D + 4).
+
+    The first 64 * D bytes of a block are the E4M3 values of its keys, token after token; the other 256 are their 64
+    float32 scales. Slot s is place s % 64 of block s // 64.
 
     num_blocks: 0 or more. head_dim: 32, 64 or 128.
     Raises ValueError for another num_blocks or head_dim.

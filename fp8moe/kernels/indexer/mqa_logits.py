@@ -76,8 +76,8 @@ def paged_mqa_logits(
     """The scores of `mqa_logits` for the last next_n tokens of each sequence over the keys in a paged cache.
 
     q: (B, next_n, H, D) float8_e4m3fn, next_n 1 to 4, H 32 or 64, D 32, 64 or 128.
-    kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, from a multiple of 16 bytes on, as described in
-        `fp8moe.kernels.indexer.mqa_cache`.
+    kv_cache: (num_blocks, 64, 1, D + 4) uint8, contiguous, from a multiple of 16 bytes on: see
+        `fp8moe.kernels.indexer.mqa_cache.new_kv_cache`.
     weights: (B * next_n, H) float32, with the scales of q.
     context_lens: (B,) int32, the cached tokens of each sequence: query j of next_n sees the first
         ``context_len - next_n + 1 + j``. Or (B, next_n) int32: a query sees exactly as many as it says. The number that
