@@ -5,7 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import sort_by_expert
+from fp8moe.kernels.experts.operands import Layer, Operands, Shard
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from tests.experts_cases import VARIANTS, in_order, inputs, make, part
 
@@ -155,6 +158,18 @@ def test_tiles_are_chosen_for_the_rows_of_a_share(monkeypatch):
     part(layer, x, index, weights, 0, 2)
     part(layer, x, index, weights, 0, 2, num_experts=16)
     assert found == [(80, 4), (80, 16)]
+
+
+def test_launches_are_found_by_every_operand():
+    x, index, weights, residual, scale, known, also_known, other, *parts = (torch.empty(size) for size in range(12))
+    layer = Layer(FP8Tensor(*parts[:2]), FP8Tensor(*parts[2:]), Activation())
+    operands = Operands(x, index, weights, layer, 5, residual, scale, Shard(), known, also_known)
+    layers = [layer._replace(**{name: (part, other)}) for name, (part, _) in zip(("up", "down"), layer, strict=False)]
+    layers += [layer._replace(**{name: (other, part)}) for name, (_, part) in zip(("up", "down"), layer, strict=False)]
+    changes = {name: [other] for name in Operands._fields} | {"capacity": [None], "shard": [Shard(1)]}
+    changes["layer"] = [*layers, layer._replace(activation=Activation(7.0))]
+    for name, values in changes.items():
+        assert all(operands._replace(**{name: value}).layouts() != operands.layouts() for value in values), name
 
 
 def test_errors():
