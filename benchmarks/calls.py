@@ -401,9 +401,11 @@ def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, interm
     return _transposing(partial(operator, *operands, make.integers(offsets), *_plain_swiglu(operator)))
 
 
-def _plain_swiglu(operator: Callable) -> tuple[str] | tuple[None, None]:
-    """Its arguments for a SwiGLU without limit and alpha: a key, in older revisions these two."""
+def _plain_swiglu(operator: Callable) -> tuple[str | int | None, ...]:
+    """Its arguments for a SwiGLU without limit and alpha: a key, in older revisions these two; and for columns."""
     names = {argument.name for argument in operator.default._schema.arguments}
+    if "beside" in names:
+        return "silu", 1
     return ("silu",) if "activation" in names else (None, None)
 
 

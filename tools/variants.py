@@ -19,6 +19,7 @@ from fp8moe.kernels.experts import combine, experts_partial, experts_rows, exper
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.operator import send_rows
+from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
@@ -119,10 +120,10 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
         yield lambda out=out, more=low_rank: ops.grouped_gemm_out(*rows, *experts, offsets, out, None, *more)
     for activation in ("silu", "silu limit=7.0", "silu limit=7.0 alpha=1.702"):
         gate_up, grad, weights = make.normal(200, 512), make.normal(200, 256), make.uniform(200, mean=1.0)
-        for values in (False, True):
-            form = offsets, activation, values
-            yield lambda x=gate_up, form=form: ops.swiglu_quantize_rows(x, *form)
-            yield lambda x=(gate_up, grad, weights), form=form: ops.swiglu_backward_quantize_rows(*x, *form)
+        for beside in (Beside.NOTHING, Beside.VALUES):
+            form = offsets, activation, beside
+            yield lambda x=gate_up, form=form: ops.swiglu_quantize(x, *form)
+            yield lambda x=(gate_up, grad, weights), form=form: ops.swiglu_backward_quantize(*x, *form)
     few = make.integers([0, 5, 6, 15, 20])
     for rank, width, ends, count in ((16, 2048, offsets, 200), (48, 264, offsets, 200), (16, 264, few, 20)):
         x, factors, ranks = make.normal(count, width), make.normal(4, rank, width), make.normal(count, rank)

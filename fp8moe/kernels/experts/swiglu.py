@@ -2,7 +2,7 @@
 
 import ctypes
 import enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ def swiglu_quantize(gate_up: Tensor, group_offsets: Tensor, *, activation: Activ
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank, size, device or activation.
     """
     _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
-    return transposed(*_swiglu_quantize(*_BOTH_WAYS.pack(Operands(gate_up.detach(), group_offsets, activation))))
+    operands = Operands(gate_up.detach(), group_offsets, activation)
+    return transposed(*_swiglu_quantize(*_FORWARD.pack(operands)))
 
 
 def swiglu_backward_quantize(
@@ -54,21 +55,22 @@ def swiglu_backward_quantize(
     """
     _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
     operands = BackwardOperands(gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets, activation)
-    *results, dots = _swiglu_backward_quantize(*_BACKWARD_BOTH_WAYS.pack(operands))
+    *results, dots = _swiglu_backward_quantize(*_BACKWARD.pack(operands))
     return transposed(*results), dots
 
 
 def swiglu_quantize_rows(
     gate_up: Tensor, group_offsets: Tensor, *, activation: Activation, values: bool = False
-) -> tuple[FP8Tensor, Tensor]:
+) -> tuple[FP8Tensor, Tensor | None]:
     """The rows of `swiglu_quantize`, which also describes the arguments and errors, with the same bits.
 
     Returns data (R, I) and scale (R, I/128) MN-major; and with `values` what was quantized, (R, I) bfloat16, which
-    adapters of frozen experts multiply, otherwise an empty tensor. Rows of no group are uninitialized.
+    adapters of frozen experts multiply, otherwise None. Rows of no group are uninitialized.
     """
     _check_types(activation, gate_up=gate_up, group_offsets=group_offsets)
-    data, scale, h = _swiglu_quantize_rows(*_ROWS.pack(Operands(gate_up.detach(), group_offsets, activation, values)))
-    return FP8Tensor(data, scale), h
+    operands = Operands(gate_up.detach(), group_offsets, activation, Beside.VALUES if values else Beside.NOTHING)
+    data, scale, *h = _swiglu_quantize(*_FORWARD.pack(operands))
+    return FP8Tensor(data, scale), h[0] if values else None
 
 
 def swiglu_backward_quantize_rows(
@@ -79,48 +81,18 @@ def swiglu_backward_quantize_rows(
     *,
     activation: Activation,
     values: bool = False,
-) -> tuple[FP8Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[FP8Tensor, Tensor, Tensor | None, Tensor | None]:
     """The rows of `swiglu_backward_quantize`, which also describes the arguments and errors, with the same bits.
 
     Returns data (R, 2I) and scale (R, 2I/128) MN-major of the gradient of gate_up, and the gradient of row_weights; and
     with `values` what was quantized, (R, 2I) bfloat16, and ``activation(gate_up)`` (R, I) as `swiglu_quantize_rows`
-    returns it, otherwise empty tensors. Rows of no group are uninitialized.
+    returns it, otherwise None twice. Rows of no group are uninitialized.
     """
     _check_types(activation, gate_up=gate_up, grad=grad, row_weights=row_weights, group_offsets=group_offsets)
     tensors = gate_up.detach(), grad.detach(), row_weights.detach(), group_offsets
-    operands = BackwardOperands(*tensors, activation, values)
-    data, scale, *others = _swiglu_backward_quantize_rows(*_BACKWARD_ROWS.pack(operands))
-    return FP8Tensor(data, scale), *others
-
-
-class Operands(NamedTuple):
-    """What `swiglu_quantize` and `swiglu_quantize_rows` describe."""
-
-    gate_up: Tensor
-    group_offsets: Tensor
-    activation: Activation
-    values: bool = False
-
-    @property
-    def width(self) -> int:
-        """Columns of what is quantized."""
-        return self.gate_up.shape[1] // 2
-
-
-class BackwardOperands(NamedTuple):
-    """What `swiglu_backward_quantize` and `swiglu_backward_quantize_rows` describe."""
-
-    gate_up: Tensor
-    grad: Tensor
-    row_weights: Tensor
-    group_offsets: Tensor
-    activation: Activation
-    values: bool = False
-
-    @property
-    def width(self) -> int:
-        """Columns of what is quantized."""
-        return self.gate_up.shape[1]
+    operands = BackwardOperands(*tensors, activation, Beside.VALUES if values else Beside.NOTHING)
+    data, scale, dots, *beside = _swiglu_backward_quantize(*_BACKWARD.pack(operands))
+    return FP8Tensor(data, scale), dots, *(beside if values else (None, None))
 
 
 class Beside(enum.IntEnum):
@@ -135,6 +107,34 @@ class Beside(enum.IntEnum):
         if results.columns is not None:
             return cls.COLUMNS
         return cls.NOTHING if values is None else cls.VALUES
+
+
+class Operands(NamedTuple):
+    """What `swiglu_quantize` and `swiglu_quantize_rows` describe."""
+
+    gate_up: Tensor
+    group_offsets: Tensor
+    activation: Activation
+    beside: Annotated[int, "int"] = Beside.COLUMNS
+
+    def widths(self) -> tuple[int, ...]:
+        """Columns of what is quantized, which is the first of the values."""
+        return (self.gate_up.shape[1] // 2,)
+
+
+class BackwardOperands(NamedTuple):
+    """What `swiglu_backward_quantize` and `swiglu_backward_quantize_rows` describe."""
+
+    gate_up: Tensor
+    grad: Tensor
+    row_weights: Tensor
+    group_offsets: Tensor
+    activation: Activation
+    beside: Annotated[int, "int"] = Beside.COLUMNS
+
+    def widths(self) -> tuple[int, ...]:
+        """Columns of what is quantized, and of the activation, the other value."""
+        return self.gate_up.shape[1], self.gate_up.shape[1] // 2
 
 
 class _Source(ctypes.Structure):
@@ -190,7 +190,7 @@ def launcher(
     return tile_launcher(spec, source, rows=rows, width=width, groups=groups, column_tiles=column_tiles)
 
 
-def launch(operands: Operands, results: Results, values: Tensor | None = None) -> Results:
+def launch(operands: Operands, results: Results, values: Tensor | None = None) -> None:
     """Fill `results`, and `values` (R, I) bfloat16, as `swiglu_quantize` and `swiglu_quantize_rows` describe."""
     group_offsets = operands.group_offsets.contiguous()
     if not _nothing(group_offsets, results):
@@ -198,7 +198,6 @@ def launch(operands: Operands, results: Results, values: Tensor | None = None) -
         beside = Beside.of(results, values)
         run = launcher(gate_up.get_device(), gate_up, None, groups, operands.activation, beside)
         run(*results, group_offsets, gate_up, values)
-    return results
 
 
 def launch_backward(
@@ -270,105 +269,74 @@ def _check_backward(operands: BackwardOperands) -> None:
     check_vector("row_weights", operands.row_weights, torch.float32, rows, operands.gate_up.device)
 
 
-def _empty(operands: Operands | BackwardOperands) -> Results:
-    rows, groups = operands.gate_up.shape[0], operands.group_offsets.shape[0] - 1
-    return empty_results(operands.gate_up, rows, operands.width, groups)
+def _empty(operands: Operands | BackwardOperands) -> tuple[Results, list[Tensor]]:
+    """Uninitialized results, and values if they are asked for."""
+    like, rows, widths = operands.gate_up, operands.gate_up.shape[0], operands.widths()
+    if operands.beside == Beside.COLUMNS:
+        return empty_results(like, rows, widths[0], operands.group_offsets.shape[0] - 1), []
+    values = [like.new_empty((rows, width)) for width in widths] if operands.beside == Beside.VALUES else []
+    return Results(*empty_quantized(like, rows, widths[0])), values
 
 
-def _reference(operands: Operands) -> Results:
-    h = swiglu_values(operands.gate_up, operands.activation)
-    return reference.both_ways(h, h, operands.group_offsets)
+def _quantized(operands: Operands | BackwardOperands, values: Tensor, *beside: Tensor) -> tuple[Results, list[Tensor]]:
+    """What `_empty` makes room for, from the values."""
+    if operands.beside == Beside.COLUMNS:
+        return reference.both_ways(values, values, operands.group_offsets), []
+    results = Results(*reference.quantize_1x128(values, False))
+    return results, [values, *beside] if operands.beside == Beside.VALUES else []
 
 
-def _empty_dots(operands: BackwardOperands) -> Tensor:
-    return operands.row_weights.new_empty(operands.row_weights.shape)
+def _tensors(results: Results, *others: Tensor) -> list[Tensor]:
+    return [part for part in (*results, *others) if part is not None]
 
 
-def _launch_backward(operands: BackwardOperands) -> tuple[Tensor, ...]:
-    results = _empty(operands)
-    return *results, launch_backward(operands, results)
+def _launch(operands: Operands) -> list[Tensor]:
+    results, values = _empty(operands)
+    launch(operands, results, *values)
+    return _tensors(results, *values)
 
 
-def _reference_backward(operands: BackwardOperands) -> tuple[Tensor, ...]:
-    gate_up, grad, row_weights, group_offsets, activation, _ = operands
-    d_gate_up, _, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
-    return *reference.both_ways(d_gate_up, d_gate_up, group_offsets), dots
+def _reference(operands: Operands) -> list[Tensor]:
+    results, values = _quantized(operands, swiglu_values(operands.gate_up, operands.activation))
+    return _tensors(results, *values)
 
 
-def _empty_values(operands: Operands | BackwardOperands, columns: int) -> Tensor:
-    return operands.gate_up.new_empty((operands.gate_up.shape[0], columns) if operands.values else 0)
+def _fake(operands: Operands) -> list[Tensor]:
+    results, values = _empty(operands)
+    return _tensors(results, *values)
 
 
-def _empty_rows(operands: Operands | BackwardOperands) -> tuple[Tensor, Tensor, Tensor]:
-    """Data and scale, and what is quantized."""
-    rows, width = operands.gate_up.shape[0], operands.width
-    return *empty_quantized(operands.gate_up, rows, width), _empty_values(operands, width)
+def _launch_backward(operands: BackwardOperands) -> list[Tensor]:
+    results, values = _empty(operands)
+    return _tensors(results, launch_backward(operands, results, *values), *values)
 
 
-def _launch_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale, h = _empty_rows(operands)
-    launch(operands, Results(data, scale), h if operands.values else None)
-    return data, scale, h
-
-
-def _reference_rows(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    h = swiglu_values(operands.gate_up, operands.activation)
-    return *reference.quantize_1x128(h, False), h if operands.values else h.new_empty(0)
-
-
-def _empty_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
-    data, scale, d_gate_up = _empty_rows(operands)
-    return data, scale, _empty_dots(operands), d_gate_up, _empty_values(operands, operands.width // 2)
-
-
-def _launch_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
-    data, scale, _, *beside = _empty_backward_rows(operands)
-    dots = launch_backward(operands, Results(data, scale), *(beside if operands.values else ()))
-    return data, scale, dots, *beside
-
-
-def _reference_backward_rows(operands: BackwardOperands) -> tuple[Tensor, ...]:
-    gate_up, grad, row_weights, _, activation, values = operands
+def _reference_backward(operands: BackwardOperands) -> list[Tensor]:
+    gate_up, grad, row_weights, _, activation, _ = operands
     d_gate_up, h, dots = swiglu_gradients(gate_up, grad, row_weights, activation)
-    beside = (d_gate_up, h) if values else (h.new_empty(0), h.new_empty(0))
-    return *reference.quantize_1x128(d_gate_up, False), dots, *beside
+    results, values = _quantized(operands, d_gate_up, h)
+    return _tensors(results, dots, *values)
 
 
-_ROWS, _BACKWARD_ROWS = Signature(Operands), Signature(BackwardOperands)
-_BOTH_WAYS, _BACKWARD_BOTH_WAYS = (
-    Signature(kind, set(kind._fields) - {"values"}) for kind in (Operands, BackwardOperands)
-)
-_RESULTS = "Tensor, Tensor, Tensor, Tensor, Tensor"
+def _fake_backward(operands: BackwardOperands) -> list[Tensor]:
+    results, values = _empty(operands)
+    return _tensors(results, operands.row_weights.new_empty(operands.row_weights.shape), *values)
 
+
+_FORWARD, _BACKWARD = Signature(Operands), Signature(BackwardOperands)
 _swiglu_quantize = operator(
-    f"swiglu_quantize -> ({_RESULTS})",
-    signature=_BOTH_WAYS,
+    "swiglu_quantize -> Tensor[]",
+    signature=_FORWARD,
     check=_check,
-    cuda=lambda operands: launch(operands, _empty(operands)),
+    cuda=_launch,
     reference=_reference,
-    fake=_empty,
+    fake=_fake,
 )
 _swiglu_backward_quantize = operator(
-    f"swiglu_backward_quantize -> ({_RESULTS}, Tensor)",
-    signature=_BACKWARD_BOTH_WAYS,
+    "swiglu_backward_quantize -> Tensor[]",
+    signature=_BACKWARD,
     check=_check_backward,
     cuda=_launch_backward,
     reference=_reference_backward,
-    fake=lambda operands: (*_empty(operands), _empty_dots(operands)),
-)
-_swiglu_quantize_rows = operator(
-    "swiglu_quantize_rows -> (Tensor, Tensor, Tensor)",
-    signature=_ROWS,
-    check=_check,
-    cuda=_launch_rows,
-    reference=_reference_rows,
-    fake=_empty_rows,
-)
-_swiglu_backward_quantize_rows = operator(
-    f"swiglu_backward_quantize_rows -> ({_RESULTS})",
-    signature=_BACKWARD_ROWS,
-    check=_check_backward,
-    cuda=_launch_backward_rows,
-    reference=_reference_backward_rows,
-    fake=_empty_backward_rows,
+    fake=_fake_backward,
 )
