@@ -292,7 +292,7 @@ def activate(
 
 
 def values_of(projected: Tensor, activation: Activation, size: int) -> Tensor:
-    """Its values in float32 for an activation that is no SwiGLU; see `activate`."""
+    """The values of `activate` in float32, for an activation that is no SwiGLU."""
     values = activation(projected.float())
     values[:, size:] = 0  # some functions have another value at 0
     return values

@@ -68,13 +68,9 @@ def kernel_spec(hidden: int, dtype: torch.dtype) -> KernelSpec:
     fp8 = dtype is torch.float8_e4m3fn
     name = "permute_fp8" if fp8 else "permute_quantize"
     block = (("BLOCK", BLOCK),) if fp8 else quantizer_defines(dtype)
+    warps = ("WARPS", WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden)
     sizes = ("SIZES_BYTES", ctypes.sizeof(_FP8Sizes if fp8 else PermuteSizes))
-    return KernelSpec(f"{name}.cu", name, (*block, *permute_defines(hidden), sizes))
-
-
-def permute_defines(hidden: int) -> tuple[tuple[str, int], ...]:
-    """What cuda/permute.cuh wants defined, save BLOCK."""
-    return ("WARPS", WARPS), ("WARP_COLUMNS", _WARP_COLUMNS), ("HIDDEN", hidden)
+    return KernelSpec(f"{name}.cu", name, (*block, *warps, sizes))
 
 
 @planned
