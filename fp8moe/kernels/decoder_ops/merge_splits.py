@@ -128,9 +128,8 @@ def _quantized(parts: Tensor, lse: Tensor, counts: Tensor) -> FP8Tensor:
     return quantized
 
 
-_ARGUMENTS = "Tensor parts, Tensor lse, Tensor counts"
 _values_op = operator(
-    f"merge_splits({_ARGUMENTS}) -> Tensor",
+    "merge_splits -> Tensor",
     check=_check,
     cuda=_values,
     reference=_reference,
@@ -138,7 +137,7 @@ _values_op = operator(
     forward_only=True,
 )
 _quantized_op = operator(
-    f"merge_splits_quantized({_ARGUMENTS}) -> (Tensor, Tensor)",
+    "merge_splits_quantized -> (Tensor, Tensor)",
     check=_check,
     cuda=_quantized,
     reference=lambda *operands: quantize_1x128(_reference(*operands)),

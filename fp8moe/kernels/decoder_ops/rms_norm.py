@@ -181,8 +181,7 @@ def _empty(
 
 
 _op = operator(
-    "rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, bool values, bool quantized) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "rms_norm -> (Tensor, Tensor, Tensor, Tensor)",
     check=_check,
     cuda=_launch,
     reference=_reference,

@@ -13,7 +13,7 @@ from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import FLOATING, aligned, check_device, check_dtype, check_int, check_like, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
-from fp8moe.runtime.operator import Signature, operator
+from fp8moe.runtime.operator import Written, operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_HEAD = 256
@@ -79,12 +79,12 @@ class Operands(NamedTuple):
     v: Tensor
     cos: Tensor
     sin: Tensor
-    keys: Annotated[Tensor, "Tensor(a!)"]
+    keys: Written
     values: Annotated[Tensor, "Tensor(b!)"]
     columns: Tensor | None
     q_weight: Tensor | None
     k_weight: Tensor | None
-    eps: Annotated[float, "float"]
+    eps: float
     copies: Annotated[int, "int"]
 
 
@@ -254,5 +254,4 @@ _op = operator(
     reference=reference,
     fake=_empty,
     forward_only=True,
-    signature=Signature(Operands),
 )

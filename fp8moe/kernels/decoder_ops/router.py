@@ -14,7 +14,7 @@ from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
-from fp8moe.runtime.operator import Signature, operator
+from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
 MAX_EXPERTS = 1024
@@ -196,7 +196,7 @@ def _empty_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _logits_op = operator(
-    "router_logits(Tensor x, Tensor weight, ScalarType dtype) -> Tensor",
+    "router_logits -> Tensor",
     check=_check_logits,
     cuda=_logits,
     reference=_logits_reference,
@@ -232,7 +232,7 @@ class Operands(NamedTuple):
     num_groups: Annotated[int, "int"]
     top_groups: Annotated[int, "int"]
     normalize: bool
-    scale: Annotated[float, "float"]
+    scale: float
     dtype: torch.dtype
 
     def form(self) -> Form:
@@ -338,5 +338,4 @@ _route_op = operator(
     reference=_reference_route,
     fake=_empty_route,
     forward_only=True,
-    signature=Signature(Operands),
 )

@@ -1,7 +1,7 @@
 """The next token of each sequence: ``sample``."""
 
 import ctypes
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from fp8moe.runtime.autograd import check_derivatives, detached
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_like, check_tensor, describe
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
-from fp8moe.runtime.operator import operator
+from fp8moe.runtime.operator import Written, operator
 from fp8moe.runtime.sm90 import MAX_BLOCKS_PER_PORTABLE_CLUSTER, WARP
 
 IN_PROMPT, GENERATED = 1, 2
@@ -39,8 +39,8 @@ class SamplingState(NamedTuple):
     repetition_penalty: Tensor
     presence_penalty: Tensor
     seed: Tensor
-    step: Tensor
-    seen: Tensor
+    step: Written
+    seen: Annotated[Tensor, "Tensor(b!)"]
 
 
 class Sampled(NamedTuple):
@@ -182,7 +182,7 @@ def launcher(
 
 
 def _launch(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
-    tokens, logprobs = _empty(logits)
+    tokens, logprobs = _empty(logits, state)
     rows, vocab = logits.shape
     if rows:
         if logits.stride(1) != 1:
@@ -194,7 +194,7 @@ def _launch(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     return tokens, logprobs
 
 
-def _empty(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _empty(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     rows = logits.shape[:1]
     return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
 
@@ -337,10 +337,9 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 _op = operator(
-    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, "
-    "Tensor presence_penalty, Tensor seed, Tensor(a!) step, Tensor(b!) seen) -> (Tensor, Tensor)",
-    check=lambda logits, *state: check(logits, SamplingState(*state)),
-    cuda=lambda logits, *state: _launch(logits, SamplingState(*state)),
-    reference=lambda logits, *state: reference(logits, SamplingState(*state)),
-    fake=lambda logits, *state: _empty(logits),
+    "sample -> (Tensor, Tensor)",
+    check=check,
+    cuda=_launch,
+    reference=reference,
+    fake=_empty,
 )

@@ -185,14 +185,14 @@ def _empty_gradient(ranks: Tensor, x: Tensor, group_offsets: Tensor, tokens: Ten
 
 
 _lora_shrink = operator(
-    "lora_shrink(Tensor x, Tensor factors, Tensor group_offsets, Tensor? tokens) -> Tensor",
+    "lora_shrink -> Tensor",
     check=_check_shrink,
     cuda=lambda *operands: launch_shrink(*operands, _empty_shrink(*operands)),
     reference=_shrink_reference,
     fake=_empty_shrink,
 )
 _lora_gradient = operator(
-    "lora_gradient(Tensor ranks, Tensor x, Tensor group_offsets, Tensor? tokens) -> Tensor",
+    "lora_gradient -> Tensor",
     check=_check_gradient,
     cuda=lambda *operands: launch_gradient(*operands, _empty_gradient(*operands)),
     reference=_gradient_reference,

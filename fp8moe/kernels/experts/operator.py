@@ -30,9 +30,8 @@ from fp8moe.quant.formats import BLOCK, FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd
 from fp8moe.runtime.autograd import recorded
-from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_tensor
-from fp8moe.runtime.operator import Signature, define, operator
+from fp8moe.runtime.operator import Signature, operator
 from fp8moe.runtime.peer_table import Targets
 
 
@@ -193,7 +192,7 @@ def send_rows(
     shard = Shard(first_expert, num_experts, first_row, num_rows, row_dtype)
     operands = Operands(data, top_k_index, None, layer, hidden_scale=scale, shard=shard)
     if activation.is_swiglu:
-        launch = workspace.workspace.find(data.get_device(), targets.form, operands) or workspace.run
+        launch = workspace.find(operands, targets) or workspace.run
         launch(operands, targets)
         return
     h, groups, rows, num_rows, grouping = _hidden(operands)
@@ -281,21 +280,21 @@ def _empty(operands: Operands) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
+def _run(operands: Operands) -> Tensor:
+    return _padded(operands, workspace.run if operands.layer.activation.is_swiglu else _composed)
+
+
 def _operator(name: str, signature: Signature[Operands], check: Callable[[Operands], None]) -> Callable[..., Tensor]:
-    def run(operands: Operands) -> Tensor:
-        x = operands.hidden_states
-        launch = workspace.workspace.find(x.get_device(), None, operands)
-        if launch is not None:
-            return launch(operands)
-        check(operands)
-        swiglu = operands.layer.activation.is_swiglu
-        return _padded(operands, workspace.run if swiglu and use_cuda(x) else _composed)
-
-    def fake(operands: Operands) -> Tensor:
-        check(operands)
-        return _empty(operands)
-
-    return define(f"{name} -> Tensor", run, fake, forward_only=True, signature=signature)
+    return operator(
+        f"{name} -> Tensor",
+        signature=signature,
+        check=check,
+        quick=workspace.find,
+        cuda=_run,
+        reference=lambda operands: _padded(operands, _composed),
+        fake=_empty,
+        forward_only=True,
+    )
 
 
 _WHOLE = Signature(Operands, ("hidden_states", "top_k_index", "top_k_weights", "layer", "capacity", "residual"))

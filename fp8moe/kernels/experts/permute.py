@@ -115,14 +115,14 @@ def _launch(x: Tensor, x_scale: Tensor | None, rows: Tensor, num_rows: int) -> t
 
 
 _permute_quantize = operator(
-    "permute_quantize(Tensor x, Tensor rows, SymInt num_rows) -> (Tensor, Tensor)",
+    "permute_quantize -> (Tensor, Tensor)",
     check=checks.permute,
     cuda=lambda x, rows, num_rows: _launch(x, None, rows, num_rows),
     reference=reference.permute_quantize,
     fake=lambda x, rows, num_rows: empty_quantized(x, num_rows, x.shape[1]),
 )
 _permute_fp8 = operator(
-    "permute_fp8(Tensor data, Tensor scale, Tensor rows, SymInt num_rows) -> (Tensor, Tensor)",
+    "permute_fp8 -> (Tensor, Tensor)",
     check=checks.permute_fp8,
     cuda=_launch,
     reference=reference.permute_fp8,

@@ -118,8 +118,12 @@ class Workspace:
 
 @planned
 def workspace(device_index: int, form: tuple[int, int, bool] | None, operands: Operands) -> Workspace:
-    """The `Workspace` for operands like these. Where one is found, others like them have run, and been checked."""
     return Workspace(operands, form)
+
+
+def find(operands: Operands, targets: Targets | None = None) -> Workspace | None:
+    """The `Workspace` for operands that need no check, as others like them have run; otherwise None."""
+    return workspace.find(operands.hidden_states.get_device(), targets and targets.form, operands)
 
 
 def run(operands: Operands, targets: Targets | None = None) -> Tensor | None:

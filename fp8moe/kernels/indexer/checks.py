@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int
+from fp8moe.runtime.operator import Written
 
 NUM_HEADS = (32, 64)
 MAX_NEXT_N = 4
@@ -109,7 +110,7 @@ def cache_address(kv_cache: Tensor) -> None:
         raise ValueError(f"kv_cache: expected to start at a multiple of 16 bytes, got address {kv_cache.data_ptr():#x}")
 
 
-def append(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
+def append(kv_cache: Written, k: Tensor, slots: Tensor, scale_format: str) -> None:
     """The operands of ``append_kv`` but the address of the cache."""
     _, head_dim = cache(kv_cache)
     check_dtype("k", k, *FLOATING)

@@ -120,7 +120,7 @@ def _reference(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) ->
 
 
 _append_kv = operator(
-    "append_kv(Tensor(a!) kv_cache, Tensor k, Tensor slots, str scale_format) -> ()",
+    "append_kv -> ()",
     check=checks.append,
     quick=_ready,
     cuda=_launch,

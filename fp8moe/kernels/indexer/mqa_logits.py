@@ -16,7 +16,7 @@ from fp8moe.runtime import autograd, config
 from fp8moe.runtime.checks import aligned, check_tensor, row_major
 from fp8moe.runtime.jit import load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
-from fp8moe.runtime.operator import Signature, operator
+from fp8moe.runtime.operator import operator
 
 
 def mqa_logits(
@@ -270,7 +270,6 @@ _mqa_logits = operator(
     reference=partial(_scores, write=reference.mqa_logits),
     fake=_empty,
     forward_only=True,
-    signature=Signature(Prefill),
 )
 _paged_mqa_logits = operator(
     "paged_mqa_logits -> Tensor",
@@ -280,5 +279,4 @@ _paged_mqa_logits = operator(
     reference=partial(_paged_scores, write=reference.paged_mqa_logits),
     fake=_empty_paged,
     forward_only=True,
-    signature=Signature(Paged),
 )
