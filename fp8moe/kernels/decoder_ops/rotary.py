@@ -126,19 +126,28 @@ def kernel_spec(dtype: torch.dtype, heads: Heads, many: bool) -> KernelSpec:
 
 
 @planned
-def launcher(
-    device_index: int, dtype: torch.dtype, heads: Heads, sizes: tuple[tuple[str, float], ...]
-) -> PointerLauncher:
-    """The launcher for q, k, v, cos, sin, q_weight, k_weight, query, keys, values and columns, in this order.
-
-    sizes: the fields of ``struct Arguments`` that are no pointers. Weights and columns may be None.
-    """
-    arguments = _Arguments(**dict(sizes))
-    rows = arguments.batch * arguments.tokens
-    many = rows >= _MANY_ROWS
-    heads_of_warp = _AT_ONCE[many] * WARP // heads.lanes(dtype)[0]
-    warps = rows * ceil_div(heads.queries + 2 * heads.keys, heads_of_warp)
-    spec, grid = kernel_spec(dtype, heads, many), ceil_div(warps, _WARPS)
+def launcher(device_index: int, operands: Operands) -> PointerLauncher:
+    """The launcher for q, k, v, cos, sin, q_weight, k_weight, query, keys, values and columns, in this order."""
+    q, k, v, cos, _, keys, *_ = operands
+    batch, tokens, queries, size = q.shape
+    key_heads, length = keys.shape[1:3]
+    row = 1 if tokens > 1 else 0  # the dimension whose stride is that of rows
+    arguments = _Arguments(
+        q_stride=q.stride(row),
+        k_stride=k.stride(row),
+        v_stride=v.stride(row),
+        length=length,
+        batch=batch,
+        tokens=tokens,
+        one_table=cos.shape[0] == 1,
+        copies=operands.copies,
+        eps=operands.eps,
+    )
+    heads = Heads(queries, key_heads, size, cos.shape[2], operands.q_weight is not None)
+    many = batch * tokens >= _MANY_ROWS
+    heads_of_warp = _AT_ONCE[many] * WARP // heads.lanes(q.dtype)[0]
+    warps = batch * tokens * ceil_div(queries + 2 * key_heads, heads_of_warp)
+    spec, grid = kernel_spec(q.dtype, heads, many), ceil_div(warps, _WARPS)
     return PointerLauncher(load(spec), grid=grid, block=_WARPS * WARP, pdl=True, args=(arguments,))
 
 
@@ -185,21 +194,15 @@ def _check(operands: Operands) -> None:
 
 def _launch(operands: Operands) -> Tensor:
     query = _empty(operands)
-    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps, copies = operands
+    q, k, v, cos, sin, keys, values, *others, _, _ = operands
     if not (q.numel() or k.numel()):
         return query
-    batch, tokens, queries, size = q.shape
-    key_heads, length = keys.shape[1:3]
     for name, cache in (("keys", keys), ("values", values)):
         if cache.data_ptr() % _VECTOR_BYTES:
             raise ValueError(f"{name}: expected to start at a multiple of 16 bytes, got {cache.data_ptr():#x}")
-    q, k, v = map(_rows, (q, k, v))
-    cos, sin = aligned(cos), aligned(sin)
-    columns, q_weight, k_weight = (x if x is None else aligned(x) for x in (columns, q_weight, k_weight))
-    strides = {f"{name}_stride": x.stride(1 if tokens > 1 else 0) for name, x in (("q", q), ("k", k), ("v", v))}
-    sizes = {"length": length, "batch": batch, "tokens": tokens, "one_table": cos.shape[0] == 1, "copies": copies}
-    heads = Heads(queries, key_heads, size, cos.shape[2], q_weight is not None)
-    launch = launcher(q.get_device(), q.dtype, heads, (*strides.items(), *sizes.items(), ("eps", eps)))
+    q, k, v, cos, sin = _rows(q), _rows(k), _rows(v), aligned(cos), aligned(sin)
+    columns, q_weight, k_weight = (x if x is None else aligned(x) for x in others)
+    launch = launcher(q.get_device(), operands._replace(q=q, k=k, v=v, cos=cos, sin=sin))
     launch(q, k, v, cos, sin, q_weight, k_weight, query, keys, values, columns)
     return query
 
