@@ -19,6 +19,8 @@ import fp8moe.kernels
 import fp8moe.layers
 import fp8moe.quant
 from fp8moe.kernels.decoder_ops.sampling import SamplingState
+from fp8moe.kernels.experts.backward import RowOrder
+from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
 from fp8moe.quant.formats import FP8Tensor, align
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
@@ -176,12 +178,12 @@ def _with_transpose(draw: Draw) -> tuple:
     return draw.normal(draw.rows, draw.hidden), draw.offsets(), tokens, draw.uniform(draw.rows)
 
 
-def _swiglu(draw: Draw) -> tuple:
-    return draw.normal(draw.rows, 256), draw.offsets(), SWIGLU
+def _swiglu(draw: Draw, beside: Beside = Beside.COLUMNS, activation: str = SWIGLU) -> tuple:
+    return draw.normal(draw.rows, 256), draw.offsets(), activation, int(beside)
 
 
-def _swiglu_backward(draw: Draw) -> tuple:
-    gate_up, *form = _swiglu(draw)
+def _swiglu_backward(draw: Draw, *options: Any) -> tuple:
+    gate_up, *form = _swiglu(draw, *options)
     return gate_up, draw.normal(draw.rows, 128), draw.uniform(draw.rows), *form
 
 
@@ -238,10 +240,10 @@ QUANTIZERS = {
         _transposed_defined,
         bad={"gate_up": ((BAD_ROW, 5), lambda a: transposed([BAD_ROW, BAD_ROW], 5, a.group_offsets))},
     ),
-    "swiglu_quantize_rows": Case(
-        lambda draw: (*_swiglu(draw), True), bad={"gate_up": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 3)}
+    "swiglu_quantize, rows and values": Case(
+        lambda draw: _swiglu(draw, Beside.VALUES), bad={"gate_up": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 3)}
     ),
-    "swiglu_quantize_rows, no values": Case(lambda draw: (*_swiglu(draw)[:-1], LIMITED, False)),
+    "swiglu_quantize, rows": Case(lambda draw: _swiglu(draw, Beside.NOTHING, LIMITED)),
     "swiglu_backward_quantize": Case(
         _swiglu_backward,
         _transposed_defined,
@@ -254,17 +256,15 @@ QUANTIZERS = {
         },
         sums=(5,),
     ),
-    "swiglu_backward_quantize_rows": Case(
-        lambda draw: (*_swiglu_backward(draw), True),
+    "swiglu_backward_quantize, rows and values": Case(
+        lambda draw: _swiglu_backward(draw, Beside.VALUES),
         bad={
             "gate_up": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 5),
             "grad": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 4 + [None]),
         },
         sums=(2,),
     ),
-    "swiglu_backward_quantize_rows, no values": Case(
-        lambda draw: (*_swiglu_backward(draw)[:-1], LIMITED, False), sums=(2,)
-    ),
+    "swiglu_backward_quantize, rows": Case(lambda draw: _swiglu_backward(draw, Beside.NOTHING, LIMITED), sums=(2,)),
 }
 
 
@@ -691,35 +691,29 @@ def _masters(draw: Draw, hidden: int, size: int) -> tuple:
 
 def _experts_training(draw: Draw) -> tuple:
     *layer, up, down = _masters(draw, draw.hidden, draw.size)
-    share = (0, None, 0, None, None, None)
-    return draw.normal(draw.rows, draw.hidden), *draw.routing(), *layer, "silu", *share, up, down
+    index, weights = draw.routing()
+    order = RowOrder.of_tokens(index, EXPERTS, EXPERTS)
+    x = draw.normal(draw.rows, draw.hidden)
+    return x, None, *order, weights, *layer, "silu", up, down, torch.bfloat16, torch.bfloat16
 
 
-def _share_training(draw: Draw) -> tuple:
+def _shard_training(draw: Draw) -> tuple:
     x, index, weights, *layer = _tokens(draw, activation="gelu")
-    share = 1, 6, 0, TOP_K * draw.rows, None, torch.float32
-    return x, 2 * index, weights, *layer, "gelu", *share, None, None
-
-
-def _experts_backward(draw: Draw) -> tuple:
-    arguments = x, index, weights, *layer, activation, _, _, _, _, _, _, up, down = _experts_training(draw)
-    out, groups, rows, assignments, *kept = OPS.experts_training(*arguments)
-    saved = (groups, rows, assignments, weights, *kept, *layer)
-    whole = (index.numel(), EXPERTS)
-    return torch.ones_like(out) * draw.normal(*out.shape), *saved, up, down, activation, whole, x.dtype, True
+    order = RowOrder.of_tokens(2 * index, EXPERTS, 6, first_expert=1, num_rows=TOP_K * draw.rows)
+    return x, None, *order, weights, *layer, "gelu", None, None, torch.bfloat16, torch.float32
 
 
 def _rows_training(draw: Draw) -> tuple:
     *layer, up, down = _masters(draw, draw.hidden, draw.size)
-    rows = draw.normal(draw.rows, draw.hidden), None, draw.offsets()
-    return *rows, *layer, "silu", torch.bfloat16, (2 * draw.rows, 6), up, down
+    order = RowOrder(draw.offsets(), whole=(2 * draw.rows, 6))
+    x = draw.normal(draw.rows, draw.hidden)
+    return x, None, *order, None, *layer, "silu", up, down, torch.bfloat16, torch.bfloat16
 
 
-def _rows_backward(draw: Draw) -> tuple:
-    arguments = rows, _, groups, *layer, activation, _, whole, up, down = _rows_training(draw)
-    out, *kept = OPS.experts_rows_training(*arguments)
-    saved = (groups, None, None, None, *kept, *layer)
-    return draw.normal(*out.shape), *saved, up, down, activation, whole, rows.dtype, False
+def _training_backward(draw: Draw, training: Callable[[Draw], tuple], routing_grad: bool) -> tuple:
+    x, _, *kept, _, _ = arguments = training(draw)
+    out, *saved = OPS.experts_training(*arguments)
+    return draw.normal(*out.shape), *kept, *saved, x.dtype, routing_grad
 
 
 def _adapter(draw: Draw) -> tuple:
@@ -778,36 +772,37 @@ LAYERS = {
     ),
     "experts_training": Case(
         _experts_training,
-        lambda a, results: _kept_defined(results[1], results),
-        names=LAYER_NAMES,
-        unchecked=("up_master", "down_master"),
-        exempt={"bad values": IN_LAYERS},
+        lambda a, results: _kept_defined(a.groups, results),
+        exempt=SAVED | {"bad values": IN_LAYERS},
     ),
-    "experts_training, share": Case(
-        _share_training,
-        lambda a, results: _kept_defined(results[1], [*results[:4], results[4][: results[1][-1]], *results[5:]]),
-        names=LAYER_NAMES,
+    "experts_training, shard": Case(
+        _shard_training,
+        lambda a, results: _kept_defined(a.groups, [results[0], results[1][: a.groups[-1]], *results[2:]]),
+        exempt=SAVED,
     ),
-    "experts_training_backward": Case(_experts_backward, sums=(1,), exempt=SAVED | {"bad values": IN_LAYERS}),
-    "experts_rows_training": Case(
+    "experts_training, rows": Case(
         _rows_training,
-        lambda a, results: _kept_defined(a.group_offsets, results),
+        lambda a, results: _kept_defined(a.groups, results),
         bad={
-            "rows": (
+            "x": (
                 (BAD_ROW, 5),
                 lambda a: [
-                    *(BAD_ROW, BAD_ROW, (5, first_columns(a.group_offsets, BAD_ROW))),
-                    *((5, first_columns(a.group_offsets, BAD_ROW).start // 128),),
-                    *((slice(None), first_columns(a.group_offsets, BAD_ROW)),),
-                    (slice(None), first_columns(a.group_offsets, BAD_ROW).start // 128),
+                    *(BAD_ROW, BAD_ROW, (5, first_columns(a.groups, BAD_ROW))),
+                    *((5, first_columns(a.groups, BAD_ROW).start // 128),),
+                    *((slice(None), first_columns(a.groups, BAD_ROW)),),
+                    (slice(None), first_columns(a.groups, BAD_ROW).start // 128),
                 ],
             )
         },
-        names=LAYER_NAMES,
-        unchecked=("up_master", "down_master"),
+        exempt=SAVED,
     ),
-    "experts_rows_training_backward": Case(
-        _rows_backward,
+    "experts_training_backward": Case(
+        lambda draw: _training_backward(draw, _experts_training, True),
+        sums=(1,),
+        exempt=SAVED | {"bad values": IN_LAYERS},
+    ),
+    "experts_training_backward, rows": Case(
+        lambda draw: _training_backward(draw, _rows_training, False),
         bad={
             "grad": (
                 (BAD_ROW, 5),
