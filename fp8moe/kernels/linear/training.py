@@ -177,16 +177,17 @@ def _setup_context(ctx, inputs, output) -> None:
 def _run_backward(ctx, grad, *_):
     if grad is None:
         return (None,) * 5
-    (master,), (version,) = ctx.masters, ctx.versions
-    if master is not None and master._version != version:
-        raise RuntimeError(
-            f"fp8moe.FP8Linear: weight, shape {tuple(master.shape)}, has been changed in place between forward and "
-            f"backward (version {master._version}, expected {version}), so its gradient would be one of other weights"
-        )
+    for master, version in zip(ctx.masters, ctx.versions, strict=True):
+        if master is not None and master._version != version:
+            raise RuntimeError(
+                f"fp8moe.FP8Linear: weight, shape {tuple(master.shape)}, has been changed in place between forward and "
+                f"backward (version {master._version}, expected {version}), so its gradient would be one of other "
+                "weights"
+            )
     input_grad, _, _, bias_grad, _ = ctx.needs_input_grad
-    d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, master, input_grad, bias_grad)
+    d_x, d_weight, d_bias = _backward_op(grad, *ctx.saved_tensors, *ctx.masters, input_grad, bias_grad)
     input_grads = d_x if input_grad else None, None, None
-    return *input_grads, d_bias if bias_grad else None, None if master is None else d_weight
+    return *input_grads, d_bias if bias_grad else None, None if ctx.masters[0] is None else d_weight
 
 
 def _no_double_backward(ctx, *grads):
