@@ -703,11 +703,11 @@ def _shard_training(draw: Draw) -> tuple:
     return x, None, *order, weights, *layer, "gelu", None, None, torch.bfloat16, torch.float32
 
 
-def _rows_training(draw: Draw) -> tuple:
+def _rows_training(draw: Draw, activation: str = "silu") -> tuple:
     *layer, up, down = _masters(draw, draw.hidden, draw.size)
     order = RowOrder(draw.offsets(), whole=(2 * draw.rows, 6))
     x = draw.normal(draw.rows, draw.hidden)
-    return x, None, *order, None, *layer, "silu", up, down, torch.bfloat16, torch.bfloat16
+    return x, None, *order, None, *layer, activation, up, down, torch.bfloat16, torch.bfloat16
 
 
 def _training_backward(draw: Draw, training: Callable[[Draw], tuple], routing_grad: bool) -> tuple:
@@ -770,6 +770,10 @@ LAYERS = {
         bad={"rows": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
         names=LAYER_NAMES,
     ),
+    "experts_rows, quantized": Case(
+        lambda draw: (*draw.activations(draw.rows, draw.hidden), *_sorted_rows(draw)[2:], torch.bfloat16, (18, 8)),
+        names=LAYER_NAMES,
+    ),
     "experts_training": Case(
         _experts_training,
         lambda a, results: _kept_defined(a.groups, results),
@@ -794,6 +798,11 @@ LAYERS = {
                 ],
             )
         },
+        exempt=SAVED,
+    ),
+    "experts_training, quantized rows": Case(
+        lambda draw: (*draw.activations(draw.rows, draw.hidden), *_rows_training(draw, "gelu")[2:]),
+        lambda a, results: _kept_defined(a.groups, results),
         exempt=SAVED,
     ),
     "experts_training_backward": Case(

@@ -229,6 +229,7 @@ def test_errors():
     check(ValueError, r"^rows: expected shape \(R, 144\) to match gate_up_proj", rows=rows[:, :128])
     check(TypeError, "^group_offsets: expected a torch.Tensor, got list", group_offsets=[0, 1])
     check(TypeError, "^group_offsets: expected int32, got torch.int64", group_offsets=offsets().long())
+    check(ValueError, "^group_offsets: expected on cpu like the rows, got meta", group_offsets=offsets().to("meta"))
     check(ValueError, r"^group_offsets: expected shape \(5,\), for 4 experts, got \(4,\)", group_offsets=offsets()[1:])
     check(ValueError, r"^down_proj: expected shape \(4, 144, 96\)", down_proj=FP8Tensor(down.data[:3], down.scale[:3]))
     check(TypeError, "^row_dtype: expected bfloat16 or float32, got torch.float16", row_dtype=torch.float16)

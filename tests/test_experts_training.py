@@ -834,6 +834,7 @@ def test_bad_construction():
         (lambda x, i, w: (x[:, :128], i, w), ValueError, r"^hidden_states: expected shape \(T, 144\)"),
         (lambda x, i, w: (x, i.short(), w), TypeError, r"^top_k_index: expected int32 or int64"),
         (lambda x, i, w: (x, i, w[:, :1]), ValueError, r"^top_k_weights: expected shape \(40, 2\)"),
+        (lambda x, i, w: (x, i.to("meta"), w), ValueError, r"^top_k_index: expected on cpu .* got meta"),
     ],
 )
 def test_bad_input(change, exception, message):
