@@ -28,16 +28,7 @@ SAME_DISPATCH = ("test_autograd_registration", "test_faketensor")
 class Call:
     """An operator with operands of its row."""
 
-    def __init__(
-        self,
-        op: torch._ops.OpOverload,
-        case: Case,
-        device: str = "cpu",
-        *,
-        rows: int = ROWS,
-        seed: int = 0,
-        large: bool = False,
-    ):
+    def __init__(self, op, case: Case, device: str, *, rows: int = ROWS, seed: int = 0, large: bool = False):
         self.op, self.case, self.device = op, case, device
         self.schema = op._schema.arguments
         self.names = [argument.name for argument in self.schema]
@@ -255,7 +246,7 @@ def bad_values_stay_where_they_belong(op, case: Case, device: str) -> None:
             assert len(places) == len(results)
             for got, before, place in zip(results, clean, places, strict=True):
                 if place is not None:
-                    shows |= not got[place].float().isfinite().all()
+                    shows |= not got.float()[place].isfinite().all()
                     _integers(got)[place] = _integers(before)[place]
             assert shows or value > 0, name  # a limit or a sigmoid may take infinity
             assert_same(case.defined(named, results), case.defined(named, list(clean)))
@@ -297,13 +288,8 @@ def wrong_operands_are_refused(op, case: Case, device: str) -> None:
             wrong = torch.zeros(value.shape, dtype=torch.complex64, device=device)
             _refused(call, i, wrong, TypeError, "expected .*, got torch.complex64$")
             if i:
-                _refused(
-                    call,
-                    i,
-                    value.to(other_device),
-                    ValueError,
-                    rf"expected on {device}\S* like .*, got {other_device}$",
-                )
+                message = rf"expected on {device}\S* like .*, got {other_device}$"
+                _refused(call, i, value.to(other_device), ValueError, message)
 
 
 def wrong_ranks_are_refused(op, case: Case, device: str) -> None:

@@ -163,7 +163,7 @@ def _kept_defined(groups: Tensor, results: list[Tensor]) -> list[Tensor]:
 
 def _used_rows(a: SimpleNamespace, results: list[Tensor]) -> list[Tensor]:
     used = a.rows[a.rows >= 0].long().sort().values
-    return [result[used] for result in results]
+    return [result.view(torch.uint8)[used] if result.itemsize == 1 else result[used] for result in results]
 
 
 def _mapped(a: SimpleNamespace) -> Tensor:
