@@ -45,14 +45,14 @@ def _reads_back(x):
     return doubled(x) if x.sum().item() else doubled_fake(x)
 
 
-def _keeps_what_it_saw(x):
-    return doubled(x) + _keeps_what_it_saw.first.setdefault(x.device, x.clone())
+_calls = itertools.count()
 
 
-_keeps_what_it_saw.first = {}
+def _counts_its_calls(x):
+    return doubled(x) + next(_calls)
 
 
-@pytest.mark.parametrize("run", [_reads_back, _keeps_what_it_saw])
+@pytest.mark.parametrize("run", [_reads_back, _counts_its_calls])
 def test_a_broken_operator_is_found(run):
     with pytest.raises((AssertionError, RuntimeError)):
         graph_replays_with_other_operands(define(run), DOUBLED, 7, False)

@@ -177,8 +177,9 @@ def _check_result(dtype: torch.dtype) -> None:
 def _logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if not by_kernel(tokens, hidden * x.itemsize) or not (tokens and experts):
-        options = {} if x.dtype is torch.float32 else {"out_dtype": torch.float32}
-        return by_fixed_rows(lambda rows: torch.mm(rows, weight.t(), **options).to(dtype), x)
+        if x.dtype is torch.float32 or not x.is_cuda:  # on a CPU where kernels are recorded
+            return _logits_reference(x, weight, dtype)
+        return by_fixed_rows(lambda rows: torch.mm(rows, weight.t(), out_dtype=torch.float32).to(dtype), x)
     logits = _empty_logits(x, weight, dtype)
     x, weight = x.contiguous(), weight.contiguous()
     vector = not (x.data_ptr() | weight.data_ptr() | hidden * x.itemsize) % VECTOR_BYTES

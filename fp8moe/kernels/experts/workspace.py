@@ -128,17 +128,22 @@ def find(operands: Operands, targets: Targets | None = None) -> Workspace | None
 
 def run(operands: Operands, targets: Targets | None = None) -> Tensor | None:
     """What a `Workspace` returns, for operands in any layout; H and I are multiples of 16, none is empty."""
-    operands = _as_kernels_load(operands)
-    return workspace(operands.hidden_states.get_device(), targets and targets.form, operands)(operands, targets)
+    loaded = _as_kernels_load(operands)
+    out = workspace(loaded.hidden_states.get_device(), targets and targets.form, loaded)(loaded, targets)
+    if loaded.known is not operands.known:
+        operands.known.copy_(loaded.known)
+    return out
 
 
 def _as_kernels_load(operands: Operands) -> Operands:
     """With copies of those in layouts that the kernels do not take."""
     layer = operands.layer
     added = {"top_k_weights": operands.top_k_weights, "residual": operands.residual}
+    known = {"residual_known": operands.residual_known, "known": operands.known}
     return operands._replace(
         hidden_states=row_major(operands.hidden_states),
         top_k_index=operands.top_k_index.contiguous(),
         layer=layer._replace(up=FP8Tensor(*map(aligned, layer.up)), down=FP8Tensor(*map(aligned, layer.down))),
         **{name: value if value is None else aligned(value) for name, value in added.items()},
+        **{name: value if value is None else value.contiguous() for name, value in known.items()},
     )
