@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from fp8moe.quant.formats import align, empty_mn_major, padded_rows
+from fp8moe.quant.formats import (
+    BLOCK,
+    FP8Tensor,
+    align,
+    ceil_div,
+    empty_mn_major,
+    has_channel_scales,
+    padded_rows,
+)
 from fp8moe.runtime.checks import check_device, check_dtype, describe
 
 FLOAT8 = (torch.float8_e4m3fn,)  # of operands
@@ -34,6 +42,16 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, int], device: torch.
     if value.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, one scale per quantization block, got {tuple(value.shape)}")
     check_device(name, value, device, "the data")
+
+
+def check_weight_scale(name: str, weight: FP8Tensor, device: torch.device, projections: int = 1) -> None:
+    """The scale of weights (..., N, K), in blocks or of channels. projections: matrices one below the other in N."""
+    data, scale = weight
+    if not has_channel_scales(data, scale):
+        *lead, n, k = data.shape
+        check_scale(name, scale, (*lead, projections * ceil_div(n // projections, BLOCK), ceil_div(k, BLOCK)), device)
+        return
+    check_scale(name, scale, (*data.shape[:-1], 1), device)
 
 
 def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | None, device: torch.device) -> None:

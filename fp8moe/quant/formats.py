@@ -24,7 +24,8 @@ class FP8Tensor(NamedTuple):
     """Quantized values and the scale of each block; element value = ``data * scale`` of its block.
 
     data: float8_e4m3fn (..., M, K).
-    scale: float32, (..., M, ceil(K/128)) for 1x128 blocks or (..., ceil(M/128), ceil(K/128)) for 128x128 blocks.
+    scale: float32, (..., M, ceil(K/128)) for 1x128 blocks, (..., ceil(M/128), ceil(K/128)) for 128x128 blocks, or of
+        weights (..., M, 1) for output channels.
     """
 
     data: torch.Tensor
@@ -33,6 +34,12 @@ class FP8Tensor(NamedTuple):
 
 # So that torch.export.save and AOTInductor can write programs that take or return one.
 _register_namedtuple(FP8Tensor, serialized_type_name="fp8moe.FP8Tensor")
+
+
+def has_channel_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether weights (..., N, K) have a scale for each of the N output channels: (..., N, 1)."""
+    n = data.shape[-2]
+    return n > 1 and scale.shape[-2:] == (n, 1)
 
 
 def ceil_div(n: int, divisor: int) -> int:

@@ -1,7 +1,7 @@
 // FP8 GEMM for Hopper: out[m, n] = sum_i a_scale[m, i] * b_scale[n / 128, i] * sum_{k in block i} a[m, k] * b[n, k].
 //
 //   a (M, K) e4m3, a_scale (M, ceil(K / 128)) float32 stored MN-major                    tokens
-//   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32                        weights
+//   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32, or with CHANNEL (N)   weights
 //   or, with GROUPS, one (N, K) for each group of rows of a, and sizes of groups that only the device knows
 //
 // A block computes BLOCK_M x BLOCK_N tiles. Its roles, over a ring of STAGES stages in shared memory (docs/gemm.md):
@@ -206,7 +206,7 @@ struct MathWarp {
 // Computes the block's tiles, one after the other. While the products of a tile's first stage run, find_next() looks up
 // the next tile; fetch_next_scales() asks for the weight scales of the next turn, which may be the next tile's.
 __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedule, Epilogue& epilogue, KRange k,
-                                        Split split, PartSums parts) {
+                                        Split split, PartSums parts, ChannelScales channels) {
   Tile tile;
   bool more = schedule.next(tile);
   tile = same_in_warp(tile);
@@ -276,12 +276,13 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
     }
     if (PARTS > 1) parts.add(sum, part);
     if constexpr (REDUCES) {
-      Sums sums{math.s, tile, split};
+      Sums sums{math.s, tile, split, channels};
       sums.gather(sum, math.warpgroup);
       epilogue.from_sums(sums);
       if constexpr (SPLIT_K > 1) break;  // its only tile
       sync_math_warps();                 // the sums may be overwritten
     } else if (used > 0) {
+      if constexpr (CHANNEL) channels.multiply(sum, tile, math.warpgroup);
       epilogue.from_registers(sum, tile, math.warpgroup);
     }
     tile = following;
@@ -331,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
     MathWarp math(s, args.b_scale + k.first, warpgroup);
     Epilogue epilogue{s, args.out, out_map};
-    consume(math, schedule, epilogue, k, split, PartSums(s));
+    consume(math, schedule, epilogue, k, split, PartSums(s), ChannelScales{args.b_scale});
   }
   Split::leave();
   Epilogue::leave(args.out);

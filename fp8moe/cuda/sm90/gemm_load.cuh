@@ -76,7 +76,7 @@ __device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<G
   wait_for_previous_kernel();
 #pragma unroll 1
   for (int i = 0; i < min(count, FIRST_STAGES); ++i) loader.load_tokens(tile, k.first + i, i);
-  if (count > 0) Sums{loader.s, tile, split}.expect();
+  if (count > 0) Sums{loader.s, tile, split, {}}.expect();
 }
 
 // Goes on where fill_ring() has ended.

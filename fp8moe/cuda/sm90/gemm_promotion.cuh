@@ -5,7 +5,7 @@
 #include "gemm_schedule.cuh"
 
 // The weight scales of a tile, held by every math warp: 32 blocks along K at a time, one in each lane. They are fetched
-// one turn ahead, so that nothing waits for them.
+// one turn ahead, so that nothing waits for them. With CHANNEL scales, which the sums get at their end, all are one.
 struct WeightScales {
   const float* b_scale;
   float held[TILE_SCALE_ROWS], next[TILE_SCALE_ROWS];
@@ -14,6 +14,7 @@ struct WeightScales {
 
   // Fetches the scales of K blocks `first` to `first` + 31, of `count` that there are.
   __device__ __forceinline__ void fetch(const Tile& tile, int first, int count) {
+    if constexpr (CHANNEL) return;
     const int block = min(first + static_cast<int>(lane_id()), count - 1);
 #pragma unroll
     for (int r = 0; r < TILE_SCALE_ROWS; ++r) {
@@ -26,7 +27,7 @@ struct WeightScales {
   // Holds what was fetched.
   __device__ __forceinline__ void turn() {
 #pragma unroll
-    for (int r = 0; r < TILE_SCALE_ROWS; ++r) held[r] = next[r];
+    for (int r = 0; r < TILE_SCALE_ROWS; ++r) held[r] = CHANNEL ? 1.f : next[r];
   }
 };
 
@@ -41,7 +42,9 @@ struct TileScales {
   __device__ __forceinline__ TileScales(const WeightScales& weights, int source, const Tile& tile)
       : end(128 - (BLOCK_N % 128 == 0 ? 0 : tile.n % 128)) {
 #pragma unroll
-    for (int r = 0; r < TILE_SCALE_ROWS; ++r) rows[r] = __shfl_sync(FULL_WARP, weights.held[r], source);
+    for (int r = 0; r < TILE_SCALE_ROWS; ++r) {
+      rows[r] = CHANNEL ? 1.f : __shfl_sync(FULL_WARP, weights.held[r], source);
+    }
   }
 
   __device__ __forceinline__ float at(int column) const {

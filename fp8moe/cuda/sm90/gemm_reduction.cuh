@@ -1,5 +1,5 @@
-// Sums that pass through shared memory on their way to the epilogue: those of a tile whose weights are the 64-row side,
-// to be laid out by token, and those of a split.
+// From the sums to the epilogue: weight scales of output features, and sums that pass through shared memory: those of a
+// tile whose weights are the 64-row side, to be laid out by token, and those of a split.
 #pragma once
 
 #include "gemm_schedule.cuh"
@@ -38,11 +38,50 @@ struct Split {
   }
 };
 
+// CHANNEL: a weight scale for each output feature of each group, (groups, N), in place of one for 128x128.
+struct ChannelScales {
+  const float* scales;
+
+  // From the scale of a tile's column on; and how many columns, of gate or of up, there are from it on.
+  __device__ __forceinline__ const float* at(const Tile& tile, int column) const {
+    const int n = GATED ? tile.n / 2 + column % 128 + (column < 128 ? 0 : INTERMEDIATE) : tile.n + column;
+    return scales + static_cast<long long>(tile.group) * N + n;
+  }
+  static __device__ __forceinline__ int left(const Tile& tile, int column) {
+    return GATED ? INTERMEDIATE - tile.n / 2 - column % 128 : N - tile.n - column;
+  }
+
+  // To the sums in the registers, whose rows are tokens.
+  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) const {
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+      const int column = slab_of(tile, warpgroup, slab).column + 2 * (lane_id() % 4);
+      const float* scale = at(tile, column);
+      const int columns = left(tile, column);
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 8; ++j) {
+        if (8 * j >= columns) break;
+        const float first = scale[8 * j], second = scale[8 * j + 1];
+        float* v = sum[slab] + 4 * j;
+        v[0] *= first, v[1] *= second, v[2] *= first, v[3] *= second;
+      }
+    }
+  }
+
+  // To four output features of a token.
+  __device__ __forceinline__ float4 multiply(float4 sum, const Tile& tile, int column) const {
+    if (left(tile, column) <= 0) return sum;
+    const float* scale = at(tile, column);
+    return make_float4(sum.x * scale[0], sum.y * scale[1], sum.z * scale[2], sum.w * scale[3]);
+  }
+};
+
 // The sums of a tile by token, a slice of which is this block's.
 struct Sums {
   Shared& s;
   Tile tile;
   Split split;
+  ChannelScales channels;
 
   // Tokens of this block, and the first.
   __device__ __forceinline__ int tokens() const { return Split::tokens(tile, split.rank); }
@@ -80,6 +119,7 @@ struct Sums {
       const float4 v = *reinterpret_cast<const float4*>(slice + token * SUM_PITCH + feature);
       total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
     }
+    if constexpr (CHANNEL) return channels.multiply(total, tile, feature);
     return total;
   }
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8moe.quant.checks import check_scale, fp8_data, mn_major
+from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major
 from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, check_own_memory, describe, row_major
 
@@ -149,9 +149,8 @@ def _operands(
     *experts, n = _weights(f"{name}.data", b.data, weights, a.data)
     if gated and n % 32:
         raise ValueError(f"gate_up.data: expected 2 * I rows an expert with I a multiple of 16, got {n}")
-    blocks = 2 * ceil_div(n // 2, 128) if gated else ceil_div(n, 128)
     check_scale("a.scale", a.scale, (*lead, ceil_div(k, 128)), a.data.device)
-    check_scale(f"{name}.scale", b.scale, (*experts, blocks, ceil_div(k, 128)), a.data.device)
+    check_weight_scale(f"{name}.scale", b, a.data.device, projections=2 if gated else 1)
     return *lead, *experts, n
 
 

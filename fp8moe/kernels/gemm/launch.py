@@ -22,7 +22,7 @@ from fp8moe.kernels.gemm.tiles import (
     row_tiles_bound,
 )
 from fp8moe.kernels.gemm.warmup import Family, note
-from fp8moe.quant.formats import FP8Tensor, ceil_div
+from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.runtime import config
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
@@ -32,7 +32,8 @@ class Operands(NamedTuple):
     """What a GEMM multiplies and adds.
 
     a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; of masked groups also (E, max_m, ...).
-    b, b_scale: weights (N, K) or, of groups, (E, N, K) float8_e4m3fn, with a scale for each 128x128, float32.
+    b, b_scale: weights (N, K) or, of groups, (E, N, K) float8_e4m3fn, with a scale for each 128x128, or for each of
+        the N output channels, (..., N, 1), float32.
     bias: (N,). c: (M, N) of the result's dtype.
     groups: int32, offsets (E + 1,) of the groups' rows, their ranges (E, 2), or rows in use (E,).
     """
@@ -127,13 +128,13 @@ def build(
         out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)
     grouping = grouping or Grouping()
     sms = num_sms(a.get_device())
-    problem = DenseProblem(m, n, k, sms)
+    problem, channel_scales = DenseProblem(m, n, k, sms), has_channel_scales(b, operands.b_scale)
     if groups:
         problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated)
     if tile is None:
         if grouping.max_m is None:
             # A part may have any number of rows.
-            note(Family(n, k, groups, epilogue.kind), grouping.whole[0] if grouping.whole else m)
+            note(Family(n, k, groups, epilogue.kind, channel_scales), grouping.whole[0] if grouping.whole else m)
         tile = choose(problem, epilogue, grouping.whole)
     if config.settings.print_configs:
         about = f"grouped_gemm m={m} groups={groups} expected_m={problem.expected_m}" if groups else f"gemm m={m}"
@@ -156,7 +157,7 @@ def build(
         **epilogue.values,
     )
     return GemmLauncher(
-        kernel_spec(tile, n, k, epilogue),
+        kernel_spec(tile, n, k, epilogue, channel_scales),
         _maps(operands, epilogue, tile, out),
         arguments,
         1 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.quant import reference
-from fp8moe.quant.formats import BLOCK, FP8Tensor
+from fp8moe.quant.formats import BLOCK, FP8Tensor, has_channel_scales
 from fp8moe.runtime.fixed_rows import by_fixed_rows
 
 _CHUNK = 1 << 22  # elements of a chunk of weights or of the result
@@ -22,8 +22,8 @@ def gemm_reference(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: t
 def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``dequantize(a) @ dequantize(b).T + bias``, block by block along K.
 
-    a: data (M, K) with scale (M, ceil(K/128)); b: data (N, K) with scale (ceil(N/128), ceil(K/128)); bias (N,) or None.
-    Returns (M, N) in ``out_dtype``.
+    a: data (M, K) with scale (M, ceil(K/128)); b: data (N, K) with scale (ceil(N/128), ceil(K/128)), or (N, 1), by
+    which the sums are multiplied at their end; bias (N,) or None. Returns (M, N) in ``out_dtype``.
 
     For each block of 128 along K the unscaled products are summed, multiplied by the two float32 scales and added to a
     float32 accumulator (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). A non-finite scale or value reaches the outputs
@@ -35,7 +35,8 @@ def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     m, k = a_data.shape
     n = b_data.shape[0]
     a_values = to_float32(a_data)
-    column_scale = b_scale.repeat_interleave(BLOCK, dim=0)[:n]
+    channels = has_channel_scales(b_data, b_scale)
+    column_scale = None if channels else b_scale.repeat_interleave(BLOCK, dim=0)[:n]
     out = torch.empty(m, n, dtype=out_dtype, device=a_data.device)
     chunk = max(1, _CHUNK // max(m, k, 1) // BLOCK) * BLOCK
     for first in range(0, n, chunk):
@@ -44,7 +45,13 @@ def _gemm(a: FP8Tensor, b: FP8Tensor, bias: Tensor | None, out_dtype: torch.dtyp
         accumulator = torch.zeros(m, b_values.shape[0], dtype=torch.float32, device=a_data.device)
         for block, start in enumerate(range(0, k, BLOCK)):
             partial = products(a_values[:, start : start + BLOCK], b_values[:, start : start + BLOCK].T)
-            accumulator.addcmul_(partial.mul_(a_scale[:, block, None]), column_scale[rows, block])
+            partial.mul_(a_scale[:, block, None])
+            if channels:
+                accumulator += partial
+            else:
+                accumulator.addcmul_(partial, column_scale[rows, block])
+        if channels:
+            accumulator *= b_scale[rows, 0]
         if bias is not None:
             accumulator += bias[rows]
         out[:, rows] = accumulator
@@ -86,7 +93,7 @@ def grouped_gemm_swiglu_reference(
     """Each group's two projections, `activation` in float32, quantized 1x128 into ``out``. Other rows are left alone.
 
     a: data (M, H) with scale (M, ceil(H/128)). gate_up: data (E, 2I, H), gate rows then up rows, with the scales of
-    gate and then of up, (E, 2 * ceil(I/128), ceil(H/128)). out: data (M, I), scale (M, ceil(I/128)).
+    gate and then of up, (E, 2 * ceil(I/128), ceil(H/128)) or (E, 2I, 1). out: data (M, I), scale (M, ceil(I/128)).
     groups, max_m: see `group_rows`.
     """
     size, blocks = gate_up[0].shape[1] // 2, gate_up[1].shape[1] // 2

@@ -7,8 +7,8 @@ from fp8moe.kernels.gemm.sm90 import PRODUCER_REGISTERS, GroupedKTile, TileConfi
 from fp8moe.runtime.jit import KernelSpec, constants
 
 
-def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue) -> KernelSpec:
-    """The variant for weights (n, k): sizes of the weights are compile-time constants, M is not."""
+def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue, channel_scales: bool = False) -> KernelSpec:
+    """The variant for weights (n, k), with blocks or with channels: all of them compile-time constants, M is not."""
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
         "SWAP": int(tile.weights_as_rows),
@@ -24,6 +24,7 @@ def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue) -> KernelS
         "HALVES": int(tile.half_tiles),
         "GROUPS": tile.groups,
         "GATED": int(epilogue.gated),
+        "CHANNEL": int(channel_scales),
     }
     values |= epilogue.constants
     prelude = f'{constants(values)}{tile.mma_source}\n#include "{epilogue.header}"\n'

@@ -17,12 +17,13 @@ _HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # of tiles for more than _FEW rows
 
 
 class Family(NamedTuple):
-    """GEMMs with the same weights' shape (n, k), groups of rows (0: a dense GEMM) and epilogue."""
+    """GEMMs with the same weights' shape (n, k), groups of rows (0: a dense GEMM), epilogue and kind of scales."""
 
     n: int
     k: int
     groups: int
     epilogue: Epilogue
+    channel_scales: bool = False
 
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
         """The kernels that are chosen for up to so many rows, but for a few near ties. Takes a fraction of a second."""
@@ -42,13 +43,13 @@ class Family(NamedTuple):
 
     def _choice(self, num_sms: int) -> Callable[[int], TileConfig]:
         """The tile for a number of rows, as `launch.GemmLauncher` chooses it."""
-        n, k, groups, epilogue = self
+        n, k, groups, epilogue, _ = self
         if not groups:
             return lambda rows: choose(DenseProblem(rows, n, k, num_sms), epilogue)
         return lambda rows: choose(Grouping().problem(rows, groups, n, k, num_sms, swiglu=epilogue.gated), epilogue)
 
     def _kernels(self, tiles: Iterable[TileConfig]) -> set[KernelSpec]:
-        return {kernel_spec(tile, self.n, self.k, self.epilogue) for tile in set(tiles)}
+        return {kernel_spec(tile, self.n, self.k, self.epilogue, self.channel_scales) for tile in set(tiles)}
 
 
 families: dict[Family, int] = {}
