@@ -54,6 +54,12 @@ def check_weight_scale(name: str, weight: FP8Tensor, device: torch.device, proje
     check_scale(name, scale, (*data.shape[:-1], 1), device)
 
 
+def check_no_channels(name: str, weight: FP8Tensor) -> None:
+    """ValueError for a scale of channels, where gradients are computed: they take the transposed weight in blocks."""
+    if has_channel_scales(*weight):
+        raise ValueError(f"{name}: expected scales of 128x128 blocks for gradients, got one for each output channel")
+
+
 def check_vector(name: str, value: Tensor, dtype: torch.dtype, length: int | None, device: torch.device) -> None:
     """Dtype, shape and device of a vector; length: None for any."""
     check_dtype(name, value, dtype)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.experts.operands import Layer, Masters, Operands, RowOperands, Shard
-from fp8moe.quant.checks import check_groups, check_scale, check_vector, fp8_data
+from fp8moe.quant.checks import check_groups, check_no_channels, check_scale, check_vector, check_weight_scale, fp8_data
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
 
@@ -94,6 +94,8 @@ def _layer(name: str, operands: Operands) -> None:
 
 
 def masters(layer: Layer, given: Masters) -> None:
+    check_no_channels("up_proj_scale_inv", layer.up)
+    check_no_channels("down_proj_scale_inv", layer.down)
     for name, master, weight in zip(given._fields, given, (layer.up, layer.down), strict=True):
         if master is not None and master.shape != weight.data.shape:
             expected = f"{tuple(weight.data.shape)} like the FP8 weight"
@@ -102,7 +104,7 @@ def masters(layer: Layer, given: Masters) -> None:
 
 def _projections(name: str, x: Tensor, layer: Layer) -> int:
     """Weights that fit together and to x (M, H), which the caller calls `name`. Returns E."""
-    (up, up_scale), (down, down_scale), gated = layer.up, layer.down, layer.activation.gated
+    up, down, gated = layer.up.data, layer.down.data, layer.activation.gated
     projections = 2 if gated else 1
     up_name = "gate_up_proj" if gated else "up_proj"
     count, rows, hidden = fp8_data(up_name, up, "(E, 2I, H)" if gated else "(E, I, H)")
@@ -119,9 +121,8 @@ def _projections(name: str, x: Tensor, layer: Layer) -> int:
         )
     for weight_name, value in ((up_name, up), ("down_proj", down)):
         check_device(weight_name, value, x.device, name)
-    blocks, hidden_blocks = ceil_div(size, BLOCK), ceil_div(hidden, BLOCK)
-    check_scale(f"{up_name}_scale_inv", up_scale, (count, projections * blocks, hidden_blocks), x.device)
-    check_scale("down_proj_scale_inv", down_scale, (count, hidden_blocks, blocks), x.device)
+    check_weight_scale(f"{up_name}_scale_inv", layer.up, x.device, projections)
+    check_weight_scale("down_proj_scale_inv", layer.down, x.device)
     return count
 
 

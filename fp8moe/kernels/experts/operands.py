@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.tiles import Grouping
-from fp8moe.quant.formats import FP8Tensor, ceil_div
+from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.runtime.autograd import recorded
 
 
@@ -22,7 +22,7 @@ class Layer(NamedTuple):
     def padded(self, multiple: int) -> "Layer":
         """With I a multiple of `multiple` and H of 16: itself, or with copies of the weights padded with zeros.
 
-        These fall into blocks that are there already: the scales stay as they are.
+        These fall into blocks that are there already: the scales of blocks stay as they are.
         """
         up, down = self.up.data, self.down.data
         hidden, size = down.shape[1:]
@@ -32,7 +32,12 @@ class Layer(NamedTuple):
         projections = up.view(torch.uint8).unflatten(1, (-1, size))
         padded_up = F.pad(projections, (0, pad_hidden, 0, pad_size)).flatten(1, 2).view(up.dtype)
         padded_down = F.pad(down.view(torch.uint8), (0, pad_size, 0, pad_hidden)).view(down.dtype)
-        return self._replace(up=FP8Tensor(padded_up, self.up.scale), down=FP8Tensor(padded_down, self.down.scale))
+        up_scale, down_scale = self.up.scale, self.down.scale
+        if has_channel_scales(*self.up):
+            up_scale = F.pad(up_scale.unflatten(1, (-1, size)), (0, 0, 0, pad_size), value=1.0).flatten(1, 2)
+        if has_channel_scales(*self.down):
+            down_scale = F.pad(down_scale, (0, 0, 0, pad_hidden), value=1.0)
+        return self._replace(up=FP8Tensor(padded_up, up_scale), down=FP8Tensor(padded_down, down_scale))
 
 
 class Masters(NamedTuple):

@@ -12,7 +12,7 @@ from fp8moe.kernels.gemm.checks import bias_vector
 from fp8moe.kernels.gemm.launch import Operands
 from fp8moe.kernels.linear.training import check, linear_training
 from fp8moe.quant import reference
-from fp8moe.quant.formats import align, ceil_div
+from fp8moe.quant.formats import align, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import has_vector_rows, unit_stride
 from fp8moe.quant.quantize import launcher as quantizer
 from fp8moe.runtime import autograd
@@ -130,9 +130,11 @@ def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
     n, k = weight.shape
     pad_n, pad_k = -n % 8, -k % 16
     if pad_n or pad_k:
-        # Zeros fall into blocks that are there already, so the scales stay as they are.
+        # Zeros fall into blocks that are there already, so the scales of blocks stay as they are.
         x = F.pad(x, (0, pad_k))
         weight = F.pad(weight.view(torch.uint8), (0, pad_k, 0, pad_n)).view(weight.dtype)
+        if has_channel_scales(weight[:n], weight_scale_inv):
+            weight_scale_inv = F.pad(weight_scale_inv, (0, 0, 0, pad_n), value=1.0)
         bias = bias if bias is None else F.pad(bias, (0, pad_n))
     on_gpu = n and x.numel() and use_cuda(x)
     out = (_launch if on_gpu else _composed)(x, weight, weight_scale_inv, bias)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe.kernels.gemm.api import gemm, weight_gradients
-from fp8moe.quant.checks import check_scale, fp8_data
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized
+from fp8moe.quant.checks import check_no_channels, check_weight_scale, fp8_data
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
@@ -43,6 +43,7 @@ def linear_training(
     every tensor is quantized once: x and the gradient by rows and by columns in one pass. The input gradient uses the
     transpose of the same FP8 weight.
     """
+    check_no_channels("weight_scale_inv", FP8Tensor(weight, weight_scale_inv))
     return _op(x, weight, weight_scale_inv, bias, master)[0]
 
 
@@ -53,7 +54,7 @@ def check(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | No
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(f"x: expected shape (..., {k}) to match the weight {(n, k)}, got {tuple(x.shape)}")
     check_device("weight", weight, x.device, "x")
-    check_scale("weight_scale_inv", weight_scale_inv, (ceil_div(n, 128), ceil_div(k, 128)), x.device)
+    check_weight_scale("weight_scale_inv", FP8Tensor(weight, weight_scale_inv), x.device)
     if bias is not None:
         check_like("bias", bias, FLOATING, (n,), x.device, "x")
 
