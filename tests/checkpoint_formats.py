@@ -229,18 +229,18 @@ LAYOUTS = {
         True,
         _compressed("group", "mxfp4-pack-quantized", bits=4, group_size=32),
     ),
-    "compressed-tensors channel": Layout(channel("weight_scale"), "fp8-channel", False, _compressed("channel")),
+    "compressed-tensors channel": Layout(channel("weight_scale"), "fp8-channel", True, _compressed("channel")),
     "compression_config channel": Layout(
-        channel("weight_scale"), "fp8-channel", False, None, root={"compression_config": _compressed("channel")}
+        channel("weight_scale"), "fp8-channel", True, None, root={"compression_config": _compressed("channel")}
     ),
     "fbgemm_fp8": Layout(
         channel("weight_scale", torch.float32),
         "fp8-channel",
-        False,
+        True,
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200},
     ),
     "ModelOpt per channel": Layout(
-        channel("weight_scale", torch.float32, (-1,)), "fp8-channel", False, _modelopt("FP8_PER_CHANNEL_PER_TOKEN")
+        channel("weight_scale", torch.float32, (-1,)), "fp8-channel", True, _modelopt("FP8_PER_CHANNEL_PER_TOKEN")
     ),
     "ModelOpt NVFP4": Layout(
         packed("weight", "weight_scale", torch.uint8, E4M3, values_each=2, group=16), "nvfp4", False, _modelopt("NVFP4")

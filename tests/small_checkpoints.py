@@ -28,23 +28,27 @@ def same(first, second):
 
 
 class Layer(nn.Module):
-    def __init__(self, gated):
+    def __init__(self, gated, weight_scales):
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
-        self.q_proj = FP8Linear(HIDDEN, 200)
+        self.q_proj = FP8Linear(HIDDEN, 200, weight_scales=weight_scales)
         self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False, dtype=torch.bfloat16)
         self.experts = GroupedExperts(
-            num_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, gated=gated
+            num_experts=EXPERTS,
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
+            gated=gated,
+            weight_scales=weight_scales,
         )
 
 
 class Model(nn.Module):
     """The names of a small mixture-of-experts model; lm_head is tied to the embedding if asked for."""
 
-    def __init__(self, layers=2, *, tied=False, gated=True):
+    def __init__(self, layers=2, *, tied=False, gated=True, weight_scales="block"):
         super().__init__()
         self.embed_tokens = nn.Embedding(50, HIDDEN, dtype=torch.bfloat16)
-        self.layers = nn.ModuleList([Layer(gated) for _ in range(layers)])
+        self.layers = nn.ModuleList([Layer(gated, weight_scales) for _ in range(layers)])
         self.lm_head = nn.Linear(HIDDEN, 50, bias=False, dtype=torch.bfloat16)
         self.register_buffer("steps", torch.tensor(7))
         if tied:

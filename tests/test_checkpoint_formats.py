@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 HIDDEN, INTERMEDIATE = 160, 96  # multiples of 32, not of 128
 MXFP8_ERROR = 2**-10 / 240  # of a block's largest value; other formats are exact
+IN_BLOCKS = [name for name, layout in LAYOUTS.items() if layout.loads and layout.name != "fp8-channel"]
 E = "layers.1.experts.2.up_proj.weight"
 
 
@@ -46,6 +47,10 @@ def wanted(name):
 
 def written(directory, layout):
     return write_layout(LAYOUTS[layout], directory, unquantized(), wanted, {"sizes": [HIDDEN]})
+
+
+def model_for(layout):
+    return Model(weight_scales="channel" if LAYOUTS[layout].name == "fp8-channel" else "block")
 
 
 def loaded_values(model):
@@ -69,7 +74,7 @@ def loaded_values(model):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(tmp_path, layout, capsys):
     expected = written(tmp_path / "checkpoint", layout)
-    found, model = find_format(tmp_path / "checkpoint"), Model()
+    found, model = find_format(tmp_path / "checkpoint"), model_for(layout)
     want = LAYOUTS[layout]
     assert (found.name if want.name != "int4" else "int4", found.loads) == (want.name, want.loads)
     with pytest.raises(CheckpointError, match="quantized already"):
@@ -90,13 +95,15 @@ def test_layout(tmp_path, layout, capsys):
     values = loaded_values(model)
     assert values.keys() == expected.keys()
     for name, value in values.items():
-        if found.exact and found.name != "mxfp8":
+        if found.name != "mxfp8":
             assert torch.equal(value, expected[name].float()), name
         else:
             assert (value - expected[name]).abs().max() / expected[name].abs().max() <= MXFP8_ERROR, name
 
 
-@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.loads])
+@pytest.mark.parametrize(
+    "layout", [name for name, layout in LAYOUTS.items() if layout.loads and layout.name != "fp8-channel"]
+)
 def test_converted(tmp_path, layout):
     written(tmp_path / "source", layout)
     assert convert_checkpoint(tmp_path / "source", tmp_path / "blocks") is None
@@ -109,12 +116,15 @@ def test_converted(tmp_path, layout):
     assert all(torch.equal(bits(value), bits(after.state_dict()[name])) for name, value in before.state_dict().items())
 
 
-@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if not layout.loads])
+@pytest.mark.parametrize(
+    "layout", [name for name, layout in LAYOUTS.items() if not layout.loads or layout.name == "fp8-channel"]
+)
 def test_conversions_that_need_to_quantize_again(tmp_path, layout, capsys):
     expected = written(tmp_path / "source", layout)
     with pytest.raises(CheckpointError) as error:
         convert_checkpoint(tmp_path / "source", tmp_path / "blocks")
-    assert error.value.problems == [find_format(tmp_path / "source").reason]
+    (problem,) = error.value.problems
+    assert problem.startswith(find_format(tmp_path / "source").reason)
     command = ["convert", str(tmp_path / "source"), str(tmp_path / "blocks"), "--requantize"]
     if LAYOUTS[layout].name != "fp8-channel":
         with pytest.raises(SystemExit, match="does not run|expected"):

@@ -1,4 +1,4 @@
-"""A checkpoint of any format that loads, seen as one of FP8 weights with float32 scales for 128x128 blocks.
+"""A checkpoint of any format that loads, seen as one of FP8 weights with float32 scales of blocks or of channels.
 
 What is stored otherwise is made when it is read, one matrix at a time: no file is written, and no second copy is held.
 """
@@ -113,7 +113,11 @@ def _made_of(weight: QuantizedWeight, checkpoint: Checkpoint, found: Found) -> d
     bytes_are_exponents = found.declared is not None and found.declared.power_of_two
     if scale.dtype not in SCALE_DTYPES and not (scale.dtype == "U8" and bytes_are_exponents):
         return {}
-    if weight.kind == "fp8-tensor":
+    if weight.kind == "fp8-channel":
+        if weight_of(weight.scale) == name and scale.dtype in SCALE_DTYPES and scale.shape == (*shape[:-1], 1):
+            return {}
+        grid, make = (*shape[:-1], 1), partial(_reshaped_scale, grid=(shape[-2], 1))
+    elif weight.kind == "fp8-tensor":
         make = partial(_fill, matrices=matrices, grid=grid[-2:])
     elif weight.transposed:
         make = partial(_transposed_scale, grid=grid[-2:])

@@ -17,7 +17,6 @@ from fp8moe.checkpoints.untrusted import shown
 from fp8moe.quant.formats import BLOCK, ceil_div
 
 MX_BLOCK = 32  # values along K that share a scale in the OCP's microscaling formats (MX 1.0, section 5)
-CONVERT = "`fp8moe convert --requantize` makes blocks of it"
 
 
 class Format(NamedTuple):
@@ -65,7 +64,6 @@ KINDS = {
             "channel",
             "FP8 with a scale for each output channel",
             exact=False,
-            refusal=f"where fp8moe runs blocks of {BLOCK}x{BLOCK}; {CONVERT}",
         ),
         Kind("nvfp4", 4, "1x16", "NVFP4", exact=False, refusal=_OTHERS),
         Kind("int4", 4, "group", "INT4", exact=False, refusal=_OTHERS),
@@ -338,9 +336,9 @@ def _fits_tensor(weight: str, shape: tuple[int, ...], scale: TensorSpec, transpo
 
 
 def _fits_channel(weight: str, shape: tuple[int, ...], scale: TensorSpec, transposed: bool) -> bool:
-    *lead, rows, columns = (1, *shape)[-3:]
-    channels = columns if transposed else rows
-    return fits_scale(scale.shape, (*lead, channels)) and scale.dtype != "U8"
+    *lead, rows, columns = shape
+    each = (*lead, columns, 1) if transposed else (*lead, rows, 1)
+    return scale.dtype != "U8" and scale.shape in (each, each[:-1], (*lead, 1, columns) if transposed else each)
 
 
 def _fits_mx(weight: str, shape: tuple[int, ...], scale: TensorSpec, transposed: bool) -> bool:

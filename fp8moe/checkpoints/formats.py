@@ -98,7 +98,9 @@ def scale_shape(weight: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def fits_scale(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Whether a scale has this shape, sizes of one aside: transformers 5.17 drops those of single experts' scales."""
+    """Whether a scale has this shape, or another rank and sizes of one besides: transformers 5.17 drops such sizes."""
+    if len(shape) == len(expected):
+        return tuple(shape) == tuple(expected)
     return [size for size in shape if size != 1] == [size for size in expected if size != 1]
 
 

@@ -132,7 +132,8 @@ def _scale_problems(checkpoint: Checkpoint, unused: Set[str]) -> list[str]:
         if name in scales:
             first = scales[name][0]
             expected = _expected_shape(name, scales[name], checkpoint)
-            fits = expected is not None and fits_scale(info.shape, expected)
+            channels = (*checkpoint.tensors[first].shape[:-1], 1)
+            fits = expected is not None and (fits_scale(info.shape, expected) or info.shape == channels)
             partial = checkpoint.incomplete and len(scales[name]) > 1
             if info.dtype not in SCALE_DTYPES:
                 problems.append(f"{name}: dtype {info.dtype}, expected {', '.join(SCALE_DTYPES)}")

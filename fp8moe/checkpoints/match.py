@@ -171,6 +171,9 @@ def _mismatch(info: TensorInfo, destination: Destination, state: Mapping[str, Te
             return f"dtype {info.dtype}, expected a scale in {' or '.join(allowed)}"
         if fits_scale(info.shape, destination.shape):
             return None
+        if len(info.shape) == len(destination.shape) and 1 in (info.shape[-1], destination.shape[-1]):
+            wanted = "channel" if info.shape[-1] == 1 else "block"
+            return f"shape {info.shape}, expected {destination.shape}; make the module with weight_scales={wanted!r}"
     elif info.dtype == FP8:
         return (
             f"{FP8}, but the model's module is not FP8; put FP8Linear (replace_linears) or GroupedExperts there first"

@@ -219,6 +219,12 @@ def convert(
     found = examine(stored)
     if not found.weights:
         raise CheckpointError(f"cannot convert {stored.directory}", [f"{found.format.reason}; quantize it instead"])
+    channels = [weight.codes for weight in found.weights if weight.kind == "fp8-channel"]
+    if channels and not requantize and found.format.loads:
+        why = (
+            f"{found.format.reason} ({channels[0]}), which blocks cannot hold; requantize=True (--requantize) rounds it"
+        )
+        raise CheckpointError(f"cannot convert {stored.directory}", [why])
     source, values = as_values(stored) if requantize else (as_blocks(stored)[0], set())
     problems = stored.problems + block_problems(source, found)
     problems += inexact_weights(found) if not requantize and not problems else ()

@@ -15,8 +15,8 @@ from fp8moe.layers import experts_source
 from fp8moe.layers.master import MasterModule, check_master_dtype, part_of, quantized
 from fp8moe.layers.parameters import frozen, local
 from fp8moe.layers.replaced import check_no_hooks
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.quant.quantize import quantize_128x128
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, has_channel_scales
+from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import FLOATING, check_int, check_like, check_tensor
 
@@ -89,6 +89,9 @@ class GroupedExperts(MasterModule):
         decode_capacity: calls with at most so many tokens use the masked layout, where every expert has room for that
             many rows; others, and all by default, put the rows of one expert after those of another. The results are
             the same as long as the experts of each token are distinct.
+        weight_scales: "block", or "channel" for scales (E, 2I, 1) and (E, H, 1), as compressed-tensors' FP8 checkpoints
+            have them: the sums of both GEMMs are multiplied by them. For inference only: ValueError with a
+            master_dtype, RuntimeError in the backward.
 
     Raises TypeError for a size that is no int, ValueError for a size or decode_capacity below one, more than 1024
     experts, an unknown activation, or activation arguments that do not go together.
@@ -124,6 +127,7 @@ class GroupedExperts(MasterModule):
         swiglu_alpha: float | None = None,
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
+        weight_scales: str = "block",
     ):
         super().__init__()
         if dtype not in FLOATING:
@@ -147,8 +151,9 @@ class GroupedExperts(MasterModule):
         up_shape = (num_experts, projections * intermediate_size, hidden_size)
         down_shape = (num_experts, hidden_size, intermediate_size)
         up_blocks = (num_experts, projections * blocks, hidden_blocks)
-        self._register_weight(self.up_name, up_shape, up_blocks, device, master_dtype)
-        self._register_weight("down_proj", down_shape, (num_experts, hidden_blocks, blocks), device, master_dtype)
+        options = (device, master_dtype, weight_scales)
+        self._register_weight(self.up_name, up_shape, up_blocks, *options)
+        self._register_weight("down_proj", down_shape, (num_experts, hidden_blocks, blocks), *options)
         self.reset_parameters()
 
     @classmethod
@@ -259,7 +264,8 @@ class GroupedExperts(MasterModule):
             data, scale = local(data), local(getattr(self, f"{name}_scale_inv"))
             for expert in range(len(data)):
                 weight = torch.empty(shape, dtype=self.dtype, device=data.device).uniform_(-bound, bound)
-                quantized = quantize_128x128(weight)
+                channels = has_channel_scales(data, scale)
+                quantized = (quantize_channels if channels else quantize_128x128)(weight)
                 data[expert].copy_(quantized.data.flatten(0, 1))
                 scale[expert].copy_(quantized.scale.flatten(0, 1))
 
@@ -356,8 +362,8 @@ class GroupedExperts(MasterModule):
         if self.trainable:
             # Activation checkpointing runs the first forward without gradients: it must have the same bits.
             return self.training or recorded(*inputs, *weights.tensors())
-        # If an FP8 weight requires a gradient, the backward of `experts` raises an error: there is none.
-        return recorded(*inputs) and not recorded(*weights.tensors())
+        # With channel scales, or if an FP8 weight requires a gradient, the backward of `experts` raises an error.
+        return recorded(*inputs) and not recorded(*weights.tensors()) and not has_channel_scales(*weights.up)
 
     def extra_repr(self) -> str:
         text = (

@@ -17,7 +17,7 @@ from fp8moe.kernels.activation import FUNCTIONS, Activation
 from fp8moe.layers.linear import check_linear
 from fp8moe.layers.parameters import check_not_sharded, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks, check_only_weights
-from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.runtime.checks import FLOATING, describe
 
@@ -49,6 +49,11 @@ class Weight:
             return self.fused
         matrices, rows, columns = self.shape
         blocks = ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
+        kinds = {isinstance(part, FP8Tensor) and has_channel_scales(*part) for parts in self.parts for part in parts}
+        if len(kinds) > 1:
+            raise ValueError("module: expected scales of blocks for all experts, or of channels for all, got both")
+        if True in kinds:
+            blocks = rows, 1
         count = len(self.parts)
         data = torch.empty((count, matrices * rows, columns), dtype=torch.float8_e4m3fn, device=self.device)
         scale = torch.empty((count, matrices * blocks[0], blocks[1]), dtype=torch.float32, device=self.device)
@@ -258,7 +263,7 @@ def _quantized(name: str, weight: Tensor, scale: Tensor | None, matrices: int) -
         )
     *lead, rows, columns = weight.shape
     expected = (*lead, matrices * ceil_div(rows // matrices, BLOCK), ceil_div(columns, BLOCK))
-    if scale.shape != expected:
+    if scale.shape != expected and not has_channel_scales(weight, scale):
         raise ValueError(
             f"{name}: expected scales of shape {expected}, blocks of {BLOCK}x{BLOCK} of each projection by itself, got "
             f"{tuple(scale.shape)}; build the experts from the unquantized weights instead"

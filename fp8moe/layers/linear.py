@@ -12,8 +12,8 @@ from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, quantized
 from fp8moe.layers.parameters import check_not_sharded, frozen
 from fp8moe.layers.replaced import as_patterns, check_no_hooks, check_only_weights, matches
-from fp8moe.quant.formats import BLOCK, ceil_div
-from fp8moe.quant.quantize import quantize_128x128
+from fp8moe.quant.formats import BLOCK, ceil_div, has_channel_scales
+from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
 from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor
 
@@ -48,6 +48,9 @@ class FP8Linear(MasterModule):
             for a size that is no int, ValueError for a negative one.
         dtype: bfloat16, float16 or float32, the dtype of the bias; TypeError for another.
         master_dtype: bfloat16 or float32, of a weight to train, or None; TypeError for another.
+        weight_scales: "block", or "channel" for a weight_scale_inv (out_features, 1), as compressed-tensors' FP8
+            checkpoints have it: the sums are multiplied by it. For inference only: ValueError with a master_dtype,
+            RuntimeError in the backward.
     """
 
     weight_names = ("weight", "weight_scale_inv")
@@ -69,6 +72,7 @@ class FP8Linear(MasterModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         master_dtype: torch.dtype | None = None,
+        weight_scales: str = "block",
     ):
         super().__init__()
         check_master_dtype(master_dtype)
@@ -81,7 +85,7 @@ class FP8Linear(MasterModule):
             if size < 0:
                 raise ValueError(f"{name}: expected 0 or more, got {size}")
         blocks = (ceil_div(out_features, BLOCK), ceil_div(in_features, BLOCK))
-        self._register_weight("weight", (out_features, in_features), blocks, device, master_dtype)
+        self._register_weight("weight", (out_features, in_features), blocks, device, master_dtype, weight_scales)
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         )
@@ -135,7 +139,8 @@ class FP8Linear(MasterModule):
         else:
             dtype = torch.bfloat16 if self.bias is None else self.bias.dtype
             initial = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device).uniform_(-bound, bound)
-            data, scale = quantize_128x128(initial)
+            channels = has_channel_scales(self.weight, self.weight_scale_inv)
+            data, scale = (quantize_channels if channels else quantize_128x128)(initial)
             self.weight.copy_(data)
             self.weight_scale_inv.copy_(scale)
         if self.bias is not None:

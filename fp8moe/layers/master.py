@@ -100,6 +100,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> 
                     _copies(local(weight).untyped_storage()).captured = True
 
 
+WEIGHT_SCALES = ("block", "channel")
+"""Of 128x128 weights each, or of each output channel."""
+
+
 class MasterModule(nn.Module):
     """Base of the modules whose weights are in FP8 and frozen or, where `trainable` says so, masters.
 
@@ -132,8 +136,15 @@ class MasterModule(nn.Module):
         blocks: tuple[int, ...],
         device: torch.device | str | None,
         master_dtype: torch.dtype | None,
+        weight_scales: str,
     ) -> None:
-        """Register an uninitialized weight, a master or in FP8 with its scale."""
+        """Register an uninitialized weight, a master or in FP8 with its scale, of blocks or of channels."""
+        if weight_scales not in WEIGHT_SCALES:
+            raise ValueError(f"weight_scales: expected one of {WEIGHT_SCALES}, got {weight_scales!r}")
+        if weight_scales == "channel" and master_dtype is not None:
+            raise ValueError("weight_scales: expected 'block' with a master_dtype, got 'channel'")
+        if weight_scales == "channel":
+            blocks = (*shape[:-1], 1)
         scale = None
         if master_dtype is None:
             weight = frozen(torch.empty(shape, dtype=torch.float8_e4m3fn, device=device))

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from fp8moe.quant import reference
 from fp8moe.quant.checks import FLOAT8, fp8_operand
-from fp8moe.quant.formats import BLOCK, SCALE_DEFINES, SCALE_FORMATS, FP8Tensor, align, ceil_div, empty_quantized
+from fp8moe.quant.formats import (
+    BLOCK,
+    FP8_MAX,
+    SCALE_DEFINES,
+    SCALE_FORMATS,
+    FP8Tensor,
+    align,
+    ceil_div,
+    empty_quantized,
+    has_channel_scales,
+)
 from fp8moe.runtime.autograd import detached
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
@@ -71,11 +81,21 @@ def quantize_128x1(x: Tensor) -> FP8Tensor:
     return FP8Tensor(*_quantize_128x1(detached(x)))
 
 
+def quantize_channels(w: Tensor) -> FP8Tensor:
+    """Quantize weights with one scale for each output channel, as checkpoints have it; PyTorch operations.
+
+    w: (..., N, K) of a floating dtype, K > 0. Returns data (..., N, K) and scale (..., N, 1) float32.
+    """
+    amax = detached(w).float().abs().amax(-1, keepdim=True)
+    scale = reference.block_scale(amax, False)
+    return FP8Tensor((detached(w).float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale)
+
+
 def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
     """``data * scale`` of each block, computed in float32.
 
     t: FP8Tensor or (data, scale). data (..., R, K) float8_e4m3fn; scale float32, any strides,
-    (..., R, ceil(K/128)) for 1x128 blocks or (..., ceil(R/128), ceil(K/128)) for 128x128 blocks.
+    (..., R, ceil(K/128)) for 1x128 blocks, (..., ceil(R/128), ceil(K/128)) for 128x128 blocks or (..., R, 1).
     dtype: floating dtype of the result, shaped as data.
     Raises TypeError for a wrong type or dtype, ValueError for a scale of another shape.
     """
@@ -89,6 +109,8 @@ def dequantize(t: FP8Tensor | tuple[Tensor, Tensor], *, dtype: torch.dtype = tor
     check_device("t.scale", scale, data.device, "t.data")
     k = data.shape[-1]
     per_row = (*data.shape[:-1], ceil_div(k, BLOCK))
+    if data.dim() > 1 and has_channel_scales(data, scale):
+        return (data.float() * scale).to(dtype)
     if scale.shape != per_row:
         per_tile = data.dim() > 1 and (*data.shape[:-2], ceil_div(data.shape[-2], BLOCK), per_row[-1])
         if scale.shape != per_tile:

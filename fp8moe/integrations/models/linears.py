@@ -10,11 +10,11 @@ from fp8moe.integrations.finegrained import is_routed, refusal
 from fp8moe.integrations.models.known_forwards import runs_as_written
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.layers.linear import FP8Linear
-from fp8moe.quant.formats import BLOCK, FP8Tensor
+from fp8moe.quant.formats import BLOCK, FP8Tensor, has_channel_scales
 
 
 class Weights(NamedTuple):
-    """data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) float32, bias (N,) or None."""
+    """data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) or (N, 1) float32, bias (N,) or None."""
 
     data: Tensor
     scale: Tensor
@@ -64,8 +64,9 @@ def joined(parts: Sequence[Weights], *, blocks: bool = True) -> Weights | None:
 
 
 def _can_be_one(parts: Sequence[Weights], blocks: bool) -> bool:
-    alike = len({(part.data.shape[1], part.bias is None) for part in parts}) == 1
-    return alike and not (blocks and any(len(part.data) % BLOCK for part in parts[:-1]))
+    kinds = {(part.data.shape[1], part.bias is None, has_channel_scales(part.data, part.scale)) for part in parts}
+    blocks = blocks and not has_channel_scales(parts[0].data, parts[0].scale)
+    return len(kinds) == 1 and not (blocks and any(len(part.data) % BLOCK for part in parts[:-1]))
 
 
 def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8moe.integrations import finegrained
 from fp8moe.layers.parameters import is_sharded
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.formats import FP8Tensor, has_channel_scales
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 
 _log = logging.getLogger(__name__)
@@ -265,6 +265,10 @@ def check_base(name: str, module: nn.Module) -> None:
             f"{name}: expected a layer that is whole on this rank to adapt, got {type(module).__name__} spread over "
             "several ranks"
         )
+    for parameter, value in module.named_parameters(recurse=False):
+        scale = getattr(module, f"{parameter}_scale_inv", None)
+        if scale is not None and has_channel_scales(value, scale):
+            raise ValueError(f"{name}: expected scales of 128x128 blocks to adapt, got one for each output channel")
     weight, scale = getattr(module, "weight", None), getattr(module, "weight_scale_inv", None)
     if weight is not None and scale is not None and hasattr(module, "block_size"):  # of transformers
         reason = finegrained.refusal(weight, module.block_size, getattr(module, "activation_scale", None))

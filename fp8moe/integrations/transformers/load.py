@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.checkpoints.as_blocks import as_blocks, dequantized, inexact_weights
-from fp8moe.checkpoints.formats import DTYPES, FLOATS, FP8, SCALE, scale_name, weight_of
+from fp8moe.checkpoints.formats import DTYPES, FLOATS, FP8, SCALE, scale_name, scale_of, weight_of
 from fp8moe.checkpoints.load import copy_tensor, ignored_names, warn_of_unused
 from fp8moe.checkpoints.match import TIED, LoadPlan, find_destination, plan_load, state_of, ties
 from fp8moe.checkpoints.read import Checkpoint, CheckpointError, TensorInfo, TensorReader, open_checkpoint
@@ -97,7 +97,7 @@ def load_model(
             config=matched.model.config,
             dtype=dtype,
             state_dict=matched.tensors(reader, device),
-            quantization_config=ReplaceModules(matched.replaced, device),
+            quantization_config=ReplaceModules(matched.replaced, matched.channels, device),
             output_loading_info=True,
         )
     left = [f"{key}: {kind}" for kind, keys in report.items() for key in sorted(map(str, keys))]
@@ -152,7 +152,8 @@ class _LazyTensor:
 class _Match:
     """A checkpoint, in blocks, and the model that it is for.
 
-    model: on the meta device, with fp8moe's modules in it. replaced: their names. plan: of the tensors that go into the
+    model: on the meta device, with fp8moe's modules in it. replaced: their names; channels: of those with a scale for
+    each output channel. plan: of the tensors that go into the
     model as they are. conversions: of the others, the sources of each of transformers' and the keys of what it makes.
     problems: all that does not fit.
     """
@@ -160,6 +161,7 @@ class _Match:
     checkpoint: Checkpoint
     model: nn.Module
     replaced: list[str]
+    channels: set[str]
     plan: LoadPlan
     conversions: list[tuple[dict[str, Location], list[str]]]
     problems: list[str]
@@ -214,7 +216,7 @@ def _match(checkpoint: Checkpoint, model: nn.Module, ignore: tuple[str, ...], un
 
     checkpoint: in blocks. ignore, unused: patterns and names of tensors that may be left over.
     """
-    from fp8moe.integrations.transformers.quantizer import replace_modules
+    from fp8moe.integrations.transformers.quantizer import replace_modules, use_channel_scales
 
     state = state_of(model)
     weights = {name: _weight_of(name, checkpoint) for name in checkpoint.tensors}
@@ -229,6 +231,7 @@ def _match(checkpoint: Checkpoint, model: nn.Module, ignore: tuple[str, ...], un
 
     problems: list[str] = []
     replaced: list[str] = []
+    channels: set[str] = set()
     modules = _fp8_modules(checkpoint, state, model_name)
     own_forward = {module: name for module, name in modules.items() if _has_own_forward(model.get_submodule(module))}
     checkpoint = dequantized(checkpoint, own_forward.values())
@@ -246,6 +249,9 @@ def _match(checkpoint: Checkpoint, model: nn.Module, ignore: tuple[str, ...], un
         try:
             replace_modules(model, [module])
             replaced.append(module)
+            if _has_channels(name, checkpoint):
+                channels.add(module)
+                use_channel_scales(model, [module])
         except (TypeError, ValueError) as error:
             problems.append(f"{name}: {error}")
 
@@ -267,13 +273,19 @@ def _match(checkpoint: Checkpoint, model: nn.Module, ignore: tuple[str, ...], un
         ignored_names(model, ignore, unused),
         model_name,
     )
-    return _Match(checkpoint, model, replaced, plan, conversions, problems + plan.problems)
+    return _Match(checkpoint, model, replaced, channels, plan, conversions, problems + plan.problems)
 
 
 def _weight_of(name: str, checkpoint: Checkpoint) -> str | None:
     """The weight that this tensor is the scale of; None if it is no scale."""
     weight = weight_of(name)
     return weight if weight is not None and (weight in checkpoint.tensors or name.endswith(SCALE)) else None
+
+
+def _has_channels(weight: str, checkpoint: Checkpoint) -> bool:
+    """Whether the scale of an FP8 weight is one for each output channel."""
+    scale, shape = scale_of(weight, checkpoint.tensors), checkpoint.tensors[weight].shape
+    return scale is not None and shape[-2] > 1 and checkpoint.tensors[scale].shape == (*shape[:-1], 1)
 
 
 def _is_only_transposed(location: Location, info: TensorInfo | None, state: Mapping[str, Tensor]) -> bool:

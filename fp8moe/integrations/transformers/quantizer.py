@@ -12,15 +12,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp8moe.integrations import NAME
 from fp8moe.integrations.transformers.experts import grouped_experts
 from fp8moe.layers.linear import FP8Linear
+from fp8moe.layers.parameters import frozen
 
 
 @register_quantization_config(NAME)
 class ReplaceModules(QuantizationConfigMixin):
-    """names: of the modules that become fp8moe's. device: where the model is to be."""
+    """names: of the modules that become fp8moe's; channels: of those with channel scales. device: of the model."""
 
-    def __init__(self, names: Iterable[str], device: torch.device):
+    def __init__(self, names: Iterable[str], channels: Iterable[str], device: torch.device):
         self.quant_method = NAME
         self.names = list(names)
+        self.channels = list(channels)
         self.device = device
 
 
@@ -38,6 +40,7 @@ class _Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         replace_modules(model, self.quantization_config.names)
+        use_channel_scales(model, self.quantization_config.channels)
 
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> None:
         self.remove_quantization_config(model)
@@ -59,3 +62,12 @@ def replace_modules(model: nn.Module, names: Iterable[str]) -> None:
         module = model.get_submodule(name)
         replace = FP8Linear.from_linear if type(module) is nn.Linear else grouped_experts
         model.set_submodule(name, replace(module))
+
+
+def use_channel_scales(model: nn.Module, names: Iterable[str]) -> None:
+    """Give modules of fp8moe without data a scale for each output channel in place of those of blocks."""
+    for name in names:
+        module = model.get_submodule(name)
+        for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
+            value = getattr(module, weight)
+            setattr(module, scale, frozen(torch.empty((*value.shape[:-1], 1), device=value.device)))

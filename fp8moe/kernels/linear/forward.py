@@ -42,6 +42,9 @@ def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
         name = "fp8moe.FP8Linear with an FP8 weight that requires a gradient, not a master_dtype,"
         return autograd.run(_linear_op, name, x, weight, weight_scale_inv, bias)
     if autograd.recorded(x, bias):
+        if has_channel_scales(weight, weight_scale_inv):
+            name = "fp8moe.FP8Linear with a scale for each output channel, not for 128x128 blocks,"
+            return autograd.run(_linear_op, name, x, weight, weight_scale_inv, bias)
         return linear_training(x, weight, weight_scale_inv, bias)
     return _linear_op(x, weight, weight_scale_inv, bias)
 
