@@ -218,6 +218,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   }
   while (more) {
     const int used = slabs_in_use(tile, math.warpgroup);
+    if constexpr (CHANNEL) channels.prefetch(tile);
     Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
     if constexpr (OVERLAPS) {

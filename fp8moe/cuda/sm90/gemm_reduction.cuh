@@ -51,17 +51,24 @@ struct ChannelScales {
     return GATED ? INTERMEDIATE - tile.n / 2 - column % 128 : N - tile.n - column;
   }
 
+  // Asks for those of a tile, so that they are near when its sums are complete. By a warp: each lane for 8 columns.
+  __device__ __forceinline__ void prefetch(const Tile& tile) const {
+    const int column = 8 * lane_id();
+    if (column < BLOCK_N && left(tile, column) > 0) prefetch_near(at(tile, column));
+  }
+
   // To the sums in the registers, whose rows are tokens.
   __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) const {
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
       const int column = slab_of(tile, warpgroup, slab).column + 2 * (lane_id() % 4);
       const float* scale = at(tile, column);
-      const int columns = left(tile, column);
+      const int last = left(tile, column) - 2;  // columns behind it get any scale. No branch: all loads go at once
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j) {
-        if (8 * j >= columns) break;
-        const float first = scale[8 * j], second = scale[8 * j + 1];
+        if (j == 8) asm volatile("" ::: "memory");  // the rest later, or there are too few registers
+        const int i = (GATED ? INTERMEDIATE % 128 : N % BLOCK_N) == 0 ? 8 * j : min(8 * j, last);
+        const float first = scale[i], second = scale[i + 1];
         float* v = sum[slab] + 4 * j;
         v[0] *= first, v[1] *= second, v[2] *= first, v[3] *= second;
       }

@@ -131,6 +131,11 @@ __device__ __forceinline__ void tma_load_once(u32 target, const TensorMap& map, 
       : "memory");
 }
 
+// Brings a sector of global memory to where this SM's loads will look for it.
+__device__ __forceinline__ void prefetch_near(const void* source) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(source));
+}
+
 // Brings a tensor map to where asynchronous copies will look for it.
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
