@@ -36,7 +36,8 @@ def error(result, expected):
 
 
 def is_close(result, expected):
-    return error(result, expected) <= LARGEST_ERROR + error(expected.to(result.dtype), expected)
+    limit = LARGEST_ERROR if expected.numel() >= 64 else 3 * LARGEST_ERROR  # of few values one may have most of it
+    return error(result, expected) <= limit + error(expected.to(result.dtype), expected)
 
 
 def exact(a, b):

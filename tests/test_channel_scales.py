@@ -1,16 +1,23 @@
 """Weights with a scale for each output channel: the reference, layers, their state dicts, and what is refused."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fp8moe import FP8Linear, GroupedExperts, gemm
+from fp8moe.integrations.checkpoints import find_format, load_fp8_checkpoint, save_fp8_checkpoint
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 from tests import channel_cases
 from tests.channel_cases import rows, weight
+from tests.checkpoint_formats import LAYOUTS, write_layout
 from tests.ptxas import compile_report
+from tests.small_checkpoints import Model, same
+from tests.tiny_moe_models import TinyModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,6 +41,35 @@ def test_layers(hidden, size):
     shared = GroupedExperts.from_experts(layer)
     assert torch.equal(shared(x, index, routing), layer(x, index, routing))
     assert shared.down_proj_scale_inv.shape == (4, hidden, 1)
+
+
+@pytest.mark.parametrize("experts", ["separate", "fused"])
+def test_saved_as_compressed_tensors_has_it(tmp_path, experts):
+    model, other = Model(weight_scales="channel"), Model(weight_scales="channel")
+    save_fp8_checkpoint(model, tmp_path / "saved", experts=experts)
+    assert find_format(tmp_path / "saved").name == "fp8-channel"
+    load_fp8_checkpoint(other, tmp_path / "saved")
+    same(dict(model.state_dict()), dict(other.state_dict()))
+    with pytest.raises(ValueError, match="scale_format: expected 'float32' for scales of channels, got 'ue8m0'"):
+        save_fp8_checkpoint(model, tmp_path / "again", scale_format="ue8m0")
+    model.layers[0].q_proj = FP8Linear(144, 200)
+    with pytest.raises(ValueError, match="scales of blocks in all modules, or of channels in all, got both"):
+        save_fp8_checkpoint(model, tmp_path / "again")
+
+
+def test_a_saved_model_loads_again(tmp_path):
+    pytest.importorskip("transformers")
+    from fp8moe.integrations.transformers import load_model
+
+    tiny = TinyModel("qwen3_moe", "AutoModelForCausalLM", {"num_hidden_layers": 1})
+    tiny.build().save_pretrained(tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    layout = LAYOUTS["compressed-tensors channel"]
+    write_layout(layout, tmp_path / "channel", tensors, lambda name: name.endswith("_proj.weight"), config)
+    model = load_model(tmp_path / "channel")
+    save_fp8_checkpoint(model, tmp_path / "saved")
+    same(dict(load_model(tmp_path / "saved").state_dict()), dict(model.state_dict()))
 
 
 def test_what_is_refused():

@@ -39,6 +39,8 @@ FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 SCALE = "_scale_inv"
+CHANNEL_SCALE = "_scale"
+"""The end of the names of scales of output channels, as compressed-tensors has them."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 """What scales are stored as; all are exact in float32."""
 
@@ -105,7 +107,7 @@ def fits_scale(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
 
 
 def quantization_config(layout: Layout, scale_format: str, others: Iterable[str]) -> dict:
-    """What config.json says about a checkpoint with this layout.
+    """What config.json says about a checkpoint with this layout, of blocks or, like compressed-tensors, of channels.
 
     others: modules that are not in FP8 and do not show, or not under this name, in the layout. "lm_head" is always one,
     unless it is stored in FP8: it may be tied to the embedding.
@@ -115,6 +117,17 @@ def quantization_config(layout: Layout, scale_format: str, others: Iterable[str]
         module = module_of(name)
         if module is not None and len(spec.shape) >= 2:
             (quantized if spec.dtype == FP8 else kept).add(module)
+    if any(spec.dtype == FP8 and name + CHANNEL_SCALE in layout for name, spec in layout.items()):
+        channels = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+        tokens = channels | {"strategy": "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": channels, "input_activations": tokens}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "ignore": sorted(kept - quantized),
+            "config_groups": {"group_0": group},
+        }
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",

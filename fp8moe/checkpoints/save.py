@@ -31,7 +31,7 @@ from fp8moe.checkpoints.tensor_layout import StoredTensor, groups, low_fp8_fract
 from fp8moe.checkpoints.untrusted import printable
 from fp8moe.checkpoints.write import ShardWriter, index_of, json_bytes, write_bytes
 from fp8moe.layers.parameters import is_sharded
-from fp8moe.quant.formats import SCALE_FORMATS
+from fp8moe.quant.formats import SCALE_FORMATS, has_channel_scales
 
 
 def save(
@@ -53,6 +53,11 @@ def save(
         _check(directory if ranks.first else None, state, experts, scale_format)
         fp8 = (name for name, value in tensors.items() if value.dtype == torch.float8_e4m3fn)
         scales = set(map(scale_name, fp8)) & tensors.keys()
+        channels = [has_channel_scales(tensors[name.removesuffix(SCALE)], tensors[name]) for name in scales]
+        if any(channels) and not all(channels):
+            raise ValueError("model: expected scales of blocks in all modules, or of channels in all, got both")
+        if any(channels) and scale_format != "float32":
+            raise ValueError(f"scale_format: expected 'float32' for scales of channels, got {scale_format!r}")
         if scale_format == "ue8m0":
             _check_powers_of_two({name: held(tensors[name])[0] for name in scales})
         expert_names = find_expert_names(model) if experts == "separate" else None

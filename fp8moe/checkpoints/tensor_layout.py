@@ -10,9 +10,20 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from fp8moe.checkpoints.expert_names import DOWN, GATE, GATE_UP, UP, ExpertNames, parse_fused
-from fp8moe.checkpoints.formats import DTYPE_NAMES, FLOATS, FP8, Layout, TensorSpec, scale_dtype, scale_name
+from fp8moe.checkpoints.formats import (
+    CHANNEL_SCALE,
+    DTYPE_NAMES,
+    FLOATS,
+    FP8,
+    SCALE,
+    Layout,
+    TensorSpec,
+    scale_dtype,
+    scale_name,
+)
 from fp8moe.checkpoints.read import SINGLE
 from fp8moe.checkpoints.sharded import Box, whole
+from fp8moe.quant.formats import has_channel_scales
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _SHOWN = 5
@@ -69,7 +80,8 @@ def groups(
             group = [StoredTensor(part_name, name, box, single, DTYPE_NAMES[value.dtype])]
             if scale in scales:
                 box = _box(tensors[scale], index, len(own_names)) if single else whole(tensors[scale].shape)
-                group.append(StoredTensor(scale_name(part_name), scale, box, single, scale_dtype(scale_format)))
+                suffix = CHANNEL_SCALE if has_channel_scales(value, tensors[scale]) else SCALE
+                group.append(StoredTensor(part_name + suffix, scale, box, single, scale_dtype(scale_format)))
             yield group
 
 
@@ -134,7 +146,7 @@ def fractions(sizes: Mapping[str, int], total: int) -> str:
 def low_fp8_fraction(layout: Layout) -> str | None:
     """A warning if FP8 weights have less than half of the parameters in matrices, otherwise None."""
     fp8 = {name: math.prod(spec.shape) for name, spec in layout.items() if spec.dtype == FP8}
-    scales = {scale_name(name) for name in fp8}
+    scales = {name + suffix for name in fp8 for suffix in (SCALE, CHANNEL_SCALE)}
     rest = unquantized_matrices({name: spec for name, spec in layout.items() if name not in scales})
     total = sum(fp8.values()) + sum(rest.values())
     if 2 * sum(fp8.values()) >= total:

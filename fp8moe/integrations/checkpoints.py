@@ -41,6 +41,9 @@ def save_fp8_checkpoint(
     Writes the state dict, tied tensors once, into model.safetensors or, above ``max_shard_size``, into shards with
     their index. For a transformers model also config.json, with a quantization_config, and generation_config.json.
 
+    Scales of output channels are stored as compressed-tensors has them (X.weight_scale (N, 1)), and so the
+    quantization_config says.
+
     experts: "separate" stores them one by one under the names of DeepSeek's checkpoints, experts.7.gate_proj.weight, or
         of a transformers model's (w1, w3, w2 in block_sparse_moe for Mixtral); if those have them fused, so does this.
         "fused" stores the parameters as they are.
@@ -59,7 +62,8 @@ def save_fp8_checkpoint(
     quantization_config.
 
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
-    model with parameters on the meta device, "ue8m0" with other scales, or another model on one of the processes.
+    model with parameters on the meta device, "ue8m0" with other scales, scales of blocks in some modules and of
+    channels in others, or another model on one of the processes.
     """
     save(
         model,
