@@ -623,10 +623,16 @@ def quantizer_on_cpu(monkeypatch):
 
 
 def test_replaced_linears_that_are_never_quantized(tmp_path):
-    """DeepSeek-V3.2's indexer: quantizing its checkpoint again would not help, skipping does."""
+    """DeepSeek-V3.2's indexer: quantizing its checkpoint again would not help, leaving its module out does."""
     tiny("deepseek_v32").save_pretrained(tmp_path / "bf16")
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "fp8")
-    problems = refused(with_fp8_modules(tiny("deepseek_v32"), skip=("lm_head",)), tmp_path / "fp8")
+    with pytest.raises(ValueError, match="weights_proj: DeepseekV32Indexer casts the input to the dtype of its weight"):
+        with_fp8_modules(tiny("deepseek_v32"), skip=("lm_head",))
+    model = with_fp8_modules(tiny("deepseek_v32"))
+    for name, module in [*model.named_modules()]:
+        if name.endswith("weights_proj"):
+            model.set_submodule(name, FP8Linear.from_linear(module))
+    problems = refused(model, tmp_path / "fp8")
     assert [problem.partition(": ")[0] for problem in problems] == [
         f"model.layers.{i}.self_attn.indexer.weights_proj.weight" for i in range(2)
     ]

@@ -1,7 +1,9 @@
 """GraphDecoder without a graph: the CPU runs the same step that a GPU captures."""
 
+import copy
 import inspect
 import itertools
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -412,3 +414,10 @@ def test_frequencies_that_the_host_computes_are_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ValueError, match=r"rotary_emb changes its frequencies on the host .*\{'dynamic'\}"):
         GraphDecoder(make_model("llama", rope_parameters=rope), max_length=8)
+
+
+def test_decoders_are_not_copied():
+    decoder = GraphDecoder(random_model("qwen3_moe", BASE), max_length=16)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="^GraphDecoder cannot be copied or pickled"):
+            copied(decoder)

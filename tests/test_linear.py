@@ -397,7 +397,7 @@ def test_replace():
         (["up_proj"], ["blocks.0.up_proj", "blocks.1.up_proj"]),
         (("blocks.1.up_proj", "lm_*"), ["blocks.1.up_proj", "lm_head"]),
         (("blocks.0.*",), ["blocks.0.up_proj", "blocks.0.down_proj"]),
-        (("blocks", "proj", "head"), []),
+        (("blocks",), []),
     ],
 )
 def test_skip(skip, left):
@@ -466,3 +466,34 @@ def test_linears_that_a_fast_path_reads_stay():
         expected = model(x)
         assert replace_linears(model) == []
         assert torch.equal(model(x), expected)
+
+
+class CastsToTheWeight(torch.nn.Module):
+    """T5's feed-forward, in short."""
+
+    def __init__(self):
+        super().__init__()
+        self.wi, self.wo = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.wo(self.wi(x).to(self.wo.weight.dtype))
+
+
+def test_replace_linears_refuses_what_casts_to_the_dtype_of_a_weight():
+    model = torch.nn.Sequential(CastsToTheWeight())
+    message = r"^0.wo: CastsToTheWeight casts the input to the dtype of its weight, .* with skip=\(\.\.\., 'wo'\)"
+    with pytest.raises(ValueError, match=message):
+        replace_linears(model)
+    assert type(model[0].wi) is torch.nn.Linear
+    assert replace_linears(model, skip=("wo",)) == ["0.wi"]
+    assert model(torch.randn(3, 64)).shape == (3, 64)
+    trained = torch.nn.Sequential(CastsToTheWeight())
+    assert len(replace_linears(trained, master_dtype=torch.float32)) == 2  # its weight is a float
+    assert trained(torch.randn(3, 64)).shape == (3, 64)
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="skip: 'nosuch' matches no module of Sequential"):
+        replace_linears(model, skip=("lm_head", "nosuch"))  # a part of a name is no match either
+    assert replace_linears(model, skip=("lm_head",)) == ["0"]

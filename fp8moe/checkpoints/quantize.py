@@ -42,21 +42,10 @@ from fp8moe.checkpoints.resume import Journal, file_checksum, make_room, survey,
 from fp8moe.checkpoints.tensor_layout import low_fp8_fraction
 from fp8moe.checkpoints.untrusted import MAX_BYTES, printable
 from fp8moe.checkpoints.write import Checksum, ShardWriter, Stamp, index_of, json_bytes, write_bytes
-from fp8moe.layers.replaced import as_patterns, matches
+from fp8moe.layers.replaced import DEFAULT_SKIP, as_patterns, matches
 from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.runtime.progress import progress, still_running
-
-DEFAULT_SKIP = (
-    *("lm_head", "head", "output_layer", "score", "classifier"),
-    *("*embed*", "wte", "wpe", "shared", "*norm"),
-    *("gate", "*.gate.*", "router", "*.router.*", "router_gate", "shared_expert_gate"),
-    *("weights_proj", "eh_proj"),  # DeepSeek's indexer and multi-token prediction
-    "dt_proj",  # of Mamba, which reads the weight itself
-)
-"""Modules that stay as they are by default: output layers, embeddings, norms, routers, and what DeepSeek's and
-transformers' FP8 checkpoints leave unquantized.
-"""
 
 _QUANTIZED_DTYPES = ("BF16", "F16", "F32")
 _COMPANIONS = (".bpe", ".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")

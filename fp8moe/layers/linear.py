@@ -11,7 +11,14 @@ from fp8moe.kernels.linear.forward import linear
 from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, quantized
 from fp8moe.layers.parameters import check_not_sharded, frozen
-from fp8moe.layers.replaced import as_patterns, check_no_hooks, check_only_weights, matches
+from fp8moe.layers.replaced import (
+    as_patterns,
+    check_no_casts,
+    check_no_hooks,
+    check_only_weights,
+    check_skip,
+    matches,
+)
 from fp8moe.quant.formats import BLOCK, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
@@ -198,7 +205,8 @@ def replace_linears(
     Raises TypeError, with the model untouched, for a model that is no module or itself a linear (use
     `FP8Linear.from_linear`), a ``skip`` that is a single string, an nn.Linear of another dtype than bfloat16, float16
     and float32, or another master_dtype than bfloat16 and float32; and ValueError, the model untouched too, for an
-    nn.Linear with hooks or a replaced forward, which would not run any more, and for a DTensor.
+    nn.Linear with hooks or a replaced forward, which would not run any more, for one to whose weight's dtype the module
+    around it casts its input (T5's wo), for a DTensor, and for a pattern of your own that matches no module.
     """
     check_master_dtype(master_dtype)
     if not isinstance(model, nn.Module):
@@ -207,6 +215,7 @@ def replace_linears(
         kind = type(model).__name__
         raise TypeError(f"model: the {kind} itself cannot be replaced in place; use FP8Linear.from_linear(model)")
     skip = as_patterns("skip", skip)
+    check_skip(model, skip)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     names: dict[int, list[str]] = {}
     encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
@@ -222,6 +231,8 @@ def replace_linears(
         check_dtype(f"{name}.weight", module.weight, *FLOATING)
         check_not_sharded(f"{name}.weight", module.weight)
         check_no_hooks(name, module)
+        if master_dtype is None:
+            check_no_casts(model, name)
     for group in groups:
         replacement = FP8Linear.from_linear(model.get_submodule(group[0]), master_dtype=master_dtype)
         for name in group:

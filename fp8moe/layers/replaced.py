@@ -1,9 +1,22 @@
 """Modules in whose place others are put: patterns of names say which, and what else they compute must not get lost."""
 
+import inspect
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
+
+DEFAULT_SKIP = (
+    *("lm_head", "head", "output_layer", "score", "classifier"),
+    *("*embed*", "wte", "wpe", "shared", "*norm"),
+    *("gate", "*.gate.*", "router", "*.router.*", "router_gate", "shared_expert_gate"),
+    *("weights_proj", "eh_proj"),  # DeepSeek's indexer and multi-token prediction
+    "dt_proj",  # of Mamba, which reads the weight itself
+)
+"""Modules that stay as they are by default: output layers, embeddings, norms, routers, and what DeepSeek's and
+transformers' FP8 checkpoints leave unquantized.
+"""
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -21,6 +34,29 @@ def matches(module: str, patterns: Iterable[str]) -> bool:
     """Whether an fnmatch pattern matches the qualified name of a module, or the last part of it."""
     last = module.rpartition(".")[2]
     return any(fnmatchcase(module, pattern) or fnmatchcase(last, pattern) for pattern in patterns)
+
+
+def check_skip(model: nn.Module, skip: Iterable[str]) -> None:
+    """ValueError for a pattern that matches no module, but for the default ones."""
+    names = [name for name, _ in model.named_modules()]
+    for pattern in skip:
+        if pattern not in DEFAULT_SKIP and not any(matches(name, (pattern,)) for name in names):
+            raise ValueError(f"skip: {pattern!r} matches no module of {type(model).__name__}")
+
+
+def check_no_casts(model: nn.Module, name: str) -> None:
+    """ValueError for a module to whose weight's dtype the module around it casts the input, as T5's does."""
+    parent, _, own_name = name.rpartition(".")
+    around = model.get_submodule(parent)
+    try:
+        source = inspect.getsource(inspect.unwrap(type(around).forward))
+    except (OSError, TypeError):
+        return
+    if re.search(rf"self\.{re.escape(own_name)}\.weight\.dtype", source):
+        raise ValueError(
+            f"{name}: {type(around).__name__} casts the input to the dtype of its weight, which would be FP8; leave it "
+            f"out with skip=(..., {own_name!r})"
+        )
 
 
 def check_no_hooks(name: str, module: nn.Module) -> None:

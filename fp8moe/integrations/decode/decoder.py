@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -87,6 +87,9 @@ class GraphDecoder:
             tokens to see that its step, with a static cache, gives the logits that it gives without a cache.
         RuntimeError: the capture itself failed.
     """
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise TypeError("GraphDecoder cannot be copied or pickled: its graphs are those of one process; make another")
 
     @torch.inference_mode(False)  # whatever the caller's mode: what is kept here must stay writable outside it
     def __init__(
