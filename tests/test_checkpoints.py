@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8moe import GroupedExperts, dequantize, replace_linears
+from fp8moe import FP8Linear, GroupedExperts, dequantize, replace_linears
 from fp8moe.checkpoints import read as checkpoint_read
 from fp8moe.checkpoints.read import INDEX, SINGLE, Checkpoint, TensorReader, read_header
 from fp8moe.cli import main

@@ -164,3 +164,20 @@ def test_weights_that_a_captured_step_changes(monkeypatch):
     before = layer(x)
     layer.weight.data.mul_(2)  # as a replay does, without a change of the version
     torch.testing.assert_close(layer(x), 2 * before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_scales_whose_numbers_are_codes_are_refused(dtype):
+    for layer in (
+        FP8Linear(64, 64, bias=False),
+        GroupedExperts(num_experts=2, hidden_size=64, intermediate_size=64),
+        torch.nn.ModuleDict({"indexer": FP8Linear(64, 64, bias=False)}),
+    ):
+        state = {name: value.clone() for name, value in layer.state_dict().items()}
+        scale = next(name for name in state if name.endswith("_scale_inv"))
+        wrong = state | {scale: torch.ones_like(state[scale]).to(dtype)}
+        with pytest.raises(RuntimeError, match=rf"{scale}: expected scales in float32, .*, got {dtype}"):
+            layer.load_state_dict(wrong)
+        assert all(torch.equal(value.float(), state[name].float()) for name, value in layer.state_dict().items())
+        layer.load_state_dict(state | {scale: torch.full_like(state[scale], 0.5).to(torch.float8_e8m0fnu)})
+        assert (layer.state_dict()[scale] == 0.5).all()

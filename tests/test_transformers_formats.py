@@ -1,5 +1,6 @@
 """Formats of checkpoints through transformers: load_model computes with the values, from_pretrained loses none."""
 
+import inspect
 import json
 
 import pytest
@@ -8,9 +9,12 @@ from safetensors.torch import load_file
 
 from fp8moe.integrations.checkpoints import CheckpointError, find_format
 from tests.checkpoint_formats import LAYOUTS, write_layout
+from tests.small_checkpoints import same
 from tests.tiny_moe_models import MODELS, TinyModel
 
 transformers = pytest.importorskip("transformers")
+from transformers.quantizers.base import HfQuantizer  # noqa: E402
+
 from fp8moe.integrations.transformers import load_model, report  # noqa: E402
 
 pytestmark = [
@@ -129,3 +133,17 @@ def test_an_output_layer_that_the_configuration_ties(tmp_path, qwen):
     expected = qwen.write(LAYOUTS["block"], tmp_path / "x", config={"tie_word_embeddings": True})
     model = load_model(tmp_path / "x", dtype=torch.float32)
     assert cosine(model, expected) >= 0.99 and not model.config.tie_word_embeddings
+
+
+def test_saved_by_transformers(tmp_path, qwen):
+    """save_pretrained of a model of load_model: the same weights for load_model, close ones for transformers itself."""
+    if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
+        pytest.skip("this transformers saves experts fused")
+    expected = qwen.write(LAYOUTS["block"], tmp_path / "x")
+    model = load_model(tmp_path / "x", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved", dtype=torch.float32)
+    same(dict(again.state_dict()), dict(model.state_dict()))
+    options = {"experts_implementation": "fp8moe", "dtype": torch.float32}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    assert cosine(theirs, expected) >= 0.99

@@ -138,3 +138,21 @@ class ShapesBeforeLoading:
     def changed_shapes(self, loaded: nn.Module) -> set[str]:
         """The names of tensors that have another shape since they were loaded."""
         return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
+
+
+# 5.17: quantizers know no model when they add the scales to its conversions, so that save_pretrained stores experts fused.
+
+
+def conversions_to_save(model: Any) -> list:
+    """What save_pretrained undoes in a model with FP8 weights: names, and experts that are stored one by one."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
+        return []
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=True)
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    # Not the quantizer's own method, which adds Mistral's names of scales.
+    return HfQuantizer.update_weight_conversions(quantizer, conversions, model)

@@ -100,6 +100,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> 
                     _copies(local(weight).untyped_storage()).captured = True
 
 
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e8m0fnu)
+
 WEIGHT_SCALES = ("block", "channel")
 """Of 128x128 weights each, or of each output channel."""
 
@@ -183,13 +185,20 @@ class MasterModule(nn.Module):
         return apply
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        """An error for each weight whose copy would convert it to or from FP8 without its scale."""
+        """An error for each weight that a conversion would part from its scale, and for scales that are codes."""
         masters = self.trainable
         if masters:
             invalidate_masters()
         allowed = FLOATING if masters else (torch.float8_e4m3fn,)
         expected = "bfloat16, float16 or float32 for a master weight" if masters else "float8_e4m3fn"
         wrong = []
+        for name in self.weight_names[1::2]:
+            value = state_dict.get(prefix + name)
+            if value is not None and not masters and value.dtype not in _SCALE_DTYPES:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SCALE_DTYPES)
+                wrong.append(
+                    f"{prefix}{name}: expected scales in {known}, got {value.dtype}, whose numbers are not their values"
+                )
         for name in self.weight_names[::2]:
             value = state_dict.get(prefix + name)
             if value is not None and value.dtype not in allowed:

@@ -31,6 +31,7 @@ from fp8moe.integrations.architecture import (
     read_config,
     read_generation_config,
 )
+from fp8moe.integrations.transformers_versions import conversions_to_save
 from fp8moe.layers.replaced import as_patterns
 
 
@@ -107,6 +108,7 @@ def load_model(
         model.config.quantization_config = quantization
     if generation_config is not None:
         model.generation_config = generation_config
+    model._weight_conversions = conversions_to_save(model)
     return model
 
 
