@@ -39,12 +39,42 @@ def f32(value):
     return torch.tensor(value, dtype=torch.float32).item()
 
 
-def test_without_sampling_nothing_comes_from_the_configuration():
-    assert parameters({}, QWEN, 3) == [Sampling()] * 3
-    assert parameters({"do_sample": False, "temperature": None, "seed": 5}, QWEN, 1) == [Sampling()]
+def test_without_sampling_only_penalties_come_from_the_configuration():
+    own = Sampling(repetition_penalty=f32(1.05))
+    assert parameters({}, QWEN, 3) == [own] * 3
+    assert parameters({"do_sample": False, "temperature": None, "seed": 5}, QWEN, 1) == [own]
     penalties = {"repetition_penalty": 1.5, "presence_penalty": -0.5}
     assert parameters(penalties, QWEN, 1) == [Sampling(**penalties)]
-    assert parameters({"temperature": 0, "top_k": 1, "top_p": 1, "min_p": 0}, QWEN, 1) == [Sampling()]
+    assert parameters({"temperature": 0, "top_k": 1, "top_p": 1, "min_p": 0}, NOTHING, 1) == [Sampling()]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"suppress_tokens": [5]},
+        {"begin_suppress_tokens": [5]},
+        {"bad_words_ids": [[5]]},
+        {"sequence_bias": {(5,): -1.0}},
+        {"forced_eos_token_id": 5},
+        {"min_length": 20},
+        {"min_new_tokens": 3},
+        {"no_repeat_ngram_size": 2},
+        {"num_beams": 2},
+        {"guidance_scale": 2.0},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_of_the_configuration_that_are_not_applied_are_refused(setting):
+    model = tiny_mixtral()
+    decoder, ids = GraphDecoder(model, max_length=16), prompts(1, 4, seed=1)
+    model.generation_config = transformers.GenerationConfig(**setting)
+    name = next(iter(setting))
+    with pytest.raises(ValueError, match=rf"^generation_config\.{name}: GraphDecoder does not apply "):
+        decoder.generate(ids, max_new_tokens=2)
+    with pytest.raises(ValueError, match=rf"^generation_config\.{name}"):
+        decoder.stream(ids, max_new_tokens=2)
+    ((_, refused),) = decoder.run([{"input_ids": ids[0], "max_new_tokens": 2}])
+    assert isinstance(refused, ValueError) and name in str(refused)
 
 
 def test_what_is_not_given_comes_from_the_configuration():
@@ -231,10 +261,14 @@ def test_sampling_takes_the_models_generation_config():
     decoder = GraphDecoder(model, batch_sizes=(2,), max_length=48)
     ids = prompts(2, 9, seed=9)
     greedy = decoder.generate(ids, max_new_tokens=24)
+    penalized = decoder.generate(ids, max_new_tokens=24, repetition_penalty=1.2)
     model.generation_config.update(do_sample=True, temperature=0.6, top_k=30, top_p=0.9, repetition_penalty=1.2)
     given = {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2}
     found = decoder.generate(ids, max_new_tokens=24, do_sample=True, seed=2)
-    assert torch.equal(decoder.generate(ids, max_new_tokens=24), greedy), "do_sample is an argument"
+    assert torch.equal(decoder.generate(ids, max_new_tokens=24), penalized), (
+        "do_sample is an argument, a penalty is none"
+    )
+    assert not torch.equal(penalized, greedy)
     model.generation_config = transformers.GenerationConfig()
     assert torch.equal(found, decoder.generate(ids, max_new_tokens=24, do_sample=True, seed=2, **given))
     assert not torch.equal(found, decoder.generate(ids, max_new_tokens=24, do_sample=True, seed=2))

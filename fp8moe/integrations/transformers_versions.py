@@ -140,7 +140,7 @@ class ShapesBeforeLoading:
         return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
 
 
-# 5.17: quantizers know no model when they add the scales to its conversions, so that save_pretrained stores experts fused.
+# 5.17: quantizers that add scales to the conversions know no model, so that save_pretrained stores experts fused.
 
 
 def conversions_to_save(model: Any) -> list:

@@ -141,6 +141,7 @@ def parse(decoder: Any, arguments: GenerateArguments, generation_config: Any) ->
     """
     ids, mask = arguments.input_ids, arguments.attention_mask
     check_prompt(ids, mask)
+    _check_config(generation_config, sampling=arguments.do_sample)
     check_tokens(ids, decoder.model)
     batch = len(ids)
     new_tokens = integer("max_new_tokens", arguments.max_new_tokens)
@@ -174,6 +175,41 @@ def parse(decoder: Any, arguments: GenerateArguments, generation_config: Any) ->
         prefix=prefix,
         return_logprobs=arguments.return_logprobs,
     )
+
+
+_UNSERVED = {
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), (None, [], {})),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), (None,)),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (None, 0)),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), (None, 1.0)),
+    **dict.fromkeys(("watermarking_config", "penalty_alpha", "dola_layers", "constraints", "force_words_ids"), (None,)),
+    "remove_invalid_values": (None, False),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (None, 1)),
+}
+"""Settings of a generation config that the decoder does not apply, each with the values that change no token."""
+
+_UNSERVED_SAMPLING = {
+    "typical_p": (None, 1.0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (None, 0.0)),
+    "top_h": (None,),
+}
+
+
+def _check_config(generation_config: Any, *, sampling: bool) -> None:
+    """Raise ValueError for a setting of the generation config that would change tokens, and that is not applied."""
+    for name, neutral in (_UNSERVED | (_UNSERVED_SAMPLING if sampling else {})).items():
+        value = getattr(generation_config, name, None)
+        if value not in neutral:
+            raise ValueError(
+                f"generation_config.{name}: GraphDecoder does not apply {_shown(value)}; set it to None in "
+                "model.generation_config to go on without it"
+            )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def parse_prefix(decoder: Any, input_ids: Any) -> Tensor:
@@ -324,7 +360,7 @@ def parse_sampling(
     """Return the parameters of each sequence, from do_sample, seed and the arguments NAMES; None: not given.
 
     With do_sample what is not given comes from the generation config, and is off where that says nothing either.
-    Without it nothing does. draw: makes so many seeds where none is given.
+    Without it only penalties do. draw: makes so many seeds where none is given.
 
     Raises TypeError or ValueError with the name of an argument (or generation_config.NAME) that is wrong, or that would
     change nothing because do_sample is False.
@@ -338,11 +374,12 @@ def parse_sampling(
         for name, value in values.items():
             if name not in PENALTIES and value not in _WITHOUT_EFFECT[name]:
                 raise ValueError(f"{name}: {value:g} has no effect without sampling; pass do_sample=True")
-        return [Sampling(**{name: value for name, value in values.items() if name in PENALTIES})] * batch
-    for name in NAMES:
+    for name in NAMES if arguments.do_sample else PENALTIES:
         default = getattr(generation_config, name, None)
         if name not in values and default is not None and (name, default) != ("top_k", 0):  # there 0 means off
             values[name] = _checked(f"generation_config.{name}", default)
+    if not arguments.do_sample:
+        return [Sampling(**{name: value for name, value in values.items() if name in PENALTIES})] * batch
     values = {"temperature": 1.0} | values
     return [Sampling(**values, seed=seed) for seed in seeds or draw(batch)]
 

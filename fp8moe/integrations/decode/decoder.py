@@ -167,7 +167,7 @@ class GraphDecoder:
             else the first end token.
         do_sample: False: the most probable token. True: a random one of those that top_k, top_p and min_p leave, as
             transformers defines them, with probabilities at this temperature (below 1e-5: as without do_sample). What
-            is None comes from ``model.generation_config``; what is None there too is off. So are penalties.
+            is None comes from ``model.generation_config``; what is None there too is off. So are penalties, always.
         repetition_penalty: above 1, logits of tokens in the prompt or the answer are divided by it, or multiplied where
             they are negative, as by transformers. presence_penalty: subtracted from logits of tokens in the answer.
             Both also without do_sample, where ``model.generation_config`` says nothing.
@@ -182,12 +182,11 @@ class GraphDecoder:
         Integers may be of any kind: Python's, numpy's, tensors of one element.
         Returns (B, L + n) int64 on the device of ``input_ids``; n is max_new_tokens, or less if every sequence ended.
 
-        Other settings of ``model.generation_config`` are not applied.
-
         Raises TypeError or ValueError for wrong arguments: more than max_length tokens, more sequences than the largest
-        captured batch, padding on the right; ValueError if the model is in training mode; NaNLogits, a ValueError with
-        what was generated, if the logits of a sequence become NaN. RuntimeError if the weights have changed since the
-        capture, or the decoder is closed.
+        captured batch, padding on the right; ValueError for settings of ``model.generation_config`` that would change
+        tokens and are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), or if the model is in
+        training mode; NaNLogits, a ValueError with what was generated, if the logits of a sequence become NaN.
+        RuntimeError if the weights have changed since the capture, or the decoder is closed.
         """
         arguments = GenerateArguments(
             input_ids=input_ids,
