@@ -771,7 +771,12 @@ LAYERS = {
         names=LAYER_NAMES,
     ),
     "experts_rows, quantized": Case(
-        lambda draw: (*draw.activations(draw.rows, draw.hidden), *_sorted_rows(draw)[2:], torch.bfloat16, (draw.rows + 18, 8)),
+        lambda draw: (
+            *draw.activations(draw.rows, draw.hidden),
+            *_sorted_rows(draw)[2:],
+            torch.bfloat16,
+            (draw.rows + 18, 8),
+        ),
         names=LAYER_NAMES,
     ),
     "experts_training": Case(
