@@ -225,3 +225,12 @@ def test_backward_error_names_the_way_to_train():
     model = MODELS["MixtralForCausalLM"].build(experts_implementation="fp8moe")
     with pytest.raises(RuntimeError, match=r"MixtralExperts .*GroupedExperts\.from_experts\(module, master_dtype="):
         model(TOKENS).logits.sum().backward()
+
+
+def test_linears_in_fp8_of_another_format():
+    linear = nn.Linear(16, 8, bias=False)
+    linear.weight = nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    linear.weight_scale = nn.Parameter(torch.ones(8, 1))
+    (row,) = report(nn.Sequential(linear))
+    assert row.runs_on == "PyTorch"
+    assert row.why == "its weight is FP8 of another format: torch.float8_e4m3fn without weight_scale_inv"

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from fp8moe.integrations import NAME, finegrained
@@ -15,6 +16,8 @@ from fp8moe.layers.mqa_indexer import TRANSFORMERS_CLASSES, FP8MQAIndexer
 
 _EXPERTS = re.compile(r"(Experts|MoE|Moe|MoeBlock|SparseMLP)$")
 """Names of classes of experts, and of blocks that hold them or have their weights themselves."""
+
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 _OURS = "fp8moe"
 _THEIRS = "transformers"
@@ -102,6 +105,8 @@ def _of_linear(module: nn.Module) -> tuple[str, str]:
     if isinstance(module, FP8Linear):
         return _OURS, "an FP8Linear with a weight to train" if module.trainable else "an FP8Linear"
     if not hasattr(module, "weight_scale_inv"):
+        if module.weight.dtype in _FP8_DTYPES:
+            return "PyTorch", f"its weight is FP8 of another format: {module.weight.dtype} without weight_scale_inv"
         return "PyTorch", f"its weight is not quantized: {module.weight.dtype}"
     from transformers.integrations import finegrained_fp8
 
