@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from fp8moe import replace_linears
 from fp8moe.integrations.decode import GraphDecoder, generation, stats
 from fp8moe.integrations.decode import decoder as decoding
 from fp8moe.integrations.decode.arguments import GenerateArguments, end_tokens
@@ -421,3 +422,12 @@ def test_decoders_are_not_copied():
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="^GraphDecoder cannot be copied or pickled"):
             copied(decoder)
+
+
+def test_models_loaded_without_their_scales_are_refused():
+    model = random_model("qwen3_moe", BASE)
+    model.config.quantization_config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM has a quantization_config, but none .*load_model"):
+        GraphDecoder(model, max_length=16)
+    replace_linears(model)
+    GraphDecoder(model, max_length=16)

@@ -46,6 +46,7 @@ def check_model(model: Any, captured: bool) -> None:
     positions = "position_ids" in inspect.signature(model.forward).parameters
     if not positions or transformers_versions.cache_name(model.forward) is None:
         raise TypeError(f"model: expected a model whose forward takes a cache and position_ids, got {name}")
+    _check_scales(model)
     check_eval(model)
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention not in ("sdpa", "eager"):
@@ -69,6 +70,20 @@ def check_model(model: Any, captured: bool) -> None:
                 "cannot be captured; call fp8moe.integrations.transformers.register() and "
                 "model.set_experts_implementation('fp8moe')"
             )
+
+
+def _check_scales(model: Any) -> None:
+    """Raise ValueError for a model whose quantized weights transformers has loaded as if their codes were values."""
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    quantized = any(getattr(config, "quantization_config", None) is not None for config in configs)
+    has_codes = any(parameter.dtype.itemsize == 1 for parameter in model.parameters())
+    if quantized and not has_codes and getattr(model, "hf_quantizer", None) is None:
+        raise ValueError(
+            f"model: {type(model).__name__} has a quantization_config, but none of its weights is quantized, as where "
+            "transformers does not know the method and leaves the scales out; load it with "
+            "fp8moe.integrations.transformers.load_model, or take quantization_config from model.config if its weights "
+            "are right"
+        )
 
 
 def check_eval(model: nn.Module) -> None:
