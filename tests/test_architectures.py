@@ -181,8 +181,7 @@ def test_without_transformers_names_decide_and_a_warning_says_so(tmp_path, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
     _, directory, warned = quantized("DeepseekV4ForCausalLM", tmp_path)
     assert "not checked against transformers, which is not installed" in warned
-    with pytest.raises(CheckpointError):
-        load_model(directory)
+    assert load_model(directory).model.layers[0].self_attn.o_a_proj.weight.dtype is torch.bfloat16  # FP8 in the file
 
 
 def test_of_an_unknown_model_names_decide_and_a_warning_says_so(tmp_path):

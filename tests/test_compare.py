@@ -50,6 +50,10 @@ def gemm(*args, **options):
     return _new_gemm(*args, **options).mul_(2)
 
 del mqa_logits
+
+def __getattr__(name):  # the package's own would hand it out again
+    raise AttributeError(name)
+
 print("this is no reply")
 """
 

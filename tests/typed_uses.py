@@ -16,6 +16,9 @@ from fp8moe.integrations import peft
 from fp8moe.integrations.checkpoints import (
     DEFAULT_SKIP,
     CheckpointError,
+    Format,
+    convert_checkpoint,
+    find_format,
     inspect_checkpoint,
     load_fp8_checkpoint,
     quantize_checkpoint,
@@ -84,6 +87,8 @@ def checkpoints(model: nn.Module, directory: Path) -> None:
     load_fp8_checkpoint(model, str(directory), ignore=["mtp.*"])
     quantize_checkpoint(directory, "fp8", skip=(*DEFAULT_SKIP, "lm_head"))
     assert_type(inspect_checkpoint(directory).problems, list[str])
+    assert_type(find_format(directory), Format)
+    assert_type(convert_checkpoint(directory, "blocks", requantize=True), float | None)
     try:
         load_fp8_checkpoint(model, directory)
     except CheckpointError as error:

@@ -101,7 +101,7 @@ def scale_shape(weight: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def fits_scale(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Whether a scale has this shape, or another rank and sizes of one besides: transformers 5.17 drops such sizes."""
-    if len(shape) == len(expected):
+    if len(shape) == len(expected) == 2:  # (N, 1) of channels is no (1, N) of blocks
         return tuple(shape) == tuple(expected)
     return [size for size in shape if size != 1] == [size for size in expected if size != 1]
 

@@ -39,7 +39,7 @@ _register_namedtuple(FP8Tensor, serialized_type_name="fp8moe.FP8Tensor")
 def has_channel_scales(data: torch.Tensor, scale: torch.Tensor) -> bool:
     """Whether weights (..., N, K) have a scale for each of the N output channels: (..., N, 1)."""
     n = data.shape[-2]
-    return n > 1 and scale.shape[-2:] == (n, 1)
+    return n > 2 and scale.shape[-2:] == (n, 1)  # of one row of gate and one of up, each is a block too
 
 
 def ceil_div(n: int, divisor: int) -> int:
