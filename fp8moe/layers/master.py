@@ -103,7 +103,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e8m0fnu)
 
 WEIGHT_SCALES = ("block", "channel")
-"""Of 128x128 weights each, or of each output channel."""
+"""A scale for each 128x128 weights, or for each output channel."""
 
 
 class MasterModule(nn.Module):
