@@ -43,6 +43,8 @@ def test_without_sampling_only_penalties_come_from_the_configuration():
     own = Sampling(repetition_penalty=f32(1.05))
     assert parameters({}, QWEN, 3) == [own] * 3
     assert parameters({"do_sample": False, "temperature": None, "seed": 5}, QWEN, 1) == [own]
+    config = SimpleNamespace(presence_penalty=1.5)
+    assert parameters({}, config, 1) == [Sampling()], "transformers knows no such penalty"
     penalties = {"repetition_penalty": 1.5, "presence_penalty": -0.5}
     assert parameters(penalties, QWEN, 1) == [Sampling(**penalties)]
     assert parameters({"temperature": 0, "top_k": 1, "top_p": 1, "min_p": 0}, NOTHING, 1) == [Sampling()]
@@ -61,6 +63,8 @@ def test_without_sampling_only_penalties_come_from_the_configuration():
         {"no_repeat_ngram_size": 2},
         {"num_beams": 2},
         {"guidance_scale": 2.0},
+        {"token_healing": True},
+        {"max_time": 1.0},
     ],
     ids=lambda setting: next(iter(setting)),
 )

@@ -253,6 +253,19 @@ def test_stop_strings_equal_transformers_criteria(name):
     assert hits > 100
 
 
+def test_stop_strings_of_the_generation_config():
+    tokenizer, model = byte_level_tokenizer(), tiny_mixtral()
+    decoder, ids = GraphDecoder(model, max_length=48), prompts(1, 9)
+    answer = decoder.generate(ids, max_new_tokens=20)[0, 9:]
+    strings = [tokenizer.decode(answer)[6:9]]
+    model.generation_config.stop_strings = strings
+    expected = model.generate(ids, do_sample=False, max_new_tokens=20, tokenizer=tokenizer)
+    assert expected.shape[1] < 29
+    assert torch.equal(decoder.generate(ids, max_new_tokens=20, tokenizer=tokenizer), expected)
+    with pytest.raises(ValueError, match="^stop_strings: they need tokenizer="):
+        decoder.generate(ids, max_new_tokens=20)
+
+
 def test_stop_strings_need_a_tokenizer_and_padding(decoder):
     tokenizer = byte_level_tokenizer()
     cases = [

@@ -245,6 +245,7 @@ BAD = {
     "inner sizes": (dict(b=(fp8(24, 128), B.scale)), ValueError, r"^b\.data: expected shape \(N, 144\).*\(24, 128\)"),
     "K": (dict(a=(fp8(32, 8), A.scale), b=(fp8(24, 8), B.scale)), ValueError, r"multiple of 16 .* got K = 8"),
     "N": (dict(b=(fp8(20, 144), B.scale)), ValueError, r"^b\.data: N must be a multiple of 8 .* got N = 20"),
+    "swapped": (dict(a=B, b=A), ValueError, r"^a, b: expected activations and then weights, .* swap the two"),
     "a scale dtype": (dict(a=(A.data, A.scale.double())), TypeError, r"^a\.scale: expected float32, got torch.float64"),
     "a scale shape": (dict(a=(A.data, A.scale[:, :1])), ValueError, r"^a\.scale: expected shape \(32, 2\).*\(32, 1\)"),
     "a scale rank": (dict(a=(A.data, A.scale[0])), ValueError, r"^a\.scale: expected shape \(32, 2\).* got \(2,\)"),

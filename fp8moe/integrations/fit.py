@@ -25,6 +25,7 @@ from fp8moe.checkpoints.quantize import Fit, OutputPlan
 from fp8moe.checkpoints.read import CheckpointError
 from fp8moe.integrations.architecture import construction_lock, empty_model, locate, read_config, reason_of
 from fp8moe.integrations.transformers_versions import ShapesBeforeLoading
+from fp8moe.layers.replaced import casts_to_weight
 from fp8moe.quant.formats import BLOCK
 
 _EXPERTS = ".experts"  # the end of the names of modules that transformers makes its FP8 experts of
@@ -93,6 +94,8 @@ class _Fitting:
                 self._keep(module, "transformers keeps it in float32")
             elif not linear and not experts:
                 self._keep(module, f"of class {type(self.modules[module]).__name__}, without an FP8 form")
+            elif casts_to_weight(self.model, module):
+                self._keep(module, "the model casts its input to the dtype of its weight")
 
     def keep_what_would_not_load(self) -> None:
         """Keep modules unquantized as long as transformers would find anything missing, left over or misshapen."""

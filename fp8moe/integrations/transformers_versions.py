@@ -6,12 +6,14 @@ Each part goes with the last version that it names.
 import functools
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8moe.checkpoints.formats import SCALE
 from fp8moe.integrations import NAME
 
 # Until 5.23: models take their cache as `past_key_values`, later as `cache`.
@@ -140,7 +142,7 @@ class ShapesBeforeLoading:
         return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
 
 
-# 5.17: quantizers that add scales to the conversions know no model, so that save_pretrained stores experts fused.
+# 5.17: quantizers know no model when they change its conversions, and none of them adds those of scales.
 
 
 def conversions_to_save(model: Any) -> list:
@@ -150,9 +152,30 @@ def conversions_to_save(model: Any) -> list:
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
-    if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
-        return []
-    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=True)
     conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
+        return _with_scales(conversions, model)
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=True)
     # Not the quantizer's own method, which adds Mistral's names of scales.
     return HfQuantizer.update_weight_conversions(quantizer, conversions, model)
+
+
+def _with_scales(conversions: list, model: nn.Module) -> list:
+    """These conversions and, where the model has the scales of what one makes, another of these."""
+    from transformers.core_model_loading import WeightConverter
+
+    scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]
+    result = []
+    for conversion in conversions:
+        result.append(conversion)
+        sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
+        of_weights = isinstance(conversion, WeightConverter) and all(name.endswith(".weight") for name in sources)
+        if of_weights and any(re.search(f"{targets[0]}{SCALE}$", name) for name in scales):
+            converter = WeightConverter(
+                [name + SCALE for name in sources],
+                [name + SCALE for name in targets],
+                operations=list(conversion.operations),
+            )
+            converter.scope_prefix, converter.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
+            result.append(converter)
+    return result

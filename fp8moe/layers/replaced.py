@@ -2,8 +2,9 @@
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from functools import cache
 
 from torch import nn
 
@@ -44,18 +45,29 @@ def check_skip(model: nn.Module, skip: Iterable[str]) -> None:
             raise ValueError(f"skip: {pattern!r} matches no module of {type(model).__name__}")
 
 
-def check_no_casts(model: nn.Module, name: str) -> None:
-    """ValueError for a module to whose weight's dtype the module around it casts the input, as T5's does."""
+def casts_to_weight(model: nn.Module, name: str) -> bool:
+    """Whether the module around this one casts its input to the dtype of its weight, as T5's does."""
     parent, _, own_name = name.rpartition(".")
-    around = model.get_submodule(parent)
+    return own_name in _read_dtypes(type(model.get_submodule(parent)).forward)
+
+
+@cache
+def _read_dtypes(forward: Callable) -> frozenset[str]:
+    """The submodules the dtype of whose weight a forward reads."""
     try:
-        source = inspect.getsource(inspect.unwrap(type(around).forward))
+        source = inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):
-        return
-    if re.search(rf"self\.{re.escape(own_name)}\.weight\.dtype", source):
+        return frozenset()
+    return frozenset(re.findall(r"self\.(\w+)\.weight\.dtype", source))
+
+
+def check_no_casts(model: nn.Module, name: str) -> None:
+    """ValueError for a module to whose weight's dtype the module around it casts the input."""
+    if casts_to_weight(model, name):
+        parent, _, own_name = name.rpartition(".")
         raise ValueError(
-            f"{name}: {type(around).__name__} casts the input to the dtype of its weight, which would be FP8; leave it "
-            f"out with skip=(..., {own_name!r})"
+            f"{name}: {type(model.get_submodule(parent)).__name__} casts the input to the dtype of its weight, which "
+            f"would be FP8; leave it out with skip=(..., {own_name!r})"
         )
 
 

@@ -149,7 +149,10 @@ def parse(decoder: Any, arguments: GenerateArguments, generation_config: Any) ->
     samplings = parse_sampling(
         arguments, generation_config, batch, lambda count: decoder.ranks.first(random_seeds(count), decoder.device)
     )
-    stop = None if arguments.stop_strings is None else StopStrings(arguments.stop_strings, arguments.tokenizer)
+    strings = arguments.stop_strings
+    if strings is None:
+        strings = getattr(generation_config, "stop_strings", None)
+    stop = None if strings is None else StopStrings(strings, arguments.tokenizer)
     if stop is not None and batch > 1 and pad is None:
         raise ValueError("stop_strings: in a batch they need pad_token_id, which follows the end of a sequence")
     streamer = arguments.streamer
@@ -184,8 +187,9 @@ _UNSERVED = {
     "encoder_no_repeat_ngram_size": (None, 0),
     **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), (None, 1.0)),
     **dict.fromkeys(("watermarking_config", "penalty_alpha", "dola_layers", "constraints", "force_words_ids"), (None,)),
-    "remove_invalid_values": (None, False),
-    **dict.fromkeys(("num_beams", "num_beam_groups"), (None, 1)),
+    **dict.fromkeys(("remove_invalid_values", "token_healing"), (None, False)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
+    "max_time": (None,),
 }
 """Settings of a generation config that the decoder does not apply, each with the values that change no token."""
 
@@ -360,7 +364,7 @@ def parse_sampling(
     """Return the parameters of each sequence, from do_sample, seed and the arguments NAMES; None: not given.
 
     With do_sample what is not given comes from the generation config, and is off where that says nothing either.
-    Without it only penalties do. draw: makes so many seeds where none is given.
+    Without it only the repetition penalty does, as for transformers. draw: makes so many seeds where none is given.
 
     Raises TypeError or ValueError with the name of an argument (or generation_config.NAME) that is wrong, or that would
     change nothing because do_sample is False.
@@ -374,7 +378,7 @@ def parse_sampling(
         for name, value in values.items():
             if name not in PENALTIES and value not in _WITHOUT_EFFECT[name]:
                 raise ValueError(f"{name}: {value:g} has no effect without sampling; pass do_sample=True")
-    for name in NAMES if arguments.do_sample else PENALTIES:
+    for name in NAMES if arguments.do_sample else ("repetition_penalty",):
         default = getattr(generation_config, name, None)
         if name not in values and default is not None and (name, default) != ("top_k", 0):  # there 0 means off
             values[name] = _checked(f"generation_config.{name}", default)

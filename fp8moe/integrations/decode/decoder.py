@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class GraphDecoder:
         RuntimeError: the capture itself failed.
     """
 
-    def __reduce_ex__(self, protocol: int) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("GraphDecoder cannot be copied or pickled: its graphs are those of one process; make another")
 
     @torch.inference_mode(False)  # whatever the caller's mode: what is kept here must stay writable outside it
@@ -167,15 +167,16 @@ class GraphDecoder:
             else the first end token.
         do_sample: False: the most probable token. True: a random one of those that top_k, top_p and min_p leave, as
             transformers defines them, with probabilities at this temperature (below 1e-5: as without do_sample). What
-            is None comes from ``model.generation_config``; what is None there too is off. So are penalties, always.
+            is None comes from ``model.generation_config``; what is None there too is off.
         repetition_penalty: above 1, logits of tokens in the prompt or the answer are divided by it, or multiplied where
             they are negative, as by transformers. presence_penalty: subtracted from logits of tokens in the answer.
-            Both also without do_sample, where ``model.generation_config`` says nothing.
+            Both also without do_sample; there only the first comes from ``model.generation_config``, too.
         seed: an integer of 64 bits for all sequences, or one for each. What a sequence draws depends on its own seed
             and logits alone: the same prompt twice in a batch gives the same answer twice if the seed is one integer.
             None: PyTorch's default generator draws one for each, on several ranks that of the first.
         streamer: of transformers, such as TextStreamer: gets the prompts, then the tokens (B,) of each step.
-        stop_strings: a sequence ends after the token that completes one of these in the text of ``tokenizer``.
+        stop_strings: a sequence ends after the token that completes one of these in the text of ``tokenizer``. None:
+            those of ``model.generation_config``.
         prefix: of `prefix`: the prompts follow it. It is not in what is returned.
         return_logprobs: also return the logarithms of the probabilities that the model gave the new tokens, (B, n)
             float32, before penalties, temperature and filters; 0 after the end of a sequence.

@@ -32,7 +32,7 @@ from fp8moe.integrations.architecture import (
     read_generation_config,
 )
 from fp8moe.integrations.transformers_versions import conversions_to_save
-from fp8moe.layers.replaced import as_patterns
+from fp8moe.layers.replaced import as_patterns, casts_to_weight
 
 
 def load_model(
@@ -50,7 +50,8 @@ def load_model(
     is allocated twice: parameters get memory when their tensors are read.
 
     directory: config.json and safetensors files; read without a network. What is not in blocks of 128x128 becomes so
-        while it is read, exactly or not at all. Linears of a class of their own (DeepSeek-V4's wo_a) get bfloat16.
+        while it is read, exactly or not at all. Linears of a class of their own (DeepSeek-V4's wo_a), and
+        those to whose weight's dtype the model casts their input (Switch's wo), get bfloat16.
     dtype: of everything that is not FP8, and of the activations; "auto" or None for what config.json says, else what
         the first unquantized tensor has.
     device: where the model is to be.
@@ -235,9 +236,9 @@ def _match(checkpoint: Checkpoint, model: nn.Module, ignore: tuple[str, ...], un
     replaced: list[str] = []
     channels: set[str] = set()
     modules = _fp8_modules(checkpoint, state, model_name)
-    own_forward = {module: name for module, name in modules.items() if _has_own_forward(model.get_submodule(module))}
-    checkpoint = dequantized(checkpoint, own_forward.values())
-    modules = {module: name for module, name in modules.items() if module not in own_forward}
+    not_in_fp8 = {module: name for module, name in modules.items() if not _can_be_fp8(model, module)}
+    checkpoint = dequantized(checkpoint, not_in_fp8.values())
+    modules = {module: name for module, name in modules.items() if module not in not_in_fp8}
     tied = {key: keys for keys in ties(state) for key in keys}
     for module, name in sorted(modules.items()):
         others = [key for key in tied.get(f"{module}.weight", ()) if key.rpartition(".")[0] not in modules]
@@ -298,9 +299,10 @@ def _is_only_transposed(location: Location, info: TensorInfo | None, state: Mapp
     return steps == {"Transpose"} and info.shape == tuple(state[location.key].shape)
 
 
-def _has_own_forward(module: nn.Module) -> bool:
-    """Whether this is a linear that computes something else than one: DeepSeek-V4's, group by group."""
-    return isinstance(module, nn.Linear) and type(module) is not nn.Linear
+def _can_be_fp8(model: nn.Module, name: str) -> bool:
+    """False for a linear that computes something else, as DeepSeek-V4's by group, or whose weight's dtype is read."""
+    module = model.get_submodule(name)
+    return not isinstance(module, nn.Linear) or (type(module) is nn.Linear and not casts_to_weight(model, name))
 
 
 def _fp8_modules(

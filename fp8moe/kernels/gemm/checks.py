@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major
-from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major
+from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, check_own_memory, describe, row_major
 
 RESULTS = (torch.bfloat16, torch.float32)
@@ -146,12 +146,29 @@ def _operands(
     """Dtypes, shapes and devices of activations and weights; gated: of gate and up. Returns their sizes without K."""
     name = "gate_up" if gated else "b"
     *lead, k = fp8_data("a.data", a.data, rows)
+    scale_shape = (*lead, ceil_div(k, 128))
+    if a.scale.shape != scale_shape and _are_swapped(a, b):
+        raise ValueError(
+            f"a, {name}: expected activations and then weights, got a.scale {tuple(a.scale.shape)}, as weights "
+            f"{tuple(a.data.shape)} have it, and {name}.scale {tuple(b.scale.shape)}, as activations "
+            f"{tuple(b.data.shape)} have it; swap the two"
+        )
     *experts, n = _weights(f"{name}.data", b.data, weights, a.data)
     if gated and n % 32:
         raise ValueError(f"gate_up.data: expected 2 * I rows an expert with I a multiple of 16, got {n}")
-    check_scale("a.scale", a.scale, (*lead, ceil_div(k, 128)), a.data.device)
+    check_scale("a.scale", a.scale, scale_shape, a.data.device)
     check_weight_scale(f"{name}.scale", b, a.data.device, projections=2 if gated else 1)
     return *lead, *experts, n
+
+
+def _are_swapped(a: FP8Tensor, b: FP8Tensor) -> bool:
+    """Whether a has a scale of weights, in blocks or of channels, and b one of activations."""
+    if a.data.dim() != b.data.dim():
+        return False
+    *experts, n, k = a.data.shape
+    *rows, b_k = b.data.shape
+    of_weights = a.scale.shape == (*experts, ceil_div(n, 128), ceil_div(k, 128)) or has_channel_scales(*a)
+    return of_weights and b.scale.shape == (*rows, ceil_div(b_k, 128))
 
 
 def _weights(name: str, data: Tensor, dimensions: str, a: Tensor, multiple: int = 16) -> torch.Size:
