@@ -160,3 +160,24 @@ def test_linears_to_whose_dtype_a_model_casts(tmp_path):
     with pytest.warns(UserWarning, match=r"lm_head \(1\): the model casts its input to the dtype of its weight"):
         quantize_checkpoint(source.directory, tmp_path / "quantized", skip=("dt_proj",))
     assert cosine(load_model(tmp_path / "quantized", dtype=torch.float32), expected) >= 0.99
+
+
+@pytest.mark.parametrize("name", ["ModelOpt FP8", "compressed-tensors tensor", "FP8 with FP4 experts", "MXFP8"])
+def test_what_was_stored_otherwise_is_saved_as_what_it_is(tmp_path, qwen, name):
+    expected = qwen.write(LAYOUTS[name], tmp_path / "x")
+    model = load_model(tmp_path / "x", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    found = find_format(tmp_path / "saved")
+    assert (found.name, found.loads) == ("fp8-block", True)
+    same(dict(load_model(tmp_path / "saved", dtype=torch.float32).state_dict()), dict(model.state_dict()))
+    options = {"experts_implementation": "fp8moe", "dtype": torch.float32}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    assert cosine(theirs, expected) >= 0.99
+
+
+def test_channels_are_not_saved_by_transformers(tmp_path, qwen):
+    qwen.write(LAYOUTS["compressed-tensors channel"], tmp_path / "x")
+    model = load_model(tmp_path / "x")
+    with pytest.raises(ValueError, match="save_pretrained: the model has a scale for each output channel; save_fp8"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

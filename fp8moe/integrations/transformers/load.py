@@ -11,13 +11,25 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fp8moe.checkpoints.as_blocks import as_blocks, dequantized, inexact_weights
-from fp8moe.checkpoints.formats import DTYPES, FLOATS, FP8, SCALE, scale_name, scale_of, weight_of
+from fp8moe.checkpoints.find_format import QuantizedWeight
+from fp8moe.checkpoints.formats import (
+    DTYPE_NAMES,
+    DTYPES,
+    FLOATS,
+    FP8,
+    SCALE,
+    TensorSpec,
+    quantization_config,
+    scale_name,
+    scale_of,
+    weight_of,
+)
 from fp8moe.checkpoints.load import copy_tensor, ignored_names, warn_of_unused
 from fp8moe.checkpoints.match import TIED, LoadPlan, find_destination, plan_load, state_of, ties
 from fp8moe.checkpoints.read import Checkpoint, CheckpointError, TensorInfo, TensorReader, open_checkpoint
@@ -56,7 +68,9 @@ def load_model(
         the first unquantized tensor has.
     device: where the model is to be.
     ignore: fnmatch patterns of tensors in the checkpoint that are not wanted.
-    Returns the model in eval mode. Warns (UserWarning) where nothing in it is FP8.
+    Returns the model in eval mode. Its quantization_config says what it holds, and so does what save_pretrained writes;
+    with a scale for each output channel save_pretrained raises ValueError: save_fp8_checkpoint stores it. Warns
+    (UserWarning) where nothing in the model is FP8.
 
     For a moment transformers changes PyTorch's default dtype, for all threads, and the way in which models of its own
     tie weights. Modules that other threads make then are otherwise what they always are.
@@ -105,12 +119,30 @@ def load_model(
     left = [f"{key}: {kind}" for kind, keys in report.items() for key in sorted(map(str, keys))]
     if left:
         raise CheckpointError(f"cannot load {directory}, transformers reports", left)
-    if quantization is not None:
-        model.config.quantization_config = quantization
+    if matched.channels:
+        model.save_pretrained = _refuse_to_save  # its names are not those that transformers gives such scales
+    if matched.replaced:
+        as_stored = quantization is not None and all(map(_is_as_in_the_model, found.weights))
+        model.config.quantization_config = quantization if as_stored else _quantization_of(model)
     if generation_config is not None:
         model.generation_config = generation_config
     model._weight_conversions = conversions_to_save(model)
     return model
+
+
+def _is_as_in_the_model(weight: QuantizedWeight) -> bool:
+    """Whether a checkpoint's weight is stored in blocks, under names that its configuration tells transformers of."""
+    return weight.kind == "fp8-block" and not weight.transposed and not str(weight.scale).endswith("_scale")
+
+
+def _quantization_of(model: nn.Module) -> dict[str, Any]:
+    """What config.json is to say of what the model holds, for a checkpoint in another format."""
+    layout = {name: TensorSpec(DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in state_of(model).items()}
+    return quantization_config(layout, "float32", ())
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError("save_pretrained: the model has a scale for each output channel; save_fp8_checkpoint stores it")
 
 
 def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint) -> torch.dtype:
