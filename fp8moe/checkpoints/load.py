@@ -63,9 +63,9 @@ def load_fp8_checkpoint(
                 warn_of_unused(directory)
         except CheckpointError as error:
             what, problems = error.what, error.problems
-    found = [(what, problems) for what, problems in ranks.gather((what, problems)) if problems]
-    if found:
-        raise CheckpointError(found[0][0], dict.fromkeys(chain.from_iterable(problems for _, problems in found)))
+    wrong = [(what, problems) for what, problems in ranks.gather((what, problems)) if problems]
+    if wrong:
+        raise CheckpointError(wrong[0][0], dict.fromkeys(chain.from_iterable(problems for _, problems in wrong)))
     with ranks.step():
         _materialize(model, device)
         _copy(checkpoint, plan.destinations, state_of(model))

@@ -227,16 +227,17 @@ def convert(
         if isinstance(content, dict) and "quantization_config" in content:
             config[name] = {key: value for key, value in content.items() if key != "quantization_config"}
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    error = AddedError()
     plan = OutputPlan(
         source=replace(source, tensors=tensors, config=config),
         scale_format="float32",
         device=device,
         allow_nonfinite=False,
         quantized={name: name for name in values},
-        error=AddedError(),
+        error=error,
     )
     _write(plan, target, force=force, verify=verify)
-    return plan.error.relative if values else None
+    return error.relative if values else None
 
 
 def _check_target(target: Path, source: Checkpoint) -> None:

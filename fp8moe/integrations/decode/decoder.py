@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, SupportsIndex
 
@@ -365,7 +365,7 @@ class GraphDecoder:
     @contextmanager
     def on_device(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
         """Make the model's device the current one, and on it this stream, with torch.autocast off, as in a capture."""
-        current = nullcontext()
+        current: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cuda":
             current = torch.cuda.device(self.device) if stream is None else torch.cuda.stream(stream)
         with current, torch.autocast(self.device.type, enabled=False):
