@@ -523,8 +523,16 @@ GEMMS = {
         rows=(24, 300),
     ),
     "grouped_gemm_out": Case(
-        lambda draw: (*_grouped(draw), draw.offsets(), draw.normal(draw.rows, draw.columns), None, None, None),
+        lambda draw: (*_grouped(draw), draw.offsets(), draw.normal(draw.rows, draw.columns), None, None, None, None),
         bad=ROW_OF_A,
+        fixed=("out",),
+    ),
+    "grouped_gemm_out, bias": Case(
+        lambda draw: (
+            *(*_grouped(draw), draw.offsets(), draw.normal(draw.rows, draw.columns), None, None, None),
+            draw.normal(EXPERTS, draw.columns),
+        ),
+        bad=ROW_OF_A | {"bias": ((0, 3), lambda a: [(slice(0, int(a.group_offsets[1])), 3)])},
         fixed=("out",),
     ),
     "grouped_gemm_out, low rank": Case(
@@ -535,7 +543,7 @@ GEMMS = {
                 draw.normal(draw.rows, draw.columns, dtype=torch.float32),
                 (2 * draw.rows, 6),
             ),
-            *(draw.normal(draw.rows, 16), draw.normal(EXPERTS, draw.columns, 16)),
+            *(draw.normal(draw.rows, 16), draw.normal(EXPERTS, draw.columns, 16), None),
         ),
         exempt={"ranks are refused": INTERNAL},
         bad=ROW_OF_A | {"ranks": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
@@ -552,7 +560,7 @@ GEMMS = {
     "grouped_gemm_swiglu": Case(
         lambda draw: (
             *(*draw.activations(draw.rows, draw.hidden), *draw.gate_up(), draw.offsets()),
-            *(7.0, 1.702, None, None, (2 * draw.rows, 6)),
+            *(7.0, 1.702, draw.normal(EXPERTS, 2 * draw.size), None, None, (2 * draw.rows, 6)),
         ),
         bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
         names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
@@ -561,7 +569,7 @@ GEMMS = {
     "grouped_gemm_swiglu, masked": Case(
         lambda draw: (
             *(*draw.activations(EXPERTS * draw.rows, draw.hidden), *draw.gate_up()),
-            *(int32([draw.rows] * EXPERTS), 7.0, None, draw.rows, 2, None),
+            *(int32([draw.rows] * EXPERTS), 7.0, None, None, draw.rows, 2, None),
         ),
         bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
         names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
@@ -659,6 +667,10 @@ def _layer(draw: Draw, hidden: int, size: int, **options: Any) -> tuple:
     return tuple(getattr(layer, name).detach() for name in layer.weight_names)
 
 
+def _biases(draw: Draw) -> tuple[Tensor, Tensor]:
+    return draw.normal(EXPERTS, 2 * draw.size), draw.normal(EXPERTS, draw.hidden, dtype=torch.float32)
+
+
 def _tokens(draw: Draw, **options: Any) -> tuple:
     return draw.normal(draw.rows, draw.hidden), *draw.routing(), *_layer(draw, draw.hidden, draw.size, **options)
 
@@ -670,7 +682,7 @@ def _odd_tokens(draw: Draw) -> tuple:
 def _partial(draw: Draw) -> tuple:
     x, index, weights, *layer = _tokens(draw)
     return (
-        *(*quantize_1x128(x)[:1], 2 * index, weights, *layer, "silu"),
+        *(*quantize_1x128(x)[:1], 2 * index, weights, *layer, "silu", *NO_BIASES),
         *(draw.normal(draw.rows, draw.hidden, dtype=torch.float32), quantize_1x128(x).scale),
         *(1, 6, 0, TOP_K * draw.rows, torch.bfloat16, torch.float32),
         *(torch.ones(draw.rows, dtype=torch.bool), torch.zeros(draw.rows, dtype=torch.bool)),
@@ -679,7 +691,7 @@ def _partial(draw: Draw) -> tuple:
 
 def _sorted_rows(draw: Draw) -> tuple:
     rows = draw.normal(draw.rows, draw.hidden)
-    return rows, None, draw.offsets(), *_layer(draw, draw.hidden, draw.size), "silu"
+    return rows, None, draw.offsets(), *_layer(draw, draw.hidden, draw.size), "silu", *_biases(draw)
 
 
 def _masters(draw: Draw, hidden: int, size: int) -> tuple:
@@ -720,9 +732,10 @@ def _adapter(draw: Draw) -> tuple:
     return draw.normal(draw.rows, 16), draw.normal(EXPERTS, 16, draw.hidden), draw.offsets()
 
 
+NO_BIASES = (None, None)
 LAYER_NAMES = {
-    **{"up": "gate_up_proj", "up_scale": "gate_up_proj_scale_inv"},
-    **{"down": "down_proj", "down_scale": "down_proj_scale_inv"},
+    **{"up": "gate_up_proj", "up_scale": "gate_up_proj_scale_inv", "up_bias": "gate_up_proj_bias"},
+    **{"down": "down_proj", "down_scale": "down_proj_scale_inv", "down_bias": "down_proj_bias"},
 }
 PARTIAL_NAMES = LAYER_NAMES | {
     **{"hidden_states": r"x(\.data)?", "hidden_scale": "x.scale"},
@@ -751,16 +764,29 @@ LAYERS = {
     "linear_training_backward": Case(
         _linear_backward, bad={"grad": ((0, BAD_ROW, 3), lambda a: [(0, BAD_ROW), 3, 3])}, exempt=SAVED
     ),
-    "experts": Case(lambda draw: (*_tokens(draw), "silu", None, None), bad=TOKEN, names=LAYER_NAMES, rows=(16, 300)),
+    "experts": Case(
+        lambda draw: (*_tokens(draw), "silu", *NO_BIASES, None, None), bad=TOKEN, names=LAYER_NAMES, rows=(16, 300)
+    ),
+    "experts, biases": Case(
+        lambda draw: (*_tokens(draw), "silu limit=1.0 alpha=1.702", *_biases(draw), None, None),
+        bad=TOKEN,
+        names=LAYER_NAMES,
+        rows=(16, 300),
+    ),
     "experts, capacity and residual": Case(
-        lambda draw: (*_tokens(draw), LIMITED, max(draw.rows, 1), draw.normal(draw.rows, draw.hidden)),
+        lambda draw: (*_tokens(draw), LIMITED, *NO_BIASES, max(draw.rows, 1), draw.normal(draw.rows, draw.hidden)),
         bad=TOKEN,
         names=LAYER_NAMES,
         rows=(16, 64),
     ),
-    "experts, odd sizes": Case(lambda draw: (*_odd_tokens(draw), "gelu", None, None), bad=TOKEN, names=LAYER_NAMES),
+    "experts, odd sizes": Case(
+        lambda draw: (*_odd_tokens(draw), "gelu", *NO_BIASES, None, None), bad=TOKEN, names=LAYER_NAMES
+    ),
     "experts_partial": Case(
-        lambda draw: (*_tokens(draw), "silu", None, None, 1, 6, 0, None, torch.bfloat16, torch.float32, None, None),
+        lambda draw: (
+            *(*_tokens(draw), "silu", *_biases(draw), None, None, 1, 6, 0, None),
+            *(torch.bfloat16, torch.float32, None, None),
+        ),
         bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
         names=PARTIAL_NAMES,
     ),

@@ -486,7 +486,7 @@ BAD_MODULES = {
     "bias": (
         lambda: fused(down_proj_bias=nn.Parameter(torch.zeros(3, 144))),
         ValueError,
-        r"^module: .* no biases, got also \['down_proj_bias'\]",
+        r"^module: expected biases of both projections or of none, got no gate_up_proj_bias",
     ),
     "transposed": (lambda: fused(is_transposed=True), ValueError, "transposed or interleaved"),
     "interleaved": (lambda: fused(is_concatenated=False), ValueError, "transposed or interleaved"),
@@ -506,7 +506,7 @@ BAD_MODULES = {
         ValueError,
         r"^module: expected an activation among .*Softplus",
     ),
-    "learned": (lambda: fused(gated=False, act_fn=nn.PReLU()), ValueError, r"^module: .* no biases, got also"),
+    "learned": (lambda: fused(gated=False, act_fn=nn.PReLU()), ValueError, r"^module: .* and their biases, got also"),
     "gate": (
         lambda: fused(swiglu_limit=0.4, _apply_gate=clamped_after),
         ValueError,

@@ -134,7 +134,7 @@ def test_memory_is_for_the_window(monkeypatch):
 
     found = []
     multiply = steps.multiply_groups
-    monkeypatch.setattr(steps, "multiply_groups", lambda *a: found.append(a[3]) or multiply(*a))
+    monkeypatch.setattr(steps, "multiply_groups", lambda *a, **more: found.append(a[3]) or multiply(*a, **more))
     layer = make()
     x, index, weights, _ = inputs()
     for row_dtype in (torch.bfloat16, torch.float32):

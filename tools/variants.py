@@ -117,7 +117,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for dtype in (torch.bfloat16, torch.float32):
         out = make.zeros(200, 512, dtype=dtype)
         low_rank = make.normal(200, 16), make.normal(4, 512, 16)
-        yield lambda out=out, more=low_rank: ops.grouped_gemm_out(*rows, *experts, offsets, out, None, *more)
+        yield lambda out=out, more=low_rank: ops.grouped_gemm_out(*rows, *experts, offsets, out, None, *more, None)
     for activation in ("silu", "silu limit=7.0", "silu limit=7.0 alpha=1.702"):
         gate_up, grad, weights = make.normal(200, 512), make.normal(200, 256), make.uniform(200, mean=1.0)
         for beside in (Beside.NOTHING, Beside.VALUES):
@@ -130,7 +130,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
         for tokens in (None, make.zeros(count, dtype=torch.int32)):
             yield lambda x=(x, factors, ends, tokens): lora_shrink(*x)
             yield lambda x=(ranks, x, ends, tokens): lora_gradient(*x)
-    yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None)
+    yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
         yield lambda keys=keys, scale_format=scale_format: ops.append_kv(

@@ -114,7 +114,7 @@ class Dispatcher:
         x, index, routing, residual = flattened(hidden_states, top_k_index, top_k_weights, residual)
         weights = experts.local_weights()
         check_derivatives(_NAME, x, routing, *weights.tensors())
-        layer = Layer(weights.up, weights.down, experts.activation)
+        layer = Layer(weights.up, weights.down, experts.activation, weights.biases)
         checks.experts(Operands(x, index, routing, layer, residual=residual))
         first = self.rank * (self.num_experts // self.world)
         local = LocalExperts(weights, experts.activation, first, self.num_experts, x.dtype)

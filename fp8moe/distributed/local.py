@@ -45,7 +45,8 @@ class LocalExperts(NamedTuple):
             options |= {"partial": sums, "partial_known": known}
             last = options is passes[-1]
             known = None if last else torch.empty(len(index), dtype=torch.bool, device=index.device)
-            sums = experts_partial(*tokens, self.weights.up, self.weights.down, known=known, **options)
+            options |= {"biases": self.weights.biases, "known": known}
+            sums = experts_partial(*tokens, self.weights.up, self.weights.down, **options)
         return sums
 
     def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[dict[str, Any]]:
@@ -106,6 +107,7 @@ class LocalExperts(NamedTuple):
             self.weights.up,
             self.weights.down,
             activation=self.activation,
+            biases=self.weights.biases,
             row_dtype=row_dtype(self.dtype),
             whole=(assignments, self.total),
             up_master=self.weights.up_master,

@@ -163,6 +163,7 @@ class Peers:
         for options in passes:
             meeting = self._meeting() if options is passes[-1] else no_meeting(self.world)
             targets = Targets(self.world, each, to_all, (*rows.addresses, *meeting))
+            options |= {"biases": local.weights.biases}
             send_rows(targets, x, index, local.weights.up, local.weights.down, **options)
 
     def _combine(self, rows: _Buffer, local: LocalExperts, tokens: Tokens, residual: Tensor | None) -> Tensor:

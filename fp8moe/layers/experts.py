@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
-from fp8moe.kernels.experts.operands import row_dtype
+from fp8moe.kernels.experts.operands import Biases, row_dtype
 from fp8moe.kernels.experts.operator import experts, experts_rows
 from fp8moe.layers import experts_source
 from fp8moe.layers.master import MasterModule, check_master_dtype, part_of, quantized
@@ -24,18 +24,19 @@ _NAME = "fp8moe.GroupedExperts"
 
 
 class Weights(NamedTuple):
-    """FP8 weights, and the masters that they were quantized from."""
+    """FP8 weights and biases, and the masters that they were quantized from."""
 
     up: FP8Tensor
     down: FP8Tensor
+    biases: Biases = Biases()
     up_master: Tensor | None = None
     down_master: Tensor | None = None
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Those that could get gradients: the masters, or else the FP8 weights."""
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that could get gradients: the masters, or else the FP8 weights and the biases."""
         if self.up_master is not None:
             return self.up_master, self.down_master
-        return *self.up, *self.down
+        return *self.up, *self.down, *self.biases
 
 
 class GroupedExperts(MasterModule):
@@ -51,10 +52,16 @@ class GroupedExperts(MasterModule):
         down_proj_scale_inv     (E, ceil(H/128), ceil(I/128)) float32; value = weight * its block's scale
 
     and without a gate up_proj (E, I, H) and up_proj_scale_inv (E, ceil(I/128), ceil(H/128)) instead of the first two.
+    With ``bias`` there are besides
 
-    Moving the module moves them; casting it (``.half()``...) does not change their dtypes. They are frozen: only
+        gate_up_proj_bias       (E, 2I) of ``dtype``, added to gate and up before the activation
+        down_proj_bias          (E, H) of ``dtype``, added to each expert's result before its routing weight
+
+    and up_proj_bias (E, I) where there is no gate.
+
+    Moving the module moves them; casting it (``.half()``...) casts the biases only. They are frozen: only
     hidden_states and top_k_weights get gradients. Where H or I is not a multiple of 16, each call makes padded copies
-    of the weights.
+    of weights and biases.
 
     With a ``master_dtype`` the experts are trained. Then the parameters, and the state dict, are those of unquantized
     experts, gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj (E, H, I), ordinary parameters of that dtype.
@@ -78,8 +85,8 @@ class GroupedExperts(MasterModule):
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I.
         device: of the parameters.
-        dtype: bfloat16, float16 or float32, the dtype in which weights are initialized before they are quantized;
-            TypeError for another. Inputs may have any of the three.
+        dtype: bfloat16, float16 or float32, the dtype of the biases, and in which weights are initialized before they
+            are quantized; TypeError for another. Inputs may have any of the three.
         master_dtype: bfloat16 or float32, of weights to train; None for frozen FP8 weights; TypeError for another.
         activation: "silu" or another name of transformers' ("gelu", "relu", "relu2"...): f in ``f(gate) * up``. All
             but gated silu run as PyTorch operations between the GEMMs.
@@ -92,6 +99,7 @@ class GroupedExperts(MasterModule):
         weight_scales: "block", or "channel" for scales (E, 2I, 1) and (E, H, 1), as compressed-tensors' FP8 checkpoints
             have them: the sums of both GEMMs are multiplied by them. For inference only: ValueError with a
             master_dtype, RuntimeError in the backward.
+        bias: whether both projections have biases, as GPT-OSS has them. For inference only, likewise.
 
     Raises TypeError for a size that is no int, ValueError for a size or decode_capacity below one, more than 1024
     experts, an unknown activation, or activation arguments that do not go together.
@@ -112,6 +120,9 @@ class GroupedExperts(MasterModule):
     up_proj_scale_inv: nn.Parameter | None
     down_proj: nn.Parameter
     down_proj_scale_inv: nn.Parameter | None
+    gate_up_proj_bias: nn.Parameter | None
+    up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -128,11 +139,14 @@ class GroupedExperts(MasterModule):
         decode_capacity: int | None = None,
         master_dtype: torch.dtype | None = None,
         weight_scales: str = "block",
+        bias: bool = False,
     ):
         super().__init__()
         if dtype not in FLOATING:
             raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
         check_master_dtype(master_dtype)
+        if bias and master_dtype is not None:
+            raise ValueError("bias: expected False with a master_dtype, got True: experts with biases are not trained")
         sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
         if decode_capacity is not None:
             sizes["decode_capacity"] = decode_capacity
@@ -154,6 +168,9 @@ class GroupedExperts(MasterModule):
         options = (device, master_dtype, weight_scales)
         self._register_weight(self.up_name, up_shape, up_blocks, *options)
         self._register_weight("down_proj", down_shape, (num_experts, hidden_blocks, blocks), *options)
+        for name, shape in zip(self.bias_names, (up_shape, down_shape), strict=True):
+            value = frozen(torch.empty(shape[:2], dtype=dtype, device=device)) if bias else None
+            self.register_parameter(name, value)
         self.reset_parameters()
 
     @classmethod
@@ -169,7 +186,8 @@ class GroupedExperts(MasterModule):
 
         module: one of
             - fused experts in bfloat16, float16 or float32: gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj
-              (E, H, I). Quantized expert by expert.
+              (E, H, I), perhaps with a gate_up_proj_bias (E, 2I) or up_proj_bias (E, I), and a down_proj_bias (E, H),
+              which are shared. Quantized expert by expert.
             - fused FP8 experts, transformers' FP8Experts with blocks of 128x128: the weights are shared, not copied.
               Scales must have the shape that they have here; where I is not a multiple of 128 they are taken for gate's
               blocks and then up's, which is what checkpoints hold.
@@ -187,9 +205,9 @@ class GroupedExperts(MasterModule):
             Masters require a gradient where the weights do, or are FP8.
 
         Raises TypeError for a module or weights of another kind, ValueError for what these experts cannot express:
-        biases, transposed or interleaved weights, another activation, other block sizes, static activation scales,
-        experts that are in parts on several ranks, and hooks, replaced forwards, adapters and parametrizations, which
-        would not run any more.
+        biases of one projection only or with a master_dtype, transposed or interleaved weights, another activation,
+        other block sizes, static activation scales, experts that are in parts on several ranks, and hooks, replaced
+        forwards, adapters and parametrizations, which would not run any more.
         """
         source = experts_source.read(module)
         check_no_hooks("module", module)
@@ -221,6 +239,7 @@ class GroupedExperts(MasterModule):
             swiglu_alpha=source.activation.alpha,
             decode_capacity=decode_capacity,
             master_dtype=master_dtype,
+            bias=source.biases.down_bias is not None,
         )
         if master_dtype is not None and scale_format != "float32":
             raise ValueError(f"scale_format: expected 'float32' with a master_dtype, got {scale_format!r}")
@@ -231,6 +250,8 @@ class GroupedExperts(MasterModule):
             quantized = weight.quantize(scale_format)
             setattr(new, name, frozen(quantized.data))
             setattr(new, f"{name}_scale_inv", frozen(quantized.scale))
+        for name, bias in zip(new.bias_names, source.biases, strict=True):
+            setattr(new, name, bias if bias is None else frozen(bias.detach()))
         return new
 
     @property
@@ -247,6 +268,11 @@ class GroupedExperts(MasterModule):
     def weight_names(self) -> tuple[str, str, str, str]:
         """The names of the first projection, its scale, the second projection and its scale."""
         return self.up_name, f"{self.up_name}_scale_inv", "down_proj", "down_proj_scale_inv"
+
+    @property
+    def bias_names(self) -> tuple[str, str]:
+        """The names of the biases of both projections, which are None in a layer without."""
+        return f"{self.up_name}_bias", "down_proj_bias"
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -268,6 +294,9 @@ class GroupedExperts(MasterModule):
                 quantized = (quantize_channels if channels else quantize_128x128)(weight)
                 data[expert].copy_(quantized.data.flatten(0, 1))
                 scale[expert].copy_(quantized.scale.flatten(0, 1))
+            bias = getattr(self, f"{name}_bias")
+            if bias is not None:
+                bias.uniform_(-bound, bound)
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, residual: Tensor | None = None
@@ -300,7 +329,7 @@ class GroupedExperts(MasterModule):
             if capacity is not None and x.shape[0] > capacity:
                 capacity = None
             options = {"activation": self.activation, "capacity": capacity, "residual": residual}
-            out = experts(x, index, routing, *weights.up, *weights.down, **options)
+            out = experts(x, index, routing, *weights.up, *weights.down, **options, **weights.biases._asdict())
         return out.view(hidden_states.shape)
 
     def forward_rows(self, rows: Tensor | FP8Tensor, group_offsets: Tensor) -> Tensor:
@@ -324,6 +353,7 @@ class GroupedExperts(MasterModule):
             weights.up,
             weights.down,
             activation=self.activation,
+            biases=weights.biases,
             row_dtype=row_dtype(dtype),
             up_master=weights.up_master,
             down_master=weights.down_master,
@@ -344,26 +374,29 @@ class GroupedExperts(MasterModule):
         return weights
 
     def local_weights(self) -> Weights:
-        """The FP8 weights that are on this rank, and their masters."""
+        """The FP8 weights and biases that are on this rank, and the masters."""
         parameters = [getattr(self, name) for name in self.weight_names]
         if not self.trainable:
             up, up_scale, down, down_scale = map(local, parameters)
-            return Weights(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
+            biases = (getattr(self, name) for name in self.bias_names)
+            biases = Biases(*(bias if bias is None else local(bias) for bias in biases))
+            return Weights(FP8Tensor(up, up_scale), FP8Tensor(down, down_scale), biases)
         up, _, down, _ = parameters
         masters = [part_of(f"{_NAME}: {self.up_name}", up), part_of(f"{_NAME}: down_proj", down)]
         # Gate and up apart, so that no block holds rows of both.
         both = masters[0].detach().unflatten(1, (-1, self.intermediate_size))
         data, scale = quantized(both, parameter=up)
         down_copy = quantized(masters[1].detach(), parameter=down)
-        return Weights(FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2)), down_copy, *masters)
+        return Weights(FP8Tensor(data.flatten(1, 2), scale.flatten(1, 2)), down_copy, Biases(), *masters)
 
     def trains(self, weights: Weights, *inputs: Tensor) -> bool:
         """Whether a call is one that can have a backward."""
         if self.trainable:
             # Activation checkpointing runs the first forward without gradients: it must have the same bits.
             return self.training or recorded(*inputs, *weights.tensors())
-        # With channel scales, or if an FP8 weight requires a gradient, the backward of `experts` raises an error.
-        return recorded(*inputs) and not recorded(*weights.tensors()) and not has_channel_scales(*weights.up)
+        # Otherwise the backward of `experts` raises an error.
+        differentiable = weights.biases.down_bias is None and not has_channel_scales(*weights.up)
+        return differentiable and recorded(*inputs) and not recorded(*weights.tensors())
 
     def extra_repr(self) -> str:
         text = (
@@ -374,6 +407,8 @@ class GroupedExperts(MasterModule):
             text += ", gated=False"
         if self.trainable:
             text += f", master_dtype={self.down_proj.dtype}"
+        if self.down_proj_bias is not None:
+            text += ", bias=True"
         for name, value in (
             ("swiglu_limit", self.activation.limit),
             ("swiglu_alpha", self.activation.alpha),

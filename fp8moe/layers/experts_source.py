@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.kernels.activation import FUNCTIONS, Activation
+from fp8moe.kernels.experts.operands import Biases
 from fp8moe.layers.linear import check_linear
 from fp8moe.layers.parameters import check_not_sharded, is_sharded, local
 from fp8moe.layers.replaced import check_no_hooks, check_only_weights
@@ -90,7 +91,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class ExpertsSource:
-    """What an experts module is made of. up: the first projection (gate and up where gated); down: the second."""
+    """What an experts module is made of. up: the first projection (gate and up where gated); down: the second.
+
+    biases: DTensors where the weights are.
+    """
 
     num_experts: int
     hidden_size: int
@@ -98,6 +102,7 @@ class ExpertsSource:
     activation: Activation
     up: Weight
     down: Weight
+    biases: Biases = Biases()
 
 
 def read(module: nn.Module) -> ExpertsSource:
@@ -155,13 +160,33 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
         _, rows, columns = getattr(module, name).shape
         shape = matrices, rows // matrices, columns
         weights.append(Weight(parts, shape, up.device, quantized or fused.requires_grad, fused))
+    biases = _biases(module, up_name, down)
     for name, child in module.named_children():
         check_no_hooks(f"module.{name}", child)
     activation = getattr(module, "activation", None)
     if not isinstance(activation, Activation):  # which GroupedExperts states
         activation = _activation_of(module, gated)
         _verify_fused(module, activation, size)
-    return ExpertsSource(count, hidden, size, activation, *weights)
+    return ExpertsSource(count, hidden, size, activation, *weights, biases)
+
+
+def _biases(module: nn.Module, up_name: str, down: Tensor) -> Biases:
+    """Those of both projections, or of none."""
+    biases = {name: getattr(module, f"{name}_bias", None) for name in (up_name, "down_proj")}
+    for name, bias in biases.items():
+        if bias is None:
+            continue
+        expected = getattr(module, name).shape[:2]
+        if bias.shape != expected or bias.dtype not in FLOATING:
+            raise ValueError(
+                f"module.{name}_bias: expected shape {tuple(expected)} in bfloat16, float16 or float32, got "
+                f"{describe(bias)}"
+            )
+        _check_whole_experts(f"module.{name}_bias", bias, down)
+    missing = [f"{name}_bias" for name, bias in biases.items() if bias is None]
+    if len(missing) == 1:
+        raise ValueError(f"module: expected biases of both projections or of none, got no {missing[0]}")
+    return Biases(*biases.values())
 
 
 def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
@@ -187,10 +212,10 @@ def _check_fused(module: nn.Module, up_name: str) -> None:
     if block_size is None or tuple(block_size) != (BLOCK, BLOCK):
         raise ValueError(f"module: expected weight blocks of {BLOCK}x{BLOCK}, got {block_size}")
     known = {up_name, "down_proj"}
-    known |= {f"{name}_scale_inv" for name in known}
+    known |= {f"{name}_{part}" for name in known for part in ("scale_inv", "bias")}
     extra = sorted(name for name, _ in module.named_parameters() if name not in known)
     if extra:
-        raise ValueError(f"module: expected the parameters {up_name} and down_proj, no biases, got also {extra}")
+        raise ValueError(f"module: expected the parameters {up_name} and down_proj, and their biases, got also {extra}")
 
 
 def _read_list(module: nn.ModuleList) -> ExpertsSource:

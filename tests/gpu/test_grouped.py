@@ -107,7 +107,7 @@ def test_products_of_low_rank_are_added(n, k, groups):
         ranks[:3] = ranks[m - 5 :] = NAN
         results = [poisoned(m, n, dtype=dtype) for _ in range(20)]
         for out in results:
-            torch.ops.fp8moe.grouped_gemm_out(*a, *b, group_offsets, out, None, ranks, factors)
+            torch.ops.fp8moe.grouped_gemm_out(*a, *b, group_offsets, out, None, ranks, factors, None)
         assert all(torch.equal(out.nan_to_num(), results[0].nan_to_num()) for out in results)
         outside = torch.ones(m, dtype=torch.bool, device=DEVICE)
         for expert, rows in enumerate(slices(group_offsets)):
@@ -126,7 +126,7 @@ def test_a_rank_that_is_not_finite_stays_in_its_row():
     group_offsets = offsets([90, 110])
     ranks[70, 3], factors[1, 17, 5] = NAN, float("inf")
     out = poisoned(200, 136)
-    torch.ops.fp8moe.grouped_gemm_out(*a, *b, group_offsets, out, None, ranks, factors)
+    torch.ops.fp8moe.grouped_gemm_out(*a, *b, group_offsets, out, None, ranks, factors, None)
     affected = torch.zeros(200, 136, dtype=torch.bool, device=DEVICE)
     affected[70], affected[90:, 17] = True, True
     assert torch.equal(~out.isfinite(), affected)

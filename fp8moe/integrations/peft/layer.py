@@ -258,7 +258,7 @@ def check_config(name: str, config: Any, parameter_name: str | None = None) -> N
 
 
 def check_base(name: str, module: nn.Module) -> None:
-    """ValueError for a layer that is spread over several ranks, or whose FP8 weights are in another format."""
+    """ValueError for a layer that is spread over ranks, for experts with biases, and for other formats of FP8."""
     parallel = [getattr(module, attribute, None) for attribute in ("parallel", "_fp8moe_parallel")]
     if any(style is not None for style in parallel) or any(map(is_sharded, module.parameters(recurse=False))):
         raise ValueError(
@@ -266,6 +266,8 @@ def check_base(name: str, module: nn.Module) -> None:
             "several ranks"
         )
     for parameter, value in module.named_parameters(recurse=False):
+        if parameter.endswith("_bias"):
+            raise ValueError(f"{name}: expected experts without biases to adapt, got {parameter}")
         scale = getattr(module, f"{parameter}_scale_inv", None)
         if scale is not None and has_channel_scales(value, scale):
             raise ValueError(f"{name}: expected scales of 128x128 blocks to adapt, got one for each output channel")

@@ -1,6 +1,6 @@
 """Experts with a backward: `experts_training`, and `experts_rows_training` of rows in the order of experts."""
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ class TrainingOperands(NamedTuple):
     x_scale: Tensor | None
     order: RowOrder
     top_k_weights: Tensor | None
-    layer: Layer
+    layer: Annotated[Layer, ("up", "down", "activation")]  # those without biases
     masters: Masters
     row_dtype: torch.dtype
     out_dtype: torch.dtype
@@ -202,7 +202,7 @@ class BackwardOperands(NamedTuple):
     grad: Tensor
     order: RowOrder
     top_k_weights: Tensor | None
-    layer: Layer
+    layer: Annotated[Layer, ("up", "down", "activation")]
     masters: Masters
     saved: SavedForBackward
     input_dtype: torch.dtype | None

@@ -96,6 +96,8 @@ def _layer(name: str, operands: Operands) -> None:
 def masters(layer: Layer, given: Masters) -> None:
     check_no_channels("up_proj_scale_inv", layer.up)
     check_no_channels("down_proj_scale_inv", layer.down)
+    if any(bias is not None for bias in layer.biases):
+        raise ValueError("biases: expected None for gradients, which there are for experts without biases only")
     for name, master, weight in zip(given._fields, given, (layer.up, layer.down), strict=True):
         if master is not None and master.shape != weight.data.shape:
             expected = f"{tuple(weight.data.shape)} like the FP8 weight"
@@ -123,6 +125,12 @@ def _projections(name: str, x: Tensor, layer: Layer) -> int:
         check_device(weight_name, value, x.device, name)
     check_weight_scale(f"{up_name}_scale_inv", layer.up, x.device, projections)
     check_weight_scale("down_proj_scale_inv", layer.down, x.device)
+    widths = {f"{up_name}_bias": rows, "down_proj_bias": hidden}
+    for (bias_name, columns), bias in zip(widths.items(), layer.biases, strict=True):
+        if bias is not None:
+            check_like(bias_name, bias, FLOATING, (count, columns), x.device, name)
+            if not size:
+                raise ValueError(f"{bias_name}: expected None for experts with I = 0, whose results are zeros")
     return count
 
 

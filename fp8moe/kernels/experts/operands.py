@@ -12,17 +12,25 @@ from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.runtime.autograd import recorded
 
 
+class Biases(NamedTuple):
+    """What is added to the sums of both projections: up_bias (E, 2I or I), before the activation; down_bias (E, H)."""
+
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
 class Layer(NamedTuple):
-    """The FP8 weights of experts, up (E, 2I or I, H) and down (E, H, I), and the activation between them."""
+    """The FP8 weights of experts, up (E, 2I or I, H) and down (E, H, I), the activation between them, and biases."""
 
     up: FP8Tensor
     down: FP8Tensor
     activation: Activation
+    biases: Biases = Biases()
 
     def padded(self, multiple: int) -> "Layer":
-        """With I a multiple of `multiple` and H of 16: itself, or with copies of the weights padded with zeros.
+        """With I a multiple of `multiple` and H of 16: itself, or with copies of weights and biases padded with zeros.
 
-        These fall into blocks that are there already: the scales of blocks stay as they are.
+        Padded weights fall into blocks that are there already: the scales of blocks stay as they are.
         """
         up, down = self.up.data, self.down.data
         hidden, size = down.shape[1:]
@@ -37,7 +45,16 @@ class Layer(NamedTuple):
             up_scale = F.pad(up_scale.unflatten(1, (-1, size)), (0, 0, 0, pad_size), value=1.0).flatten(1, 2)
         if has_channel_scales(*self.down):
             down_scale = F.pad(down_scale, (0, 0, 0, pad_hidden), value=1.0)
-        return self._replace(up=FP8Tensor(padded_up, up_scale), down=FP8Tensor(padded_down, down_scale))
+        up_bias, down_bias = self.biases
+        if up_bias is not None:
+            up_bias = F.pad(up_bias.unflatten(1, (-1, size)), (0, pad_size)).flatten(1, 2)
+        if down_bias is not None:
+            down_bias = F.pad(down_bias, (0, pad_hidden))
+        return self._replace(
+            up=FP8Tensor(padded_up, up_scale),
+            down=FP8Tensor(padded_down, down_scale),
+            biases=Biases(up_bias, down_bias),
+        )
 
 
 class Masters(NamedTuple):
@@ -105,7 +122,7 @@ class Operands(NamedTuple):
         layer = self.layer
         routed = self.hidden_states, self.hidden_scale, self.top_k_index, self.top_k_weights
         beside = self.residual, self.residual_known, self.known
-        tensors = *routed, *layer.up, *layer.down, *beside
+        tensors = *routed, *layer.up, *layer.down, *layer.biases, *beside
         return *map(_layout, tensors), layer.activation.key, self.capacity, self.shard
 
 

@@ -10,6 +10,7 @@ from fp8moe.kernels.experts import checks, workspace
 from fp8moe.kernels.experts.backward import experts_rows_training
 from fp8moe.kernels.experts.combine import combine
 from fp8moe.kernels.experts.operands import (
+    Biases,
     Layer,
     Masters,
     Operands,
@@ -45,6 +46,8 @@ def experts(
     down_proj_scale_inv: Tensor,
     *,
     activation: Activation,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     capacity: int | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -58,6 +61,10 @@ def experts(
         gate (E, ceil(I/128), ceil(H/128)).
     down_proj: float8_e4m3fn (E, H, I); down_proj_scale_inv: float32 (E, ceil(H/128), ceil(I/128)).
     activation: a SwiGLU runs inside GEMM 1 and its quantization; another as PyTorch operations between the two.
+    up_bias: (E, 2I), gate then up, or (E, I), added to the sums of GEMM 1 in float32, before the activation; bfloat16,
+        float16 or float32. None for none.
+    down_bias: (E, H) of such a dtype, added to those of GEMM 2 before they are rounded and weighted. It needs an I
+        above 0.
     capacity: rows kept free for each expert (the masked layout), instead of rows one group after the other. An
         assignment beyond them adds nothing, so with distinct experts a token it is to be at least T.
     residual: (T, H) of the dtype of hidden_states, to which the rounded result is added, or None.
@@ -69,9 +76,13 @@ def experts(
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or capacity.
     """
-    layer = Layer(FP8Tensor(up_proj, up_proj_scale_inv), FP8Tensor(down_proj, down_proj_scale_inv), activation)
+    up, down = FP8Tensor(up_proj, up_proj_scale_inv), FP8Tensor(down_proj, down_proj_scale_inv)
+    layer = Layer(up, down, activation, Biases(up_bias, down_bias))
     operands = Operands(hidden_states, top_k_index, top_k_weights, layer, capacity, residual)
-    return autograd.run(_experts, "fp8moe.GroupedExperts", *_WHOLE.pack(operands))
+    name = "fp8moe.GroupedExperts"
+    if up_bias is not None or down_bias is not None:
+        name += " with biases"
+    return autograd.run(_experts, name, *_WHOLE.pack(operands))
 
 
 def experts_partial(
@@ -82,6 +93,7 @@ def experts_partial(
     down_proj: FP8Tensor,
     *,
     activation: Activation,
+    biases: Biases = Biases(),  # noqa: B008 (immutable)
     first_expert: int,
     num_experts: int,
     row_dtype: torch.dtype,
@@ -96,7 +108,7 @@ def experts_partial(
     x: (T, H) bfloat16, float16 or float32, or an FP8Tensor: data (T, H), scale (T, ceil(H/128)) of any strides.
     top_k_index: (T, K) int32 or int64, counted over all experts. One whose expert is not here adds nothing.
     top_k_weights: (T, K) float32, bfloat16 or float16.
-    up_proj, down_proj: data and scale as for `experts`, of the E_local experts that are here.
+    up_proj, down_proj, biases: as for `experts`, of the E_local experts that are here.
     first_expert: the index of the first of them. num_experts: E, of all ranks; tiles are chosen for T * K / E rows an
         expert.
     row_dtype: bfloat16 or float32, to which the results of GEMM 2 are rounded.
@@ -116,7 +128,7 @@ def experts_partial(
         data,
         top_k_index,
         top_k_weights,
-        Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation),
+        Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation, biases),
         hidden_scale=scale,
         residual=partial,
         shard=Shard(first_expert, num_experts, first_row, num_rows, row_dtype, torch.float32),
@@ -133,6 +145,7 @@ def experts_rows(
     down_proj: FP8Tensor,
     *,
     activation: Activation,
+    biases: Biases = Biases(),  # noqa: B008 (immutable)
     row_dtype: torch.dtype = torch.bfloat16,
     whole: tuple[int, int] | None = None,
     up_master: Tensor | None = None,
@@ -145,7 +158,7 @@ def experts_rows(
         H.
     group_offsets: (E+1,) int32 on the device of rows: expert e has rows ``group_offsets[e]`` up to
         ``group_offsets[e+1]``; see `grouped_gemm`.
-    up_proj, down_proj: the FP8 weights, data and scale, as for `experts`; any I.
+    up_proj, down_proj, biases: as for `experts`; any I. There is no training with biases: ValueError.
     row_dtype: bfloat16 or float32, of the result.
     whole: rows and experts of a layer of which these are a part, on other ranks as well: each row has the bits that it
         would have there. None: this is all of it.
@@ -161,7 +174,7 @@ def experts_rows(
     data, scale = (rows, None) if isinstance(rows, Tensor) else fp8_operand("rows", rows)
     check_tensor("group_offsets", group_offsets)
     masters = Masters.recorded(up_master, down_master)
-    layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation)
+    layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation, biases)
     operands = RowOperands(data, scale, group_offsets, layer, row_dtype, whole)
     if training or recorded(data, *masters):
         return experts_rows_training(operands, masters)
@@ -176,6 +189,7 @@ def send_rows(
     down_proj: FP8Tensor,
     *,
     activation: Activation,
+    biases: Biases = Biases(),  # noqa: B008 (immutable)
     first_expert: int,
     num_experts: int,
     row_dtype: torch.dtype,
@@ -188,7 +202,7 @@ def send_rows(
     are. GPUs only. The callers have checked the arguments; there is at least one token, and H is a multiple of 16.
     """
     data, scale = (x, None) if isinstance(x, Tensor) else x
-    layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation).padded(16)
+    layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation, biases).padded(16)
     shard = Shard(first_expert, num_experts, first_row, num_rows, row_dtype)
     operands = Operands(data, top_k_index, None, layer, hidden_scale=scale, shard=shard)
     if activation.is_swiglu:
@@ -197,8 +211,8 @@ def send_rows(
         return
     h, groups, rows, num_rows, grouping = _hidden(operands)
     assignments = assignments_of(rows, num_rows).clamp_(min=0)  # kept until the launch
-    pointers = targets.pointers(assignments.data_ptr())
-    multiply_groups_to(h, layer.down, groups, pointers, PeerStore(row_dtype, *targets.form), grouping)
+    pointers, epilogue = targets.pointers(assignments.data_ptr()), PeerStore(row_dtype, *targets.form)
+    multiply_groups_to(h, layer.down, groups, pointers, epilogue, grouping, layer.biases.down_bias)
 
 
 # ---- tokens: the weighted sums ----
@@ -240,7 +254,7 @@ def _composed(operands: Operands) -> Tensor:
     h, groups, rows, num_rows, grouping = _hidden(operands)
     row_dtype, out_dtype = operands.shard.dtypes(operands.hidden_states.dtype)
     y = torch.empty((num_rows, down.data.shape[1]), dtype=row_dtype, device=down.data.device)
-    multiply_groups(h, down, groups, y, grouping)
+    multiply_groups(h, down, groups, y, grouping, bias=operands.layer.biases.down_bias)
     return combine(y, rows, operands.top_k_weights, out_dtype, residual=operands.residual)
 
 
@@ -260,17 +274,18 @@ def _hidden(operands: Operands) -> tuple[FP8Tensor, Tensor, Tensor, int, Groupin
 
 def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -> FP8Tensor:
     """GEMM 1, the activation and its quantization: a (R, H) -> (R, I), both multiples of 16."""
+    bias = layer.biases.up_bias
     if layer.activation.is_swiglu:
         options = {"max_m": grouping.max_m, "expected_m": grouping.expected_m, "whole": grouping.whole}
-        return grouped_gemm_swiglu(a, layer.up, groups, activation=layer.activation, **options)
-    width = layer.up.data.shape[1]
-    parts = [layer.up]
+        return grouped_gemm_swiglu(a, layer.up, groups, activation=layer.activation, bias=bias, **options)
+    width, count = layer.up.data.shape[1], 1
     if layer.activation.gated and width // 2 % BLOCK:
-        # A block of 128 rows would hold rows of both projections, which have scales of their own.
-        parts = list(zip(*(part.chunk(2, dim=1) for part in layer.up), strict=True))
+        count = 2  # A block of 128 rows would hold rows of both projections, which have scales of their own.
     projected = torch.empty((a.data.shape[0], width), dtype=torch.float32, device=a.data.device)
-    for out, part in zip(projected.chunk(len(parts), dim=1), parts, strict=True):
-        multiply_groups(a, FP8Tensor(*part), groups, out, grouping)
+    parts = [projected, *layer.up, bias]
+    chunks = [[None] * count if part is None else part.chunk(count, dim=1) for part in parts]
+    for out, data, scale, added in zip(*chunks, strict=True):
+        multiply_groups(a, FP8Tensor(data, scale), groups, out, grouping, bias=added)
     return quantize_1x128(layer.activation(projected))
 
 
@@ -315,7 +330,8 @@ def _run_rows(operands: RowOperands) -> Tensor:
     a = quantize_1x128(data) if operands.rows_scale is None else FP8Tensor(data, operands.rows_scale)
     h = _activated(a, layer, groups, Grouping(whole=whole))
     del a
-    y = grouped_rows(h, layer.down, groups, operands.row_dtype, whole=whole, others_zero=True)
+    options = {"whole": whole, "others_zero": True, "bias": layer.biases.down_bias}
+    y = grouped_rows(h, layer.down, groups, operands.row_dtype, **options)
     return without_padding(y, rows.shape[1])
 
 

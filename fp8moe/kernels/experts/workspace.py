@@ -75,7 +75,8 @@ class Workspace:
         self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
         grouping = grouping_of(tokens * top_k, shard.total(count), capacity)
         a, h = quantized("a", hidden), quantized("h", size)
-        first, second = GemmOperands(*a, *layer.up), GemmOperands(*h, *layer.down)
+        up_bias, down_bias = layer.biases
+        first, second = GemmOperands(*a, *layer.up, up_bias), GemmOperands(*h, *layer.down, down_bias)
         self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True)
         if form is not None:
             self.gemm2 = build_gemm(second, PeerStore(row_dtype, *form), grouping, pdl=True)
@@ -87,7 +88,7 @@ class Workspace:
 
     def __call__(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
         """Returns (T, H) in the dtype of the input, or of the shard; None if rows go to the targets."""
-        (up, up_scale), (down, down_scale), _ = operands.layer
+        (up, up_scale), (down, down_scale), _, _ = operands.layer
         residual = 0 if operands.residual is None else operands.residual.data_ptr()
         x, up_address, down_address = operands.hidden_states.data_ptr(), up.data_ptr(), down.data_ptr()
         if (x | up_address | down_address | residual) & 15:

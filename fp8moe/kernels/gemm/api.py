@@ -176,7 +176,7 @@ def grouped_gemm(
     if out is None:
         return autograd.run(_grouped_gemm_op, "fp8moe.grouped_gemm", *operands, group_offsets)
     _check_grouped_out("fp8moe.grouped_gemm", out, (*operands, group_offsets), "group_offsets")
-    _grouped_gemm_out_op(*operands, group_offsets, out, None, None, None)
+    _grouped_gemm_out_op(*operands, group_offsets, out, None, None, None, None)
     return out
 
 
@@ -189,6 +189,7 @@ def grouped_rows(
     whole: tuple[int, int] | None = None,
     others_zero: bool = False,
     low_rank: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`grouped_gemm` with a result of `dtype`, bfloat16 or float32, inside of operators.
 
@@ -196,10 +197,11 @@ def grouped_rows(
     others_zero: rows of no group are zeros, not uninitialized.
     low_rank: ranks (M, r) and factors (E, N, r) in bfloat16, r a multiple of 16: ``ranks[rows of e] @ factors[e].T`` is
         added to the sums in float32.
+    bias: (E, N) bfloat16, float16 or float32, added to the sums of each group in float32.
     """
     new = torch.zeros if others_zero else torch.empty
     out = new((a.data.shape[0], b.data.shape[1]), dtype=dtype, device=a.data.device)
-    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole, *(low_rank or (None, None)))
+    _grouped_gemm_out_op(*a, *b, group_offsets, out, whole, *(low_rank or (None, None)), bias)
     return out
 
 
@@ -242,6 +244,7 @@ def grouped_gemm_swiglu(
     groups: Tensor,
     *,
     activation: Activation,
+    bias: Tensor | None = None,
     max_m: int | None = None,
     expected_m: int | None = None,
     whole: tuple[int, int] | None = None,
@@ -253,6 +256,7 @@ def grouped_gemm_swiglu(
         the blocks of the gate rows, then those of the up rows.
     groups: group_offsets (E+1,) int32, or with max_m, where M = E * max_m, masked_m (E,) int32.
     activation: a SwiGLU; ValueError for another.
+    bias: (E, 2I) bfloat16, float16 or float32, added to the sums of gate and up.
     expected_m: with max_m, about how many rows a group has; only the speed depends on it. whole: without it, see
         `grouped_rows`.
     Returns data (M, I) and MN-major scale (M, ceil(I/128)); rows of no group are uninitialized.
@@ -260,7 +264,7 @@ def grouped_gemm_swiglu(
     if not activation.is_swiglu:
         raise ValueError(f"activation: expected a gated silu, got {activation}")
     limits = activation.limit, activation.alpha
-    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, *limits, max_m, expected_m, whole))
+    return FP8Tensor(*_swiglu_op(*a, *gate_up, groups, *limits, bias, max_m, expected_m, whole))
 
 
 def multiply_groups(
@@ -270,6 +274,7 @@ def multiply_groups(
     out: Tensor,
     grouping: Grouping = Grouping(),  # noqa: B008 (immutable)
     low_rank: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Write the products of checked operands to ``out``, all rows in two dimensions, on the backend that takes them."""
     if out.numel() == 0 or b.data.shape[0] == 0:
@@ -278,7 +283,7 @@ def multiply_groups(
     if masked or use_cuda(a.data):
         a = checks.activations(*a)
     if not use_cuda(a.data):
-        reference.grouped_gemm_reference(a, b, groups, out, max_m=grouping.max_m, low_rank=low_rank)
+        reference.grouped_gemm_reference(a, b, groups, out, max_m=grouping.max_m, low_rank=low_rank, bias=bias)
         return
     groups = groups.contiguous()
     if a.data.shape[1] == 0:
@@ -290,16 +295,22 @@ def multiply_groups(
         epilogue, more = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
     if masked:  # as they are looked up before a call checks anything
         a = FP8Tensor(*(part.unflatten(0, masked) for part in a))
-    operands = Operands(*a, aligned(b.data), b.scale.contiguous(), groups=groups)
+    operands = Operands(*a, aligned(b.data), b.scale.contiguous(), checks.bias_vector(bias), groups=groups)
     like = None if out.is_contiguous() else out
     launch.run(launch.grouped(a.data.get_device(), operands, epilogue, grouping, like), operands, out, *more)
 
 
 def multiply_groups_to(
-    a: FP8Tensor, b: FP8Tensor, groups: Tensor, pointers: tuple[int, ...], epilogue: PeerStore, grouping: Grouping
+    a: FP8Tensor,
+    b: FP8Tensor,
+    groups: Tensor,
+    pointers: tuple[int, ...],
+    epilogue: PeerStore,
+    grouping: Grouping,
+    bias: Tensor | None = None,
 ) -> None:
     """Write the products to peers: GPUs only. a 2-D, b contiguous; pointers: addresses for the epilogue's fields."""
-    operands = Operands(*a, *b, groups=groups)
+    operands = Operands(*a, *b, checks.bias_vector(bias), groups=groups)
     index = a.data.get_device()
     found = launch.grouped(index, operands, epilogue, grouping)
     with device_guard(index):
@@ -350,26 +361,28 @@ class _GroupedOut(NamedTuple):
     whole: tuple[int, int] | None
     ranks: Tensor | None
     factors: Tensor | None
+    bias: Tensor | None
 
 
 def _grouped_gemm_out(call: _GroupedOut) -> None:
-    a, b, group_offsets, out, whole, ranks, factors = call
-    operands, grouping, found = Operands(*a, *b, groups=group_offsets), Grouping(whole=whole), None
+    a, b, group_offsets, out, whole, ranks, factors, bias = call
+    operands, grouping, found = Operands(*a, *b, bias, groups=group_offsets), Grouping(whole=whole), None
     if ranks is None and factors is None and out.is_contiguous() and out.dtype in _PLAIN:
         found = launch.find(launch.grouped, operands, _PLAIN[out.dtype], grouping, None)
     if found is None:
         _grouped_gemm_out_fake(call)
     else:
         checks.result(out, found.shape, a.data.device)
-    checks.own_memory(out, a, b, group_offsets=group_offsets)
+    checks.own_memory(out, a, b, group_offsets=group_offsets, bias=bias)
     if found is None:
-        multiply_groups(a, b, group_offsets, out, grouping, None if ranks is None else (ranks, factors))
+        multiply_groups(a, b, group_offsets, out, grouping, None if ranks is None else (ranks, factors), bias)
     else:
         launch.run(found, operands, out)
 
 
 def _grouped_gemm_out_fake(call: _GroupedOut) -> None:
     checks.result(call.out, checks.contiguous(call.a, call.b, call.group_offsets), call.a.data.device)
+    checks.group_bias(call.bias, call.a.data, call.b.data)
     if call.ranks is not None or call.factors is not None:
         checks.low_rank(call.ranks, call.factors, call.a.data, call.b.data)
 
@@ -410,6 +423,7 @@ class _Swiglu(NamedTuple):
     groups: Tensor
     limit: float | None
     alpha: float | None
+    bias: Tensor | None
     max_m: int | None
     expected_m: int | None
     whole: tuple[int, int] | None
@@ -417,14 +431,16 @@ class _Swiglu(NamedTuple):
 
 def _check_swiglu(call: _Swiglu) -> None:
     checks.swiglu(call.a, call.b, call.groups, call.max_m)
+    checks.group_bias(call.bias, call.a.data, call.b.data)
 
 
 def _swiglu_cuda(call: _Swiglu) -> tuple[Tensor, Tensor]:
-    a, b, groups, limit, alpha, max_m, expected_m, whole = call
+    a, b, groups, limit, alpha, bias, max_m, expected_m, whole = call
     data, scale = _empty_swiglu(call)
     if data.numel() and b.data.shape[0]:
         rows = checks.activations(*a)
-        operands = Operands(*rows, aligned(b.data), b.scale.contiguous(), groups=groups.contiguous())
+        added = checks.bias_vector(bias)
+        operands = Operands(*rows, aligned(b.data), b.scale.contiguous(), added, groups=groups.contiguous())
         epilogue, grouping = SwigluQuantize(Activation(limit, alpha)), Grouping(expected_m, max_m, whole)
         found = launch.grouped(a.data.get_device(), operands, epilogue, grouping)
         launch.run(found, operands, data, scale.data_ptr(), scale.stride(1))
@@ -434,7 +450,8 @@ def _swiglu_cuda(call: _Swiglu) -> tuple[Tensor, Tensor]:
 def _swiglu_reference(call: _Swiglu) -> tuple[Tensor, Tensor]:
     out, activation = _empty_swiglu(call), Activation(call.limit, call.alpha)
     if out.data.numel() and call.b.data.shape[0]:
-        reference.grouped_gemm_swiglu_reference(call.a, call.b, call.groups, activation, out, max_m=call.max_m)
+        options = {"max_m": call.max_m, "bias": call.bias}
+        reference.grouped_gemm_swiglu_reference(call.a, call.b, call.groups, activation, out, **options)
     return out
 
 

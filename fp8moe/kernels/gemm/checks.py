@@ -5,7 +5,16 @@ from torch import Tensor
 
 from fp8moe.quant.checks import check_scale, check_weight_scale, fp8_data, mn_major
 from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_mn_major, has_channel_scales
-from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, check_own_memory, describe, row_major
+from fp8moe.runtime.checks import (
+    FLOATING,
+    aligned,
+    check_device,
+    check_dtype,
+    check_like,
+    check_own_memory,
+    describe,
+    row_major,
+)
 
 RESULTS = (torch.bfloat16, torch.float32)
 
@@ -46,6 +55,15 @@ def low_rank(ranks: Tensor | None, factors: Tensor | None, a: Tensor, b: Tensor)
         raise ValueError(f"ranks: expected a multiple of 16 ranks (pad with zeros), got {rank}")
     if not k:
         raise ValueError("a.data: expected a K to which ranks are added, got K = 0")
+
+
+def group_bias(bias: Tensor | None, a: Tensor, b: Tensor) -> None:
+    """Dtype, shape and device of a bias (E, N) of groups, or None."""
+    if bias is None:
+        return
+    check_like("bias", bias, FLOATING, tuple(b.shape[:2]), a.device, "a.data")
+    if not b.shape[2]:
+        raise ValueError("a.data: expected a K to whose sums a bias is added, got K = 0")
 
 
 def rows_of_experts(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
@@ -134,10 +152,10 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
 
 
 def bias_vector(bias: Tensor | None) -> Tensor | None:
-    """``bias`` as the kernels read it, contiguous bfloat16 or float32: itself where it is, otherwise a copy."""
+    """``bias`` as the kernels read it, aligned bfloat16 or float32: itself where it is, otherwise a copy."""
     if bias is None:
         return None
-    return (bias.float() if bias.dtype is torch.float16 else bias).contiguous()
+    return aligned(bias.float() if bias.dtype is torch.float16 else bias)
 
 
 def _operands(

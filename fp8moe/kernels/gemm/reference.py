@@ -66,15 +66,18 @@ def grouped_gemm_reference(
     *,
     max_m: int | None = None,
     low_rank: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
 ) -> None:
-    """``out[rows of e] = gemm(a[rows of e], b[e])`` for every expert e, plus ``ranks[rows of e] @ factors[e].T`` of
-    low_rank, rounded once. Other rows of ``out`` are left alone.
+    """``out[rows of e] = gemm(a[rows of e], b[e], bias[e])`` for every expert e, plus ``ranks[rows of e] @
+    factors[e].T`` of low_rank, rounded once. Other rows of ``out`` are left alone.
 
-    a: data (M, K) with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)); out (M, N).
+    a: data (M, K) with scale (M, ceil(K/128)); b: data (E, N, K) with scale (E, ceil(N/128), ceil(K/128)); bias (E, N);
+    out (M, N).
     groups, max_m: see `group_rows`.
     """
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
-        result = gemm_reference(_part(a, rows), _part(b, expert), None, torch.float32)
+        added = None if bias is None else bias[expert]
+        result = gemm_reference(_part(a, rows), _part(b, expert), added, torch.float32)
         if low_rank is not None:
             ranks, factors = low_rank
             result += products(ranks[rows].float(), factors[expert].float().T)
@@ -89,19 +92,22 @@ def grouped_gemm_swiglu_reference(
     out: FP8Tensor,
     *,
     max_m: int | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Each group's two projections, `activation` in float32, quantized 1x128 into ``out``. Other rows are left alone.
 
     a: data (M, H) with scale (M, ceil(H/128)). gate_up: data (E, 2I, H), gate rows then up rows, with the scales of
-    gate and then of up, (E, 2 * ceil(I/128), ceil(H/128)) or (E, 2I, 1). out: data (M, I), scale (M, ceil(I/128)).
+    gate and then of up, (E, 2 * ceil(I/128), ceil(H/128)) or (E, 2I, 1); bias (E, 2I). out: data (M, I), scale
+    (M, ceil(I/128)).
     groups, max_m: see `group_rows`.
     """
     size, blocks = gate_up[0].shape[1] // 2, gate_up[1].shape[1] // 2
     for expert, rows in group_rows(groups, a[0].shape[0], max_m):
         x = _part(a, rows)
         data, scale = _part(gate_up, expert)
-        gate = gemm_reference(x, FP8Tensor(data[:size], scale[:blocks]), None, torch.float32)
-        up = gemm_reference(x, FP8Tensor(data[size:], scale[blocks:]), None, torch.float32)
+        gate_bias, up_bias = (None, None) if bias is None else bias[expert].chunk(2)
+        gate = gemm_reference(x, FP8Tensor(data[:size], scale[:blocks]), gate_bias, torch.float32)
+        up = gemm_reference(x, FP8Tensor(data[size:], scale[blocks:]), up_bias, torch.float32)
         quantized = reference.quantize_1x128(activation(torch.cat([gate, up], dim=-1)), False)
         out.data[rows], out.scale[rows] = quantized
 

@@ -1,0 +1,115 @@
+"""Experts with biases: the reference, layers, their state dicts, shares of ranks, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from fp8moe import FP8Tensor, GroupedExperts
+from fp8moe.kernels.experts import experts_rows
+from fp8moe.kernels.experts.operands import Biases
+from tests import bias_cases, experts_cases
+from tests.bias_cases import DTYPES, FORMS, KINDS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups(kind, dtype):
+    bias_cases.check_groups("cpu", [3, 0, 1, 17], 136, 272, kind, dtype)
+    bias_cases.check_swiglu("cpu", [3, 0, 1, 17], 80, 272, kind, dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("hidden", "size"), [(144, 72), (100, 50)])
+def test_layers(form, hidden, size):
+    bias_cases.check_layer("cpu", 9, hidden, size, form)
+
+
+def test_layers_with_channels():
+    bias_cases.check_layer("cpu", 9, 100, 50, "gpt-oss", weight_scales="channel")
+    bias_cases.check_layer("cpu", 9, 144, 72, "relu2, no gate", weight_scales="channel", dtype=torch.float16)
+
+
+def test_state_dict_has_the_names_of_transformers():
+    layer = bias_cases.make_layer("cpu", 4, 144, 72, dtype=torch.float32)
+    state = layer.state_dict()
+    assert (state["gate_up_proj_bias"].shape, state["down_proj_bias"].shape) == ((4, 144), (4, 144))
+    assert {state["gate_up_proj_bias"].dtype, state["down_proj_bias"].dtype} == {torch.float32}
+    x, index, routing, _ = experts_cases.inputs()
+    other = GroupedExperts(num_experts=4, hidden_size=144, intermediate_size=72, dtype=torch.float32, bias=True)
+    other.load_state_dict(state)
+    assert torch.equal(other(x, index, routing), layer(x, index, routing))
+    assert "bias=True" in repr(layer)
+    plain = experts_cases.make(gated=False, activation="relu2", bias=True)
+    assert {"up_proj_bias", "down_proj_bias"} < plain.state_dict().keys()
+    assert not any("bias" in name for name in experts_cases.make().state_dict())
+    assert layer.half().down_proj_bias.dtype == torch.float16 and layer.down_proj_scale_inv.dtype == torch.float32
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_from_experts():
+    layer = bias_cases.make_layer("cpu", 4, 144, 96)
+    x, index, routing, _ = experts_cases.inputs()
+    shared = GroupedExperts.from_experts(layer)
+    assert torch.equal(shared(x, index, routing), layer(x, index, routing))
+    assert shared.down_proj_bias.data_ptr() == layer.down_proj_bias.data_ptr()
+    with pytest.raises(ValueError, match="bias: expected False with a master_dtype"):
+        GroupedExperts.from_experts(layer, master_dtype=torch.float32)
+    layer.down_proj_bias = nn.Parameter(torch.zeros(4, 143))
+    with pytest.raises(ValueError, match=r"module.down_proj_bias: expected shape \(4, 144\) in bfloat16"):
+        GroupedExperts.from_experts(layer)
+
+
+@torch.no_grad()
+def test_shares_of_ranks():
+    layer = bias_cases.make_layer("cpu", 4, 144, 72)
+    x, index, routing, _ = experts_cases.inputs(dtype=torch.float32)
+    parts = []
+    for start, end in ((0, 1), (1, 4)):
+        biases = Biases(*(getattr(layer, name)[start:end] for name in layer.bias_names))
+        parts.append(experts_cases.part(layer, x, index, routing, start, end, biases=biases, row_dtype=torch.float32))
+    assert torch.allclose(sum(parts), layer(x, index, routing), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_rows():
+    layer = bias_cases.make_layer("cpu", 4, 144, 72)
+    x, _, _, _ = experts_cases.inputs(dtype=torch.float32)
+    ends = torch.tensor([0, 7, 7, 30, 38], dtype=torch.int32)
+    rows = layer.forward_rows(x, ends)
+    assert not rows[38:].any()
+    expert = torch.arange(4).repeat_interleave(ends.diff())[:, None]
+    assert torch.equal(rows[:38], layer(x[:38], expert, torch.ones(38, 1)))
+
+
+def test_a_nan_stays_in_its_column():
+    layer = bias_cases.make_layer("cpu", 4, 144, 96)
+    x, index, routing, _ = experts_cases.inputs()
+    layer.down_proj_bias.data[2, 5] = torch.nan
+    out = layer(x, index, routing)
+    hit = (index == 2).any(1)
+    assert out[hit, 5].isnan().all() and out[:, :5].isfinite().all() and out[~hit].isfinite().all()
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="bias: expected False with a master_dtype, got True"):
+        experts_cases.make(bias=True, master_dtype=torch.float32)
+    layer = bias_cases.make_layer("cpu", 4, 144, 96)
+    x, index, routing, grad = experts_cases.inputs()
+    x.requires_grad_()
+    with pytest.raises(RuntimeError, match="^fp8moe.GroupedExperts with biases has no backward"):
+        layer(x, index, routing).backward(grad)
+    with pytest.raises(ValueError, match="^biases: expected None for gradients"):
+        layer.forward_rows(x, torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
+    up, down = experts_cases.weights_of(layer)
+    call = dict(activation=layer.activation, biases=Biases(layer.gate_up_proj_bias[:, 1:], None))
+    with pytest.raises(ValueError, match=r"gate_up_proj_bias: expected shape \(4, 192\), got \(4, 191\)"):
+        experts_rows(x.detach(), torch.zeros(5, dtype=torch.int32), up, down, **call)
+    call["biases"] = Biases(None, layer.down_proj_bias.double())
+    with pytest.raises(TypeError, match="down_proj_bias: expected bfloat16, float16 or float32"):
+        experts_rows(x.detach(), torch.zeros(5, dtype=torch.int32), up, down, **call)
+    call["biases"] = Biases(None, layer.down_proj_bias)
+    nothing = FP8Tensor(up.data[:, :0], up.scale[:, :0]), FP8Tensor(down.data[..., :0], down.scale[..., :0])
+    with pytest.raises(ValueError, match="down_proj_bias: expected None for experts with I = 0"):
+        experts_rows(x.detach(), torch.zeros(5, dtype=torch.int32), *nothing, **call)
