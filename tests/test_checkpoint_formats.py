@@ -140,6 +140,16 @@ def test_conversions_that_need_to_quantize_again(tmp_path, layout, capsys):
     assert 0.01 < error < 0.04 and f"a relative error of {error:.2%} added" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("bad", [float("nan"), -1.0])
+def test_requantizing_channels_with_bad_scales(tmp_path, bad):
+    written(tmp_path / "x", "compressed-tensors channel")
+    tensors = load_file(tmp_path / "x" / SINGLE)
+    tensors[f"{E}_scale"][1] = bad
+    save_file(tensors, tmp_path / "x" / SINGLE)
+    with pytest.raises(CheckpointError, match=f"{E}_scale: has 1 (NaN|negative) of 96 values"):
+        convert_checkpoint(tmp_path / "x", tmp_path / "y", requantize=True)
+
+
 def test_only_quantized_checkpoints_are_converted(tmp_path):
     tmp_path.joinpath("x").mkdir()
     save_file(unquantized(), tmp_path / "x" / SINGLE)

@@ -396,6 +396,10 @@ def test_refused_options(tmp_path, saved):
         ValueError, match=r"not all scales are powers of two in layers\.0\.experts\.down_proj_scale_inv"
     ):
         save_fp8_checkpoint(model, tmp_path, scale_format="ue8m0")
+    other = Model()
+    other.register_buffer("phases", torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="model: phases is in torch.complex64, which checkpoints do not have"):
+        save_fp8_checkpoint(other, tmp_path)
     assert list(tmp_path.iterdir()) == []
     write(tmp_path, {"x": torch.ones(1)})
     with pytest.raises(ValueError, match=r"already holds a checkpoint"):

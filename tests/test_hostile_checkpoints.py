@@ -1,15 +1,19 @@
 """Damaged and hostile checkpoints: refused in words, in bounded time and memory, and nothing is half loaded."""
 
 import importlib.util
+import itertools
 import json
 import math
 import os
+import shutil
+from random import Random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from fp8moe import GroupedExperts
 from fp8moe.checkpoints.read import (
@@ -24,6 +28,7 @@ from fp8moe.checkpoints.untrusted import parse_object, printable
 from fp8moe.cli import main
 from fp8moe.integrations.checkpoints import (
     CheckpointError,
+    convert_checkpoint,
     inspect_checkpoint,
     load_fp8_checkpoint,
     quantize_checkpoint,
@@ -182,6 +187,70 @@ def test_a_scale_of_nothing(single):
     save_file(load_file(single / SINGLE) | {"_scale_inv": torch.ones(1)}, single / SINGLE)
     assert inspect_checkpoint(single).problems == ["_scale_inv: a scale without a weight"]
     assert refused(single) == ["_scale_inv: extra, the model has no such tensor"]
+
+
+_NAMES = (
+    *(("a.weight", "a.weight_scale"), ("a.weight", "a.weight_scale_inv"), ("a.weight_packed", "a.weight_scale")),
+    *(("a.qweight", "a.scales"), ("experts.down_proj", "experts.down_proj_weight_scale")),
+    ("experts.gate_up_proj", "experts.gate_up_proj_scale_inv"),
+    ("experts.gate_up_proj_blocks", "experts.gate_up_proj_scales"),
+    ("experts.0.gate_proj.weight", "experts.gate_up_proj_scale_inv"),
+    ("experts.0.up_proj.weight", "experts.0.up_proj.weight_scale"),
+)
+_SHAPES = (
+    *((), (0,), (33,), (0, 32), (4, 0), (1, 1), (3, 5), (64, 32), (32, 0, 32), (2, 0, 64), (3, 7, 32), (2, 4, 16)),
+    *((2, 2, 2, 16), (2, 2, 0, 16), (2, 2, 2, 2, 32)),
+)
+_METHODS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8")
+
+
+def scale_shapes(shape):
+    """Shapes that the scale of codes of this shape has in some format."""
+    *lead, rows, columns = (1, 1, *shape)[-max(len(shape), 2) :]
+    sizes = [(), (1,), shape[:1], shape[:-1], (*shape[:-1], 1), (*shape[:1], 1, 1)]
+    sizes += [(*shape[:-1], 2 * columns // 32), (*shape[:-1], -(-columns // 32)), (*shape[:-1], -(-2 * columns // 128))]
+    return [*sizes, (*lead, -(-rows // 128), -(-columns // 128))]
+
+
+def test_codes_and_scales_that_fit_each_other(tmp_path):
+    """Of any rank and emptiness: what one mutation does not reach."""
+    pairs = [(shape, scale) for shape in _SHAPES for scale in scale_shapes(shape)]
+    dtypes = (("F8_E4M3", "U8", "I8", "I32"), ("F32", "BF16", "F8_E8M0", "U8", "F8_E4M3", "I8"))
+    cases = list(itertools.product(_NAMES, pairs, *dtypes, _METHODS))
+    problems = {}
+    for names, shapes, *kinds, method in Random(0).sample(cases, 500):
+        header, end = {}, 0
+        for name, shape, dtype in zip(names, shapes, kinds, strict=True):
+            begin, end = end, end + math.prod(shape) * {"F32": 4, "I32": 4, "BF16": 2}.get(dtype, 1)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        (tmp_path / "x").mkdir()
+        write_parts(tmp_path / "x" / SINGLE, json.dumps(header).encode(), b"<" * end)
+        config = {"quantization_config": {"quant_method": method, "scale_fmt": "ue8m0"}}
+        (tmp_path / "x" / CONFIG).write_text(json.dumps(config))
+        for read in (
+            inspect_checkpoint,
+            lambda directory: load_fp8_checkpoint(nn.Module(), directory),
+            lambda directory: convert_checkpoint(directory, tmp_path / "converted", requantize=True),
+        ):
+            problem = attempt(read, tmp_path / "x")
+            problems |= {problem: header} if problem else {}
+        for directory in tmp_path.iterdir():
+            shutil.rmtree(directory)
+    assert problems == {}
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64"])
+def test_unknown_dtypes(single, tmp_path, dtype):
+    """They may be in a checkpoint that is loaded, but cannot be written again."""
+    header, data = read_parts(single / SINGLE)
+    size = 1 if dtype.startswith("F8") else 8
+    header["other"] = {"dtype": dtype, "shape": [1], "data_offsets": [len(data), len(data) + size]}
+    write_parts(single / SINGLE, json.dumps(header).encode(), data + bytes(size))
+    load_fp8_checkpoint(Model(), single, ignore=["other"])
+    with pytest.raises(CheckpointError) as error:
+        convert_checkpoint(single, tmp_path / "converted")
+    assert error.value.problems == [f"other: unknown dtype {dtype}"]
+    assert not (tmp_path / "converted").exists()
 
 
 def edit_header(path, function):

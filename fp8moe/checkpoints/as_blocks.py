@@ -40,16 +40,9 @@ def as_blocks(checkpoint: Checkpoint) -> tuple[Checkpoint, Found]:
     return replace(checkpoint, tensors=tensors), found
 
 
-def as_values(checkpoint: Checkpoint) -> tuple[Checkpoint, set[str]]:
-    """See what blocks do not hold exactly as float32 values, and all else as blocks; also return the names of these.
-
-    Raises CheckpointError for a format whose values are not known here.
-    """
-    found = examine(checkpoint)
-    kinds = {weight.kind for weight in found.weights} - {None}
-    known = kinds <= {*_MICROSCALED, "fp8-block", "fp8-tensor", "fp8-channel"} and "fp8-channel" in kinds
-    if not found.format.loads and not (known and (found.declared is None or found.declared.kinds)):
-        raise CheckpointError(f"cannot convert {checkpoint.directory}", [found.format.reason, *checkpoint.problems])
+def as_values(found: Found) -> tuple[Checkpoint, set[str]]:
+    """See what blocks do not hold exactly as float32 values, and all else as blocks; also return the names of these."""
+    checkpoint = found.checkpoint
     spread = {problem.partition(":")[0] for problem in inexact_weights(found)}
     tensors, values = dict(checkpoint.tensors), set()
     for weight in found.weights:
@@ -76,6 +69,8 @@ def inexact_weights(found: Found) -> Iterator[str]:
     weights = {weight.scale: weight for weight in found.weights}
     spread = []
     for scale, values in checkpoint.read_unmapped(exponents):
+        if not values.numel():
+            continue
         groups = values.view(torch.uint8).view(-1, *exponents[scale].shape[-2:]).int()
         spread += [scale for matrix in groups if int(_spread(matrix)) > _FP4_SPREAD][:1]
     with checkpoint.reader() as reader:
@@ -90,7 +85,7 @@ def inexact_weights(found: Found) -> Iterator[str]:
 
 def _made_of(weight: QuantizedWeight, checkpoint: Checkpoint, found: Found) -> dict[str, TensorInfo]:
     """The weight and its scale as blocks; empty for what is stored so, and for what is named when it is matched."""
-    if weight.scale is None or weight.kind is None:
+    if weight.kind is None or not weight.has_own_scale:
         return {}
     name, codes, scale = weight.weight, checkpoint.tensors[weight.codes], checkpoint.tensors[weight.scale]
     shape = values_shape(weight, codes)
@@ -121,7 +116,7 @@ def _made_of(weight: QuantizedWeight, checkpoint: Checkpoint, found: Found) -> d
         make = partial(_fill, matrices=matrices, grid=grid[-2:])
     elif weight.transposed:
         make = partial(_transposed_scale, grid=grid[-2:])
-    elif scale.dtype in SCALE_DTYPES and (weight_of(weight.scale) == name or not weight.has_own_scale):
+    elif scale.dtype in SCALE_DTYPES and weight_of(weight.scale) == name:
         return {}
     else:
         make = partial(_reshaped_scale, grid=grid[-2:])

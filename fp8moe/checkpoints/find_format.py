@@ -167,9 +167,13 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], weights: list[
     if refused:
         kind = KINDS[refused[0].kind]
         return result(f"{_prefix(declarations)}{kind.words} ({refused[0].codes}), {kind.refusal}")
-    biased = next((name for name in checkpoint.tensors if name.endswith(f".{GATE_UP}_blocks")), None)
+    biased = next((weight.codes for weight in weights if weight.codes.endswith("_blocks")), None)
     if biased is not None:
         return result(f"{biased}: MXFP4 experts with biases (GPT-OSS), which fp8moe's experts do not have")
+    for weight in weights:
+        spec = checkpoint.tensors[weight.codes].spec
+        if weight.kind is None and spec.dtype != FP8:
+            return result(f"{weight.codes}: {spec.dtype} {spec.shape}, expected the codes of matrices")
     for weight in weights:
         for declaration in declarations:
             if declaration.kinds is not None and weight.kind and weight.kind not in declaration.kinds:
@@ -178,12 +182,11 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], weights: list[
                 )
     for weight in weights:
         shape = checkpoint.tensors[weight.codes].shape
-        if (
-            weight.kind == "fp8-block"
-            and weight.transposed
-            and weight.codes.endswith(GATE_UP)
-            and shape[2] // 2 % BLOCK
-        ):
+        if matrices_of(weight.weight, shape) == 1:
+            continue
+        if not weight.transposed and shape[1] % 2:
+            return result(f"{weight.codes}: shape {shape}, expected as many rows of gate as of up")
+        if weight.transposed and weight.kind == "fp8-block" and shape[2] // 2 % BLOCK:
             return result(f"{weight.codes}: gate and up, of {shape[2] // 2} columns each, share blocks of their scale")
     if not weights:
         if declarations:
@@ -228,6 +231,7 @@ def _quantized_weights(checkpoint: Checkpoint, declaration: Declared | None) -> 
         transposed = _is_transposed(weight, info.shape, tensors)
         kind = _kind(
             weight,
+            name,
             info.spec,
             tensors[scale].spec if scale else None,
             declaration,
@@ -284,6 +288,7 @@ def _is_transposed(weight: str, shape: tuple[int, ...], tensors: Mapping[str, An
 
 def _kind(
     weight: str,
+    name: str,
     codes: TensorSpec,
     scale: TensorSpec | None,
     declaration: Declared | None,
@@ -293,7 +298,7 @@ def _kind(
 ) -> str | None:
     """The kind of a weight, of `KINDS`: the first that is declared and fits the shape of its scale, else that fits."""
     if codes.dtype != FP8:
-        return _packed_kind(codes, scale)
+        return _packed_kind(name, codes, scale)
     if scale is None or len(codes.shape) not in (2, 3):
         return None
     if scale_is_shared:
@@ -303,15 +308,18 @@ def _kind(
     return next(iter(preferred or fitting), None)
 
 
-def _packed_kind(codes: TensorSpec, scale: TensorSpec | None) -> str:
-    """The kind of codes that are packed into integers."""
+def _packed_kind(name: str, codes: TensorSpec, scale: TensorSpec | None) -> str | None:
+    """The kind of codes that are packed into integers, None if they are not those of matrices."""
+    in_groups = name.endswith("_blocks")  # of GPT-OSS: (E, N, K/32, 16)
+    if len(codes.shape) not in ((4,) if in_groups else (2, 3)):
+        return None
     if scale is not None and scale.dtype == FP8:
         return "nvfp4"
     two_each = codes.dtype in ("I8", "U8")
     if two_each and scale is not None and scale.dtype in ("F8_E8M0", "U8"):
         *rows, columns = codes.shape
-        grouped = tuple(rows) if len(codes.shape) == 4 else (*rows, 2 * columns // MX_BLOCK)
-        if scale.shape == grouped and 2 * columns % MX_BLOCK == 0 and len(codes.shape) > 1:
+        grouped = tuple(rows) if in_groups else (*rows, 2 * columns // MX_BLOCK)
+        if scale.shape == grouped and 2 * columns % MX_BLOCK == 0 and (not in_groups or 2 * columns == MX_BLOCK):
             return "mxfp4"
     if codes.dtype in ("I8", "U8") and scale is not None:
         *_, rows, columns = (1, *codes.shape)

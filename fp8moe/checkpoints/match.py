@@ -204,9 +204,12 @@ def scale_problems(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
 
     The scale of a block of zeros is positive, too. Memory holds one scale at a time: 1/16384 of its weight's elements.
     """
-    problems = []
-    infos = {name: checkpoint.tensors[name] for name in names}
-    stored = {name: info.scale.info if isinstance(info, Derived) else info for name, info in infos.items()}
+    problems, stored = [], {}
+    for name in names:
+        info = checkpoint.tensors[name]
+        if isinstance(info, Derived):
+            name, info, _ = info.scale
+        stored[name] = info
     for name, values in checkpoint.read_unmapped(stored):
         found = _no_scales(as_float(values))
         if found:

@@ -206,16 +206,19 @@ def convert(
     stored, target = open_checkpoint(src_dir), Path(dst_dir)
     _check_target(target, stored)
     found = examine(stored)
+    if not found.format.loads:
+        raise CheckpointError(f"cannot convert {stored.directory}", [found.format.reason, *stored.problems])
     if not found.weights:
         raise CheckpointError(f"cannot convert {stored.directory}", [f"{found.format.reason}; quantize it instead"])
     channels = [weight.codes for weight in found.weights if weight.kind == "fp8-channel"]
-    if channels and not requantize and found.format.loads:
+    if channels and not requantize:
         why = (
             f"{found.format.reason} ({channels[0]}), which blocks cannot hold; requantize=True (--requantize) rounds it"
         )
         raise CheckpointError(f"cannot convert {stored.directory}", [why])
-    source, values = as_values(stored) if requantize else (as_blocks(stored)[0], set())
-    problems = stored.problems + block_problems(source, found)
+    blocks, _ = as_blocks(stored)
+    source, values = as_values(found) if requantize else (blocks, set())
+    problems = stored.problems + _unknown_dtypes(stored) + block_problems(blocks, found)
     problems += inexact_weights(found) if not requantize and not problems else ()
     if problems:
         raise CheckpointError(f"cannot convert {stored.directory}", problems)
@@ -320,7 +323,7 @@ def _source_problems(source: Checkpoint, quantized: Collection[str]) -> list[str
         f"{file}: is a link to outside of the checkpoint; put the file itself there"
         for file in (CONFIG, INDEX, *source.files)
         if _leaves(source.directory / file)
-    ]
+    ] + _unknown_dtypes(source)
     if not quantized:
         problems.append("no weight would become FP8: skip leaves no matrix in BF16, F16 or F32, and no fused experts")
     for module in sorted(_partly_quantized(source, quantized)):
@@ -328,8 +331,6 @@ def _source_problems(source: Checkpoint, quantized: Collection[str]) -> list[str
     for name, info in source.tensors.items():
         if info.dtype == FP8:
             problems.append(f"{name}: is {FP8} already; start from the unquantized checkpoint")
-        elif info.dtype not in DTYPES:
-            problems.append(f"{name}: unknown dtype {info.dtype}")
         if name in quantized and scale_name(name) in source.tensors:
             problems.append(f"{scale_name(name)}: this name is needed for the scale of {name}")
         fused = parse_fused(name, info.shape) if name in quantized else None
@@ -348,6 +349,10 @@ def _source_problems(source: Checkpoint, quantized: Collection[str]) -> list[str
         elif fused.projection == GATE_UP and info.shape[1] % 2:
             problems.append(f"{name}: shape {info.shape}, expected as many rows of gate as of up")
     return problems
+
+
+def _unknown_dtypes(source: Checkpoint) -> list[str]:
+    return [f"{name}: unknown dtype {info.dtype}" for name, info in source.tensors.items() if info.dtype not in DTYPES]
 
 
 def _check_patterns(skip: tuple[str, ...], source: Checkpoint) -> None:

@@ -105,6 +105,9 @@ def _check(directory: Path | None, state: Mapping[str, Tensor], experts: str, sc
     meta = [name for name, value in state.items() if value.is_meta]
     if meta:
         raise ValueError(f"model: has no data, on the meta device: {', '.join(meta[:10])}")
+    for name, value in state.items():
+        if value.dtype not in DTYPE_NAMES:
+            raise ValueError(f"model: {name} is in {value.dtype}, which checkpoints do not have")
 
 
 def _check_powers_of_two(scales: Mapping[str, Tensor]) -> None:

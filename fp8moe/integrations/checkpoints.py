@@ -62,8 +62,8 @@ def save_fp8_checkpoint(
     quantization_config.
 
     Raises ValueError, before anything is written, for unknown options, a directory that already holds a checkpoint, a
-    model with parameters on the meta device, "ue8m0" with other scales, scales of blocks in some modules and of
-    channels in others, or another model on one of the processes.
+    model with parameters on the meta device or in a dtype that is not stored, "ue8m0" with other scales, scales of
+    blocks in some modules and of channels in others, or another model on one of the processes.
     """
     save(
         model,
