@@ -333,6 +333,7 @@ TRANSFORMERS = {
     "DeepseekV4": ("deepseek_v4", dict(n_routed_experts=4, swiglu_limit=0.4)),
     "NemotronH": ("nemotron_h", dict(n_routed_experts=4, mlp_hidden_act="relu2")),
     "GptOss": ("gpt_oss", dict(num_local_experts=4)),
+    "Aria": ("aria", dict(moe_num_experts=4, num_attention_heads=4)),
 }
 
 
@@ -342,9 +343,10 @@ def transformers_experts(kind, hidden=144, size=96):
     name, options = TRANSFORMERS[kind]
     modeling = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
     sizes = dict(hidden_size=hidden, moe_intermediate_size=size)
-    if kind in ("Mixtral", "GptOss"):
+    if kind in ("Mixtral", "GptOss", "Aria"):
         sizes["intermediate_size"] = size
-    config = getattr(transformers, f"{kind}Config")(**sizes, **options)
+    name = "AriaText" if kind == "Aria" else kind
+    config = getattr(transformers, f"{name}Config")(**sizes, **options)
     config._experts_implementation = "eager"
     module = getattr(modeling, f"{kind}Experts")(config)
     torch.manual_seed(0)
@@ -374,9 +376,36 @@ def test_from_experts_of_transformers(kind, size):
         close(layer(x, index, weights), module(x, index, weights.bfloat16()), tolerance)
 
 
-def test_from_experts_refuses_those_of_gpt_oss():
-    with pytest.raises(ValueError, match="transposed or interleaved weights"):
-        GroupedExperts.from_experts(transformers_experts("GptOss"))
+@pytest.mark.parametrize("size", [96, 128, 200])
+@pytest.mark.parametrize("kind", ["GptOss", "Aria"])
+def test_from_experts_stored_the_other_way(kind, size):
+    """(E, columns, rows); GPT-OSS has rows of gate and up in turns besides, and biases."""
+    module = transformers_experts(kind, size=size)
+    if not hasattr(module, "is_transposed"):
+        pytest.skip(f"the experts of {kind} are of another class in this transformers")
+    layer = GroupedExperts.from_experts(module)
+    rows = module.gate_up_proj.detach().mT.contiguous()
+    if kind == "GptOss":
+        rows = torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
+        bias = torch.cat([module.gate_up_proj_bias[:, ::2], module.gate_up_proj_bias[:, 1::2]], 1)
+        assert torch.equal(layer.gate_up_proj_bias, bias)
+        assert layer.down_proj_bias.data_ptr() == module.down_proj_bias.data_ptr()
+        assert layer.activation == Activation(limit=7.0, alpha=1.702)
+    expected = quantize_128x128(rows.unflatten(1, (2, size)))
+    assert torch.equal(layer.gate_up_proj.float(), expected.data.flatten(1, 2).float())
+    assert torch.equal(layer.gate_up_proj_scale_inv, expected.scale.flatten(1, 2))
+    expected = quantize_128x128(module.down_proj.detach().mT.contiguous())
+    assert torch.equal(layer.down_proj.float(), expected.data.float())
+    x = torch.randn(16, 144, dtype=torch.bfloat16)
+    index, weights = route(16, 4, 2)
+    with torch.no_grad():
+        close(layer(x, index, weights), module(x, index, weights.bfloat16()), 0.12)
+    if kind == "GptOss":
+        with pytest.raises(ValueError, match="bias: expected False with a master_dtype"):
+            GroupedExperts.from_experts(module, master_dtype=torch.float32)
+    else:
+        trained = GroupedExperts.from_experts(module, master_dtype=torch.bfloat16)
+        assert torch.equal(trained.gate_up_proj, rows) and trained.gate_up_proj.requires_grad
 
 
 @pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
@@ -488,8 +517,21 @@ BAD_MODULES = {
         ValueError,
         r"^module: expected biases of both projections or of none, got no gate_up_proj_bias",
     ),
-    "transposed": (lambda: fused(is_transposed=True), ValueError, "transposed or interleaved"),
-    "interleaved": (lambda: fused(is_concatenated=False), ValueError, "transposed or interleaved"),
+    "transposed": (
+        lambda: fused(is_transposed=True),
+        ValueError,
+        r"^module\.gate_up_proj: expected shape \(3, 288, 96\) .* got \(3, 144, 192\)",
+    ),
+    "interleaved": (
+        lambda: fused(dtype=torch.float8_e4m3fn, is_concatenated=False),
+        ValueError,
+        "^module: transposed or interleaved FP8 weights",
+    ),
+    "gate of one order, weights of another": (
+        lambda: fused(is_concatenated=False, swiglu_limit=0.4, _apply_gate=Activation(limit=0.4)),
+        ValueError,
+        "^module: its activation is none of those",
+    ),
     "norm": (lambda: fused(has_post_expert_norm=True), ValueError, "expected no norm after each expert"),
     "shapes": (
         lambda: fused(down_proj=nn.Parameter(torch.zeros(3, 144, 80))),

@@ -210,6 +210,22 @@ def test_experts_of_other_implementations_are_left_to_peft():
         register(config(), model)
 
 
+def test_experts_of_gpt_oss_are_refused():
+    sizes = {"intermediate_size": 64, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = random_model("gpt_oss", SHAPE | sizes, dtype=torch.bfloat16)
+    model.set_experts_implementation("fp8moe")
+    with pytest.raises(
+        ValueError, match=r"mlp\.experts: expected .* \(E, rows, columns\) to adapt, got transposed ones"
+    ):
+        adapt(model)
+    for layer in model.model.layers:
+        layer.mlp.experts = GroupedExperts.from_experts(layer.mlp.experts)
+    with pytest.raises(
+        ValueError, match=r"mlp\.experts: expected experts without biases to adapt, got gate_up_proj_bias"
+    ):
+        adapt(model)
+
+
 def test_fp8_linears_of_other_formats_are_refused():
     model = torch.nn.Sequential(finegrained_fp8.FP8Linear(128, 128, block_size=(64, 64)))
     with pytest.raises(ValueError, match=r"^0: expected FP8 weights that fp8moe runs, got weight blocks \(64, 64\)"):

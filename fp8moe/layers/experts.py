@@ -187,7 +187,8 @@ class GroupedExperts(MasterModule):
         module: one of
             - fused experts in bfloat16, float16 or float32: gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj
               (E, H, I), perhaps with a gate_up_proj_bias (E, 2I) or up_proj_bias (E, I), and a down_proj_bias (E, H),
-              which are shared. Quantized expert by expert.
+              which are shared. Quantized expert by expert. Where ``is_transposed``, weights are (E, columns, rows), and
+              without ``is_concatenated`` rows of gate and up take turns, in the bias too (GPT-OSS).
             - fused FP8 experts, transformers' FP8Experts with blocks of 128x128: the weights are shared, not copied.
               Scales must have the shape that they have here; where I is not a multiple of 128 they are taken for gate's
               blocks and then up's, which is what checkpoints hold.
@@ -205,9 +206,9 @@ class GroupedExperts(MasterModule):
             Masters require a gradient where the weights do, or are FP8.
 
         Raises TypeError for a module or weights of another kind, ValueError for what these experts cannot express:
-        biases of one projection only or with a master_dtype, transposed or interleaved weights, another activation,
-        other block sizes, static activation scales, experts that are in parts on several ranks, and hooks, replaced
-        forwards, adapters and parametrizations, which would not run any more.
+        biases of one projection only or with a master_dtype, FP8 weights that are transposed or interleaved, another
+        activation, other block sizes, static activation scales, experts that are in parts on several ranks, and hooks,
+        replaced forwards, adapters and parametrizations, which would not run any more.
         """
         source = experts_source.read(module)
         check_no_hooks("module", module)

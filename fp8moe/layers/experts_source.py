@@ -35,7 +35,8 @@ class Weight:
     parts: for each expert on this rank its matrices (rows, columns) from top to bottom, in a floating dtype; or,
         quantized already, their FP8Tensor.
     shape: (matrices, rows, columns) of an expert. trains: whether masters made of the weights require a gradient.
-    fused: all of it as one (E, matrices * rows, columns) where it lies so in memory, DTensors where it is sharded.
+    fused: all of it as one (E, matrices * rows, columns), DTensors where it is sharded; the module's parameter itself
+        where its matrices lie so in memory.
     """
 
     parts: list[list[Tensor | FP8Tensor]]
@@ -131,6 +132,15 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
         raise TypeError(f"module.{up_name}: expected a parameter, got {type(up).__name__}")
     if up.dim() != 3 or down.dim() != 3:
         raise ValueError(f"module: expected weights (E, rows, columns), got {tuple(up.shape)}, {tuple(down.shape)}")
+    quantized = torch.float8_e4m3fn in (up.dtype, down.dtype)
+    transposed = getattr(module, "is_transposed", False)
+    interleaved = not getattr(module, "is_concatenated", True)
+    if quantized and (transposed or interleaved):
+        raise ValueError("module: transposed or interleaved FP8 weights; expected gate rows then up rows")
+    if transposed:
+        up, down = (value.detach().transpose(1, 2) for value in (up, down))
+    elif interleaved:
+        up = up.detach()
     count, hidden, size = down.shape
     projections = 2 if gated else 1
     if up.shape != (count, projections * size, hidden):
@@ -138,10 +148,10 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
             f"module.{up_name}: expected shape {(count, projections * size, hidden)} to match down_proj "
             f"(E, H, I) = {(count, hidden, size)}, got {tuple(up.shape)}"
         )
-    quantized = torch.float8_e4m3fn in (up.dtype, down.dtype)
     weights = []
-    for name, matrices in ((up_name, projections), ("down_proj", 1)):
-        fused = getattr(module, name)
+    for name, fused, matrices in ((up_name, up, projections), ("down_proj", down, 1)):
+        _, rows, columns = fused.shape
+        trains = quantized or getattr(module, name).requires_grad
         _check_whole_experts(f"module.{name}", fused, down)
         if quantized:
             fused = _quantized(f"module.{name}", fused, getattr(module, f"{name}_scale_inv", None), matrices)
@@ -156,33 +166,37 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
                     f"module.{name}: expected float8_e4m3fn beside its scales, got {fused.dtype}: a cast turned FP8 "
                     "weights into others without their scales; load them again"
                 )
-            parts = [list(expert.chunk(matrices)) for expert in local(fused.detach()).unbind()]
-        _, rows, columns = getattr(module, name).shape
-        shape = matrices, rows // matrices, columns
-        weights.append(Weight(parts, shape, up.device, quantized or fused.requires_grad, fused))
-    biases = _biases(module, up_name, down)
+            parts = [
+                [expert[first::matrices] for first in range(matrices)] if interleaved else list(expert.chunk(matrices))
+                for expert in local(fused.detach()).unbind()
+            ]
+        weights.append(Weight(parts, (matrices, rows // matrices, columns), up.device, trains, fused))
+    biases = _biases(module, {up_name: up, "down_proj": down})
+    if interleaved and biases.up_bias is not None:
+        in_turns = biases.up_bias.detach().unflatten(1, (size, projections))
+        biases = biases._replace(up_bias=in_turns.transpose(1, 2).flatten(1))
     for name, child in module.named_children():
         check_no_hooks(f"module.{name}", child)
     activation = getattr(module, "activation", None)
     if not isinstance(activation, Activation):  # which GroupedExperts states
         activation = _activation_of(module, gated)
-        _verify_fused(module, activation, size)
+        _verify_fused(module, activation, size, interleaved)
     return ExpertsSource(count, hidden, size, activation, *weights, biases)
 
 
-def _biases(module: nn.Module, up_name: str, down: Tensor) -> Biases:
-    """Those of both projections, or of none."""
-    biases = {name: getattr(module, f"{name}_bias", None) for name in (up_name, "down_proj")}
+def _biases(module: nn.Module, weights: dict[str, Tensor]) -> Biases:
+    """Those of both projections, or of none. weights: (E, rows, columns)."""
+    biases = {name: getattr(module, f"{name}_bias", None) for name in weights}
     for name, bias in biases.items():
         if bias is None:
             continue
-        expected = getattr(module, name).shape[:2]
+        expected = weights[name].shape[:2]
         if bias.shape != expected or bias.dtype not in FLOATING:
             raise ValueError(
                 f"module.{name}_bias: expected shape {tuple(expected)} in bfloat16, float16 or float32, got "
                 f"{describe(bias)}"
             )
-        _check_whole_experts(f"module.{name}_bias", bias, down)
+        _check_whole_experts(f"module.{name}_bias", bias, weights["down_proj"])
     missing = [f"{name}_bias" for name, bias in biases.items() if bias is None]
     if len(missing) == 1:
         raise ValueError(f"module: expected biases of both projections or of none, got no {missing[0]}")
@@ -201,9 +215,7 @@ def _check_whole_experts(name: str, weight: Tensor, down: Tensor) -> None:
 
 
 def _check_fused(module: nn.Module, up_name: str) -> None:
-    """Refuse experts modules of transformers that compute something else, or store weights in another layout."""
-    if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
-        raise ValueError("module: transposed or interleaved weights, as in GPT-OSS; expected gate rows then up rows")
+    """Refuse experts modules of transformers that compute something else, or are quantized otherwise."""
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError("module: expected no norm after each expert")
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":
@@ -309,8 +321,11 @@ def _activation_of(module: nn.Module, gated: bool) -> Activation:
     return Activation(None if limit is None or math.isinf(limit) else limit, alpha, name)
 
 
-def _verify_fused(module: nn.Module, activation: Activation, size: int) -> None:
-    """ValueError if the function that transformers' fused experts apply to gate and up is another; size: of each."""
+def _verify_fused(module: nn.Module, activation: Activation, size: int, interleaved: bool) -> None:
+    """ValueError if the function that transformers' fused experts apply to gate and up is another.
+
+    size: of each. interleaved: whether it takes them in turns.
+    """
     apply = getattr(module, "_apply_gate", None) if activation.gated else None
     if apply is None:
         if not hasattr(module, "act_fn"):
@@ -318,7 +333,8 @@ def _verify_fused(module: nn.Module, activation: Activation, size: int) -> None:
             raise ValueError(f"module: cannot tell its activation, it has {functions}")
         return
     probe = _probe(_rows(size), 2 * size, "cpu", seed=0)
-    if not _close(_run("module", apply, probe), activation(probe), probe[:, size:]):
+    given = probe.unflatten(1, (2, size)).transpose(1, 2).flatten(1) if interleaved else probe
+    if not _close(_run("module", apply, given), activation(probe), probe[:, size:]):
         raise ValueError(f"module: its activation is none of those that GroupedExperts has; closest is {activation}")
 
 

@@ -258,13 +258,15 @@ def check_config(name: str, config: Any, parameter_name: str | None = None) -> N
 
 
 def check_base(name: str, module: nn.Module) -> None:
-    """ValueError for a layer that is spread over ranks, for experts with biases, and for other formats of FP8."""
+    """ValueError for a layer that is spread over ranks, for experts with biases or transposed, and for other FP8."""
     parallel = [getattr(module, attribute, None) for attribute in ("parallel", "_fp8moe_parallel")]
     if any(style is not None for style in parallel) or any(map(is_sharded, module.parameters(recurse=False))):
         raise ValueError(
             f"{name}: expected a layer that is whole on this rank to adapt, got {type(module).__name__} spread over "
             "several ranks"
         )
+    if getattr(module, "is_transposed", False):
+        raise ValueError(f"{name}: expected experts with weights (E, rows, columns) to adapt, got transposed ones")
     for parameter, value in module.named_parameters(recurse=False):
         if parameter.endswith("_bias"):
             raise ValueError(f"{name}: expected experts without biases to adapt, got {parameter}")
