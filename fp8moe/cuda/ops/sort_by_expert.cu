@@ -46,7 +46,7 @@ __device__ u32 expert_of(const Index* index, u32 i, u32 end, const Sizes& sizes)
 }
 
 // index, rows (count,). groups: the first row of each expert and the end of the last, (experts + 1,), in the window; or
-// with MASKED the number of rows in use of each, (experts,). Grid: one cluster.
+// with MASKED the number of rows in use of each, (experts,). A 0 behind them. Grid: one cluster.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     sort_by_expert(const Index* index, int* groups, int* rows, const __grid_constant__ Sizes sizes) {
   extern __shared__ uint4 dynamic_shared[];
@@ -135,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP)
     section_start = warp_inclusive_sum(counted, lane) - counted;
   }
   if (block == 0) {
+    if (threadIdx.x == 0) groups[sizes.experts + !MASKED] = 0;
     const u32 group_end = section_end + __shfl_sync(FULL_WARP, section_start, warp);
     if (threadIdx.x < sizes.experts) {
       if constexpr (MASKED) {

@@ -25,7 +25,6 @@ struct Arguments {
   const float* b_scale;
   Epilogue::Output out;
   ScheduleArguments schedule;
-  int early_stages;  // see fill_ring()
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "kernels/gemm/source.py lays it out otherwise");
 
@@ -233,15 +232,26 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
       part_end = part_begin(++part + 1);
     };
     parts.clear();
-    int step = WARP;  // stages of a turn: one weight scale is held by each lane, and a turn ends with its part
+    // Stages of a turn: one weight scale is held by each lane, and a turn ends with its part. DYNAMIC: the last turn
+    // begins where the next tile is announced.
+    int step = WARP;
 #pragma unroll 1
     for (int base = 0; base < k.count; base += step) {
       math.weights.turn();
-      const int end = PARTS > 1 && !OVERLAPS ? part_end : k.count, count = min(WARP, end - base), begun = base == 0;
-      if (PARTS > 1) step = count;
+      const bool announced = DYNAMIC && base >= ANNOUNCED;
+      const int end = PARTS > 1 && !OVERLAPS ? part_end : DYNAMIC && !announced ? ANNOUNCED : k.count;
+      const int count = min(WARP, end - base), begun = base == 0;
+      if (PARTS > 1 || DYNAMIC) step = count;
       const auto find_next = [&] {
-        more = schedule.next(following);
-        following = same_in_warp(following);
+        if constexpr (DYNAMIC) {
+          if (!announced) return;
+          math.pipeline.arrived();
+          following = same_in_warp(math.s.groups.next(math.pipeline.stage));
+          more = following.group >= 0;
+        } else {
+          more = schedule.next(following);
+          following = same_in_warp(following);
+        }
       };
       const auto fetch_next_scales = [&] {
         if (base + count < k.count) {
@@ -251,7 +261,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
         }
       };
       const bool whole = !PARTIAL && !HALVES || used == SLABS;
-      if (begun && !whole) find_next();
+      if (DYNAMIC || begun && !whole) find_next();
       if (used == 0) {
         fetch_next_scales();
         math.skip(count);
@@ -265,7 +275,9 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
             [&](int i) { added(base + i); });
       } else {
         const bool more_after = base + count < k.count;
-        if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1, find_next);
+        if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1 || more_after, [&] {
+          if constexpr (!DYNAMIC) find_next();
+        });
         fetch_next_scales();
         if (whole) {
           math.multiply_more<SLABS>(sum, tile, begun, count - begun, more_after);
@@ -313,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     s.ring.init(1, MATH_WARPS);
     if constexpr (SPLIT_K > 1) s.sums.init(1);
     mbarrier_init_fence();
-    fill_ring(loader, schedule, k, split, args.early_stages);
+    fill_ring(loader, schedule, k, split, args.schedule.early_stages);
   } else if (warp == MATH_WARPS + 1) {
     prefetch_map(b), prefetch_map(a), prefetch_map(a_scale);
     if constexpr (STAGED) prefetch_map(out_map);
@@ -325,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
   if (warpgroup == WARPGROUPS) {
     if constexpr (MATH_REGISTERS > 0) registers_decrease<PRODUCER_REGISTERS>();
-    if (loads) produce(loader, schedule, k, args.early_stages);
+    if (loads) produce(loader, schedule, k, args.schedule.early_stages);
     __syncwarp();
     Split::await_peers();
     Split::received();

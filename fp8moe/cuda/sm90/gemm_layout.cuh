@@ -3,8 +3,8 @@
 // Further constants from kernels/gemm/source.py: the weights' K; GROUPS of them (0: one matrix, and all rows belong to
 // it); SWAP, SPLIT_K, PARTS, PART_REGISTERS, STAGED, HALVES, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma,
 // A_SCALE_BOX (token scales of one load); FIRST_STAGES that are loaded before all else; GATED (the weights are those of
-// gate, then those of up); CHANNEL (a weight scale for each output feature); OUT_FLOAT32, BIAS (0: none, 1: bfloat16,
-// 2: float32) and SWIGLU_FORM of the epilogue.
+// gate, then those of up); DYNAMIC; CHANNEL (a weight scale for each output feature); OUT_FLOAT32, BIAS (0: none, 1:
+// bfloat16, 2: float32) and SWIGLU_FORM of the epilogue.
 #pragma once
 
 #include "gemm_block.cuh"
@@ -19,6 +19,11 @@ constexpr int ACCUMULATORS = COLUMNS / 2;                     // registers of on
 // A group may end within a tile: then tokens are loaded 64 rows at a time, and slabs without any are left out.
 constexpr bool PARTIAL = GROUPS > 0 && !SWAP;
 constexpr int A_PIECE_BYTES = 64 * BLOCK_K;
+
+// DYNAMIC: a block takes its first tile by its own number, each further one from a counter in memory, shortly before it
+// begins: tiles that share weights then begin at almost the same time, so that L2 has them. The loader asks for it at
+// stage ASKED of a tile, and announces it to the math warps with stage ANNOUNCED.
+constexpr int ANNOUNCED = K_BLOCKS - 4, ASKED = ANNOUNCED - 3;
 
 // HALVES: tiles of 128x256 may be halved, and those of groups upright (TileShape of gemm_schedule.cuh). An upright tile
 // is 192x128: its last 64 tokens lie where a whole tile has the other 128 rows of weights.
@@ -58,13 +63,48 @@ constexpr int PART_SUM_BYTES = PARTS > 1 ? BLOCK_M * BLOCK_N * 4 - PART_REGISTER
 constexpr int EPILOGUE_BYTES =
     round_up(REDUCES ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : WARPGROUPS * STAGING_BYTES, 128) + PART_SUM_BYTES;
 
-// The groups' rows, from `first` to `end`, and the tile rows before each group, of all of them at [Groups].
+// With HALVES, tiles of 128x256 are WHOLE or
+//   HALVED    128x128: both halves of a tile where the last wave would fill no more than half of the blocks
+//   UPRIGHT   192x128: two of them, in place of a group's last two tiles in 256 columns, if the last one has no more
+//             than 64 rows; they load a tenth less
+enum TileShape : int { WHOLE, HALVED, UPRIGHT };
+
+struct alignas(8) Tile {
+  int m, n;   // first token and first output feature
+  int end;    // tokens from here on are not the group's
+  int group;  // whose weights
+  int shape;  // a TileShape
+
+  __device__ __forceinline__ bool halved() const { return HALVES && shape == HALVED; }
+  __device__ __forceinline__ bool upright() const { return UPRIGHTS && shape == UPRIGHT; }
+  __device__ __forceinline__ int columns() const { return HALVES && shape != WHOLE ? HALF_N : BLOCK_N; }
+
+  // Half 0 or 1: the tile's first or last 128 columns; of an upright tile its first 128 rows or the 64 behind them.
+  __device__ __forceinline__ Tile half(int which) const {
+    Tile tile = {m, n, end, group, HALVED};
+    if (upright()) {
+      tile.m += which * BLOCK_M;
+      tile.end = min(end, tile.m + BLOCK_M);
+    } else {
+      tile.n += which * HALF_N;
+    }
+    return tile;
+  }
+};
+
+// The groups' rows, from `first` to `end`, and the tile rows before each group, of all of them at [Groups]. DYNAMIC: the
+// tile behind the one whose stage it is, see ANNOUNCED; of group -1 if there is none.
 template <int Groups>
 struct GroupTable {
   int tile_rows_before[Groups + 1], first[Groups], end[Groups];
+  Tile announced[PARTIAL ? STAGES : 1];
+
+  __device__ __forceinline__ Tile& next(u32 stage) { return announced[stage]; }
 };
 template <>
-struct GroupTable<0> {};
+struct GroupTable<0> {
+  __device__ Tile& next(u32) { __builtin_unreachable(); }
+};
 
 struct Shared {
   u8 a[STAGES][A_BYTES];
@@ -85,6 +125,7 @@ static_assert(COLUMNS % (SWAP ? 8 : 16) == 0, "stmatrix stores 16 columns at a t
 static_assert(SPLIT_K <= K_BLOCKS && (SPLIT_K == 1 || COLUMN_SLABS == 1));
 static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
 static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
+static_assert(!DYNAMIC || (PARTIAL && K_BLOCKS > 8));
 static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PART_REGISTERS % 4 == 0));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 static_assert(!HALVES || (BLOCK_M == 128 && BLOCK_N == 256 && WARPGROUPS == 2 && !REDUCES && !GATED && PARTS == 1));

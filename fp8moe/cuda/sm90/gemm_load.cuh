@@ -61,7 +61,7 @@ struct Loader {
 
 // How many stages of its first tile a block loads into the empty ring, up to `most`.
 __device__ __forceinline__ int stages_to_fill(const Schedule<GROUPS>& schedule, KRange k, int most) {
-  return schedule.ended() ? 0 : min(k.count, most);
+  return schedule.ended() ? 0 : min(DYNAMIC ? ASKED : k.count, most);
 }
 
 // Loads them, but for the tokens behind FIRST_STAGES: the threads of a block meet as soon as products may begin.
@@ -94,6 +94,10 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& 
 #pragma unroll 1
     for (; i < k.count; ++i) {
       pipeline.acquire();
+      if constexpr (DYNAMIC) {
+        if (i == ASKED) schedule.ask();
+        if (i == ANNOUNCED) schedule.announce(loader.s.groups.next(pipeline.stage));
+      }
       loader.load_weights(tile, k.first + i, pipeline.stage);
       loader.load_tokens(tile, k.first + i, pipeline.stage);
       pipeline.advance();

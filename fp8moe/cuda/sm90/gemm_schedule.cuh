@@ -4,35 +4,6 @@
 #include "gemm_layout.cuh"
 #include "warp.cuh"
 
-// With HALVES, tiles of 128x256 are WHOLE or
-//   HALVED    128x128: both halves of a tile where the last wave would fill no more than half of the blocks
-//   UPRIGHT   192x128: two of them, in place of a group's last two tiles in 256 columns, if the last one has no more
-//             than 64 rows; they load a tenth less
-enum TileShape : int { WHOLE, HALVED, UPRIGHT };
-
-struct Tile {
-  int m, n;   // first token and first output feature
-  int end;    // tokens from here on are not the group's
-  int group;  // whose weights
-  int shape;  // a TileShape
-
-  __device__ __forceinline__ bool halved() const { return HALVES && shape == HALVED; }
-  __device__ __forceinline__ bool upright() const { return UPRIGHTS && shape == UPRIGHT; }
-  __device__ __forceinline__ int columns() const { return HALVES && shape != WHOLE ? HALF_N : BLOCK_N; }
-
-  // Half 0 or 1: the tile's first or last 128 columns; of an upright tile its first 128 rows or the 64 behind them.
-  __device__ __forceinline__ Tile half(int which) const {
-    Tile tile = {m, n, end, group, HALVED};
-    if (upright()) {
-      tile.m += which * BLOCK_M;
-      tile.end = min(end, tile.m + BLOCK_M);
-    } else {
-      tile.n += which * HALF_N;
-    }
-    return tile;
-  }
-};
-
 // First row and column of a slab within its tile.
 struct Slab {
   int row, column;
@@ -54,7 +25,7 @@ __device__ __forceinline__ int slabs_in_use(const Tile& tile, int warpgroup) {
   return max(0, min(ceil_div(rows, slab_row(0, 1)), SLABS));
 }
 
-// Arguments of a launch that its schedule reads.
+// Arguments of a launch that its schedule and its loader read.
 struct ScheduleArguments {
   const int* groups;  // see Schedule
   int m;              // rows of a and of the result
@@ -63,6 +34,8 @@ struct ScheduleArguments {
   int group_pitch;  // from one group to the next in `groups`
   int tile_m;       // of one matrix: see tokens_of_tile()
   int tile_rows;    // of one matrix
+  int counter;      // DYNAMIC: where in `groups` the counter lies, which a kernel before the last one has set to 0
+  int early_stages;  // see fill_ring()
 
   // BLOCK_M, or fewer: TMA takes longer for rows behind the last than for any others, so that tiles of one matrix share
   // its rows evenly. TMA writes whole slabs of 64 only.
@@ -95,12 +68,27 @@ struct TileWalk {
     return half ? tile.half(beyond % 2) : tile;
   }
 
+  // DYNAMIC: asks the counter for the next tile. By the loader, which announces it to the math warps.
+  __device__ __forceinline__ void ask() {
+    const ScheduleArguments& args = static_cast<const Derived*>(this)->args;
+    index = gridDim.x + atomicAdd(const_cast<int*>(args.groups) + args.counter, 1);
+  }
+  __device__ __forceinline__ void announce(Tile& tile) const {
+    if (ended()) {
+      tile.group = -1;
+    } else {
+      tile = at(index);
+    }
+  }
+
   // The next tile; false behind the last.
   __device__ __forceinline__ bool next(Tile& tile) {
     if (ended()) return false;
     tile = at(index);
     const int places = gridDim.x / SPLIT_K;
-    if constexpr (GROUPS > 0) {
+    if constexpr (DYNAMIC) {
+      // See ask().
+    } else if constexpr (GROUPS > 0) {
       // A group's last tile takes less time, and where every second tile is one, half of the blocks would get them all.
       // So each round a block takes the place behind the one that it had.
       const bool last = place == places - 1;

@@ -123,7 +123,10 @@ def launcher(
     *,
     pdl: bool = False,
 ) -> PointerLauncher:
-    """The launcher for index (T, K), groups and rows, all contiguous; see `sort_by_expert` for the arguments."""
+    """The launcher for index (T, K), groups and rows, all contiguous; see `sort_by_expert` for the arguments.
+
+    It also writes a 0 behind the groups, from where GEMM 1 counts its tiles.
+    """
     assignments = index.numel()
     num_rows = assignments if num_rows is None else num_rows
     shape = KernelShape.of(assignments, num_experts)
@@ -147,7 +150,7 @@ def _launch(top_k_index: Tensor, num_experts: int, capacity: int | None, *window
 
 
 def _empty(top_k_index: Tensor, num_experts: int, capacity: int | None, *window: int | None) -> tuple[Tensor, Tensor]:
-    groups = top_k_index.new_empty((num_experts + (capacity is None),), dtype=torch.int32)
+    groups = top_k_index.new_empty((num_experts + (capacity is None) + 1,), dtype=torch.int32)[:-1]
     return groups, top_k_index.new_empty(top_k_index.shape, dtype=torch.int32)
 
 

@@ -44,7 +44,7 @@ class Workspace:
         self.pitch = align(num_rows, 4)
         # What the kernels hand on, each part at a multiple of 256 bytes.
         parts = {
-            "groups": (count + (capacity is None)) * 4,
+            "groups": (count + (capacity is None) + 1) * 4,  # and the counter of GEMM 1
             "rows": tokens * top_k * 4,
             "a": num_rows * hidden,
             "a_scale": self.pitch * ceil_div(hidden, BLOCK) * 4,

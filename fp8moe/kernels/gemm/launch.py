@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8moe.kernels.gemm.epilogue import AddAndStore, Epilogue, PeerStore, PlainStore
 from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile
-from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, kernel_spec
+from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import (
     DenseProblem,
     Grouping,
@@ -57,6 +58,7 @@ class GemmLauncher:
     maps: of the operands and perhaps of the result, in the order of the addresses that `launch` takes.
     arguments: the kernel's structure; `pointers`: how many of its first fields are addresses and pitches.
     new_out, shape: of an uninitialized result like `out`.
+    dynamic: whether the blocks take their tiles from a counter, an int32 behind the groups that is 0 before the launch.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class GemmLauncher:
         arguments: ctypes.Structure,
         pointers: int,
         out: Tensor | None,
+        dynamic: bool = False,
         **configuration: int | bool,
     ):
+        self.dynamic = dynamic
         maps = tuple(maps)
         self._move = tuple(one.replace_address for one in maps)
         self._arguments = arguments
@@ -154,6 +158,7 @@ def build(
         group_pitch=1 if operands.groups is None else operands.groups.dim(),
         tile_m=tile_m,
         tile_rows=tile_rows,
+        counter=groups + (grouping.max_m is None),
         # Their weights are loaded ahead of any tokens, which may have to wait for the kernel in front.
         early_stages=tile.stages if pdl else tile.first_stages,
         **epilogue.values,
@@ -164,6 +169,7 @@ def build(
         arguments,
         1 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields),
         out,
+        is_dynamic(tile, k, epilogue),
         grid=concurrent * tile.split_k,
         block=tile.threads,
         cluster=tile.split_k,
@@ -240,6 +246,8 @@ def run(found: GemmLauncher, operands: Operands, out: Tensor, *more: int) -> Non
     """
     a, a_scale, b, b_scale, bias, c, groups = operands
     index, address = a.get_device(), out.data_ptr()
+    if found.dynamic:
+        groups = pad(groups, (0, 1))
     if not more:
         more = (0 if bias is None else bias.data_ptr(),)
         if c is not None:

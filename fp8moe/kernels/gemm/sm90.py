@@ -9,7 +9,9 @@ from fp8moe.quant.formats import align
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT, wgmma_source
 
 PRODUCER_REGISTERS = 24
+DYNAMIC_REGISTERS = {"MATH_REGISTERS": 232, "PRODUCER_REGISTERS": 40}  # of blocks of two math warpgroups
 MAX_STAGES = 16
+_TILE_BYTES = 24  # ``struct Tile`` of cuda/sm90/gemm_layout.cuh
 _OTHER_REGISTERS = 28  # of a math thread, beside sums and products
 _LEAST_OTHER_REGISTERS = 24  # where sums of parts take all that is left
 
@@ -28,7 +30,7 @@ class TileConfig:
     groups: weight matrices of a grouped GEMM, of whose rows the block keeps a table; 0 for a dense one.
     k_parts: of K, that a block sums one by one and adds up, as a split of so many blocks does.
     half_tiles: of tiles of 128x256 those of the last wave are halved, where that fills no more than half of the blocks,
-        and those of groups may be 192x128 (``TileShape`` of cuda/sm90/gemm_schedule.cuh).
+        and those of groups may be 192x128 (``TileShape`` of cuda/sm90/gemm_layout.cuh).
     """
 
     block_m: int
@@ -126,11 +128,13 @@ class TileConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: both tiles, the scales of the tokens and two mbarriers."""
+        """Shared memory of one stage: both tiles, the scales of the tokens, two mbarriers and, of groups whose tokens
+        are the 64-row operand, the tile that may be announced with it."""
         scales = self.block_m
         if self.groups:
             scales = self.block_m * (2 if self.half_tiles else 1) + 4  # 192x128 takes two loads of 128 and 4
-        return (self.block_m + self.block_n) * 128 + align(scales * 4, 128) + 16
+        following = 0 if self.weights_as_rows or not self.groups else _TILE_BYTES
+        return (self.block_m + self.block_n) * 128 + align(scales * 4, 128) + 16 + following
 
     @property
     def first_stages(self) -> int:
@@ -146,6 +150,14 @@ class TileConfig:
     def scale_box(self) -> int:
         """Token scales that one load brings: a group may begin at any row, a load only at a multiple of 4."""
         return self.block_m // ceil(self.block_m / 128) + (4 if self.groups else 0)
+
+    def may_be_dynamic(self, k: int) -> bool:
+        """Whether blocks may take tiles from a counter in memory (``DYNAMIC`` of cuda/sm90/gemm_layout.cuh).
+
+        Products that overlap would pause where a tile is announced, and the loop for a short K would spill registers.
+        """
+        tokens_as_rows = self.groups > 0 and not self.weights_as_rows
+        return tokens_as_rows and self.math_registers == 240 and not self.overlaps and k > 1024
 
     @property
     def single_tile(self) -> bool:
@@ -175,7 +187,9 @@ class TileConfig:
     @property
     def tail_bytes(self) -> int:
         """Shared memory of the barrier that sums arrive at and of the table of groups."""
-        table = (3 * self.groups + 1) * 4 if self.groups else 1  # an empty struct takes a byte
+        table = 1  # an empty struct takes a byte
+        if self.groups:
+            table = align((3 * self.groups + 1) * 4, 8) + (_TILE_BYTES if self.weights_as_rows else 0)
         return align(8 + table, 8)
 
 

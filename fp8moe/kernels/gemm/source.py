@@ -3,12 +3,18 @@
 import ctypes
 
 from fp8moe.kernels.gemm.epilogue import Epilogue
-from fp8moe.kernels.gemm.sm90 import PRODUCER_REGISTERS, GroupedKTile, TileConfig
+from fp8moe.kernels.gemm.sm90 import DYNAMIC_REGISTERS, PRODUCER_REGISTERS, GroupedKTile, TileConfig
 from fp8moe.runtime.jit import KernelSpec, constants
+
+
+def is_dynamic(tile: TileConfig, k: int, epilogue: Epilogue) -> bool:
+    """Whether blocks take tiles from a counter: where gate and up are joined, behind kernels that end unevenly."""
+    return epilogue.gated and tile.may_be_dynamic(k)
 
 
 def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue, channel_scales: bool = False) -> KernelSpec:
     """The variant for weights (n, k), with blocks or with channels: all of them compile-time constants, M is not."""
+    dynamic = is_dynamic(tile, k, epilogue)
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
         "SWAP": int(tile.weights_as_rows),
@@ -24,8 +30,11 @@ def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue, channel_sc
         "HALVES": int(tile.half_tiles),
         "GROUPS": tile.groups,
         "GATED": int(epilogue.gated),
+        "DYNAMIC": int(dynamic),
         "CHANNEL": int(channel_scales),
     }
+    if dynamic:
+        values |= DYNAMIC_REGISTERS
     values |= epilogue.constants
     prelude = f'{constants(values)}{tile.mma_source}\n#include "{epilogue.header}"\n'
     prelude += f"using Epilogue = {type(epilogue).__name__};\n"
@@ -41,9 +50,9 @@ def grouped_k_spec(tile: GroupedKTile, n: int, *, out_float32: bool, accumulate:
 
 def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
     """``struct Arguments`` of cuda/gemm.cu, the epilogue's ``Output`` in it."""
-    sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows")
+    sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows", "counter", "early_stages")
     schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in sizes))
-    fields = (("b_scale", ctypes.c_int64), *epilogue.fields, *schedule, ("early_stages", ctypes.c_int))
+    fields = (("b_scale", ctypes.c_int64), *epilogue.fields, *schedule)
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
