@@ -275,9 +275,10 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
             [&](int i) { added(base + i); });
       } else {
         const bool more_after = base + count < k.count;
-        if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1 || more_after, [&] {
+        const auto meanwhile = [&] {
           if constexpr (!DYNAMIC) find_next();
-        });
+        };
+        if (begun && whole) math.multiply<true, SLABS>(sum, tile, 0, count > 1 || more_after, meanwhile);
         fetch_next_scales();
         if (whole) {
           math.multiply_more<SLABS>(sum, tile, begun, count - begun, more_after);

@@ -92,8 +92,8 @@ struct alignas(8) Tile {
   }
 };
 
-// The groups' rows, from `first` to `end`, and the tile rows before each group, of all of them at [Groups]. DYNAMIC: the
-// tile behind the one whose stage it is, see ANNOUNCED; of group -1 if there is none.
+// The groups' rows, from `first` to `end`, and the tile rows before each group, of all of them at [Groups]. DYNAMIC:
+// the tile behind the one whose stage it is, see ANNOUNCED; of group -1 if there is none.
 template <int Groups>
 struct GroupTable {
   int tile_rows_before[Groups + 1], first[Groups], end[Groups];

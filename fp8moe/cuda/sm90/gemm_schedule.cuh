@@ -30,11 +30,11 @@ struct ScheduleArguments {
   const int* groups;  // see Schedule
   int m;              // rows of a and of the result
   int max_m;
-  int raster;       // height of a band of tiles, see RasterPosition
-  int group_pitch;  // from one group to the next in `groups`
-  int tile_m;       // of one matrix: see tokens_of_tile()
-  int tile_rows;    // of one matrix
-  int counter;      // DYNAMIC: where in `groups` the counter lies, which a kernel before the last one has set to 0
+  int raster;        // height of a band of tiles, see RasterPosition
+  int group_pitch;   // from one group to the next in `groups`
+  int tile_m;        // of one matrix: see tokens_of_tile()
+  int tile_rows;     // of one matrix
+  int counter;       // DYNAMIC: where in `groups` the counter lies, which a kernel before the last one has set to 0
   int early_stages;  // see fill_ring()
 
   // BLOCK_M, or fewer: TMA takes longer for rows behind the last than for any others, so that tiles of one matrix share
