@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 E4M3 = torch.float8_e4m3fn
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
@@ -106,6 +106,29 @@ def mxfp4(codes_name, scale_name, codes_dtype, scale_dtype):
     return quantize
 
 
+def nvfp4(weight):
+    """compressed-tensors' form: E4M3 scales for each 1x16, to be divided by one of the whole tensor."""
+    whole = 448 * 6 / weight.abs().amax()
+    groups = weight.unflatten(1, (-1, 16))
+    scale = (groups.abs().amax(-1) / 6 * whole).to(E4M3)
+    factor = (scale.double() / whole.double()).unsqueeze(-1)
+    codes = ((groups.double() / factor).unsqueeze(-1) - FP4).abs().argmin(-1)
+    flat = codes.flatten(1)
+    stored = {"weight_packed": (flat[:, ::2] | flat[:, 1::2] << 4).to(torch.uint8), "weight_scale": scale}
+    return Weight(stored | {"weight_global_scale": whole.reshape(1)}, (FP4[codes] * factor).flatten(1))
+
+
+def int4(weight):
+    """compressed-tensors' form: eight codes, 8 more than they stand for, in an integer, and a scale for each 1x32."""
+    groups = weight.unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(-1) / 7).bfloat16()
+    codes = (groups / scale.float().unsqueeze(-1)).round().clamp(-8, 7)
+    shifted = (codes.flatten(1).long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    stored = {"weight_packed": shifted.sum(-1).to(torch.int32), "weight_scale": scale}
+    values = (codes.double() * scale.double().unsqueeze(-1)).flatten(1)
+    return Weight(stored | {"weight_shape": torch.tensor(weight.shape)}, values)
+
+
 def packed(codes_name, scale_name, codes_dtype, scale_dtype, *, values_each, group):
     """Integers that stand for nothing: of formats that are refused."""
 
@@ -134,7 +157,13 @@ class Layout(NamedTuple):
 def _compressed(strategy, form="float-quantized", bits=8, kind="float", **weights):
     scheme = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **weights}
     group = {"targets": ["Linear"], "weights": scheme, "input_activations": None}
-    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
 
 
 def _modelopt(algorithm):
@@ -246,23 +275,18 @@ LAYOUTS = {
         packed("weight", "weight_scale", torch.uint8, E4M3, values_each=2, group=16), "nvfp4", False, _modelopt("NVFP4")
     ),
     "compressed-tensors NVFP4": Layout(
-        packed("weight_packed", "weight_scale", torch.uint8, E4M3, values_each=2, group=16),
+        nvfp4,
         "nvfp4",
         False,
         _compressed("tensor_group", "nvfp4-pack-quantized", bits=4, group_size=16),
     ),
     "compressed-tensors INT4": Layout(
-        packed("weight_packed", "weight_scale", torch.int32, torch.bfloat16, values_each=8, group=32),
+        int4,
         "int4",
         False,
         _compressed("group", "pack-quantized", bits=4, kind="int", group_size=32),
     ),
-    "INT4, no quantization_config": Layout(
-        packed("weight_packed", "weight_scale", torch.int32, torch.bfloat16, values_each=8, group=32),
-        "int4",
-        False,
-        None,
-    ),
+    "INT4, no quantization_config": Layout(int4, "int4", False, None),
     "GPTQ": Layout(
         packed("qweight", "scales", torch.int32, torch.float16, values_each=8, group=128),
         "int4",
@@ -322,3 +346,31 @@ def write_layout(layout, directory, tensors, wanted, config, *, is_expert=lambda
     for file, value in layout.files.items():
         (directory / file).write_text(json.dumps(value))
     return values
+
+
+class Source:
+    """An unquantized checkpoint of a model of transformers, to be written in other layouts. kind: the model's class."""
+
+    def __init__(self, directory, kind):
+        self.directory, self.kind = directory, kind
+        self.tensors = load_file(directory / "model.safetensors")
+        self.config = json.loads((directory / "config.json").read_text())
+
+    @classmethod
+    def of_random(cls, directory, model):
+        """Save a model with weights so large that logits depend on all of them."""
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.1)
+        model.save_pretrained(directory)
+        return cls(directory, type(model))
+
+    def write(self, layout, directory, wanted=lambda name: name.endswith("_proj.weight"), config=None):
+        """Write a checkpoint in this layout; returns the unquantized model of the values that it holds."""
+        from transformers import AutoConfig
+
+        values = write_layout(layout, directory, self.tensors, wanted, self.config | (config or {}))
+        tensors = {name: values[name].float() if name in values else value for name, value in self.tensors.items()}
+        own = AutoConfig.from_pretrained(self.directory)
+        return self.kind.from_pretrained(None, config=own, state_dict=tensors, dtype=torch.float32)

@@ -274,3 +274,7 @@ def test_the_page_of_formats():
     said = {(name, loads == "yes") for name, loads in rows}
     tried = {(layout.name, layout.loads) for layout in LAYOUTS.values() if layout.name != "fp8-block" or layout.loads}
     assert tried == said - {("bf16", True), ("mxfp4", False)}
+    recorded = json.loads(Path("validation/formats.json").read_text())["layouts"]
+    formats = {layout: row["format"] for layout, row in recorded.items()}
+    assert tried >= {(found["name"], found["loads"]) for found in formats.values() if found["loads"]}
+    assert list(recorded) == list(LAYOUTS)

@@ -57,6 +57,28 @@ def test_experts_that_take_no_implementation_are_named(name, tmp_path):
     assert rows and all(row.runs_on == "transformers" and "experts interface" in row.why for row in rows)
 
 
+class Offloaded(dict):
+    """Tensors that go to a device when they are read, as those of compressed-tensors."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name).to("cpu")
+
+    def items(self):
+        return [(name, self[name]) for name in self]
+
+
+def test_models_of_compressed_tensors():
+    """Packed linears have no weight, and after the first forward parameters are loaded when they are read."""
+    model = MODELS["Qwen3MoeForCausalLM"].build(experts_implementation="fp8moe")
+    linear, experts = model.model.layers[0].self_attn.q_proj, model.model.layers[0].mlp.experts
+    linear.weight_packed = nn.Parameter(linear.weight.byte(), requires_grad=False)
+    del linear.weight
+    experts.__dict__["_parameters"] = Offloaded(experts._parameters)
+    rows = {row.name: row for row in report(model)}
+    assert rows["model.layers.0.self_attn.q_proj"].why == "its weight is packed, in a format of another library"
+    assert rows["model.layers.0.mlp.experts"].runs_on == "fp8moe"
+
+
 def test_experts_of_a_part_that_is_asked_to_change_are_named():
     model = MODELS["Llama4ForConditionalGeneration"].build(experts_implementation="eager")
     with pytest.warns(UserWarning, match="^Llama4TextExperts does not run on fp8moe"):

@@ -1,108 +1,89 @@
 """Formats of checkpoints through transformers: load_model computes with the values, from_pretrained loses none."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fp8moe.integrations.checkpoints import CheckpointError, find_format, quantize_checkpoint
-from tests.checkpoint_formats import LAYOUTS, write_layout
+from tests.checkpoint_formats import LAYOUTS, Source
 from tests.small_checkpoints import same
 from tests.tiny_moe_models import MODELS, TinyModel
 
 transformers = pytest.importorskip("transformers")
-from fp8moe.integrations.transformers import load_model, report  # noqa: E402
+from fp8moe.integrations.transformers import load_model, loaded_formats, report  # noqa: E402
+from tools.format_matrix import COLUMNS, FILE, SIZES, row_of, source_of, versions, wanted  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "registered", "fp8_without_gpu"),
     pytest.mark.filterwarnings("ignore:.*static scales"),
 ]
 
-SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
 IDS = torch.arange(24).view(2, 12)
-LOST = ("ModelOpt", "AutoFP8", "no quant", "compression_config", "MLX", "MXFP8", "FP4", "W4AFP8", "Mistral", "64x64")
-"""Layouts that transformers would load without their scales, or whose errors would not name the format."""
+RECORDED = json.loads(FILE.read_text())
 
 
-class Source:
-    """An unquantized checkpoint of a tiny model."""
-
-    def __init__(self, directory, tiny):
-        model = tiny.build()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(std=0.1)
-        model.save_pretrained(directory)
-        self.directory, self.kind = directory, type(model)
-        self.tensors = load_file(directory / "model.safetensors")
-        self.config = json.loads((directory / "config.json").read_text())
-
-    def write(self, layout, directory, wanted=lambda name: name.endswith("_proj.weight"), config=None):
-        """A checkpoint in this layout, and the logits of the values that it holds."""
-        content = self.config | (config or {})
-        values = write_layout(layout, directory, self.tensors, wanted, content)
-        tensors = {name: values[name].float() if name in values else value for name, value in self.tensors.items()}
-        own = transformers.AutoConfig.from_pretrained(self.directory)
-        model = self.kind.from_pretrained(None, config=own, state_dict=tensors, dtype=torch.float32)
-        with torch.no_grad():
-            return model(IDS).logits
-
-
-def cosine(model, expected):
+def cosine(*models):
+    """Of the logits of the median token."""
     with torch.no_grad():
-        logits = model(IDS).logits.float()
-    return float(torch.cosine_similarity(logits, expected, dim=-1).median())
+        logits = [model(IDS).logits.float() for model in models]
+    return float(torch.cosine_similarity(*logits, dim=-1).median())
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    return Source(tmp_path_factory.mktemp("qwen"), TinyModel("qwen3_moe", "AutoModelForCausalLM", SIZES))
+    return source_of("block", tmp_path_factory.mktemp("qwen"))
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "text_config" not in name])
-def test_layout(tmp_path, qwen, name):
-    layout, directory = LAYOUTS[name], tmp_path / "checkpoint"
-    expected = qwen.write(layout, directory)
-    if layout.loads:
-        assert cosine(load_model(directory, dtype=torch.float32), expected) >= 0.99
-    else:
-        with pytest.raises(CheckpointError) as error:
-            load_model(directory)
-        assert error.value.problems == [find_format(directory).reason]
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, experts_implementation="fp8moe", dtype=torch.float32
-        )
-    except ValueError as error:
-        assert any(part in name for part in LOST), error
-        assert find_format(directory).reason in str(error)
-    except ImportError as error:  # a package that transformers wants for this method
-        assert layout.config["quant_method"] in ("compressed-tensors", "quark", "fbgemm_fp8", "gptq"), error
-    else:
-        assert cosine(model, expected) >= 0.99
+def test_every_layout_is_recorded():
+    assert list(RECORDED["layouts"]) == list(LAYOUTS)
+    assert not [text for row in RECORDED["layouts"].values() for text in row["cells"].values() if "wrong" in text]
 
 
-@pytest.mark.parametrize("name", ["block, config in text_config", "block, E8M0", "ModelOpt FP8"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(tmp_path, name):
+    """What is recorded is what happens. `python -m tools.format_matrix` records it, with decoding, which takes long."""
+    columns = [column for column in COLUMNS if column != "decode" or name in ("block", "compressed-tensors channel")]
+    row, recorded = row_of(name, tmp_path, columns), RECORDED["layouts"][name]
+    assert row["format"] == recorded["format"]
+    for column, text in row["cells"].items():
+        theirs = column == "from_pretrained" and versions() != RECORDED["versions"]
+        assert text.startswith(("yes", "refused")) if theirs else text == recorded["cells"][column], column
+
+
+def test_experts_that_transformers_does_not_dequantize(tmp_path, qwen):
+    """Where another quantizer takes an FP8 checkpoint, of which transformers makes noise or an error."""
+    config = transformers.AutoConfig.from_pretrained(qwen.directory)
+    config._experts_implementation = "fp8moe"
+    for name, method, refused in (
+        ("compressed-tensors channel", "compressed-tensors", False),
+        ("compressed-tensors INT4", "compressed-tensors", False),
+        ("compressed-tensors block", "compressed-tensors", True),
+        ("compressed-tensors NVFP4", "compressed-tensors", True),
+        ("fbgemm_fp8", "fbgemm_fp8", True),
+    ):
+        qwen.write(LAYOUTS[name], tmp_path / name)
+        quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method=method))
+        refusal = pytest.raises(ValueError, match="from_pretrained would not run model.layers.0.mlp.experts.0")
+        with refusal if refused else nullcontext():
+            loaded_formats._check(SimpleNamespace(config=config), [tmp_path / name / "model.safetensors"], quantizer)
+
+
+@pytest.mark.parametrize("name", ["block, E8M0", "ModelOpt FP8"])
 def test_multimodal_models(tmp_path, name):
     """Qwen3-VL's published layout: fused experts (E, K, N), and what others make of it."""
-    source = Source(tmp_path / "source", MODELS["Qwen3VLMoeForConditionalGeneration"])
-    fused = [name for name in source.tensors if name.endswith(("gate_up_proj", "down_proj")) and "visual" not in name]
-    assert fused and source.tensors[fused[0]].dim() == 3
-    expected = source.write(
-        LAYOUTS[name],
-        tmp_path / "x",
-        lambda name: name in fused or ("language_model.layers" in name and "_proj." in name),
-    )
+    source = source_of("block, config in text_config", tmp_path / "source")
+    assert any(name.endswith("experts.gate_up_proj") and wanted(name) for name in source.tensors)
+    expected = source.write(LAYOUTS[name], tmp_path / "x", wanted)
     assert cosine(load_model(tmp_path / "x", dtype=torch.float32), expected) >= 0.99
 
 
 @pytest.mark.parametrize("name", ["FP8 with FP4 experts", "block, E8M0", "block, .scale"])
 def test_deepseek_v4_as_published(tmp_path, name):
     """The grouped linear is in FP8, too; experts in FP8 or in FP4."""
-    source = Source(tmp_path / "source", MODELS["DeepseekV4ForCausalLM"])
+    source = Source.of_random(tmp_path / "source", MODELS["DeepseekV4ForCausalLM"].build())
     quantized = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
     wanted = {name for name in source.tensors if name.split(".")[-2:][0] in quantized and "compressor" not in name}
     assert any("wo_a" in name for name in wanted) and any(".experts.3.w2." in name for name in wanted)
@@ -136,7 +117,7 @@ def test_an_output_layer_that_the_configuration_ties(tmp_path, qwen):
 def test_saved_by_transformers(tmp_path):
     """save_pretrained of a model of load_model: the same weights for load_model, close ones for transformers itself."""
     sizes = SIZES | {"moe_intermediate_size": 256}  # transformers 5.17 cannot load scales with a size of one
-    source = Source(tmp_path / "source", TinyModel("qwen3_moe", "AutoModelForCausalLM", sizes))
+    source = Source.of_random(tmp_path / "source", TinyModel("qwen3_moe", "AutoModelForCausalLM", sizes).build())
     expected = source.write(LAYOUTS["block"], tmp_path / "x")
     model = load_model(tmp_path / "x", dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved")
@@ -150,8 +131,8 @@ def test_saved_by_transformers(tmp_path):
 def test_linears_to_whose_dtype_a_model_casts(tmp_path):
     """Mamba's output layer in FP8 would have codes as its input: it gets bfloat16, and is not quantized."""
     sizes = {"hidden_size": 128, "num_hidden_layers": 1, "vocab_size": 256, "tie_word_embeddings": False}
-    config = transformers.MambaConfig(**sizes)
-    source = Source(tmp_path / "source", SimpleNamespace(build=lambda: transformers.MambaForCausalLM(config)))
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    source = Source.of_random(tmp_path / "source", model)
     wanted = {"lm_head.weight", "backbone.layers.0.mixer.in_proj.weight"}
     expected = source.write(LAYOUTS["block"], tmp_path / "x", wanted.__contains__)
     model = load_model(tmp_path / "x", dtype=torch.float32)

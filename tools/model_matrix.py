@@ -64,7 +64,7 @@ class Trial:
         _make_experts_matter(model, self.tokens)
         # In float32: of FP8 models transformers leaves some weights in the checkpoint's dtype, whatever is asked for.
         model.save_pretrained(self.unquantized)
-        self.logits = _logits(self._from_pretrained(self.unquantized), self.tokens)
+        self.logits = logits_of(self._from_pretrained(self.unquantized), self.tokens)
         self.models: list[nn.Module] = []  # for the decoder: the first is the one to try
         self.quantized_logits: Tensor | None = None
 
@@ -76,8 +76,8 @@ class Trial:
     def from_pretrained(self) -> None:
         directory = self.fp8 if self.fp8.exists() else self.unquantized
         model = self._from_pretrained(directory, experts_implementation="fp8moe")
-        logits = _logits(model, self.tokens)
-        _check_close(logits, self.logits)
+        logits = logits_of(model, self.tokens)
+        check_close(logits, self.logits)
         self.models.append(model)
         others = {(row.module_class, row.why) for row in _experts(model) if row.runs_on != "fp8moe"}
         if others:
@@ -91,26 +91,19 @@ class Trial:
         expected = self.quantized_logits
         if expected is None:  # fp8moe does not run its experts, which are not FP8 then
             model.set_experts_implementation("eager")
-            expected = _logits(self._from_pretrained(self.fp8), self.tokens)
+            expected = logits_of(self._from_pretrained(self.fp8), self.tokens)
         else:  # also of experts that are not FP8 in the checkpoint
             model.set_experts_implementation("fp8moe")
         self.models.append(model)
-        logits = _logits(model, self.tokens)
-        _check_close(logits, self.logits)
+        logits = logits_of(model, self.tokens)
+        check_close(logits, self.logits)
         difference = (logits - expected).abs().max().item()
         if not difference <= LARGEST_DIFFERENCE:
             raise Wrong(f"logits differ by {difference:.1e} from those of from_pretrained")
 
     def GraphDecoder(self) -> None:  # noqa: N802
         model = self.models[0] if self.models else self._from_pretrained(self.unquantized)
-        prompts = self.tokens[:, :8]
-        how = {"max_new_tokens": 8, "do_sample": False}
-        for fuse in (False, True):
-            tokens = GraphDecoder(model, batch_sizes=(2,), max_length=32, fuse=fuse).generate(prompts, **how)
-            with find_fused(model).in_force() if fuse else nullcontext():
-                expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), **how)
-            if not torch.equal(tokens, expected):
-                raise Wrong(f"{tokens.tolist()} instead of {expected.tolist()}, fuse={fuse}")
+        check_decoder(model, self.tokens[:, :8])
 
     def train(self) -> None:
         model = self._from_pretrained(self.unquantized).train()
@@ -163,16 +156,16 @@ class Refusal(ValueError):
 
 def row_of(name: str) -> dict[str, str]:
     """The cells of one model, by column."""
-    _prepare()
+    prepare()
     with tempfile.TemporaryDirectory() as directory:
         try:
             trial = Trial(MODELS[name], Path(directory))
         except Exception as error:
             return dict.fromkeys(COLUMNS, f"refused: transformers' own model fails: {_first_line(error)}")
-        return {column: _cell(getattr(trial, column)).replace(f"{directory}/", "") for column in COLUMNS}
+        return {column: cell(getattr(trial, column)).replace(f"{directory}/", "") for column in COLUMNS}
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """FP8 models on a CPU: transformers would turn their weights into bfloat16 for want of a GPU."""
     import transformers
     from transformers.quantizers import quantizer_finegrained_fp8
@@ -185,11 +178,13 @@ def _prepare() -> None:
     register()
 
 
-def _cell(attempt: Callable[[], str | None]) -> str:
+def cell(attempt: Callable[[], str | None]) -> str:
     try:
         restriction = attempt()
     except Wrong as error:
         return f"wrong: {error}"
+    except ImportError as error:
+        return f"refused: transformers asks for a package: {_first_line(error)}"
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1].filename
         clean = isinstance(error, Refusal) or (isinstance(error, ValueError | TypeError) and _PACKAGE in where)
@@ -210,7 +205,7 @@ def _experts(model: nn.Module) -> Iterable:
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     torch.manual_seed(0)  # block diffusion begins with random tokens
     return model(input_ids=tokens).logits
 
@@ -222,22 +217,33 @@ def _make_experts_matter(model: nn.Module, tokens: Tensor) -> None:
     kept = [weight.clone() for weight in weights]
     for weight in weights:
         weight.zero_()
-    without = _logits(model, tokens)
+    without = logits_of(model, tokens)
     for weight, value in zip(weights, kept, strict=True):
         weight.copy_(value)
     for _ in range(20):
-        if _cosine(_logits(model, tokens), without) < COSINE_WITHOUT_EXPERTS:
+        if _cosine(logits_of(model, tokens), without) < COSINE_WITHOUT_EXPERTS:
             return
         for weight in weights:
             weight.mul_(1.3)
     raise RuntimeError("its logits hardly depend on its experts")
 
 
-def _check_close(logits: Tensor, expected: Tensor) -> None:
-    """Of the median token: one whose routing is nearly a tie may go to another expert."""
+def check_close(logits: Tensor, expected: Tensor, least: float = LEAST_COSINE["logits"]) -> None:
+    """Raise Wrong for other logits of the median token: one whose routing is nearly a tie may go to another expert."""
     cosines = nn.functional.cosine_similarity(logits.double(), expected.double(), dim=-1)
-    if not (cosine := cosines.median().item()) >= LEAST_COSINE["logits"]:  # NaN is not
+    if not (cosine := cosines.median().item()) >= least:  # NaN is not
         raise Wrong(f"the logits of the median token have a cosine of {cosine:.4f} to the unquantized model's")
+
+
+def check_decoder(model: nn.Module, prompts: Tensor) -> None:
+    """Raise Wrong where GraphDecoder generates other tokens than the model itself."""
+    how = {"max_new_tokens": 8, "do_sample": False}
+    for fuse in (False, True):
+        tokens = GraphDecoder(model, batch_sizes=(2,), max_length=32, fuse=fuse).generate(prompts, **how)
+        with find_fused(model).in_force() if fuse else nullcontext():
+            expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), **how)
+        if not torch.equal(tokens, expected):
+            raise Wrong(f"{tokens.tolist()} instead of {expected.tolist()}, fuse={fuse}")
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:

@@ -142,7 +142,7 @@ def examine(checkpoint: Checkpoint) -> Found:
 
 def _format(checkpoint: Checkpoint, declarations: list[Declared], weights: list[QuantizedWeight]) -> Format:
     kinds = Counter(weight.kind for weight in weights)
-    experts = Counter(weight.kind for weight in weights if _is_expert(weight, checkpoint))
+    experts = Counter(weight.kind for weight in weights if is_expert(weight, checkpoint))
     of_tensors = next((kind for kind, _ in (experts.most_common() or kinds.most_common()) if kind), None)
     named = of_tensors
     if named is None and declarations and declarations[0].kinds:
@@ -212,7 +212,8 @@ def _in_powers_of_two(checkpoint: Checkpoint, declarations: list[Declared], weig
     return stored == {"F8_E8M0"} or any(declaration.power_of_two for declaration in declarations)
 
 
-def _is_expert(weight: QuantizedWeight, checkpoint: Checkpoint) -> bool:
+def is_expert(weight: QuantizedWeight, checkpoint: Checkpoint) -> bool:
+    """Whether this is a weight of experts, one by one or fused."""
     shape = checkpoint.tensors[weight.codes].shape
     return parse_expert(weight.weight) is not None or parse_fused(weight.weight, shape[:3]) is not None
 

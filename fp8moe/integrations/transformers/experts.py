@@ -1,6 +1,6 @@
 """transformers' experts on GroupedExperts: the implementation of experts that `register` makes known to it."""
 
-import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +81,9 @@ def _make_cached(module: nn.Module) -> _CachedLayer:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why `grouped_experts` refuses the module, or None. Reads no weights: asks a copy without data."""
-    without_data = {id(value): value.to("meta") for value in (*module.parameters(), *module.buffers())}
+    """Why `grouped_experts` refuses the module, or None. Reads no weights: asks a twin without data."""
     try:
-        grouped_experts(copy.deepcopy(module, without_data))
+        grouped_experts(_without_data(module))
     except (TypeError, ValueError) as error:
         return str(error)
     return None
@@ -106,9 +105,24 @@ def grouped_experts(module: nn.Module) -> GroupedExperts:
         ) from error
 
 
+def _without_data(module: nn.Module) -> nn.Module:
+    """The module with its tensors on the meta device, in plain dictionaries: those of offloaded modules load them."""
+    tensors = {
+        kind: {name: value if value is None else value.to("meta") for name, value in getattr(module, kind).items()}
+        for kind in ("_parameters", "_buffers")
+    }
+    inner = {name: part if part is None else _without_data(part) for name, part in module._modules.items()}
+    return _twin(module, **tensors, _modules=inner)
+
+
 def _on_this_rank(module: nn.Module) -> nn.Module:
     """The module with its parameters, or with their local parts where they are DTensors."""
     parameters = {name: value if value is None else local(value) for name, value in module._parameters.items()}
-    twin = object.__new__(type(module))  # FSDP2's modules cannot be copied
-    twin.__dict__ = {**vars(module), "_parameters": parameters}
+    return _twin(module, _parameters=parameters)
+
+
+def _twin(module: nn.Module, **attributes: Any) -> nn.Module:
+    """The same object with other attributes: FSDP2's modules cannot be copied."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = {**vars(module), **attributes}
     return twin

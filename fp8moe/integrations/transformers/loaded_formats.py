@@ -5,12 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8moe.checkpoints.find_format import Found, QuantizedWeight, examine
+from fp8moe.checkpoints.find_format import Found, QuantizedWeight, examine, is_expert
 from fp8moe.checkpoints.read import CheckpointError, open_checkpoint
 from fp8moe.checkpoints.untrusted import printable
 from fp8moe.integrations import NAME
 
-_OTHER_WAYS = "fp8moe.integrations.transformers.load_model loads it, and `fp8moe convert` makes FP8 blocks of it"
+_DEQUANTIZED = {
+    "compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4"),  # of NVFP4 it loses the scale of a tensor
+    "mxfp4": ("mxfp4",),
+}
+"""What transformers makes floating-point experts of, by quantization method: fp8moe runs them on an FP8 copy."""
+_LOADS = "fp8moe.integrations.transformers.load_model loads it"
+_CONVERTS = "`fp8moe convert` makes FP8 blocks of it"
 
 
 def check_formats() -> None:
@@ -41,17 +47,21 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
 
     asked = _runs_experts(model.config)
     fine_grained = isinstance(quantizer, FineGrainedFP8HfQuantizer)
-    if not fine_grained and not (quantizer is None and asked):
-        return  # of another quantizer, or of no concern to fp8moe
+    if not fine_grained and not asked:
+        return
     try:
-        found = examine(open_checkpoint(Path(files[0]).parent))
+        stored = open_checkpoint(Path(files[0]).parent)
+        found = examine(stored)
     except CheckpointError:
         return  # not safetensors: no format of ours, and transformers says what is wrong
     if quantizer is None:
         refused = found.weights[:1]
-    else:
+    elif fine_grained:
         refused = [weight for weight in found.weights if _is_lost(weight) or (asked and weight.kind != "fp8-block")][:1]
         refused = refused or (found.weights[:1] if asked and not found.format.loads else [])
+    else:
+        known = _DEQUANTIZED.get(quantizer.quantization_config.quant_method, ())
+        refused = [weight for weight in found.weights if weight.kind not in known and is_expert(weight, stored)][:1]
     if refused:
         raise ValueError(printable(_sentence(found, refused[0])))
 
@@ -70,4 +80,5 @@ def _sentence(found: Found, weight: QuantizedWeight) -> str:
     says = f"{found.checkpoint.directory}: {found.format.reason}"
     if not found.format.loads:
         return f"{says}; from_pretrained would not run {weight.weight} on fp8moe"
-    return f"{says}, where from_pretrained would not run {weight.weight} on fp8moe with its scale; {_OTHER_WAYS}"
+    ways = f"{_LOADS}, and {_CONVERTS}" if found.format.exact else _LOADS
+    return f"{says}, where from_pretrained would not run {weight.weight} on fp8moe with its scale; {ways}"

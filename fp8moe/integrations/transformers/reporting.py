@@ -104,6 +104,8 @@ def _of_experts(module: nn.Module) -> tuple[str, str]:
 def _of_linear(module: nn.Module) -> tuple[str, str]:
     if isinstance(module, FP8Linear):
         return _OURS, "an FP8Linear with a weight to train" if module.trainable else "an FP8Linear"
+    if not hasattr(module, "weight"):
+        return "PyTorch", "its weight is packed, in a format of another library"
     if not hasattr(module, "weight_scale_inv"):
         if module.weight.dtype in _FP8_DTYPES:
             return "PyTorch", f"its weight is FP8 of another format: {module.weight.dtype} without weight_scale_inv"

@@ -1,0 +1,174 @@
+"""`python -m tools.format_matrix`: what reads each published layout of a checkpoint, and what it makes of it.
+
+A tiny Qwen3-MoE with random weights, written in each of `tests.checkpoint_formats.LAYOUTS`, goes through everything
+that reads checkpoints, on the CPU; the result is validation/formats.json. With names of layouts it prints their rows
+and writes nothing. Cells are those of `tools.model_matrix`: "yes", "refused: " or "wrong: ", and why.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe import FP8Linear, GroupedExperts, dequantize
+from fp8moe.integrations.checkpoints import (
+    convert_checkpoint,
+    find_format,
+    inspect_checkpoint,
+    load_fp8_checkpoint,
+    quantize_checkpoint,
+)
+from fp8moe.integrations.transformers import load_model, report
+from tests.checkpoint_formats import LAYOUTS, Source
+from tests.tiny_moe_models import MODELS, TinyModel
+from tools.model_matrix import ROOT, Refusal, Wrong, cell, check_close, check_decoder, logits_of, prepare
+
+FILE = ROOT / "validation" / "formats.json"
+COLUMNS = ("inspect", "load_model", "load_fp8_checkpoint", "from_pretrained", "decode", "quantize", "convert")
+PACKAGES = ("fp8moe", "torch", "transformers", "compressed-tensors")
+LARGEST_ERROR = 4.1e-6  # of a weight, of its largest value: MXFP8 in blocks
+LEAST_COSINE = 0.99  # of the median token's logits to those of the values in the checkpoint
+SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": False}
+"""Multiples of 32, not of 128."""
+
+
+def source_of(layout: str, directory: Path) -> Source:
+    """What to write in this layout: a model of text, or one with a text_config."""
+    if "text_config" in layout:
+        tiny = MODELS["Qwen3VLMoeForConditionalGeneration"]
+    else:
+        tiny = TinyModel("qwen3_moe", "AutoModelForCausalLM", SIZES)
+    return Source.of_random(directory, tiny.build())
+
+
+class Trial:
+    """What is tried with one layout, column by column."""
+
+    def __init__(self, layout: str, directory: Path):
+        source = source_of(layout, directory / "source")
+        self.kind, self.directory, self.other = source.kind, directory / "checkpoint", directory / "other"
+        self.expected = source.write(LAYOUTS[layout], self.directory, wanted)
+        source.write(LAYOUTS["block"], self.other, wanted)
+        self.tokens = torch.arange(3, 27).view(2, 12)
+        self.models: list[nn.Module] = []  # the first goes on to the decoder
+
+    def inspect(self) -> str:
+        report = inspect_checkpoint(self.directory)
+        if not report.format.loads:
+            raise Refusal("; ".join(report.problems))
+        return "; ".join(report.problems)
+
+    def load_model(self) -> str:
+        model = load_model(self.directory, dtype=torch.float32)
+        self._check_logits(model)
+        self.models.append(model)
+        return self._error(model)
+
+    def load_fp8_checkpoint(self) -> str:
+        model = self.models[0] if self.models else load_model(self.other, dtype=torch.float32)
+        before = {name: value.fill_(0.5).float() for name, value in model.state_dict().items()}
+        try:
+            load_fp8_checkpoint(model, self.directory)
+        except ValueError:
+            if any(not torch.equal(value.float(), before[name]) for name, value in model.state_dict().items()):
+                raise Wrong("it changes the model, and refuses") from None
+            raise
+        self._check_logits(model)
+        return self._error(model)
+
+    def from_pretrained(self) -> str:
+        model = self.kind.from_pretrained(self.directory, experts_implementation="fp8moe", dtype=torch.bfloat16)
+        self._check_logits(model)
+        others = {row.why for row in report(model) if row.name.endswith("experts") and row.runs_on != "fp8moe"}
+        if others:
+            raise Refusal("; ".join(others))
+        self.models.append(model)
+        return ""
+
+    def decode(self) -> str:
+        if not self.models:
+            raise Refusal("there is no model of it")
+        check_decoder(self.models[0], self.tokens[:, :8])
+        return ""
+
+    def quantize(self) -> str:
+        quantize_checkpoint(self.directory, self.directory / "quantized")
+        raise Wrong("it writes a checkpoint of codes")
+
+    def convert(self) -> str:
+        converted = self.directory / "converted"
+        convert_checkpoint(self.directory, converted)
+        if find_format(converted).scales != "128x128":
+            raise Wrong("it does not write blocks")
+        return self._error(load_model(converted, dtype=torch.float32))
+
+    def _check_logits(self, model: nn.Module) -> None:
+        check_close(logits_of(model, self.tokens), logits_of(self.expected, self.tokens), LEAST_COSINE)
+
+    @torch.no_grad()
+    def _error(self, model: nn.Module) -> str:
+        """How far FP8 weights are from the values in the checkpoint."""
+        largest, count = 0.0, 0
+        for name, module in model.named_modules():
+            if not isinstance(module, FP8Linear | GroupedExperts):
+                continue
+            for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
+                matrices = 2 if weight == "gate_up_proj" else 1
+                value = _dequantized(getattr(module, weight), getattr(module, scale), matrices)
+                expected = self.expected.get_submodule(name).get_parameter(weight)
+                largest = max(largest, float((value - expected).abs().max() / expected.abs().max()))
+                count += 1
+        if not count or largest > LARGEST_ERROR:
+            raise Wrong(f"{count} FP8 weights, with an error of {largest:.1e}")
+        return f"within {largest:.1e}" if largest else "exact"
+
+
+def wanted(name: str) -> bool:
+    """Whether this weight is quantized: linears and experts of the language model."""
+    return "visual" not in name and name.removesuffix(".weight").endswith("_proj")
+
+
+def _dequantized(data: Tensor, scale: Tensor, matrices: int) -> Tensor:
+    """The values of a weight; gate and up of experts have blocks of their own."""
+    parts = zip(data.chunk(matrices, -2), scale.chunk(matrices, -2), strict=True)
+    return torch.cat([dequantize(part) for part in parts], -2)
+
+
+def row_of(layout: str, directory: Path, columns: Iterable[str] = COLUMNS) -> dict:
+    """What `find_format` says of a layout, and its cells, by column."""
+    torch.manual_seed(0)
+    trial = Trial(layout, directory)
+    cells = {column: cell(getattr(trial, column)).replace(f"{trial.directory}: ", "") for column in columns}
+    return {"format": find_format(trial.directory)._asdict(), "cells": cells}
+
+
+def versions() -> dict[str, str]:
+    installed = {found.metadata["Name"]: found.version for found in metadata.distributions()}
+    return {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m tools.format_matrix", description=__doc__.partition("\n")[0])
+    parser.add_argument("layouts", nargs="*", help="print the rows of these layouts; without any, all go to the file")
+    names = parser.parse_args().layouts
+    prepare()
+    found = {}
+    for name in names or LAYOUTS:
+        with tempfile.TemporaryDirectory() as directory:
+            found[name] = row = row_of(name, Path(directory))
+        if names:
+            print(json.dumps({name: row}, indent=1))
+        else:
+            print(f"{name:<36}", *(f"{text.partition(':')[0]:<14}" for text in row["cells"].values()), flush=True)
+    if not names:
+        FILE.write_text(json.dumps({"versions": versions(), "layouts": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
