@@ -129,6 +129,25 @@ def int4(weight):
     return Weight(stored | {"weight_shape": torch.tensor(weight.shape)}, values)
 
 
+def gpt_oss(weight):
+    """MXFP4 of what GPT-OSS has as (K, N): codes (N, K/32, 16), scales (N, K/32)."""
+    made = mxfp4("weight_blocks", "weight_scales", torch.uint8, torch.uint8)(weight.T)
+    blocks = made.stored["weight_blocks"].unflatten(1, (-1, 16))
+    return Weight(made.stored | {"weight_blocks": blocks}, made.values.T)
+
+
+def as_gpt_oss(tensors):
+    """Fused experts as GPT-OSS has them unquantized: (E, K, N), rows of gate and up in turns, and with biases."""
+    generator, made = torch.Generator().manual_seed(0), {}
+    for name, value in tensors.items():
+        if value.dim() == 3:
+            made[f"{name}_bias"] = torch.randn(value.shape[:2], generator=generator).to(value.dtype)
+            rows = value.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if "gate_up" in name else value
+            value = rows.mT.contiguous()
+        made[name] = value
+    return made
+
+
 def packed(codes_name, scale_name, codes_dtype, scale_dtype, *, values_each, group):
     """Integers that stand for nothing: of formats that are refused."""
 
@@ -142,7 +161,10 @@ def packed(codes_name, scale_name, codes_dtype, scale_dtype, *, values_each, gro
 
 
 class Layout(NamedTuple):
-    """quantize: a weight. name: of the format. loads. config: quantization_config, or a whole config for the root."""
+    """quantize: a weight. name: of the format. loads. config: quantization_config, or a whole config for the root.
+
+    experts: "separate", or "gpt-oss" for those that `as_gpt_oss` makes, and nothing besides.
+    """
 
     quantize: Callable[[torch.Tensor], Weight]
     name: str
@@ -152,6 +174,7 @@ class Layout(NamedTuple):
     files: dict = {}
     exact: bool = True
     dense: Callable[[torch.Tensor], Weight] | None = None
+    experts: str = "separate"
 
 
 def _compressed(strategy, form="float-quantized", bits=8, kind="float", **weights):
@@ -257,6 +280,13 @@ LAYOUTS = {
         "mxfp4",
         True,
         _compressed("group", "mxfp4-pack-quantized", bits=4, group_size=32),
+    ),
+    "GPT-OSS": Layout(
+        gpt_oss,
+        "mxfp4",
+        True,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
+        experts="gpt-oss",
     ),
     "compressed-tensors channel": Layout(channel("weight_scale"), "fp8-channel", True, _compressed("channel")),
     "compression_config channel": Layout(

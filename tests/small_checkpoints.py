@@ -28,10 +28,13 @@ def same(first, second):
 
 
 class Layer(nn.Module):
-    def __init__(self, gated, weight_scales):
+    def __init__(self, gated, weight_scales, gpt_oss):
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
-        self.q_proj = FP8Linear(HIDDEN, 200, weight_scales=weight_scales)
+        if gpt_oss:
+            self.q_proj = nn.Linear(HIDDEN, 200, dtype=torch.bfloat16)
+        else:
+            self.q_proj = FP8Linear(HIDDEN, 200, weight_scales=weight_scales)
         self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False, dtype=torch.bfloat16)
         self.experts = GroupedExperts(
             num_experts=EXPERTS,
@@ -39,16 +42,20 @@ class Layer(nn.Module):
             intermediate_size=INTERMEDIATE,
             gated=gated,
             weight_scales=weight_scales,
+            bias=gpt_oss,
         )
 
 
 class Model(nn.Module):
-    """The names of a small mixture-of-experts model; lm_head is tied to the embedding if asked for."""
+    """The names of a small mixture-of-experts model; lm_head is tied to the embedding if asked for.
 
-    def __init__(self, layers=2, *, tied=False, gated=True, weight_scales="block"):
+    gpt_oss: experts with biases, all else unquantized.
+    """
+
+    def __init__(self, layers=2, *, tied=False, gated=True, weight_scales="block", gpt_oss=False):
         super().__init__()
         self.embed_tokens = nn.Embedding(50, HIDDEN, dtype=torch.bfloat16)
-        self.layers = nn.ModuleList([Layer(gated, weight_scales) for _ in range(layers)])
+        self.layers = nn.ModuleList([Layer(gated, weight_scales, gpt_oss) for _ in range(layers)])
         self.lm_head = nn.Linear(HIDDEN, 50, bias=False, dtype=torch.bfloat16)
         self.register_buffer("steps", torch.tensor(7))
         if tied:

@@ -22,7 +22,7 @@ from fp8moe.integrations.checkpoints import (
     load_fp8_checkpoint,
     quantize_checkpoint,
 )
-from tests.checkpoint_formats import E4M3, LAYOUTS, mxfp4, write_layout
+from tests.checkpoint_formats import E4M3, LAYOUTS, as_gpt_oss, mxfp4, write_layout
 from tests.small_checkpoints import Model, bits, unquantized
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*static scales")]
@@ -31,6 +31,7 @@ HIDDEN, INTERMEDIATE = 160, 96  # multiples of 32, not of 128
 MXFP8_ERROR = 2**-10 / 240  # of a block's largest value; other formats are exact
 IN_BLOCKS = [name for name, layout in LAYOUTS.items() if layout.loads and layout.name != "fp8-channel"]
 E = "layers.1.experts.2.up_proj.weight"
+FUSED = {"gate_up_proj": (512, 384), "down_proj": (384, 256)}
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +47,26 @@ def wanted(name):
 
 
 def written(directory, layout):
-    return write_layout(LAYOUTS[layout], directory, unquantized(), wanted, {"sizes": [HIDDEN]})
+    """Returns the values of weights that are quantized, of experts one by one."""
+    if LAYOUTS[layout].experts == "separate":
+        return write_layout(LAYOUTS[layout], directory, unquantized(), wanted, {"sizes": [HIDDEN]})
+    tensors = as_gpt_oss(unquantized(fused=True))
+    fused = [name for name, value in tensors.items() if value.dim() == 3]
+    values = write_layout(LAYOUTS[layout], directory, tensors, fused.__contains__, {"sizes": [HIDDEN]})
+    apart = {}
+    for name, value in values.items():
+        for expert, matrix in enumerate(value.mT):
+            start = f"{name.rpartition('.')[0]}.{expert}"
+            if name.endswith("down_proj"):
+                apart[f"{start}.down_proj.weight"] = matrix
+            else:
+                apart[f"{start}.gate_proj.weight"], apart[f"{start}.up_proj.weight"] = matrix[::2], matrix[1::2]
+    return apart
 
 
 def model_for(layout):
-    return Model(weight_scales="channel" if LAYOUTS[layout].name == "fp8-channel" else "block")
+    weight_scales = "channel" if LAYOUTS[layout].name == "fp8-channel" else "block"
+    return Model(weight_scales=weight_scales, gpt_oss=LAYOUTS[layout].experts == "gpt-oss")
 
 
 def loaded_values(model):
@@ -110,7 +126,7 @@ def test_converted(tmp_path, layout):
     report = inspect_checkpoint(tmp_path / "blocks")
     assert (report.format.scales, report.format.loads, report.problems) == ("128x128", True, [])
     assert not [name for name in os.listdir(tmp_path / "blocks") if name == "hf_quant_config.json"]
-    before, after = Model(), Model()
+    before, after = model_for(layout), model_for(layout)
     load_fp8_checkpoint(before, tmp_path / "source")
     load_fp8_checkpoint(after, tmp_path / "blocks")
     assert all(torch.equal(bits(value), bits(after.state_dict()[name])) for name, value in before.state_dict().items())
@@ -226,6 +242,66 @@ def test_mxfp4_that_blocks_cannot_hold_is_refused_by_name(tmp_path):
     load_fp8_checkpoint(Model(), tmp_path / "x")
 
 
+def test_gate_and_up_of_gpt_oss(tmp_path, capsys):
+    """Rows of gate and up take turns: they have blocks of their own, and exponents differ within each by 14 at most."""
+    layout, blocks = "GPT-OSS", "layers.1.experts.gate_up_proj_blocks"
+    expected = written(tmp_path / "x", layout)
+    path, model = tmp_path / "x" / SINGLE, model_for(layout)
+    tensors = load_file(path)
+    load_fp8_checkpoint(model, tmp_path / "x")
+    bias, experts = tensors["layers.1.experts.gate_up_proj_bias"], model.layers[1].experts
+    assert torch.equal(experts.gate_up_proj_bias, torch.cat([bias[:, ::2], bias[:, 1::2]], 1))
+    assert torch.equal(experts.down_proj_bias, tensors["layers.1.experts.down_proj_bias"])
+
+    scales = tensors["layers.1.experts.gate_up_proj_scales"]
+    scales[:, ::2] -= 12
+    save_file(tensors, path)
+    load_fp8_checkpoint(model, tmp_path / "x")
+    values = loaded_values(model)
+    assert torch.equal(values[E], expected[E].float())
+    assert torch.equal(values[E.replace("up_proj", "gate_proj")], expected[E.replace("up_proj", "gate_proj")] * 2**-12)
+
+    scales[2, 4] += 14
+    save_file(tensors, path)
+    problem = f"{blocks}: MXFP4 exponents that differ by more than 14 within 128x128 values, which E4M3 cannot hold"
+    for read in (lambda: load_fp8_checkpoint(model, tmp_path / "x"), lambda: convert_checkpoint(tmp_path / "x", "y")):
+        with pytest.raises(CheckpointError) as error:
+            read()
+        assert error.value.problems == [problem]
+    assert main(["convert", str(tmp_path / "x"), str(tmp_path / "blocks"), "--requantize"]) == 0
+    assert "error of" in capsys.readouterr().out
+    load_fp8_checkpoint(model, tmp_path / "blocks")
+    values["layers.1.experts.2.gate_proj.weight"][2] *= 2**14
+    for name, value in loaded_values(model).items():
+        error = torch.linalg.norm(value - values[name]) / torch.linalg.norm(values[name])
+        assert error < 0.04 if "layers.1" in name and "down_proj" not in name else error == 0, name
+    assert torch.equal(experts.gate_up_proj_bias, torch.cat([bias[:, ::2], bias[:, 1::2]], 1))
+
+
+def test_gate_and_up_that_cannot_be_told_apart(tmp_path):
+    written(tmp_path / "x", "GPT-OSS")
+    path, name = tmp_path / "x" / SINGLE, "layers.0.experts.gate_up_proj"
+    tensors = load_file(path)
+    save_file(tensors | {f"{name}_bias": tensors[f"{name}_bias"][:, 2:].clone()}, path)
+    assert find_format(tmp_path / "x").reason == f"{name}_blocks: with a bias (3, 190), expected (3, 192)"
+    save_file(
+        tensors | {f"{name}_{end}": tensors[f"{name}_{end}"][:, 1:].clone() for end in ("blocks", "scales")}, path
+    )
+    assert "as many rows of gate as of up" in find_format(tmp_path / "x").reason
+    (tmp_path / "x" / "config.json").unlink()
+    codes = {f"layers.0.experts.{end}": torch.zeros(3, *shape) for end, shape in FUSED.items()}
+    for scales, transposed, loads in (("blocks", False, True), ("tensor", False, False), ("blocks", True, False)):
+        stored = {}
+        for name, value in codes.items():
+            value = value.mT.contiguous() if transposed else value
+            grid = value.shape[-2] // 128, value.shape[-1] // 128
+            stored |= {name: value.to(E4M3), f"{name}_bias": torch.zeros(value.shape[:2])}
+            stored[f"{name}_scale_inv"] = torch.ones(3, *grid if scales == "blocks" else (1, 1))
+        save_file(stored, path)
+        found = find_format(tmp_path / "x")
+        assert found.loads == loads and ("take turns, as in GPT-OSS" in found.reason) == (not loads)
+
+
 @pytest.mark.parametrize("spread", range(15))
 def test_mxfp4_is_exact_up_to_a_spread_of_14(spread):
     from fp8moe.checkpoints import as_blocks as module
@@ -233,9 +309,9 @@ def test_mxfp4_is_exact_up_to_a_spread_of_14(spread):
     made = mxfp4("codes", "scale", torch.uint8, torch.uint8)(torch.randn(130, 64))
     powers = torch.full((130, 2), 120, dtype=torch.uint8)
     powers[::3] -= spread
-    codes, block = module._blocks(*module._mxfp4(made.stored["codes"], powers))
-    values, _ = module._mxfp4(made.stored["codes"], powers)
-    assert torch.equal(codes.double() * module._to_values(block.double(), values.shape), values)
+    codes, scales = (make(made.stored["codes"], powers) for make in module._MICROSCALED["mxfp4"])
+    expected = module._mxfp4_values(made.stored["codes"], powers)
+    assert torch.equal(dequantize((codes, scales), dtype=torch.float64), expected)
 
 
 def test_configuration_and_tensors_that_disagree_are_refused(tmp_path):
@@ -273,7 +349,7 @@ def test_the_page_of_formats():
     rows = re.findall(row, Path("docs/formats.md").read_text(), re.MULTILINE)
     said = {(name, loads == "yes") for name, loads in rows}
     tried = {(layout.name, layout.loads) for layout in LAYOUTS.values() if layout.name != "fp8-block" or layout.loads}
-    assert tried == said - {("bf16", True), ("mxfp4", False)}
+    assert tried == said - {("bf16", True)}
     recorded = json.loads(Path("validation/formats.json").read_text())["layouts"]
     formats = {layout: row["format"] for layout, row in recorded.items()}
     assert tried >= {(found["name"], found["loads"]) for found in formats.values() if found["loads"]}

@@ -39,7 +39,7 @@ from tools.mutations import DEEP, MUTATIONS, read_parts, write_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SAMPLE = 120  # of the cases of tools.mutate_checkpoints
+SAMPLE = 140  # of the cases of tools.mutate_checkpoints
 SCALE = "layers.0.q_proj.weight_scale_inv"
 CONFIGURATION = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8moe.integrations.checkpoints import CheckpointError, find_format, quantize_checkpoint
+from fp8moe import dequantize
+from fp8moe.integrations.checkpoints import (
+    CheckpointError,
+    convert_checkpoint,
+    find_format,
+    quantize_checkpoint,
+    save_fp8_checkpoint,
+)
 from tests.checkpoint_formats import LAYOUTS, Source
 from tests.small_checkpoints import same
 from tests.tiny_moe_models import MODELS, TinyModel
@@ -75,8 +82,8 @@ def test_experts_that_transformers_does_not_dequantize(tmp_path, qwen):
 def test_multimodal_models(tmp_path, name):
     """Qwen3-VL's published layout: fused experts (E, K, N), and what others make of it."""
     source = source_of("block, config in text_config", tmp_path / "source")
-    assert any(name.endswith("experts.gate_up_proj") and wanted(name) for name in source.tensors)
-    expected = source.write(LAYOUTS[name], tmp_path / "x", wanted)
+    assert any(weight.endswith("experts.gate_up_proj") and wanted(name)(weight) for weight in source.tensors)
+    expected = source.write(LAYOUTS[name], tmp_path / "x", wanted(name))
     assert cosine(load_model(tmp_path / "x", dtype=torch.float32), expected) >= 0.99
 
 
@@ -91,6 +98,67 @@ def test_deepseek_v4_as_published(tmp_path, name):
     model = load_model(tmp_path / "x", dtype=torch.float32)
     assert cosine(model, expected) >= 0.99
     assert {row.runs_on for row in report(model) if "experts" in row.name} == {"fp8moe"}
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """(its checkpoint as published, the model of its values)"""
+    directory = tmp_path_factory.mktemp("gpt_oss")
+    source = source_of("GPT-OSS", directory / "source")
+    return directory / "x", source.write(LAYOUTS["GPT-OSS"], directory / "x", wanted("GPT-OSS"))
+
+
+def test_gpt_oss_as_published(tmp_path, gpt_oss):
+    """Exact for load_model, and in what is written of it; from_pretrained unpacks experts, of which there is a copy."""
+    directory, expected = gpt_oss
+    model = load_model(directory, dtype=torch.float32)
+    assert cosine(model, expected) >= 0.99
+    assert {row.runs_on for row in report(model) if row.name.endswith("experts")} == {"fp8moe"}
+    copied = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, experts_implementation="fp8moe", dtype=torch.float32
+    )
+    assert cosine(copied, expected) >= 0.99
+    assert {row.why for row in report(copied) if row.name.endswith("experts")} == {
+        "on an FP8 copy of its weights, made when it runs first"
+    }
+
+    for layer in model.model.layers:  # the values of the checkpoint, without rounding activations
+        experts, parts = layer.mlp.experts, []
+        for parameter, count in (("gate_up_proj", 2), ("down_proj", 1)):
+            data, scale = getattr(experts, parameter), getattr(experts, f"{parameter}_scale_inv")
+            apart = (value.unflatten(1, (count, -1)).flatten(0, 1) for value in (data, scale))
+            parts.append(dequantize(tuple(apart)).view(data.shape))
+        up, bias = parts[0].unflatten(1, (2, -1)), experts.gate_up_proj_bias.unflatten(1, (2, -1))
+        theirs = copied.get_submodule(f"model.layers.{layer.self_attn.layer_idx}.mlp.experts")
+        assert torch.equal(up.transpose(1, 2).flatten(1, 2).mT, theirs.gate_up_proj)
+        assert torch.equal(bias.transpose(1, 2).flatten(1, 2), theirs.gate_up_proj_bias)
+        assert torch.equal(parts[1].mT, theirs.down_proj) and torch.equal(experts.down_proj_bias, theirs.down_proj_bias)
+
+    convert_checkpoint(directory, tmp_path / "converted")
+    model.save_pretrained(tmp_path / "saved")
+    save_fp8_checkpoint(model, tmp_path / "saved by fp8moe")
+    for name in ("converted", "saved", "saved by fp8moe"):
+        again = load_model(tmp_path / name, dtype=torch.float32)
+        same(dict(again.state_dict()), dict(model.state_dict()))
+        with pytest.raises(ValueError, match="FP8 experts have no biases, as .*_proj has; .*load_model loads it$"):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, experts_implementation="fp8moe")
+
+
+def test_gpt_oss_on_triton_kernels_is_refused(gpt_oss, monkeypatch):
+    """Before transformers fetches these."""
+    from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+
+    directory, _ = gpt_oss
+    monkeypatch.setattr(Mxfp4HfQuantizer, "validate_environment", lambda self, **options: None)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with pytest.raises(ValueError, match=r"x: mxfp4: MXFP4, .* run .*_proj on Triton kernels; .*dequantize=True"):
+        load(directory, experts_implementation="fp8moe")
+    model = load(
+        directory,
+        experts_implementation="fp8moe",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    )
+    assert type(model.model.layers[0].mlp.experts).__name__ == "GptOssExperts"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ and writes nothing. Cells are those of `tools.model_matrix`: "yes", "refused: " 
 import argparse
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -38,9 +38,12 @@ SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 1
 
 
 def source_of(layout: str, directory: Path) -> Source:
-    """What to write in this layout: a model of text, or one with a text_config."""
+    """What to write in this layout: a model of text, or one with a text_config, or GPT-OSS."""
     if "text_config" in layout:
         tiny = MODELS["Qwen3VLMoeForConditionalGeneration"]
+    elif LAYOUTS[layout].experts == "gpt-oss":
+        sizes = {"hidden_size": 160, "intermediate_size": 160, "num_hidden_layers": 2, "num_local_experts": 4}
+        tiny = TinyModel("gpt_oss", "AutoModelForCausalLM", sizes)
     else:
         tiny = TinyModel("qwen3_moe", "AutoModelForCausalLM", SIZES)
     return Source.of_random(directory, tiny.build())
@@ -52,8 +55,8 @@ class Trial:
     def __init__(self, layout: str, directory: Path):
         source = source_of(layout, directory / "source")
         self.kind, self.directory, self.other = source.kind, directory / "checkpoint", directory / "other"
-        self.expected = source.write(LAYOUTS[layout], self.directory, wanted)
-        source.write(LAYOUTS["block"], self.other, wanted)
+        self.expected = source.write(LAYOUTS[layout], self.directory, wanted(layout))
+        source.write(LAYOUTS["block"], self.other, wanted("block"))
         self.tokens = torch.arange(3, 27).view(2, 12)
         self.models: list[nn.Module] = []  # the first goes on to the decoder
 
@@ -120,7 +123,7 @@ class Trial:
             for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
                 matrices = 2 if weight == "gate_up_proj" else 1
                 value = _dequantized(getattr(module, weight), getattr(module, scale), matrices)
-                expected = self.expected.get_submodule(name).get_parameter(weight)
+                expected = _in_rows(self.expected.get_submodule(name), weight, matrices)
                 largest = max(largest, float((value - expected).abs().max() / expected.abs().max()))
                 count += 1
         if not count or largest > LARGEST_ERROR:
@@ -128,9 +131,26 @@ class Trial:
         return f"within {largest:.1e}" if largest else "exact"
 
 
-def wanted(name: str) -> bool:
-    """Whether this weight is quantized: linears and experts of the language model."""
-    return "visual" not in name and name.removesuffix(".weight").endswith("_proj")
+def wanted(layout: str) -> Callable[[str], bool]:
+    """Whether a weight is quantized: linears and experts of the language model, in GPT-OSS experts alone."""
+    only_experts = LAYOUTS[layout].experts == "gpt-oss"
+
+    def quantized(name: str) -> bool:
+        if "visual" in name or (only_experts and name.endswith(".weight")):
+            return False
+        return name.removesuffix(".weight").endswith("_proj")
+
+    return quantized
+
+
+def _in_rows(module: nn.Module, weight: str, matrices: int) -> Tensor:
+    """A weight of a module of transformers, (..., N, K), gate and up one after the other."""
+    value = module.get_parameter(weight)
+    if getattr(module, "is_transposed", False):
+        value = value.mT
+    if getattr(module, "is_concatenated", True):
+        return value
+    return torch.cat([value[:, first::matrices] for first in range(matrices)], 1)
 
 
 def _dequantized(data: Tensor, scale: Tensor, matrices: int) -> Tensor:

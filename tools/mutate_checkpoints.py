@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -40,7 +41,7 @@ from fp8moe.integrations.checkpoints import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from tests.checkpoint_formats import LAYOUTS, Layout, write_layout
+from tests.checkpoint_formats import LAYOUTS, Layout, as_gpt_oss, write_layout
 from tools.mutations import MUTATIONS
 
 SECONDS = 60  # a case that takes longer hangs
@@ -49,7 +50,7 @@ HIDDEN = 160  # a multiple of 32, not of 128
 FORMATS = (
     *("ModelOpt FP8", "ModelOpt FP8_PB_WO", "Mistral static", "AutoFP8 dynamic", "compressed-tensors block"),
     *("block, E8M0 in bytes", "MXFP8", "compressed-tensors MXFP4", "FP8 with FP4 experts"),
-    "compressed-tensors channel",
+    *("compressed-tensors channel", "GPT-OSS"),
 )
 """Of `tests.checkpoint_formats.LAYOUTS`; each second case starts from one."""
 MODELS_EVERY = 8  # of so many cases one is a transformers model: making one takes longest
@@ -58,20 +59,20 @@ QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_b
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, gpt_oss: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
-        self.q_proj = FP8Linear(HIDDEN, 200)
-        self.experts = GroupedExperts(num_experts=3, hidden_size=HIDDEN, intermediate_size=96)
+        self.q_proj = nn.Linear(HIDDEN, 200, dtype=torch.bfloat16) if gpt_oss else FP8Linear(HIDDEN, 200)
+        self.experts = GroupedExperts(num_experts=3, hidden_size=HIDDEN, intermediate_size=96, bias=gpt_oss)
 
 
 class Model(nn.Module):
-    """The names of a mixture-of-experts model, random weights."""
+    """The names of a mixture-of-experts model, random weights. gpt_oss: FP8 experts alone, with biases."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpt_oss: bool = False) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(50, HIDDEN, dtype=torch.bfloat16)
-        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.layers = nn.ModuleList([Layer(gpt_oss) for _ in range(2)])
 
 
 class Hang(BaseException):
@@ -117,15 +118,13 @@ class Cases:
             self._convert(name, lambda _: True, keep=lambda key: not key.endswith("_scale_inv"))
             (directory / name / CONFIG).write_text(json.dumps(CONFIGURATION))
         for name in FORMATS:
-            _write_format(directory / name, LAYOUTS[name], directory / "source")
+            _write_format(directory / name, LAYOUTS[name], directory)
         self._bases = ["separate", "fused", "bfloat16 scales", "ue8m0", "source", "fused source"]
         self._models = ["model", "converted model", "model source", "converted model source"]
         self._with_models = with_models
         if with_models:
             _make_transformers_models(directory)
-        self._model = Model()
-        # No checkpoint has these values: what is still there after a load has not been loaded.
-        self._before = {name: _filled(value) for name, value in self._model.state_dict().items()}
+        self._model, self._gpt_oss = Model(), Model(gpt_oss=True)
 
     def case(self, number: int) -> Case:
         rng = Random(number)
@@ -139,7 +138,7 @@ class Cases:
         shutil.copytree(self._directory / case.base, work / "checkpoint")
         try:
             MUTATIONS[case.mutation](work / "checkpoint", Random(f"{case.number}"))
-            last = self._load
+            last = partial(_load, self._gpt_oss if case.base == "GPT-OSS" else self._model)
             if case.base in self._models:
                 last = _load_model
             if case.base.endswith("source"):
@@ -150,18 +149,6 @@ class Cases:
             shutil.rmtree(work)
         refused = sum(result is None for result in results)
         return Outcome(case, refused, [result for result in results if result])
-
-    def _load(self, checkpoint: Path) -> None:
-        self._model.load_state_dict(self._before)
-        try:
-            load_fp8_checkpoint(self._model, checkpoint)
-        except Exception:
-            changed = [name for name, value in self._model.state_dict().items() if not _same(value, self._before[name])]
-            assert not changed, f"half loaded: {changed}"
-            raise
-        for name, value in self._model.state_dict().items():
-            assert not _same(value, self._before[name]), f"{name} has not been loaded"
-            assert not name.endswith("_scale_inv") or (value.isfinite() & (value > 0)).all(), f"{name} has bad scales"
 
     def _make(self, name: str, model: nn.Module, **options: object) -> None:
         save_fp8_checkpoint(model, self._directory / name, **options)
@@ -179,10 +166,15 @@ class Cases:
             path.write_text(json.dumps(content))
 
 
-def _write_format(directory: Path, layout: Layout, source: Path) -> None:
+def _write_format(directory: Path, layout: Layout, sources: Path) -> None:
+    source = sources / ("source" if layout.experts == "separate" else "fused source")
     tensors = {name: value for path in source.glob("*.safetensors") for name, value in load_file(path).items()}
-    values = {name: value.float() if name.endswith("_proj.weight") else value for name, value in tensors.items()}
-    write_layout(layout, directory, values, lambda name: name.endswith("_proj.weight"), CONFIGURATION)
+    wanted = [name for name in tensors if name.endswith("_proj.weight")]
+    if layout.experts == "gpt-oss":
+        tensors = as_gpt_oss(tensors)
+        wanted = [name for name, value in tensors.items() if value.dim() == 3]
+    tensors = {name: value.float() if name in wanted else value for name, value in tensors.items()}
+    write_layout(layout, directory, tensors, wanted.__contains__, CONFIGURATION)
 
 
 def _make_transformers_models(directory: Path) -> None:
@@ -210,6 +202,21 @@ def _inspect_by_command(checkpoint: Path) -> None:
             command_line(["inspect", str(checkpoint)])
         except SystemExit as stopped:
             raise ValueError(stopped.code) from None
+
+
+def _load(model: nn.Module, checkpoint: Path) -> None:
+    # No checkpoint has these values: what is still there after a load has not been loaded.
+    before = {name: _filled(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(before)
+    try:
+        load_fp8_checkpoint(model, checkpoint)
+    except Exception:
+        changed = [name for name, value in model.state_dict().items() if not _same(value, before[name])]
+        assert not changed, f"half loaded: {changed}"
+        raise
+    for name, value in model.state_dict().items():
+        assert not _same(value, before[name]), f"{name} has not been loaded"
+        assert not name.endswith("_scale_inv") or (value.isfinite() & (value > 0)).all(), f"{name} has bad scales"
 
 
 def _quantize(checkpoint: Path) -> None:

@@ -5,22 +5,23 @@ What is stored otherwise is made when it is read, one matrix at a time: no file 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.checkpoints.expert_names import matrices_of
 from fp8moe.checkpoints.find_format import MX_BLOCK, Found, QuantizedWeight, examine
 from fp8moe.checkpoints.formats import FP8, SCALE_DTYPES, as_float, scale_name, scale_of, scale_shape, weight_of
 from fp8moe.checkpoints.read import Checkpoint, CheckpointError, Derived, Source, TensorInfo
 from fp8moe.quant.formats import BLOCK, FP8_MAX, FP8Tensor
 from fp8moe.quant.quantize import dequantize
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1: OCP's microscaling formats 1.0, section 5.3.3
+_FP4 = (*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
+"""The values of E2M1 codes: OCP's microscaling formats 1.0, section 5.3.3."""
 _FP4_SHIFT = 6  # 6 * 2^6 is the largest E4M3 code that an FP4 value becomes
 _FP4_SPREAD = 14  # and 0.5 * 2^(6 - 14) the smallest, a subnormal
+_FP4_LOWEST = 17  # 4 * 2^(6 - 17) is it too
 
 
 def as_blocks(checkpoint: Checkpoint) -> tuple[Checkpoint, Found]:
@@ -48,11 +49,15 @@ def as_values(found: Found) -> tuple[Checkpoint, set[str]]:
     for weight in found.weights:
         if weight.kind == "fp8-channel" or weight.codes in spread:
             codes, scale = tensors.pop(weight.codes), tensors.pop(weight.scale)
-            shape = values_shape(weight, codes)
-            sources = _stored(weight, shape, codes, scale)
-            make = partial(_channels, transposed=weight.transposed) if weight.kind == "fp8-channel" else _mxfp4_values
-            made = Derived("F32", shape, codes.begin, codes.end, codes.file, sources, make, None)
-            tensors[weight.weight] = made
+            sources = _stored(weight, codes, scale)
+            if weight.kind == "fp8-channel":
+                make = partial(_channels, transposed=weight.transposed)
+            else:
+                make = partial(_of_each, weight, lambda *matrix: _mxfp4_values(*matrix).float())
+            tensors[weight.weight] = Derived(
+                "F32", weight.shape, codes.begin, codes.end, codes.file, sources, make, None
+            )
+            tensors |= _bias_of(weight, checkpoint)
             values.add(weight.weight)
         else:
             made = _made_of(weight, checkpoint, found)
@@ -65,18 +70,20 @@ def as_values(found: Found) -> tuple[Checkpoint, set[str]]:
 def inexact_weights(found: Found) -> Iterator[str]:
     """Say which weights in MXFP4 blocks cannot hold, reading exponents, and where these do not tell, codes."""
     checkpoint = found.checkpoint
-    exponents = {weight.scale: checkpoint.tensors[weight.scale] for weight in found.weights if weight.kind == "mxfp4"}
-    weights = {weight.scale: weight for weight in found.weights}
+    weights = {weight.scale: weight for weight in found.weights if weight.kind == "mxfp4"}
+    exponents = {scale: checkpoint.tensors[scale] for scale in weights}
     spread = []
     for scale, values in checkpoint.read_unmapped(exponents):
         if not values.numel():
             continue
         groups = values.view(torch.uint8).view(-1, *exponents[scale].shape[-2:]).int()
-        spread += [scale for matrix in groups if int(_spread(matrix)) > _FP4_SPREAD][:1]
+        matrices = (matrix for of_expert in groups for (matrix,) in _apart(weights[scale], of_expert))
+        if any(int(_spread(matrix)) > _FP4_SPREAD for matrix in matrices):
+            spread.append(weights[scale])
     with checkpoint.reader() as reader:
-        for weight in map(weights.__getitem__, spread):
+        for weight in spread:
             pairs = zip(reader.pieces(weight.codes), reader.pieces(weight.scale), strict=True)
-            if not all(_is_exact(*_mxfp4(codes.value, powers.value)) for codes, powers in pairs):
+            if not all(_is_exact(weight, codes.value, powers.value) for codes, powers in pairs):
                 yield (
                     f"{weight.codes}: MXFP4 exponents that differ by more than {_FP4_SPREAD} within {BLOCK}x{BLOCK} "
                     "values, which E4M3 cannot hold"
@@ -88,22 +95,18 @@ def _made_of(weight: QuantizedWeight, checkpoint: Checkpoint, found: Found) -> d
     if weight.kind is None or not weight.has_own_scale:
         return {}
     name, codes, scale = weight.weight, checkpoint.tensors[weight.codes], checkpoint.tensors[weight.scale]
-    shape = values_shape(weight, codes)
-    grid, matrices = scale_shape(name, shape), matrices_of(name, shape)
-    stored = _stored(weight, shape, codes, scale)
-
-    def of_both(index: int, values: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *tensors: Tensor) -> Tensor:
-        parts = zip(*(tensor.chunk(matrices) for tensor in tensors), strict=True)
-        return torch.cat([_blocks(*values(*part))[index] for part in parts])
+    shape, grid = weight.shape, scale_shape(name, weight.shape)
+    stored = _stored(weight, codes, scale)
 
     def derived(dtype: str, shape: tuple[int, ...], sources: list[Source], make: Callable[..., Tensor]) -> Derived:
         return Derived(dtype, shape, codes.begin, codes.end, codes.file, sources, make, stored[1])
 
     if weight.kind in _MICROSCALED:
-        values = _MICROSCALED[weight.kind]
+        codes_of_blocks, scales_of_blocks = _MICROSCALED[weight.kind]
         return {
-            name: derived(FP8, shape, stored, partial(of_both, 0, values)),
-            scale_name(name): derived("F32", grid, stored, partial(of_both, 1, values)),
+            name: derived(FP8, shape, stored, partial(_of_each, weight, codes_of_blocks)),
+            scale_name(name): derived("F32", grid, stored, partial(_of_each, weight, scales_of_blocks)),
+            **_bias_of(weight, checkpoint),
         }
     bytes_are_exponents = found.declared is not None and found.declared.power_of_two
     if scale.dtype not in SCALE_DTYPES and not (scale.dtype == "U8" and bytes_are_exponents):
@@ -113,7 +116,7 @@ def _made_of(weight: QuantizedWeight, checkpoint: Checkpoint, found: Found) -> d
             return {}
         grid, make = (*shape[:-1], 1), partial(_reshaped_scale, grid=(shape[-2], 1))
     elif weight.kind == "fp8-tensor":
-        make = partial(_fill, matrices=matrices, grid=grid[-2:])
+        make = partial(_fill, matrices=weight.matrices, grid=grid[-2:])
     elif weight.transposed:
         make = partial(_transposed_scale, grid=grid[-2:])
     elif scale.dtype in SCALE_DTYPES and weight_of(weight.scale) == name:
@@ -122,6 +125,35 @@ def _made_of(weight: QuantizedWeight, checkpoint: Checkpoint, found: Found) -> d
         make = partial(_reshaped_scale, grid=grid[-2:])
     data = derived(FP8, shape, stored[:1], _transposed) if weight.transposed else codes
     return {name: data, scale_name(name): derived("F32", grid, stored[1:], make)}
+
+
+def _apart(weight: QuantizedWeight, *stored: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """What is stored of the matrices of one expert, gate and up apart, or of a weight that is one matrix."""
+    count = weight.matrices
+    return zip(
+        *([value[i::count] for i in range(count)] if weight.interleaved else value.chunk(count) for value in stored),
+        strict=True,
+    )
+
+
+def _of_each(weight: QuantizedWeight, make: Callable[..., Tensor], *stored: Tensor) -> Tensor:
+    """What is made of each of the matrices, one below the other."""
+    return torch.cat([make(*matrix) for matrix in _apart(weight, *stored)])
+
+
+def _bias_of(weight: QuantizedWeight, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """The bias of gate and up, one after the other, of experts that have them in turns; else empty."""
+    name = f"{weight.weight}_bias"
+    info = checkpoint.tensors.get(name)
+    if info is None or not weight.interleaved:
+        return {}
+    sources = [Source(name, info, by_expert=False)]
+    return {name: Derived(info.dtype, info.shape, info.begin, info.end, info.file, sources, gate_then_up, None)}
+
+
+def gate_then_up(in_turns: Tensor) -> Tensor:
+    """The columns of gate and up that take turns, all of gate first."""
+    return torch.cat([in_turns[:, ::2], in_turns[:, 1::2]], 1)
 
 
 def dequantized(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
@@ -151,30 +183,16 @@ def _dequantized(count: int, codes: Callable[..., Tensor], scale: Callable[..., 
     return dequantize(FP8Tensor(data, blocks), dtype=torch.bfloat16)
 
 
-def _stored(weight: QuantizedWeight, shape: tuple[int, ...], codes: TensorInfo, scale: TensorInfo) -> list[Source]:
+def _stored(weight: QuantizedWeight, codes: TensorInfo, scale: TensorInfo) -> list[Source]:
     """Codes and scale."""
-    experts = len(shape) == 3
-    by_expert = experts and scale.shape[:1] == shape[:1]
+    experts = len(weight.shape) == 3
+    by_expert = experts and scale.shape[:1] == weight.shape[:1]
     return [Source(weight.codes, codes, experts), Source(weight.scale, scale, by_expert)]
 
 
 def _channels(codes: Tensor, scale: Tensor, *, transposed: bool) -> Tensor:
     codes = codes.t() if transposed else codes
     return codes.float() * as_float(scale).reshape(-1, 1)
-
-
-def _mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
-    return _mxfp4(codes, exponents)[0].float()
-
-
-def values_shape(weight: QuantizedWeight, codes: TensorInfo) -> tuple[int, ...]:
-    """The shape (N, K) or (E, N, K) of the values."""
-    if weight.kind is None:
-        return codes.shape
-    *lead, rows, columns = codes.shape
-    if weight.transposed:
-        return *lead, columns, rows
-    return (*lead, rows, 2 * columns) if codes.dtype != FP8 else codes.shape
 
 
 def _transposed(codes: Tensor) -> Tensor:
@@ -210,38 +228,72 @@ def _mxfp8(codes: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.where((largest > 0) & largest.isfinite(), block, 1.0)
 
 
-def _mxfp4(codes: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (N, K), the even columns in the low halves of the bytes; of blocks 2^(largest exponent - 6)."""
-    halves = codes.view(torch.uint8)
+def _mxfp8_codes(codes: Tensor, exponents: Tensor) -> Tensor:
+    values, block = _mxfp8(codes, exponents)
+    return (values / _of_values(block, values.shape)).float().to(torch.float8_e4m3fn)
+
+
+def _mxfp8_scales(codes: Tensor, exponents: Tensor) -> Tensor:
+    return _mxfp8(codes, exponents)[1].float()
+
+
+def _mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Values (N, K) in float64, the even columns in the low halves of the bytes."""
+    halves = codes.view(torch.uint8).flatten(1)
     halves = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
-    table = torch.tensor((*_FP4, *(-value for value in _FP4)), dtype=torch.float64)
-    values = table[halves.int()]
+    values = torch.tensor(_FP4, dtype=torch.float64)[halves.int()]
+    return values * as_float(exponents).double().repeat_interleave(MX_BLOCK, 1)
+
+
+def _mxfp4_codes(codes: Tensor, exponents: Tensor) -> Tensor:
+    """E4M3 codes (N, K) for the scales of `_mxfp4_scales`, two looked up for each byte."""
+    groups = codes.view(torch.uint8).reshape(*exponents.shape, MX_BLOCK // 2)
     power = exponents.view(torch.uint8).int()
-    used = (values.unflatten(1, (-1, MX_BLOCK)) != 0).any(-1)
-    largest = _of_groups(torch.where(used, power, 0), torch.amax, 0)
-    block = torch.ldexp(torch.ones(largest.shape, dtype=torch.float64), largest - 127 - _FP4_SHIFT)
-    return values * as_float(exponents).double().repeat_interleave(MX_BLOCK, 1), block
+    below = _of_values(_mxfp4_largest(codes, exponents), power.shape, BLOCK // MX_BLOCK) - power
+    pairs = _fp4_pairs()[below.clamp(0, _FP4_LOWEST)[..., None] << 8 | groups.int()]
+    return pairs.flatten(1).view(torch.float8_e4m3fn)
 
 
-_MICROSCALED: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {"mxfp8": _mxfp8, "mxfp4": _mxfp4}
+def _mxfp4_scales(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Scales of blocks: 2^(largest exponent - 6)."""
+    largest = _mxfp4_largest(codes, exponents)
+    return torch.ldexp(torch.ones(largest.shape, dtype=torch.float64), largest - 127 - _FP4_SHIFT).float()
 
 
-def _blocks(values: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-    return _quantized(values, block), block.float()
+def _mxfp4_largest(codes: Tensor, exponents: Tensor) -> Tensor:
+    """The largest exponent in each block, groups of zeros not counted."""
+    groups = codes.view(torch.uint8).reshape(*exponents.shape, MX_BLOCK // 2)
+    used = (groups & 0x77 != 0).any(-1)  # without the signs
+    return _of_groups(torch.where(used, exponents.view(torch.uint8).int(), 0), torch.amax, 0)
 
 
-def _quantized(values: Tensor, block: Tensor) -> Tensor:
-    return (values / _to_values(block, values.shape)).float().to(torch.float8_e4m3fn)
+@cache
+def _fp4_pairs() -> Tensor:
+    """Two E4M3 codes as one int16 for each byte with two FP4 codes, at `256 * below`: so far is its exponent below."""
+    powers = torch.arange(_FP4_SHIFT, _FP4_SHIFT - _FP4_LOWEST - 1, -1)[:, None]
+    codes = (torch.tensor(_FP4) * powers.float().exp2()).to(torch.float8_e4m3fn).view(torch.uint8)
+    halves = torch.arange(256)
+    return torch.stack((codes[:, halves & 15], codes[:, halves >> 4]), -1).view(torch.int16).flatten()
 
 
-def _is_exact(values: Tensor, block: Tensor) -> bool:
-    return torch.equal(_quantized(values, block).double() * _to_values(block, values.shape), values)
+_MICROSCALED: Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], ...]] = {
+    "mxfp8": (_mxfp8_codes, _mxfp8_scales),
+    "mxfp4": (_mxfp4_codes, _mxfp4_scales),
+}
+"""For each kind what makes the codes, and what the scales, of blocks."""
 
 
-def _to_values(block: Tensor, shape: torch.Size) -> Tensor:
-    """A value for each block, repeated for all of its values."""
-    rows, columns = shape
-    return block.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+def _is_exact(weight: QuantizedWeight, codes: Tensor, exponents: Tensor) -> bool:
+    for matrix in _apart(weight, codes, exponents):
+        values, block = _mxfp4_values(*matrix), _mxfp4_scales(*matrix).double()
+        if not torch.equal(_mxfp4_codes(*matrix).double() * _of_values(block, values.shape), values):
+            return False
+    return True
+
+
+def _of_values(block: Tensor, shape: torch.Size, columns: int = BLOCK) -> Tensor:
+    """What each block has, repeated for its values, or for groups of which it has so many columns."""
+    return block.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 
 def _spread(power: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ KINDS = {
 
 _FP8_KINDS = ("fp8-block", "fp8-tensor", "fp8-channel", "mxfp8")
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # of X.weight or of fused experts' Y
+_CODES_IN_GROUPS = "_blocks"  # of GPT-OSS's fused experts Y: (E, N, K/32, 16), with scales Y_scales (E, N, K/32)
 _UNUSED = (
     *("input_scale", "activation_scale", "output_scale", "input_scale_ub"),
     *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale"),
@@ -98,19 +99,31 @@ class QuantizedWeight(NamedTuple):
     """A weight as it is stored.
 
     weight: its name as a tensor of its own, X.weight or a fused Y. codes, scale: the stored tensors. kind: of `KINDS`,
-    or None where it has no scale or an unknown one. transposed: fused experts, stored (E, K, N).
+    or None where it has no scale or an unknown one. shape: of its values, (N, K) or (E, N, K). transposed: fused
+    experts, stored (E, K, N).
     """
 
     weight: str
     codes: str
     scale: str | None
     kind: str | None
-    transposed: bool = False
+    shape: tuple[int, ...]
+    transposed: bool
 
     @property
     def has_own_scale(self) -> bool:
         """Whether the scale is not that of all experts, which are stored one by one: transformers writes blocks so."""
         return self.scale is not None and _is_own(self.weight, self.scale)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether rows of gate and up take turns, which they do in GPT-OSS."""
+        return self.codes.endswith(f".{GATE_UP}{_CODES_IN_GROUPS}")
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices an expert's weight consists of: gate and up are two."""
+        return matrices_of(self.weight, self.shape)
 
 
 class Found(NamedTuple):
@@ -142,7 +155,7 @@ def examine(checkpoint: Checkpoint) -> Found:
 
 def _format(checkpoint: Checkpoint, declarations: list[Declared], weights: list[QuantizedWeight]) -> Format:
     kinds = Counter(weight.kind for weight in weights)
-    experts = Counter(weight.kind for weight in weights if is_expert(weight, checkpoint))
+    experts = Counter(weight.kind for weight in weights if is_expert(weight))
     of_tensors = next((kind for kind, _ in (experts.most_common() or kinds.most_common()) if kind), None)
     named = of_tensors
     if named is None and declarations and declarations[0].kinds:
@@ -167,9 +180,6 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], weights: list[
     if refused:
         kind = KINDS[refused[0].kind]
         return result(f"{_prefix(declarations)}{kind.words} ({refused[0].codes}), {kind.refusal}")
-    biased = next((weight.codes for weight in weights if weight.codes.endswith("_blocks")), None)
-    if biased is not None:
-        return result(f"{biased}: MXFP4 experts with biases (GPT-OSS), which fp8moe's experts do not have")
     for weight in weights:
         spec = checkpoint.tensors[weight.codes].spec
         if weight.kind is None and spec.dtype != FP8:
@@ -181,13 +191,9 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], weights: list[
                     f"{declaration.where} says {declaration.method}, but {weight.codes} is {KINDS[weight.kind].words}"
                 )
     for weight in weights:
-        shape = checkpoint.tensors[weight.codes].shape
-        if matrices_of(weight.weight, shape) == 1:
-            continue
-        if not weight.transposed and shape[1] % 2:
-            return result(f"{weight.codes}: shape {shape}, expected as many rows of gate as of up")
-        if weight.transposed and weight.kind == "fp8-block" and shape[2] // 2 % BLOCK:
-            return result(f"{weight.codes}: gate and up, of {shape[2] // 2} columns each, share blocks of their scale")
+        problem = _gate_up_problem(weight, checkpoint)
+        if problem is not None:
+            return result(f"{weight.codes}: {problem}")
     if not weights:
         if declarations:
             return Format("bf16", 16, "none", True, True, f"{_prefix(declarations)}but no weight is quantized")
@@ -203,6 +209,25 @@ def _format(checkpoint: Checkpoint, declarations: list[Declared], weights: list[
     return result(f"{_prefix(declarations)}{KINDS[named].words if named else 'FP8'}{mixed}", loads=True)
 
 
+def _gate_up_problem(weight: QuantizedWeight, checkpoint: Checkpoint) -> str | None:
+    """Why gate and up of fused experts cannot be told apart, or None, as for other weights."""
+    if weight.matrices == 1:
+        return None
+    rows = weight.shape[1]
+    if rows % 2:
+        return f"shape {checkpoint.tensors[weight.codes].shape}, expected as many rows of gate as of up"
+    if weight.transposed and weight.kind == "fp8-block" and rows // 2 % BLOCK:
+        return f"gate and up, of {rows // 2} columns each, share blocks of their scale"
+    bias = checkpoint.tensors.get(f"{weight.weight}_bias")
+    if bias is None:
+        return None
+    if weight.interleaved:
+        return None if bias.shape == weight.shape[:2] else f"with a bias {bias.shape}, expected {weight.shape[:2]}"
+    if weight.transposed or weight.kind not in ("fp8-block", "fp8-channel"):  # which are in fp8moe's own checkpoints
+        return "experts with biases, and nothing says whether rows of gate and up take turns, as in GPT-OSS"
+    return None
+
+
 def _prefix(declarations: list[Declared]) -> str:
     return f"{declarations[0].method.partition(':')[0]}: " if declarations else ""
 
@@ -212,10 +237,9 @@ def _in_powers_of_two(checkpoint: Checkpoint, declarations: list[Declared], weig
     return stored == {"F8_E8M0"} or any(declaration.power_of_two for declaration in declarations)
 
 
-def is_expert(weight: QuantizedWeight, checkpoint: Checkpoint) -> bool:
+def is_expert(weight: QuantizedWeight) -> bool:
     """Whether this is a weight of experts, one by one or fused."""
-    shape = checkpoint.tensors[weight.codes].shape
-    return parse_expert(weight.weight) is not None or parse_fused(weight.weight, shape[:3]) is not None
+    return parse_expert(weight.weight) is not None or parse_fused(weight.weight, weight.shape) is not None
 
 
 # What the tensors say.
@@ -239,7 +263,8 @@ def _quantized_weights(checkpoint: Checkpoint, declaration: Declared | None) -> 
             transposed=transposed,
             scale_is_shared=scale is not None and not _is_own(weight, scale),
         )
-        weights.append(QuantizedWeight(weight, name, scale, kind, transposed))
+        shape = info.shape if kind is None else _values_shape(name, info.spec, transposed)
+        weights.append(QuantizedWeight(weight, name, scale, kind, shape, transposed))
     return weights
 
 
@@ -253,8 +278,8 @@ def _weight_of_codes(name: str, dtype: str, tensors: Mapping[str, Any]) -> str |
         return name.removesuffix("_packed")
     if name.endswith(".qweight"):
         return name.removesuffix("qweight") + "weight"
-    if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
-        return name.removesuffix("_blocks")
+    if name.endswith(_CODES_IN_GROUPS) and f"{name.removesuffix(_CODES_IN_GROUPS)}_scales" in tensors:
+        return name.removesuffix(_CODES_IN_GROUPS)
     integers = dtype in ("I8", "U8", "I32", "U32")
     is_weight = name.endswith(".weight") or parse_fused(name, tuple(tensors[name].shape)) is not None
     return name if integers and is_weight and len(tensors[name].shape) > 1 else None
@@ -262,7 +287,7 @@ def _weight_of_codes(name: str, dtype: str, tensors: Mapping[str, Any]) -> str |
 
 def _scale_of_codes(weight: str, codes: str, tensors: Mapping[str, Any]) -> str | None:
     spellings = [weight + suffix for suffix in _SCALE_SUFFIXES]
-    if codes.endswith("_blocks"):
+    if codes.endswith(_CODES_IN_GROUPS):
         spellings.append(f"{weight}_scales")
     if not weight.endswith(".weight"):
         spellings.append(f"{weight}_weight_scale")
@@ -285,6 +310,14 @@ def _is_transposed(weight: str, shape: tuple[int, ...], tensors: Mapping[str, An
         return False
     (_, rows, columns), (_, down_rows, down_columns) = (info.shape for info in pair)
     return rows == down_columns and columns == 2 * down_rows
+
+
+def _values_shape(name: str, codes: TensorSpec, transposed: bool) -> tuple[int, ...]:
+    if codes.dtype == FP8:
+        *lead, rows, columns = codes.shape
+        return (*lead, columns, rows) if transposed else codes.shape
+    lead = codes.shape[: -2 if name.endswith(_CODES_IN_GROUPS) else -1]
+    return *lead, 2 * math.prod(codes.shape[len(lead) :])
 
 
 def _kind(
@@ -311,7 +344,7 @@ def _kind(
 
 def _packed_kind(name: str, codes: TensorSpec, scale: TensorSpec | None) -> str | None:
     """The kind of codes that are packed into integers, None if they are not those of matrices."""
-    in_groups = name.endswith("_blocks")  # of GPT-OSS: (E, N, K/32, 16)
+    in_groups = name.endswith(_CODES_IN_GROUPS)
     if len(codes.shape) not in ((4,) if in_groups else (2, 3)):
         return None
     if scale is not None and scale.dtype == FP8:

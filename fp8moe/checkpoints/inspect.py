@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8moe.checkpoints.as_blocks import as_blocks, values_shape
+from fp8moe.checkpoints.as_blocks import as_blocks
 from fp8moe.checkpoints.expert_names import DOWN, parse_expert, parse_fused
 from fp8moe.checkpoints.find_format import Format, Found, examine
 from fp8moe.checkpoints.formats import (
@@ -87,7 +87,7 @@ def inspect_checkpoint(directory: str | os.PathLike) -> Report:
     codes = {weight.codes for weight in found.weights}
     values = {name: info.spec for name, info in tensors.items() if name not in scales}
     for weight in found.weights:
-        values[weight.codes] = TensorSpec(FP8, values_shape(weight, tensors[weight.codes]))
+        values[weight.codes] = TensorSpec(FP8, weight.shape)
     blocks = as_blocks(stored)[0] if found.format.loads else stored
     experts, _ = _experts(blocks)
     problems = _undeclared(found) + block_problems(blocks, found) if found.format.loads else [found.format.reason]

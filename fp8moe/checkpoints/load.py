@@ -28,6 +28,7 @@ def load_fp8_checkpoint(
         - experts one by one (experts.7.gate_proj.weight or w1, w3, w2) go into the fused parameters;
         - a weight's scale is called weight_scale_inv, weight_scale or scale, and has any dtype exact in float32;
         - one scale a tensor, MXFP8 and MXFP4 become blocks of 128x128, and fused experts (E, K, N) are transposed;
+        - GPT-OSS's rows of gate and up, which take turns in weights and biases, are parted: all of gate comes first;
         - static scales of activations, keys and values are ignored, with a warning: all are quantized as they come;
         - Mixtral's block_sparse_moe is transformers' mlp;
         - a tensor that the model ties to another need be there only once;

@@ -1,4 +1,4 @@
-"""Checkpoints that transformers would load without their scales: refused before it reads their weights."""
+"""Checkpoints that transformers would not load for fp8moe, or without their scales: refused before they are read."""
 
 import functools
 from collections.abc import Sequence
@@ -10,39 +10,51 @@ from fp8moe.checkpoints.read import CheckpointError, open_checkpoint
 from fp8moe.checkpoints.untrusted import printable
 from fp8moe.integrations import NAME
 
-_DEQUANTIZED = {
-    "compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4"),  # of NVFP4 it loses the scale of a tensor
-    "mxfp4": ("mxfp4",),
-}
+_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # of NVFP4 it loses a scale
 """What transformers makes floating-point experts of, by quantization method: fp8moe runs them on an FP8 copy."""
 _LOADS = "fp8moe.integrations.transformers.load_model loads it"
 _CONVERTS = "`fp8moe convert` makes FP8 blocks of it"
+_WITHOUT_SCALES = f"from_pretrained would not run {{}} on fp8moe with its scale; {_LOADS}"
+_WITH_BIASES = f"transformers' FP8 experts have no biases, as {{}} has; {_LOADS}"
+_ON_TRITON = (
+    f"from_pretrained would run {{}} on Triton kernels; {_LOADS}, and with "
+    "quantization_config=Mxfp4Config(dequantize=True) from_pretrained makes bfloat16 of it, and fp8moe FP8 of that"
+)
 
 
 def check_formats() -> None:
-    """Have from_pretrained refuse quantized checkpoints whose scales would be lost on the way to fp8moe.
+    """Have from_pretrained refuse quantized checkpoints that would not get to fp8moe, or not with their scales.
 
     transformers skips a quantization method that it does not know, and casts FP8 codes to bfloat16 as if they were
-    values. Its FP8 quantizer reports scales of other names as unexpected, and leaves its own as the memory was.
+    values. Its FP8 quantizer reports scales of other names as unexpected, and leaves its own as the memory was; its
+    FP8 experts have no biases. Its MXFP4 quantizer gives GPT-OSS experts of Triton's.
     """
     from transformers import PreTrainedModel
+    from transformers.quantizers import HfQuantizer
 
-    load = PreTrainedModel._load_pretrained_model
+    load, preprocess = PreTrainedModel._load_pretrained_model, HfQuantizer.preprocess_model
     if hasattr(load, "_fp8moe"):
         return
 
     @functools.wraps(load)
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        if checkpoint_files:
-            _check(model, checkpoint_files, load_config.hf_quantizer)
+        if checkpoint_files and load_config.hf_quantizer is None:
+            _check(model, checkpoint_files, None)
         return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    @functools.wraps(preprocess)
+    def preprocess_model(self, model, *args, **kwargs):
+        if kwargs.get("checkpoint_files"):
+            _check(model, kwargs["checkpoint_files"], self)
+        return preprocess(self, model, *args, **kwargs)
 
     _load_pretrained_model._fp8moe = True
     PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
+    HfQuantizer.preprocess_model = preprocess_model
 
 
 def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
-    """ValueError, with the format's name, for weights that would get to fp8moe without their scales."""
+    """ValueError, with the format's name, for weights that would not get to fp8moe with their scales."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     asked = _runs_experts(model.config)
@@ -50,20 +62,30 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
     if not fine_grained and not asked:
         return
     try:
-        stored = open_checkpoint(Path(files[0]).parent)
-        found = examine(stored)
+        found = examine(open_checkpoint(Path(files[0]).parent))
     except CheckpointError:
         return  # not safetensors: no format of ours, and transformers says what is wrong
-    if quantizer is None:
-        refused = found.weights[:1]
-    elif fine_grained:
-        refused = [weight for weight in found.weights if _is_lost(weight) or (asked and weight.kind != "fp8-block")][:1]
-        refused = refused or (found.weights[:1] if asked and not found.format.loads else [])
-    else:
-        known = _DEQUANTIZED.get(quantizer.quantization_config.quant_method, ())
-        refused = [weight for weight in found.weights if weight.kind not in known and is_expert(weight, stored)][:1]
-    if refused:
-        raise ValueError(printable(_sentence(found, refused[0])))
+    method = None if quantizer is None else quantizer.quantization_config.quant_method
+    refused, why = found.weights, f"{_WITHOUT_SCALES}, and {_CONVERTS}" if found.format.exact else _WITHOUT_SCALES
+    if fine_grained:
+        runs = not asked or found.format.loads
+        refused = [
+            weight for weight in found.weights if _is_lost(weight) or not runs or (asked and weight.kind != "fp8-block")
+        ]
+        if not refused:
+            refused, why = [weight for weight in found.weights if _has_bias(weight, found)], _WITH_BIASES
+    elif method == "mxfp4" and any(weight.interleaved for weight in found.weights):
+        dequantized = quantizer.quantization_config.dequantize and found.format.loads
+        refused, why = [] if dequantized else found.weights, _ON_TRITON
+    elif quantizer is not None:
+        known = _DEQUANTIZED.get(method, ())
+        refused = [weight for weight in found.weights if weight.kind not in known and is_expert(weight)]
+    if not refused:
+        return
+    says, weight = f"{found.checkpoint.directory}: {found.format.reason}", refused[0].weight
+    if not found.format.loads:
+        raise ValueError(printable(f"{says}; from_pretrained would not run {weight} on fp8moe"))
+    raise ValueError(printable(f"{says}, where {why.format(weight)}"))
 
 
 def _runs_experts(config: Any) -> bool:
@@ -76,9 +98,6 @@ def _is_lost(weight: QuantizedWeight) -> bool:
     return weight.scale is None or (weight.has_own_scale and weight.scale.endswith("_scale"))
 
 
-def _sentence(found: Found, weight: QuantizedWeight) -> str:
-    says = f"{found.checkpoint.directory}: {found.format.reason}"
-    if not found.format.loads:
-        return f"{says}; from_pretrained would not run {weight.weight} on fp8moe"
-    ways = f"{_LOADS}, and {_CONVERTS}" if found.format.exact else _LOADS
-    return f"{says}, where from_pretrained would not run {weight.weight} on fp8moe with its scale; {ways}"
+def _has_bias(weight: QuantizedWeight, found: Found) -> bool:
+    """Whether it is one of fused experts with biases."""
+    return f"{weight.weight}_bias" in found.checkpoint.tensors
