@@ -98,6 +98,28 @@ def test_deepseek_v4_as_published(tmp_path, name):
     model = load_model(tmp_path / "x", dtype=torch.float32)
     assert cosine(model, expected) >= 0.99
     assert {row.runs_on for row in report(model) if "experts" in row.name} == {"fp8moe"}
+    model.save_pretrained(tmp_path / "saved")
+    convert_checkpoint(tmp_path / "x", tmp_path / "converted")
+    for directory in ("saved", "converted"):  # a configuration that says FP4 would have transformers make FP4 experts
+        again = transformers.AutoConfig.from_pretrained(tmp_path / directory)
+        assert again.quantization_config.get("expert_dtype", "fp8") == "fp8"
+        same(dict(load_model(tmp_path / directory, dtype=torch.float32).state_dict()), dict(model.state_dict()))
+
+
+def test_scales_that_from_pretrained_leaves_as_they_are_stored():
+    """transformers 5.17 does so: bfloat16, bytes, and without sizes of one."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    made = TinyModel("qwen3_moe", "AutoModelForCausalLM", SIZES).build()
+    quantizer = FineGrainedFP8HfQuantizer(transformers.FineGrainedFP8Config(), pre_quantized=True)
+    quantizer._process_model_before_weight_loading(made)
+    linear, experts = made.model.layers[0].self_attn.q_proj, made.model.layers[0].mlp.experts
+    expected = [torch.full(linear.weight_scale_inv.shape, 2.0), torch.rand(experts.gate_up_proj_scale_inv.shape)]
+    linear.weight_scale_inv = torch.nn.Parameter(torch.full((2, 2), 128, dtype=torch.uint8), requires_grad=False)
+    experts.gate_up_proj_scale_inv = torch.nn.Parameter(expected[1].bfloat16().flatten(1))
+    quantizer._process_model_after_weight_loading(made)
+    assert torch.equal(linear.weight_scale_inv, expected[0])
+    assert torch.equal(experts.gate_up_proj_scale_inv, expected[1].bfloat16().float())
 
 
 @pytest.fixture(scope="module")

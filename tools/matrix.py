@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
-TESTS = ("import", "quantize", "gemm", "linear", "experts", "transformers", "export")
+TESTS = ("import", "quantize", "gemm", "linear", "experts", "transformers", "transformers_formats", "export")
 MODEL = "Qwen3-30B-A3B-FP8"
 """What README's first block loads: here a tiny model."""
 

@@ -28,6 +28,7 @@ from fp8moe.checkpoints.formats import (
 from fp8moe.checkpoints.inspect import block_problems
 from fp8moe.checkpoints.read import (
     CONFIG,
+    DECLARATIONS,
     HF_QUANT_CONFIG,
     INDEX,
     SINGLE,
@@ -223,16 +224,10 @@ def convert(
     if problems:
         raise CheckpointError(f"cannot convert {stored.directory}", problems)
     tensors = {name: info for name, info in source.tensors.items() if name not in found.unused}
-    config = {
-        name: value for name, value in stored.config.items() if name not in ("compression_config", "quantization")
-    }
-    for name, content in config.items():
-        if isinstance(content, dict) and "quantization_config" in content:
-            config[name] = {key: value for key, value in content.items() if key != "quantization_config"}
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     error = AddedError()
     plan = OutputPlan(
-        source=replace(source, tensors=tensors, config=config),
+        source=replace(source, tensors=tensors),
         scale_format="float32",
         device=device,
         allow_nonfinite=False,
@@ -256,7 +251,7 @@ def _write(plan: OutputPlan, target: Path, *, force: bool, verify: bool) -> None
     shards = {file: plan.shard(file) for file in source.files}
     companions = _read_companions(source.directory)
     contents = dict(companions.contents)
-    contents[CONFIG] = json_bytes(source.config | {"quantization_config": plan.quantization_config})
+    contents[CONFIG] = json_bytes(_undeclared(source.config) | {"quantization_config": plan.quantization_config})
     if source.files != [SINGLE]:
         contents[INDEX] = index_of(shards)
 
@@ -284,6 +279,14 @@ def _write(plan: OutputPlan, target: Path, *, force: bool, verify: bool) -> None
                 write_bytes(target / INDEX, contents[INDEX])
     if companions.left_out:
         _warn(f"not copied from {source.directory}: {', '.join(companions.left_out)}")
+
+
+def _undeclared(config: dict) -> dict:
+    """A configuration without entries of another quantization, in its parts either."""
+    kept = {name: value for name, value in config.items() if name not in DECLARATIONS}
+    if "expert_dtype" in kept:  # of DeepSeek-V4: "fp4"
+        kept["expert_dtype"] = "fp8"
+    return {name: _undeclared(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def _write_shard(

@@ -29,7 +29,8 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
-_DECLARATIONS = ("quantization_config", "compression_config")
+DECLARATIONS = ("quantization_config", "compression_config")
+"""Entries of config.json and its parts that say how weights are quantized."""
 _SHOWN_PROBLEMS = 100
 _COUNT = re.compile(r"(\w*_)?(num|n)_\w*(layers?|experts)|(en|de)coder_layers|depth")
 _MAX_RANK = 64  # of tensors that PyTorch can copy
@@ -287,9 +288,9 @@ def _declarations(config: dict, problems: list[str]) -> dict[str, dict]:
     """The entries of config.json that say how the weights are quantized; one that is no object becomes a problem."""
     found: dict[str, dict] = {}
     for place, content in sections(config):
-        if any(name in place.split(".") for name in _DECLARATIONS):
+        if any(name in place.split(".") for name in DECLARATIONS):
             continue  # of an entry itself
-        for name in _DECLARATIONS:
+        for name in DECLARATIONS:
             value, where = content.get(name), f"{CONFIG}: {place}{'.' * bool(place)}{name}"
             if value and isinstance(value, dict):
                 found[where] = value

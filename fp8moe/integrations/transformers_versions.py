@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe.checkpoints.formats import SCALE
+from fp8moe.checkpoints.formats import SCALE, as_float
 from fp8moe.integrations import NAME
 
 # Until 5.23: models take their cache as `past_key_values`, later as `cache`.
@@ -140,6 +140,41 @@ class ShapesBeforeLoading:
     def changed_shapes(self, loaded: nn.Module) -> set[str]:
         """The names of tensors that have another shape since they were loaded."""
         return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
+
+
+# 5.17: from_pretrained leaves the scales of FP8 checkpoints in the dtype that they have there, and without the sizes of
+# one that its own save_pretrained has dropped.
+
+
+def complete_scales_of_fp8_models() -> None:
+    """Have from_pretrained give FP8 modules scales in float32 or E8M0, in the shapes that they were made with."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer as Quantizer
+
+    before, after = Quantizer._process_model_before_weight_loading, Quantizer._process_model_after_weight_loading
+    if hasattr(after, "_fp8moe"):
+        return
+
+    @functools.wraps(before)
+    def _process_model_before_weight_loading(self, model, *args, **kwargs):
+        before(self, model, *args, **kwargs)
+        scales = {name: value for name, value in model.named_parameters() if name.endswith(SCALE)}
+        self._fp8moe_shapes = {name: value.shape for name, value in scales.items()}
+
+    @functools.wraps(after)
+    def _process_model_after_weight_loading(self, model, *args, **kwargs):
+        for name, shape in self._fp8moe_shapes.items():
+            module, _, own_name = name.rpartition(".")
+            scale = model.get_parameter(name).detach()
+            if scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+                scale = as_float(scale)
+            if scale.numel() == shape.numel():
+                scale = scale.reshape(shape)
+            setattr(model.get_submodule(module), own_name, nn.Parameter(scale, requires_grad=False))
+        return after(self, model, *args, **kwargs)
+
+    _process_model_after_weight_loading._fp8moe = True
+    Quantizer._process_model_before_weight_loading = _process_model_before_weight_loading
+    Quantizer._process_model_after_weight_loading = _process_model_after_weight_loading
 
 
 # 5.17: quantizers know no model when they change its conversions, and none of them adds those of scales.

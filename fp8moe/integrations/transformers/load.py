@@ -124,6 +124,9 @@ def load_model(
     if matched.replaced:
         as_stored = quantization is not None and all(map(_is_as_in_the_model, found.weights))
         model.config.quantization_config = quantization if as_stored else _quantization_of(model)
+        for part in _parts(model.config):
+            if hasattr(part, "expert_dtype"):  # of DeepSeek-V4: "fp4"
+                part.expert_dtype = "fp8"
     if generation_config is not None:
         model.generation_config = generation_config
     model._weight_conversions = conversions_to_save(model)
@@ -161,9 +164,14 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, checkpoint: Checkpoint)
 
 def _without_quantization(config: Any) -> Any:
     """Take quantization_config from a configuration and its parts. Returns the first."""
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    taken = [vars(part).pop("quantization_config", None) for part in parts if part is not None]
+    taken = [vars(part).pop("quantization_config", None) for part in _parts(config)]
     return next((quantization for quantization in taken if quantization is not None), None)
+
+
+def _parts(config: Any) -> list[Any]:
+    """A configuration, and those in it."""
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    return [config, *(part for part in parts if part is not None)]
 
 
 def _predicted_layers(config: Any) -> tuple[str, ...]:

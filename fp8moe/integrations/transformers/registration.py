@@ -12,6 +12,7 @@ from fp8moe.integrations.transformers.indexers import route_indexers
 from fp8moe.integrations.transformers.loaded_formats import check_formats
 from fp8moe.integrations.transformers.parallel import route_parallelism
 from fp8moe.integrations.transformers.reporting import warn_of_others
+from fp8moe.integrations.transformers_versions import complete_scales_of_fp8_models
 
 
 def register() -> None:
@@ -53,6 +54,7 @@ def register() -> None:
     route_parallelism()
     _announce_others()
     check_formats()
+    complete_scales_of_fp8_models()
 
 
 def _announce_others() -> None:
