@@ -21,6 +21,7 @@ from fp8moe.integrations.checkpoints import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
+from tests.checkpoint_formats import as_gpt_oss
 from tests.small_checkpoints import (
     EXPERTS,
     FORMATS,
@@ -346,7 +347,13 @@ def test_sources_that_cannot_be_quantized(tmp_path):
     assert len(problems) == 2 and problems[0].startswith("layers.0.experts.gate_up_proj: shape (3, 144, 144)")
     bias = {"layers.0.experts.gate_up_proj_bias": torch.ones(EXPERTS, 2 * INTERMEDIATE)}
     (problem,) = refused_source(write(tmp_path / "bias", tensors | bias))
-    assert problem.startswith("layers.0.experts.gate_up_proj: experts with a bias")
+    assert problem == f"{gate_up}: experts with a bias, where config.json does not say that they are GPT-OSS's"
+    gpt_oss = as_gpt_oss(tensors)
+    gpt_oss |= {f"{gate_up}_bias": torch.ones(EXPERTS, 3), "layers.1.experts.down_proj": torch.ones(EXPERTS, 8, 4)}
+    assert refused_source(write(tmp_path / "gpt_oss", gpt_oss, config={"model_type": "gpt_oss"})) == [
+        f"{gate_up}_bias: shape (3, 3), expected (3, 144)",
+        "layers.1.experts.gate_up_proj: shape (3, 144, 144), expected (3, 16, 4) to go with down_proj",
+    ]
     (problem,) = refused_source(write(tmp_path / "taken", tensors | {Q + "_scale_inv": torch.ones(1)}))
     assert problem == f"{Q}_scale_inv: this name is needed for the scale of {Q}"
     truncate(write(tmp_path / "short", tensors) / SINGLE)

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from fp8moe import dequantize
+from fp8moe import FP8Linear, GroupedExperts, dequantize
 from fp8moe.integrations.checkpoints import (
+    DEFAULT_SKIP,
     CheckpointError,
     convert_checkpoint,
     find_format,
@@ -164,6 +166,28 @@ def test_gpt_oss_as_published(tmp_path, gpt_oss):
         same(dict(again.state_dict()), dict(model.state_dict()))
         with pytest.raises(ValueError, match="FP8 experts have no biases, as .*_proj has; .*load_model loads it$"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, experts_implementation="fp8moe")
+
+
+def test_unquantized_gpt_oss(tmp_path):
+    """What is quantized of it is what from_experts makes; what is not stays as transformers has it."""
+    source = source_of("GPT-OSS", tmp_path / "source")
+    model = source.kind.from_pretrained(source.directory, dtype=torch.float32)
+    with pytest.warns(UserWarning, match="2 experts modules have biases: load_model loads them, transformers'"):
+        quantize_checkpoint(source.directory, tmp_path / "all")
+    with pytest.warns(UserWarning, match="FP8 weights have only"):
+        quantize_checkpoint(source.directory, tmp_path / "linears", skip=(*DEFAULT_SKIP, "experts"))
+    quantize_checkpoint(source.directory, tmp_path / "experts", skip=(*DEFAULT_SKIP, "*.self_attn.*"))
+    loaded = load_model(tmp_path / "experts", dtype=torch.float32)
+    assert cosine(loaded, model) >= 0.99
+    for path in ("all", "experts"):
+        loaded = load_model(tmp_path / path, dtype=torch.float32)
+        for layer, own in zip(loaded.model.layers, model.model.layers, strict=True):
+            same(dict(layer.mlp.experts.state_dict()), dict(GroupedExperts.from_experts(own.mlp.experts).state_dict()))
+            assert isinstance(layer.self_attn.q_proj, FP8Linear) == (path == "all")
+    kept = load_file(tmp_path / "linears" / "model.safetensors")
+    same(*({name: value for name, value in tensors.items() if "experts" in name} for tensors in (kept, source.tensors)))
+    theirs = source.kind.from_pretrained(tmp_path / "linears", experts_implementation="fp8moe", dtype=torch.float32)
+    assert {row.runs_on for row in report(theirs) if row.name.endswith(("experts", "q_proj"))} == {"fp8moe"}
 
 
 def test_gpt_oss_on_triton_kernels_is_refused(gpt_oss, monkeypatch):

@@ -66,6 +66,7 @@ class Trial:
         model.save_pretrained(self.unquantized)
         self.logits = logits_of(self._from_pretrained(self.unquantized), self.tokens)
         self.models: list[nn.Module] = []  # for the decoder: the first is the one to try
+        self.loads = True  # the FP8 checkpoint, with from_pretrained
         self.quantized_logits: Tensor | None = None
 
     def quantize(self) -> str | None:
@@ -73,23 +74,38 @@ class Trial:
         quantized = [name for name, info in open_checkpoint(self.fp8).tensors.items() if info.dtype == FP8]
         return None if any(".experts." in name for name in quantized) else "its experts stay unquantized"
 
-    def from_pretrained(self) -> None:
-        directory = self.fp8 if self.fp8.exists() else self.unquantized
-        model = self._from_pretrained(directory, experts_implementation="fp8moe")
+    def from_pretrained(self) -> str | None:
+        restriction, directory = None, self.fp8 if self.fp8.exists() else self.unquantized
+        try:
+            model = self._from_pretrained(directory, experts_implementation="fp8moe")
+        except ValueError as error:
+            if not str(error).endswith("fp8moe.integrations.transformers.load_model loads it"):
+                raise
+            reason = str(error).rpartition(", where ")[2]
+            restriction, self.loads = f"of the unquantized checkpoint: {reason}", False
+            model = self._from_pretrained(self.unquantized, experts_implementation="fp8moe")
         logits = logits_of(model, self.tokens)
         check_close(logits, self.logits)
         self.models.append(model)
         others = {(row.module_class, row.why) for row in _experts(model) if row.runs_on != "fp8moe"}
         if others:
             raise Refusal("; ".join(f"{name}: {why}" for name, why in sorted(others)))
-        self.quantized_logits = logits
+        if self.loads:
+            self.quantized_logits = logits
+        return restriction
 
     def load_model(self) -> None:
         if not self.fp8.exists():
             raise Refusal("there is no FP8 checkpoint of it")
         model = load_model(self.fp8, dtype=torch.float32)
         expected = self.quantized_logits
-        if expected is None:  # fp8moe does not run its experts, which are not FP8 then
+        if not self.loads:
+            replaced = self._from_pretrained(self.unquantized)
+            for name, module in list(experts_modules(replaced)):
+                replaced.set_submodule(name, GroupedExperts.from_experts(module))
+            replace_linears(replaced, skip=DEFAULT_SKIP)
+            expected = logits_of(replaced, self.tokens)
+        elif expected is None:  # fp8moe does not run its experts, which are not FP8 then
             model.set_experts_implementation("eager")
             expected = logits_of(self._from_pretrained(self.fp8), self.tokens)
         else:  # also of experts that are not FP8 in the checkpoint

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from fp8moe.checkpoints.find_format import MX_BLOCK, Found, QuantizedWeight, examine
 from fp8moe.checkpoints.formats import FP8, SCALE_DTYPES, as_float, scale_name, scale_of, scale_shape, weight_of
+from fp8moe.checkpoints.gpt_oss import bias_in_rows
 from fp8moe.checkpoints.read import Checkpoint, CheckpointError, Derived, Source, TensorInfo
 from fp8moe.quant.formats import BLOCK, FP8_MAX, FP8Tensor
 from fp8moe.quant.quantize import dequantize
@@ -145,15 +146,7 @@ def _bias_of(weight: QuantizedWeight, checkpoint: Checkpoint) -> dict[str, Tenso
     """The bias of gate and up, one after the other, of experts that have them in turns; else empty."""
     name = f"{weight.weight}_bias"
     info = checkpoint.tensors.get(name)
-    if info is None or not weight.interleaved:
-        return {}
-    sources = [Source(name, info, by_expert=False)]
-    return {name: Derived(info.dtype, info.shape, info.begin, info.end, info.file, sources, gate_then_up, None)}
-
-
-def gate_then_up(in_turns: Tensor) -> Tensor:
-    """The columns of gate and up that take turns, all of gate first."""
-    return torch.cat([in_turns[:, ::2], in_turns[:, 1::2]], 1)
+    return {name: bias_in_rows(name, info)} if info is not None and weight.interleaved else {}
 
 
 def dequantized(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:

@@ -25,6 +25,7 @@ from fp8moe.checkpoints.formats import (
     scale_name,
     scale_shape,
 )
+from fp8moe.checkpoints.gpt_oss import in_rows, is_gpt_oss
 from fp8moe.checkpoints.inspect import block_problems
 from fp8moe.checkpoints.read import (
     CONFIG,
@@ -177,6 +178,7 @@ def quantize(
     _check_patterns(skip, source)
     wanted = {name for name, info in source.tensors.items() if _may_be_quantized(name, info, skip)}
     quantized = {name: name for name in wanted if _is_weight(name, source.tensors[name])}
+    source = in_rows(source, quantized)
     problems = source.problems + _source_problems(source, quantized)
     if problems:
         raise CheckpointError(f"cannot quantize {source.directory}", problems)
@@ -339,9 +341,9 @@ def _source_problems(source: Checkpoint, quantized: Collection[str]) -> list[str
         fused = parse_fused(name, info.shape) if name in quantized else None
         if fused is None or fused.projection == DOWN:
             continue
-        down = source.tensors.get(f"{fused.module}.{DOWN}")
-        if f"{name}_bias" in source.tensors:
-            problems.append(f"{name}: experts with a bias, which no FP8 checkpoint has")
+        down, bias = (source.tensors.get(other) for other in (f"{fused.module}.{DOWN}", f"{name}_bias"))
+        if bias is not None and not is_gpt_oss(source):
+            problems.append(f"{name}: experts with a bias, where config.json does not say that they are GPT-OSS's")
         elif down is not None and len(down.shape) != 3:
             problems.append(f"{fused.module}.{DOWN}: shape {down.shape}, expected three dimensions to go with {name}")
         elif down is not None:
@@ -349,6 +351,8 @@ def _source_problems(source: Checkpoint, quantized: Collection[str]) -> list[str
             expected = (experts, 2 * size if fused.projection == GATE_UP else size, hidden)
             if info.shape != expected:
                 problems.append(f"{name}: shape {info.shape}, expected {expected} to go with {DOWN}")
+            elif bias is not None and bias.shape != expected[:2]:
+                problems.append(f"{name}_bias: shape {bias.shape}, expected {expected[:2]}")
         elif fused.projection == GATE_UP and info.shape[1] % 2:
             problems.append(f"{name}: shape {info.shape}, expected as many rows of gate as of up")
     return problems

@@ -91,9 +91,11 @@ def quantize_checkpoint(
     Every weight of two dimensions (X.weight, with its scale in X.weight_scale_inv) and of fused experts
     (experts.gate_up_proj (E, 2I, H), up_proj or down_proj, with experts.gate_up_proj_scale_inv...) is quantized, gate
     and up of fused experts each with blocks of its own; other tensors are copied. What transformers could not load in
-    FP8 is copied, too, and a warning names it. Which shard holds what stays the same, and so do names, but for fused
-    experts that transformers renames: they get the names in its model. The index is written anew, config.json gets a
-    quantization_config, and the tokenizer, generation settings and other small text files are copied.
+    FP8 is copied, too, and a warning names it. GPT-OSS's experts, (E, H, 2I) and (E, I, H) with gate and up in turns,
+    get the order of others, and so do their biases: `load_model` loads them. Which shard holds what stays the same, and
+    so do names, but for fused experts that transformers renames: they get the names in its model. The index is written
+    anew, config.json gets a quantization_config, and the tokenizer, generation settings and other small text files are
+    copied.
 
     src_dir: with model.safetensors, or model.safetensors.index.json and its shards. Links are followed within it, and
         in the hub's cache to the blobs of the same repository.

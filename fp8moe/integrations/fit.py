@@ -20,10 +20,12 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from fp8moe.checkpoints.expert_names import GATE_UP, parse_fused
 from fp8moe.checkpoints.formats import DTYPES, SCALE, Layout, weight_of
+from fp8moe.checkpoints.gpt_oss import as_stored
 from fp8moe.checkpoints.match import state_of
 from fp8moe.checkpoints.quantize import Fit, OutputPlan
 from fp8moe.checkpoints.read import CheckpointError
 from fp8moe.integrations.architecture import construction_lock, empty_model, locate, read_config, reason_of
+from fp8moe.integrations.transformers.experts import refusal
 from fp8moe.integrations.transformers_versions import ShapesBeforeLoading
 from fp8moe.layers.replaced import casts_to_weight
 from fp8moe.quant.formats import BLOCK
@@ -58,7 +60,8 @@ class _Fitting:
         self.model = empty_model(read_config(plan.source))
         self.modules = dict(self.model.named_modules())
         self.locations = locate(self.model, plan.source.tensors)
-        unquantized = {name: info.spec for name, info in plan.source.tensors.items()}
+        self.biased: set[str] = set()  # modules of experts that transformers' FP8 experts cannot stand for
+        unquantized = {name: info.spec for name, info in as_stored(plan.source).tensors.items()}
         try:
             self.known = _rehearse(self.model, unquantized, None)
         except Exception as error:
@@ -96,6 +99,17 @@ class _Fitting:
                 self._keep(module, f"of class {type(self.modules[module]).__name__}, without an FP8 form")
             elif casts_to_weight(self.model, module):
                 self._keep(module, "the model casts its input to the dtype of its weight")
+            elif experts and f"{key}_bias" in state:
+                reason = refusal(self.modules[module])
+                if reason is not None:
+                    self._keep(module, reason)
+                else:
+                    self.biased.add(module)
+        if self.biased:
+            self.fit.notes.append(
+                f"{len(self.biased)} experts modules have biases: load_model loads them, transformers' from_pretrained "
+                "has no FP8 experts with biases"
+            )
 
     def keep_what_would_not_load(self) -> None:
         """Keep modules unquantized as long as transformers would find anything missing, left over or misshapen."""
@@ -110,11 +124,11 @@ class _Fitting:
 
     def _complaints(self) -> dict[str, str]:
         """What transformers would say of the result that it does not say of the source."""
-        plan = self.fit.plan
+        plan = self._without_biased(self.fit.plan)
         try:
             report = _rehearse(self.model, plan.layout, plan.quantization_config)
         except Exception as error:
-            experts = {name for name in self.modules if name.endswith(_EXPERTS)} - self.fit.plan.unconverted
+            experts = {name for name in self.modules if name.endswith(_EXPERTS)} - plan.unconverted
             if not experts:
                 self._refuse([f"transformers cannot load this model with FP8 weights ({reason_of(error)})"])
             for module in experts:
@@ -128,6 +142,16 @@ class _Fitting:
                 "load_model loads them, transformers' from_pretrained has no room for their scales"
             )
         return {key: kind for key, kind in new.items() if key not in without_room}
+
+    def _without_biased(self, plan: OutputPlan) -> OutputPlan:
+        """The plan with experts that have biases as they are in the source."""
+        quantized = {
+            name: stored
+            for name, stored in plan.quantized.items()
+            if self.locations[name].key.rpartition(".")[0] not in self.biased
+        }
+        unconverted = plan.unconverted | self.biased
+        return replace(plan, source=as_stored(plan.source), quantized=quantized, unconverted=unconverted)
 
     def _has_half_blocks(self, key: str) -> bool:
         """Whether this is the scale of gate and up, with a block of transformers' that would have rows of both."""
@@ -151,7 +175,8 @@ class _Fitting:
         if names:
             self.fit.kept[module] = reason
         quantized = {name: stored for name, stored in plan.quantized.items() if name not in names}
-        self.fit.plan = replace(plan, quantized=quantized, unconverted=plan.unconverted | {module})
+        source = as_stored(plan.source, {name.rpartition(".")[0] for name in names})
+        self.fit.plan = replace(plan, source=source, quantized=quantized, unconverted=plan.unconverted | {module})
 
     def _refuse(self, problems: Iterable[str]) -> NoReturn:
         raise CheckpointError(f"cannot quantize {self.source.directory}", problems)

@@ -72,26 +72,35 @@ def _put_fp8_modules(model: Any, quantization: dict[str, Any]) -> None:
     if says.refusal is not None:
         raise ValueError(f"{says.where}: {says.refusal}")
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    kept = next((quantization[name] for name in _UNCONVERTED if quantization.get(name) is not None), DEFAULT_SKIP)
-    matched = [name for name in linears if matches(name, kept) or _matches_regex(name, kept)]
-    given = [] if kept is DEFAULT_SKIP else [name for name in kept if not name.startswith("re:") and "*" not in name]
-    blocks = {"weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": [*given, *matched]}
+    given = next((quantization[name] for name in _UNCONVERTED if quantization.get(name) is not None), None)
+    if given is None:
+        kept = [name for name in linears if matches(name, DEFAULT_SKIP)]
+    else:
+        kept = [name for name in given if not name.startswith("re:") and "*" not in name]
+        kept += [name for name in linears if _is_named(name, given)]
+    # transformers' FP8 experts have no biases.
+    experts = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
+    biased = [name for name, module in experts.items() if getattr(module, "has_bias", False) and name not in kept]
+    blocks = {"weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": [*kept, *biased]}
     theirs = copy.deepcopy(model)
     try:
         quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**blocks), pre_quantized=True)
         quantizer._process_model_before_weight_loading(theirs)
-    except Exception as error:  # transformers asserts what it does not run, such as experts with biases
+    except Exception as error:  # transformers asserts what it does not run
         raise ValueError(f"config.json: transformers cannot run this model in FP8 ({reason_of(error)})") from error
     names = [name for name, module in theirs.named_modules() if isinstance(module, FP8Experts | FP8Linear)]
     try:
-        replace_modules(model, names)
+        replace_modules(model, [*names, *biased])
     except (TypeError, ValueError) as error:
         raise ValueError(f"config.json: fp8moe cannot run this model in FP8 ({error})") from error
 
 
-def _matches_regex(name: str, kept: Iterable[str]) -> bool:
-    """Whether a module is one of those that compressed-tensors leaves out by "re:" and a regular expression."""
-    return any(re.match(entry.removeprefix("re:"), name) for entry in kept if entry.startswith("re:"))
+def _is_named(name: str, given: Iterable[str]) -> bool:
+    """Whether a configuration names a module, or one around it: by a pattern, or "re:" and a regular expression."""
+    parts = name.split(".")
+    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    by_regex = any(re.match(entry.removeprefix("re:"), name) for entry in given if entry.startswith("re:"))
+    return by_regex or any(matches(module, given) for module in around)
 
 
 def _keep_one_layer_of_each_kind(model: Any) -> None:

@@ -206,9 +206,9 @@ class GroupedExperts(MasterModule):
             Masters require a gradient where the weights do, or are FP8.
 
         Raises TypeError for a module or weights of another kind, ValueError for what these experts cannot express:
-        biases of one projection only or with a master_dtype, FP8 weights that are transposed or interleaved, another
-        activation, other block sizes, static activation scales, experts that are in parts on several ranks, and hooks,
-        replaced forwards, adapters and parametrizations, which would not run any more.
+        biases of one projection only or with a master_dtype, transposed or interleaved weights in FP8 or with a
+        master_dtype, another activation, other block sizes, static activation scales, experts that are in parts on
+        several ranks, and hooks, replaced forwards, adapters and parametrizations, which would not run any more.
         """
         source = experts_source.read(module)
         check_no_hooks("module", module)
@@ -229,6 +229,11 @@ class GroupedExperts(MasterModule):
         master_dtype: torch.dtype | None = None,
     ) -> "GroupedExperts":
         """`from_experts` for what `experts_source.read` has read of a module that goes on running, with its hooks."""
+        if master_dtype is not None and source.reordered:
+            raise ValueError(
+                "module: expected weights (E, rows, columns), gate before up, to train; transposed or interleaved ones "
+                "would be saved in another order than they were loaded in"
+            )
         new = cls(
             num_experts=source.num_experts,
             hidden_size=source.hidden_size,

@@ -94,7 +94,8 @@ class Weight:
 class ExpertsSource:
     """What an experts module is made of. up: the first projection (gate and up where gated); down: the second.
 
-    biases: DTensors where the weights are.
+    biases: DTensors where the weights are. reordered: whether the module has the weights transposed, or gate and up in
+    turns.
     """
 
     num_experts: int
@@ -104,6 +105,7 @@ class ExpertsSource:
     up: Weight
     down: Weight
     biases: Biases = Biases()
+    reordered: bool = False
 
 
 def read(module: nn.Module) -> ExpertsSource:
@@ -181,7 +183,7 @@ def _read_fused(module: nn.Module) -> ExpertsSource:
     if not isinstance(activation, Activation):  # which GroupedExperts states
         activation = _activation_of(module, gated)
         _verify_fused(module, activation, size, interleaved)
-    return ExpertsSource(count, hidden, size, activation, *weights, biases)
+    return ExpertsSource(count, hidden, size, activation, *weights, biases, transposed or interleaved)
 
 
 def _biases(module: nn.Module, weights: dict[str, Tensor]) -> Biases:
