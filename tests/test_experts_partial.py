@@ -105,6 +105,15 @@ def test_wrong_known(name):
             part(layer, x, index, weights, 0, 2, **{name: wrong})
 
 
+def test_known_that_cannot_be_written_is_refused_first(monkeypatch):
+    from fp8moe.kernels.experts import operator as steps
+
+    monkeypatch.setattr(steps, "sort_by_expert", None)
+    layer, (x, index, weights, _) = make(), inputs()
+    with pytest.raises(ValueError, match="^known: expected memory for each token, .* expanded from one element"):
+        part(layer, x, index, weights, 0, 2, known=torch.ones(1, dtype=torch.bool).expand(40))
+
+
 @pytest.mark.parametrize("hidden", [144, 131])
 def test_window_leaves_out_what_is_outside(hidden):
     layer = make(4, hidden, 96)

@@ -233,6 +233,8 @@ def test_errors():
     check(ValueError, r"^group_offsets: expected shape \(5,\), for 4 experts, got \(4,\)", group_offsets=offsets()[1:])
     check(ValueError, r"^down_proj: expected shape \(4, 144, 96\)", down_proj=FP8Tensor(down.data[:3], down.scale[:3]))
     check(TypeError, "^row_dtype: expected bfloat16 or float32, got torch.float16", row_dtype=torch.float16)
+    for whole in ((39, 4), (40, 3), (0, 0)):
+        check(ValueError, r"^whole: expected at least the 40 rows and 4 groups that are a part, got \(", whole=whole)
     master = torch.zeros(4, 3, requires_grad=True)
     with pytest.raises(
         ValueError, match=r"^up_master: expected shape \(4, 192, 144\) like the FP8 weight, got \(4, 3\)"

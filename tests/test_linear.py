@@ -479,17 +479,44 @@ class CastsToTheWeight(torch.nn.Module):
         return self.wo(self.wi(x).to(self.wo.weight.dtype))
 
 
-def test_replace_linears_refuses_what_casts_to_the_dtype_of_a_weight():
-    model = torch.nn.Sequential(CastsToTheWeight())
-    message = r"^0.wo: CastsToTheWeight casts the input to the dtype of its weight, .* with skip=\(\.\.\., 'wo'\)"
+class CastsInAMethod(CastsToTheWeight):
+    def forward(self, x):
+        return self._project(x)
+
+    def _project(self, x):
+        return self.wo(self.wi(x).to(self._dtype()))
+
+    def _dtype(self):
+        return self.wo.weight.dtype
+
+
+@pytest.mark.parametrize("kind", [CastsToTheWeight, CastsInAMethod])
+def test_replace_linears_refuses_what_casts_to_the_dtype_of_a_weight(kind):
+    model = torch.nn.Sequential(kind())
+    message = rf"^0.wo: {kind.__name__} casts the input to the dtype of its weight, .* with skip=\(\.\.\., 'wo'\)"
     with pytest.raises(ValueError, match=message):
         replace_linears(model)
     assert type(model[0].wi) is torch.nn.Linear
     assert replace_linears(model, skip=("wo",)) == ["0.wi"]
     assert model(torch.randn(3, 64)).shape == (3, 64)
-    trained = torch.nn.Sequential(CastsToTheWeight())
+    trained = torch.nn.Sequential(kind())
     assert len(replace_linears(trained, master_dtype=torch.float32)) == 2  # its weight is a float
     assert trained(torch.randn(3, 64)).shape == (3, 64)
+
+
+class CastsFromOutside(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(64, 64))])
+
+    def forward(self, x):
+        return self.blocks[0](x.to(self.blocks[0][0].weight.dtype))
+
+
+def test_casts_by_a_module_further_up():
+    message = "^blocks.0.0: CastsFromOutside casts the input to the dtype of its weight"
+    with pytest.raises(ValueError, match=message):
+        replace_linears(CastsFromOutside())
 
 
 def test_a_pattern_that_matches_nothing_is_refused():

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -45,29 +45,37 @@ def check_skip(model: nn.Module, skip: Iterable[str]) -> None:
             raise ValueError(f"skip: {pattern!r} matches no module of {type(model).__name__}")
 
 
-def casts_to_weight(model: nn.Module, name: str) -> bool:
-    """Whether the module around this one casts its input to the dtype of its weight, as T5's does."""
-    parent, _, own_name = name.rpartition(".")
-    return own_name in _read_dtypes(type(model.get_submodule(parent)).forward)
+def casts_to_weight(model: nn.Module, name: str) -> str | None:
+    """The class of a module around this one that casts to the dtype of its weight, as T5's does, or None."""
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        kind = type(model.get_submodule(".".join(parts[:depth])))
+        if ".".join(parts[depth:]) in _read_dtypes(kind):
+            return kind.__name__
+    return None
 
 
 @cache
-def _read_dtypes(forward: Callable) -> frozenset[str]:
-    """The submodules the dtype of whose weight a forward reads."""
-    try:
-        source = inspect.getsource(inspect.unwrap(forward))
-    except (OSError, TypeError):
-        return frozenset()
-    return frozenset(re.findall(r"self\.(\w+)\.weight\.dtype", source))
+def _read_dtypes(kind: type[nn.Module]) -> frozenset[str]:
+    """The paths of submodules the dtype of whose weight is read by the class's forward or by a method that it calls."""
+    found, methods = set(), ["forward"]
+    for method in methods:
+        try:
+            source = inspect.getsource(inspect.unwrap(getattr(kind, method)))
+        except (AttributeError, OSError, TypeError):
+            continue
+        paths = re.findall(r"self\.([\w.[\]]+)\.weight\.dtype", source)
+        found |= {re.sub(r"\[(\d+)\]", r".\1", path) for path in paths}  # blocks[0].fc is called blocks.0.fc
+        methods += dict.fromkeys(called for called in re.findall(r"self\.(\w+)\(", source) if called not in methods)
+    return frozenset(found)
 
 
 def check_no_casts(model: nn.Module, name: str) -> None:
-    """ValueError for a module to whose weight's dtype the module around it casts the input."""
-    if casts_to_weight(model, name):
-        parent, _, own_name = name.rpartition(".")
+    """ValueError for a module to whose weight's dtype a module around it casts the input."""
+    if kind := casts_to_weight(model, name):
         raise ValueError(
-            f"{name}: {type(model.get_submodule(parent)).__name__} casts the input to the dtype of its weight, which "
-            f"would be FP8; leave it out with skip=(..., {own_name!r})"
+            f"{name}: {kind} casts the input to the dtype of its weight, which would be FP8; leave it out with "
+            f"skip=(..., {name.rpartition('.')[2]!r})"
         )
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.experts.operands import Layer, Masters, Operands, RowOperands, Shard
+from fp8moe.kernels.gemm.checks import part
 from fp8moe.quant.checks import check_groups, check_no_channels, check_scale, check_vector, check_weight_scale, fp8_data
 from fp8moe.quant.formats import BLOCK, ceil_div
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like
@@ -34,6 +35,8 @@ def partial(operands: Operands) -> None:
     for name, known in (("partial_known", operands.residual_known), ("known", operands.known)):
         if known is not None:
             check_like(name, known, (torch.bool,), x.shape[:1], x.device, "x")
+    if operands.known is not None and not operands.known.stride(0) and x.shape[0] > 1:
+        raise ValueError("known: expected memory for each token, to be written, got a tensor expanded from one element")
     row_dtype(shard.row_dtype)
     of_rank(shard, len(operands.layer.up.data))
 
@@ -66,6 +69,7 @@ def sorted_rows(operands: RowOperands) -> None:
         expected = f"({count + 1},), for {count} experts"
         raise ValueError(f"group_offsets: expected shape {expected}, got {tuple(group_offsets.shape)}")
     check_groups(group_offsets, rows.shape[0], rows.device)
+    part(operands.whole, rows.shape[0], count)
     row_dtype(operands.row_dtype)
 
 

@@ -382,6 +382,7 @@ def _grouped_gemm_out(call: _GroupedOut) -> None:
 
 def _grouped_gemm_out_fake(call: _GroupedOut) -> None:
     checks.result(call.out, checks.contiguous(call.a, call.b, call.group_offsets), call.a.data.device)
+    checks.part(call.whole, call.a.data.shape[0], call.b.data.shape[0])
     checks.group_bias(call.bias, call.a.data, call.b.data)
     if call.ranks is not None or call.factors is not None:
         checks.low_rank(call.ranks, call.factors, call.a.data, call.b.data)
@@ -431,6 +432,7 @@ class _Swiglu(NamedTuple):
 
 def _check_swiglu(call: _Swiglu) -> None:
     checks.swiglu(call.a, call.b, call.groups, call.max_m)
+    checks.part(call.whole, call.a.data.shape[0], call.b.data.shape[0])
     checks.group_bias(call.bias, call.a.data, call.b.data)
 
 

@@ -42,6 +42,12 @@ def contiguous(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, 
     return shape
 
 
+def part(whole: tuple[int, int] | None, rows: int, groups: int) -> None:
+    """That these rows and groups are a part of as many of both."""
+    if whole is not None and (whole[0] < rows or whole[1] < groups):
+        raise ValueError(f"whole: expected at least the {rows} rows and {groups} groups that are a part, got {whole}")
+
+
 def low_rank(ranks: Tensor | None, factors: Tensor | None, a: Tensor, b: Tensor) -> None:
     """Dtypes, shapes and devices of ranks (M, r) and factors (E, N, r), whose product is added to that of a and b."""
     for name, value in (("ranks", ranks), ("factors", factors)):
