@@ -243,8 +243,9 @@ def _mxfp4_codes(codes: Tensor, exponents: Tensor) -> Tensor:
     groups = codes.view(torch.uint8).reshape(*exponents.shape, MX_BLOCK // 2)
     power = exponents.view(torch.uint8).int()
     below = _of_values(_mxfp4_largest(codes, exponents), power.shape, BLOCK // MX_BLOCK) - power
-    pairs = _fp4_pairs()[below.clamp(0, _FP4_LOWEST)[..., None] << 8 | groups.int()]
-    return pairs.flatten(1).view(torch.float8_e4m3fn)
+    index = below.clamp(0, _FP4_LOWEST)[..., None] << 8 | groups.int()
+    pairs = _fp4_pairs().index_select(0, index.flatten())
+    return pairs.view(index.shape).flatten(1).view(torch.float8_e4m3fn)
 
 
 def _mxfp4_scales(codes: Tensor, exponents: Tensor) -> Tensor:
