@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8moe.kernels.experts import experts_partial
+from fp8moe.kernels.experts.operands import Biases
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x128
@@ -15,6 +16,11 @@ VARIANTS = {
     "alpha": dict(swiglu_limit=0.4, swiglu_alpha=1.702),
     "gelu": dict(activation="gelu"),
     "relu2, no gate": dict(activation="relu2", gated=False),
+}
+BIASED = {
+    "biases": dict(bias=True, swiglu_limit=7.0, swiglu_alpha=1.702),
+    "biases, gelu": dict(bias=True, activation="gelu", dtype=torch.float32),
+    "biases, no gate": dict(bias=True, activation="relu2", gated=False),
 }
 
 
@@ -41,6 +47,12 @@ def weights_of(layer, start=0, end=None):
     return FP8Tensor(up, up_scale), FP8Tensor(down, down_scale)
 
 
+def biases_of(layer, start=0, end=None):
+    """Those of frozen experts [start, end), if there are any."""
+    biases = (getattr(layer, name) for name in layer.bias_names)
+    return Biases(*(bias if bias is None else bias[start:end] for bias in biases))
+
+
 def quantized_weights(layer):
     """The FP8 copies of masters, gate and up apart."""
     up = quantize_128x128(getattr(layer, layer.up_name).detach().unflatten(1, (-1, layer.intermediate_size)))
@@ -50,6 +62,7 @@ def quantized_weights(layer):
 def part(layer, x, index, weights, start, end, **options):
     """What experts [start, end) add to the layer's result."""
     form = {"activation": layer.activation, "num_experts": layer.num_experts, "row_dtype": torch.bfloat16}
+    form["biases"] = biases_of(layer, start, end)
     return experts_partial(x, index, weights, *weights_of(layer, start, end), first_expert=start, **form | options)
 
 

@@ -4,8 +4,10 @@ import re
 from collections.abc import Iterable
 from types import SimpleNamespace
 
+import torch
+
 from fp8moe.kernels.gemm import launch
-from fp8moe.kernels.gemm.epilogue import Epilogue
+from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
 from fp8moe.kernels.gemm.sm90 import TileConfig
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
@@ -31,11 +33,13 @@ def one_of_each(candidates: Iterable[tuple[TileConfig, int, int]]) -> list[tuple
     return list(found.values())
 
 
-def faults(variants: Iterable[tuple[TileConfig, int, int]], epilogue: Epilogue) -> dict[TileConfig, tuple]:
-    """Of the variants compiled with an epilogue: spills, complaints, too many registers."""
+def faults(
+    variants: Iterable[tuple[TileConfig, int, int]], epilogue: Epilogue, bias_dtype: torch.dtype | None = None
+) -> dict[TileConfig, tuple]:
+    """Of the variants compiled with an epilogue and a bias: spills, complaints, too many registers."""
     found = {}
     for config, n, k in variants:
-        report = compile_report(kernel_spec(config, n, k, epilogue))
+        report = compile_report(kernel_spec(config, n, k, epilogue, Columns(bias_dtype=bias_dtype)))
         memory = (report.spill_stores, report.spill_loads, report.stack)
         complaints = COMPLAINTS.findall(report.log)
         # Threads start with even shares, so that all blocks fit; setmaxnreg gives the math threads more afterwards.

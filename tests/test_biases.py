@@ -5,10 +5,15 @@ import torch
 from torch import nn
 
 from fp8moe import FP8Tensor, GroupedExperts
+from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import experts_rows
 from fp8moe.kernels.experts.operands import Biases
+from fp8moe.kernels.gemm.epilogue import Columns, PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.warmup import Family
+from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 from tests import bias_cases, experts_cases
 from tests.bias_cases import DTYPES, FORMS, KINDS
+from tests.ptxas import compile_report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,8 +72,7 @@ def test_shares_of_ranks():
     x, index, routing, _ = experts_cases.inputs(dtype=torch.float32)
     parts = []
     for start, end in ((0, 1), (1, 4)):
-        biases = Biases(*(getattr(layer, name)[start:end] for name in layer.bias_names))
-        parts.append(experts_cases.part(layer, x, index, routing, start, end, biases=biases, row_dtype=torch.float32))
+        parts.append(experts_cases.part(layer, x, index, routing, start, end, row_dtype=torch.float32))
     assert torch.allclose(sum(parts), layer(x, index, routing), rtol=1e-5, atol=1e-5)
 
 
@@ -113,3 +117,21 @@ def test_what_is_refused():
     nothing = FP8Tensor(up.data[:, :0], up.scale[:, :0]), FP8Tensor(down.data[..., :0], down.scale[..., :0])
     with pytest.raises(ValueError, match="down_proj_bias: expected None for experts with I = 0"):
         experts_rows(x.detach(), torch.zeros(5, dtype=torch.int32), *nothing, **call)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        Family(5760, 2880, 32, SwigluQuantize(Activation(7.0, 1.702)), Columns(False, torch.bfloat16)),
+        Family(5760, 2880, 32, SwigluQuantize(Activation(7.0, 1.702)), Columns(True, torch.float32)),
+        Family(2880, 2880, 32, PlainStore(torch.bfloat16), Columns(False, torch.bfloat16)),
+        Family(2880, 2880, 32, PeerStore(torch.float32, 2, 0), Columns(True, torch.bfloat16)),
+    ],
+    ids=lambda family: f"{type(family.epilogue).__name__} {family.columns}",
+)
+def test_variants_compile_without_spills(family):
+    variants = sorted(family.variants(2048 * max(family.groups // 4, 1), 132), key=str)
+    for spec in variants[:: max(len(variants) // 5, 1)]:
+        report = compile_report(spec)
+        assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0), spec.prelude
+        assert report.registers < REGISTERS_PER_SM

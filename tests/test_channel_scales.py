@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from fp8moe import FP8Linear, GroupedExperts, gemm
 from fp8moe.integrations.checkpoints import find_format, load_fp8_checkpoint, save_fp8_checkpoint
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.epilogue import Columns, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 from tests import channel_cases
@@ -96,9 +96,9 @@ def test_what_is_refused():
 @pytest.mark.parametrize(
     "family",
     [
-        Family(2112, 7168, 0, PlainStore(torch.bfloat16, torch.bfloat16), True),
-        Family(4096, 7168, 32, SwigluQuantize(Activation()), True),
-        Family(7168, 2048, 32, PlainStore(torch.bfloat16), True),
+        Family(2112, 7168, 0, PlainStore(torch.bfloat16), Columns(True, torch.bfloat16)),
+        Family(4096, 7168, 32, SwigluQuantize(Activation()), Columns(True)),
+        Family(7168, 2048, 32, PlainStore(torch.bfloat16), Columns(True)),
     ],
     ids=lambda family: type(family.epilogue).__name__ + str(family.groups),
 )

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fp8moe.distributed import ExpertParallel, agreement, local
 from fp8moe.distributed.transport import choose_method
 from fp8moe.layers.experts import GroupedExperts
-from tests.experts_cases import VARIANTS, inputs, make
+from tests.experts_cases import BIASED, VARIANTS, inputs, make
 from tests.processes import in_processes
 
 METHODS = (
@@ -89,7 +89,8 @@ def methods(world):
 
 def sizes_and_dtypes(world):
     """Sizes that are no multiples, more dtypes, one expert a token, and residuals."""
-    for variant, dtype in zip(VARIANTS.values(), (torch.float32, torch.float16, torch.bfloat16) * 2, strict=False):
+    variants = (VARIANTS | BIASED).values()
+    for variant, dtype in zip(variants, (torch.float32, torch.float16, torch.bfloat16) * 3, strict=False):
         layer = make(EXPERTS, 131, 77, **variant)
         for options in EACH:
             check(layer, uneven(world), top_k=1 + 2 * (dtype is torch.float32), dtype=dtype, residual=True, **options)

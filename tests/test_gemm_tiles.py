@@ -206,7 +206,7 @@ def variants() -> list[tuple[TileConfig, int, int]]:
 def test_every_variant_keeps_to_its_registers(out_dtype, bias_dtype):
     compiled = variants()
     assert {config.block_m for config, _, _ in compiled} == {8, 16, 32, 64, 128, 192, 256}
-    assert not faults(compiled, PlainStore(out_dtype, bias_dtype))
+    assert not faults(compiled, PlainStore(out_dtype), bias_dtype)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])

@@ -88,7 +88,7 @@ class FakeGemm:
         self.layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
 
     def launch(self, stream, mapped, pointers):
-        (*operands, result), (weight_scale, out, pitch, bias) = mapped, pointers
+        (*operands, result), (weight_scale, bias, out, pitch) = mapped, pointers
         assert result == out
         a, a_scale, b, b_scale = (
             memory_at(*pair)

@@ -18,6 +18,7 @@ from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from fp8moe.kernels.experts import combine, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
+from fp8moe.kernels.experts.operands import Biases
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
@@ -153,6 +154,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     yield from layout_calls(make)
     yield from share_calls(make)
     yield from peer_calls(make)
+    yield from column_calls(make)
     yield from block_calls(make)
 
 
@@ -257,6 +259,32 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for *dtypes, index_dtype in product(rows, kinds, kinds, indices):
         dtypes = combine.Dtypes(*dtypes, index_dtype)
         yield lambda dtypes=dtypes: combine.launcher(0, 40, 1040, 8, 64, dtypes, pdl=True).launch(0, *(0,) * 7)
+
+
+def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Of GEMMs and experts with a scale for each output channel, and with biases."""
+    for channels, dtype, tokens in product((False, True), (None, torch.bfloat16, torch.float32), (1, 70, 2000)):
+
+        def weights(*shape: int, channels: bool = channels) -> fp8moe.FP8Tensor:
+            data, scale = make.weights(*shape)
+            return fp8moe.FP8Tensor(data, make.uniform(*shape[:-1], 1, mean=1.0) if channels else scale)
+
+        def bias(*shape: int, dtype: torch.dtype | None = dtype) -> torch.Tensor | None:
+            return None if dtype is None else make.zeros(*shape, dtype=dtype)
+
+        operands, added = (make.rows(tokens, 1040), weights(1000, 1040)), bias(1000)
+        yield lambda operands=operands, added=added: fp8moe.gemm(*operands, bias=added)
+        layer = weights(4, 416, 1040), weights(4, 1040, 208)
+        options = {"activation": Activation(limit=7.0, alpha=1.702), "biases": Biases(bias(4, 416), bias(4, 1040))}
+        options |= {"first_expert": 4, "num_experts": 8, "row_dtype": torch.bfloat16}
+        index, routing = make.zeros(tokens, 8, dtype=torch.int32), make.uniform(tokens, 8, mean=1.0)
+        operands = make.normal(tokens, 1040), index, routing, *layer
+        yield lambda operands=operands, options=options: experts_partial(*operands, **options)
+        if tokens > 1:
+            targets = Targets(2, 4 * tokens, False, (0,) * 5)
+            operands = make.rows(tokens, 1040), index, *layer
+            options = options | {"first_row": 0, "num_rows": 8 * tokens}
+            yield lambda to=targets, operands=operands, options=options: send_rows(to, *operands, **options)
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:

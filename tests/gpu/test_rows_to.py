@@ -15,7 +15,7 @@ from fp8moe.kernels.gemm.tiles import GroupedProblem, choose_grouped
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.launch import num_sms
 from fp8moe.runtime.peer_table import SIGNALS_BYTES, Targets, meeting, no_meeting
-from tests.experts_cases import VARIANTS, weights_of
+from tests.experts_cases import BIASED, VARIANTS, biases_of, weights_of
 from tests.gpu.test_combine import write_placed
 from tests.gpu.test_experts import make, route
 from tests.peer_cases import marked
@@ -50,7 +50,7 @@ def new_buffers(peers, assignments, hidden, dtype, to_all):
 
 def send(layer, x, index, buffers, to_all, words=None, **options):
     share = {"first_expert": START, "num_experts": EXPERTS, "row_dtype": buffers[0].dtype}
-    share |= {"first_row": 0, "num_rows": index.numel()} | options
+    share |= {"biases": biases_of(layer, START, END), "first_row": 0, "num_rows": index.numel()} | options
     addresses = (*(buffer.data_ptr() for buffer in buffers), *(words or no_meeting(len(buffers))))
     targets = Targets(len(buffers), len(buffers[0]), to_all, addresses)
     send_rows(targets, x, index, *weights_of(layer, START, END), activation=layer.activation, **share)
@@ -63,6 +63,7 @@ def write(layer, x, index, buffers, to_all, first_row=0, num_rows=None):
     groups, rows = sort_by_expert(index, END - START, **window)
     a = permute_quantize(x, rows, num_rows) if isinstance(x, torch.Tensor) else permute_fp8(x, rows, num_rows)
     form = {"activation": layer.activation, "row_dtype": buffers[0].dtype, "whole": (index.numel(), EXPERTS)}
+    form["biases"] = biases_of(layer, START, END)
     results = experts_rows(a, groups, *weights_of(layer, START, END), **form)
     rows = rows.flatten().long()
     for peer, buffer in enumerate(buffers):
@@ -91,9 +92,9 @@ def check(layer, x, index, peers, to_all, row_dtype=torch.bfloat16):
 
 @pytest.mark.parametrize(("peers", "to_all"), PEERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | BIASED)
 def test_variants(variant, dtype, peers, to_all):
-    layer = make(EXPERTS, **VARIANTS[variant])
+    layer = make(EXPERTS, **(VARIANTS | BIASED)[variant])
     row_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     for seed, tokens in enumerate((8, 40, 1040)):
         index = routing(tokens, seed, (torch.int64, torch.int32)[seed % 2])

@@ -54,7 +54,7 @@ def equal(a, b):
 def grouped(tile, a, b, groups, dtype=torch.bfloat16, low_rank=None, **options):
     out = poisoned(len(a.data), b.data.shape[1], dtype)
     config = with_stages(replace(tile, groups=len(b.data)), a.data.shape[1])
-    operands, epilogue, more = Operands(*a, *b, groups=groups), PlainStore(dtype), (0,)
+    operands, epilogue, more = Operands(*a, *b, groups=groups), PlainStore(dtype), ()
     if low_rank:
         ranks, factors = low_rank
         epilogue, more = AddLowRank(dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())

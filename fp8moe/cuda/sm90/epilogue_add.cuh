@@ -1,15 +1,14 @@
-// out = sums + bias + c, the D = C + A B^T of BLAS.
+// out = sums + c, the D = C + A B^T of BLAS.
 #pragma once
 
 #include "epilogue_store.cuh"
 
-struct BiasAndMatrix : Bias {
+struct ResultPlusMatrix : Result {
   const void* c;  // (m, N) of the result's dtype; it may be the result: a warp reads what it writes, and reads first
   long long c_pitch;  // elements between its rows
 
-  // As for Bias.
+  // As for Result.
   __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {
-    Bias::add(sum, row, n, tile);
     row += lane_id() / 4;
     n += 2 * (lane_id() % 4);
     float2 upper[COLUMNS / 8], lower[COLUMNS / 8];
@@ -27,7 +26,6 @@ struct BiasAndMatrix : Bias {
   }
 
   __device__ __forceinline__ float4 add(float4 sum, long long row, int n, const Tile& tile) const {
-    sum = Bias::add(sum, row, n, tile);
     const float2 left = pair_at(row, n), right = pair_at(row, n + 2);
     return make_float4(sum.x + left.x, sum.y + left.y, sum.z + right.x, sum.w + right.y);
   }
@@ -41,4 +39,4 @@ struct BiasAndMatrix : Bias {
   }
 };
 
-using AddAndStore = Store<BiasAndMatrix>;
+using AddAndStore = Store<ResultPlusMatrix>;

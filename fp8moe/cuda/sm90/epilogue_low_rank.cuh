@@ -7,13 +7,13 @@
 
 static_assert(RANK % 16 == 0, "a step of the product takes 16 ranks");
 
-struct LowRank {
+struct ResultPlusLowRank : Result {
   static constexpr bool TO_ALL_SLABS_FIRST = true;  // loads are waited for once
 
   const u16* ranks;    // (m, RANK) bfloat16
   const u16* factors;  // (groups, N, RANK) bfloat16
 
-  // As for Bias.
+  // As for Result.
   __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {
     const int lane = lane_id(), k = 4 * (lane % 4);
     row += lane / 4, n += lane / 4;
@@ -59,4 +59,4 @@ struct LowRank {
   }
 };
 
-using AddLowRank = Store<LowRank>;
+using AddLowRank = Store<ResultPlusLowRank>;

@@ -1,38 +1,20 @@
-// out = sums + addend, in bfloat16 or float32.
+// out = sums, in bfloat16 or float32, perhaps with something of each row added.
 #pragma once
 
 #include "epilogue_rows.cuh"
 
-// A bias for each output feature, or none.
-struct Bias {
+// Where the sums go. What derives from it adds to them first.
+struct Result {
   static constexpr bool TO_ALL_SLABS_FIRST = false;  // before the first is stored, or to each before its own store
 
-  const void* bias;  // (N)
-
-  __device__ __forceinline__ float at(int n) const {
-    if constexpr (BIAS == 1) return bfloat16_to_float(static_cast<const u16*>(bias)[n]);
-    if constexpr (BIAS == 2) return static_cast<const float*>(bias)[n];
-    return 0.f;
-  }
+  void* data;       // (m, N)
+  long long pitch;  // elements between its rows
 
   // To the sums of this warp's 16 rows of a slab, from `row` and column `n` on; rows behind the tile's do not count.
-  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {
-    if constexpr (BIAS) {
-      n += 2 * (lane_id() % 4);
-#pragma unroll
-      for (int j = 0; j < COLUMNS / 8; ++j, n += 8) {
-        if (n >= N) return;
-        const float left = at(n), right = at(n + 1);
-        sum[4 * j] += left, sum[4 * j + 1] += right, sum[4 * j + 2] += left, sum[4 * j + 3] += right;
-      }
-    }
-  }
+  __device__ __forceinline__ void add(float (&sum)[ACCUMULATORS], int row, int n, const Tile& tile) const {}
 
   // To four output features of a token.
-  __device__ __forceinline__ float4 add(float4 sum, long long row, int n, const Tile& tile) const {
-    if constexpr (BIAS) return make_float4(sum.x + at(n), sum.y + at(n + 1), sum.z + at(n + 2), sum.w + at(n + 3));
-    return sum;
-  }
+  __device__ __forceinline__ float4 add(float4 sum, long long row, int n, const Tile& tile) const { return sum; }
 };
 
 // Writes the sums of this warp's 16 rows from the registers, two columns at a time: four lanes fill a 32-byte sector.
@@ -52,13 +34,9 @@ __device__ __forceinline__ void store_pairs(const float (&sum)[ACCUMULATORS], fl
   }
 }
 
-template <typename Addend>
+template <typename Kind>
 struct Store {
-  struct Output {
-    void* data;       // (m, N)
-    long long pitch;  // elements between its rows
-    Addend addend;
-  };
+  using Output = Kind;
   static constexpr bool BY_TMA = STAGED && !OUT_FLOAT32;
 
   Shared& s;
@@ -70,9 +48,9 @@ struct Store {
     u8* staging = s.epilogue + warpgroup * STAGING_BYTES;
     const auto add = [&](int slab) {
       const auto [row, column] = slab_of(tile, warpgroup, slab);
-      out.addend.add(sum[slab], tile.m + row + warp * 16, tile.n + column, tile);
+      out.add(sum[slab], tile.m + row + warp * 16, tile.n + column, tile);
     };
-    if constexpr (Addend::TO_ALL_SLABS_FIRST) {
+    if constexpr (Output::TO_ALL_SLABS_FIRST) {
 #pragma unroll
       for (int slab = 0; slab < SLABS; ++slab) {
         if (slab < used) add(slab);
@@ -87,7 +65,7 @@ struct Store {
       const auto [first_row, column] = slab_of(tile, warpgroup, slab);
       const int row = tile.m + first_row, n = tile.n + column;
       if (slab >= used || row >= tile.end) break;
-      if constexpr (!Addend::TO_ALL_SLABS_FIRST) add(slab);
+      if constexpr (!Output::TO_ALL_SLABS_FIRST) add(slab);
       const u32 target = shared_address(staging) + (STAGED ? slab * SLAB_STORE_BYTES : 0);
       if constexpr (OUT_FLOAT32) {
         store_pairs(sum[slab], static_cast<float*>(out.data), out.pitch, row + warp * 16, n, tile.end);
@@ -107,7 +85,7 @@ struct Store {
       const int token = i / QUADS, n = sums.tile.n + i % QUADS * 4;
       const long long row = sums.first_row() + token;
       if (n >= N) continue;
-      const float4 total = out.addend.add(sums.at(token, i % QUADS * 4), row, n, sums.tile);
+      const float4 total = out.add(sums.at(token, i % QUADS * 4), row, n, sums.tile);
       if constexpr (OUT_FLOAT32) {
         *reinterpret_cast<float4*>(static_cast<float*>(out.data) + row * out.pitch + n) = total;
       } else {
@@ -171,4 +149,4 @@ struct Store {
   }
 };
 
-using PlainStore = Store<Bias>;
+using PlainStore = Store<Result>;

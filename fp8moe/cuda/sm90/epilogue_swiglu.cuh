@@ -64,11 +64,14 @@ struct SwigluQuantize {
   // A warp takes a token, a lane four of its 128 columns.
   __device__ __forceinline__ void from_sums(const Sums& sums) {
     const int lane = lane_id(), tokens = sums.tokens();
+    if (COLUMN_VALUES) __builtin_assume(0 <= lane && lane < WARP);  // so gate and up are told apart as it is compiled
     const int column = sums.tile.n / 2 + 4 * lane;
 #pragma unroll 1
     for (int token = threadIdx.x / WARP; token < tokens; token += MATH_WARPS) {
       const long long row = sums.first_row() + token;
-      const float4 gate = sums.at(token, 4 * lane), up = sums.at(token, 128 + 4 * lane);
+      const float4 gate = sums.at(token, 4 * lane);
+      if (CHANNEL && BIAS) __syncwarp();  // see Columns::apply()
+      const float4 up = sums.at(token, 128 + 4 * lane);
       float4 h = make_float4(swiglu(gate.x, up.x), swiglu(gate.y, up.y), swiglu(gate.z, up.z), swiglu(gate.w, up.w));
       if (INTERMEDIATE % 128 != 0 && column >= INTERMEDIATE) h = make_float4(0.f, 0.f, 0.f, 0.f);
       const float amax = larger_magnitude(larger_magnitude(0.f, h.x), h.y);

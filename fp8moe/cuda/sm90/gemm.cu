@@ -2,6 +2,7 @@
 //
 //   a (M, K) e4m3, a_scale (M, ceil(K / 128)) float32 stored MN-major                    tokens
 //   b (N, K) e4m3, b_scale (ceil(N / 128), ceil(K / 128)) float32, or with CHANNEL (N)   weights
+//   bias (N), of the features                                                            with BIAS: added to the sums
 //   or, with GROUPS, one (N, K) for each group of rows of a, and sizes of groups that only the device knows
 //
 // A block computes BLOCK_M x BLOCK_N tiles. Its roles, over a ring of STAGES stages in shared memory (docs/gemm.md):
@@ -23,6 +24,7 @@
 
 struct Arguments {
   const float* b_scale;
+  const void* bias;  // see Columns
   Epilogue::Output out;
   ScheduleArguments schedule;
 };
@@ -205,7 +207,7 @@ struct MathWarp {
 // Computes the block's tiles, one after the other. While the products of a tile's first stage run, find_next() looks up
 // the next tile; fetch_next_scales() asks for the weight scales of the next turn, which may be the next tile's.
 __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedule, Epilogue& epilogue, KRange k,
-                                        Split split, PartSums parts, ChannelScales channels) {
+                                        Split split, PartSums parts, Columns columns) {
   Tile tile;
   bool more = schedule.next(tile);
   tile = same_in_warp(tile);
@@ -217,7 +219,7 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
   }
   while (more) {
     const int used = slabs_in_use(tile, math.warpgroup);
-    if constexpr (CHANNEL) channels.prefetch(tile);
+    if constexpr (COLUMN_VALUES) columns.prefetch(tile);
     Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
     if constexpr (OVERLAPS) {
@@ -290,13 +292,13 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
     }
     if (PARTS > 1) parts.add(sum, part);
     if constexpr (REDUCES) {
-      Sums sums{math.s, tile, split, channels};
+      Sums sums{math.s, tile, split, columns};
       sums.gather(sum, math.warpgroup);
       epilogue.from_sums(sums);
       if constexpr (SPLIT_K > 1) break;  // its only tile
       sync_math_warps();                 // the sums may be overwritten
     } else if (used > 0) {
-      if constexpr (CHANNEL) channels.multiply(sum, tile, math.warpgroup);
+      if constexpr (COLUMN_VALUES) columns.apply(sum, tile, math.warpgroup);
       epilogue.from_registers(sum, tile, math.warpgroup);
     }
     tile = following;
@@ -346,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if constexpr (MATH_REGISTERS > 0) registers_increase<MATH_REGISTERS>();
     MathWarp math(s, args.b_scale + k.first, warpgroup);
     Epilogue epilogue{s, args.out, out_map};
-    consume(math, schedule, epilogue, k, split, PartSums(s), ChannelScales{args.b_scale});
+    consume(math, schedule, epilogue, k, split, PartSums(s), Columns{args.b_scale, args.bias});
   }
   Split::leave();
   Epilogue::leave(args.out);

@@ -3,8 +3,8 @@
 // Further constants from kernels/gemm/source.py: the weights' K; GROUPS of them (0: one matrix, and all rows belong to
 // it); SWAP, SPLIT_K, PARTS, PART_REGISTERS, STAGED, HALVES, BLOCKS_PER_SM, OVERLAPS of the tile, COLUMNS of one wgmma,
 // A_SCALE_BOX (token scales of one load); FIRST_STAGES that are loaded before all else; GATED (the weights are those of
-// gate, then those of up); DYNAMIC; CHANNEL (a weight scale for each output feature); OUT_FLOAT32, BIAS (0: none, 1:
-// bfloat16, 2: float32) and SWIGLU_FORM of the epilogue.
+// gate, then those of up); DYNAMIC; CHANNEL (a weight scale for each output feature); BIAS (of each of these; 0: none,
+// 1: bfloat16, 2: float32); OUT_FLOAT32 and SWIGLU_FORM of the epilogue.
 #pragma once
 
 #include "gemm_block.cuh"

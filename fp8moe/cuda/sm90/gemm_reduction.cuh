@@ -1,5 +1,5 @@
-// From the sums to the epilogue: weight scales of output features, and sums that pass through shared memory: those of a
-// tile whose weights are the 64-row side, to be laid out by token, and those of a split.
+// From the sums to the epilogue: scales and biases of output features, and sums that pass through shared memory: those
+// of a tile whose weights are the 64-row side, to be laid out by token, and those of a split.
 #pragma once
 
 #include "gemm_schedule.cuh"
@@ -38,57 +38,107 @@ struct Split {
   }
 };
 
-// CHANNEL: a weight scale for each output feature of each group, (groups, N), in place of one for 128x128.
-struct ChannelScales {
-  const float* scales;
+constexpr bool COLUMN_VALUES = CHANNEL || BIAS;
 
-  // From the scale of a tile's column on; and how many columns, of gate or of up, there are from it on.
-  __device__ __forceinline__ const float* at(const Tile& tile, int column) const {
-    const int n = GATED ? tile.n / 2 + column % 128 + (column < 128 ? 0 : INTERMEDIATE) : tile.n + column;
-    return scales + static_cast<long long>(tile.group) * N + n;
+// What becomes of the sums of each output feature before they reach the epilogue: with CHANNEL scales they are
+// multiplied by its weight scale, in place of one for 128x128, and with a BIAS that is added.
+struct Columns {
+  const float* scales;  // (N), or of each group, (groups, N)
+  const void* bias;     // likewise, bfloat16 or float32
+
+  // Scale and bias of two features that follow one another.
+  struct Pair {
+    float2 scale, bias;
+
+    __device__ __forceinline__ void apply(float& left, float& right) const {
+      if constexpr (CHANNEL && BIAS) {  // rounded alike wherever it is compiled
+        left = fmaf(left, scale.x, bias.x), right = fmaf(right, scale.y, bias.y);
+      } else if constexpr (CHANNEL) {
+        left *= scale.x, right *= scale.y;
+      } else if constexpr (BIAS) {
+        left += bias.x, right += bias.y;
+      }
+    }
+  };
+
+  // Those of a feature, an even number, and of the one behind it; zeros if they are not `there`.
+  __device__ __forceinline__ Pair pair(long long feature, bool there) const {
+    Pair pair = {};
+    if constexpr (CHANNEL) {
+      if (there) pair.scale = *reinterpret_cast<const float2*>(scales + feature);
+    }
+    if constexpr (BIAS == 1) {
+      const u32 two = there ? *reinterpret_cast<const u32*>(static_cast<const u16*>(bias) + feature) : 0;
+      pair.bias = make_float2(bfloat16_to_float(two & 0xFFFF), bfloat16_to_float(two >> 16));
+    }
+    if constexpr (BIAS == 2) {
+      if (there) pair.bias = *reinterpret_cast<const float2*>(static_cast<const float*>(bias) + feature);
+    }
+    return pair;
   }
+
+  // Whether every tile has all of its columns.
+  static constexpr bool WHOLE_TILES = (GATED ? INTERMEDIATE % 128 : N % BLOCK_N) == 0;
+
+  // How many features there are, of gate or of up, from a tile's column on.
   static __device__ __forceinline__ int left(const Tile& tile, int column) {
     return GATED ? INTERMEDIATE - tile.n / 2 - column % 128 : N - tile.n - column;
+  }
+  // The feature of a column, among those of all groups.
+  static __device__ __forceinline__ long long feature(const Tile& tile, int column) {
+    const int n = GATED ? tile.n / 2 + column % 128 + (column < 128 ? 0 : INTERMEDIATE) : tile.n + column;
+    return static_cast<long long>(tile.group) * N + n;
   }
 
   // Asks for those of a tile, so that they are near when its sums are complete. By a warp: each lane for 8 columns.
   __device__ __forceinline__ void prefetch(const Tile& tile) const {
-    const int column = 8 * lane_id();
-    if (column < BLOCK_N && left(tile, column) > 0) prefetch_near(at(tile, column));
+    const int column = min(8 * static_cast<int>(lane_id()), BLOCK_N - 8);
+    const long long first = feature(tile, column) + (WHOLE_TILES ? 0 : min(0, left(tile, column) - 8));
+    if constexpr (CHANNEL) prefetch_near(scales + first);
+    if constexpr (BIAS) prefetch_near(static_cast<const u8*>(bias) + first * (BIAS == 1 ? 2 : 4));
   }
 
   // To the sums in the registers, whose rows are tokens.
-  __device__ __forceinline__ void multiply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) const {
+  __device__ __forceinline__ void apply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) const {
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      const int column = slab_of(tile, warpgroup, slab).column + 2 * (lane_id() % 4);
-      const float* scale = at(tile, column);
-      const int last = left(tile, column) - 2;  // columns behind it get any scale. No branch: all loads go at once
+      if ((EVEN || HALVES) && slab >= slabs_in_use(tile, warpgroup)) break;
+      const int column = slab_of(tile, warpgroup, slab).column, count = left(tile, column);
+      const long long first = feature(tile, column) + 2 * (lane_id() % 4);
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j) {
-        if (j == 8) asm volatile("" ::: "memory");  // the rest later, or there are too few registers
-        const int i = (GATED ? INTERMEDIATE % 128 : N % BLOCK_N) == 0 ? 8 * j : min(8 * j, last);
-        const float first = scale[i], second = scale[i + 1];
+        if (CHANNEL && BIAS && j % 8 == 0) __syncwarp();  // loads stay behind it: registers are too few for all
+        const Pair values = pair(first + 8 * j, WHOLE_TILES || 8 * j < count);
         float* v = sum[slab] + 4 * j;
-        v[0] *= first, v[1] *= second, v[2] *= first, v[3] *= second;
+        values.apply(v[0], v[1]);
+        values.apply(v[2], v[3]);
       }
     }
   }
 
   // To four output features of a token.
-  __device__ __forceinline__ float4 multiply(float4 sum, const Tile& tile, int column) const {
-    if (left(tile, column) <= 0) return sum;
-    const float* scale = at(tile, column);
-    return make_float4(sum.x * scale[0], sum.y * scale[1], sum.z * scale[2], sum.w * scale[3]);
+  __device__ __forceinline__ float4 apply(float4 sum, const Tile& tile, int column) const {
+    const bool there = WHOLE_TILES || left(tile, column) > 0;
+    const long long first = feature(tile, column);
+    pair(first, there).apply(sum.x, sum.y);
+    pair(first + 2, there).apply(sum.z, sum.w);
+    return sum;
   }
 };
+
+// Where the tile's group ends. Read again behind the products, it takes no register while they run.
+template <int Groups>
+__device__ __forceinline__ int group_end(const GroupTable<Groups>& groups, const Tile& tile) {
+  if constexpr (Groups > 0) return groups.end[tile.group];
+  return tile.end;
+}
 
 // The sums of a tile by token, a slice of which is this block's.
 struct Sums {
   Shared& s;
   Tile tile;
   Split split;
-  ChannelScales channels;
+  Columns columns;
 
   // Tokens of this block, and the first.
   __device__ __forceinline__ int tokens() const { return Split::tokens(tile, split.rank); }
@@ -102,6 +152,7 @@ struct Sums {
   // From the registers to where at() finds them. By all math warps, whose last use of the ring has ended if it is
   // split.
   __device__ __forceinline__ void gather(const float (&sum)[SLABS][ACCUMULATORS], int warpgroup) {
+    if constexpr (BIAS) tile.end = group_end(s.groups, tile);
     if constexpr (SPLIT_K > 1) {
       sync_math_warps();
       write(sum, own(), warpgroup);
@@ -126,7 +177,7 @@ struct Sums {
       const float4 v = *reinterpret_cast<const float4*>(slice + token * SUM_PITCH + feature);
       total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
     }
-    if constexpr (CHANNEL) return channels.multiply(total, tile, feature);
+    if constexpr (COLUMN_VALUES) return columns.apply(total, tile, feature);
     return total;
   }
 

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from fp8moe.kernels.experts.combine import Dtypes
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
-from fp8moe.kernels.experts.operands import Operands, grouping_of
+from fp8moe.kernels.experts.operands import Biases, Operands, grouping_of
 from fp8moe.kernels.experts.permute import launcher as permute_launcher
 from fp8moe.kernels.experts.routing import launcher as sort_launcher
+from fp8moe.kernels.gemm.checks import bias_vector
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.launch import Operands as GemmOperands
 from fp8moe.kernels.gemm.launch import build as build_gemm
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, has_channel_scales
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard, planned
 from fp8moe.runtime.peer_table import Targets
@@ -39,6 +40,7 @@ class Workspace:
         tokens, top_k = index.shape
         count, hidden, size = layer.down.data.shape
         self.hidden, self.size = hidden, size
+        self.has_channel_scales = has_channel_scales(*layer.up) or has_channel_scales(*layer.down)
         num_rows = shard.rows(tokens * top_k) if capacity is None else count * capacity
         row_dtype, out_dtype = shard.dtypes(x.dtype)
         self.pitch = align(num_rows, 4)
@@ -88,10 +90,15 @@ class Workspace:
 
     def __call__(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
         """Returns (T, H) in the dtype of the input, or of the shard; None if rows go to the targets."""
-        (up, up_scale), (down, down_scale), _, _ = operands.layer
+        (up, up_scale), (down, down_scale), _, (up_bias, down_bias) = operands.layer
         residual = 0 if operands.residual is None else operands.residual.data_ptr()
         x, up_address, down_address = operands.hidden_states.data_ptr(), up.data_ptr(), down.data_ptr()
-        if (x | up_address | down_address | residual) & 15:
+        up_bias = 0 if up_bias is None else up_bias.data_ptr()
+        down_bias = 0 if down_bias is None else down_bias.data_ptr()
+        addresses = x | up_address | down_address | residual | up_bias | down_bias
+        if self.has_channel_scales:
+            addresses |= up_scale.data_ptr() | down_scale.data_ptr()
+        if addresses & 15:
             return self(_as_kernels_load(operands), targets)
         # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
         scratch = self.new_scratch()
@@ -103,13 +110,13 @@ class Workspace:
             stream = current_stream(self.device_index)
             self.sort.launch(stream, operands.top_k_index.data_ptr(), groups, rows)
             self.permute.launch(stream, *tokens, rows, a, a_scale, 0 if targets is None else last)
-            pointers = (up_scale.data_ptr(), h, self.size, h_scale, self.pitch)
+            pointers = (up_scale.data_ptr(), up_bias, h, self.size, h_scale, self.pitch)
             self.gemm1.launch(stream, (a, a_scale, up_address, h), pointers, groups)
             mapped, scale = (h, h_scale, down_address, last), down_scale.data_ptr()
             if targets is not None:
-                self.gemm2.launch(stream, mapped, (scale, *targets.pointers(last)), groups)
+                self.gemm2.launch(stream, mapped, (scale, down_bias, *targets.pointers(last)), groups)
                 return None
-            self.gemm2.launch(stream, mapped, (scale, last, self.hidden, 0), groups)
+            self.gemm2.launch(stream, mapped, (scale, down_bias, last, self.hidden), groups)
             known, now = operands.residual_known, operands.known
             known, now = 0 if known is None else known.data_ptr(), 0 if now is None else now.data_ptr()
             weights = operands.top_k_weights.data_ptr()
@@ -144,7 +151,11 @@ def _as_kernels_load(operands: Operands) -> Operands:
     return operands._replace(
         hidden_states=row_major(operands.hidden_states),
         top_k_index=operands.top_k_index.contiguous(),
-        layer=layer._replace(up=FP8Tensor(*map(aligned, layer.up)), down=FP8Tensor(*map(aligned, layer.down))),
+        layer=layer._replace(
+            up=FP8Tensor(*map(aligned, layer.up)),
+            down=FP8Tensor(*map(aligned, layer.down)),
+            biases=Biases(*map(bias_vector, layer.biases)),
+        ),
         **{name: value if value is None else aligned(value) for name, value in added.items()},
         **{name: value if value is None else value.contiguous() for name, value in known.items()},
     )

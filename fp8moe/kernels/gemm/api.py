@@ -81,7 +81,7 @@ def multiply(operands: Operands, out: Tensor, *, pdl: bool = False) -> None:
     a, a_scale, b, b_scale, bias, c, _ = operands
     if use_cuda(a) and a.shape[1]:
         c = c if c is None else row_major(c)
-        a, a_scale, b, b_scale = row_major(a), mn_major(a_scale), row_major(b), b_scale.contiguous()
+        a, a_scale, b, b_scale = row_major(a), mn_major(a_scale), row_major(b), checks.weight_scale(b, b_scale)
         operands = Operands(a, a_scale, b, b_scale, checks.bias_vector(bias), c)
         launch.run(launch.dense(a.get_device(), operands, out.dtype, pdl), operands, out)
         return
@@ -295,7 +295,7 @@ def multiply_groups(
         epilogue, more = AddLowRank(out.dtype, rank=ranks.shape[1]), (ranks.data_ptr(), factors.data_ptr())
     if masked:  # as they are looked up before a call checks anything
         a = FP8Tensor(*(part.unflatten(0, masked) for part in a))
-    operands = Operands(*a, aligned(b.data), b.scale.contiguous(), checks.bias_vector(bias), groups=groups)
+    operands = Operands(*a, aligned(b.data), checks.weight_scale(*b), checks.bias_vector(bias), groups=groups)
     like = None if out.is_contiguous() else out
     launch.run(launch.grouped(a.data.get_device(), operands, epilogue, grouping, like), operands, out, *more)
 
@@ -310,14 +310,15 @@ def multiply_groups_to(
     bias: Tensor | None = None,
 ) -> None:
     """Write the products to peers: GPUs only. a 2-D, b contiguous; pointers: addresses for the epilogue's fields."""
-    operands = Operands(*a, *b, checks.bias_vector(bias), groups=groups)
+    scale, bias = checks.weight_scale(*b), checks.bias_vector(bias)
+    operands = Operands(*a, b.data, scale, bias, groups=groups)
     index = a.data.get_device()
     found = launch.grouped(index, operands, epilogue, grouping)
     with device_guard(index):
         found.launch(
             current_stream(index),
             (a.data.data_ptr(), a.scale.data_ptr(), b.data.data_ptr()),
-            (b.scale.data_ptr(), *pointers),
+            (scale.data_ptr(), 0 if bias is None else bias.data_ptr(), *pointers),
             groups.data_ptr(),
         )
 
@@ -441,8 +442,8 @@ def _swiglu_cuda(call: _Swiglu) -> tuple[Tensor, Tensor]:
     data, scale = _empty_swiglu(call)
     if data.numel() and b.data.shape[0]:
         rows = checks.activations(*a)
-        added = checks.bias_vector(bias)
-        operands = Operands(*rows, aligned(b.data), b.scale.contiguous(), added, groups=groups.contiguous())
+        bias, groups = checks.bias_vector(bias), groups.contiguous()
+        operands = Operands(*rows, aligned(b.data), checks.weight_scale(*b), bias, groups=groups)
         epilogue, grouping = SwigluQuantize(Activation(limit, alpha)), Grouping(expected_m, max_m, whole)
         found = launch.grouped(a.data.get_device(), operands, epilogue, grouping)
         launch.run(found, operands, data, scale.data_ptr(), scale.stride(1))

@@ -157,6 +157,11 @@ def activations(a: Tensor, a_scale: Tensor) -> FP8Tensor:
     return FP8Tensor(row_major(a.reshape(rows, a.shape[-1])), mn_major(a_scale.reshape(rows, k_blocks)))
 
 
+def weight_scale(b: Tensor, scale: Tensor) -> Tensor:
+    """``scale`` as the kernels read it, contiguous, and aligned if it is of channels: itself, otherwise a copy."""
+    return aligned(scale) if has_channel_scales(b, scale) else scale.contiguous()
+
+
 def bias_vector(bias: Tensor | None) -> Tensor | None:
     """``bias`` as the kernels read it, aligned bfloat16 or float32: itself where it is, otherwise a copy."""
     if bias is None:

@@ -1,11 +1,11 @@
-"""What the GEMM does with its sums: for each cuda/epilogue_*.cuh its constants and the fields of its ``Output``."""
+"""What the GEMM does with its sums: `Columns`, and for each cuda/epilogue_*.cuh its constants and ``Output``."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -21,6 +21,21 @@ _BIAS_KINDS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 def _addresses(names: Iterable[str]) -> Fields:
     """Fields that are addresses or pitches."""
     return tuple((name, ctypes.c_int64) for name in names)
+
+
+class Columns(NamedTuple):
+    """What the sums of each output feature get before the epilogue, all kinds of it.
+
+    channel_scales: whether they are multiplied by a weight scale, in place of one for 128x128. bias_dtype: bfloat16 or
+    float32 of what is added; None: nothing.
+    """
+
+    channel_scales: bool = False
+    bias_dtype: torch.dtype | None = None
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"CHANNEL": int(self.channel_scales), "BIAS": _BIAS_KINDS[self.bias_dtype]}
 
 
 class Epilogue:
@@ -49,25 +64,20 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class PlainStore(Epilogue):
-    """``sums + bias`` in bfloat16 or float32. bias_dtype: bfloat16 or float32, None without a bias."""
+    """The sums in bfloat16 or float32."""
 
     out_dtype: torch.dtype
-    bias_dtype: torch.dtype | None = None
 
     header: ClassVar[str] = "epilogue_store.cuh"
-    fields: ClassVar[Fields] = _addresses(("data", "pitch", "bias"))
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return super().constants | {"BIAS": _BIAS_KINDS[self.bias_dtype]}
+    fields: ClassVar[Fields] = _addresses(("data", "pitch"))
 
 
 @dataclass(frozen=True)
 class AddAndStore(PlainStore):
-    """``sums + bias + c``, c of the result's dtype."""
+    """``sums + c``, c of the result's dtype."""
 
     header: ClassVar[str] = "epilogue_add.cuh"
-    fields: ClassVar[Fields] = _addresses(("data", "pitch", "bias", "c", "c_pitch"))
+    fields: ClassVar[Fields] = _addresses(("data", "pitch", "c", "c_pitch"))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.kernels.gemm.epilogue import AddAndStore, Epilogue, PeerStore, PlainStore
+from fp8moe.kernels.gemm.epilogue import AddAndStore, Columns, Epilogue, PeerStore, PlainStore
 from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import (
@@ -35,7 +35,7 @@ class Operands(NamedTuple):
     a, a_scale: activations (M, K) float8_e4m3fn and (M, ceil(K / 128)) float32; of masked groups also (E, max_m, ...).
     b, b_scale: weights (N, K) or, of groups, (E, N, K) float8_e4m3fn, with a scale for each 128x128, or for each of
         the N output channels, (..., N, 1), float32.
-    bias: (N,). c: (M, N) of the result's dtype.
+    bias: (N,) or, of groups, (E, N). c: (M, N) of the result's dtype.
     groups: int32, offsets (E + 1,) of the groups' rows, their ranges (E, 2), or rows in use (E,).
     """
 
@@ -93,7 +93,8 @@ class GemmLauncher:
 
         mapped: addresses for the tensor maps, multiples of 16: a, a_scale, b and the result; along K a, a_scale, b,
             b_scale and the result twice.
-        pointers: b_scale, then addresses and pitches in the order of the epilogue's `fields`; along K the offsets.
+        pointers: b_scale, the bias or 0, then addresses and pitches in the order of the epilogue's `fields`; along K
+            the offsets.
         groups: see `Operands`; 0 of a dense GEMM.
         """
         launcher = self._launcher
@@ -121,7 +122,8 @@ def build(
     """The launcher for operands of these layouts; the operands' device is to be current.
 
     operands: rows of a at multiples of 16 bytes; a_scale MN-major and at such a multiple; b (N, K) with rows at such
-        multiples, or (E, N, K), contiguous. grouping: of the latter.
+        multiples, or (E, N, K), contiguous. Scales of channels and biases begin at such multiples too.
+    grouping: of groups.
     out: a result like those to come, (M, N) of the epilogue's dtype or (M, N / 2) where it joins gate and up; None for
         a contiguous one, or where it goes to peers.
     tile: instead of the cost model's choice. pdl: start before the kernel in front of this one has ended.
@@ -131,20 +133,19 @@ def build(
     if out is None and not isinstance(epilogue, PeerStore):
         out = torch.empty((m, n // 2 if epilogue.gated else n), dtype=epilogue.out_dtype, device=a.device)
     grouping = grouping or Grouping()
-    if groups and operands.bias is not None:
-        raise NotImplementedError("bias: the CUDA kernels of groups have none yet; set FP8MOE_BACKEND=reference")
     sms = num_sms(a.get_device())
-    problem, channel_scales = DenseProblem(m, n, k, sms), has_channel_scales(b, operands.b_scale)
+    bias_dtype = None if operands.bias is None else operands.bias.dtype
+    problem, columns = DenseProblem(m, n, k, sms), Columns(has_channel_scales(b, operands.b_scale), bias_dtype)
     if groups:
         problem = grouping.problem(m, groups, n, k, sms, swiglu=epilogue.gated)
     if tile is None:
         if grouping.max_m is None:
             # A part may have any number of rows.
-            note(Family(n, k, groups, epilogue.kind, channel_scales), grouping.whole[0] if grouping.whole else m)
+            note(Family(n, k, groups, epilogue.kind, columns), grouping.whole[0] if grouping.whole else m)
         tile = choose(problem, epilogue, grouping.whole)
     if config.settings.print_configs:
         about = f"grouped_gemm m={m} groups={groups} expected_m={problem.expected_m}" if groups else f"gemm m={m}"
-        config.log.info(f"{about} n={n} k={k} {epilogue}: {tile}")
+        config.log.info(f"{about} n={n} k={k} {epilogue} {columns}: {tile}")
 
     tile_m = tokens_of_tile(tile, m)
     tile_rows = row_tiles_bound(tile_m, m, max(groups, 1), grouping.max_m)
@@ -164,10 +165,10 @@ def build(
         **epilogue.values,
     )
     return GemmLauncher(
-        kernel_spec(tile, n, k, epilogue, channel_scales),
+        kernel_spec(tile, n, k, epilogue, columns),
         _maps(operands, epilogue, tile, out),
         arguments,
-        1 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields),
+        2 + sum(kind is ctypes.c_int64 for _, kind in epilogue.fields),
         out,
         is_dynamic(tile, k, epilogue),
         grid=concurrent * tile.split_k,
@@ -205,8 +206,7 @@ def dense(
 ) -> GemmLauncher:
     """`build` for one matrix, with a bias and c where there are any."""
     kind = PlainStore if operands.c is None else AddAndStore
-    epilogue = kind(out_dtype, None if operands.bias is None else operands.bias.dtype)
-    return build(operands, epilogue, tile=tile, pdl=pdl)
+    return build(operands, kind(out_dtype), tile=tile, pdl=pdl)
 
 
 @planned
@@ -231,32 +231,37 @@ def find(launcher: planned[..., GemmLauncher], operands: Operands, *options: obj
 
     launcher: `dense` or `grouped`, with its options.
     """
-    a, a_scale, b, _, _, c, _ = operands
+    a, a_scale, b, b_scale, bias, c, _ = operands
     found = launcher.look_up(a.get_device(), operands.layouts(), *options)
     if found is None:
         return None
     addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | (0 if c is None else c.data_ptr())
-    return None if addresses & 15 else found
+    return None if (addresses | column_addresses(b_scale, bias)) & 15 else found
+
+
+def column_addresses(b_scale: Tensor, bias: Tensor | None) -> int:
+    """The bits of the addresses of a bias and of a scale of channels, which kernels load two at a time."""
+    addresses = 0 if bias is None else bias.data_ptr()
+    return addresses | b_scale.data_ptr() if b_scale.shape[-1] == 1 else addresses
 
 
 def run(found: GemmLauncher, operands: Operands, out: Tensor, *more: int) -> None:
     """Launch on PyTorch's current stream.
 
-    more: the epilogue's addresses and pitches behind the result's own, where these are not a bias and c.
+    more: the epilogue's addresses and pitches behind the result's own, where these are not those of c.
     """
     a, a_scale, b, b_scale, bias, c, groups = operands
     index, address = a.get_device(), out.data_ptr()
     if found.dynamic:
         groups = pad(groups, (0, 1))
-    if not more:
-        more = (0 if bias is None else bias.data_ptr(),)
-        if c is not None:
-            more += c.data_ptr(), c.stride(0)
+    if c is not None:
+        more = c.data_ptr(), c.stride(0)
+    bias = 0 if bias is None else bias.data_ptr()
     with device_guard(index):
         found.launch(
             current_stream(index),
             (a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), address),
-            (b_scale.data_ptr(), address, out.stride(0), *more),
+            (b_scale.data_ptr(), bias, address, out.stride(0), *more),
             0 if groups is None else groups.data_ptr(),
         )
 

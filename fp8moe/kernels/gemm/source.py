@@ -2,7 +2,7 @@
 
 import ctypes
 
-from fp8moe.kernels.gemm.epilogue import Epilogue
+from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
 from fp8moe.kernels.gemm.sm90 import DYNAMIC_REGISTERS, PRODUCER_REGISTERS, GroupedKTile, TileConfig
 from fp8moe.runtime.jit import KernelSpec, constants
 
@@ -12,8 +12,14 @@ def is_dynamic(tile: TileConfig, k: int, epilogue: Epilogue) -> bool:
     return epilogue.gated and tile.may_be_dynamic(k)
 
 
-def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue, channel_scales: bool = False) -> KernelSpec:
-    """The variant for weights (n, k), with blocks or with channels: all of them compile-time constants, M is not."""
+def kernel_spec(
+    tile: TileConfig,
+    n: int,
+    k: int,
+    epilogue: Epilogue,
+    columns: Columns = Columns(),  # noqa: B008 (immutable)
+) -> KernelSpec:
+    """The variant for weights (n, k): all of them compile-time constants, M is not."""
     dynamic = is_dynamic(tile, k, epilogue)
     values = _common(tile, n, arguments_type(epilogue)) | {
         "K": k,
@@ -31,11 +37,10 @@ def kernel_spec(tile: TileConfig, n: int, k: int, epilogue: Epilogue, channel_sc
         "GROUPS": tile.groups,
         "GATED": int(epilogue.gated),
         "DYNAMIC": int(dynamic),
-        "CHANNEL": int(channel_scales),
     }
     if dynamic:
         values |= DYNAMIC_REGISTERS
-    values |= epilogue.constants
+    values |= columns.constants | epilogue.constants
     prelude = f'{constants(values)}{tile.mma_source}\n#include "{epilogue.header}"\n'
     prelude += f"using Epilogue = {type(epilogue).__name__};\n"
     return KernelSpec("gemm.cu", "gemm", epilogue.defines, prelude)
@@ -52,7 +57,8 @@ def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
     """``struct Arguments`` of cuda/gemm.cu, the epilogue's ``Output`` in it."""
     sizes = ("m", "max_m", "raster", "group_pitch", "tile_m", "tile_rows", "counter", "early_stages")
     schedule = (("groups", ctypes.c_int64), *((name, ctypes.c_int) for name in sizes))
-    fields = (("b_scale", ctypes.c_int64), *epilogue.fields, *schedule)
+    columns = (("b_scale", ctypes.c_int64), ("bias", ctypes.c_int64))
+    fields = (*columns, *epilogue.fields, *schedule)
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 

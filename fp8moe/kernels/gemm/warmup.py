@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import ceil, gcd
 from typing import NamedTuple
 
-from fp8moe.kernels.gemm.epilogue import Epilogue
+from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
 from fp8moe.kernels.gemm.sm90 import TileConfig
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose
@@ -17,13 +17,13 @@ _HEIGHTS, _NARROW = (64, 128, 192, 256), 512  # of tiles for more than _FEW rows
 
 
 class Family(NamedTuple):
-    """GEMMs with the same weights' shape (n, k), groups of rows (0: a dense GEMM), epilogue and kind of scales."""
+    """GEMMs with the same weights' shape (n, k), groups of rows (0: a dense GEMM), epilogue, scales and bias."""
 
     n: int
     k: int
     groups: int
     epilogue: Epilogue
-    channel_scales: bool = False
+    columns: Columns = Columns()
 
     def variants(self, rows: int, num_sms: int) -> set[KernelSpec]:
         """The kernels that are chosen for up to so many rows, but for a few near ties. Takes a fraction of a second."""
@@ -49,7 +49,7 @@ class Family(NamedTuple):
         return lambda rows: choose(Grouping().problem(rows, groups, n, k, num_sms, swiglu=epilogue.gated), epilogue)
 
     def _kernels(self, tiles: Iterable[TileConfig]) -> set[KernelSpec]:
-        return {kernel_spec(tile, self.n, self.k, self.epilogue, self.channel_scales) for tile in set(tiles)}
+        return {kernel_spec(tile, self.n, self.k, self.epilogue, self.columns) for tile in set(tiles)}
 
 
 families: dict[Family, int] = {}

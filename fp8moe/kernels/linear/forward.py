@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.api import multiply
-from fp8moe.kernels.gemm.checks import bias_vector
+from fp8moe.kernels.gemm.checks import bias_vector, weight_scale
 from fp8moe.kernels.gemm.launch import Operands
 from fp8moe.kernels.linear.training import check, linear_training
 from fp8moe.quant import reference
@@ -100,7 +100,7 @@ class _Launcher:
             self._gemm.launch(
                 stream,
                 (data, scale, weight.data_ptr(), address),
-                (weight_scale_inv.data_ptr(), address, self._n, 0 if bias is None else bias.data_ptr()),
+                (weight_scale_inv.data_ptr(), 0 if bias is None else bias.data_ptr(), address, self._n),
             )
         return out if self._out_dtype is x.dtype else out.to(x.dtype)
 
@@ -113,7 +113,7 @@ def _launch(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
     rows = unit_stride(x.reshape(-1, x.shape[-1]))
     if rows.data_ptr() != x.data_ptr():
         x = rows.view(x.shape)
-    operands = x, row_major(weight), weight_scale_inv.contiguous(), bias_vector(bias)
+    operands = x, row_major(weight), weight_scale(weight, weight_scale_inv), bias_vector(bias)
     return _launcher(x.get_device(), *operands, x.data_ptr() & 15 == 0)(*operands)
 
 
@@ -127,7 +127,7 @@ def _linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | 
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
         x.data_ptr() & 15 == 0,
     )
-    if found is not None and not weight.data_ptr() & 15:
+    if found is not None and not (weight.data_ptr() | launch.column_addresses(weight_scale_inv, bias)) & 15:
         return found(x, weight, weight_scale_inv, bias)  # operands like them have run: there is nothing to check
     check(x, weight, weight_scale_inv, bias)
     n, k = weight.shape
