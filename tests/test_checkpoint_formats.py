@@ -21,9 +21,10 @@ from fp8moe.integrations.checkpoints import (
     inspect_checkpoint,
     load_fp8_checkpoint,
     quantize_checkpoint,
+    save_fp8_checkpoint,
 )
 from tests.checkpoint_formats import E4M3, LAYOUTS, as_gpt_oss, mxfp4, write_layout
-from tests.small_checkpoints import Model, bits, unquantized
+from tests.small_checkpoints import Model, bits, same, unquantized
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*static scales")]
 
@@ -276,6 +277,14 @@ def test_gate_and_up_of_gpt_oss(tmp_path, capsys):
         error = torch.linalg.norm(value - values[name]) / torch.linalg.norm(values[name])
         assert error < 0.04 if "layers.1" in name and "down_proj" not in name else error == 0, name
     assert torch.equal(experts.gate_up_proj_bias, torch.cat([bias[:, ::2], bias[:, 1::2]], 1))
+
+
+@pytest.mark.parametrize("weight_scales", ["block", "channel"])
+def test_experts_with_biases_that_were_saved(tmp_path, weight_scales):
+    model, again = (Model(weight_scales=weight_scales, gpt_oss=True) for _ in range(2))
+    save_fp8_checkpoint(model, tmp_path / "x")
+    load_fp8_checkpoint(again, tmp_path / "x")
+    same(dict(again.state_dict()), dict(model.state_dict()))
 
 
 def test_gate_and_up_that_cannot_be_told_apart(tmp_path):

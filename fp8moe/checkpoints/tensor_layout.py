@@ -88,7 +88,7 @@ def groups(
 def _splits(name: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether this is a weight of fused experts that can be stored one by one.
 
-    Not so in GPT-OSS, where weights are transposed and have biases.
+    Not so with biases, which GPT-OSS has fused.
     """
     fused = parse_fused(name, tuple(tensors[name].shape))
     if fused is None or any(f"{fused.module}.{projection}_bias" in tensors for projection in (GATE_UP, UP, DOWN)):

@@ -9,11 +9,14 @@ from fp8moe.integrations.checkpoints import quantize_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.transformers import load_model
 from fp8moe.layers.experts import GroupedExperts
+from tests.checkpoint_formats import LAYOUTS
 from tests.errors import relative_error
 from tests.transformers_models import BASE, MLA, TOKENS, modules_named, prompts, random_model, write_checkpoints
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations import finegrained_fp8  # noqa: E402
+
+from tools.format_matrix import source_of, wanted  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("registered")]
 
@@ -56,9 +59,9 @@ def routing(num_experts, tokens=9):
     return index, torch.rand(tokens, 2, generator=generator)
 
 
-def agrees_with_the_cpu(module):
+def agrees_with_the_cpu(module, hidden=256):
     """One experts module on the GPU, against the same on the reference backend."""
-    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x = torch.randn(9, hidden, generator=torch.Generator().manual_seed(3)).bfloat16()
     arguments = (x, *routing(module.num_experts))
     with torch.no_grad():
         ours = module(*(value.to(DEVICE) for value in arguments))
@@ -109,6 +112,19 @@ def test_load_model_and_decode(checkpoints):
     for seed in range(3):
         ids = prompts(3, 9, seed, DEVICE)
         assert torch.equal(captured.generate(ids, max_new_tokens=16), plain.generate(ids, max_new_tokens=16))
+
+
+def test_gpt_oss(tmp_path):
+    """As published: MXFP4 experts with biases, and attention with sinks."""
+    source = source_of("GPT-OSS", tmp_path / "source")
+    source.write(LAYOUTS["GPT-OSS"], tmp_path / "x", wanted("GPT-OSS"))
+    model = load_model(tmp_path / "x", device=DEVICE)
+    for module in modules_named(model, "experts"):
+        agrees_with_the_cpu(module, source.config["hidden_size"])
+    captured = GraphDecoder(model, batch_sizes=(3,), max_length=32)
+    plain = GraphDecoder(model, batch_sizes=(3,), max_length=32, capture=False)
+    ids = prompts(3, 9, 0, DEVICE)
+    assert torch.equal(captured.generate(ids, max_new_tokens=16), plain.generate(ids, max_new_tokens=16))
 
 
 def test_moving_the_model_quantizes_again():
