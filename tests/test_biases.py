@@ -8,11 +8,15 @@ from fp8moe import FP8Tensor, GroupedExperts
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import experts_rows
 from fp8moe.kernels.experts.operands import Biases
+from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.epilogue import Columns, PeerStore, PlainStore, SwigluQuantize
+from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.kernels.gemm.warmup import Family
+from fp8moe.quant.formats import empty_mn_major
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 from tests import bias_cases, experts_cases
 from tests.bias_cases import DTYPES, FORMS, KINDS
+from tests.gemm_variants import without_gpu
 from tests.ptxas import compile_report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,3 +139,16 @@ def test_variants_compile_without_spills(family):
         report = compile_report(spec)
         assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0), spec.prelude
         assert report.registers < REGISTERS_PER_SM
+
+
+def test_kernels_are_noted_with_what_their_columns_get(monkeypatch):
+    noted = []
+    monkeypatch.setattr(launch, "note", lambda family, rows: noted.append(family))
+    without_gpu(monkeypatch)
+    a, b = torch.empty(40, 128, dtype=torch.float8_e4m3fn), torch.empty(4, 256, 128, dtype=torch.float8_e4m3fn)
+    scale, epilogue = empty_mn_major((40, 1), device="cpu"), SwigluQuantize(Activation())
+    for columns in (Columns(), Columns(False, torch.bfloat16), Columns(True, torch.float32)):
+        b_scale = torch.empty(4, 256 if columns.channel_scales else 2, 1)
+        bias = None if columns.bias_dtype is None else torch.empty(4, 256, dtype=columns.bias_dtype)
+        launch.build(launch.Operands(a, scale, b, b_scale, bias), epilogue, Grouping(whole=(40, 4)))
+        assert noted.pop() == Family(256, 128, 4, epilogue, columns)

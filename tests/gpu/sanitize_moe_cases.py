@@ -100,11 +100,14 @@ SWIGLUS = (
     ((40, 30, 700), 300, None, 144, 272, Activation(limit=1.0)),
     ((3, 0, 99, -1), 32, 8, 128, 144, Activation(limit=1.0, alpha=1.702)),
 )
-# tokens, hidden, I, experts, top_k, type, decode capacity
+# tokens, hidden, I, experts, top_k, type, options of the layer
 EXPERTS = (
-    (1, 272, 208, 16, 4, torch.bfloat16, None),
-    (200, 256, 144, 5, 3, torch.float32, None),
-    (12, 272, 208, 7, 4, torch.bfloat16, 16),
+    (1, 272, 208, 16, 4, torch.bfloat16, {}),
+    (200, 256, 144, 5, 3, torch.float32, {}),
+    (12, 272, 208, 7, 4, torch.bfloat16, {"decode_capacity": 16}),
+    (1, 272, 208, 5, 4, torch.bfloat16, {"bias": True, "weight_scales": "channel"}),
+    (400, 272, 208, 5, 3, torch.bfloat16, {"bias": True}),
+    (400, 272, 208, 5, 3, torch.float32, {"bias": True, "weight_scales": "channel", "dtype": torch.float32}),
 )
 GEMM_ERROR = 3e-4  # against float64 over the quantized operands, beyond the rounding of the result
 CODES_ERROR = 1.5e-2  # a value next to a tie may round to the other side
@@ -278,10 +281,10 @@ def swiglu_error(
 
 
 def experts_error(
-    tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype, capacity: int | None
+    tokens: int, hidden: int, size: int, num_experts: int, top_k: int, dtype: torch.dtype, options: dict
 ) -> float:
     sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": size}
-    layer = fp8moe.GroupedExperts(**sizes, decode_capacity=capacity)
+    layer = fp8moe.GroupedExperts(**sizes, **options)
     x, weights = torch.randn(tokens, hidden, dtype=dtype), torch.rand(tokens, top_k)
     # Different experts, one of them with no tokens, some indices of other ranks.
     index = torch.stack([torch.randperm(num_experts + 2)[:top_k] for _ in range(tokens)])
