@@ -285,7 +285,12 @@ LAYOUTS = {
         gpt_oss,
         "mxfp4",
         True,
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
+            ],
+        },
         experts="gpt-oss",
     ),
     "compressed-tensors channel": Layout(channel("weight_scale"), "fp8-channel", True, _compressed("channel")),

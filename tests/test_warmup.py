@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from fp8moe import FP8Linear, GroupedExperts
 from fp8moe.cli import main
 from fp8moe.commands import warmup
 from fp8moe.kernels.activation import Activation
@@ -17,6 +18,7 @@ from fp8moe.kernels.gemm.tiles import GroupedProblem, choose_dense, choose_group
 from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.quant import quantize
 from fp8moe.runtime import compilers, config, jit
+from tests.checkpoint_formats import LAYOUTS
 from tests.transformers_models import BASE, MLA, random_model, write_checkpoints
 from tests.warmup_processes import SMS, end, in_processes, launched, needed, needed_for
 
@@ -28,6 +30,7 @@ MODELS = {
     "qwen3_moe": {"head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 128, "num_experts": 8},
     "mixtral": {"intermediate_size": 144, "num_local_experts": 4},
     "deepseek_v3": MLA,
+    "gpt_oss": {"intermediate_size": 160, "num_local_experts": 4, "head_dim": 32},
 }
 
 
@@ -42,6 +45,18 @@ def test_what_a_decoder_launches_is_found(tmp_path, model_type):
     of_gemms = set().union(*(warmup._variants(*item, TOKENS, 3 * TOKENS, SMS) for item in families.items()))
     assert recorded <= kernels | of_gemms
     assert sorted(spec.name for spec in kernels - of_gemms - recorded) == []
+
+
+def test_what_a_configuration_leaves_unquantized():
+    """Of GPT-OSS as published all but the experts, by patterns of the modules around them."""
+    transformers = pytest.importorskip("transformers")
+    from fp8moe.integrations.skeleton import skeletons
+
+    sizes = BASE | SHAPE | MODELS["gpt_oss"]
+    config = transformers.AutoConfig.for_model("gpt_oss", **sizes, quantization_config=LAYOUTS["GPT-OSS"].config)
+    (model,) = skeletons(config)
+    fp8 = [name for name, module in model.named_modules() if isinstance(module, FP8Linear | GroupedExperts)]
+    assert fp8 == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
 
 
 @pytest.mark.parametrize("top_k", [1, 6])

@@ -65,7 +65,8 @@ def launched(directory, batch_sizes, lengths):
     def capabilities(self, fuse):
         fused = find_fused(model)
         find_capabilities(model, self.device, False, decoder.FLASH, fused)  # wrong ones, as the kernels do nothing
-        self.attention = "sdpa" if hasattr(model.config, "kv_lora_rank") else "flash"
+        own = hasattr(model.config, "kv_lora_rank") or model.config.model_type == "gpt_oss"
+        self.attention = model.config._attn_implementation if own else "flash"
         flash = decoder.FLASH if self.attention == "flash" else None
         return Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
 
