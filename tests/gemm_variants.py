@@ -20,17 +20,29 @@ COMPLAINTS = re.compile(r"C75\d\d|serialized|setmaxnreg")
 def structure(config: TileConfig) -> tuple:
     """What decides the registers of a variant: not how deep its ring is or how many blocks share K."""
     tile = (config.block_m, config.block_n, config.weights_as_rows, config.warpgroups, config.tma_store)
-    return (*tile, config.blocks_per_sm, config.split_k > 1, config.k_parts > 1)
+    return (*tile, config.math_registers, config.overlaps, config.split_k > 1, config.k_parts > 1)
 
 
 def one_of_each(candidates: Iterable[tuple[TileConfig, int, int]]) -> list[tuple[TileConfig, int, int]]:
-    """One (config, n, k) of every structure among the candidates, the one that splits K most."""
+    """One (config, n, k) of every structure among the candidates: with the fewest registers, then the most splits."""
     found = {}
     for config, n, k in candidates:
-        key = structure(config)
-        if key not in found or config.split_k > found[key][0].split_k:
-            found[key] = (config, n, k)
-    return list(found.values())
+        key, cost = structure(config), (config.blocks_per_sm, config.split_k)
+        if key not in found or cost > found[key][0]:
+            found[key] = cost, (config, n, k)
+    return [variant for _, variant in found.values()]
+
+
+def largest(variants: list[tuple[TileConfig, int, int]]) -> list[tuple[TileConfig, int, int]]:
+    """Of variants that differ in nothing but the tile's sizes, those whose threads have the most sums."""
+
+    def kind(config: TileConfig) -> tuple:
+        return structure(config)[2:]
+
+    most = {}
+    for config, _, _ in variants:
+        most[kind(config)] = max(most.get(kind(config), 0), config.slabs * config.accumulators)
+    return [variant for variant in variants if variant[0].slabs * variant[0].accumulators == most[kind(variant[0])]]
 
 
 def faults(
