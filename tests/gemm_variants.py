@@ -8,7 +8,7 @@ import torch
 
 from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
-from fp8moe.kernels.gemm.sm90 import TileConfig
+from fp8moe.kernels.gemm.sm90 import TileConfig, with_columns
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 from tests.ptxas import compile_report
@@ -49,9 +49,9 @@ def faults(
     variants: Iterable[tuple[TileConfig, int, int]], epilogue: Epilogue, bias_dtype: torch.dtype | None = None
 ) -> dict[TileConfig, tuple]:
     """Of the variants compiled with an epilogue and a bias: spills, complaints, too many registers."""
-    found = {}
+    found, columns = {}, Columns(bias_dtype=bias_dtype)
     for config, n, k in variants:
-        report = compile_report(kernel_spec(config, n, k, epilogue, Columns(bias_dtype=bias_dtype)))
+        report = compile_report(kernel_spec(with_columns(config, columns.bytes, k), n, k, epilogue, columns))
         memory = (report.spill_stores, report.spill_loads, report.stack)
         complaints = COMPLAINTS.findall(report.log)
         # Threads start with even shares, so that all blocks fit; setmaxnreg gives the math threads more afterwards.

@@ -217,9 +217,10 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
     Split::await_peers();
     Split::received();
   }
+  int buffer = 0;  // of Columns
   while (more) {
     const int used = slabs_in_use(tile, math.warpgroup);
-    if constexpr (COLUMN_VALUES) columns.prefetch(tile);
+    if constexpr (COLUMN_VALUES && REDUCES) columns.prefetch(tile);
     Tile following = tile;
     float sum[SLABS][ACCUMULATORS];
     if constexpr (OVERLAPS) {
@@ -298,10 +299,13 @@ __device__ __forceinline__ void consume(MathWarp& math, Schedule<GROUPS>& schedu
       if constexpr (SPLIT_K > 1) break;  // its only tile
       sync_math_warps();                 // the sums may be overwritten
     } else if (used > 0) {
-      if constexpr (COLUMN_VALUES) columns.apply(sum, tile, math.warpgroup);
+      if constexpr (COLUMN_VALUES) {
+        columns.apply(sum, tile, math.warpgroup, math.s.epilogue + COLUMNS_AT + buffer * COLUMN_BYTES);
+      }
       epilogue.from_registers(sum, tile, math.warpgroup);
     }
     tile = following;
+    buffer ^= 1;
   }
   epilogue.finish();
 }
@@ -317,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   const bool loads = warp == MATH_WARPS && lane == 0;
   const Split split;
   const KRange k(split.rank);
-  const Loader loader{s, a, a_scale, b, args.schedule.tokens_of_tile()};
+  const Loader loader{s, a, a_scale, b, {args.b_scale, args.bias}, args.schedule.tokens_of_tile()};
   Schedule<GROUPS> schedule(args.schedule, s.groups);
 
   if (warp == MATH_WARPS) {

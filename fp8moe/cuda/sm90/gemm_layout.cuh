@@ -60,8 +60,14 @@ constexpr int STORE_BYTES = 16 * 128;
 constexpr int SLAB_STORE_BYTES = STAGED ? 64 * COLUMNS * 2 : 4 * STORE_BYTES;
 constexpr int STAGING_BYTES = (STAGED ? SLABS : 1) * SLAB_STORE_BYTES;  // of a warpgroup
 constexpr int PART_SUM_BYTES = PARTS > 1 ? BLOCK_M * BLOCK_N * 4 - PART_REGISTERS * WARPGROUPS * WARPGROUP * 4 : 0;
-constexpr int EPILOGUE_BYTES =
+constexpr int COLUMNS_AT =
     round_up(REDUCES ? SPLIT_K * SLICE_M * SUM_PITCH * 4 : WARPGROUPS * STAGING_BYTES, 128) + PART_SUM_BYTES;
+
+// Scales and biases of a tile's features: those of two tiles, see Columns.
+constexpr bool COLUMN_VALUES = CHANNEL || BIAS;
+constexpr int SCALE_BYTES = CHANNEL ? 4 : 0, BIAS_BYTES = 2 * BIAS;  // of a feature
+constexpr int COLUMN_BYTES = REDUCES ? 0 : BLOCK_N * (SCALE_BYTES + BIAS_BYTES);
+constexpr int EPILOGUE_BYTES = COLUMNS_AT + 2 * COLUMN_BYTES;
 
 // With HALVES, tiles of 128x256 are WHOLE or
 //   HALVED    128x128: both halves of a tile where the last wave would fill no more than half of the blocks
@@ -109,7 +115,7 @@ struct GroupTable<0> {
 struct Shared {
   u8 a[STAGES][A_BYTES];
   u8 b[STAGES][B_BYTES];
-  u8 epilogue[EPILOGUE_BYTES];  // staging tiles and sums of parts, or sums: of the tile, or received from the cluster
+  u8 epilogue[EPILOGUE_BYTES];  // staging tiles, sums of parts and Columns; or sums: of the tile, or received
   float a_scale[STAGES][A_SCALE_PITCH];
   Ring<STAGES> ring;
   Barrier sums;
@@ -126,6 +132,7 @@ static_assert(SPLIT_K <= K_BLOCKS && (SPLIT_K == 1 || COLUMN_SLABS == 1));
 static_assert(COLUMN_SLABS == 1 || COLUMN_SLABS == SLABS);
 static_assert(!STAGED || (!REDUCES && COLUMNS % STORE_COLUMNS == 0));
 static_assert(!DYNAMIC || (PARTIAL && K_BLOCKS > 8));
+static_assert(COLUMN_BYTES == 0 || STAGES <= K_BLOCKS, "a stage of the tile before has been handed back");
 static_assert(PARTS == 1 || (!REDUCES && GROUPS == 0 && PARTS <= K_BLOCKS && PART_REGISTERS % 4 == 0));
 static_assert(!GATED || (BLOCK_N == 256 && GROUPS > 0 && (SWAP || SPLIT_K == 1)));
 static_assert(!HALVES || (BLOCK_M == 128 && BLOCK_N == 256 && WARPGROUPS == 2 && !REDUCES && !GATED && PARTS == 1));

@@ -14,11 +14,19 @@ struct KRange {
 struct Loader {
   Shared& s;
   const TensorMap &a, &a_scale, &b;
+  Columns columns;
   int tile_m;  // tokens of one load, unless the tile is partial
 
   // Pieces of 64 tokens of a partial tile.
   static __device__ __forceinline__ int pieces(const Tile& tile) {
     return min(ceil_div(tile.end - tile.m, 64), BLOCK_M / 64 + tile.upright());
+  }
+
+  // What is loaded with a tile's first stage. buffer: 0 or 1, in turns.
+  __device__ __forceinline__ void load_columns(const Tile& tile, int buffer, u32 stage) const {
+    if constexpr (COLUMN_BYTES > 0) {
+      columns.load(tile, shared_address(s.epilogue + COLUMNS_AT + buffer * COLUMN_BYTES), s.ring.full[stage].address());
+    }
   }
 
   __device__ __forceinline__ void load_weights(const Tile& tile, int k_block, u32 stage) const {
@@ -71,6 +79,7 @@ __device__ __forceinline__ void fill_ring(const Loader& loader, const Schedule<G
                                           int most) {
   const int count = stages_to_fill(schedule, k, most);
   const Tile tile = schedule.at(count > 0 ? schedule.index : 0);
+  if (count > 0) loader.load_columns(tile, 0, 0);
 #pragma unroll 1
   for (int i = 0; i < count; ++i) loader.load_weights(tile, k.first + i, i);
   wait_for_previous_kernel();
@@ -90,7 +99,7 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& 
   }
   pipeline.advance(i);
   Tile tile;
-  while (schedule.next(tile)) {
+  for (int buffer = 0; schedule.next(tile); buffer ^= 1) {
 #pragma unroll 1
     for (; i < k.count; ++i) {
       pipeline.acquire();
@@ -98,6 +107,7 @@ __device__ __forceinline__ void produce(const Loader& loader, Schedule<GROUPS>& 
         if (i == ASKED) schedule.ask();
         if (i == ANNOUNCED) schedule.announce(loader.s.groups.next(pipeline.stage));
       }
+      if (i == 0) loader.load_columns(tile, buffer, pipeline.stage);
       loader.load_weights(tile, k.first + i, pipeline.stage);
       loader.load_tokens(tile, k.first + i, pipeline.stage);
       pipeline.advance();

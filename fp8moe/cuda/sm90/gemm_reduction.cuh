@@ -38,10 +38,10 @@ struct Split {
   }
 };
 
-constexpr bool COLUMN_VALUES = CHANNEL || BIAS;
-
 // What becomes of the sums of each output feature before they reach the epilogue: with CHANNEL scales they are
-// multiplied by its weight scale, in place of one for 128x128, and with a BIAS that is added.
+// multiplied by its weight scale, in place of one for 128x128, and with a BIAS that is added. Those of a tile whose
+// sums stay in the registers are loaded with its first stage, and lie in shared memory until its end; the tile behind
+// it has room of its own.
 struct Columns {
   const float* scales;  // (N), or of each group, (groups, N)
   const void* bias;     // likewise, bfloat16 or float32
@@ -49,6 +49,16 @@ struct Columns {
   // Scale and bias of two features that follow one another.
   struct Pair {
     float2 scale, bias;
+
+    // From where those of the first feature lie.
+    __device__ __forceinline__ Pair(const void* scales, const void* biases) : scale{}, bias{} {
+      if constexpr (CHANNEL) scale = *static_cast<const float2*>(scales);
+      if constexpr (BIAS == 1) {
+        const u32 two = *static_cast<const u32*>(biases);
+        bias = make_float2(bfloat16_to_float(two & 0xFFFF), bfloat16_to_float(two >> 16));
+      }
+      if constexpr (BIAS == 2) bias = *static_cast<const float2*>(biases);
+    }
 
     __device__ __forceinline__ void apply(float& left, float& right) const {
       if constexpr (CHANNEL && BIAS) {  // rounded alike wherever it is compiled
@@ -61,68 +71,73 @@ struct Columns {
     }
   };
 
-  // Those of a feature, an even number, and of the one behind it; zeros if they are not `there`.
-  __device__ __forceinline__ Pair pair(long long feature, bool there) const {
-    Pair pair = {};
-    if constexpr (CHANNEL) {
-      if (there) pair.scale = *reinterpret_cast<const float2*>(scales + feature);
-    }
-    if constexpr (BIAS == 1) {
-      const u32 two = there ? *reinterpret_cast<const u32*>(static_cast<const u16*>(bias) + feature) : 0;
-      pair.bias = make_float2(bfloat16_to_float(two & 0xFFFF), bfloat16_to_float(two >> 16));
-    }
-    if constexpr (BIAS == 2) {
-      if (there) pair.bias = *reinterpret_cast<const float2*>(static_cast<const float*>(bias) + feature);
-    }
-    return pair;
-  }
-
-  // Whether every tile has all of its columns.
-  static constexpr bool WHOLE_TILES = (GATED ? INTERMEDIATE % 128 : N % BLOCK_N) == 0;
-
   // How many features there are, of gate or of up, from a tile's column on.
   static __device__ __forceinline__ int left(const Tile& tile, int column) {
     return GATED ? INTERMEDIATE - tile.n / 2 - column % 128 : N - tile.n - column;
   }
-  // The feature of a column, among those of all groups.
-  static __device__ __forceinline__ long long feature(const Tile& tile, int column) {
-    const int n = GATED ? tile.n / 2 + column % 128 + (column < 128 ? 0 : INTERMEDIATE) : tile.n + column;
-    return static_cast<long long>(tile.group) * N + n;
+
+  // Where the scale and the bias of a tile's column lie.
+  __device__ __forceinline__ const u8* scale_at(const Tile& tile, int column) const {
+    return reinterpret_cast<const u8*>(scales) + feature(tile, column) * SCALE_BYTES;
+  }
+  __device__ __forceinline__ const u8* bias_at(const Tile& tile, int column) const {
+    return static_cast<const u8*>(bias) + feature(tile, column) * BIAS_BYTES;
   }
 
-  // Asks for those of a tile, so that they are near when its sums are complete. By a warp: each lane for 8 columns.
+  // Asks for those of a tile whose sums leave the registers, by a warp: each lane for 8 columns.
   __device__ __forceinline__ void prefetch(const Tile& tile) const {
-    const int column = min(8 * static_cast<int>(lane_id()), BLOCK_N - 8);
-    const long long first = feature(tile, column) + (WHOLE_TILES ? 0 : min(0, left(tile, column) - 8));
-    if constexpr (CHANNEL) prefetch_near(scales + first);
-    if constexpr (BIAS) prefetch_near(static_cast<const u8*>(bias) + first * (BIAS == 1 ? 2 : 4));
+    const int column = 8 * lane_id();
+    if (column >= BLOCK_N || left(tile, column) <= 0) return;
+    if constexpr (CHANNEL) prefetch_near(scale_at(tile, column));
+    if constexpr (BIAS) prefetch_near(bias_at(tile, column));
   }
 
-  // To the sums in the registers, whose rows are tokens.
-  __device__ __forceinline__ void apply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup) const {
+  // Loads those of a tile to `target`, to arrive at a barrier before the thread does.
+  __device__ __forceinline__ void load(const Tile& tile, u32 target, u32 barrier) const {
+#pragma unroll
+    for (int column = 0; column < (GATED ? 256 : 1); column += 128) {
+      const int count = min(GATED ? 128 : tile.columns(), left(tile, column));
+      mbarrier_expect_more(barrier, count * (SCALE_BYTES + BIAS_BYTES));
+      if constexpr (CHANNEL) bulk_load(target + column * 4, scale_at(tile, column), count * 4, barrier);
+      if constexpr (BIAS) {
+        bulk_load(target + BLOCK_N * SCALE_BYTES + column * BIAS_BYTES, bias_at(tile, column), count * BIAS_BYTES,
+                  barrier);
+      }
+    }
+  }
+
+  // To the sums in the registers, whose rows are tokens, from where load() has put them. Columns behind the last get
+  // any value.
+  static __device__ __forceinline__ void apply(float (&sum)[SLABS][ACCUMULATORS], const Tile& tile, int warpgroup,
+                                               const u8* values) {
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      if ((EVEN || HALVES) && slab >= slabs_in_use(tile, warpgroup)) break;
-      const int column = slab_of(tile, warpgroup, slab).column, count = left(tile, column);
-      const long long first = feature(tile, column) + 2 * (lane_id() % 4);
+      const int column = slab_of(tile, warpgroup, slab).column + 2 * (lane_id() % 4);
+      const u8 *scales = values + column * SCALE_BYTES, *biases = values + BLOCK_N * SCALE_BYTES + column * BIAS_BYTES;
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; ++j) {
-        if (CHANNEL && BIAS && j % 8 == 0) __syncwarp();  // loads stay behind it: registers are too few for all
-        const Pair values = pair(first + 8 * j, WHOLE_TILES || 8 * j < count);
+        const Pair pair(scales + 8 * j * SCALE_BYTES, biases + 8 * j * BIAS_BYTES);
         float* v = sum[slab] + 4 * j;
-        values.apply(v[0], v[1]);
-        values.apply(v[2], v[3]);
+        pair.apply(v[0], v[1]);
+        pair.apply(v[2], v[3]);
       }
     }
   }
 
   // To four output features of a token.
   __device__ __forceinline__ float4 apply(float4 sum, const Tile& tile, int column) const {
-    const bool there = WHOLE_TILES || left(tile, column) > 0;
-    const long long first = feature(tile, column);
-    pair(first, there).apply(sum.x, sum.y);
-    pair(first + 2, there).apply(sum.z, sum.w);
+    if (left(tile, column) <= 0) return sum;
+    const u8 *scales = scale_at(tile, column), *biases = bias_at(tile, column);
+    Pair(scales, biases).apply(sum.x, sum.y);
+    Pair(scales + 2 * SCALE_BYTES, biases + 2 * BIAS_BYTES).apply(sum.z, sum.w);
     return sum;
+  }
+
+ private:
+  // The feature of a column, among those of all groups.
+  static __device__ __forceinline__ long long feature(const Tile& tile, int column) {
+    const int n = GATED ? tile.n / 2 + column % 128 + (column < 128 ? 0 : INTERMEDIATE) : tile.n + column;
+    return static_cast<long long>(tile.group) * N + n;
   }
 };
 

@@ -148,6 +148,11 @@ __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 by
                : "memory");
 }
 
+// Counts further bytes on the mbarrier's present phase, before the arrival that lets it end.
+__device__ __forceinline__ void mbarrier_expect_more(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // Writes a tile from shared memory; elements outside the map are left out.
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),

@@ -34,6 +34,11 @@ class Columns(NamedTuple):
     bias_dtype: torch.dtype | None = None
 
     @property
+    def bytes(self) -> int:
+        """Of all that an output feature has."""
+        return 4 * self.channel_scales + (0 if self.bias_dtype is None else self.bias_dtype.itemsize)
+
+    @property
     def constants(self) -> dict[str, int]:
         return {"CHANNEL": int(self.channel_scales), "BIAS": _BIAS_KINDS[self.bias_dtype]}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8moe.kernels.gemm.epilogue import AddAndStore, Columns, Epilogue, PeerStore, PlainStore
-from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile
+from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, with_columns
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
 from fp8moe.kernels.gemm.tiles import (
     DenseProblem,
@@ -143,6 +143,7 @@ def build(
             # A part may have any number of rows.
             note(Family(n, k, groups, epilogue.kind, columns), grouping.whole[0] if grouping.whole else m)
         tile = choose(problem, epilogue, grouping.whole)
+    tile = with_columns(tile, columns.bytes, k)
     if config.settings.print_configs:
         about = f"grouped_gemm m={m} groups={groups} expected_m={problem.expected_m}" if groups else f"gemm m={m}"
         config.log.info(f"{about} n={n} k={k} {epilogue} {columns}: {tile}")

@@ -9,7 +9,7 @@ from fp8moe.quant.formats import align
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT, wgmma_source
 
 PRODUCER_REGISTERS = 24
-DYNAMIC_REGISTERS = {"MATH_REGISTERS": 232, "PRODUCER_REGISTERS": 40}  # of blocks of two math warpgroups
+BUSY_PRODUCER_REGISTERS = 40  # of one that announces tiles or loads columns, 8 fewer in each math thread
 MAX_STAGES = 16
 _TILE_BYTES = 24  # ``struct Tile`` of cuda/sm90/gemm_layout.cuh
 _OTHER_REGISTERS = 28  # of a math thread, beside sums and products
@@ -29,6 +29,7 @@ class TileConfig:
         products; otherwise each warp writes its rows by way of a small buffer, and the ring is deeper.
     groups: weight matrices of a grouped GEMM, of whose rows the block keeps a table; 0 for a dense one.
     k_parts: of K, that a block sums one by one and adds up, as a split of so many blocks does.
+    column_bytes: scales and biases of an output feature, which lie in shared memory where sums stay in the registers.
     half_tiles: of tiles of 128x256 those of the last wave are halved, where that fills no more than half of the blocks,
         and those of groups may be 192x128 (``TileShape`` of cuda/sm90/gemm_layout.cuh).
     """
@@ -44,6 +45,7 @@ class TileConfig:
     groups: int = 0
     k_parts: int = 1
     half_tiles: bool = False
+    column_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -173,11 +175,11 @@ class TileConfig:
     @property
     def epilogue_bytes(self) -> int:
         """Shared memory of the epilogue: the reduction buffer; otherwise the bfloat16 tile, or 16 x 64 of it per math
-        warp, and the sums of parts."""
+        warp, the sums of parts, and the `column_bytes` of two tiles."""
         if self.reduces:
             return self.partial_bytes
         staging = self.block_m * self.block_n * 2 if self.tma_store else self.warpgroups * 4 * 16 * 128
-        return staging + self.part_sum_bytes
+        return staging + self.part_sum_bytes + 2 * self.block_n * self.column_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -200,10 +202,15 @@ def with_stages(tile: TileConfig, k: int) -> TileConfig:
     """
     budget = min(SHARED_LIMIT, SHARED_PER_SM // tile.blocks_per_sm - 1024)
     fit = (budget - SWIZZLE_ALIGNMENT - tile.tail_bytes - tile.epilogue_bytes) // tile.stage_bytes
-    most = ceil(ceil(k / 128) / tile.split_k) if tile.single_tile else MAX_STAGES
+    most = ceil(ceil(k / 128) / tile.split_k) if tile.single_tile or tile.column_bytes else MAX_STAGES
     if tile.split_k > 1:
         most = max(most, ceil(tile.partial_bytes / ((tile.block_m + tile.block_n) * 128)))
     return replace(tile, stages=max(1, min(fit, most, MAX_STAGES)))
+
+
+def with_columns(tile: TileConfig, column_bytes: int, k: int) -> TileConfig:
+    """``tile`` with room for scales and biases of its output features, and perhaps fewer stages."""
+    return with_stages(replace(tile, column_bytes=column_bytes), k) if column_bytes and not tile.reduces else tile
 
 
 def without_tma_store(tile: TileConfig, k: int) -> TileConfig:

@@ -3,7 +3,7 @@
 import ctypes
 
 from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
-from fp8moe.kernels.gemm.sm90 import DYNAMIC_REGISTERS, PRODUCER_REGISTERS, GroupedKTile, TileConfig
+from fp8moe.kernels.gemm.sm90 import BUSY_PRODUCER_REGISTERS, PRODUCER_REGISTERS, GroupedKTile, TileConfig
 from fp8moe.runtime.jit import KernelSpec, constants
 
 
@@ -38,8 +38,8 @@ def kernel_spec(
         "GATED": int(epilogue.gated),
         "DYNAMIC": int(dynamic),
     }
-    if dynamic:
-        values |= DYNAMIC_REGISTERS
+    if tile.math_registers and (dynamic or tile.column_bytes):
+        values |= {"MATH_REGISTERS": tile.math_registers - 8, "PRODUCER_REGISTERS": BUSY_PRODUCER_REGISTERS}
     values |= columns.constants | epilogue.constants
     prelude = f'{constants(values)}{tile.mma_source}\n#include "{epilogue.header}"\n'
     prelude += f"using Epilogue = {type(epilogue).__name__};\n"

@@ -6,7 +6,7 @@ from math import ceil, gcd
 from typing import NamedTuple
 
 from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
-from fp8moe.kernels.gemm.sm90 import TileConfig
+from fp8moe.kernels.gemm.sm90 import TileConfig, with_columns
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose
 from fp8moe.runtime.jit import KernelSpec
@@ -49,7 +49,8 @@ class Family(NamedTuple):
         return lambda rows: choose(Grouping().problem(rows, groups, n, k, num_sms, swiglu=epilogue.gated), epilogue)
 
     def _kernels(self, tiles: Iterable[TileConfig]) -> set[KernelSpec]:
-        return {kernel_spec(tile, self.n, self.k, self.epilogue, self.columns) for tile in set(tiles)}
+        n, k, _, epilogue, columns = self
+        return {kernel_spec(with_columns(tile, columns.bytes, k), n, k, epilogue, columns) for tile in set(tiles)}
 
 
 families: dict[Family, int] = {}
