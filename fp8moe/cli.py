@@ -93,8 +93,6 @@ def _add_quantize(commands: Any) -> argparse.ArgumentParser:
         description="Quantize a checkpoint to E4M3 with one scale for each 128x128 block, then print what was written. "
         "An interrupted run is continued by the same command.",
     )
-    parser.add_argument("source", metavar="SRC", help="directory with safetensors in bfloat16, float16 or float32")
-    parser.add_argument("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
     parser.add_argument(
         "--scale-format",
         choices=("float32", "ue8m0"),
@@ -112,7 +110,7 @@ def _add_quantize(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-nonfinite", action="store_true", help="go on with weights that hold NaN or infinity; default: an error"
     )
-    _add_writing(parser)
+    _add_writing(parser, "directory with safetensors in bfloat16, float16 or float32")
     return parser
 
 
@@ -124,14 +122,12 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
         "one scale for each 128x128 block and the same values, then print what was written. An interrupted run is "
         "continued by the same command.",
     )
-    parser.add_argument("source", metavar="SRC", help="directory of a checkpoint; fp8moe inspect names its format")
-    parser.add_argument("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
     parser.add_argument(
         "--requantize",
         action="store_true",
         help="quantize again what blocks do not hold exactly, such as one scale a channel; the added error is printed",
     )
-    _add_writing(parser)
+    _add_writing(parser, "directory of a checkpoint; fp8moe inspect names its format")
     return parser
 
 
@@ -191,9 +187,11 @@ def _add_info(commands: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_writing(parser: argparse.ArgumentParser) -> None:
-    """The options of commands that write a checkpoint."""
+def _add_writing(parser: argparse.ArgumentParser, source: str) -> None:
+    """The arguments of commands that make one checkpoint of another. source: what the latter is."""
     parser.set_defaults(after_interrupt="; the same command goes on behind the last finished shard")
+    parser.add_argument("source", metavar="SRC", help=source)
+    parser.add_argument("target", metavar="DST", help="directory to write; an interrupted run there is resumed")
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
