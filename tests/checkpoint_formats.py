@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8moe.integrations.architecture import empty_model, locate
+
 E4M3 = torch.float8_e4m3fn
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
@@ -383,6 +385,15 @@ def write_layout(layout, directory, tensors, wanted, config, *, is_expert=lambda
     return values
 
 
+def _leave_out(content, modules):
+    """A configuration, if it is one, in which the entries of quantizations name these modules as not quantized."""
+    if not isinstance(content, dict):
+        return content
+    entry = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}.get(content.get("quant_method"))
+    parts = {key: _leave_out(value, modules) for key, value in content.items()}
+    return parts if entry is None else parts | {entry: modules}
+
+
 class Source:
     """An unquantized checkpoint of a model of transformers, to be written in other layouts. kind: the model's class."""
 
@@ -402,10 +413,17 @@ class Source:
         return cls(directory, type(model))
 
     def write(self, layout, directory, wanted=lambda name: name.endswith("_proj.weight"), config=None):
-        """Write a checkpoint in this layout; returns the unquantized model of the values that it holds."""
+        """Write a checkpoint in this layout; returns the unquantized model of the values that it holds.
+
+        The configuration names the modules that are not quantized, where its form has an entry for them.
+        """
         from transformers import AutoConfig
 
+        own = AutoConfig.from_pretrained(self.directory)
+        others = {name for name, value in self.tensors.items() if value.dim() > 1 and not wanted(name)}
+        located = locate(empty_model(own), others).values()
+        kept = sorted({"lm_head", *(location.key.rpartition(".")[0] for location in located)})
+        layout = layout._replace(config=_leave_out(layout.config, kept), root=_leave_out(layout.root, kept))
         values = write_layout(layout, directory, self.tensors, wanted, self.config | (config or {}))
         tensors = {name: values[name].float() if name in values else value for name, value in self.tensors.items()}
-        own = AutoConfig.from_pretrained(self.directory)
         return self.kind.from_pretrained(None, config=own, state_dict=tensors, dtype=torch.float32)

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from tests.tiny_moe_models import LEFT_OUT, MODELS, moe_classes  # noqa: E402
 from tools.model_matrix import COLUMNS, MARK, PAGE, ROOT, page, read_page  # noqa: E402
 
-SAMPLE = ("MixtralForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "GraniteMoeForCausalLM")
+SAMPLE = ("MixtralForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV4ForCausalLM")
 """Rows that are tried anew here: `python -m tools.model_matrix` does all."""
 
 

@@ -1,6 +1,7 @@
 """Formats of checkpoints through transformers: load_model computes with the values, from_pretrained loses none."""
 
 import json
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -79,6 +80,40 @@ def test_experts_that_transformers_does_not_dequantize(tmp_path, qwen):
         refusal = pytest.raises(ValueError, match="from_pretrained would not run model.layers.0.mlp.experts.0")
         with refusal if refused else nullcontext():
             loaded_formats._check(SimpleNamespace(config=config), [tmp_path / name / "model.safetensors"], quantizer)
+
+
+def test_fp8_modules_without_scales_are_refused_when_they_are_loaded(tmp_path, qwen):
+    """Where modules_to_not_convert does not say what is unquantized, or transformers leaves out what is FP8."""
+    qwen.write(LAYOUTS["block"], tmp_path, lambda name: wanted("block")(name) and "q_proj" not in name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    missing, left = r"q_proj\.weight_scale_inv, which is missing", r"k_proj\.weight_scale_inv, which has no place in"
+    for kept, why in (([], missing), (["q_proj", "k_proj"], left)):
+        config["quantization_config"]["modules_to_not_convert"] = ["lm_head", *kept]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=rf"from_pretrained would compute without .*{why}"):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="fp8moe")
+
+
+def test_experts_of_which_transformers_in_fp8_leaves_out_a_norm(tmp_path):
+    tiny = MODELS["MuseSparkForConditionalGeneration"]
+    tiny.build(torch.bfloat16).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"experts\.post_expert_norm\.weight, which has no place"):
+        tiny.auto_class.from_pretrained(
+            tmp_path, experts_implementation="fp8moe", quantization_config=transformers.FineGrainedFP8Config()
+        )
+
+
+def test_linears_that_transformers_puts_together(tmp_path):
+    """MiniMax-M3's shared experts: gate and up are FP8 weights of one linear of its model, which gets bfloat16."""
+    source = Source.of_random(tmp_path / "source", MODELS["MiniMaxM3SparseForConditionalGeneration"].build())
+    in_fp8 = re.compile(r"language_model.*(experts|self_attn).*(w\d|_proj)\.weight")
+    fp8 = set(filter(in_fp8.match, source.tensors))
+    assert any("shared_experts.gate_proj" in name for name in fp8) and any("experts.0.w1" in name for name in fp8)
+    expected = source.write(LAYOUTS["MXFP8"], tmp_path / "x", fp8.__contains__)
+    model = load_model(tmp_path / "x", dtype=torch.float32)
+    assert cosine(model, expected) >= 0.99
+    kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in model.named_modules()}
+    assert kinds["gate_up_proj"] == "Linear" and kinds["q_proj"] == "FP8Linear" and kinds["experts"] == "GroupedExperts"
 
 
 @pytest.mark.parametrize("name", ["block, E8M0", "ModelOpt FP8"])

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import fp8moe
 from fp8moe import GroupedExperts, replace_linears
+from fp8moe.checkpoints.expert_names import module_of
 from fp8moe.checkpoints.formats import FP8
 from fp8moe.checkpoints.read import open_checkpoint
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
@@ -35,11 +36,34 @@ from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.models import find_fused
 from fp8moe.integrations.transformers import load_model, register, report
 from fp8moe.integrations.transformers.reporting import experts_modules
-from tests.tiny_moe_models import LEFT_OUT, MODELS, TinyModel, moe_classes
+from fp8moe.layers.replaced import matches
+from tests.checkpoint_formats import LAYOUTS, Layout, Source
+from tests.tiny_moe_models import LEFT_OUT, MODELS, moe_classes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
-COLUMNS = ("quantize", "from_pretrained", "load_model", "GraphDecoder", "train")
+COLUMNS = (
+    *("quantize", "from_pretrained", "load_model", "GraphDecoder", "train"),
+    *("published_load_model", "published_from_pretrained"),
+)
+PUBLISHED = {
+    "DeepseekV4ForCausalLM": ("FP8 with FP4 experts", "block, E8M0", "block, .scale"),
+    "Glm4MoeForCausalLM": ("compressed-tensors channel",),
+    "GptOssForCausalLM": ("GPT-OSS",),
+    "Inkling2ForCausalLM": ("MXFP8",),
+    "Inkling2ForConditionalGeneration": ("MXFP8",),
+    "LagunaForCausalLM": ("compressed-tensors block",),
+    "Llama4ForCausalLM": ("ModelOpt FP8",),
+    "MiniMaxM3SparseForConditionalGeneration": ("MXFP8",),
+    "MiniMaxM3VLForCausalLM": ("MXFP8",),
+    "Mistral4ForCausalLM": ("Mistral static",),
+    "MistralLarge4ForConditionalGeneration": ("Mistral static",),
+    "MixtralForCausalLM": ("AutoFP8 static", "compressed-tensors tensor"),
+    "NemotronHForCausalLM": ("ModelOpt FP8",),
+    "Qwen3_5MoeForCausalLM": ("block, bfloat16 scales",),
+    "Qwen3_5MoeForConditionalGeneration": ("block, bfloat16 scales",),
+}
+"""The layouts of `tests.checkpoint_formats` in which checkpoints of a class are published; of others it is "block"."""
 LEAST_COSINE = {"logits": 0.95, "gradients": 0.8}  # to those of the unquantized model
 COSINE_WITHOUT_EXPERTS = 0.8
 LARGEST_DIFFERENCE = 1e-5  # of load_model's logits from those of from_pretrained
@@ -56,8 +80,8 @@ class Wrong(Exception):
 class Trial:
     """What is tried with one model, column by column; later ones build on what earlier ones have made."""
 
-    def __init__(self, tiny: TinyModel, directory: Path):
-        self.tiny = tiny
+    def __init__(self, name: str, directory: Path):
+        self.tiny = tiny = MODELS[name]
         self.unquantized, self.fp8 = directory / "unquantized", directory / "fp8"
         self.tokens = torch.randint(3, 128, (2, 32), generator=torch.Generator().manual_seed(0))
         model = tiny.build()
@@ -68,11 +92,11 @@ class Trial:
         self.models: list[nn.Module] = []  # for the decoder: the first is the one to try
         self.loads = True  # the FP8 checkpoint, with from_pretrained
         self.quantized_logits: Tensor | None = None
+        self.layouts = PUBLISHED.get(name, ("block",))
 
     def quantize(self) -> str | None:
         quantize_checkpoint(self.unquantized, self.fp8)
-        quantized = [name for name, info in open_checkpoint(self.fp8).tensors.items() if info.dtype == FP8]
-        return None if any(".experts." in name for name in quantized) else "its experts stay unquantized"
+        return None if _has_fp8_experts(self.fp8) else "its experts stay unquantized"
 
     def from_pretrained(self) -> str | None:
         restriction, directory = None, self.fp8 if self.fp8.exists() else self.unquantized
@@ -87,9 +111,7 @@ class Trial:
         logits = logits_of(model, self.tokens)
         check_close(logits, self.logits)
         self.models.append(model)
-        others = {(row.module_class, row.why) for row in _experts(model) if row.runs_on != "fp8moe"}
-        if others:
-            raise Refusal("; ".join(f"{name}: {why}" for name, why in sorted(others)))
+        _check_experts(model)
         if self.loads:
             self.quantized_logits = logits
         return restriction
@@ -137,6 +159,38 @@ class Trial:
             if gradient is not None and not gradient.isfinite().all():
                 raise Wrong(f"the gradient of {name} is not finite")
 
+    def published_load_model(self) -> str | None:
+        for directory, expected in self._published():
+            model = load_model(directory, dtype=torch.float32)
+            check_close(logits_of(model, self.tokens), expected)
+        return self._how_published()
+
+    def published_from_pretrained(self) -> str | None:
+        for directory, expected in self._published():
+            try:
+                model = self._from_pretrained(directory, experts_implementation="fp8moe")
+            except Exception as error:
+                if isinstance(error, Wrong | ImportError) or _is_refusal(error):
+                    raise
+                raise Refusal(f"transformers cannot load it ({type(error).__name__}: {_first_line(error)})") from error
+            check_close(logits_of(model, self.tokens), expected)
+            _check_experts(model)
+        return self._how_published()
+
+    def _published(self) -> Iterator[tuple[Path, Tensor]]:
+        """A checkpoint in each layout that is published, and the logits of the values that it holds."""
+        source = Source(self.unquantized, type(self._from_pretrained(self.unquantized)))
+        for name in self.layouts:
+            layout, directory = LAYOUTS[name], self.unquantized.with_name(name)
+            wanted = {key for key, value in source.tensors.items() if _is_published_in_fp8(key, value, layout)}
+            yield directory, logits_of(source.write(layout, directory, wanted.__contains__), self.tokens)
+
+    def _how_published(self) -> str | None:
+        """What there is to say beside "yes": the layouts, if they are not blocks, or that experts are not in FP8."""
+        if self.layouts != ("block",):
+            return " and ".join(self.layouts)
+        return None if _has_fp8_experts(self.unquantized.with_name("block")) else "its experts are not in FP8 there"
+
     def _from_pretrained(self, directory: Path, experts_implementation: str = "eager") -> nn.Module:
         model, info = self.tiny.auto_class.from_pretrained(
             directory,
@@ -170,15 +224,26 @@ class Refusal(ValueError):
     """What a model says of itself without an error."""
 
 
+def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
+    """Whether a weight is: linears and experts in the layers of the language model; of GPT-OSS experts alone."""
+    fused = value.dim() == 3 and re.search(r"(\.experts|moe)\b", name) is not None
+    if layout.experts == "gpt-oss":
+        return fused
+    linear = name.endswith(".weight") and value.dim() == 2
+    in_layers = ".layers." in f".{name}" and not re.search("vis|audio|compressor|indexer", name)
+    return (linear or fused) and in_layers and not matches(module_of(name) or "", DEFAULT_SKIP)
+
+
 def row_of(name: str) -> dict[str, str]:
     """The cells of one model, by column."""
     prepare()
     with tempfile.TemporaryDirectory() as directory:
         try:
-            trial = Trial(MODELS[name], Path(directory))
+            trial = Trial(name, Path(directory))
         except Exception as error:
             return dict.fromkeys(COLUMNS, f"refused: transformers' own model fails: {_first_line(error)}")
-        return {column: cell(getattr(trial, column)).replace(f"{directory}/", "") for column in COLUMNS}
+        cells = {column: cell(getattr(trial, column)) for column in COLUMNS}
+    return {column: text.replace(f"{directory}/", "").replace("`", "") for column, text in cells.items()}
 
 
 def prepare() -> None:
@@ -202,12 +267,18 @@ def cell(attempt: Callable[[], str | None]) -> str:
     except ImportError as error:
         return f"refused: transformers asks for a package: {_first_line(error)}"
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1].filename
-        clean = isinstance(error, Refusal) or (isinstance(error, ValueError | TypeError) and _PACKAGE in where)
-        if clean:
+        if _is_refusal(error):
             return f"refused: {_first_line(error)}"
+        where = traceback.extract_tb(error.__traceback__)[-1].filename
         return f"wrong: {type(error).__name__}: {_first_line(error)} ({where.rpartition('site-packages/')[2]})"
     return f"yes: {restriction}" if restriction else "yes"
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether fp8moe has raised this error on purpose."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    ours = _PACKAGE in frame.filename and (frame.line or "").startswith("raise ")
+    return isinstance(error, Refusal) or (isinstance(error, ValueError | TypeError) and ours)
 
 
 def _first_line(error: Exception) -> str:
@@ -215,9 +286,17 @@ def _first_line(error: Exception) -> str:
     return text.partition("\n")[0]
 
 
-def _experts(model: nn.Module) -> Iterable:
+def _check_experts(model: nn.Module) -> None:
+    """Raise Refusal for experts that do not run on fp8moe."""
     names = {name for name, _ in experts_modules(model)}
-    return [row for row in report(model) if row.name in names]
+    others = {(row.module_class, row.why) for row in report(model) if row.name in names and row.runs_on != "fp8moe"}
+    if others:
+        raise Refusal("; ".join(f"{name}: {why}" for name, why in sorted(others)))
+
+
+def _has_fp8_experts(directory: Path) -> bool:
+    tensors = {name: info for name, info in open_checkpoint(directory).tensors.items() if info.dtype == FP8}
+    return any(".experts." in name or len(info.shape) == 3 for name, info in tensors.items())
 
 
 @torch.no_grad()
@@ -321,7 +400,7 @@ def read_page(text: str) -> tuple[str, dict[str, dict[str, str]]]:
 
 def _cell_text(cell: str, notes: dict[str, int]) -> str:
     kind, _, reason = cell.partition(": ")
-    return f"{kind} ({notes.setdefault(reason.replace('`', ''), len(notes) + 1)})" if reason else kind
+    return f"{kind} ({notes.setdefault(reason, len(notes) + 1)})" if reason else kind
 
 
 def main() -> None:

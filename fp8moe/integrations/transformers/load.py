@@ -62,8 +62,9 @@ def load_model(
     is allocated twice: parameters get memory when their tensors are read.
 
     directory: config.json and safetensors files; read without a network. What is not in blocks of 128x128 becomes so
-        while it is read, exactly or not at all. Linears of a class of their own (DeepSeek-V4's wo_a), and
-        those to whose weight's dtype the model casts their input (Switch's wo), get bfloat16.
+        while it is read, exactly or not at all. Linears of a class of their own (DeepSeek-V4's wo_a), those to whose
+        weight's dtype the model casts their input (Switch's wo), and those whose weight transformers puts together of
+        several (MiniMax-M3's shared experts) or takes from a larger one, get bfloat16.
     dtype: of everything that is not FP8, and of the activations; "auto" or None for what config.json says, else what
         the first unquantized tensor has.
     device: where the model is to be.
@@ -275,10 +276,12 @@ def _match(checkpoint: Checkpoint, model: nn.Module, ignore: tuple[str, ...], un
     problems: list[str] = []
     replaced: list[str] = []
     channels: set[str] = set()
-    modules = _fp8_modules(checkpoint, state, model_name)
-    not_in_fp8 = {module: name for module, name in modules.items() if not _can_be_fp8(model, module)}
-    checkpoint = dequantized(checkpoint, not_in_fp8.values())
-    modules = {module: name for module, name in modules.items() if module not in not_in_fp8}
+    modules = {}
+    for module, names in _fp8_modules(checkpoint, state, model_name).items():
+        if _can_be_fp8(model, module, [locations[name] for name in names]):
+            modules[module] = names[0]
+        else:
+            checkpoint = dequantized(checkpoint, names)
     tied = {key: keys for keys in ties(state) for key in keys}
     for module, name in sorted(modules.items()):
         others = [key for key in tied.get(f"{module}.weight", ()) if key.rpartition(".")[0] not in modules]
@@ -339,21 +342,27 @@ def _is_only_transposed(location: Location, info: TensorInfo | None, state: Mapp
     return steps == {"Transpose"} and info.shape == tuple(state[location.key].shape)
 
 
-def _can_be_fp8(model: nn.Module, name: str) -> bool:
-    """False for a linear that computes something else, as DeepSeek-V4's by group, or whose weight's dtype is read."""
+def _can_be_fp8(model: nn.Module, name: str, weights: Iterable[Location]) -> bool:
+    """False for a linear that computes something else, as DeepSeek-V4's by group, or whose weight's dtype is read.
+
+    And for one whose weight transformers puts together of several, or takes from a larger one.
+    """
     module = model.get_submodule(name)
-    return not isinstance(module, nn.Linear) or (type(module) is nn.Linear and not casts_to_weight(model, name))
+    if not isinstance(module, nn.Linear):
+        return True
+    converted = any(location.converter is not None for location in weights)
+    return type(module) is nn.Linear and not converted and not casts_to_weight(model, name)
 
 
 def _fp8_modules(
     checkpoint: Checkpoint, state: Mapping[str, Tensor], model_name: Callable[[str], str]
-) -> dict[str, str]:
-    """The modules that FP8 weights go into, each with one of them, where it has a form that fp8moe knows."""
-    modules = {}
+) -> dict[str, list[str]]:
+    """The modules that FP8 weights go into, each with these, where it has a form that fp8moe knows."""
+    modules = defaultdict(list)
     for name, info in checkpoint.tensors.items():
         destination = find_destination(model_name(name), state) if info.dtype == FP8 else None
         if destination is not None:
-            modules.setdefault(destination.key.rpartition(".")[0], name)
+            modules[destination.key.rpartition(".")[0]].append(name)
     return modules
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8moe.checkpoints.find_format import Found, QuantizedWeight, examine, is_expert
+from fp8moe.checkpoints.formats import SCALE
 from fp8moe.checkpoints.read import CheckpointError, open_checkpoint
 from fp8moe.checkpoints.untrusted import printable
 from fp8moe.integrations import NAME
@@ -27,12 +28,14 @@ def check_formats() -> None:
 
     transformers skips a quantization method that it does not know, and casts FP8 codes to bfloat16 as if they were
     values. Its FP8 quantizer reports scales of other names as unexpected, and leaves its own as the memory was; its
-    FP8 experts have no biases. Its MXFP4 quantizer gives GPT-OSS experts of Triton's.
+    FP8 experts have no biases and no norms. Its MXFP4 quantizer gives GPT-OSS experts of Triton's.
     """
     from transformers import PreTrainedModel
     from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     load, preprocess = PreTrainedModel._load_pretrained_model, HfQuantizer.preprocess_model
+    finalize = PreTrainedModel._finalize_model_loading
     if hasattr(load, "_fp8moe"):
         return
 
@@ -48,8 +51,17 @@ def check_formats() -> None:
             _check(model, kwargs["checkpoint_files"], self)
         return preprocess(self, model, *args, **kwargs)
 
+    @functools.wraps(finalize)
+    def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
+        report = finalize(model, load_config, loading_info, *args, **kwargs)
+        quantizer = load_config.hf_quantizer
+        if isinstance(quantizer, FineGrainedFP8HfQuantizer) and _runs_experts(model.config):
+            _check_loaded(model, report, quantizer.pre_quantized)
+        return report
+
     _load_pretrained_model._fp8moe = True
     PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
+    PreTrainedModel._finalize_model_loading = staticmethod(_finalize_model_loading)
     HfQuantizer.preprocess_model = preprocess_model
 
 
@@ -86,6 +98,35 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
     if not found.format.loads:
         raise ValueError(printable(f"{says}; from_pretrained would not run {weight} on fp8moe"))
     raise ValueError(printable(f"{says}, where {why.format(weight)}"))
+
+
+def _check_loaded(model: Any, report: Any, pre_quantized: bool) -> None:
+    """ValueError where FP8 modules of transformers have got weights without scales, or experts lack what they need.
+
+    pre_quantized: otherwise the report calls scales missing that transformers has made itself.
+    """
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    unexpected = set(report.unexpected_keys)
+    scales = [name for name in report.missing_keys if name.endswith(SCALE) and pre_quantized]
+    missing = [f"{name}, which is missing" for name in scales]
+    for name in unexpected:
+        of_codes = name.endswith(SCALE) and name.removesuffix(SCALE) not in unexpected
+        if of_codes or isinstance(_owner(model, name), FP8Experts):
+            missing.append(f"{name}, which has no place in its FP8 modules")
+    if missing:
+        why = f"from_pretrained would compute without {min(missing)}; {_LOADS}, or says why not"
+        raise ValueError(printable(f"{model.name_or_path}: {why}"))
+
+
+def _owner(model: Any, name: str) -> Any:
+    """The innermost module there is on the path of a tensor's name."""
+    module = model
+    for part in name.split("."):
+        if part not in module._modules:
+            return module
+        module = module._modules[part]
+    return module
 
 
 def _runs_experts(config: Any) -> bool:

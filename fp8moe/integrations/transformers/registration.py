@@ -41,7 +41,8 @@ def register() -> None:
     transformers: a model that has them warns of each class when it is made or asked to change to fp8moe.
 
     - from_pretrained raises ValueError for a checkpoint in a format whose scales transformers would lose on the way to
-      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config.
+      fp8moe: ModelOpt's, AutoFP8's with a scale for each tensor, and FP8 codes without a quantization_config; and where
+      it has loaded FP8 modules without scales, as the configuration names others than those in the checkpoint.
 
     Raises ImportError if transformers is missing.
     """
