@@ -51,6 +51,17 @@ LATER_DIGESTS = {
 """Digest of a forward that takes past_key_values -> digest of the same forward later, which `known_forwards` lists."""
 
 
+# 5.17: the 0 of a mask for eager attention is copied from the CPU, which no CUDA graph takes.
+
+
+def eager_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    """The mask of transformers' `eager_mask`, made on one device."""
+    from transformers.masking_utils import sdpa_mask
+
+    seen = sdpa_mask(*args, **kwargs)
+    return torch.full_like(seen, torch.finfo(dtype).min, dtype=dtype).masked_fill_(seen, 0)
+
+
 # 5.17: no `ep_size`. Experts are sharded by the rules of a plan, whose styles are classes, and not by an interface.
 
 

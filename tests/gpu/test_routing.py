@@ -140,7 +140,7 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
     num_experts, top_k, guard = 24, 8, 256
     num_rows = tokens * top_k
     index, pitch, k_blocks = torch.cuda.current_device(), align(num_rows, 4), ceil_div(hidden, 128)
-    sizes = 4 * (num_experts + 1), 4 * num_rows, num_rows * hidden, 4 * pitch * k_blocks, 2 * tokens * hidden
+    sizes = 4 * (num_experts + 2), 4 * num_rows, num_rows * hidden, 4 * pitch * k_blocks, 2 * tokens * hidden
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + align(size + guard, 256))

@@ -18,7 +18,7 @@ struct PartSums {
   float4* mine;  // every EACH-th of them is this thread's
 
   __device__ __forceinline__ explicit PartSums(Shared& s)
-      : mine(reinterpret_cast<float4*>(s.epilogue + EPILOGUE_BYTES - PART_SUM_BYTES) + threadIdx.x) {}
+      : mine(reinterpret_cast<float4*>(s.epilogue + COLUMNS_AT - PART_SUM_BYTES) + threadIdx.x) {}
 
   // Before a tile's first part.
   __device__ __forceinline__ void clear() {

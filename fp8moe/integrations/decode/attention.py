@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe.integrations import transformers_versions
 from fp8moe.integrations.models.attention import WITHOUT_EFFECT, AttentionMetadata
 from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
 from fp8moe.quant.formats import FP8Tensor, ceil_div
@@ -329,13 +330,13 @@ def take_offsets_of_rows() -> None:
     tensor of no dimension, goes to its own functions as it is.
     """
     from transformers import AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-    for name in ("sdpa", "eager"):
-        AttentionMaskInterface.register(name, _with_offsets_of_rows(ALL_MASK_ATTENTION_FUNCTIONS[name]))
+    for name, of_rows in (("sdpa", sdpa_mask), ("eager", transformers_versions.eager_mask)):
+        AttentionMaskInterface.register(name, _with_offsets_of_rows(ALL_MASK_ATTENTION_FUNCTIONS[name], of_rows))
 
 
-def _with_offsets_of_rows(mask: Callable) -> Callable:
+def _with_offsets_of_rows(mask: Callable, of_rows: Callable) -> Callable:
     @functools.wraps(mask)
     def build(*args, **kwargs) -> Tensor | None:
         offset = kwargs.get("q_offset")
@@ -346,6 +347,6 @@ def _with_offsets_of_rows(mask: Callable) -> Callable:
         def shifted(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return function(batch, head, query + offset[batch], key)
 
-        return mask(*args, **kwargs | {"q_offset": 0, "mask_function": shifted, "allow_is_causal_skip": False})
+        return of_rows(*args, **kwargs | {"q_offset": 0, "mask_function": shifted, "allow_is_causal_skip": False})
 
     return build
