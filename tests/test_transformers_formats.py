@@ -95,7 +95,9 @@ def test_fp8_modules_without_scales_are_refused_when_they_are_loaded(tmp_path, q
 
 
 def test_experts_of_which_transformers_in_fp8_leaves_out_a_norm(tmp_path):
-    tiny = MODELS["MuseSparkForConditionalGeneration"]
+    tiny = MODELS.get("MuseSparkForConditionalGeneration")
+    if tiny is None:
+        pytest.skip("this transformers has no MuseSpark")
     tiny.build(torch.bfloat16).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"experts\.post_expert_norm\.weight, which has no place"):
         tiny.auto_class.from_pretrained(
