@@ -4,8 +4,9 @@ import os
 
 import pytest
 import torch
-import torch.compiler.config
 from hypothesis import settings
+
+from tests.compilers import without_graph_caches
 
 settings.register_profile("fp8moe", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("fp8moe")
@@ -49,9 +50,9 @@ def one_thread():
 
 @pytest.fixture
 def fresh_compiler():
-    """PyTorch keeps compiled backwards on disk under keys that know nothing of how an operator's backward is made."""
+    """Nothing that was compiled before is used."""
     torch._dynamo.reset()
-    with torch.compiler.config.patch(force_disable_caches=True):
+    with without_graph_caches():
         yield
 
 

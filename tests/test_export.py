@@ -58,8 +58,9 @@ def test_export(name, written):
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_of_the_rows(name, written):
-    (_, row), *_ = rows([name])
-    assert kinds(row) == kinds(read_page(written)[name])
+    columns = tuple(column for column in COLUMNS if column != "export")
+    (_, row), *_ = rows([name], columns=columns)
+    assert kinds(row).items() <= kinds(read_page(written)[name]).items()
 
 
 def test_a_wrong_result_is_found(monkeypatch):

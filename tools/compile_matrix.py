@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.compiler.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
 from fp8moe import FP8Tensor
+from tests.compilers import without_graph_caches
 from tests.graph_cases import CASES, Case
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,7 +124,7 @@ def rows(names: list[str], device: str = "cpu", columns: tuple[str, ...] = COLUM
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=logging.ERROR)
     for name in names:
-        with tempfile.TemporaryDirectory() as directory, torch.compiler.config.patch(force_disable_caches=True):
+        with tempfile.TemporaryDirectory() as directory, without_graph_caches():
             trial = Trial(CASES[name], device, Path(directory))
             yield name, {column: _cell(getattr(trial, column)) for column in columns}
 
