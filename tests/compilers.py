@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import torch._dynamo.config
-import torch._functorch.config
-import torch._inductor.config
 
 INDUCTOR = pytest.param(
     "inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
@@ -25,6 +22,10 @@ def without_graph_caches() -> Iterator[None]:
 
     Objects that the C++ compiler has made are kept: they are found by their sources.
     """
+    import torch._dynamo.config  # takes seconds
+    import torch._functorch.config
+    import torch._inductor.config
+
     with (
         torch._dynamo.config.patch(automatic_dynamic_local_pgo=False),
         torch._functorch.config.patch(enable_autograd_cache=False),

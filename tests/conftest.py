@@ -15,6 +15,13 @@ settings.load_profile("fp8moe")
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
 
 
+SLOW = (
+    *("test_transformers_parallel", "test_demo", "test_digest", "test_gemm_tiles", "test_grouped_tiles", "test_warmup"),
+    *("test_docs_examples", "test_export", "test_models", "test_validate", "test_compare", "test_release"),
+)
+"""Modules whose tests or fixtures take ten seconds. They come first, so that no process ends with one of them alone."""
+
+
 def why_no_hopper() -> str | None:
     """The reason why GPU tests cannot run here, or None."""
     if not torch.cuda.is_available():
@@ -26,6 +33,7 @@ def why_no_hopper() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name == "gpu" or item.path.stem not in SLOW)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_no_hopper() if gpu_items else None
     if reason:

@@ -418,14 +418,14 @@ def test_frequencies_that_the_host_computes_are_refused():
 
 
 def test_decoders_are_not_copied():
-    decoder = GraphDecoder(random_model("qwen3_moe", BASE), max_length=16)
+    decoder = GraphDecoder(make_model("qwen3_moe"), max_length=16)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="^GraphDecoder cannot be copied or pickled"):
             copied(decoder)
 
 
 def test_models_loaded_without_their_scales_are_refused():
-    model = random_model("qwen3_moe", BASE)
+    model = make_model("qwen3_moe")
     model.config.quantization_config = {"quant_method": "modelopt", "quant_algo": "FP8"}
     with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM has a quantization_config, but none .*load_model"):
         GraphDecoder(model, max_length=16)
