@@ -122,7 +122,7 @@ def _on_this_rank(module: nn.Module) -> nn.Module:
 
 
 def _twin(module: nn.Module, **attributes: Any) -> nn.Module:
-    """The same object with other attributes: FSDP2's modules cannot be copied."""
+    """A second object with the attributes of the module, but for these: FSDP2's modules cannot be copied."""
     twin = object.__new__(type(module))
     twin.__dict__ = {**vars(module), **attributes}
     return twin

@@ -35,7 +35,7 @@ class Columns(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of all that an output feature has."""
+        """Bytes of an output feature's scale and bias."""
         return 4 * self.channel_scales + (0 if self.bias_dtype is None else self.bias_dtype.itemsize)
 
     @property
