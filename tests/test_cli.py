@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -162,6 +163,8 @@ def test_a_terminal_without_columns_gets_lines(columns, bar, monkeypatch):
         monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
         with progress.progress(total=2, label="counting") as counted:
             counted.update(1)
-            written = os.read(ours, 4096).decode().replace("\r\n", "\n")
+            written = ""
+            while select.select([ours], [], [], 0.2)[0]:  # what was written may come in pieces
+                written += os.read(ours, 4096).decode().replace("\r\n", "\n")
     os.close(ours)
     assert written.startswith("\rcounting: " if bar else "counting: 0% 0/2 ") and written.endswith("\n") != bar
