@@ -25,7 +25,7 @@ constexpr int A_PIECE_BYTES = 64 * BLOCK_K;
 // stage ASKED of a tile, and announces it to the math warps with stage ANNOUNCED.
 constexpr int ANNOUNCED = K_BLOCKS - 4, ASKED = ANNOUNCED - 3;
 
-// HALVES: tiles of 128x256 may be halved, and those of groups upright (TileShape of gemm_schedule.cuh). An upright tile
+// HALVES: tiles of 128x256 may be halved, and those of groups upright (TileShape, below). An upright tile
 // is 192x128: its last 64 tokens lie where a whole tile has the other 128 rows of weights.
 constexpr bool UPRIGHTS = HALVES && PARTIAL;
 constexpr int HALF_N = BLOCK_N / 2;
