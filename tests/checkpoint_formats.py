@@ -138,6 +138,16 @@ def gpt_oss(weight):
     return Weight(made.stored | {"weight_blocks": blocks}, made.values.T)
 
 
+def rows_of_gpt_oss(quantize):
+    """FP8 of what GPT-OSS has as (K, N): codes (N, K), rows of gate and up still in turns."""
+
+    def quantize_rows(weight):
+        made = quantize(weight.T.contiguous())
+        return Weight(made.stored, made.values.T)
+
+    return quantize_rows
+
+
 def as_gpt_oss(tensors):
     """Fused experts as GPT-OSS has them unquantized: (E, K, N), rows of gate and up in turns, and with biases."""
     generator, made = torch.Generator().manual_seed(0), {}
@@ -210,6 +220,7 @@ def _four_dimensions(scale):
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 NOT_EXACT = {"exact": False}
+GPT_OSS = {"model_type": "gpt_oss"}
 
 LAYOUTS = {
     "block": Layout(block("weight_scale_inv"), "fp8-block", True, BLOCKS),
@@ -293,6 +304,17 @@ LAYOUTS = {
                 *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
             ],
         },
+        experts="gpt-oss",
+    ),
+    "GPT-OSS, block": Layout(
+        rows_of_gpt_oss(block("weight_scale_inv")), "fp8-block", False, BLOCKS, GPT_OSS, experts="gpt-oss"
+    ),
+    "GPT-OSS, channel": Layout(
+        rows_of_gpt_oss(channel("weight_scale")),
+        "fp8-channel",
+        False,
+        _compressed("channel"),
+        GPT_OSS,
         experts="gpt-oss",
     ),
     "compressed-tensors channel": Layout(channel("weight_scale"), "fp8-channel", True, _compressed("channel")),

@@ -68,16 +68,19 @@ def test_experts_that_transformers_does_not_dequantize(tmp_path, qwen):
     """Where another quantizer takes an FP8 checkpoint, of which transformers makes noise or an error."""
     config = transformers.AutoConfig.from_pretrained(qwen.directory)
     config._experts_implementation = "fp8moe"
-    for name, method, refused in (
-        ("compressed-tensors channel", "compressed-tensors", False),
-        ("compressed-tensors INT4", "compressed-tensors", False),
-        ("compressed-tensors block", "compressed-tensors", True),
-        ("compressed-tensors NVFP4", "compressed-tensors", True),
-        ("fbgemm_fp8", "fbgemm_fp8", True),
+    fused = source_of("block, config in text_config", tmp_path / "fused")
+    for source, name, method, refused in (
+        (qwen, "compressed-tensors channel", "compressed-tensors", False),
+        (qwen, "compressed-tensors INT4", "compressed-tensors", False),
+        (qwen, "compressed-tensors block", "compressed-tensors", True),
+        (qwen, "compressed-tensors NVFP4", "compressed-tensors", True),
+        (qwen, "fbgemm_fp8", "fbgemm_fp8", True),
+        (fused, "compressed-tensors channel", "compressed-tensors", True),
+        (fused, "compressed-tensors tensor", "compressed-tensors", True),
     ):
-        qwen.write(LAYOUTS[name], tmp_path / name)
+        source.write(LAYOUTS[name], tmp_path / name, wanted(name))
         quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method=method))
-        refusal = pytest.raises(ValueError, match="from_pretrained would not run model.layers.0.mlp.experts.0")
+        refusal = pytest.raises(ValueError, match=r"from_pretrained would not run model.*layers.0.mlp.experts\.")
         with refusal if refused else nullcontext():
             loaded_formats._check(SimpleNamespace(config=config), [tmp_path / name / "model.safetensors"], quantizer)
 

@@ -56,7 +56,8 @@ class Trial:
         source = source_of(layout, directory / "source")
         self.kind, self.directory, self.other = source.kind, directory / "checkpoint", directory / "other"
         self.expected = source.write(LAYOUTS[layout], self.directory, wanted(layout))
-        source.write(LAYOUTS["block"], self.other, wanted("block"))
+        other = "GPT-OSS" if LAYOUTS[layout].experts == "gpt-oss" else "block"
+        source.write(LAYOUTS[other], self.other, wanted(other))
         self.tokens = torch.arange(3, 27).view(2, 12)
         self.models: list[nn.Module] = []  # the first goes on to the decoder
 

@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fp8moe.checkpoints.expert_names import DOWN, GATE_UP, matrices_of, parse_expert, parse_fused
-from fp8moe.checkpoints.formats import FP8, TensorSpec, fits_scale, scale_of, scale_shape
+from fp8moe.checkpoints.formats import (
+    CONCATENATED,
+    FP8,
+    GATE_UP_LAYOUT,
+    TensorSpec,
+    fits_scale,
+    scale_of,
+    scale_shape,
+)
+from fp8moe.checkpoints.gpt_oss import is_gpt_oss
 from fp8moe.checkpoints.read import CONFIG, HF_QUANT_CONFIG, Checkpoint, open_checkpoint
 from fp8moe.checkpoints.untrusted import shown
 from fp8moe.quant.formats import BLOCK, ceil_div
@@ -219,13 +228,25 @@ def _gate_up_problem(weight: QuantizedWeight, checkpoint: Checkpoint) -> str | N
     if weight.transposed and weight.kind == "fp8-block" and rows // 2 % BLOCK:
         return f"gate and up, of {rows // 2} columns each, share blocks of their scale"
     bias = checkpoint.tensors.get(f"{weight.weight}_bias")
-    if bias is None:
-        return None
     if weight.interleaved:
-        return None if bias.shape == weight.shape[:2] else f"with a bias {bias.shape}, expected {weight.shape[:2]}"
-    if weight.transposed or weight.kind not in ("fp8-block", "fp8-channel"):  # which are in fp8moe's own checkpoints
-        return "experts with biases, and nothing says whether rows of gate and up take turns, as in GPT-OSS"
-    return None
+        fits = bias is None or bias.shape == weight.shape[:2]
+        return None if fits else f"with a bias {bias.shape}, expected {weight.shape[:2]}"
+    if (bias is None and not is_gpt_oss(checkpoint)) or _is_concatenated(weight, checkpoint):
+        return None
+    kind = KINDS[weight.kind].words if weight.kind else "FP8"
+    return (
+        f"{kind}, of experts with biases, and nothing says whether rows of gate and up take turns, as in GPT-OSS; "
+        "take the MXFP4 checkpoint, or quantize the bfloat16 one (fp8moe quantize)"
+    )
+
+
+def _is_concatenated(weight: QuantizedWeight, checkpoint: Checkpoint) -> bool:
+    """Whether this is known to have all rows of gate before those of up, as fp8moe writes it.
+
+    Either the configuration says so, or there is none, as where a module was saved that is no model.
+    """
+    said = any(content.get(GATE_UP_LAYOUT) == CONCATENATED for content in checkpoint.declarations.values())
+    return (said or not checkpoint.config) and weight.kind in ("fp8-block", "fp8-channel") and not weight.transposed
 
 
 def _prefix(declarations: list[Declared]) -> str:

@@ -43,6 +43,9 @@ CHANNEL_SCALE = "_scale"
 """The end of the names of scales of output channels, as compressed-tensors has them."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 """What scales are stored as; all are exact in float32."""
+GATE_UP_LAYOUT = "gate_up_layout"
+CONCATENATED = "concatenated"
+"""What quantization_config says of FP8 experts with biases where all rows of gate lie before those of up."""
 
 
 class TensorSpec(NamedTuple):
@@ -117,6 +120,8 @@ def quantization_config(layout: Layout, scale_format: str, others: Iterable[str]
         module = module_of(name)
         if module is not None and len(spec.shape) >= 2:
             (quantized if spec.dtype == FP8 else kept).add(module)
+    fused = (name for name, spec in layout.items() if spec.dtype == FP8 and name.endswith(f".{GATE_UP}"))
+    gate_up = {GATE_UP_LAYOUT: CONCATENATED} if any(f"{name}_bias" in layout for name in fused) else {}
     if any(spec.dtype == FP8 and name + CHANNEL_SCALE in layout for name, spec in layout.items()):
         channels = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
         tokens = channels | {"strategy": "token", "dynamic": True}
@@ -127,6 +132,7 @@ def quantization_config(layout: Layout, scale_format: str, others: Iterable[str]
             "quantization_status": "compressed",
             "ignore": sorted(kept - quantized),
             "config_groups": {"group_0": group},
+            **gate_up,
         }
     return {
         "quant_method": "fp8",
@@ -135,6 +141,7 @@ def quantization_config(layout: Layout, scale_format: str, others: Iterable[str]
         **({"scale_fmt": "ue8m0"} if scale_format == "ue8m0" else {}),
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": sorted(kept - quantized),
+        **gate_up,
     }
 
 

@@ -12,7 +12,10 @@ from fp8moe.checkpoints.untrusted import printable
 from fp8moe.integrations import NAME
 
 _DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # of NVFP4 it loses a scale
-"""What transformers makes floating-point experts of, by quantization method: fp8moe runs them on an FP8 copy."""
+"""What transformers makes floating-point experts of where these are linears, one by one, by quantization method.
+
+fp8moe runs them on an FP8 copy.
+"""
 _LOADS = "fp8moe.integrations.transformers.load_model loads it"
 _CONVERTS = "`fp8moe convert` makes FP8 blocks of it"
 _WITHOUT_SCALES = f"from_pretrained would not run {{}} on fp8moe with its scale; {_LOADS}"
@@ -91,7 +94,11 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
         refused, why = [] if dequantized else found.weights, _ON_TRITON
     elif quantizer is not None:
         known = _DEQUANTIZED.get(method, ())
-        refused = [weight for weight in found.weights if weight.kind not in known and is_expert(weight)]
+        refused = [
+            weight
+            for weight in found.weights
+            if is_expert(weight) and (weight.kind not in known or len(weight.shape) == 3)
+        ]
     if not refused:
         return
     says, weight = f"{found.checkpoint.directory}: {found.format.reason}", refused[0].weight
