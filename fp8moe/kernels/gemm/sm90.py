@@ -9,7 +9,7 @@ from fp8moe.quant.formats import align
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM, SWIZZLE_ALIGNMENT, wgmma_source
 
 PRODUCER_REGISTERS = 24
-BUSY_PRODUCER_REGISTERS = 40  # of one that announces tiles or loads columns, 8 fewer in each math thread
+BUSY_PRODUCER_REGISTERS = 40  # of one with more to do (`source.kernel_spec`), 8 fewer in each math thread
 MAX_STAGES = 16
 _TILE_BYTES = 24  # ``struct Tile`` of cuda/sm90/gemm_layout.cuh
 _OTHER_REGISTERS = 28  # of a math thread, beside sums and products

@@ -2,7 +2,7 @@
 
 import ctypes
 
-from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
+from fp8moe.kernels.gemm.epilogue import Columns, Epilogue, PeerStore
 from fp8moe.kernels.gemm.sm90 import BUSY_PRODUCER_REGISTERS, PRODUCER_REGISTERS, GroupedKTile, TileConfig
 from fp8moe.runtime.jit import KernelSpec, constants
 
@@ -38,7 +38,8 @@ def kernel_spec(
         "GATED": int(epilogue.gated),
         "DYNAMIC": int(dynamic),
     }
-    if tile.math_registers and (dynamic or tile.column_bytes):
+    busy = dynamic or tile.column_bytes or (tile.half_tiles and isinstance(epilogue, PeerStore))
+    if tile.math_registers and busy:
         values |= {"MATH_REGISTERS": tile.math_registers - 8, "PRODUCER_REGISTERS": BUSY_PRODUCER_REGISTERS}
     values |= columns.constants | epilogue.constants
     prelude = f'{constants(values)}{tile.mma_source}\n#include "{epilogue.header}"\n'
