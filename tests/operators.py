@@ -20,6 +20,7 @@ import fp8moe.layers
 import fp8moe.quant
 from fp8moe.kernels.decoder_ops.sampling import SamplingState
 from fp8moe.kernels.experts.backward import RowOrder
+from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
 from fp8moe.quant.formats import FP8Tensor, align
@@ -418,6 +419,19 @@ DECODER = {
         lambda draw: (draw.normal(draw.rows, draw.experts), 3, "softmax", None, 1, 1, False, 1.0, torch.float32),
         bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
     ),
+    "route_sorted": Case(
+        lambda draw: (
+            *(draw.normal(draw.rows, 8, dtype=torch.float32), 3, "sigmoid", draw.normal(8, dtype=torch.float32)),
+            *(4, 2, True, 2.5, torch.bfloat16),
+        ),
+        bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, ..., ...])},
+        rows=(1, 40),
+    ),
+    "route_sorted, softmax": Case(
+        lambda draw: (draw.normal(draw.rows, draw.experts), 3, "softmax", None, 1, 1, False, 1.0, torch.float32),
+        bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, ..., ...])},
+        rows=(8, 64),
+    ),
     "sample": Case(
         _sampling,
         bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, BAD_ROW, BAD_ROW])},
@@ -733,6 +747,7 @@ def _adapter(draw: Draw) -> tuple:
 
 
 NO_BIASES = (None, None)
+UNSORTED = (None, None)
 LAYER_NAMES = {
     **{"up": "gate_up_proj", "up_scale": "gate_up_proj_scale_inv", "up_bias": "gate_up_proj_bias"},
     **{"down": "down_proj", "down_scale": "down_proj_scale_inv", "down_bias": "down_proj_bias"},
@@ -765,22 +780,37 @@ LAYERS = {
         _linear_backward, bad={"grad": ((0, BAD_ROW, 3), lambda a: [(0, BAD_ROW), 3, 3])}, exempt=SAVED
     ),
     "experts": Case(
-        lambda draw: (*_tokens(draw), "silu", *NO_BIASES, None, None), bad=TOKEN, names=LAYER_NAMES, rows=(16, 300)
+        lambda draw: (*_tokens(draw), "silu", *NO_BIASES, None, None, *UNSORTED),
+        bad=TOKEN,
+        names=LAYER_NAMES,
+        rows=(16, 300),
     ),
     "experts, biases": Case(
-        lambda draw: (*_tokens(draw), "silu limit=1.0 alpha=1.702", *_biases(draw), None, None),
+        lambda draw: (*_tokens(draw), "silu limit=1.0 alpha=1.702", *_biases(draw), None, None, *UNSORTED),
         bad=TOKEN,
         names=LAYER_NAMES,
         rows=(16, 300),
     ),
     "experts, capacity and residual": Case(
-        lambda draw: (*_tokens(draw), LIMITED, *NO_BIASES, max(draw.rows, 1), draw.normal(draw.rows, draw.hidden)),
+        lambda draw: (
+            *(*_tokens(draw), LIMITED, *NO_BIASES, max(draw.rows, 1)),
+            *(draw.normal(draw.rows, draw.hidden), *UNSORTED),
+        ),
         bad=TOKEN,
         names=LAYER_NAMES,
         rows=(16, 64),
     ),
     "experts, odd sizes": Case(
-        lambda draw: (*_odd_tokens(draw), "gelu", *NO_BIASES, None, None), bad=TOKEN, names=LAYER_NAMES
+        lambda draw: (*_odd_tokens(draw), "gelu", *NO_BIASES, None, None, *UNSORTED), bad=TOKEN, names=LAYER_NAMES
+    ),
+    "experts, sorted already": Case(
+        lambda draw: (
+            *(*(tokens := _tokens(draw)), "silu", *NO_BIASES, None, draw.normal(draw.rows, draw.hidden)),
+            *sort_by_expert(tokens[1], EXPERTS),
+        ),
+        bad=TOKEN,
+        names=LAYER_NAMES,
+        rows=(16, 300),
     ),
     "experts_partial": Case(
         lambda draw: (

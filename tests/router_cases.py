@@ -31,7 +31,7 @@ def arguments(experts: int, form: dict, device: str = "cpu") -> dict:
 
 def dense(routing: tuple[torch.Tensor, torch.Tensor], experts: int) -> torch.Tensor:
     """Weights (T, E), NaN for experts that are not chosen: without the order of the choice."""
-    index, weights = routing
+    index, weights, *_ = routing
     out = torch.full((len(index), experts), float("nan"), dtype=weights.dtype, device=index.device)
     return out.scatter_(1, index, weights)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.operator import experts
+from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
@@ -150,6 +151,19 @@ def test_decode_capacity_changes_nothing(tokens, variant, dtype):
     index, weights = route(tokens, 4, 2)
     index[0, 0] = 9
     close(masked(x, index, weights), layer(x, index, weights), 1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_assignments_that_are_sorted_already(variant, monkeypatch):
+    layer, masked = make(**VARIANTS[variant]), make(**VARIANTS[variant], decode_capacity=9)
+    x, (index, weights) = torch.randn(9, 144), route(9, 4, 2)
+    index[0, 0], index[3, 1] = 9, -1
+    order = sort_by_expert(index, 4)._asdict()
+    expected = layer(x, index, weights, residual=x)
+    close(masked(x, index, weights, residual=x, **order), expected, 1e-6)  # with rows of its own
+    monkeypatch.setattr("fp8moe.kernels.experts.operator.sort_by_expert", None)
+    for _ in range(2):
+        assert torch.equal(layer(x, index, weights, residual=x, **order), expected)
 
 
 @pytest.mark.parametrize("tokens", [4, 5])
@@ -645,6 +659,23 @@ def test_bad_parameters(changes, exception, message):
     parameters = dict(LAYER.named_parameters()) | changes
     with pytest.raises(exception, match=message):
         experts(X, INDEX, WEIGHTS, *(parameters[name] for name in LAYER.weight_names), activation=Activation())
+
+
+@pytest.mark.parametrize("wrong", ["groups", "rows"])
+def test_bad_order(wrong):
+    parameters = [getattr(LAYER, name) for name in LAYER.weight_names]
+    order = sort_by_expert(INDEX, 4)._asdict()
+    other = {"groups": "rows", "rows": "groups"}[wrong]
+
+    def fails(error, message, **changes):
+        with pytest.raises(error, match=message):
+            experts(X, INDEX, WEIGHTS, *parameters, activation=Activation(), **order | changes)
+
+    shape = {"groups": r"\(5,\)", "rows": r"\(3, 2\)"}[wrong]
+    fails(ValueError, f"^{wrong}: expected shape {shape}, got", **{wrong: order[wrong][:-1]})
+    fails(TypeError, f"^{wrong}: expected int32, got torch.int64", **{wrong: order[wrong].long()})
+    fails(ValueError, f"^{wrong}: expected a tensor beside {other}, got None", **{wrong: None})
+    fails(ValueError, "^capacity: expected None with groups and rows, got 4", capacity=4)
 
 
 def test_bad_capacity():

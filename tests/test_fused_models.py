@@ -20,6 +20,7 @@ from fp8moe.integrations.models.fuse import is_decoder_layer
 from fp8moe.integrations.models.known_forwards import digest, runs_as_written
 from fp8moe.integrations.transformers import optimize
 from fp8moe.integrations.transformers_versions import LATER_DIGESTS
+from fp8moe.kernels.experts import operator
 from tests.tiny_moe_models import MODELS
 
 NAME = "Qwen3MoeForCausalLM"
@@ -145,6 +146,28 @@ def test_fp8_models(name):
     assert distance(logits(model), before) <= 1e-5
     for key, value in model.state_dict().items():
         assert torch.equal(value.view(torch.uint8), state[key].view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_few_assignments_are_sorted_with_the_choice(name, monkeypatch):
+    model = in_fp8(name, torch.float32)
+    optimize(model)
+    experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    sorts, sort = [], operator.sort_by_expert
+    monkeypatch.setattr(operator, "sort_by_expert", lambda *given, **how: sorts.append(given) or sort(*given, **how))
+
+    def run(rows):
+        sorts.clear()
+        with torch.no_grad():
+            return model(input_ids=prompt(rows)).logits, len(sorts)
+
+    few, by_experts = run(5)
+    assert by_experts == 0
+    assert run(6)[1] == len(experts)  # of 72 tokens
+    for module in experts:
+        module.decode_capacity = 100
+    again, by_experts = run(5)
+    assert by_experts == len(experts) and distance(again, few) <= 1e-5
 
 
 def test_projections_that_read_the_same_input_are_one():

@@ -5,15 +5,19 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8moe.kernels.decoder_ops import router
 from fp8moe.kernels.decoder_ops.router import Form, route, router_logits
+from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import error_in_its_dtype
 from tests.ptxas import compile_report
 from tests.router_cases import DEEPSEEK, FORMS, SOFTMAX, arguments, dense, exact_route
 
 SMS = 132
+FORM = Form(1, False, False, 1, 1, True)
 # x's and the weight's dtype, the result's, tokens, experts, H
 LOGITS = (
     (torch.bfloat16, torch.bfloat16, 1, 128, 2048),
@@ -187,6 +191,20 @@ def test_is_the_router_of_transformers(name, classes, options, float_logits, flo
     assert error_in_its_dtype(own_logits, logits.double()) < (1e-6 if logits.dtype is torch.float32 else 1e-3)
 
 
+@pytest.mark.parametrize("experts,top_k,form", FORMS, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 20, 64, 65])
+def test_sorted_with_the_choice(tokens, experts, top_k, form):
+    logits, form = torch.randn(tokens, experts), arguments(experts, form) | {"dtype": torch.bfloat16}
+    expected = route(logits, top_k, **form)
+    assert expected.groups is None and expected.rows is None
+    routing = route(logits, top_k, **form, sort=True)
+    assert torch.equal(routing.index, expected.index) and torch.equal(routing.weights, expected.weights)
+    if tokens > 64 or experts > 512:
+        assert routing.groups is None and routing.rows is None
+    else:
+        assert all(map(torch.equal, routing[2:], sort_by_expert(expected.index, experts)))
+
+
 # ---- errors ----
 
 
@@ -239,6 +257,13 @@ def test_errors_of_route():
     fails(TypeError, "^dtype: expected bfloat16, float16 or float32, got torch.int32", dtype=torch.int32)
 
 
+def test_what_one_thread_block_does_not_sort():
+    for tokens, experts in ((65, 16), (4, 513)):
+        with pytest.raises(ValueError, match=rf"^logits: .* 64 tokens and 512 experts .* got \({tokens}, {experts}\)"):
+            form = 2, "softmax", None, 1, 1, True, 1.0, torch.float32
+            torch.ops.fp8moe.route_sorted(torch.zeros(tokens, experts), *form)
+
+
 def test_backward_raises():
     x, weight = torch.randn(4, 16), torch.randn(8, 16)
     for operands in ((x.clone().requires_grad_(), weight), (x, weight.clone().requires_grad_())):
@@ -286,3 +311,25 @@ def test_every_variant_of_route_compiles_without_spills(experts, top_k, form):
         report = compile_report(router.route_spec(experts, compiled_form, dtype, out_dtype))
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         assert report.registers <= (96 if experts > 512 else 48)
+
+
+@given(tokens=st.integers(0, router.MAX_SORTED_TOKENS), experts=st.integers(1, router.MAX_SORTED_EXPERTS))
+def test_thread_block_that_sorts(tokens, experts):
+    counters, warps, blocks = shape = router.sorted_shape(tokens, experts)
+    assert blocks == 1 and experts <= counters <= 32 * warps <= 1024
+    defines = dict(router.sorted_spec(tokens, experts, FORM, torch.float32, torch.float32).defines)
+    assert tokens <= warps * defines["TOKENS"] and (defines["TOKENS"] == 1 or warps == 32)
+    assert shape.shared_bytes <= 227 << 10
+
+
+@pytest.mark.parametrize(
+    "experts,top_k,form", [*FORMS[:10], (384, 8, DEEPSEEK | {"bias": True}), (512, 10, SOFTMAX)], ids=str
+)
+def test_every_variant_that_sorts_compiles_without_spills(experts, top_k, form):
+    sigmoid, groups = form["score"] == "sigmoid", (form.get("num_groups", 1), form.get("top_groups", 1))
+    compiled_form = Form(top_k, sigmoid, bool(form.get("bias")), *groups, form["normalize"])
+    for tokens, dtype, out_dtype in ((1, torch.bfloat16, torch.float16), (64, torch.float32, torch.float32)):
+        spec = router.sorted_spec(tokens, experts, compiled_form, dtype, out_dtype)
+        report = compile_report(spec)
+        assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
+        assert report.registers * dict(spec.defines)["WARPS"] * 32 <= 65536

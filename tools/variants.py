@@ -314,6 +314,20 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         for given in (None, bias):
             options = form | {"bias": given, "dtype": getattr(torch, out_dtype)}
             yield lambda logits=logits, options=options: route(logits, 8, **options)
+    forms = (
+        (128, {"score": "softmax", "normalize": True}),
+        (256, {"score": "sigmoid", "normalize": True, "num_groups": 8, "top_groups": 4}),
+    )
+    for dtype, out_dtype, tokens, (experts, form) in product(DTYPES, DTYPES, (1, 20, 60), forms):
+        logits, bias = make.normal(tokens, experts, dtype=getattr(torch, dtype)), make.uniform(experts, mean=0.0)
+        options = form | {"bias": bias if "num_groups" in form else None, "dtype": getattr(torch, out_dtype)}
+        yield lambda logits=logits, options=options: route(logits, 8, **options, sort=True)
+    layer = *make.weights(16, 1024, 1024), *make.weights(16, 1024, 512)
+    for tokens in (1, 60):
+        index, routing = make.zeros(tokens, 4, dtype=torch.int64), make.uniform(tokens, 4, mean=1.0)
+        operands = make.normal(tokens, 1024), index, routing, *layer, "silu", None, None, None, None
+        order = make.integers([0] * 16 + [tokens * 4]), make.zeros(tokens, 4, dtype=torch.int32)
+        yield lambda operands=operands, order=order: torch.ops.fp8moe.experts(*operands, *order)
     for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(
         DTYPES,
         (1, 300),

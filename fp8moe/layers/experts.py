@@ -305,7 +305,14 @@ class GroupedExperts(MasterModule):
                 bias.uniform_(-bound, bound)
 
     def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, residual: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        residual: Tensor | None = None,
+        groups: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """The experts' weighted outputs, in the dtype of ``hidden_states``.
 
@@ -314,6 +321,9 @@ class GroupedExperts(MasterModule):
             outside [0, E) means an expert that is not here: it adds nothing.
         top_k_weights: float32, bfloat16 or float16, of the same shape.
         residual: like hidden_states; the result is added to it, after it was rounded. None for none.
+        groups, rows: int32 (num_experts + 1,) and (T, K), what `fp8moe.kernels.experts.sort_by_expert` returns of
+            top_k_index (T, K), where it has been sorted already; it saves a kernel where the call would sort into the
+            same rows. None, both, where it has not.
         Returns (T, H), or (..., H). Equal inputs give equal bits, as do their gradients.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
@@ -335,6 +345,8 @@ class GroupedExperts(MasterModule):
             if capacity is not None and x.shape[0] > capacity:
                 capacity = None
             options = {"activation": self.activation, "capacity": capacity, "residual": residual}
+            if capacity is None:
+                options |= {"groups": groups, "rows": rows}
             out = experts(x, index, routing, *weights.up, *weights.down, **options, **weights.biases._asdict())
         return out.view(hidden_states.shape)
 

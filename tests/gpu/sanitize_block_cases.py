@@ -13,7 +13,8 @@ from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import rotary
 from fp8moe.kernels.decoder_ops.router import route, router_logits
-from tests.gpu.sanitize_moe_cases import on_cpu
+from fp8moe.kernels.experts import reference
+from tests.gpu.sanitize_moe_cases import differing, on_cpu
 from tests.router_cases import FORMS, arguments, dense
 from tests.test_merge_splits import attention_in_parts
 from tests.test_rotary import operands
@@ -72,14 +73,19 @@ def logits_error(tokens: int, experts: int, hidden: int, dtype: torch.dtype, out
     return rounded_error(got.cpu(), x.double() @ weight.double().T)
 
 
-def route_errors(experts: int, top_k: int, form: dict) -> int:
-    """Experts that are chosen by one of the kernel and the reference, and weights that are apart."""
-    logits, form = torch.randn(9, experts), arguments(experts, form) | {"dtype": torch.float32}
+def route_errors(experts: int, top_k: int, form: dict, tokens: int = 9, sort: bool = False) -> int:
+    """Experts that are chosen by one of the kernel and the reference, weights that are apart, and wrong places."""
+    logits, form = torch.randn(tokens, experts), arguments(experts, form) | {"dtype": torch.float32}
     bias = None if form["bias"] is None else form["bias"].cuda()
-    index, weights = route(logits.cuda(), top_k, **form | {"bias": bias})
+    routing = route(logits.cuda(), top_k, **form | {"bias": bias}, sort=sort)
+    index, weights, *places = (value if value is None else value.cpu() for value in routing)
     expected = dense(route(logits, top_k, **form), experts)
-    got = dense((index.cpu(), weights.cpu()), experts)
-    return int((~torch.isclose(got, expected, rtol=1e-5, atol=0.0, equal_nan=True)).sum())
+    errors = int(
+        (~torch.isclose(dense((index, weights), experts), expected, rtol=1e-5, atol=0.0, equal_nan=True)).sum()
+    )
+    if sort:
+        errors += sum(map(differing, places, reference.sort_by_expert(index, experts, None)))
+    return errors
 
 
 def rotary_error(batch: int, tokens: int, form: tuple, dtype: torch.dtype) -> float:
@@ -111,6 +117,7 @@ CASES = [
     *((norm_codes_error, case, E4M3_ERROR) for case in NORMS),
     *((logits_error, case, LOGITS_ERROR) for case in LOGITS),
     *((route_errors, case, 0) for case in FORMS),
+    *((route_errors, (*case, tokens, True), 0) for case in FORMS[:6] for tokens in (1, 11, 50)),
     *((rotary_error, case, 2 * NORM_ERROR[case[3]]) for case in HEADS),
     *((merge_error, case, 2 * NORM_ERROR[case[1]]) for case in PARTS),
 ]

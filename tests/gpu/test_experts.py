@@ -10,6 +10,8 @@ from torch import nn
 
 from benchmarks.experts import exact as from_intermediate
 from benchmarks.experts import quantized_intermediate
+from fp8moe.kernels.decoder_ops import router
+from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests import experts_cases
@@ -217,6 +219,52 @@ def test_graph_replays_with_other_routing(tokens, capacity):
         graph.replay()
         assert torch.equal(out, layer(x, index, weights))
         assert relative_error(out, exact(layer, x, index, weights)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(16, 576, 208), (16, 200, 72), (8, 2048, 512)])
+def test_assignments_that_are_sorted_already(sizes, dtype):
+    """Also where GEMM 1 counts its tiles, and sorts into memory of its own; twice, with a new plan and a kept one."""
+    layer, gelu = make(*sizes), make(*sizes, activation="gelu", bias=True)
+    for tokens in (1, 7, 64, 300, 3000):
+        x, (index, weights) = torch.randn(tokens, sizes[1], device=DEVICE).to(dtype), route(tokens, sizes[0], 4)
+        index[0, 0] = -1
+        order = sort_by_expert(index, sizes[0])._asdict()
+        before = {name: value.clone() for name, value in order.items()}
+        apart = {name: torch.stack([value, -value], -1)[..., 0] for name, value in order.items()}
+        for one in (layer, gelu):
+            expected = one(x, index, weights, residual=x)
+            for given in (order, order, apart):
+                assert torch.equal(one(x, index, weights, residual=x, **given), expected)
+        assert all(torch.equal(order[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_graph_replays_of_what_the_router_has_sorted(tokens):
+    """Router and two layers in a chain over memory that is not theirs alone, each kernel started early."""
+    layers = [make(16, 576, 208, seed) for seed in range(2)]
+    x, logits = torch.randn(tokens, 576, device=DEVICE).bfloat16(), torch.randn(tokens, 16, device=DEVICE)
+
+    def run(sort):
+        out = x * 1.0
+        for i, layer in enumerate(layers):
+            routing = router.route(logits * (i + 1), 4, score="softmax", normalize=True, dtype=torch.float32, sort=sort)
+            order = {"groups": routing.groups, "rows": routing.rows}
+            out = layer(out, routing.index, routing.weights, residual=out, **order)
+        return out
+
+    run(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(True)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x.normal_(), logits.normal_(), out.fill_(NAN)
+        if seed == 3:
+            logits[:, :4] += 100.0
+        graph.replay()
+        assert torch.equal(out, run(False))
 
 
 def test_back_to_back_layers_do_not_share_memory():

@@ -6,7 +6,17 @@ import math
 import pytest
 import torch
 
-from fp8moe.kernels.decoder_ops.router import Form, by_kernel, logits_launcher, route, route_launcher, router_logits
+from fp8moe.kernels.decoder_ops.router import (
+    Form,
+    Routing,
+    by_kernel,
+    logits_launcher,
+    route,
+    route_launcher,
+    router_logits,
+    sorted_launcher,
+)
+from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import device_guard
 from tests.backends import on_reference
@@ -23,6 +33,7 @@ SIZES = (
     *((17, 300, 1000), (18, 256, 7168), (33, 64, 130), (64, 128, 2048), (64, 1024, 1024), (64, 7, 7), (7, 2000, 512)),
     *((65, 128, 2048), (300, 64, 131), (1, 1, 1), (4, 5, 16392)),
 )
+SORTED_FORMS = tuple(form for form in FORMS if form[0] <= 512)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -97,19 +108,20 @@ def test_many_tokens_use_float32_sums():
 # ---- route ----
 
 
+def compiled(top_k: int, form: dict) -> Form:
+    groups = form.get("num_groups", 1), form.get("top_groups", 1)
+    return Form(top_k, form["score"] == "sigmoid", form.get("bias") is not None, *groups, form["normalize"])
+
+
 def write_route(logits, top_k, form, out_dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Index and weights that the kernel writes, to memory marked before."""
     tokens, experts = logits.shape
-    compiled_form = Form(
-        *(top_k, form["score"] == "sigmoid", form.get("bias") is not None),
-        *(form.get("num_groups", 1), form.get("top_groups", 1), form["normalize"]),
-    )
     sizes = [tokens * top_k * itemsize for itemsize in (8, out_dtype.itemsize)]
     index, weights = (torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda") for size in sizes)
     device = logits.get_device()
     with device_guard(device):
         dtypes = logits.dtype, out_dtype
-        launch = route_launcher(device, tokens, experts, compiled_form, form.get("scale", 1.0), dtypes)
+        launch = route_launcher(device, tokens, experts, compiled(top_k, form), form.get("scale", 1.0), dtypes)
         launch(logits, form.get("bias"), index, weights)
     assert all((memory[size:] == MARK).all() for memory, size in zip((index, weights), sizes, strict=True))
     return index[: sizes[0]].view(torch.int64).view(tokens, top_k), weights[: sizes[1]].view(out_dtype).view(
@@ -178,19 +190,101 @@ def test_nan_and_infinity_stay_in_their_tokens(experts, top_k, form, dtype):
     assert torch.equal(weights[0], clean[1][0])
 
 
+def write_sorted(logits, top_k, form, out_dtype) -> Routing:
+    """What the kernel that routes and sorts writes, to memory marked before."""
+    tokens, experts = logits.shape
+    assignments = tokens * top_k
+    sizes = [8 * assignments, out_dtype.itemsize * assignments, 4 * (experts + 1), 4 * assignments]
+    parts = [torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda") for size in sizes]
+    device = logits.get_device()
+    with device_guard(device):
+        dtypes = logits.dtype, out_dtype
+        launch = sorted_launcher(device, tokens, experts, compiled(top_k, form), form.get("scale", 1.0), dtypes)
+        launch(logits, form.get("bias"), *parts)
+    assert all((part[size:] == MARK).all() for part, size in zip(parts, sizes, strict=True))
+    types = torch.int64, out_dtype, torch.int32, torch.int32
+    index, weights, groups, rows = (
+        part[:size].view(dtype) for part, size, dtype in zip(parts, sizes, types, strict=True)
+    )
+    shape = tokens, top_k
+    return Routing(index.view(shape), weights.view(shape), groups, rows.view(shape))
+
+
+def assert_sorted(logits, top_k, form, out_dtype) -> Routing:
+    """The bits of the two kernels."""
+    got = write_sorted(logits, top_k, form, out_dtype)
+    index, weights = write_route(logits, top_k, form, out_dtype)
+    integers = torch.int16 if out_dtype.itemsize == 2 else torch.int32
+    assert torch.equal(got.index, index) and torch.equal(got.weights.view(integers), weights.view(integers))
+    assert all(map(torch.equal, got[2:], sort_by_expert(index, logits.shape[1])))
+    return got
+
+
+@pytest.mark.parametrize("experts,top_k,form", SORTED_FORMS, ids=str)
+@pytest.mark.parametrize("dtypes", list(itertools.product(FLOATING, FLOATING)), ids=str)
+def test_route_sorted(experts, top_k, form, dtypes):
+    dtype, out_dtype = dtypes
+    form = arguments(experts, form, "cuda")
+    for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 50, 64):
+        assert_sorted((2 * random(tokens, experts, seed=tokens)).to(dtype), top_k, form, out_dtype)
+
+
+@pytest.mark.parametrize("top_k", range(1, 9))
+@pytest.mark.parametrize("experts", [8, 128, 160, 256, 511, 512])
+def test_route_sorted_of_each_top_k(experts, top_k):
+    for tokens in (1, 11, 64):
+        assert_sorted(random(tokens, experts, seed=tokens), top_k, SOFTMAX, torch.float32)
+
+
+@pytest.mark.parametrize("experts,top_k,form", SORTED_FORMS, ids=str)
+def test_route_sorted_of_ties_and_bad_values(experts, top_k, form):
+    form = arguments(experts, form, "cuda")
+    for tokens in (3, 40, 64):
+        logits = random(tokens, experts).sign() * 8.0
+        assert_sorted(logits, top_k, form, torch.float32)
+        assert_sorted(torch.zeros_like(logits), top_k, form, torch.float32)  # all tokens to the same experts
+        logits = random(tokens, experts)
+        clean = assert_sorted(logits, top_k, form, torch.float32)
+        logits[1, experts // 2], logits[2, : (experts + 1) // 2] = math.nan, math.inf
+        got = assert_sorted(logits, top_k, form, torch.float32)
+        assert_valid(got.index, experts)
+        assert torch.equal(got.index[3:], clean.index[3:]) and torch.equal(got.weights[3:], clean.weights[3:])
+
+
+def test_operator_that_sorts():
+    for tokens, experts in ((0, 128), (5, 128), (64, 512), (65, 128), (5, 513)):
+        logits = random(tokens, 2 * experts, dtype=torch.bfloat16)[:, ::2]
+        got = route(logits, 8, **SOFTMAX, dtype=torch.float32, sort=True)
+        expected = route(logits, 8, **SOFTMAX, dtype=torch.float32)
+        assert torch.equal(got.index, expected.index) and torch.equal(got.weights, expected.weights)
+        if tokens > 64 or experts > 512:
+            assert got.groups is None and got.rows is None
+        else:
+            assert all(map(torch.equal, got[2:], sort_by_expert(expected.index, experts)))
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 64])
+def test_route_sorted_gives_equal_bits(tokens):
+    logits, form = random(tokens, 256, dtype=torch.bfloat16), arguments(256, FORMS[3][2], "cuda")
+    first = write_sorted(logits, 8, form, torch.float32)
+    for _ in range(20):
+        assert all(map(torch.equal, write_sorted(logits, 8, form, torch.float32), first))
+
+
+@pytest.mark.parametrize("sort", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8, 64])
-def test_cuda_graph_with_changed_input(tokens):
+def test_cuda_graph_with_changed_input(tokens, sort):
     """Logits and their choice in a chain: each starts early and must wait for the one before."""
     x, weight = random(tokens, 2048, dtype=torch.bfloat16), random(128, 2048, dtype=torch.bfloat16, seed=1)
 
     def routed():
         logits = router_logits(x * 0.5, weight, dtype=torch.bfloat16)
-        return logits, *route(logits, 8, **SOFTMAX, dtype=torch.bfloat16)
+        return logits, *route(logits, 8, **SOFTMAX, dtype=torch.bfloat16, sort=sort)
 
     routed()  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits, index, weights = routed()
+        logits, index, weights, *order = routed()
     for seed in range(3):
         x.copy_(random(tokens, 2048, seed=10 + seed))
         weight.copy_(random(128, 2048, seed=20 + seed))
@@ -199,6 +293,8 @@ def test_cuda_graph_with_changed_input(tokens):
         expected = on_reference(route, logits, 8, **SOFTMAX, dtype=torch.bfloat16)
         assert torch.equal(index, expected.index)
         assert error_in_its_dtype(weights, expected.weights.double()) < 1e-3
+        if sort:
+            assert all(map(torch.equal, order, sort_by_expert(index, 128)))
 
 
 def test_past_two_to_the_31_elements():

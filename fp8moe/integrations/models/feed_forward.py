@@ -108,11 +108,13 @@ def _mix(module: nn.Module, normed: Normed) -> Tensor:
     """
     form = form_of(module, known_forwards.BLOCK)
     x = normed.values
-    _, routing = _route(module.gate, x)
-    if form.shared is None and _adds_residual(module.experts):
-        return module.experts(x, routing.index, routing.weights, residual=normed.sum)
+    ours = _are_ours(module.experts)
+    _, routing = _route(module.gate, x, sort=ours and _sorts_as_router(module.experts))
+    order = {} if routing.rows is None else {"groups": routing.groups, "rows": routing.rows}
+    if form.shared is None and ours:
+        return module.experts(x, routing.index, routing.weights, residual=normed.sum, **order)
     beside = SecondStream(x.device) if form.shared and x.is_cuda and _waits_for_ranks(module.experts) else None
-    out = module.experts(x, routing.index, routing.weights)
+    out = module.experts(x, routing.index, routing.weights, **order)
     if form.shared is None:
         return normed.sum + out
 
@@ -129,8 +131,13 @@ def _waits_for_ranks(experts: nn.Module) -> bool:
     return any(getattr(experts, name, None) is not None for name in ("parallel", "_fp8moe_parallel"))
 
 
-def _adds_residual(experts: nn.Module) -> bool:
-    """Whether the experts take a residual."""
+def _sorts_as_router(experts: nn.Module) -> bool:
+    """Whether experts of ours need the assignments in the order in which the router can give them."""
+    return not _waits_for_ranks(experts) and getattr(experts, "decode_capacity", None) is None
+
+
+def _are_ours(experts: nn.Module) -> bool:
+    """Whether the experts take a residual, and assignments that are sorted already."""
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return runs_as_written(experts) and (type(experts) is GroupedExperts or chosen == NAME)
 
@@ -145,7 +152,7 @@ def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Te
     """
     if torch.is_grad_enabled() or module.training or not _serves_router(module, hidden_states.dtype):
         return type(module).forward(module, hidden_states)
-    logits, routing = _route(module, hidden_states.reshape(-1, hidden_states.shape[-1]))
+    logits, routing = _route(module, hidden_states.reshape(-1, hidden_states.shape[-1]), sort=False)
     return logits, routing.weights, routing.index
 
 
@@ -157,8 +164,8 @@ def _serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
     return module.weight.dtype is dtype or (form.in_float32 and module.weight.dtype is torch.float32)
 
 
-def _route(router: nn.Module, x: Tensor) -> tuple[Tensor, Routing]:
-    """x (M, H); the logits (M, E) and what follows from them."""
+def _route(router: nn.Module, x: Tensor, *, sort: bool) -> tuple[Tensor, Routing]:
+    """x (M, H); the logits (M, E) and what follows from them. sort: see `route`."""
     form = form_of(router, known_forwards.ROUTER)
     operand = x.to(router.weight.dtype)  # transformers keeps some routers in float32, in models of any dtype
     logits = router_logits(operand, router.weight, dtype=torch.float32 if form.in_float32 else x.dtype)
@@ -176,6 +183,7 @@ def _route(router: nn.Module, x: Tensor) -> tuple[Tensor, Routing]:
         score=form.score,
         normalize=form.normalize == "always" or bool(router.norm_topk_prob),
         dtype=logits.dtype if form.cast else torch.float32,
+        sort=sort,
         **groups,
     )
 

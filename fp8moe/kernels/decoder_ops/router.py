@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.decoder_ops.rms_norm import VECTOR_BYTES, check_number, row_threads
+from fp8moe.kernels.experts.reference import sort_by_expert
+from fp8moe.kernels.experts.routing import KernelShape
 from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize import INPUT_TYPES, input_defines
 from fp8moe.runtime import autograd, config
@@ -26,14 +28,23 @@ _MAX_BYTES = 256 << 10  # of x: every thread block reads all of it
 _MAX_ROW_BYTES = 32 << 10  # of which each of 256 threads has 8 vectors
 _MAX_EXPERTS_AT_ONCE, _MAX_TOKENS_AT_ONCE = 8, 8  # of a thread block: more cost registers and hide no latency
 _MAX_SUMS = WARP  # of a thread: one for each expert and token
+_MAX_WARPS = 32  # of a thread block
 _ROUTE_WARPS = 4  # of a thread block
+MAX_SORTED_TOKENS = 64  # of the one thread block of route_sorted.cu: more take longer there than another kernel does
+MAX_SORTED_EXPERTS = 512  # of whose scores the registers of so many threads have room
 
 
 class Routing(NamedTuple):
-    """The experts of each token, the first choice first. index: int64 (T, top_k). weights: (T, top_k)."""
+    """The experts of each token, the first choice first, and perhaps where their assignments lie.
+
+    index: int64 (T, top_k). weights: (T, top_k). groups: int32 (E + 1,), rows: int32 (T, top_k), as `sort_by_expert`
+    returns them of the index; None where they were not made.
+    """
 
     index: Tensor
     weights: Tensor
+    groups: Tensor | None = None
+    rows: Tensor | None = None
 
 
 def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -66,6 +77,7 @@ def route(
     normalize: bool,
     scale: float = 1.0,
     dtype: torch.dtype,
+    sort: bool = False,
 ) -> Routing:
     """Choose the top_k experts of each token by their scores, and weigh them by these, in float32.
 
@@ -77,8 +89,11 @@ def route(
         whose two largest (biased) scores have the largest sum: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     normalize: divide the weights by their sum. They are then multiplied by scale and rounded to dtype: bfloat16,
         float16 or float32.
-    Returns Routing(index, weights). Of equal experts or groups the first is chosen. NaN comes before all numbers, so
-    that it is among the weights. Equal inputs give equal bits. There is no backward: calling it raises RuntimeError.
+    sort: also sort the assignments by expert where they are few enough for one kernel to do both, up to 64 tokens and
+        512 experts.
+    Returns Routing(index, weights, groups, rows), the last two None where nothing was sorted. Of equal experts or
+    groups the first is chosen. NaN comes before all numbers, so that it is among the weights. Equal inputs give equal
+    bits, with and without sorting. There is no backward: calling it raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong size, score or device.
     """
@@ -91,7 +106,8 @@ def route(
         raise ValueError(f"score: expected one of {SCORES}, got {score!r}")
     check_number("scale", scale)
     operands = Operands(logits, top_k, score, bias, num_groups, top_groups, normalize, scale, dtype)
-    return Routing(*autograd.run(_route_op, "fp8moe.kernels.decoder_ops.route", *operands))
+    op = _route_sorted_op if sort and _sorts(*logits.shape) else _route_op
+    return Routing(*autograd.run(op, "fp8moe.kernels.decoder_ops.route", *operands))
 
 
 # ---- logits ----
@@ -241,12 +257,17 @@ class Operands(NamedTuple):
         return Form(self.top_k, sigmoid, bias, self.num_groups, self.top_groups, self.normalize)
 
 
-def route_spec(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
-    """The kernel for logits of `experts` experts and of `dtype`, and weights of `out_dtype`."""
+def _route_defines(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple:
+    """Constants of cuda/ops/route.cuh."""
     names = ("TOP_K", "SIGMOID", "BIAS", "GROUPS", "TOP_GROUPS", "NORMALIZE")
     types = (*input_defines(dtype, vector=False), ("OUTPUT", INPUT_TYPES[out_dtype]))
-    constants = zip(names, map(int, form), strict=True)
-    return KernelSpec("route.cu", "route", (*types, ("EXPERTS", experts), *constants, ("WARPS", _ROUTE_WARPS)))
+    return (*types, ("EXPERTS", experts), *zip(names, map(int, form), strict=True))
+
+
+def route_spec(experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
+    """The kernel for logits of `experts` experts and of `dtype`, and weights of `out_dtype`."""
+    defines = _route_defines(experts, form, dtype, out_dtype)
+    return KernelSpec("route.cu", "route", (*defines, ("WARPS", _ROUTE_WARPS)))
 
 
 @planned
@@ -264,6 +285,45 @@ def route_launcher(
         pdl=True,
         pointers=4,
         args=(ctypes.c_int64(tokens), ctypes.c_float(scale)),
+    )
+
+
+def _sorts(tokens: int, experts: int) -> bool:
+    """Whether one kernel routes so many tokens and sorts their assignments."""
+    return tokens <= MAX_SORTED_TOKENS and experts <= MAX_SORTED_EXPERTS
+
+
+def sorted_shape(tokens: int, experts: int) -> KernelShape:
+    """The thread block that routes and sorts: a warp for each token, if there are no more than it can have."""
+    counters, warps, _ = KernelShape.of(1, experts)
+    return KernelShape(counters, min(max(warps, _power_of_two_from(max(tokens, 1))), _MAX_WARPS), 1)
+
+
+def sorted_spec(tokens: int, experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
+    """The kernel that routes and sorts so many tokens; otherwise as `route_spec`."""
+    shape = sorted_shape(tokens, experts)
+    tokens_of_warp = _power_of_two_from(max(ceil_div(tokens, shape.warps), 1))
+    defines = (*_route_defines(experts, form, dtype, out_dtype), *shape.defines(False), ("TOKENS", tokens_of_warp))
+    return KernelSpec("route_sorted.cu", "route_sorted", defines)
+
+
+@planned
+def sorted_launcher(
+    device_index: int, tokens: int, experts: int, form: Form, scale: float, dtypes: tuple[torch.dtype, torch.dtype]
+) -> PointerLauncher:
+    """The launcher for the tensors of `route_launcher`, groups (experts + 1,) and rows (tokens, top_k), in this order.
+
+    tokens: perhaps 0.
+    """
+    shape = sorted_shape(tokens, experts)
+    return PointerLauncher(
+        load(sorted_spec(tokens, experts, form, *dtypes)),
+        grid=1,
+        block=shape.warps * WARP,
+        smem=shape.shared_bytes,
+        pdl=True,
+        pointers=6,
+        args=(ctypes.c_int32(tokens), ctypes.c_float(scale)),
     )
 
 
@@ -297,6 +357,34 @@ def _route(operands: Operands) -> tuple[Tensor, Tensor]:
         launch = route_launcher(logits.get_device(), tokens, experts, operands.form(), operands.scale, dtypes)
         launch(logits.contiguous(), None if bias is None else bias.contiguous(), index, weights)
     return index, weights
+
+
+def _check_sorted(operands: Operands) -> None:
+    _check_route(operands)
+    tokens, experts = operands.logits.shape
+    if not _sorts(tokens, experts):
+        limits = f"up to {MAX_SORTED_TOKENS} tokens and {MAX_SORTED_EXPERTS} experts"
+        raise ValueError(f"logits: expected {limits} to sort by expert, got {tuple(operands.logits.shape)}")
+
+
+def _route_sorted(operands: Operands) -> tuple[Tensor, ...]:
+    logits, bias = operands.logits, operands.bias
+    results = _empty_sorted(operands)
+    dtypes = logits.dtype, operands.dtype
+    launch = sorted_launcher(logits.get_device(), *logits.shape, operands.form(), operands.scale, dtypes)
+    launch(logits.contiguous(), None if bias is None else bias.contiguous(), *results)
+    return results
+
+
+def _reference_route_sorted(operands: Operands) -> tuple[Tensor, ...]:
+    index, weights = _reference_route(operands)
+    return index, weights, *sort_by_expert(index, operands.logits.shape[1], None)
+
+
+def _empty_sorted(operands: Operands) -> tuple[Tensor, ...]:
+    index, weights = _empty_route(operands)
+    groups = index.new_empty((operands.logits.shape[1] + 1,), dtype=torch.int32)
+    return index, weights, groups, index.new_empty(index.shape, dtype=torch.int32)
 
 
 def _reference_route(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -338,5 +426,13 @@ _route_op = operator(
     cuda=_route,
     reference=_reference_route,
     fake=_empty_route,
+    forward_only=True,
+)
+_route_sorted_op = operator(
+    "route_sorted -> (Tensor, Tensor, Tensor, Tensor)",
+    check=_check_sorted,
+    cuda=_route_sorted,
+    reference=_reference_route_sorted,
+    fake=_empty_sorted,
     forward_only=True,
 )

@@ -23,6 +23,19 @@ def experts(operands: Operands) -> None:
         check_like("residual", residual, (hidden_states.dtype,), hidden_states.shape, device, "hidden_states")
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity: expected at least one row an expert, got {capacity}")
+    _sorted(operands)
+
+
+def _sorted(operands: Operands) -> None:
+    """Groups and rows of assignments that are sorted already."""
+    shapes = {"groups": (len(operands.layer.up.data) + 1,), "rows": operands.top_k_index.shape}
+    given = {name: value for name in shapes if (value := getattr(operands, name)) is not None}
+    for name, value in given.items():
+        check_like(name, value, (torch.int32,), shapes[name], operands.hidden_states.device, "hidden_states")
+    for name in shapes.keys() - given.keys() if given else ():
+        raise ValueError(f"{name}: expected a tensor beside {' and '.join(given)}, got None")
+    if given and operands.capacity is not None:
+        raise ValueError(f"capacity: expected None with groups and rows, got {operands.capacity}")
 
 
 def partial(operands: Operands) -> None:

@@ -104,6 +104,7 @@ class Operands(NamedTuple):
     top_k_weights: None where rows go to peers, who weight them. hidden_scale: of hidden_states quantized 1x128.
     residual_known: bool (T,), of which tokens there is a residual; None: of all.
     known: bool (T,), written: for which tokens there is a result, those with a row or a residual; None: for all.
+    groups, rows: what `sort_by_expert` returns of top_k_index; None: it is still to be sorted.
     """
 
     hidden_states: Tensor
@@ -116,12 +117,14 @@ class Operands(NamedTuple):
     shard: Shard = Shard()
     residual_known: Tensor | None = None
     known: Annotated[Tensor | None, "Tensor(a!)?"] = None
+    groups: Tensor | None = None
+    rows: Tensor | None = None
 
     def layouts(self) -> tuple:
         """What launches depend on: of each tensor its layout, and all that is no tensor."""
         layer = self.layer
         routed = self.hidden_states, self.hidden_scale, self.top_k_index, self.top_k_weights
-        beside = self.residual, self.residual_known, self.known
+        beside = self.residual, self.residual_known, self.known, self.groups, self.rows
         tensors = *routed, *layer.up, *layer.down, *layer.biases, *beside
         return *map(_layout, tensors), layer.activation.key, self.capacity, self.shard
 

@@ -50,6 +50,8 @@ def experts(
     down_bias: Tensor | None = None,
     capacity: int | None = None,
     residual: Tensor | None = None,
+    groups: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """``sum over k of top_k_weights[t, k] * down_e(activation(up_e(hidden_states[t])))`` with e = top_k_index[t, k].
 
@@ -68,17 +70,21 @@ def experts(
     capacity: rows kept free for each expert (the masked layout), instead of rows one group after the other. An
         assignment beyond them adds nothing, so with distinct experts a token it is to be at least T.
     residual: (T, H) of the dtype of hidden_states, to which the rounded result is added, or None.
+    groups, rows: what `sort_by_expert` returns of top_k_index and E without a capacity, int32 (E + 1,) and (T, K),
+        where it has been sorted; both None where it has not.
     Returns (T, H) in the dtype of hidden_states. Products are summed in float32, results of GEMM 2 rounded to bfloat16
     where hidden_states is bfloat16, and the weighted sum taken in float32 in the order of k.
 
     Where H or I is not a multiple of 16, the call pads copies of the operands with zeros. There is no backward: calling
     it raises RuntimeError.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or capacity.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or capacity, for one of groups and rows
+    without the other, and for both with a capacity.
     """
     up, down = FP8Tensor(up_proj, up_proj_scale_inv), FP8Tensor(down_proj, down_proj_scale_inv)
     layer = Layer(up, down, activation, Biases(up_bias, down_bias))
-    operands = Operands(hidden_states, top_k_index, top_k_weights, layer, capacity, residual)
+    routed = hidden_states, top_k_index, top_k_weights
+    operands = Operands(*routed, layer, capacity, residual, groups=groups, rows=rows)
     name = "fp8moe.GroupedExperts"
     if up_bias is not None or down_bias is not None:
         name += " with biases"
@@ -264,8 +270,10 @@ def _hidden(operands: Operands) -> tuple[FP8Tensor, Tensor, Tensor, int, Groupin
     capacity, shard, layer = operands.capacity, operands.shard, operands.layer
     count, assignments = len(layer.up.data), index.numel()
     num_rows = shard.rows(assignments) if capacity is None else count * capacity
-    window = {} if capacity is not None else {"first_row": shard.first_row, "num_rows": num_rows}
-    groups, rows = sort_by_expert(index, count, capacity=capacity, first_expert=shard.first_expert, **window)
+    groups, rows = operands.groups, operands.rows
+    if groups is None or rows is None:
+        window = {} if capacity is not None else {"first_row": shard.first_row, "num_rows": num_rows}
+        groups, rows = sort_by_expert(index, count, capacity=capacity, first_expert=shard.first_expert, **window)
     x = pad_columns(x, layer.up.data.shape[2])
     a = permute_quantize(x, rows, num_rows) if x_scale is None else permute_fp8(FP8Tensor(x, x_scale), rows, num_rows)
     grouping = grouping_of(assignments, shard.total(count), capacity)
@@ -312,8 +320,9 @@ def _operator(name: str, signature: Signature[Operands], check: Callable[[Operan
     )
 
 
-_WHOLE = Signature(Operands, ("hidden_states", "top_k_index", "top_k_weights", "layer", "capacity", "residual"))
-_SHARD = Signature(Operands, set(Operands._fields) - {"capacity"})
+_SORTED = {"groups", "rows"}
+_SHARD = Signature(Operands, set(Operands._fields) - _SORTED - {"capacity"})
+_WHOLE = Signature(Operands, set(Operands._fields) - {"hidden_scale", "shard", "residual_known", "known"})
 _experts = _operator("experts", _WHOLE, checks.experts)
 _partial = _operator("experts_partial", _SHARD, checks.partial)
 

@@ -91,24 +91,19 @@ class KernelShape(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a thread block: the counters of its warps."""
-        return self.warps * self.pitch * 4
+        """Dynamic shared memory of a thread block, ``struct Shared`` of cuda/ops/sort.cuh."""
+        return (self.warps * self.pitch + 2 * self.counters + WARP) * 4
+
+    def defines(self, masked: bool) -> tuple[tuple[str, int], ...]:
+        """Constants of cuda/ops/sort.cuh. masked: experts have a capacity."""
+        sizes = ("COUNTERS", self.counters), ("WARPS", self.warps), ("CLUSTER", self.blocks), ("PITCH", self.pitch)
+        return *sizes, ("MASKED", int(masked)), ("SHARED_BYTES", self.shared_bytes)
 
 
 def kernel_spec(shape: KernelShape, dtype: torch.dtype, masked: bool) -> KernelSpec:
     """The kernel of a shape. dtype: of the indices; masked: experts have a capacity."""
-    defines = {
-        "INDEX": INDEX_TYPES[dtype],
-        "EXPERTS": shape.counters,
-        "WARPS": shape.warps,
-        "STEPS": _STEPS,
-        "CLUSTER": shape.blocks,
-        "MASKED": int(masked),
-        "PITCH": shape.pitch,
-        "SHARED_BYTES": shape.shared_bytes,
-        "SIZES_BYTES": ctypes.sizeof(_Sizes),
-    }
-    return KernelSpec("sort_by_expert.cu", "sort_by_expert", tuple(defines.items()))
+    defines = ("INDEX", INDEX_TYPES[dtype]), ("STEPS", _STEPS), ("SIZES_BYTES", ctypes.sizeof(_Sizes))
+    return KernelSpec("sort_by_expert.cu", "sort_by_expert", (*defines, *shape.defines(masked)))
 
 
 @planned

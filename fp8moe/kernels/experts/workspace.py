@@ -1,4 +1,4 @@
-"""Launches an experts layer or a shard of one: five kernels over one scratch tensor."""
+"""Launches an experts layer or a shard of one: four or five kernels over one scratch tensor."""
 
 import functools
 
@@ -23,11 +23,11 @@ from fp8moe.runtime.peer_table import Targets
 class Workspace:
     """The launchers of a layer with a SwiGLU, and the scratch tensor that the kernels hand on to one another.
 
-    Assignments are sorted by expert; tokens are quantized 1x128 into that order; GEMM 1, activation and quantization;
-    GEMM 2; each token's weighted sum over its rows. Each kernel is launched while the one before it runs. That is safe
-    because the sort is launched the ordinary way, or behind a kernel that has waited for all before it, and because
-    every kernel lets the next one start only after it has itself waited for the one before: what runs early may rely on
-    all but its immediate predecessor. So the GEMMs read the groups at once, and fetch weights.
+    Assignments are sorted by expert, where they are not yet; tokens are quantized 1x128 into that order; GEMM 1,
+    activation and quantization; GEMM 2; each token's weighted sum over its rows. Each kernel is launched while the one
+    before it runs. That is safe because the first one is launched the ordinary way, or begins by waiting for all before
+    it, and because every kernel lets the next one start only after it has itself waited for the one before: what runs
+    early may rely on all but its immediate predecessor. So the GEMMs read the groups at once, and fetch weights.
 
     operands: in layouts that the kernels take, on the current device. The scratch has room for their shard's rows.
     form: see `Targets`; None: the weighted sums are the result.
@@ -71,8 +71,6 @@ class Workspace:
             scale = matrix(f"{name}_scale", torch.float32, self.pitch).t()[:num_rows]
             return FP8Tensor(matrix(name, torch.float8_e4m3fn, columns), scale)
 
-        window = (shard.first_expert, shard.first_row, num_rows)
-        self.sort = sort_launcher(device, index, count, capacity, *window, pdl=form is not None)
         launch = {"sparse": shard.first_row > 0, "pdl": True}  # those rows are there only if routing is uneven
         self.permute = permute_launcher(device, x, operands.hidden_scale, top_k, num_rows, **launch)
         grouping = grouping_of(tokens * top_k, shard.total(count), capacity)
@@ -80,6 +78,11 @@ class Workspace:
         up_bias, down_bias = layer.biases
         first, second = GemmOperands(*a, *layer.up, up_bias), GemmOperands(*h, *layer.down, down_bias)
         self.gemm1 = build_gemm(first, SwigluQuantize(layer.activation), grouping, h.data, pdl=True)
+        # A counter of tiles is to be 0 behind the groups, and theirs is not given.
+        self.sort = None
+        if operands.groups is None or self.gemm1.dynamic:
+            window = (shard.first_expert, shard.first_row, num_rows)
+            self.sort = sort_launcher(device, index, count, capacity, *window, pdl=form is not None)
         if form is not None:
             self.gemm2 = build_gemm(second, PeerStore(row_dtype, *form), grouping, pdl=True)
             return
@@ -108,7 +111,10 @@ class Workspace:
         tokens = (x,) if operands.hidden_scale is None else (x, operands.hidden_scale.data_ptr())
         with device_guard(self.device_index):
             stream = current_stream(self.device_index)
-            self.sort.launch(stream, operands.top_k_index.data_ptr(), groups, rows)
+            if self.sort is not None:
+                self.sort.launch(stream, operands.top_k_index.data_ptr(), groups, rows)
+            else:
+                groups, rows = operands.groups.data_ptr(), operands.rows.data_ptr()
             self.permute.launch(stream, *tokens, rows, a, a_scale, 0 if targets is None else last)
             pointers = (up_scale.data_ptr(), up_bias, h, self.size, h_scale, self.pitch)
             self.gemm1.launch(stream, (a, a_scale, up_address, h), pointers, groups)
@@ -147,7 +153,7 @@ def _as_kernels_load(operands: Operands) -> Operands:
     """With copies of those in layouts that the kernels do not take."""
     layer = operands.layer
     added = {"top_k_weights": operands.top_k_weights, "residual": operands.residual}
-    known = {"residual_known": operands.residual_known, "known": operands.known}
+    scalars = {name: getattr(operands, name) for name in ("residual_known", "known", "groups", "rows")}
     return operands._replace(
         hidden_states=row_major(operands.hidden_states),
         top_k_index=operands.top_k_index.contiguous(),
@@ -157,5 +163,5 @@ def _as_kernels_load(operands: Operands) -> Operands:
             biases=Biases(*map(bias_vector, layer.biases)),
         ),
         **{name: value if value is None else aligned(value) for name, value in added.items()},
-        **{name: value if value is None else value.contiguous() for name, value in known.items()},
+        **{name: value if value is None else value.contiguous() for name, value in scalars.items()},
     )
