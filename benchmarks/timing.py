@@ -40,11 +40,13 @@ class Timing:
 
     steps_us: for each kernel the median time from the end of the one before it, or from its own start if it is the
         first, to its end. Kernels that overlap, as they do under programmatic dependent launch, count once.
+    places_us: median start and end of each kernel, from the start of the first.
     """
 
     samples_us: tuple[float, ...]
     kernels: tuple[str, ...]
     steps_us: tuple[float, ...] = ()
+    places_us: tuple[tuple[float, float], ...] = ()
 
     @property
     def median_us(self) -> float:
@@ -55,10 +57,13 @@ class Timing:
         return statistics.fmean(self.samples_us)
 
 
-def attribute(events: Iterable[KernelEvent], fill: str, calls: int, repeats: int, ahead: int = 0) -> list[Timing]:
+def attribute(
+    events: Iterable[KernelEvent], fill: str, calls: int, repeats: int, ahead: int = 0, *, in_turn: bool = False
+) -> list[Timing]:
     """Shares out the events of one session, `repeats` times (fill, call) for each of `calls` calls in order.
 
     `fill` is the name of the fill's kernel. ahead: fills of each call, with whatever follows them, that do not count.
+    in_turn: every repeat runs all calls, instead of every call all its repeats.
     Raises RuntimeError if the events do not fit that order: a fill too many
     or too few, a call without GPU work, or a call whose repeats launched different kernels (records were lost).
     """
@@ -75,19 +80,29 @@ def attribute(events: Iterable[KernelEvent], fill: str, calls: int, repeats: int
         raise RuntimeError(f"the profiler recorded {len(segments)} fills for {calls} calls of {each} repeats")
     timings = []
     for call in range(calls):
-        group = segments[call * each + ahead : (call + 1) * each]
+        group = segments[call::calls] if in_turn else segments[call * each : (call + 1) * each]
+        group = group[ahead:]
         kernels = {tuple(event.name for event in segment) for segment in group}
         if len(kernels) != 1 or () in kernels:
             raise RuntimeError(f"call {call}: expected the same kernels in every repeat, recorded {sorted(kernels)}")
         samples = tuple(sum(event.duration_ns for event in segment) / 1000 for segment in group)
         steps = tuple(statistics.median(step) / 1000 for step in zip(*map(_steps_ns, group), strict=True))
-        timings.append(Timing(samples, kernels.pop(), steps))
+        places = tuple(
+            tuple(statistics.median(times) / 1000 for times in zip(*bounds, strict=True))
+            for bounds in zip(*map(_places_ns, group), strict=True)
+        )
+        timings.append(Timing(samples, kernels.pop(), steps, places))
     return timings
 
 
 def _steps_ns(segment: Sequence[KernelEvent]) -> list[int]:
     ends = [segment[0].start_ns, *(event.start_ns + event.duration_ns for event in segment)]
     return [end - before for before, end in pairwise(ends)]
+
+
+def _places_ns(segment: Sequence[KernelEvent]) -> list[tuple[int, int]]:
+    first = segment[0].start_ns
+    return [(event.start_ns - first, event.start_ns + event.duration_ns - first) for event in segment]
 
 
 def profile(work: Callable[[], None]) -> list[KernelEvent]:
@@ -112,10 +127,7 @@ def measure(
     power limits the clock.
     """
     flush = _warm_up(calls)
-    # A first short session initialises the profiler and says what the fill's kernel is called in this version of torch.
-    names = {event.name for event in profile(lambda: flush.fill_(0))}
-    if len(names) != 1:
-        raise RuntimeError(f"expected one kernel for the fill of the L2 cache, recorded {sorted(names)}")
+    fill = _name_of_fill(flush)
 
     def session() -> None:
         for call, seconds in _rested(calls, rests):
@@ -129,7 +141,40 @@ def measure(
                 flush.fill_(repeat)
                 call()
 
-    return attribute(profile(session), names.pop(), len(calls), REPEATS, ahead=int(not rest))
+    return attribute(profile(session), fill, len(calls), REPEATS, ahead=int(not rest))
+
+
+def _name_of_fill(flush: torch.Tensor) -> str:
+    """What its kernel is called in this version of PyTorch. A short session, which initialises the profiler too."""
+    names = {event.name for event in profile(lambda: flush.fill_(0))}
+    if len(names) != 1:
+        raise RuntimeError(f"expected one kernel for the fill of the L2 cache, recorded {sorted(names)}")
+    return names.pop()
+
+
+def measure_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[Timing]:
+    """GPU time of each of some calls that do the same, one after the other in every repeat, with a cold L2."""
+    flush = _warm_up(calls)
+    fill = _name_of_fill(flush)
+
+    def session() -> None:
+        torch.cuda.synchronize()
+        time.sleep(rest)
+        for repeat in range(repeats):
+            for call in calls:
+                flush.fill_(repeat)
+                call()
+
+    return attribute(profile(session), fill, len(calls), repeats, in_turn=True)
+
+
+def elapsed_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[float]:
+    """Median time of each call in turn as of `elapsed`, one after the other in every repeat."""
+    flush = _warm_up(calls)
+    torch.cuda.synchronize()
+    time.sleep(rest)
+    samples = [[us for call in calls for us in elapsed_each(call, flush, 1)] for _ in range(repeats)]
+    return [statistics.median(times) for times in zip(*samples, strict=True)]
 
 
 def _heat(call: Callable[[], object]) -> None:

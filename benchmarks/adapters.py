@@ -1,0 +1,202 @@
+"""How other libraries are called on fp8moe's operands: DeepGEMM, cuBLAS, vLLM's and transformers' experts.
+
+A function makes whatever its library wants beside these, once, and returns the call that is timed. LookupError: no
+installed version has the function.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.shapes import Model
+from fp8moe import FP8Tensor, GroupedExperts, dequantize
+from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS
+from fp8moe.quant.formats import BLOCK, align, empty_mn_major
+
+DEEP_GEMMS = ("deep_gemm", "vllm.third_party.deep_gemm")
+DISTRIBUTIONS = (
+    *("sgl-deep-gemm", "deep-gemm", "apache-tvm-ffi", "vllm", "transformers", "triton"),
+    *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13"),
+)
+
+
+class Call(NamedTuple):
+    """What is timed, and what of its result is compared with fp8moe's: None if it computes something else."""
+
+    run: Callable[[], Any]
+    result: Callable[[Any], Tensor] | None
+
+
+def installed(name: str) -> bool:
+    """Whether there is a module of this name, without importing it; its parents are imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def versions() -> dict[str, str]:
+    """What there is of DISTRIBUTIONS, and each DeepGEMM that can be imported."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found | {module.__name__: str(getattr(module, "__version__", "?")) for module in deep_gemms()}
+
+
+@functools.cache
+def deep_gemms() -> tuple[ModuleType, ...]:
+    """Every DeepGEMM that can be imported, a package of its own first; fp8moe's drop-in is none."""
+    modules = [importlib.import_module(name) for name in DEEP_GEMMS if installed(name)]
+    return tuple(module for module in modules if "fp8moe" not in str(getattr(module, "__version__", "")))
+
+
+def _deep_gemm(name: str) -> Callable:
+    """The function of the first DeepGEMM that has it."""
+    for module in deep_gemms():
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise LookupError(f"no installed DeepGEMM has {name}")
+
+
+def _pick_rows(data: Tensor, rows: Tensor) -> Tensor:
+    """As bytes: not every version of PyTorch picks rows of FP8 values."""
+    return data.view(torch.uint8)[rows].view(data.dtype)
+
+
+def deep_gemm(a: FP8Tensor, b: FP8Tensor) -> Call:
+    """a (M, K), b (N, K) -> (M, N) bfloat16."""
+    out = a.data.new_empty(len(a.data), len(b.data), dtype=torch.bfloat16)
+    multiply = partial(_deep_gemm("fp8_gemm_nt"), tuple(a), tuple(b), out, compiled_dims="nk")
+    return Call(multiply, lambda _: out)
+
+
+def deep_gemm_contiguous(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
+    """a (R, K), the rows of the groups one behind the other; b (E, N, K) -> (R, N), without the rows of the padding.
+
+    Each group is padded with zeros to DeepGEMM's alignment, outside what is timed.
+    """
+    alignment = _deep_gemm("get_mk_alignment_for_contiguous_layout")()
+    device, starts = a.data.device, [0, *accumulate(align(size, alignment) for size in sizes)]
+    places = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)]).to(
+        device
+    )
+    group = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).to(device, torch.int32)
+    layout = torch.full((starts[-1],), -1, dtype=torch.int32, device=device)
+    layout[places] = group
+    data = torch.zeros(starts[-1], a.data.shape[1], dtype=torch.uint8, device=device)
+    data[places] = a.data.view(torch.uint8)
+    scale = empty_mn_major((starts[-1], a.scale.shape[1]), device=device).fill_(1.0)
+    scale[places] = a.scale
+    out = torch.empty(starts[-1], b.data.shape[1], dtype=torch.bfloat16, device=device)
+    multiply = _deep_gemm("m_grouped_fp8_gemm_nt_contiguous")
+    return Call(
+        partial(multiply, (data.view(a.data.dtype), scale), tuple(b), out, layout, compiled_dims="nk"),
+        lambda _: out[places],
+    )
+
+
+def deep_gemm_masked(a: FP8Tensor, b: FP8Tensor, masked_m: Tensor, expected_m: int, rows: Tensor) -> Call:
+    """a (E, max_m, K), b (E, N, K), masked_m (E,) -> the `rows` of (E * max_m, N) that are in a group."""
+    out = a.data.new_empty(*a.data.shape[:2], b.data.shape[1], dtype=torch.bfloat16)
+    multiply = _deep_gemm("fp8_m_grouped_gemm_nt_masked")
+    return Call(
+        partial(multiply, tuple(a), tuple(b), out, masked_m, expected_m, compiled_dims="nk"),
+        lambda _: out.flatten(0, 1)[rows],
+    )
+
+
+def deep_gemm_k(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
+    """a (M, sum of sizes), b (N, the same), groups of columns -> (E, M, N) float32, to which every call adds."""
+    ends = [0, *accumulate(sizes)]
+    operands = []
+    for data, scale in (a, b):
+        groups = [data[:, i:j].reshape(-1).view(torch.uint8) for i, j in zip(ends, ends[1:], strict=False)]
+        operands.append((torch.cat(groups).view(data.dtype), scale))
+    out = torch.zeros(len(sizes), len(a.data), len(b.data), device=a.data.device)
+    sizes_there = torch.tensor(sizes, dtype=torch.int32, device=a.data.device)
+    multiply = _deep_gemm("k_grouped_fp8_gemm_nt_contiguous")
+    return Call(partial(multiply, *operands, out, list(sizes), sizes_there, out), lambda _: out)
+
+
+def deep_gemm_mqa(
+    q: Tensor, kv: FP8Tensor, weights: Tensor, starts: Tensor, ends: Tensor, fill: bool, seen: Tensor
+) -> Call:
+    """Index scores (S, T), zero where `seen` is False, so that what is not filled does not count."""
+    score = partial(_deep_gemm("fp8_mqa_logits"), q, tuple(kv), weights, starts, ends, clean_logits=fill)
+    return Call(score, lambda out: out[:, : seen.shape[1]].masked_fill(~seen, 0))
+
+
+def deep_gemm_paged(
+    q: Tensor, cache: Tensor, weights: Tensor, visible: Tensor, table: Tensor, max_context_len: int, seen: Tensor
+) -> Call:
+    """Index scores over a paged cache; visible (B, next_n) int32. The metadata of a step is not timed."""
+    metadata = _deep_gemm("get_paged_mqa_logits_metadata")(visible, BLOCK_TOKENS, _deep_gemm("get_num_sms")())
+    score = partial(_deep_gemm("fp8_paged_mqa_logits"), q, cache, weights, visible, table, metadata, max_context_len)
+    return Call(partial(score, clean_logits=False), lambda out: out[:, : seen.shape[1]].masked_fill(~seen, 0))
+
+
+def cublas_block(a: FP8Tensor, b: FP8Tensor) -> Call:
+    """a (M, K), b (N, K) -> (M, N) bfloat16, with the scales in the layout that cuBLAS wants."""
+    m, blocks = a.scale.shape
+    scale_a = torch.empty_strided((m, blocks), (1, m), device=a.data.device).copy_(a.scale)
+    scale_b = F.pad(b.scale, (0, align(blocks, 4) - blocks)).t()
+    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    multiply = partial(F.scaled_mm, a.data, b.data.t(), scale_a, recipes[0], scale_b, recipes[1])
+    return Call(partial(multiply, output_dtype=torch.bfloat16), lambda out: out)
+
+
+def cublas_one_scale(a: Tensor, b: Tensor) -> Call:
+    """E4M3 a (M, K) by b (N, K) with one scale for all of each: what the GPU makes of a product without blocks."""
+    one = torch.ones((), device=a.device)
+    multiply = partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one)
+    return Call(partial(multiply, out_dtype=torch.bfloat16, use_fast_accum=True), None)
+
+
+def vllm_experts(layer: GroupedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Call:
+    """vLLM's Triton kernels for experts in FP8 blocks, on the layer's weights."""
+    from vllm.model_executor.layers.fused_moe import fused_experts
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+
+    up, up_scale, down, down_scale = (getattr(layer, name).data for name in layer.weight_names)
+    config = fp8_w8a8_moe_quant_config(w1_scale=up_scale, w2_scale=down_scale, block_shape=[BLOCK, BLOCK])
+    forward = partial(fused_experts, x, up, down, weights, index.int(), quant_config=config)
+    return Call(forward, lambda out: out)
+
+
+def transformers_experts(model: Model, *, device: str = "cuda") -> nn.Module:
+    """transformers' experts in bfloat16 with normal weights that keep the variance, on "grouped_mm"."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    sizes = {"hidden_size": model.hidden, "moe_intermediate_size": model.intermediate, "num_experts": model.experts}
+    config = Qwen3MoeConfig(**sizes, hidden_act="silu")
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        module = Qwen3MoeExperts(config)
+    module.to(torch.bfloat16).to_empty(device=device)
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    return module
+
+
+@torch.no_grad()
+def dequantized_experts(layer: GroupedExperts, model: Model) -> nn.Module:
+    """transformers' experts in bfloat16 with the values of an FP8 layer."""
+    up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
+    module = transformers_experts(model, device=up.device.type)
+    for target, data, scale in ((module.gate_up_proj, up, up_scale), (module.down_proj, down, down_scale)):
+        for expert, weight in enumerate(target):
+            weight.copy_(dequantize(FP8Tensor(data[expert], scale[expert])))
+    return module

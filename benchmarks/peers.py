@@ -1,0 +1,573 @@
+"""fp8moe beside the libraries that its users would take: `python -m benchmarks.peers [--only PATTERN] [--out FILE]`.
+
+In one process every case runs whatever is installed, on the same operands and in turn: in each repeat ours, then each
+of the others, after a fill that empties the L2 cache. Times are medians in microseconds of the kernels of a call;
+`layer` are replays of CUDA graphs, from before one to after it; `host` is CPU time of an eager call.
+
+- `deep_gemm`: DeepGEMM. It pads contiguous groups to 128 rows, and has the metadata of paged scores beforehand.
+- `cublas_block`: torch.nn.functional.scaled_mm with scales of 1x128 and 128x128; `cublas_one_scale`: with one scale for
+  each operand, of groups as many rows of one matrix: what no block scales would allow.
+- `vllm`: vLLM's Triton kernels for experts. `transformers_bf16`: transformers' experts in bfloat16 on its "grouped_mm".
+- `layer` has besides: `gemms_in_layer`, from the start of our GEMM 1 in the layer to the end of GEMM 2;
+  `fp8moe_two_gemms` and `deep_gemm_two_gemms`, grouped GEMMs of the same sizes alone; `kernels`, where ours begin and
+  end.
+
+Results are compared with ours: `difference`. One that is off counts as failed, as does one that raises.
+
+With `--whole-model` instead: decode steps and a prefill of Qwen3-30B-A3B's sizes with random weights in milliseconds,
+of this checkout (`fp8moe`), of another revision of it (`--against DIRECTORY`: `before`) and of vLLM's engine where it
+is installed, one process after the other.
+
+The file has the digest of what the GPU runs, card, clocks and versions. Rows of the same digest, card and versions stay
+in it unless --only names them: a run can be made in pieces.
+"""
+
+import argparse
+import functools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import adapters, command, mqa_cases, operands, timing
+from benchmarks.adapters import Call
+from benchmarks.calls import group_sizes
+from benchmarks.report import format_value, write_json
+from benchmarks.shapes import DENSE_M, DENSE_SHAPES, MODELS, Model
+from fp8moe import (
+    FP8Tensor,
+    GroupedExperts,
+    gemm,
+    grouped_gemm,
+    grouped_gemm_k,
+    grouped_gemm_masked,
+    mqa_logits,
+    paged_mqa_logits,
+)
+from fp8moe.quant.formats import BLOCK, ceil_div, empty_mn_major
+from tools.digest import digest
+from tools.validate import versions
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "validation" / "peers.json"
+REPEATS, REST_S = 12, 0.2
+HOST_BATCHES = 10
+SAMPLED_ROWS = 1024  # of the GEMMs of a layer, for comparison
+MAX_DIFFERENCE = {"layer": 0.1}  # of relative Frobenius norms: activations between the GEMMs round differently
+MAX_DIFFERENCE_OF_GEMMS = 1e-2
+HEADS, HEAD_DIM = 64, 128  # of DeepSeek-V3.2's indexer
+TOKENS = (1, 8, 64, 512, 2048, 8192)
+EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
+STEPS = ((1, 512), (8, 512), (64, 512))  # sequences and tokens of each prompt
+PREFILL = (4, 4096)
+
+Makers = dict[str, Callable[[], Call]]
+"""By implementation, "fp8moe" first: makes the call to be timed."""
+
+
+class Case(NamedTuple):
+    """What is measured, a key of `KINDS`, and its sizes."""
+
+    what: str
+    sizes: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.what, *(f"{name}={value}" for name, value in self.sizes.items())])
+
+
+def same(out: Tensor) -> Tensor:
+    return out
+
+
+def make_gemm(m: int, n: int, k: int, *, device: str = "cuda") -> Makers:
+    a, b = operands.activation(m, k, device=device), operands.weight(n, k, device=device)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
+    return {
+        "fp8moe": lambda: Call(partial(gemm, a, b, out=out), same),
+        "deep_gemm": lambda: adapters.deep_gemm(a, b),
+        "cublas_block": lambda: adapters.cublas_block(a, b),
+        "cublas_one_scale": lambda: adapters.cublas_one_scale(a.data, b.data),
+    }
+
+
+def make_contiguous(groups: int, mean_rows: int, n: int, k: int, *, device: str = "cuda") -> Makers:
+    sizes = group_sizes(groups, mean_rows)
+    a = operands.random_rows(sum(sizes), k, device=device)
+    b = operands.random_experts(groups, n, k, device=device)
+    return {
+        "fp8moe": lambda: plain_groups(a, b, sizes),
+        "deep_gemm": lambda: adapters.deep_gemm_contiguous(a, b, sizes),
+        "cublas_one_scale": lambda: adapters.cublas_one_scale(a.data, b.data[0]),
+    }
+
+
+def plain_groups(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
+    """`grouped_gemm` of rows (R, K) in groups of these sizes."""
+    offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=a.data.device)
+    out = a.data.new_empty(len(a.data), b.data.shape[1], dtype=torch.bfloat16)
+    return Call(partial(grouped_gemm, a, b, offsets, out=out), same)
+
+
+def make_masked(
+    groups: int, mean_rows: int, n: int, k: int, expected_m: int, *, max_m: int = 0, device: str = "cuda"
+) -> Makers:
+    """max_m: rows that a group has room for; 0: 4096 for groups of many rows, else 1024."""
+    max_m = max_m or (4096 if mean_rows >= 192 else 1024)
+    sizes = group_sizes(groups, mean_rows)
+    data = operands.random_rows(groups * max_m, k, device=device).data.view(groups, max_m, k)
+    scale = empty_mn_major((groups, max_m, ceil_div(k, BLOCK)), device=device).uniform_(0.005, 0.015)
+    a, b = FP8Tensor(data, scale), operands.random_experts(groups, n, k, device=device)
+    masked_m = torch.tensor(sizes, dtype=torch.int32, device=device)
+    rows = torch.cat([torch.arange(size) + max_m * group for group, size in enumerate(sizes)]).to(device)
+    out = torch.empty(groups, max_m, n, dtype=torch.bfloat16, device=device)
+    ours = partial(grouped_gemm_masked, a, b, masked_m, expected_m=expected_m, out=out)
+    return {
+        "fp8moe": lambda: Call(ours, lambda out: out.flatten(0, 1)[rows]),
+        "deep_gemm": lambda: adapters.deep_gemm_masked(a, b, masked_m, expected_m, rows),
+    }
+
+
+def make_along_k(groups: int, m: int, n: int, total_k: int, *, device: str = "cuda") -> Makers:
+    ends = [0, *accumulate(group_sizes(groups, total_k))]
+    offsets = [BLOCK * round(total_k / BLOCK * end / ends[-1]) for end in ends]
+    a, b = (operands.random_rows(rows, total_k, device=device) for rows in (m, n))
+    groups_there = torch.tensor(offsets, dtype=torch.int32, device=device)
+    out = torch.zeros(groups, m, n, device=device)
+    ours = partial(grouped_gemm_k, a, b, groups_there, out=out)
+    sizes = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+    return {
+        "fp8moe": lambda: Call(partial(ours, accumulate=True), same),
+        "deep_gemm": lambda: adapters.deep_gemm_k(a, b, sizes),
+        "fp8moe_written": lambda: Call(ours, same),
+    }
+
+
+def make_mqa(q_tokens: int, kv_tokens: int, fill: bool, *, device: str = "cuda") -> Makers:
+    q, weights = mqa_cases.quantized_queries(q_tokens, HEADS, HEAD_DIM, device=device)
+    kv = mqa_cases.quantized_keys(torch.randn(kv_tokens, HEAD_DIM, device=device, dtype=torch.bfloat16))
+    starts = torch.zeros(q_tokens, dtype=torch.int32, device=device)
+    ends = torch.arange(q_tokens, dtype=torch.int32, device=device) + (kv_tokens - q_tokens + 1)
+    seen = torch.arange(kv_tokens, device=device) < ends[:, None]
+    ours = partial(mqa_logits, q, kv, weights, starts, ends, fill_masked=fill)
+    return {
+        "fp8moe": lambda: Call(ours, lambda out: out.masked_fill(~seen, 0)),
+        "deep_gemm": lambda: adapters.deep_gemm_mqa(q, kv, weights, starts, ends, fill, seen),
+    }
+
+
+def make_paged(batch: int, context: int, next_n: int, *, device: str = "cuda") -> Makers:
+    step = mqa_cases.Batch((context,) * batch, next_n, HEADS, HEAD_DIM, context)
+    cache = mqa_cases.filled_cache(batch * mqa_cases.blocks_of(context), HEAD_DIM, device=device)
+    table = mqa_cases.block_table(step, len(cache), device=device)
+    q, weights = mqa_cases.quantized_queries(batch, next_n, HEADS, HEAD_DIM, device=device)
+    visible = torch.tensor(step.visible, dtype=torch.int32, device=device).view(batch, next_n)
+    seen = torch.arange(context, device=device) < visible.view(-1, 1)
+    ours = partial(paged_mqa_logits, q, cache, weights, visible, table, max_context_len=context, fill_masked=False)
+    return {
+        "fp8moe": lambda: Call(ours, lambda out: out.masked_fill(~seen, 0)),
+        "deep_gemm": lambda: adapters.deep_gemm_paged(q, cache, weights, visible, table, context, seen),
+    }
+
+
+def peers_there(makers: Makers) -> Makers:
+    """Those whose library is installed."""
+    needs = {"deep_gemm": adapters.deep_gemms, "vllm": lambda: adapters.installed("vllm")}
+    needs["transformers_bf16"] = lambda: adapters.installed("transformers")
+    return {
+        name: make
+        for name, make in makers.items()
+        if all(there() for peer, there in needs.items() if name.startswith(peer))
+    }
+
+
+def sentence(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def compared(makers: Makers, largest: float, row: dict, then: Callable[[Callable], Callable] | None = None) -> dict:
+    """The calls of those whose results agree with ours, by name; `row` gets the others' errors and all differences.
+
+    then: what is timed in place of a call that has run, such as its CUDA graph.
+    """
+    calls: dict[str, Callable] = {}
+    expected = None
+    for name, make in peers_there(makers).items():
+        try:
+            run, result = make()
+            out = run()
+            if name == next(iter(makers)):
+                expected = result(out).double()
+            elif result is not None:
+                difference = row["difference"][name] = operands.relative_error(result(out), expected)
+                if not difference <= largest:
+                    raise ValueError(f"its result is {difference:.2g} from ours, must be <= {largest}")
+            calls[name] = run if then is None else then(run)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as error:
+            row["failed"][name] = sentence(error)
+    return calls
+
+
+def measure_kernels(makers: Makers, largest: float) -> dict:
+    """Times of kernels."""
+    row: dict = {"us": {}, "difference": {}, "failed": {}}
+    calls = compared(makers, largest, row)
+    timed = timing.measure_in_turn(list(calls.values()), repeats=REPEATS, rest=REST_S)
+    row["us"] = {name: one.median_us for name, one in zip(calls, timed, strict=True)}
+    return row
+
+
+def measure_host(m: int, n: int, k: int, *, device: str = "cuda") -> dict:
+    """CPU time of eager calls into memory that is there."""
+    row: dict = {"us": {}, "difference": {}, "failed": {}}
+    makers = make_gemm(m, n, k, device=device)
+    calls = compared({name: makers[name] for name in ("fp8moe", "deep_gemm")}, MAX_DIFFERENCE_OF_GEMMS, row)
+    row["us"] = {name: statistics.median(timing.host_times(call, HOST_BATCHES)) for name, call in calls.items()}
+    return row
+
+
+class Weights(NamedTuple):
+    """The experts of a model: ours, and transformers' with the same values, where it is installed."""
+
+    layer: GroupedExperts
+    bfloat16: torch.nn.Module | None
+
+
+@functools.lru_cache(maxsize=1)
+def weights_of(model: Model, device: str) -> Weights:
+    hidden, intermediate, count, _ = model
+    layer = GroupedExperts(
+        num_experts=count, hidden_size=hidden, intermediate_size=intermediate, device=torch.device("meta")
+    )
+    up = operands.random_experts(count, 2 * intermediate, hidden, std=hidden**-0.5, device=device)
+    down = operands.random_experts(count, hidden, intermediate, std=intermediate**-0.5, device=device)
+    layer.load_state_dict(dict(zip(layer.weight_names, (*up, *down), strict=True)), assign=True)
+    there = adapters.installed("transformers")
+    return Weights(layer, adapters.dequantized_experts(layer, model) if there else None)
+
+
+def routing(model: Model, tokens: int, *, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    """top_k different experts for each token, drawn uniformly, and their weights (tokens, top_k)."""
+    generator = torch.Generator().manual_seed(0)
+    index = torch.rand(tokens, model.experts, generator=generator).topk(model.top_k).indices
+    weights = torch.rand(index.shape, generator=generator) + 0.1
+    return index.to(device), (weights / weights.sum(-1, keepdim=True)).to(device)
+
+
+def capture(call: Callable[[], object]) -> Callable[[], None]:
+    """The replay of a CUDA graph of a call that has run before, after runs on another stream, as PyTorch asks for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def both(first: Call, second: Call) -> Call:
+    """The two GEMMs of a layer, each on operands of its own."""
+
+    def results(outs: tuple[Any, Any]) -> Tensor:
+        parts = [call.result(out) for call, out in zip((first, second), outs, strict=True)]
+        some = [part[:: ceil_div(len(part), SAMPLED_ROWS)].double() for part in parts]
+        return torch.cat([(part / part.norm()).flatten() for part in some])
+
+    return Call(lambda: (first.run(), second.run()), results)
+
+
+@torch.no_grad()
+def measure_layer(model: str, tokens: int, *, device: str = "cuda") -> dict:
+    """A whole layer as a CUDA graph, and its GEMMs alone."""
+    shape = MODELS[model]
+    layer, bfloat16 = weights_of(shape, device)
+    index, weights = routing(shape, tokens, device=device)
+    x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, device=device)
+    row: dict = {"us": {}, "difference": {}, "failed": {}}
+    graphs = compared(
+        {
+            "fp8moe": lambda: Call(partial(layer, x, index, weights), same),
+            "vllm": lambda: adapters.vllm_experts(layer, x, index, weights),
+            "transformers_bf16": lambda: Call(partial(bfloat16, x, index, weights), same),
+        },
+        MAX_DIFFERENCE["layer"],
+        row,
+        capture,
+    )
+    elapsed = timing.elapsed_in_turn(list(graphs.values()), repeats=REPEATS, rest=REST_S)
+    row["us"] |= dict(zip(graphs, elapsed, strict=True))
+
+    sizes = torch.bincount(index.flatten().cpu(), minlength=shape.experts).tolist()
+    up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
+    pairs = [
+        (operands.random_rows(tokens * shape.top_k, k, device=device), FP8Tensor(data, scale))
+        for k, data, scale in ((shape.hidden, up, up_scale), (shape.intermediate, down, down_scale))
+    ]
+    gemms = compared(
+        {
+            f"{name}_two_gemms": lambda make=make: both(*(make(a, b, sizes) for a, b in pairs))
+            for name, make in {"fp8moe": plain_groups, "deep_gemm": adapters.deep_gemm_contiguous}.items()
+        },
+        MAX_DIFFERENCE_OF_GEMMS,
+        row,
+    )
+    ours, *alone = timing.measure_in_turn([graphs["fp8moe"], *gemms.values()], repeats=REPEATS, rest=REST_S)
+    row["us"] |= {name: one.median_us for name, one in zip(gemms, alone, strict=True)}
+    row["kernels"] = [[name, *place] for name, place in zip(ours.kernels, ours.places_us, strict=True)]
+    row["us"]["gemms_in_layer"] = gemms_in_layer(row["kernels"])
+    row["experts_in_use"] = sum(size > 0 for size in sizes)
+    return row
+
+
+def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
+    """From the start of GEMM 1 to the end of GEMM 2; kernels: names, starts, ends. RuntimeError unless two."""
+    found = [(start, end) for name, start, end in kernels if re.match(r"gemm\b", name)]
+    if len(found) != 2:
+        raise RuntimeError(f"expected two GEMMs in the layer, recorded {', '.join(name for name, *_ in kernels)}")
+    return found[1][1] - found[0][0]
+
+
+def cases(what: str, names: Sequence[str], *sizes: Sequence[Any]) -> list[Case]:
+    return [Case(what, dict(zip(names, one, strict=True))) for one in sizes]
+
+
+CASES = [
+    *cases("gemm", "mnk", *((m, n, k) for m in DENSE_M for n, k in DENSE_SHAPES)),
+    *cases(
+        "contiguous",
+        ("groups", "mean_rows", "n", "k"),
+        *(
+            (groups, rows, n, k)
+            for groups, rows in ((4, 8192), (8, 4096), (32, 256), (256, 64))
+            for n, k in EXPERT_SHAPES[groups == 256 :]
+        ),
+    ),
+    *cases(
+        "masked",
+        ("groups", "mean_rows", "n", "k", "expected_m"),
+        *(
+            (groups, rows, n, k, expected_m)
+            for groups, rows, expected_m in (
+                *((32, 192, 230), (6, 1024, 1228), (32, 20, 24), (6, 20, 24)),
+                *((32, 4, 4), (32, 1, 1), (256, 2, 2)),
+            )
+            for n, k in EXPERT_SHAPES[groups == 256 :]
+        ),
+    ),
+    *cases(
+        "along_k",
+        ("groups", "m", "n", "total_k"),
+        *((4, 4096, 7168, 33920), (4, 7168, 2048, 28800), (8, 4096, 7168, 36864), (16, 7168, 2048, 35200)),
+    ),
+    *cases(
+        "mqa_logits",
+        ("q_tokens", "kv_tokens", "fill"),
+        *((*size, fill) for size in ((2048, 8192), (4096, 16384), (4096, 65536)) for fill in (True, False)),
+    ),
+    *cases(
+        "paged_mqa_logits",
+        ("batch", "context", "next_n"),
+        *((*size, next_n) for size in ((64, 8192), (128, 16384), (256, 8192)) for next_n in (1, 2)),
+    ),
+    *cases("layer", ("model", "tokens"), *((model, tokens) for model in MODELS for tokens in TOKENS)),
+    *cases("host", "mnk", (1, 7168, 2048), (1, 4096, 7168)),
+]
+
+
+def _kernels(make: Callable[..., Makers]) -> Callable[..., dict]:
+    return lambda **sizes: measure_kernels(make(**sizes), MAX_DIFFERENCE_OF_GEMMS)
+
+
+KINDS: dict[str, Callable[..., dict]] = {
+    "gemm": _kernels(make_gemm),
+    "contiguous": _kernels(make_contiguous),
+    "masked": _kernels(make_masked),
+    "along_k": _kernels(make_along_k),
+    "mqa_logits": _kernels(make_mqa),
+    "paged_mqa_logits": _kernels(make_paged),
+    "layer": measure_layer,
+    "host": measure_host,
+}
+WHOLE_MODEL = [
+    *cases("decode", ("batch", "prompt"), *STEPS),
+    *cases("prefill", ("batch", "prompt"), PREFILL),
+]
+
+
+def whole_model(tree: Path) -> list[dict]:
+    """Rows of `benchmarks.decode` with the fp8moe and the benchmarks of a checkout, in a process of its own."""
+    with tempfile.TemporaryDirectory() as out:
+        batches = map(str, (batch for batch, _ in STEPS))
+        _run_in(tree, "benchmarks.decode", "--batch", *batches, "--prompt", str(STEPS[0][1]), "--out", out)
+        return json.loads((Path(out) / "decode.json").read_text())["rows"]
+
+
+def vllm_engine() -> list[dict]:
+    """The same rows of vLLM's engine, in a process of its own."""
+    with tempfile.TemporaryDirectory() as out:
+        file = Path(out) / "rows.json"
+        _run_in(ROOT, "benchmarks.vllm_engine", str(file))
+        return json.loads(file.read_text())
+
+
+def _run_in(tree: Path, module: str, *arguments: str) -> None:
+    """Runs a module of a checkout. RuntimeError with the end of what it printed if it fails."""
+    path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": path, "KINETO_LOG_LEVEL": "99"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} in {tree} failed: {done.stdout[-2000:]}")
+
+
+class File:
+    """The rows of a run, written after each of them."""
+
+    def __init__(self, path: Path, head: Mapping[str, Any]):
+        """Rows that the file has stay if it has the same digest, card and versions; if it has others, it says so."""
+        self.path, self.rows = path, {}
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        known = stored.get("versions", {})
+        changed = {name for name in known.keys() & head["versions"].keys() if known[name] != head["versions"][name]}
+        if stored and (stored["digest"] != head["digest"] or changed):
+            what = ", ".join(sorted(changed)) or "the digest"
+            print(f"{path}: the rows there are of other sources or versions ({what}) and are dropped", flush=True)
+            stored, known = {}, {}
+        self.rows = {name_of(row): row for row in stored.get("rows", ())}
+        self.head = {**stored, **head, "versions": known | head["versions"]}
+
+    def put(self, row: dict) -> None:
+        self.rows[name_of(row)] = row
+        write_json(self.path, self.head | {"rows": list(self.rows.values())})
+        print(line(row), flush=True)
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """Of the case that a row is of."""
+    results = ("us", "ms", "tokens_s", "difference", "failed", "kernels", "kernels_a_step", "experts_in_use")
+    return Case(row["what"], {k: v for k, v in row.items() if k not in ("what", *results)}).name
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row for people."""
+    unit = "us" if "us" in row else "ms"
+    times = [f"{name} {format_value(value)}" for name, value in row[unit].items()]
+    failed = [f"{name} failed: {why}" for name, why in row["failed"].items()]
+    return f"{name_of(row)}: {', '.join(times)} {unit}" + "".join(f"\n    {one}" for one in failed)
+
+
+def measure(chosen: Sequence[Case], file: File, kinds: Mapping[str, Callable[..., dict]] | None = None) -> None:
+    """Measures cases; one that raises is stored with its error, and the others still run."""
+    for case in chosen:
+        begin = time.perf_counter()
+        try:
+            row = (KINDS if kinds is None else kinds)[case.what](**case.sizes)
+        except Exception as error:
+            row = {"us": {}, "difference": {}, "failed": {"case": sentence(error)}}
+        file.put({"what": case.what, **case.sizes, **row})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # also what a graph had for itself
+        if (spent := time.perf_counter() - begin) > 10:
+            print(f"    {spent:.0f} s", flush=True)
+
+
+def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dict]]]) -> None:
+    """Runs each source and puts what it measured into the rows of WHOLE_MODEL."""
+    for name, source in sources.items():
+        begin = time.perf_counter()
+        found, why = [], "it did not measure this"
+        try:
+            found = source()
+        except Exception as error:
+            why = sentence(error)[-300:]
+        for case in WHOLE_MODEL:
+            row = file.rows.get(case.name) or {"what": case.what, **case.sizes, "ms": {}, "failed": {}}
+            row.setdefault("tokens_s", {}), row.setdefault("kernels_a_step", {})
+            measured = [one for one in found if case.name == Case(one["what"], _sizes(one, case)).name]
+            for key in ("ms", "tokens_s", "failed", "kernels_a_step"):
+                row[key].pop(name, None)
+            if not measured:
+                row["failed"][name] = why
+            for one in measured:
+                row["ms"][name], row["tokens_s"][name] = one["ms"], one["tokens_s"]
+                if "kernels" in one:
+                    row["kernels_a_step"][name] = one["kernels"]
+            file.put(row)
+        print(f"    {name}: {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def _sizes(row: Mapping[str, Any], case: Case) -> dict[str, Any]:
+    return {name: row.get(name) for name in case.sizes}
+
+
+def clocks() -> dict[str, str]:
+    """Clocks and power limit of the GPU, as nvidia-smi says them."""
+    fields = ("clocks.max.sm", "clocks.max.memory", "clocks.sm", "power.limit", "temperature.gpu")
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    done = subprocess.run(query, capture_output=True, text=True, check=True)
+    return dict(zip(fields, map(str.strip, done.stdout.split(",")), strict=True))
+
+
+def wanted(names: Sequence[str], pattern: str | None, there: Mapping[str, dict]) -> Iterator[str]:
+    """Those that the pattern names, or without one those that the file does not have."""
+    for name in names:
+        if re.search(pattern, name) if pattern else name not in there or "case" in there[name]["failed"]:
+            yield name
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="fp8moe beside other libraries")
+    parser.add_argument("--only", metavar="PATTERN", help="cases whose name, as it is printed, matches this")
+    parser.add_argument("--out", type=Path, default=FILE, metavar="FILE")
+    parser.add_argument("--whole-model", action="store_true", help="decode steps and prefill instead of kernels")
+    parser.add_argument("--against", type=Path, metavar="DIRECTORY", help="of another revision, with --whole-model")
+    args = parser.parse_args(argv)
+    if args.against and not args.whole_model:
+        parser.error("--against needs --whole-model")
+    command.start()
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    head = {"digest": digest(ROOT), "date": now, "versions": versions() | adapters.versions(), "clocks": clocks()}
+    file = File(args.out, head)
+    if not args.whole_model:
+        chosen = set(wanted([case.name for case in CASES], args.only, file.rows))
+        measure([case for case in CASES if case.name in chosen], file)
+        return
+    sources: dict[str, Callable[[], list[dict]]] = {"fp8moe": partial(whole_model, ROOT)}
+    if args.against:
+        file.head |= {"before": {"directory": args.against.resolve().name, "digest": digest(args.against)}}
+        sources["before"] = partial(whole_model, args.against.resolve())
+    if adapters.installed("vllm"):
+        sources["vllm"] = vllm_engine
+    for name in list(sources):
+        rows = [file.rows.get(case.name, {}) for case in WHOLE_MODEL]
+        measured = all(name in row.get("ms", {}) for row in rows)
+        if not re.search(args.only, name) if args.only else measured and name != "before":
+            del sources[name]
+    measure_whole_models(file, sources)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""vLLM's engine on the whole model of `benchmarks.peers`, in its own process: `python -m benchmarks.vllm_engine FILE`.
+
+Decode steps and a prefill of Qwen3-30B-A3B's sizes in FP8 blocks, random weights with the spread of real ones, greedy.
+vLLM chooses its kernels. It has CUDA graphs of the batches that are measured and no prefix cache, and its scheduler
+runs in this process, so that each step can be timed.
+"""
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers import PREFILL, STEPS
+from benchmarks.report import write_json
+from benchmarks.whole_models import CONFIGS
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",  # kernels are compiled at their first use, before a case is timed
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+STD, FP8_STD, SCALE = 0.02, 100.0, 2.0**-12  # of weights, of E4M3 values, and what these are multiplied by
+TIMED, SKIPPED = 48, 6  # steps, after others
+REPEATS = 3
+AT_ONCE = 16384  # tokens of prompts
+
+
+def write_config(directory: Path) -> None:
+    """config.json as of a checkpoint in FP8 blocks: router, norms and output layer in bfloat16."""
+    model_type, options = CONFIGS["qwen3-30b-a3b"]
+    plain = ("input_layernorm", "post_attention_layernorm", "mlp.gate")
+    skip = [f"model.layers.{i}.{name}" for i in range(options["num_hidden_layers"]) for name in plain]
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    quantization |= {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", *skip]}
+    more = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "decoder_sparse_step": 1}
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": model_type, **options, **more}
+    write_json(directory / "config.json", config | {"quantization_config": quantization})
+
+
+@torch.no_grad()
+def fill(model: Any) -> None:
+    """Random weights in place of vLLM's own, nearly all of which are zero in FP8 and the same in every layer."""
+    for name, parameter in model.named_parameters():
+        value = parameter.data
+        if value.dtype == torch.float32 and "scale" in name.rsplit(".", 1)[-1] and value.dim() >= 2:
+            value.fill_(SCALE)
+        elif value.dim() == 1 and "norm" in name:
+            value.fill_(1.0)
+        elif value.dim() >= 2 and value.is_floating_point():
+            std = FP8_STD if value.dtype == torch.float8_e4m3fn else STD
+            for part in (value if value.dim() == 3 else value[None]).split(32):
+                drawn = torch.randn(part.shape, device=part.device, dtype=torch.bfloat16)
+                part.copy_(drawn.mul_(std).clamp_(-448, 448))
+
+
+class Engine:
+    """vLLM on the model, and prompts for it."""
+
+    def __init__(self, directory: str):
+        from vllm import LLM
+
+        write_config(Path(directory))
+        self.llm = LLM(
+            model=directory,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=9216,
+            max_num_batched_tokens=AT_ONCE,
+            max_num_seqs=128,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=0.8,
+            attention_backend="FLASH_ATTN",
+            generation_config="vllm",
+            disable_log_stats=True,
+            compilation_config={"cudagraph_capture_sizes": [batch for batch, _ in STEPS]},
+        )
+        self.llm.apply_model(fill)
+        self._draw, self._requests = random.Random(1), 0
+
+    def prompts(self, batch: int, length: int) -> list[dict]:
+        return [{"prompt_token_ids": [self._draw.randrange(1000, 150000) for _ in range(length)]} for _ in range(batch)]
+
+    def sampling(self, tokens: int, **more: Any) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, **more
+        )
+
+    def step_seconds(self, batch: int, prompt: int, timed: int) -> float:
+        """The median of `timed` steps in which all sequences decode."""
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self.llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        tokens = timed + SKIPPED + -(-batch * prompt // AT_ONCE) + 6
+        for one in self.prompts(batch, prompt):
+            self._requests += 1
+            how = self.sampling(tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(f"request-{self._requests}", one, how)
+        ends: list[float] = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            running = scheduler.running
+            if len(running) == batch and all(one.num_computed_tokens >= prompt for one in running):
+                ends.append(time.perf_counter())
+        steps = [end - begin for begin, end in zip(ends[SKIPPED:], ends[SKIPPED + 1 :], strict=False)][:timed]
+        if len(steps) < timed // 2:
+            raise RuntimeError(f"batch {batch}: all sequences decoded in {len(steps)} steps only")
+        return statistics.median(steps)
+
+    def prefill_seconds(self, batch: int, prompt: int) -> float:
+        """The median of some runs to the first token."""
+
+        def run() -> float:
+            prompts = self.prompts(batch, prompt)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            self.llm.generate(prompts, self.sampling(1), use_tqdm=False)
+            return time.perf_counter() - begin
+
+        run()
+        return statistics.median(run() for _ in range(REPEATS))
+
+
+def measure() -> list[dict]:
+    """Rows as those of `benchmarks.decode`."""
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        engine = Engine(directory)
+        for batch, prompt in STEPS:
+            engine.step_seconds(batch, prompt, 4)  # compiles
+            step = engine.step_seconds(batch, prompt, TIMED)
+            rates = {"ms": 1e3 * step, "tokens_s": batch / step}
+            rows.append({"what": "decode", "batch": batch, "prompt": prompt, **rates})
+        batch, prompt = PREFILL
+        spent = engine.prefill_seconds(batch, prompt)
+        rates = {"ms": 1e3 * spent, "tokens_s": batch * prompt / spent}
+        rows.append({"what": "prefill", "batch": batch, "prompt": prompt, **rates})
+    return rows
+
+
+def main() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    rows = measure()
+    Path(sys.argv[1]).write_text(json.dumps(rows))
+    sys.stdout.flush()
+    os._exit(0)  # the engine takes long to end
+
+
+if __name__ == "__main__":
+    main()

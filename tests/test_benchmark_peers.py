@@ -1,0 +1,218 @@
+"""How peers are called and compared: on the CPU, with the drop-in for DeepGEMM and fakes of what needs a GPU."""
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import adapters, peers, timing
+from benchmarks.peers import Call, Case
+from benchmarks.shapes import MODELS, Model
+from fp8moe import FP8Tensor, dequantize
+from fp8moe.integrations import deep_gemm as drop_in
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Calls run once and take 1, 2, ... microseconds; graphs are the calls themselves."""
+
+    def in_turn(calls, *, repeats, rest):
+        for call in calls:
+            call()
+        names = ("sort_by_expert", "gemm", "gemm", "combine")
+        places = ((0.0, 2.0), (1.0, 5.0), (4.0, 9.0), (9.0, 10.0))
+        return [timing.Timing((float(i),), names, (), places) for i in range(1, len(calls) + 1)]
+
+    monkeypatch.setattr(peers.timing, "measure_in_turn", in_turn)
+    monkeypatch.setattr(
+        peers.timing, "elapsed_in_turn", lambda calls, **_: [float(i) for i in range(1, len(calls) + 1)]
+    )
+    monkeypatch.setattr(peers.timing, "host_times", lambda call, batches: [3.0, 2.0])
+    monkeypatch.setattr(peers, "capture", lambda call: call)
+    monkeypatch.setattr(adapters, "deep_gemms", lambda: (drop_in,))
+    monkeypatch.setattr(adapters.F, "scaled_mm", scaled_mm)
+    fake_vllm(monkeypatch)
+
+
+def scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
+    """torch.nn.functional.scaled_mm of blocks, with what it asks of layouts on a GPU."""
+    (m, k), n = a.shape, b.shape[1]
+    blocks = -(-k // 128)
+    assert b.stride() == (1, k)
+    assert scale_a.shape == (m, blocks) and scale_a.stride() == (1, m)
+    padded = -(-blocks // 4) * 4
+    assert scale_b.shape == (padded, -(-n // 128)) and scale_b.stride() == (1, padded)
+    assert recipe_a.name == "BlockWise1x128" and recipe_b.name == "BlockWise128x128"
+    x = dequantize(FP8Tensor(a, scale_a))
+    return (x @ dequantize(FP8Tensor(b.t(), scale_b.t()[:, :blocks].contiguous())).T).to(output_dtype)
+
+
+def fake_vllm(monkeypatch):
+    def fused_experts(x, up, down, weights, index, *, quant_config):
+        assert index.dtype == torch.int32 and weights.dtype == torch.float32
+        assert quant_config["block_shape"] == [128, 128]
+        out = torch.zeros(x.shape)
+        for token, k in torch.cartesian_prod(torch.arange(len(x)), torch.arange(index.shape[1])).tolist():
+            expert = index[token, k]
+            gate, value = (
+                x[token].float() @ dequantize(FP8Tensor(up[expert], quant_config["w1_scale"][expert])).T
+            ).chunk(2)
+            hidden = torch.nn.functional.silu(gate) * value
+            y = hidden @ dequantize(FP8Tensor(down[expert], quant_config["w2_scale"][expert])).T
+            out[token] += weights[token, k] * y
+        return out
+
+    names = ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.fused_moe")
+    for name in (*names, f"{names[-1]}.config"):
+        module = ModuleType(name)
+        module.fused_experts, module.fp8_w8a8_moe_quant_config = fused_experts, dict
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(adapters, "installed", lambda name: True)
+
+
+SMALL = [
+    ("gemm", {"m": 3, "n": 256, "k": 320}, {"deep_gemm", "cublas_block", "cublas_one_scale"}),
+    ("gemm", {"m": 1, "n": 200, "k": 256}, {"deep_gemm", "cublas_block", "cublas_one_scale"}),
+    ("contiguous", {"groups": 3, "mean_rows": 40, "n": 256, "k": 256}, {"deep_gemm", "cublas_one_scale"}),
+    (
+        "masked",
+        {"groups": 3, "mean_rows": 5, "n": 256, "k": 256, "expected_m": 6, "max_m": 12},
+        {"deep_gemm"},
+    ),
+    ("along_k", {"groups": 3, "m": 128, "n": 256, "total_k": 1280}, {"deep_gemm", "fp8moe_written"}),
+    ("mqa_logits", {"q_tokens": 5, "kv_tokens": 150, "fill": False}, {"deep_gemm"}),
+    ("mqa_logits", {"q_tokens": 5, "kv_tokens": 150, "fill": True}, {"deep_gemm"}),
+    ("paged_mqa_logits", {"batch": 3, "context": 150, "next_n": 2}, {"deep_gemm"}),
+]
+MAKE = {
+    "gemm": peers.make_gemm,
+    "contiguous": peers.make_contiguous,
+    "masked": peers.make_masked,
+    "along_k": peers.make_along_k,
+    "mqa_logits": peers.make_mqa,
+    "paged_mqa_logits": peers.make_paged,
+}
+
+
+@pytest.mark.parametrize(("what", "sizes", "others"), SMALL, ids=[f"{what}-{i}" for i, (what, *_) in enumerate(SMALL)])
+def test_peers_compute_what_we_do(what, sizes, others):
+    torch.manual_seed(0)
+    row = peers.measure_kernels(MAKE[what](**sizes, device="cpu"), peers.MAX_DIFFERENCE_OF_GEMMS)
+    assert not row["failed"]
+    assert set(row["us"]) == {"fp8moe", *others} and row["us"]["fp8moe"] == 1.0
+    assert set(row["difference"]) == others - {"cublas_one_scale"}
+
+
+def test_a_layer_beside_peers(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setitem(MODELS, "small", Model(256, 128, 6, 2))
+    row = peers.measure_layer("small", 5, device="cpu")
+    assert not row["failed"]
+    assert row["us"] == {
+        **{"fp8moe": 1.0, "vllm": 2.0, "transformers_bf16": 3.0},
+        **{"fp8moe_two_gemms": 2.0, "deep_gemm_two_gemms": 3.0, "gemms_in_layer": 8.0},
+    }
+    assert 0 < row["difference"]["vllm"] < 0.1 and row["difference"]["deep_gemm_two_gemms"] < 1e-2
+    assert row["kernels"][1] == ["gemm", 1.0, 5.0] and 2 <= row["experts_in_use"] <= 6
+    assert peers.measure_host(1, 128, 256, device="cpu")["us"] == {"fp8moe": 2.5, "deep_gemm": 2.5}
+
+
+def test_a_wrong_or_broken_peer_is_named_and_not_timed(monkeypatch):
+    def broken():
+        raise TypeError("two\nlines")
+
+    ours = torch.eye(3)
+    makers = {
+        "fp8moe": lambda: Call(lambda: ours, lambda out: out),
+        "deep_gemm": lambda: Call(lambda: ours + 1, lambda out: out),
+        "cublas_block": broken,
+    }
+    row = peers.measure_kernels(makers, 1e-2)
+    assert row["us"] == {"fp8moe": 1.0}
+    assert "must be <= 0.01" in row["failed"]["deep_gemm"]
+    assert row["failed"]["cublas_block"] == "TypeError: two lines"
+    monkeypatch.setattr(adapters, "deep_gemms", lambda: ())
+    assert "deep_gemm" not in peers.measure_kernels(makers, 1e-2)["failed"]
+
+
+def test_a_deep_gemm_without_a_function_is_named(monkeypatch):
+    monkeypatch.setattr(adapters, "deep_gemms", lambda: (SimpleNamespace(),))
+    makers = peers.make_along_k(groups=2, m=128, n=128, total_k=512, device="cpu")
+    row = peers.measure_kernels(makers, 1e-2)
+    assert row["failed"] == {"deep_gemm": "LookupError: no installed DeepGEMM has k_grouped_fp8_gemm_nt_contiguous"}
+
+
+HEAD = {"digest": "d", "date": "now", "versions": {"gpu": "an H100"}, "clocks": {}}
+
+
+def test_a_run_can_be_made_in_pieces(tmp_path):
+    path, ran = tmp_path / "peers.json", []
+
+    def kind(m):
+        ran.append(m)
+        if m == 3:
+            raise RuntimeError("records were lost")
+        return {"us": {"fp8moe": float(len(ran))}, "difference": {}, "failed": {}}
+
+    cases = [Case("gemm", {"m": m}) for m in (1, 2, 3)]
+
+    def run(head, only=None):
+        file = peers.File(path, head)
+        chosen = set(peers.wanted([case.name for case in cases], only, file.rows))
+        peers.measure([case for case in cases if case.name in chosen], file, {"gemm": kind})
+        return json.loads(path.read_text())
+
+    assert [row["m"] for row in run(HEAD, "m=2")["rows"]] == [2]
+    content = run(HEAD | {"versions": {"gpu": "an H100", "vllm": "1"}})
+    assert ran == [2, 1, 3] and content["versions"] == {"gpu": "an H100", "vllm": "1"}
+    assert content["rows"][2]["failed"] == {"case": "RuntimeError: records were lost"}
+    run(HEAD)
+    assert ran == [2, 1, 3, 3]
+    run(HEAD, "m=1")
+    assert ran[4:] == [1]
+    for other in ({"digest": "e"}, {"versions": {"gpu": "an H200"}}):
+        assert len(run(HEAD | other, "m=1")["rows"]) == 1
+        path.write_text(json.dumps(content))
+
+
+def test_whole_models_of_several_processes_share_rows(tmp_path):
+    file = peers.File(tmp_path / "peers.json", HEAD)
+
+    def ours():
+        steps = [
+            {"what": "decode", "batch": b, "prompt": p, "ms": 2.0, "tokens_s": 5.0, "kernels": 700}
+            for b, p in peers.STEPS
+        ]
+        return [*steps, {"what": "prefill", "batch": 1, "prompt": 512, "ms": 9.0, "tokens_s": 1.0}]
+
+    def engine():
+        raise RuntimeError("no memory")
+
+    peers.measure_whole_models(file, {"fp8moe": ours, "vllm": engine})
+    rows = json.loads(file.path.read_text())["rows"]
+    assert len(rows) == len(peers.WHOLE_MODEL)
+    assert rows[0]["ms"] == {"fp8moe": 2.0} and rows[0]["kernels_a_step"] == {"fp8moe": 700}
+    assert rows[0]["failed"] == {"vllm": "RuntimeError: no memory"}
+    assert rows[-1]["failed"]["fp8moe"] == "it did not measure this"
+
+
+def test_kernels_of_calls_in_turn_are_told_apart():
+    events, clock = [], 0
+    for repeat in range(3):
+        for name, duration in (("a", 4_000 + repeat), ("b", 9_000)):
+            for kernel, took in (("fill", 60_000), (name, duration), ("tail", 1_000)):
+                events.append(timing.KernelEvent(kernel, clock, took))
+                clock += took + 10
+    first, second = timing.attribute(events, "fill", calls=2, repeats=3, in_turn=True)
+    assert (first.kernels, second.kernels) == (("a", "tail"), ("b", "tail"))
+    assert (first.median_us, second.median_us) == (5.001, 10.0)
+    assert second.places_us == ((0.0, 9.0), (9.01, 10.01))
+
+
+def test_the_gemms_of_a_layer_are_found_among_its_kernels():
+    kernels = [("sort", 0, 1), ("gemm", 2, 9), ("gemm", 8, 12), ("combine", 12, 13)]
+    assert peers.gemms_in_layer(kernels) == 10
+    with pytest.raises(RuntimeError, match="two GEMMs"):
+        peers.gemms_in_layer(kernels[1:2])
