@@ -31,10 +31,8 @@ docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: .venv/.installed
-	$(BIN)/python -m benchmarks.gemm
+	$(BIN)/python -m benchmarks.peers --out benchmarks/results/peers.json
 	$(BIN)/python -m benchmarks.quantize
-	$(BIN)/python -m benchmarks.grouped_gemm
-	$(BIN)/python -m benchmarks.experts
 	$(BIN)/python -m benchmarks.transpose
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.mqa

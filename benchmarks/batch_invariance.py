@@ -1,6 +1,7 @@
 """What batch invariance costs: `python -m benchmarks.batch_invariance [--out DIR]`.
 
-Every stored dense shape, and the experts of two models, as they are and inside of `fp8moe.batch_invariant`, in turn.
+Every dense shape of `benchmarks.shapes`, and the experts of two models, as they are and inside of
+`fp8moe.batch_invariant`, in turn.
 `parts` is how many parts of K are summed one by one there; `ratio` is the mode's time over the usual one, less is
 better. That results have the same bits is tests/gpu/test_batch_invariance.py's.
 """
@@ -11,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 import fp8moe
-from benchmarks import baselines, command, experts, operands, timing
-from benchmarks.baselines import MODELS
+from benchmarks import command, operands, timing
 from benchmarks.report import Threshold, format_kinds, geomean, select
+from benchmarks.shapes import DENSE_SHAPES, MODELS
 from fp8moe.kernels.gemm.tiles import invariant_parts
 
 DENSE_M = (1, 16, 64, 512, 4096)
@@ -45,8 +46,7 @@ def dense_calls(m: int, n: int, k: int) -> Calls:
 
 def experts_calls(layer: fp8moe.GroupedExperts, name: str, tokens: int) -> Calls:
     model = MODELS[name]
-    index = experts.route(model, tokens, baselines.active_experts(name, tokens))
-    inputs = experts.random_inputs(model, index)
+    inputs = operands.experts_inputs(model, operands.route(model, tokens))
     return Calls({"what": "experts", "model": name, "tokens": tokens}, lambda: layer(*inputs))
 
 
@@ -76,9 +76,9 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
 def run() -> dict:
     """Times all problems; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
-    rows = measure([dense_calls(m, n, k) for n, k in baselines.DENSE_SHAPES for m in DENSE_M])
+    rows = measure([dense_calls(m, n, k) for n, k in DENSE_SHAPES for m in DENSE_M])
     for name in EXPERTS:
-        layer = experts.make_layer(MODELS[name])
+        layer = operands.experts_layer(MODELS[name])
         rows += measure([experts_calls(layer, name, tokens) for tokens in TOKENS])
     return command.result(gpu, rows, thresholds(rows))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8moe
-from benchmarks import baselines
+from benchmarks import shapes
 from fp8moe import FP8Tensor
 
 FP8_MAX = 448.0
@@ -126,7 +126,7 @@ def gemm(
 
 
 def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
-    """The yardstick: cuBLAS with one scale for each whole operand."""
+    """cuBLAS with one scale for each whole operand, which no revision of fp8moe changes."""
     one = torch.ones((), device=make.device)
     options = {"scale_a": one, "scale_b": one / STD, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
@@ -409,7 +409,8 @@ def _plain_swiglu(operator: Callable) -> tuple[str | int | None, ...]:
     return ("silu",) if "activation" in names else (None, None)
 
 
-YARDSTICK_M = (128, 4096)
+CUBLAS_M = (128, 4096)
+LAYER_TOKENS = (1, 8, 64, 512, 8192)
 QUANTIZERS = ("quantize_1x128", "quantize_128x128", "quantize_128x1")
 LAYERS = {
     "linear": linear,
@@ -451,41 +452,43 @@ def build(case: Case, make: Operands) -> Callable:
 
 
 def timed() -> list[Case]:
-    """The cases with stored baselines, and beside them what else a layer calls. The digest records them."""
+    """The cases of `benchmarks.shapes`, and beside them what else a layer calls. The digest records them."""
     found = []
 
     def add(op: str, **sizes: object) -> None:
         found.append(Case(op, sizes))
 
-    for case in baselines.cases("gemm"):
-        add("gemm", **case.sizes)
-        if case.sizes["m"] in YARDSTICK_M:
-            add("cublas", **case.sizes)
+    for sizes in shapes.GEMM:
+        add("gemm", **sizes)
+        if sizes["m"] in CUBLAS_M:
+            add("cublas", **sizes)
     add("gemm", m=4096, n=4096, k=7168, out_dtype="float32")
     add("gemm", m=64, n=4096, k=7168, bias="bfloat16")
     for m in (1, 64, 4096):
         add("gemm", m=m, n=4096, k=7168, c="apart")
-    for case in baselines.cases("grouped_gemm"):
-        add("grouped_gemm", **case.sizes)
-    for case in baselines.cases("grouped_gemm_masked"):
-        add("grouped_gemm_masked", **case.sizes, max_m=4096 if case.sizes["mean_rows"] >= 192 else 1024)
-    for case in baselines.cases("grouped_gemm_k"):
-        add("grouped_gemm_k", **case.sizes)
-        add("grouped_gemm_k", **case.sizes, add=True)
-    for case in baselines.cases("mqa_logits"):
-        add("mqa_logits", queries=case.sizes["s"], tokens=case.sizes["t"])
-    for case in baselines.cases("paged_mqa_logits"):
-        add("paged_mqa_logits", **case.sizes)
+    for sizes in shapes.GROUPED:
+        add("grouped_gemm", **sizes)
+    for sizes in shapes.MASKED:
+        plain = {name: size for name, size in sizes.items() if name != "expected_m"}
+        add("grouped_gemm_masked", **plain, max_m=shapes.room(sizes["mean_rows"]))
+    for sizes in shapes.ALONG_K:
+        add("grouped_gemm_k", **sizes)
+        add("grouped_gemm_k", **sizes, add=True)
+    for sizes in shapes.SCORES:
+        add("mqa_logits", **sizes)
+    for sizes in shapes.PAGED_SCORES:
+        add("paged_mqa_logits", **sizes)
     for op in QUANTIZERS:
         for m in (64, 4096, 65536):
             add(op, m=m, k=7168)
     for m in (1, 64, 4096):
         add("linear", m=m, n=7168, k=2048)
     add("linear_training", m=8192, n=4096, k=7168)
-    for case in baselines.cases("experts"):
-        add("experts", **baselines.MODELS[case.sizes["model"]]._asdict(), tokens=case.sizes["tokens"])
-    add("experts_training", **baselines.MODELS["qwen3_30b"]._asdict(), tokens=4096)
-    add("experts_training", **baselines.MODELS["dsv3_ep8"]._asdict(), tokens=8192)
+    for model in shapes.MODELS.values():
+        for tokens in LAYER_TOKENS:
+            add("experts", **model._asdict(), tokens=tokens)
+    add("experts_training", **shapes.MODELS["qwen3_30b"]._asdict(), tokens=4096)
+    add("experts_training", **shapes.MODELS["dsv3_ep8"]._asdict(), tokens=8192)
     return found
 
 
@@ -496,7 +499,7 @@ def more_timed() -> list[Case]:
     def add(op: str, **sizes: object) -> None:
         found.append(Case(op, sizes))
 
-    model = baselines.MODELS["dsv3_ep8"]
+    model = shapes.MODELS["dsv3_ep8"]
     hidden, intermediate, experts, top_k = model
     for tokens in (1, 128):
         add("append_kv", tokens=tokens, per_block=1)
@@ -516,16 +519,14 @@ def more_timed() -> list[Case]:
     for op in ("swiglu_quantize", "swiglu_backward_quantize"):
         add(op, groups=experts, mean_rows=tokens * top_k // experts, intermediate=intermediate)
     # What these leave alone holds anything, so that their results may differ.
-    for case in baselines.cases("mqa_logits"):
-        add("mqa_logits", queries=case.sizes["s"], tokens=case.sizes["t"], fill_masked=False)
-    for case in baselines.cases("paged_mqa_logits"):
-        add("paged_mqa_logits", **case.sizes, fill_masked=False)
+    for sizes in shapes.SCORES:
+        add("mqa_logits", **sizes, fill_masked=False)
+    for sizes in shapes.PAGED_SCORES:
+        add("paged_mqa_logits", **sizes, fill_masked=False)
     add("paged_mqa_logits", batch=64, context=2552, next_n=1, max_context_len=131072)
-    timed_experts = {(case.sizes["model"], case.sizes["tokens"]) for case in baselines.cases("experts")}
-    for name, sizes in baselines.MODELS.items():
-        for tokens in (1, 8, 32, 64, 128, 512, 2048, 8192):
-            if (name, tokens) not in timed_experts:
-                add("experts", **sizes._asdict(), tokens=tokens)
+    for other in shapes.MODELS.values():
+        for tokens in (32, 128, 2048):
+            add("experts", **other._asdict(), tokens=tokens)
     add("linear_training", m=8192, n=4096, k=7168, master_dtype="float32")
     add("experts_training", **model._asdict(), tokens=8192, master_dtype="float32")
     return found

@@ -34,12 +34,6 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     return made
 
 
-def add_rest(parser: argparse.ArgumentParser) -> None:
-    """The option --no-rest. Large products are limited by power, the more the longer the GPU was busy."""
-    text = "idle before each case, or run it for a second instead, so that power limits the clock"
-    parser.add_argument("--rest", action=argparse.BooleanOptionalAction, default=True, help=text)
-
-
 def finish(path: Path, result: dict, *tables: str) -> None:
     """Writes a result, and prints the tables and its thresholds."""
     write_json(path, result)

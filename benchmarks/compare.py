@@ -34,7 +34,7 @@ from benchmarks.report import Threshold, format_table, format_value, geomean
 ROOT = Path(__file__).resolve().parent.parent
 TURNS, REPEATS = 2, 15
 GEOMEAN, LEAST = 0.995, 0.97
-YARDSTICK = "cublas"
+CONTROL = "cublas"
 WIDTH = 80  # of a case's name in a line
 SLOWEST = 10
 
@@ -164,11 +164,11 @@ def compare(
 
 
 def with_tiles(cases: Iterable[Case], tiles: Sequence[str]) -> list[Case]:
-    """The GEMMs without addends among the cases, each with every tile; the yardstick stays as it is."""
+    """The GEMMs without addends among the cases, each with every tile; the control stays as it is."""
     plain = {"gemm": {"m", "n", "k"}, "grouped_gemm": {"groups", "mean_rows", "n", "k"}}
     found = []
     for case in cases:
-        if case.op == YARDSTICK:
+        if case.op == CONTROL:
             found.append(case)
         elif case.sizes.keys() == plain.get(case.op):
             found += [Case(case.op, case.sizes | {"tile": tile}) for tile in tiles]
@@ -186,15 +186,15 @@ def format_row(row: dict) -> str:
 
 
 def compared(rows: Iterable[dict]) -> list[dict]:
-    """The rows that count: those that both could run, without the yardstick."""
-    return [row for row in rows if "ratio" in row and row["op"] != YARDSTICK]
+    """The rows that count: those that both could run, without the control."""
+    return [row for row in rows if "ratio" in row and row["op"] != CONTROL]
 
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
-    """For each op, and for all but the yardstick: number of cases, ratios, and how many results are equal."""
+    """For each op, and for all but the control: number of cases, ratios, and how many results are equal."""
     groups = {op: [row for row in rows if row["op"] == op and "ratio" in row] for op in {row["op"]: 0 for row in rows}}
     lines = []
-    for name, group in (groups | {f"all but {YARDSTICK}": compared(rows)}).items():
+    for name, group in (groups | {f"all but {CONTROL}": compared(rows)}).items():
         if ratios := [row["ratio"] for row in group]:
             means = {"geomean": f"{geomean(ratios):.3f}", "least": f"{min(ratios):.3f}"}
             lines.append({"op": name, "cases": len(group), **means, "equal": sum(row["equal"] for row in group)})
@@ -202,7 +202,7 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
 
 
 def thresholds(rows: Sequence[dict], geomean_limit: float, least_limit: float) -> list[Threshold]:
-    """What decides: geometric mean and least of the ratios of all cases but the yardstick's, and that none failed."""
+    """What decides: geometric mean and least of the ratios of all cases but the control's, and that none failed."""
     ratios = [row["ratio"] for row in compared(rows)]
     found = [
         Threshold("cases that failed", sum("error" in row for row in rows), 0),

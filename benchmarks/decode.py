@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import baselines, command, timing
+from benchmarks import command, roofline, timing
 from benchmarks.report import Threshold, format_table, select
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe.integrations.decode import GraphDecoder
@@ -154,7 +154,7 @@ def measure_decode(model: Any, batch: int, prompt: int) -> dict:
     step = step_seconds(decoder, prompts)
     kernels, kinds = shares(decoder.steps[batch].replay)
     cached = decoder.stats().cache_bytes * (prompt + MANY / 2) / (prompt + ROOM)
-    floor = step_bytes(model, prompts, cached) / (1e12 * baselines.copy_tbps())
+    floor = step_bytes(model, prompts, cached) / (1e12 * roofline.copy_tbps())
     decoder.close()
     rates = {"ms": 1000 * step, "tokens_s": batch / step, "floor_ms": 1000 * floor, "x_floor": step / floor}
     return {"what": "decode", "batch": batch, "prompt": prompt, **rates, "kernels": kernels, **kinds}

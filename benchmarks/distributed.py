@@ -39,11 +39,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks import command, node, timing
-from benchmarks.baselines import MODELS
 from benchmarks.decode import ROOM, random_prompts, step_seconds
 from benchmarks.node import DEVICE
 from benchmarks.report import Threshold, format_kinds, select, write_json
 from benchmarks.roofline import MANY, predicted
+from benchmarks.shapes import MODELS
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe import GroupedExperts
 from fp8moe.distributed import ExpertParallel

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import baselines, command, experts, timing
-from benchmarks.baselines import MODELS, Model
+from benchmarks import command, operands, timing
 from benchmarks.report import Threshold, format_kinds, select
-from benchmarks.training import MAX_DIFFERENCE, Pass, capture, largest_difference
+from benchmarks.shapes import MODELS, Model
+from benchmarks.timing import capture
+from benchmarks.training import MAX_DIFFERENCE, Pass, largest_difference
 from fp8moe import GroupedExperts
 
 CASES = ("dsv3_ep8", "qwen3_30b")
@@ -53,12 +54,12 @@ def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
     return LoraExperts(layer, "default", config, r=rank, lora_alpha=rank, target_name="experts")
 
 
-def passes(model: Model, tokens: int, active: int | None, rank: int, *, device: str = "cuda") -> dict[str, Pass]:
+def passes(model: Model, tokens: int, rank: int, *, device: str = "cuda") -> dict[str, Pass]:
     """Of frozen experts, of the same with adapters, and of others into which these were merged."""
-    frozen = experts.make_layer(model, device=device)
+    frozen = operands.experts_layer(model, device=device)
     adapted = adapt(frozen, rank)
     merged = copy.deepcopy(adapted).unload_and_optionally_merge_module(True, False, None)
-    x, index, weights = experts.random_inputs(model, experts.route(model, tokens, active), device=device)
+    x, index, weights = operands.experts_inputs(model, operands.route(model, tokens), device=device)
     inputs = (x.requires_grad_(), index, weights.requires_grad_())
     gradient = torch.randn_like(x)
     layers = {"frozen": frozen, "lora": adapted, "merged": merged}
@@ -113,7 +114,7 @@ def step(of: Pass) -> tuple[Tensor, ...]:
 
 def measure(name: str, *, tokens: int = TOKENS, rank: int = RANK) -> dict[str, Measurement]:
     model = MODELS[name]
-    found = passes(model, tokens, baselines.active_experts(name, tokens), rank)
+    found = passes(model, tokens, rank)
     difference = check(found)
     del found["merged"]
     memory = {impl: measure_step(of) for impl, of in found.items()}

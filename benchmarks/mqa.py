@@ -1,12 +1,9 @@
-"""Index scores against the baselines: `python -m benchmarks.mqa [--only PART ...] [--out DIR]`.
+"""Index scores beside `benchmarks.peers`: `python -m benchmarks.mqa [--only PART ...] [--out DIR]`.
 
-- `mqa_logits`: prefill of the last `q_tokens` of `kv_tokens`, causal. `vs_deep_gemm` is DeepGEMM's time over ours; more
-  is better. The thresholds take rows that fill with -inf what a query does not see; those that leave it alone, compared
-  with DeepGEMM doing the same, show its cost.
-- `paged_mqa_logits`: decoding over a paged cache with shuffled blocks. `gbps` counts keys with their scales, logits and
-  queries. Beside the stored contexts of one length: a long one among short ones, and as many tokens in equal contexts.
-- `uneven`: for the former the time over that of its bytes at the bandwidth of stored even contexts (`over_bytes`),
-  and over the time of the equal contexts, which move the same bytes (`over_even`).
+- `paged_mqa_logits`: decoding over a paged cache with shuffled blocks, a long context among short ones, and as many
+  tokens in equal contexts. `gbps` counts keys with their scales, logits and queries.
+- `uneven`: for the former the time over that of its bytes at the bandwidth of EVEN (`over_bytes`), and over the time of
+  the equal contexts, which move the same bytes (`over_even`).
 - `append_kv`: quantizing keys into the cache, against the bandwidth of a copy.
 - `topk`: torch.topk of such logits, with sorted values and without.
 - `overlap`: share of the top-k keys by float32 scores of unquantized queries and keys that FP8 picks too: normal data.
@@ -22,36 +19,31 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import baselines, command, timing
+from benchmarks import command, timing
 from benchmarks.mqa_cases import (
     MAX_ERROR,
     Batch,
-    Prefill,
     blocks_of,
     filled_cache,
     paged_work,
-    prefill_work,
     prepare_append,
     prepare_paged,
-    prepare_prefill,
     quantized_keys,
     scores,
 )
-from benchmarks.report import Threshold, format_kinds, geomean, select
+from benchmarks.report import Threshold, format_kinds, select
+from benchmarks.roofline import TFLOPS, copy_tbps
 from fp8moe import mqa_logits, quantize_1x128
 from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS
 
-HEADS, HEAD_DIM = 64, 128  # of DeepSeek-V3.2, and of all baselines
-TFLOPS = 1490.0  # what FP8 tensor cores reach: cuBLAS, 8192 cubed
 MIN_OVERLAP = 0.93
 APPENDS = {1: 1, 128: 1, 8192: BLOCK_TOKENS, 65536: BLOCK_TOKENS}  # tokens, and how many of them come to one block
 TOPK = ((128, 65536, 2048), (2048, 16384, 2048))  # rows, columns, k
 OVERLAP = {"tokens": 16384, "queries": 64, "heads": 64, "head_dim": 128, "top_k": 2048}
 COLUMNS = {
-    "mqa_logits": ("q_tokens", "kv_tokens", "fill_masked", "us", "tflops", "floor_us", "vs_deep_gemm", "error"),
     "paged_mqa_logits": (
         *("batch", "context", "tokens", "next_n", "fill_masked"),
-        *("us", "gbps", "floor_us", "vs_deep_gemm", "error"),
+        *("us", "gbps", "floor_us", "error"),
     ),
     "uneven": ("batch", "context", "fill_masked", "us", "bytes_us", "over_bytes", "even_us", "over_even"),
     "append_kv": ("tokens", "head_dim", "us", "gbps", "of_copy"),
@@ -67,17 +59,6 @@ UNEVEN = tuple(
 )
 
 
-def stored_prefills() -> list[Prefill]:
-    """The baselines' cases of mqa_logits."""
-    return [Prefill(*case.sizes.values(), HEADS, HEAD_DIM) for case in baselines.cases("mqa_logits")]
-
-
-def stored_batches() -> list[Batch]:
-    """The baselines' cases of paged_mqa_logits."""
-    sizes = [case.sizes.values() for case in baselines.cases("paged_mqa_logits")]
-    return [Batch((context,) * batch, next_n, HEADS, HEAD_DIM, context) for batch, context, next_n in sizes]
-
-
 def uneven_batches() -> list[Batch]:
     """The uneven and the even batch of as many tokens, with -inf filled in and without."""
     return [batch._replace(fill_masked=fill_masked) for batch in UNEVEN for fill_masked in (True, False)]
@@ -85,31 +66,12 @@ def uneven_batches() -> list[Batch]:
 
 def rates(flops: int, moved: int, us: float) -> dict:
     """Operations and bytes over time, and the least time for both in microseconds."""
-    floor = max(flops / TFLOPS, moved / baselines.copy_tbps()) / 1e6
+    floor = max(flops / TFLOPS, moved / copy_tbps()) / 1e6
     return {"tflops": flops / us / 1e6, "gbps": moved / us / 1e3, "floor_us": floor}
 
 
-def make_prefill_row(case: Prefill, fill_masked: bool, timed: timing.Timing, error: float) -> dict:
-    us = timed.median_us
-    baseline = baselines.get("mqa_logits", *case[:2]) if case[2:] == (HEADS, HEAD_DIM) else None
-    name = "deep_gemm" if fill_masked else "deep_gemm_no_fill"
-    return {
-        "what": "mqa_logits",
-        **case._asdict(),
-        "fill_masked": fill_masked,
-        "us": us,
-        "mean_us": timed.mean_us,
-        **rates(*prefill_work(case, fill_masked), us),
-        "vs_deep_gemm": baseline and baseline.over(us, name),
-        "error": error,
-        "kernels": len(timed.kernels),
-    }
-
-
 def make_paged_row(batch: Batch, timed: timing.Timing, error: float) -> dict:
-    us, baseline = timed.median_us, None
-    if batch in stored_batches():
-        baseline = baselines.get("paged_mqa_logits", len(batch.contexts), batch.max_context_len, batch.next_n)
+    us = timed.median_us
     return {
         "what": "paged_mqa_logits",
         "batch": len(batch.contexts),
@@ -119,7 +81,6 @@ def make_paged_row(batch: Batch, timed: timing.Timing, error: float) -> dict:
         "us": us,
         "mean_us": timed.mean_us,
         **rates(*paged_work(batch), us),
-        "vs_deep_gemm": baseline and baseline.over(us),
         "error": error,
         "kernels": len(timed.kernels),
     }
@@ -146,17 +107,12 @@ def make_copy_row(what: str, sizes: Mapping[str, object], moved: int, timed: tim
     """One measurement of something that moves bytes, with its bandwidth over that of a copy."""
     gbps = moved / timed.median_us / 1e3
     times = {"us": timed.median_us, "mean_us": timed.mean_us, "gbps": gbps}
-    return {"what": what, **sizes, **times, "of_copy": gbps / 1e3 / baselines.copy_tbps()}
+    return {"what": what, **sizes, **times, "of_copy": gbps / 1e3 / copy_tbps()}
 
 
 def thresholds(rows: Sequence[dict]) -> list[Threshold]:
     """The thresholds whose cases are all among the rows, and those on the errors and the overlap of what there is."""
     found = []
-    for op, limit, aim in (("mqa_logits", 1.0, 1.15), ("paged_mqa_logits", 1.03, 1.1)):
-        ratios = [row["vs_deep_gemm"] for row in select(rows, op) if row["vs_deep_gemm"] and row["fill_masked"]]
-        if len(ratios) == len(baselines.cases(op)):
-            name = f"{op}, {len(ratios)} shapes, geomean of DeepGEMM / ours"
-            found.append(Threshold(name, geomean(ratios), limit, aim, at_least=True))
     for row in select(rows, "uneven"):
         logits = "-inf filled in" if row["fill_masked"] else "no -inf"
         name = f"paged_mqa_logits, one long context among short ones, {logits}, time over that of its bytes"
@@ -167,13 +123,6 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
         name = f"mqa, overlap of the top {row['top_k']} of {row['tokens']} tokens with float32 scores"
         found.append(Threshold(name, row["overlap"], MIN_OVERLAP, at_least=True))
     return found
-
-
-def run_prefill(cases: Sequence[Prefill], *, device: str = "cuda") -> list[dict]:
-    prepared = [one for case in cases for one in prepare_prefill(case, device=device)]
-    timings = timing.measure([one.call for one in prepared])
-    keys = [(case, fill_masked) for case in cases for fill_masked in (True, False)]
-    return [make_prefill_row(*key, timed, one.error) for key, timed, one in zip(keys, timings, prepared, strict=True)]
 
 
 def run_paged(batches: Sequence[Batch], *, device: str = "cuda") -> list[dict]:
@@ -240,8 +189,7 @@ def run_overlap(
 
 
 PARTS = {
-    "mqa_logits": lambda: run_prefill(stored_prefills()),
-    "paged_mqa_logits": lambda: run_paged([*stored_batches(), *uneven_batches()]),
+    "paged_mqa_logits": lambda: run_paged([EVEN, *uneven_batches()]),
     "append_kv": lambda: run_append(APPENDS, 128),
     "topk": lambda: run_topk(TOPK),
     "overlap": lambda: run_overlap(**OVERLAP),
@@ -256,7 +204,7 @@ def run(parts: Sequence[str] = tuple(PARTS)) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command.parser("mqa", "index scores against the baselines")
+    parser = command.parser("mqa", "index scores, their cache and top-k")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
     args = parser.parse_args(argv)
     result = run(args.only)

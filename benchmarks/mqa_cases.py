@@ -8,20 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import operands
-from fp8moe import FP8Tensor, mqa_logits, paged_mqa_logits, quantize_1x128
+from fp8moe import FP8Tensor, paged_mqa_logits, quantize_1x128
 from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS, append_kv, new_kv_cache, read_kv
 
 MAX_ERROR = 1e-3
-SAMPLED_QUERIES = 16
-
-
-class Prefill(NamedTuple):
-    """The last q_tokens queries over kv_tokens keys, each of which sees its own key and those before it."""
-
-    q_tokens: int
-    kv_tokens: int
-    heads: int
-    head_dim: int
 
 
 class Batch(NamedTuple):
@@ -47,16 +37,8 @@ class Prepared(NamedTuple):
     error: float
 
 
-def prefill_work(case: Prefill, fill_masked: bool) -> tuple[int, int]:
-    """Operations and bytes of one call: keys with their scales and queries read once, logits written once."""
-    q_tokens, kv_tokens, heads, head_dim = case
-    pairs = q_tokens * (kv_tokens - q_tokens + 1) + q_tokens * (q_tokens - 1) // 2
-    logits = q_tokens * kv_tokens if fill_masked else pairs
-    return 2 * heads * head_dim * pairs, kv_tokens * (head_dim + 4) + 4 * logits + q_tokens * heads * head_dim
-
-
 def paged_work(batch: Batch) -> tuple[int, int]:
-    """The same of one decoding step."""
+    """Operations and bytes of one decoding step: keys with their scales and queries read once, logits written once."""
     rows, pairs = len(batch.visible), sum(batch.visible)
     logits = rows * batch.max_context_len if batch.fill_masked else pairs
     keys = sum(batch.contexts) * (batch.head_dim + 4)
@@ -97,21 +79,6 @@ def quantized_keys(keys: Tensor) -> FP8Tensor:
     """Keys (T, D) as e4m3 with one scale each, (T,)."""
     data, scale = quantize_1x128(keys)
     return FP8Tensor(data, scale[:, 0])
-
-
-def prepare_prefill(case: Prefill, *, device: str = "cuda") -> list[Prepared]:
-    """The calls with and without -inf filled in. RuntimeError if a result is wrong."""
-    q, weights = quantized_queries(case.q_tokens, case.heads, case.head_dim, device=device)
-    kv = quantized_keys(torch.randn(case.kv_tokens, case.head_dim, device=device, dtype=torch.bfloat16))
-    starts = torch.zeros(case.q_tokens, dtype=torch.int32, device=device)
-    ends = torch.arange(case.q_tokens, dtype=torch.int32, device=device) + (case.kv_tokens - case.q_tokens + 1)
-    exact = {}
-    for row in {i * (case.q_tokens - 1) // (SAMPLED_QUERIES - 1) for i in range(SAMPLED_QUERIES)}:
-        end = case.kv_tokens - case.q_tokens + 1 + row
-        score = scores(q[row].double(), kv.data[:end].double(), weights[row].double())
-        exact[row] = score * kv.scale[:end].double()
-    calls = [partial(mqa_logits, q, kv, weights, starts, ends, fill_masked=fill) for fill in (True, False)]
-    return [Prepared(call, check(call(), ends, exact, **call.keywords)) for call in calls]
 
 
 def filled_cache(num_blocks: int, head_dim: int, *, device: str = "cuda") -> Tensor:

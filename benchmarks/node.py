@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import baselines, timing
+from benchmarks import roofline, timing
 from benchmarks.decode import MANY, PROFILED, ROOM, step_bytes, step_seconds
 from benchmarks.whole_models import WHOLE, build
 from fp8moe.integrations.decode import GraphDecoder
@@ -39,7 +39,7 @@ def measure(batches: Sequence[int] = BATCHES, **changes: Any) -> Iterator[dict]:
             same = same_everywhere(decoder.generate(prompts, max_new_tokens=CHECKED, eos_token_id=()))
         step = largest(step_seconds(decoder, prompts))
         cached = cache_bytes([decoder.steps[batch].cache]) * (PROMPT + MANY / 2) / (PROMPT + ROOM)
-        floor = largest(step_bytes(model, prompts, cached) / (1e12 * baselines.copy_tbps()))
+        floor = largest(step_bytes(model, prompts, cached) / (1e12 * roofline.copy_tbps()))
         rates = {"ms": 1e3 * step, "tokens_s": batch / step, "floor_ms": 1e3 * floor, "x_floor": step / floor}
         memory = {"weights_gb": weights / 1e9, "free_gb": -largest(-torch.cuda.mem_get_info()[0]) / 1e9}
         yield {"what": "node", "batch": batch, "prompt": PROMPT, **rates, "same": same, **memory}

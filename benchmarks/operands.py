@@ -1,10 +1,9 @@
 """Operands of random normal data, and float64 arithmetic over the quantized values."""
 
-from functools import partial
-
 import torch
 
-from fp8moe import FP8Tensor, quantize_1x128, quantize_128x128
+from benchmarks.shapes import Model
+from fp8moe import FP8Tensor, GroupedExperts, quantize_1x128, quantize_128x128
 from fp8moe.quant.formats import BLOCK, FP8_MAX, ceil_div, empty_mn_major
 
 # Standard deviation of the E4M3 values to which normal data is quantized in blocks of 128x128.
@@ -53,13 +52,28 @@ def exact(tensor: FP8Tensor) -> torch.Tensor:
     return data.double() * scale.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
 
 
-def yardstick(a: torch.Tensor, b: torch.Tensor) -> partial:
-    """The call of cuBLAS that multiplies E4M3 a (M, K) by b (N, K) with one scale for all of each, into bfloat16.
+def experts_layer(model: Model, *, device: str = "cuda") -> GroupedExperts:
+    """Experts with normal weights, scaled to keep the variance."""
+    hidden, intermediate, experts, _ = model
+    sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate}
+    layer = GroupedExperts(**sizes, device="meta")
+    up = random_experts(experts, 2 * intermediate, hidden, std=hidden**-0.5, device=device)
+    down = random_experts(experts, hidden, intermediate, std=intermediate**-0.5, device=device)
+    layer.load_state_dict(dict(zip(layer.weight_names, (*up, *down), strict=True)), assign=True)
+    return layer
 
-    Its time is stored beside those of the baselines: what a GPU makes of a product without block scales.
-    """
-    one = torch.ones((), device=a.device)
-    return partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+def route(model: Model, tokens: int) -> torch.Tensor:
+    """top_k different experts for each token, drawn uniformly, always the same: (tokens, top_k) on the CPU."""
+    scores = torch.rand(tokens, model.experts, generator=torch.Generator().manual_seed(0))
+    return scores.topk(model.top_k).indices
+
+
+def experts_inputs(model: Model, index: torch.Tensor, *, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    """Random hidden states (T, H), `index` (T, K) on the device, and normalised weights (T, K)."""
+    x = torch.randn(len(index), model.hidden, dtype=torch.bfloat16, device=device)
+    weights = torch.rand(index.shape, device=device) + 0.1
+    return x, index.to(device), weights / weights.sum(-1, keepdim=True)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -42,11 +42,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import adapters, command, mqa_cases, operands, timing
+from benchmarks import adapters, command, mqa_cases, operands, roofline, shapes, timing
 from benchmarks.adapters import Call
 from benchmarks.calls import group_sizes
 from benchmarks.report import format_value, write_json
-from benchmarks.shapes import DENSE_M, DENSE_SHAPES, MODELS, Model
+from benchmarks.shapes import MODELS, Model
 from fp8moe import (
     FP8Tensor,
     GroupedExperts,
@@ -70,7 +70,7 @@ MAX_DIFFERENCE = {"layer": 0.1}  # of relative Frobenius norms: activations betw
 MAX_DIFFERENCE_OF_GEMMS = 1e-2
 HEADS, HEAD_DIM = 64, 128  # of DeepSeek-V3.2's indexer
 TOKENS = (1, 8, 64, 512, 2048, 8192)
-EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
+SKEW, SKEWED = 0.6, ("dsv3_ep8", 2048)  # of the assignments; model and tokens
 STEPS = ((1, 512), (8, 512), (64, 512))  # sequences and tokens of each prompt
 PREFILL = (4, 4096)
 
@@ -125,8 +125,8 @@ def plain_groups(a: FP8Tensor, b: FP8Tensor, sizes: Sequence[int]) -> Call:
 def make_masked(
     groups: int, mean_rows: int, n: int, k: int, expected_m: int, *, max_m: int = 0, device: str = "cuda"
 ) -> Makers:
-    """max_m: rows that a group has room for; 0: 4096 for groups of many rows, else 1024."""
-    max_m = max_m or (4096 if mean_rows >= 192 else 1024)
+    """max_m: rows that a group has room for; 0: those of `shapes.room`."""
+    max_m = max_m or shapes.room(mean_rows)
     sizes = group_sizes(groups, mean_rows)
     data = operands.random_rows(groups * max_m, k, device=device).data.view(groups, max_m, k)
     scale = empty_mn_major((groups, max_m, ceil_div(k, BLOCK)), device=device).uniform_(0.005, 0.015)
@@ -156,12 +156,12 @@ def make_along_k(groups: int, m: int, n: int, total_k: int, *, device: str = "cu
     }
 
 
-def make_mqa(q_tokens: int, kv_tokens: int, fill: bool, *, device: str = "cuda") -> Makers:
-    q, weights = mqa_cases.quantized_queries(q_tokens, HEADS, HEAD_DIM, device=device)
-    kv = mqa_cases.quantized_keys(torch.randn(kv_tokens, HEAD_DIM, device=device, dtype=torch.bfloat16))
-    starts = torch.zeros(q_tokens, dtype=torch.int32, device=device)
-    ends = torch.arange(q_tokens, dtype=torch.int32, device=device) + (kv_tokens - q_tokens + 1)
-    seen = torch.arange(kv_tokens, device=device) < ends[:, None]
+def make_mqa(queries: int, tokens: int, fill: bool, *, device: str = "cuda") -> Makers:
+    q, weights = mqa_cases.quantized_queries(queries, HEADS, HEAD_DIM, device=device)
+    kv = mqa_cases.quantized_keys(torch.randn(tokens, HEAD_DIM, device=device, dtype=torch.bfloat16))
+    starts = torch.zeros(queries, dtype=torch.int32, device=device)
+    ends = torch.arange(queries, dtype=torch.int32, device=device) + (tokens - queries + 1)
+    seen = torch.arange(tokens, device=device) < ends[:, None]
     ours = partial(mqa_logits, q, kv, weights, starts, ends, fill_masked=fill)
     return {
         "fp8moe": lambda: Call(ours, lambda out: out.masked_fill(~seen, 0)),
@@ -251,36 +251,19 @@ class Weights(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def weights_of(model: Model, device: str) -> Weights:
-    hidden, intermediate, count, _ = model
-    layer = GroupedExperts(
-        num_experts=count, hidden_size=hidden, intermediate_size=intermediate, device=torch.device("meta")
-    )
-    up = operands.random_experts(count, 2 * intermediate, hidden, std=hidden**-0.5, device=device)
-    down = operands.random_experts(count, hidden, intermediate, std=intermediate**-0.5, device=device)
-    layer.load_state_dict(dict(zip(layer.weight_names, (*up, *down), strict=True)), assign=True)
+    layer = operands.experts_layer(model, device=device)
     there = adapters.installed("transformers")
     return Weights(layer, adapters.dequantized_experts(layer, model) if there else None)
 
 
-def routing(model: Model, tokens: int, *, device: str = "cuda") -> tuple[Tensor, Tensor]:
-    """top_k different experts for each token, drawn uniformly, and their weights (tokens, top_k)."""
-    generator = torch.Generator().manual_seed(0)
-    index = torch.rand(tokens, model.experts, generator=generator).topk(model.top_k).indices
-    weights = torch.rand(index.shape, generator=generator) + 0.1
-    return index.to(device), (weights / weights.sum(-1, keepdim=True)).to(device)
-
-
-def capture(call: Callable[[], object]) -> Callable[[], None]:
-    """The replay of a CUDA graph of a call that has run before, after runs on another stream, as PyTorch asks for."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+def route(model: Model, tokens: int, routing: str) -> Tensor:
+    """Experts (tokens, top_k) of tokens: "random", or "skewed" with SKEW of all assignments on the first expert."""
+    if routing == "random":
+        return operands.route(model, tokens)
+    rows = tokens * model.top_k
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    others = 1 + order % (model.experts - 1)
+    return torch.where(order < round(SKEW * rows), 0, others).view(tokens, model.top_k)
 
 
 def both(first: Call, second: Call) -> Call:
@@ -295,12 +278,11 @@ def both(first: Call, second: Call) -> Call:
 
 
 @torch.no_grad()
-def measure_layer(model: str, tokens: int, *, device: str = "cuda") -> dict:
+def measure_layer(model: str, tokens: int, routing: str = "random", *, device: str = "cuda") -> dict:
     """A whole layer as a CUDA graph, and its GEMMs alone."""
     shape = MODELS[model]
     layer, bfloat16 = weights_of(shape, device)
-    index, weights = routing(shape, tokens, device=device)
-    x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, device=device)
+    x, index, weights = operands.experts_inputs(shape, route(shape, tokens, routing), device=device)
     row: dict = {"us": {}, "difference": {}, "failed": {}}
     graphs = compared(
         {
@@ -310,7 +292,7 @@ def measure_layer(model: str, tokens: int, *, device: str = "cuda") -> dict:
         },
         MAX_DIFFERENCE["layer"],
         row,
-        capture,
+        timing.capture,
     )
     elapsed = timing.elapsed_in_turn(list(graphs.values()), repeats=REPEATS, rest=REST_S)
     row["us"] |= dict(zip(graphs, elapsed, strict=True))
@@ -345,50 +327,26 @@ def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
     return found[1][1] - found[0][0]
 
 
-def cases(what: str, names: Sequence[str], *sizes: Sequence[Any]) -> list[Case]:
-    return [Case(what, dict(zip(names, one, strict=True))) for one in sizes]
-
-
 CASES = [
-    *cases("gemm", "mnk", *((m, n, k) for m in DENSE_M for n, k in DENSE_SHAPES)),
-    *cases(
-        "contiguous",
-        ("groups", "mean_rows", "n", "k"),
-        *(
-            (groups, rows, n, k)
-            for groups, rows in ((4, 8192), (8, 4096), (32, 256), (256, 64))
-            for n, k in EXPERT_SHAPES[groups == 256 :]
-        ),
-    ),
-    *cases(
-        "masked",
-        ("groups", "mean_rows", "n", "k", "expected_m"),
-        *(
-            (groups, rows, n, k, expected_m)
-            for groups, rows, expected_m in (
-                *((32, 192, 230), (6, 1024, 1228), (32, 20, 24), (6, 20, 24)),
-                *((32, 4, 4), (32, 1, 1), (256, 2, 2)),
-            )
-            for n, k in EXPERT_SHAPES[groups == 256 :]
-        ),
-    ),
-    *cases(
-        "along_k",
-        ("groups", "m", "n", "total_k"),
-        *((4, 4096, 7168, 33920), (4, 7168, 2048, 28800), (8, 4096, 7168, 36864), (16, 7168, 2048, 35200)),
-    ),
-    *cases(
-        "mqa_logits",
-        ("q_tokens", "kv_tokens", "fill"),
-        *((*size, fill) for size in ((2048, 8192), (4096, 16384), (4096, 65536)) for fill in (True, False)),
-    ),
-    *cases(
-        "paged_mqa_logits",
-        ("batch", "context", "next_n"),
-        *((*size, next_n) for size in ((64, 8192), (128, 16384), (256, 8192)) for next_n in (1, 2)),
-    ),
-    *cases("layer", ("model", "tokens"), *((model, tokens) for model in MODELS for tokens in TOKENS)),
-    *cases("host", "mnk", (1, 7168, 2048), (1, 4096, 7168)),
+    *(
+        Case(what, sizes)
+        for what, many in {
+            "gemm": shapes.GEMM,
+            "contiguous": shapes.GROUPED,
+            "masked": shapes.MASKED,
+            "along_k": shapes.ALONG_K,
+            "mqa_logits": [{**sizes, "fill": fill} for sizes in shapes.SCORES for fill in (True, False)],
+            "paged_mqa_logits": shapes.PAGED_SCORES,
+            "layer": [
+                {"model": model, "tokens": tokens, **more}
+                for model in MODELS
+                for tokens in TOKENS
+                for more in ({}, *([{"routing": "skewed"}] if (model, tokens) == SKEWED else []))
+            ],
+            "host": [{"m": 1, "n": n, "k": k} for n, k in ((7168, 2048), (4096, 7168))],
+        }.items()
+        for sizes in many
+    )
 ]
 
 
@@ -407,8 +365,9 @@ KINDS: dict[str, Callable[..., dict]] = {
     "host": measure_host,
 }
 WHOLE_MODEL = [
-    *cases("decode", ("batch", "prompt"), *STEPS),
-    *cases("prefill", ("batch", "prompt"), PREFILL),
+    Case(what, {"batch": batch, "prompt": prompt})
+    for what, sizes in {"decode": STEPS, "prefill": (PREFILL,)}.items()
+    for batch, prompt in sizes
 ]
 
 
@@ -550,6 +509,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.start()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     head = {"digest": digest(ROOT), "date": now, "versions": versions() | adapters.versions(), "clocks": clocks()}
+    head["copy_tbps"] = roofline.copy_tbps()
     file = File(args.out, head)
     if not args.whole_model:
         chosen = set(wanted([case.name for case in CASES], args.only, file.rows))

@@ -1,17 +1,15 @@
-"""Pictures of the results: `python -m benchmarks.plots [--results FILE | DIR] [--out DIR]`.
+"""Pictures of the results: `python -m benchmarks.plots [--out DIR]`.
 
-What compares fp8moe with DeepGEMM and cuBLAS is drawn from medians of one run, benchmarks/baselines/same_run.json; bars
-of what is slower than DeepGEMM have a colour of their own. The rest is read from validation files (default:
-validation/kernels.json and, for whole models, models.json), or from a directory of files like `quantize.json` that
-the benchmarks wrote; the picture of one without rows there is left alone.
+What compares fp8moe with other libraries is drawn from validation/peers.json alone, as the tables are; bars of what is
+slower than DeepGEMM have a colour of their own. Where there is no such run of what the GPU runs now, these pictures are
+removed. The others are from validation/kernels.json.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 
@@ -20,20 +18,14 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from benchmarks import baselines, mqa, mqa_cases  # noqa: E402
-from benchmarks.grouped_gemm import OPS  # noqa: E402
+from benchmarks import tables  # noqa: E402
 from benchmarks.report import geomean, select  # noqa: E402
+from benchmarks.shapes import DENSE_M  # noqa: E402
 
 # Colours of Okabe and Ito, told apart by every kind of colour vision.
 OURS, BEHIND, DEEP_GEMM, CUBLAS, FLOOR = "#0072B2", "#D55E00", "#A6A6A6", "#E69F00", "#000000"
 BFLOAT16, DOTS = "#CC79A7", "#E69F00"
-STAGES = {
-    "sort": ("#CC79A7", "sort by expert"),
-    "permute": ("#E69F00", "permute, quantize"),
-    "gemm1": ("#0072B2", "GEMM 1, SwiGLU, quantize"),
-    "gemm2": ("#56B4E9", "GEMM 2"),
-    "combine": ("#009E73", "combine"),
-}
+STAGES = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#009E73")  # of the kernels of a layer, in their order
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -42,25 +34,6 @@ STYLE = {
     "axes.titlelocation": "left",
     "figure.dpi": 150,
 }
-
-
-class Results(NamedTuple):
-    """Rows of one benchmark, and the kind of GPU that they are of: "H100" or "H200"."""
-
-    rows: list[dict]
-    gpu: str
-
-
-def load(results: Path, name: str) -> Results | None:
-    """Those of one benchmark from a directory of results or from a validation file; None if it is not there."""
-    if not results.is_dir():
-        content = json.loads(results.read_text())
-        parts = (content.get(part, {}) for part in ("benchmarks", "models"))
-        found = next((part[name] for part in parts if name in part), None)
-    else:
-        path = results / f"{name}.json"
-        found = json.loads(path.read_text()) if path.exists() else None
-    return Results(found["rows"], baselines.device(found["gpu"])) if found and found.get("rows") else None
 
 
 @contextmanager
@@ -98,86 +71,92 @@ def _ratio_bars(axes: plt.Axes, labels: Sequence[str], ratios: Sequence[float], 
     axes.set_xlabel("DeepGEMM's time / ours (more is better)")
 
 
-def draw_overview(results: Results, path: Path) -> None:
+def _ratio(row: dict, other: str = "deep_gemm") -> float | None:
+    """Another's time over ours; None where one of them failed."""
+    found = tables.ratios([row], other)
+    return found[0] if found else None
+
+
+def _layers(peers: dict) -> list[dict]:
+    return [row for row in select(peers["rows"], "layer") if "routing" not in row]
+
+
+def _card(peers: dict) -> str:
+    return peers["versions"]["gpu"].removeprefix("NVIDIA ")
+
+
+def draw_overview(peers: dict, path: Path) -> None:
     """How many times faster the experts layer is than others, by tokens; tokens a second of a whole model."""
-    cases = baselines.cases("experts")
-    tokens = list(dict.fromkeys(case.sizes["tokens"] for case in cases))
-    series = {
-        "transformers_deep_gemm_graph": (OURS, "than the whole layer of transformers with DeepGEMM"),
-        "deep_gemm_two_gemms": ("#56B4E9", "than DeepGEMM's two GEMMs alone"),
-    }
-    with _picture(path, "fp8moe", (10, 3.9), 1, 2, below=0.12, width_ratios=(3, 2)) as (figure, grid):
+    rows = _layers(peers)
+    tokens = sorted({row["tokens"] for row in rows})
+    series = {"vllm": OURS, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": "#56B4E9"}
+    with _picture(path, f"fp8moe on an {_card(peers)}", (10, 3.9), 1, 2, below=0.1, width_ratios=(3, 2)) as (
+        figure,
+        grid,
+    ):
         left, right = grid[0]
-        for shift, (name, (colour, _)) in zip((-0.2, 0.2), series.items(), strict=True):
+        for shift, (name, colour) in zip((-0.27, 0, 0.27), series.items(), strict=True):
             for position, count in enumerate(tokens):
-                ratios = [case.ratio(name, "fp8moe_graph") for case in cases if case.sizes["tokens"] == count]
-                mean, at = geomean(ratios), position + shift
-                left.bar(at, mean, 0.38, color=colour)
-                left.plot([at] * len(ratios), ratios, "o", color=FLOOR, markersize=2.5)
-                left.annotate(f"{mean:.2f}", (at, 0.12), ha="center", color="white", size=8)
+                found = tables.ratios([row for row in rows if row["tokens"] == count], name)
+                if found:
+                    mean, at = geomean(found), position + shift
+                    left.bar(at, mean, 0.25, color=colour)
+                    left.plot([at] * len(found), found, "o", color=FLOOR, markersize=2.5)
+                    left.annotate(f"{mean:.2f}", (at, 0.1), ha="center", color="white", size=7, rotation=90)
         left.axhline(1, color=DEEP_GEMM, linewidth=1.2)
         left.set_xticks(range(len(tokens)), [str(count) for count in tokens])
         left.set_xlabel("tokens")
-        left.set_title("Experts layer of DeepSeek-V3 and Qwen3 models, times faster (c94a80b, H200)")
-        _rates_panel(right, *results)
-        legend = [Patch(color=colour, label=label) for colour, label in series.values()]
+        left.set_title("Experts layers of DeepSeek-V3 and Qwen3 models: times faster than")
+        _rates_panel(right, select(peers["rows"], "decode"))
+        legend = [Patch(color=colour, label=tables.NAMES[name]) for name, colour in series.items()]
         legend.append(Line2D([], [], color=FLOOR, marker="o", markersize=2.5, linestyle="", label="one of four models"))
-        legend.append(Patch(color=BFLOAT16, label="bfloat16"))
-        legend.append(Line2D([], [], color=FLOOR, linewidth=1.6, label="reading its bytes alone"))
-        figure.legend(handles=legend, loc="lower center", ncols=3, frameon=False)
+        figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False)
 
 
-def _rates_panel(axes: plt.Axes, rows: Sequence[dict], gpu: str) -> None:
-    """Tokens a second of decode steps, ours and in bfloat16, and what reading the bytes alone would allow ours."""
-    decoded, plain = ({row["batch"]: row for row in select(rows, what)} for what in ("decode", "decode_bf16"))
-    batches = [batch for batch in plain if batch in decoded]
-    found = {
-        batch: next(r for r in select(rows, "decode") if (r["batch"], r["prompt"]) == (batch, plain[batch]["prompt"]))
-        for batch in batches
-    }
-    for position, batch in enumerate(batches):
-        row = found[batch]
-        for shift, value, colour in ((-0.2, row["tokens_s"], OURS), (0.2, plain[batch]["tokens_s"], BFLOAT16)):
-            axes.bar(position + shift, value, 0.38, color=colour)
-            axes.annotate(f"{value:.0f}", (position + shift, 34), ha="center", color="white", size=8)
-        axes.plot(
-            [position - 0.39, position - 0.01], [row["tokens_s"] * row["x_floor"]] * 2, color=FLOOR, linewidth=1.6
-        )
+def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
+    """Tokens a second of decode steps, ours and vLLM's."""
+    for position, row in enumerate(rows):
+        for shift, name, colour in ((-0.2, "fp8moe", OURS), (0.2, "vllm", DEEP_GEMM)):
+            if value := row["tokens_s"].get(name):
+                axes.bar(position + shift, value, 0.38, color=colour)
+                axes.annotate(f"{value:.0f}", (position + shift, 34), ha="center", color="white", size=8)
     axes.set_yscale("log")
     axes.set_ylim(bottom=30)
-    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
-    axes.set_xlabel("sequences")
-    axes.set_title(f"Qwen3-30B-A3B's sizes, tokens/s ({gpu})")
+    axes.set_xticks(range(len(rows)), [str(row["batch"]) for row in rows])
+    axes.set_xlabel("sequences (grey: vLLM)")
+    axes.set_title("Qwen3-30B-A3B's sizes, tokens/s")
 
 
-def _gemm_panel(axes: plt.Axes, cases: Sequence[baselines.Case]) -> None:
+def _gemm_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
     """Times of each shape of one m; ours carries its time and its ratio to DeepGEMM."""
     series = {"deep_gemm": DEEP_GEMM, "cublas_block": CUBLAS, "fp8moe": OURS}
-    series = {name: colour for name, colour in series.items() if name in cases[0].medians}
     height = 0.84 / len(series)
-    for position, case in enumerate(cases):
+    for position, row in enumerate(rows):
+        us = row["us"]
         for index, (name, colour) in enumerate(series.items()):
             at = position + (index - (len(series) - 1) / 2) * height
-            axes.barh(at, case.us(name), 0.92 * height, color=colour)
-        ours, end = case.us("fp8moe"), case.us("fp8moe")
-        if case.has_yardstick:
-            end = max(ours, best := case.us("cublas_per_tensor"))
-            axes.plot([best] * 2, [at - height / 2, at + height / 2], color=FLOOR, linewidth=1.6)
-        text = f"{ours:.{0 if ours >= 100 else 1}f}   {case.ratio():.2f}×"
-        colour = _colour(case.ratio())
+            axes.barh(at, us.get(name, 0), 0.92 * height, color=colour)
+        end = max(us["fp8moe"], us.get("cublas_one_scale", 0))
+        if "cublas_one_scale" in us:
+            axes.plot([us["cublas_one_scale"]] * 2, [at - height / 2, at + height / 2], color=FLOOR, linewidth=1.6)
+        ratio = _ratio(row)
+        text = f"{us['fp8moe']:.{0 if us['fp8moe'] >= 100 else 1}f}" + (f"   {ratio:.2f}×" if ratio else "")
+        colour = _colour(ratio or 1)
         axes.annotate(text, (end, at), (4, -0.5), textcoords="offset points", va="center", color=colour, size=7.5)
-    axes.set_xlim(0, 1.26 * max(max(case.medians.values()) for case in cases))
-    _categories(axes, [f"{case.sizes['n']} × {case.sizes['k']}" for case in cases])
-    axes.set_title(f"m = {cases[0].sizes['m']}   (geomean {geomean(case.ratio() for case in cases):.2f}× DeepGEMM)")
+    axes.set_xlim(0, 1.26 * max(max(row["us"].values()) for row in rows))
+    _categories(axes, [f"{row['n']} × {row['k']}" for row in rows])
+    axes.set_title(f"m = {rows[0]['m']}")
     axes.set_xlabel("GPU time, µs (less is better)")
 
 
-def draw_gemm(path: Path) -> None:
+def draw_gemm(peers: dict, path: Path) -> None:
     """One panel for each m."""
-    cases = baselines.cases("gemm")
-    with _picture(path, "Dense FP8 GEMM on an H200, cold L2", (13.2, 9.2), 2, 3, below=0.03) as (figure, grid):
-        for axes, m in zip(grid.flat, baselines.DENSE_M, strict=True):
-            _gemm_panel(axes, [case for case in cases if case.sizes["m"] == m])
+    rows = [row for row in select(peers["rows"], "gemm") if "fp8moe" in row["us"]]
+    title = f"Dense FP8 GEMM on an {_card(peers)}, cold L2"
+    with _picture(path, title, (13.2, 9.2), 2, 3, below=0.03) as (figure, grid):
+        for axes, m in zip(grid.flat, DENSE_M, strict=True):
+            if some := [row for row in rows if row["m"] == m]:
+                _gemm_panel(axes, some)
         for line in grid:
             line[0].set_ylabel("n × k")
         legend = [
@@ -189,9 +168,9 @@ def draw_gemm(path: Path) -> None:
         figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False)
 
 
-def draw_quantize(results: Results, path: Path) -> None:
+def draw_quantize(result: dict, path: Path) -> None:
     """Bandwidth of the large cases against a copy, and the time of the small ones."""
-    rows, gpu = results
+    rows, gpu = result["rows"], result["gpu"].removeprefix("NVIDIA ")
     large = [row for row in rows if row["m"] > 64]
     small = [row for row in rows if row["m"] <= 64 and row["op"] == "quantize_1x128"]
     with _picture(path, f"Quantization of bfloat16 on an {gpu}", (9.6, 3.4), 1, 2, width_ratios=(3, 2)) as (_, grid):
@@ -220,24 +199,37 @@ def draw_quantize(results: Results, path: Path) -> None:
         right.set_title(f"1x128 of (rows, {small[0]['k']})")
 
 
-def _grouped_panel(axes: plt.Axes, op: str) -> None:
-    """A bar of the geometric mean for each kind of groups, and a dot for each shape of the weights."""
-    kinds: dict[tuple, list[float]] = {}
-    for case in baselines.cases(op):
-        kinds.setdefault((case.sizes["groups"], case.sizes["mean_rows"]), []).append(case.ratio())
-    means = [geomean(ratios) for ratios in kinds.values()]
-    _ratio_bars(axes, [f"{groups} × {rows}" for groups, rows in kinds], means, [""] * len(kinds))
-    for position, ratios in enumerate(kinds.values()):
-        axes.plot(ratios, [position] * len(ratios), "o", color=DOTS, markersize=3.5)
-    axes.set_title(op)
-    axes.set_ylabel("groups × rows of a group")
+def _ratios_panel(
+    axes: plt.Axes, rows: Sequence[dict], label: str, rate: Callable[[dict], str] = lambda row: ""
+) -> None:
+    """A bar of the geometric mean of each kind of rows, whose sizes the label has; a dot for each of several rows."""
+    kinds: dict[str, list[dict]] = {}
+    for row in rows:
+        if _ratio(row):
+            kinds.setdefault(label.format(**row), []).append(row)
+    means = [geomean(map(_ratio, some)) for some in kinds.values()]
+    _ratio_bars(axes, list(kinds), means, [rate(some[0]) if len(some) == 1 else "" for some in kinds.values()])
+    for position, some in enumerate(kinds.values()):
+        if len(some) > 1:
+            axes.plot([_ratio(row) for row in some], [position] * len(some), "o", color=DOTS, markersize=3.5)
 
 
-def draw_grouped(path: Path) -> None:
+def draw_grouped(peers: dict, path: Path) -> None:
     """The ratios of the grouped GEMMs to DeepGEMM, one panel for each operation."""
-    with _picture(path, "Grouped FP8 GEMMs on an H200, cold L2", (11.2, 4.2), 1, 2, below=0.06) as (figure, grid):
-        for axes, op in zip(grid[0], OPS, strict=True):
-            _grouped_panel(axes, op)
+    title = f"Grouped FP8 GEMMs on an {_card(peers)}, cold L2"
+    with _picture(path, title, (14, 4.2), 1, 3, below=0.06) as (figure, grid):
+        for axes, (what, shown, label) in zip(
+            grid[0],
+            (
+                ("contiguous", "grouped_gemm", "{groups} × {mean_rows}"),
+                ("masked", "grouped_gemm_masked", "{groups} × {mean_rows}"),
+                ("along_k", "grouped_gemm_k, accumulate=True", "{groups} × {m} × {n}"),
+            ),
+            strict=True,
+        ):
+            _ratios_panel(axes, select(peers["rows"], what), label)
+            axes.set_title(shown)
+        grid[0, 0].set_ylabel("groups × rows of a group")
         legend = [
             Patch(color=OURS, label="fp8moe, geomean"),
             Patch(color=BEHIND, label="the same, slower than DeepGEMM"),
@@ -248,41 +240,33 @@ def draw_grouped(path: Path) -> None:
 
 
 LAYER_LINES = {
-    "fp8moe_graph": ("o-", OURS, "fp8moe, the whole layer"),
-    "transformers_deep_gemm_graph": ("o-", DEEP_GEMM, "transformers + DeepGEMM, the whole layer"),
-    "deep_gemm_two_gemms": ("--", FLOOR, "DeepGEMM, the two GEMMs alone"),
-    "bf16": ("o-", BFLOAT16, "transformers, bfloat16 (means of another run)"),
+    "fp8moe": ("o-", OURS, "fp8moe"),
+    "vllm": ("o-", DEEP_GEMM, tables.NAMES["vllm"]),
+    "deep_gemm_two_gemms": ("--", FLOOR, tables.NAMES["deep_gemm_two_gemms"]),
+    "transformers_bf16": ("o-", BFLOAT16, tables.NAMES["transformers_bf16"]),
 }
 
 
-def _layer_panel(axes: plt.Axes, model: str) -> None:
+def _layer_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
     """Time of one model's experts over the tokens, ours and the others'."""
-    cases = [case for case in baselines.cases("experts") if case.sizes["model"] == model]
-    tokens = [case.sizes["tokens"] for case in cases]
     for name, (style, colour, _) in LAYER_LINES.items():
-        if name == "bf16":
-            times = baselines.bf16_experts(model)
-            axes.plot(times.keys(), times.values(), style, color=colour, markersize=3.5)
-        else:
-            axes.plot(tokens, [case.us(name) for case in cases], style, color=colour, markersize=3.5)
-    ratio = geomean(case.ratio("transformers_deep_gemm_graph", "fp8moe_graph") for case in cases)
-    axes.set_title(f"{model}   ({ratio:.1f}× transformers + DeepGEMM)")
+        times = {row["tokens"]: row["us"][name] for row in rows if name in row["us"]}
+        axes.plot(times.keys(), times.values(), style, color=colour, markersize=3.5)
+    axes.set_title(rows[0]["model"])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(tokens, [str(count) for count in tokens])
+    axes.set_xticks([row["tokens"] for row in rows], [str(row["tokens"]) for row in rows])
     axes.minorticks_off()
 
 
 def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
-    """Share of each kernel in the time of a call, one bar for each number of tokens."""
-    bottom = [0.0] * len(rows)
-    totals = [sum(row[f"{stage}_us"] for stage in STAGES) for row in rows]
-    for stage, (colour, _) in STAGES.items():
-        shares = [100 * row[f"{stage}_us"] / total for row, total in zip(rows, totals, strict=True)]
-        axes.bar(range(len(rows)), shares, 0.72, bottom, color=colour)
-        bottom = [below + share for below, share in zip(bottom, shares, strict=True)]
+    """Share of each kernel in the time of a call, each from the end of the one before it."""
     for position, row in enumerate(rows):
-        us = row["graph_us"]
+        ends = [0.0, *(end for *_, end in row["kernels"])]
+        for index, colour in enumerate(STAGES[: len(row["kernels"])]):
+            share = 100 * (ends[index + 1] - ends[index]) / ends[-1]
+            axes.bar(position, share, 0.72, 100 * ends[index] / ends[-1], color=colour)
+        us = row["us"]["fp8moe"]
         text = f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms"
         axes.annotate(text, (position, 100), (0, 3), textcoords="offset points", ha="center", color=OURS, size=7.5)
     axes.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
@@ -290,36 +274,30 @@ def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
     axes.set_xlabel("tokens")
 
 
-def draw_experts(results: Results, path: Path) -> None:
+def draw_experts(peers: dict, path: Path) -> None:
     """For each model: times of the layer and of others over the tokens, and below where our time goes."""
-    rows = [row for row in results.rows if row["routing"] == "random" and row["model"] in baselines.MODELS]
+    rows = [row for row in _layers(peers) if "kernels" in row]
     names = list(dict.fromkeys(row["model"] for row in rows))
-    size = (4.2 * len(names), 6.8)
-    title = f"Experts layer, cold L2: c94a80b beside others on an H200; below where the time goes now, {results.gpu}"
-    with _picture(path, title, size, 2, len(names), below=0.07, height_ratios=(3, 2)) as (figure, grid):
+    title = f"Experts layer on an {_card(peers)}, cold L2; below where our time goes"
+    with _picture(path, title, (4.2 * len(names), 6.8), 2, len(names), below=0.07, height_ratios=(3, 2)) as (
+        figure,
+        grid,
+    ):
         for name, (above, below) in zip(names, grid.T, strict=True):
-            _layer_panel(above, name)
-            _stages_panel(below, [row for row in rows if row["model"] == name])
+            some = [row for row in rows if row["model"] == name]
+            _layer_panel(above, some)
+            _stages_panel(below, some)
         grid[0, 0].set_ylabel("CUDA graph, µs (less is better)")
         grid[1, 0].set_ylabel("% of the time")
         legend = [
             Line2D([], [], color=colour, marker=style.strip("-") or None, linestyle=style.strip("o"), label=label)
             for style, colour, label in LAYER_LINES.values()
         ]
-        stages = [Patch(color=colour, label=label) for colour, label in STAGES.values()]
+        stages = [
+            Patch(color=colour, label=name) for colour, (name, *_) in zip(STAGES, rows[-1]["kernels"], strict=False)
+        ]
         figure.legend(handles=legend, loc="lower center", ncols=4, frameon=False, bbox_to_anchor=(0.5, 0.03))
         figure.legend(handles=stages, loc="lower center", ncols=5, frameon=False)
-
-
-def _products_panel(axes: plt.Axes) -> None:
-    """Speed of each weight gradient over DeepGEMM's, both added to what is there."""
-    cases = baselines.cases("grouped_gemm_k")
-    labels = ["{groups} × {m} × {n}".format(**case.sizes) for case in cases]
-    operations = [2 * case.sizes["m"] * case.sizes["n"] * case.sizes["total_k"] for case in cases]
-    times = [case.us("fp8moe_accumulating") for case in cases]
-    rates = [f"{flops / us / 1e6:.0f} TFLOPS" for flops, us in zip(operations, times, strict=True)]
-    _ratio_bars(axes, labels, [case.ratio(ours="fp8moe_accumulating") for case in cases], rates)
-    axes.set_title("grouped_gemm_k, accumulate=True")
 
 
 def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
@@ -340,68 +318,58 @@ def _pass_panel(axes: plt.Axes, rows: Sequence[dict], title: str) -> None:
     axes.set_title(title)
 
 
-def draw_training(results: Results, path: Path) -> None:
-    """Weight gradients against DeepGEMM, and the passes of the layers against bfloat16 that there are."""
-    rows, gpu = results
-    passes = []
-    if layer := select(rows, "experts"):
-        passes.append((layer, "experts of {model}, {tokens} tokens".format(**layer[0])))
-    if linear := select(rows, "linear"):
-        passes.append((linear, "linear ({rows}, {in_features}) × ({out_features}, {in_features})".format(**linear[0])))
-    count = 1 + len(passes)
-    with _picture(
-        path,
-        f"Training, cold L2: weight gradients of c94a80b on an H200, layers on an {gpu}",
-        (4.8 * count, 3.4),
-        1,
-        count,
-    ) as (_, grid):
-        _products_panel(grid[0, 0])
-        for axes, (found, title) in zip(grid[0, 1:], passes, strict=True):
-            _pass_panel(axes, found, title)
+def draw_training(result: dict, path: Path) -> None:
+    """The passes of the layers against bfloat16."""
+    rows, gpu = result["rows"], result["gpu"].removeprefix("NVIDIA ")
+    layer, linear = select(rows, "experts"), select(rows, "linear")
+    titles = "experts of {model}, {tokens} tokens", "linear ({rows}, {in_features}) × ({out_features}, {in_features})"
+    with _picture(path, f"Training on an {gpu}, cold L2", (9.6, 3.4), 1, 2) as (_, grid):
+        for axes, found, title in zip(grid[0], (layer, linear), titles, strict=True):
+            _pass_panel(axes, found, title.format(**found[0]))
 
 
-def draw_mqa(path: Path) -> None:
-    """Index scores against DeepGEMM's, of prefill and decoding; -inf filled in."""
-    title = "Index scores of sparse attention on an H200, cold L2"
+def draw_mqa(peers: dict, path: Path) -> None:
+    """Index scores against DeepGEMM's, of prefill and decoding."""
+    title = f"Index scores of sparse attention on an {_card(peers)}, cold L2"
     with _picture(path, title, (11.2, 3.4), 1, 2) as (_, grid):
         left, right = grid[0]
-        cases = baselines.cases("mqa_logits")
-        flops = [mqa_cases.prefill_work(prefill, True)[0] for prefill in mqa.stored_prefills()]
-        rates = [f"{work / case.us('fp8moe') / 1e6:.0f} TFLOPS" for work, case in zip(flops, cases, strict=True)]
-        _ratio_bars(left, ["{s} × {t}".format(**case.sizes) for case in cases], [case.ratio() for case in cases], rates)
+        scores = [row for row in select(peers["rows"], "mqa_logits") if row["fill"]]
+        _ratios_panel(left, scores, "{queries} × {tokens}", lambda row: f"{row['us']['fp8moe']:.0f} µs")
         left.set_ylabel("queries × keys")
-        left.set_title("mqa_logits, causal")
-        cases = baselines.cases("paged_mqa_logits")
-        moved = [mqa_cases.paged_work(batch)[1] for batch in mqa.stored_batches()]
-        rates = [f"{work / case.us('fp8moe') / 1e6:.1f} TB/s" for work, case in zip(moved, cases, strict=True)]
-        labels = ["{batch} × {context}, {next_n}".format(**case.sizes) for case in cases]
-        _ratio_bars(right, labels, [case.ratio() for case in cases], rates)
+        left.set_title("mqa_logits, causal, -inf filled in")
+        paged = select(peers["rows"], "paged_mqa_logits")
+        _ratios_panel(right, paged, "{batch} × {context}, {next_n}", lambda row: f"{row['us']['fp8moe']:.0f} µs")
         right.set_ylabel("batch × context, next_n")
         right.set_title("paged_mqa_logits")
 
 
-OF_BASELINES = {"gemm": draw_gemm, "grouped_gemm": draw_grouped, "mqa": draw_mqa}
-OF_RESULTS = {
-    "overview": ("decode", draw_overview),
-    "quantize": ("quantize", draw_quantize),
-    "experts": ("experts", draw_experts),
-    "training": ("training", draw_training),
+OF_PEERS = {
+    "overview": draw_overview,
+    "gemm": draw_gemm,
+    "grouped_gemm": draw_grouped,
+    "experts": draw_experts,
+    "mqa": draw_mqa,
 }
-"""Picture -> the benchmark that it is drawn from, and how."""
-VALIDATION = [Path("validation/kernels.json"), Path("validation/models.json")]
+OF_KERNELS = {"quantize": draw_quantize, "training": draw_training}
+
+
+def draw(out: Path, peers: dict | None, benchmarks: dict) -> None:
+    """All pictures; peers: a run of `benchmarks.peers`; benchmarks: the results of `tools.validate`."""
+    for name, picture in OF_PEERS.items():
+        path = out / f"{name}.png"
+        if peers is None:
+            path.unlink(missing_ok=True)
+        else:
+            picture(peers, path)
+    for name, picture in OF_KERNELS.items():
+        picture(benchmarks[name], out / f"{name}.png")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="draw the benchmark results")
-    parser.add_argument("--results", type=Path, nargs="+", default=VALIDATION, metavar="FILE|DIR")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="draw the stored results")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="DIR")
     args = parser.parse_args(argv)
-    for name, draw in OF_BASELINES.items():
-        draw(args.out / f"{name}.png")
-    for name, (benchmark, draw) in OF_RESULTS.items():
-        if found := next(filter(None, (load(results, benchmark) for results in args.results)), None):
-            draw(found, args.out / f"{name}.png")
+    draw(args.out, tables.stored_peers(), json.loads(tables.VALIDATION.read_text())["benchmarks"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Quantization against the bandwidth of a copy: `python -m benchmarks.quantize [--out DIR]`.
 
-Times quantize_1x128 and quantize_128x128 of bfloat16, counts the bytes read and written, and compares with the copy
-bandwidth stored with the baselines.
+Times quantize_1x128 and quantize_128x128 of bfloat16, counts the bytes read and written, and compares with the
+bandwidth of a copy.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 import fp8moe
-from benchmarks import baselines, command, operands, timing
+from benchmarks import command, operands, roofline, timing
 from benchmarks.report import Threshold, format_table
 
 K = 7168
@@ -37,7 +37,7 @@ def make_row(op: str, m: int, k: int, us: float, mean_us: float) -> dict:
         "us": us,
         "mean_us": mean_us,
         "gbps": gbps,
-        "of_copy": gbps / 1e3 / baselines.copy_tbps(),
+        "of_copy": gbps / 1e3 / roofline.copy_tbps(),
     }
 
 

@@ -42,19 +42,6 @@ def geomean(values: Iterable[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def summarize(rows: Sequence[dict], keys: Sequence[str], ratios: Sequence[str]) -> list[dict]:
-    """A line for each combination of the keys: geometric means of the ratios, None for one that no row has."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    lines = []
-    for values, group in groups.items():
-        known = {ratio: [row[ratio] for row in group if row[ratio] is not None] for ratio in ratios}
-        means = {ratio: geomean(found) if found else None for ratio, found in known.items()}
-        lines.append(dict(zip(keys, values, strict=True)) | means)
-    return lines
-
-
 def format_value(value: object) -> str:
     """A table cell: three to four significant digits, "-" for None."""
     if value is None:

@@ -1,13 +1,18 @@
-"""What the experts of a layer take at least, and what more GPUs would take, computed from what two have measured."""
+"""What memory and tensor cores allow, and what more GPUs would take, computed from what two have measured."""
 
+import functools
 import math
 from collections.abc import Iterable
 
-from benchmarks import baselines
-from benchmarks.mqa import TFLOPS
+import torch
+
 from benchmarks.report import select
+from benchmarks.shapes import Model
 from fp8moe.quant.formats import BLOCK, ceil_div
 
+TFLOPS = 1490.0  # what FP8 tensor cores reach: cuBLAS, 8192 cubed
+COPY_TBPS = 4.21  # of an H200
+COPY_BYTES, COPIES = 512 << 20, 10
 NODE = 8  # GPUs that reach each other over NVLink
 # Between nodes, assumed: a 400 Gb/s adapter for each GPU, at 90%, and what a collective takes longer for it.
 NETWORK_GBPS = 45.0
@@ -19,8 +24,32 @@ COLLECTIVES = {"gather": 2, "gather, NCCL": 2, "all_to_all, eager": 3, "all_to_a
 METHODS = ("gather", "all_to_all, eager", "all_to_all, exact, eager")
 
 
-def least_us(model: baselines.Model, tokens: int, active: float) -> list[float]:
-    """Of permute, GEMM 1, GEMM 2 and combine: the larger of bytes at a copy's rate and operations at TFLOPS."""
+@functools.cache
+def copy_tbps() -> float:
+    """Bandwidth of a large copy on the GPU that is here in TB/s, bytes read plus bytes written, the best of COPIES.
+
+    Without a GPU that of an H200.
+    """
+    if not torch.cuda.is_available():
+        return COPY_TBPS
+    source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(COPIES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * COPY_BYTES / min(times) / 1e9
+
+
+def least_us(model: Model, tokens: int, active: float, tbps: float) -> list[float]:
+    """Of permute, GEMM 1, GEMM 2 and combine: the larger of bytes at TB/s and operations at TFLOPS.
+
+    active: how many experts are in use.
+    """
     hidden, intermediate, _, top_k = model
     rows, fp8 = tokens * top_k, 1 + 4 / 128  # bytes of an E4M3 value with its share of a 1x128 scale
     weight = hidden * intermediate * active * (1 + 4 / 128**2)
@@ -32,10 +61,10 @@ def least_us(model: baselines.Model, tokens: int, active: float) -> list[float]:
     )
     flops = (0, 4 * rows * hidden * intermediate, 2 * rows * hidden * intermediate, 0)
     pairs = zip(moved, flops, strict=True)
-    return [max(size / baselines.copy_tbps(), work / TFLOPS) / 1e6 for size, work in pairs]
+    return [max(size / tbps, work / TFLOPS) / 1e6 for size, work in pairs]
 
 
-def sent_bytes(model: baselines.Model, method: str, ranks: int) -> float:
+def sent_bytes(model: Model, method: str, ranks: int) -> float:
     """To each other rank for a token, the mean over even routing; method as `benchmarks.distributed` names it.
 
     A quantized token goes out with its scales and routing. Back comes a float32 row from each rank that it went to, or
@@ -51,7 +80,7 @@ def sent_bytes(model: baselines.Model, method: str, ranks: int) -> float:
     return needed * token + routing * (1 if method == "gather" else needed) + back
 
 
-def predicted(rows: Iterable[dict], model: baselines.Model) -> list[dict]:
+def predicted(rows: Iterable[dict], model: Model) -> list[dict]:
     """What `benchmarks.distributed` would measure on RANKS, from its rows of two; none where it lacks FEW or MANY.
 
     A call takes the time of the experts of a rank, a fixed time, and that of its bytes.
@@ -85,10 +114,10 @@ def predicted(rows: Iterable[dict], model: baselines.Model) -> list[dict]:
     return found
 
 
-def _least_of_rank(model: baselines.Model, tokens: int, ranks: int) -> float:
+def _least_of_rank(model: Model, tokens: int, ranks: int) -> float:
     """Of the experts of one rank on its share of the rows, with even routing."""
     in_use = model.experts / ranks * (1 - (1 - model.top_k / model.experts) ** (ranks * tokens))
-    return sum(least_us(model, tokens, in_use))
+    return sum(least_us(model, tokens, in_use, copy_tbps()))
 
 
 def _row(ranks: int, tokens: int, method: str, us: float, local: float) -> dict:

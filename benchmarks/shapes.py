@@ -1,4 +1,4 @@
-"""Sizes that benchmarks measure: linears and experts of known models."""
+"""Sizes that benchmarks measure and the digest records: linears, experts and indexers of known models."""
 
 from typing import NamedTuple
 
@@ -30,3 +30,36 @@ MODELS = {
     "qwen3_235b": Model(4096, 1536, 128, 8),
     "dsv3": Model(7168, 2048, 256, 8),
 }
+
+EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
+"""(n, k) of the two GEMMs of experts; for 256 of them without the first, which would not fit."""
+
+
+def room(mean_rows: int) -> int:
+    """Rows that a group of the masked layout has room for."""
+    return 4096 if mean_rows >= 192 else 1024
+
+
+def _grouped(*kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [(*kind[:2], *shape, *kind[2:]) for kind in kinds for shape in EXPERT_SHAPES[kind[0] == 256 :]]
+
+
+def _named(names: tuple[str, ...], sizes: list[tuple[int, ...]]) -> list[dict[str, int]]:
+    return [dict(zip(names, one, strict=True)) for one in sizes]
+
+
+GEMM = _named(("m", "n", "k"), [(m, *shape) for m in DENSE_M for shape in DENSE_SHAPES])
+GROUPED = _named(("groups", "mean_rows", "n", "k"), _grouped((4, 8192), (8, 4096), (32, 256), (256, 64)))
+MASKED = _named(
+    ("groups", "mean_rows", "n", "k", "expected_m"),
+    _grouped(*((32, 192, 230), (6, 1024, 1228), (32, 20, 24), (6, 20, 24), (32, 4, 4), (32, 1, 1), (256, 2, 2))),
+)
+ALONG_K = _named(
+    ("groups", "m", "n", "total_k"),
+    [(4, 4096, 7168, 33920), (4, 7168, 2048, 28800), (8, 4096, 7168, 36864), (16, 7168, 2048, 35200)],
+)
+SCORES = _named(("queries", "tokens"), [(2048, 8192), (4096, 16384), (4096, 65536)])
+PAGED_SCORES = _named(
+    ("batch", "context", "next_n"),
+    [(*size, next_n) for size in ((64, 8192), (128, 16384), (256, 8192)) for next_n in (1, 2)],
+)

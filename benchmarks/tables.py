@@ -1,8 +1,8 @@
 """The figures of README.md and of pages in docs/: `python -m benchmarks.tables` writes them.
 
-They are from validation/kernels.json, models.json and the files beside them that BESIDE names: where one of these is
-not there, what is written stays. Columns of "one run" are from benchmarks/baselines/same_run.json; ratios of our times
-now to those of that run are there only where both are of one kind of GPU. Bold: we are slower. The tables stand between
+What compares fp8moe with other libraries is from validation/peers.json alone, one run of `benchmarks.peers`; where
+there is none of what the GPU runs now, the tables say so. The rest is from validation/kernels.json, models.json and the
+files beside them that BESIDE names: where one of these is not there, what is written stays. The tables stand between
 BEGIN and END in their file; a test keeps them as these files have them.
 """
 
@@ -11,19 +11,28 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import baselines
 from benchmarks.report import geomean, select
 from benchmarks.roofline import NODE, least_us, predicted
+from benchmarks.shapes import MODELS
 
 ROOT = Path(__file__).parent.parent
 VALIDATION = ROOT / "validation" / "kernels.json"
-MODELS = VALIDATION.with_name("models.json")
+WHOLE_MODELS = VALIDATION.with_name("models.json")
+PEERS = VALIDATION.with_name("peers.json")
 BESIDE = {
-    name: VALIDATION.with_name(f"{name}.json")
-    for name in ("distributed", "batch_invariance", "choice", "expected_m", "warmup")
+    name: VALIDATION.with_name(f"{name}.json") for name in ("distributed", "batch_invariance", "choice", "warmup")
 }
 """Benchmarks that `tools.validate` does not run."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
+NO_PEERS = "Not measured yet with what the GPU runs now; `python -m benchmarks.peers` on a Hopper GPU does.\n"
+NAMES = {
+    "deep_gemm": "DeepGEMM",
+    "cublas_block": "cuBLAS, block scales",
+    "cublas_one_scale": "cuBLAS, one scale",
+    "vllm": "vLLM's Triton experts",
+    "transformers_bf16": "transformers in bfloat16",
+    "deep_gemm_two_gemms": "DeepGEMM's two GEMMs alone",
+}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -35,165 +44,88 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("".join(f"| {cell} " if cell else "| " for cell in line) + "|\n" for line in lines)
 
 
-def format_ratio(ratio: float) -> str:
-    """Another's time over ours: bold where we are slower."""
-    text = f"{ratio:.2f}"
-    return f"**{text}**" if float(text) < 1 else text
+def ratios(rows: Iterable[dict], other: str, ours: str = "fp8moe") -> list[float]:
+    """Another's time over ours of each row that has both."""
+    return [row["us"][other] / row["us"][ours] for row in rows if {other, ours} <= row["us"].keys()]
 
 
-def mean_and_least(*groups: Iterable[float]) -> tuple[str, str]:
-    """Two cells: the geometric mean of each group of ratios, and its least value; empty where any is missing."""
-    values = [list(group) for group in groups]
-    if any(not group or None in group for group in values):
-        return "", ""
-    return tuple(", ".join(format_ratio(of(group)) for group in values) for of in (geomean, min))
+def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst: Callable = min) -> str:
+    """The geometric mean of the ratios and the worst; where cases have none, because they failed, how many have."""
+    found = ratios(rows, other, ours)
+    if not found:
+        return ""
+    some = "" if len(found) == len(rows) else f", {len(found)} of {len(rows)}"
+    return f"{geomean(found):.2f} ({worst(found):.2f}{some})"
 
 
-def gemm(rows: Sequence[dict], device: str) -> str:
-    """rows: as measured now, on this kind of GPU."""
-    rows = [row | {"over_cublas": row["cublas_us"] and row["cublas_us"] / row["us"]} for row in rows]
+def measured_with(peers: dict) -> str:
+    """What a run was made with, in one sentence."""
+    names = {"deep_gemm": "DeepGEMM", "vllm": "vLLM", "transformers": "transformers", "torch": "PyTorch"}
+    versions = peers["versions"]
+    libraries = [f"{shown} {versions[name]}" for name, shown in names.items() if name in versions]
+    return f"Medians of one run on an {versions['gpu']} (driver {versions['driver']}): {', '.join(libraries)}."
 
-    def line(what: str, m: Iterable[int], now: str, *names: str) -> tuple[str, ...]:
-        """What `now` is in the rows; of the fastest of the names in the run of the baselines."""
-        found = [row[now] for row in rows if row["m"] in m]
-        cases = [case for case in baselines.cases("gemm", device) if case.sizes["m"] in m]
-        then = mean_and_least(min(map(case.ratio, names)) for case in cases)
-        return what, *mean_and_least(found), *then
 
+def gemms(peers: dict) -> str:
+    """Kernels beside those of others."""
+    rows = peers["rows"]
+
+    def line(what: str, kind: str, belongs: Callable[[dict], bool] = lambda row: True) -> tuple[str, ...]:
+        found = [row for row in select(rows, kind) if belongs(row)]
+        return what, *(mean_and_worst(found, name) for name in ("deep_gemm", "cublas_block", "cublas_one_scale"))
+
+    few, many = "masked groups of 1 to 20 rows", "masked, 32 groups of 192 rows, 6 of 1024"
     return table(
-        (f"dense GEMM on an {device}: DeepGEMM's time / ours", "now", "least", "one run, c94a80b", "least"),
+        ("time over fp8moe's, geometric mean (worst)", *list(NAMES.values())[:3]),
         [
-            line("m = 1, 16, 64", (1, 16, 64), "vs_deep_gemm", "deep_gemm"),
-            line("m = 128 (the faster of DeepGEMM and cuBLAS)", (128,), "vs_best", "deep_gemm", "cublas_block"),
-            line("m = 512", (512,), "vs_deep_gemm", "deep_gemm"),
-            line("m = 4096", (4096,), "vs_deep_gemm", "deep_gemm"),
-            line(
-                "m = 4096: time of cuBLAS with one scale per tensor / ours",
-                (4096,),
-                "over_cublas",
-                "cublas_per_tensor",
-            ),
+            line("dense GEMM, m = 1, 16, 64", "gemm", lambda row: row["m"] <= 64),
+            *(line(f"m = {m}", "gemm", lambda row, m=m: row["m"] == m) for m in (128, 512, 4096)),
+            line("contiguous, 4 groups of 8192 rows, 8 of 4096", "contiguous", lambda row: row["groups"] <= 8),
+            line("32 groups of 256 rows", "contiguous", lambda row: row["groups"] == 32),
+            line("256 groups of 64 rows", "contiguous", lambda row: row["groups"] == 256),
+            line(few, "masked", lambda row: row["mean_rows"] <= 20),
+            line(many, "masked", lambda row: row["mean_rows"] > 20),
+            line("weight gradients, added to `out`", "along_k"),
+            line("`mqa_logits`, -inf filled in", "mqa_logits", lambda row: row["fill"]),
+            line("the same, `fill_masked=False`", "mqa_logits", lambda row: not row["fill"]),
+            line("`paged_mqa_logits`", "paged_mqa_logits"),
         ],
     )
 
 
-def grouped_gemm(rows: Sequence[dict], along_k: Sequence[dict], guesses: Sequence[dict]) -> str:
-    """rows: of the GEMMs over groups of rows; along_k: of those that are added to `out`; guesses: of `expected_m`."""
-    plain, masked = "grouped_gemm", "grouped_gemm_masked"
-
-    def ratios(op: str, belongs: Callable[[int, int], bool]) -> tuple[list[float], list[float]]:
-        """Now and in the run of the baselines, of the numbers of groups and rows that belong."""
-        now = [row for row in rows if row["op"] == op and belongs(row["groups"], row["mean_m"])]
-        cases = [case for case in baselines.cases(op) if belongs(case.sizes["groups"], case.sizes["mean_rows"])]
-        return [row["vs_deep_gemm"] for row in now], [case.ratio() for case in cases]
-
-    def line(what: str, *kinds: tuple[list[float], list[float]]) -> tuple[str, ...]:
-        now, then = zip(*kinds, strict=True)
-        return what, *mean_and_least(*now), *mean_and_least(*then)
-
-    def of(op: str, groups: int, mean_rows: int) -> tuple[list[float], list[float]]:
-        return ratios(op, lambda g, m: (g, m) == (groups, mean_rows))
-
-    added = [row["vs_deep_gemm"] for row in along_k]
-    written = [ratio and ratio * row["accumulate_us"] / row["us"] for ratio, row in zip(added, along_k, strict=True)]
-    cases = baselines.cases("grouped_gemm_k")
-    what = "masked, the same groups, `expected_m` of 0.7 to 1.5 times the mean: over the time with the mean, at most"
-    guessed = [(what, f"{max(row['over_mean'] for row in guesses):.2f}")] if guesses else []
+def layer(peers: dict) -> str:
+    """The experts layer beside others, of all models, by tokens."""
+    rows = [row for row in select(peers["rows"], "layer") if "routing" not in row]
+    tokens = sorted({row["tokens"] for row in rows})
+    others = ("vllm", "transformers_bf16", "deep_gemm_two_gemms")
+    by_tokens = [[row for row in rows if row["tokens"] == count] for count in tokens]
+    inside = "our two GEMMs in the layer / alone", "gemms_in_layer", "fp8moe_two_gemms"
     return table(
-        ("grouped GEMMs: DeepGEMM's time / ours", "now", "least", "one run, c94a80b", "least"),
+        ("experts layer, four models: time over fp8moe's", *map(count_of_tokens, tokens)),
         [
-            line("4 groups of 8192 rows, 8 of 4096", of(plain, 4, 8192), of(plain, 8, 4096)),
-            line("32 groups of 256 rows", of(plain, 32, 256)),
-            line("256 groups of 64 rows", of(plain, 256, 64)),
-            line("masked, all", ratios(masked, lambda g, m: True)),
-            line(
-                "masked, 32 groups of 192 rows, 6 of 1024, `expected_m` 20% too high",
-                *(of(masked, 32, 192), of(masked, 6, 1024)),
-            ),
-            *guessed,
-            line("masked, 1 to 20 rows", ratios(masked, lambda g, m: m <= 20)),
-            line(
-                "weight gradients, added to `out`, as DeepGEMM does",
-                (added, [case.ratio(ours="fp8moe_accumulating") for case in cases]),
-            ),
-            line("weight gradients, written", (written, [case.ratio() for case in cases])),
+            *((NAMES[name], *(mean_and_worst(some, name) for some in by_tokens)) for name in others),
+            (inside[0], *(mean_and_worst(some, *inside[1:], worst=max) for some in by_tokens)),
         ],
     )
 
 
-def beside_cublas(rows: Sequence[dict]) -> str:
-    """Contiguous groups beside the same product of one matrix by cuBLAS with one scale, both as measured now."""
-
-    def line(what: str, *kinds: tuple[int, int]) -> tuple[str, ...]:
-        groups = [
-            [
-                row["cublas_us"] and row["cublas_us"] / row["us"]
-                for row in rows
-                if (row["op"], row["groups"], row["mean_m"]) == ("grouped_gemm", *kind)
-            ]
-            for kind in kinds
-        ]
-        return what, *mean_and_least(*groups)
-
-    return table(
-        ("contiguous groups: time of cuBLAS, one scale and as many rows of one matrix / ours", "now", "least"),
-        [
-            line("4 groups of 8192 rows, 8 of 4096", (4, 8192), (8, 4096)),
-            line("32 groups of 256 rows", (32, 256)),
-        ],
-    )
+def count_of_tokens(count: int) -> str:
+    return f"{count} token{'s' * (count > 1)}"
 
 
-def layer_times(rows: Sequence[dict]) -> str:
-    """The experts layer of each model as a CUDA graph, as measured now."""
-    us = {(row["model"], row["tokens"]): row["graph_us"] for row in rows if row["routing"] == "random"}
-    tokens = [count for count in (1, 8, 64, 512, 8192) if all((name, count) in us for name in baselines.MODELS)]
-    return table(
-        ("experts layer, CUDA graph, us", *(f"{count} token{'s' * (count > 1)}" for count in tokens)),
-        [(name, *(f"{us[name, count]:.0f}" for count in tokens)) for name in baselines.MODELS],
-    )
+def whole_model(peers: dict) -> str:
+    """GraphDecoder beside vLLM's engine; empty where neither was measured."""
+    rows = select(peers["rows"], "decode") + select(peers["rows"], "prefill")
 
+    def line(row: dict) -> tuple[str, ...]:
+        batch, prompt, ms = row["batch"], row["prompt"], row["ms"]
+        what = f"a step, batch {batch}" if row["what"] == "decode" else f"prompts of {batch} x {prompt} tokens"
+        ratio = f"{ms['vllm'] / ms['fp8moe']:.2f}" if {"vllm", "fp8moe"} <= ms.keys() else ""
+        times = [f"{ms[name]:.1f} ms" if name in ms else "" for name in ("fp8moe", "vllm")]
+        return what, *times, ratio, str(row["kernels_a_step"].get("fp8moe", ""))
 
-def experts(rows: Sequence[dict]) -> str:
-    slowest = max(row["host_us"] for row in rows if row["host_us"] is not None)
-    rows = [row for row in rows if row["routing"] == "random"]
-    cases = baselines.cases("experts")
-
-    def cells(now: str, then: str, *tokens: int) -> tuple[str, str, str, str]:
-        """Of a ratio in the rows, and of an implementation's time over ours in the run of the baselines."""
-        ours = [row[now] for row in rows if row[now] is not None and row["tokens"] in tokens]  # none on another GPU
-        theirs = [case.ratio(then, "fp8moe_graph") for case in cases if case.sizes["tokens"] in tokens]
-        return *mean_and_least(ours), *mean_and_least(theirs)
-
-    few, many = (1, 8, 64, 512), (8192,)
-    two_gemms = "vs_two_gemms", "deep_gemm_two_gemms"
-    us = {(row["model"], row["tokens"]): row["graph_us"] for row in rows}
-    weights = [case for case in cases if case.sizes["tokens"] in (8, 64)]
-    floors = [case.us("weight_read_floor") for case in weights]
-    reading = geomean(us[tuple(case.sizes.values())] / floor for case, floor in zip(weights, floors, strict=True))
-    known = any(row["vs_two_gemms"] for row in rows)  # the floors are of the H200
-    before = geomean(case.us("fp8moe_graph") / floor for case, floor in zip(weights, floors, strict=True))
-    return table(
-        ("experts layer, CUDA graph, four models, 1 to 8192 tokens", "now", "least", "one run, c94a80b", "least"),
-        [
-            (
-                "time of transformers with DeepGEMM / ours",
-                *cells("vs_deep_gemm", "transformers_deep_gemm_graph", *few, *many),
-            ),
-            (
-                "time of transformers in bfloat16 (a mean) / ours",
-                *mean_and_least(row["vs_bf16"] for row in rows if row["vs_bf16"] is not None),
-            ),
-            ("time of DeepGEMM's two GEMMs alone / our whole layer, 1 to 512 tokens", *cells(*two_gemms, *few)),
-            ("the same, 8192 tokens", *cells(*two_gemms, *many)),
-            (
-                "8 and 64 tokens: our time / reading the weights in use at 4.2 TB/s",
-                *(f"{reading:.2f}" if known else "", "", f"{before:.2f}"),
-            ),
-            ("1 token of DeepSeek-V3 (8 of 256 experts)", f"{us['dsv3', 1]:.0f} us"),
-            ("CPU time of an eager call, 1 to 128 tokens", f"at most {slowest:.0f} us"),
-        ],
-    )
+    header = ("Qwen3-30B-A3B's sizes, random weights", "fp8moe", "vLLM", "vLLM's time / ours", "our kernels a step")
+    return table(header, map(line, rows)) if rows else ""
 
 
 def training(rows: Sequence[dict]) -> str:
@@ -220,30 +152,13 @@ def training(rows: Sequence[dict]) -> str:
     )
 
 
-def index_scores() -> str:
-    def cells(op: str, suffix: str = "") -> tuple[str, str]:
-        return mean_and_least(case.ratio(f"deep_gemm{suffix}", f"fp8moe{suffix}") for case in baselines.cases(op))
-
-    return table(
-        ("index scores of sparse attention", "DeepGEMM's time / ours", "least"),
-        [
-            ("`mqa_logits`, three shapes, -inf filled in", *cells("mqa_logits")),
-            ("the same, `fill_masked=False`", *cells("mqa_logits", "_no_fill")),
-            ("`paged_mqa_logits`, six shapes", *cells("paged_mqa_logits")),
-        ],
-    )
-
-
 def others(benchmarks: dict) -> str:
     """What is small or of the CPU."""
-    gemms, quantizers, transposing, host = (
-        benchmarks[name]["rows"] for name in ("gemm", "quantize", "transpose", "host")
-    )
-    reading = [row["of_copy"] for row in gemms if row["m"] == 1]
+    quantizers, transposing, host = (benchmarks[name]["rows"] for name in ("quantize", "transpose", "host"))
     of_copy = {row["op"]: row["of_copy"] for row in quantizers if row["m"] == 65536}
     (both_ways,) = (row["of_copy"] for row in transposing if row["case"] == "one group")
     small = max(row["us"] for row in quantizers if row["op"] == "quantize_1x128" and row["m"] <= 64)
-    calls = [max(row["us"] for row in select(host, what)) for what in ("gemm", "FP8Linear")]
+    calls = [max(row["us"] for row in select(host, what)) for what in ("gemm", "FP8Linear", "GroupedExperts")]
     first, cached = (
         max(row["ms"] for row in select(host, f"first call, {source}"))
         for source in ("empty cache", "from the disk cache")
@@ -255,16 +170,15 @@ def others(benchmarks: dict) -> str:
         ("", ""),
         [
             (
-                "dense GEMM, m = 1: weights of 4 MB to 117 MB",
-                f"{min(reading):.0%} to {max(reading):.0%} of the copy bandwidth",
-            ),
-            (
                 "`quantize_1x128`, `quantize_128x128` of (65536, 7168) bfloat16",
                 f"{of_copy['quantize_1x128']:.0%}, {of_copy['quantize_128x128']:.0%} of the copy bandwidth",
             ),
             ("the same by rows and by columns at once", f"{both_ways:.0%}"),
             ("`quantize_1x128` of 1 to 64 rows of 7168", f"at most {small:.1f} us"),
-            ("CPU time of an eager `gemm`, `FP8Linear`", f"at most {calls[0]:.0f} us, {calls[1]:.0f} us"),
+            (
+                "CPU time of an eager `gemm`, `FP8Linear`, `GroupedExperts`, at most",
+                ", ".join(f"{us:.0f} us" for us in calls),
+            ),
             ("first call of a new kernel, and from the disk cache", f"{first / 1000:.2f} s, {cached:.1f} ms"),
             *unseen,
         ],
@@ -316,17 +230,31 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
 
 
 def readme(benchmarks: dict) -> str:
-    gpu = baselines.device(benchmarks["gpu"])
-    layer, passes = (part(benchmarks[part.__name__]["rows"]) for part in (experts, training))
-    model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
-    groups = grouped_gemm(
-        benchmarks["grouped_gemm"]["rows"],
-        select(benchmarks["training"]["rows"], "grouped_gemm_k"),
-        benchmarks["expected_m"]["rows"] if "expected_m" in benchmarks else (),
+    peers = benchmarks["peers"]
+    others_there = (
+        [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))]
+        if peers
+        else [NO_PEERS]
     )
-    now = [gemm(benchmarks["gemm"]["rows"], gpu), beside_cublas(benchmarks["grouped_gemm"]["rows"])]
-    now.append(layer_times(benchmarks["experts"]["rows"]))
-    return "\n".join([*now, groups, layer, index_scores(), passes, model, others(benchmarks)])
+    passes = training(benchmarks["training"]["rows"])
+    model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
+    return "\n".join(
+        [*others_there, passes, model, others(benchmarks), *(pictures("docs/images/", *PICTURES) if peers else ())]
+    )
+
+
+PICTURES = {
+    "overview": "The experts layer and a whole model",
+    "experts": "Experts layers",
+    "gemm": "Dense GEMMs",
+    "grouped_gemm": "Grouped GEMMs",
+    "mqa": "Index scores",
+}
+
+
+def pictures(folder: str, *names: str) -> list[str]:
+    """Of what compares with others: `benchmarks.plots` draws them from the same file."""
+    return [f"![{PICTURES[name]} beside others]({folder}{name}.png)\n" for name in names]
 
 
 def lora(benchmarks: dict) -> str:
@@ -358,15 +286,21 @@ def batch_invariance(benchmarks: dict) -> str | None:
 
 
 def roofline(benchmarks: dict) -> str:
-    rows = []
-    for case in baselines.cases("experts"):
-        (name, tokens), medians = case.sizes.values(), case.medians
-        parts = least_us(baselines.MODELS[name], tokens, baselines.active_experts(name, tokens))
-        names = ("fp8moe_graph", "deep_gemm_two_gemms", "transformers_deep_gemm_graph")
-        times = (*parts, sum(parts), *(medians[one] for one in names))
-        rows.append((name if tokens == 1 else "", str(tokens), *(f"{us:.0f}" for us in times)))
-    parts = ("permute", "GEMM 1", "GEMM 2", "combine", "all")
-    return table(("", "tokens", *parts, "fp8moe", "DeepGEMM, two GEMMs alone", "transformers + DeepGEMM"), rows)
+    """Least times of the experts layer beside those measured."""
+    if (peers := benchmarks["peers"]) is None:
+        return NO_PEERS
+    lines = []
+    names = ("fp8moe", "vllm", "transformers_bf16", "deep_gemm_two_gemms", "fp8moe_two_gemms", "gemms_in_layer")
+    for row in select(peers["rows"], "layer"):
+        if "routing" not in row and "experts_in_use" in row:
+            name, tokens, us = row["model"], row["tokens"], row["us"]
+            parts = least_us(MODELS[name], tokens, row["experts_in_use"], peers["copy_tbps"])
+            times = (*parts, sum(parts), *(us.get(other) for other in names))
+            cells = ["" if time is None else f"{time:.0f}" for time in times]
+            lines.append((name if tokens == 1 else "", str(tokens), *cells))
+    least = ("permute", "GEMM 1", "GEMM 2", "combine", "all")
+    shown = ("fp8moe", *(NAMES[name] for name in names[1:4]), "our two GEMMs alone", "in the layer")
+    return f"{measured_with(peers)}\n\n" + table(("", "tokens", *least, *shown), lines)
 
 
 def mqa(benchmarks: dict) -> str:
@@ -379,7 +313,7 @@ def mqa(benchmarks: dict) -> str:
     def both(name: str) -> str:
         return f"{uneven[True][name]:.2f}, {uneven[False][name]:.2f}"
 
-    return table(
+    own = table(
         ("", ""),
         [
             (
@@ -400,6 +334,7 @@ def mqa(benchmarks: dict) -> str:
             ("top 2048 of 16384 shared with float32 scores", f"{overlap:.0%}"),
         ],
     )
+    return own + ("\n" + "\n".join(pictures("images/", "mqa")) if benchmarks["peers"] else "")
 
 
 def by_method(title: str, rows: Sequence[dict], names: dict[str, str]) -> str:
@@ -455,7 +390,7 @@ def distributed(benchmarks: dict) -> str | None:
     measured = {"one_gpu": "all on one GPU", **alone, "gather": "gather", "gather, NCCL": "over NCCL"}
     measured |= {"replicated": "replicated, all tokens"} | sent
     parts = [by_method("2 GPUs, tokens a rank", select(rows, "layer"), measured), others_of_two(rows)]
-    found = predicted(rows, baselines.MODELS["dsv3"])
+    found = predicted(rows, MODELS["dsv3"])
     for ranks in sorted({row["ranks"] for row in found}):
         shown = alone | sent | ({} if ranks <= NODE else {"gather": "gather, NCCL"})
         title = f"{ranks} GPUs, predicted"
@@ -490,12 +425,17 @@ FILES: dict[str, Callable[[dict], str | None]] = {
 }
 
 
-def stored() -> dict[str, dict]:
-    """The results of the benchmarks by their names, and the GPU of those that `tools.validate` runs."""
+def stored_peers() -> dict | None:
+    """The run of `benchmarks.peers`; None if there is none, or it is of other kernels than validation/kernels.json."""
+    found = json.loads(PEERS.read_text()) if PEERS.exists() else None
+    return found if found and found["digest"] == json.loads(VALIDATION.read_text())["digest"] else None
+
+
+def stored() -> dict:
+    """The results of the benchmarks by their names; "peers": a run of `benchmarks.peers`, or None."""
     beside = {name: json.loads(path.read_text()) for name, path in BESIDE.items() if path.exists()}
-    kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, MODELS))
-    gpu = kernels["benchmarks"]["versions"]["gpu"]
-    return kernels["benchmarks"] | models["models"] | beside | {"gpu": gpu}
+    kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, WHOLE_MODELS))
+    return kernels["benchmarks"] | models["models"] | beside | {"peers": stored_peers()}
 
 
 def with_tables(text: str, tables: str | None) -> str:

@@ -1,4 +1,4 @@
-"""GPU time of calls by the method of the stored baselines; their CPU time, `host_times`.
+"""GPU time of calls, and their CPU time, `host_times`.
 
 The time of a call is the sum of the durations of the kernels that it launches, read from the torch profiler. A fill of
 256 MB before every call empties the L2 cache. All cases are measured in one profiler session, so that many of them
@@ -8,6 +8,7 @@ cost little more than one; a call's kernels are those that started between one f
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,11 +17,11 @@ import torch
 
 WARMUP = 3
 REPEATS = 20
+ATTEMPTS = 3
 # Before each case, as if it were measured alone: at its power limit the GPU clocks down, more the longer it was busy.
 REST_S = 0.3
 SHORT_REST_S = 0.05  # before cases that power does not limit
 CALLS_PER_BATCH, WARMUP_BATCHES = 100, 5  # until clocks and caches of the CPU are those of a process that works
-HEAT_S = 1.0  # of repeats ahead of a case that is to be measured at the power limit
 FLUSH_BYTES = 256 << 20
 # No op of this package fills int16, so the kernel that does is recognised by its name.
 FLUSH_DTYPE = torch.int16
@@ -58,14 +59,13 @@ class Timing:
 
 
 def attribute(
-    events: Iterable[KernelEvent], fill: str, calls: int, repeats: int, ahead: int = 0, *, in_turn: bool = False
+    events: Iterable[KernelEvent], fill: str, calls: int, repeats: int, *, in_turn: bool = False
 ) -> list[Timing]:
     """Shares out the events of one session, `repeats` times (fill, call) for each of `calls` calls in order.
 
-    `fill` is the name of the fill's kernel. ahead: fills of each call, with whatever follows them, that do not count.
-    in_turn: every repeat runs all calls, instead of every call all its repeats.
-    Raises RuntimeError if the events do not fit that order: a fill too many
-    or too few, a call without GPU work, or a call whose repeats launched different kernels (records were lost).
+    `fill` is the name of the fill's kernel. in_turn: every repeat runs all calls, not every call all its repeats.
+    Raises RuntimeError if the events do not fit that order: a fill too many or too few, a call without GPU work, or a
+    call whose repeats launched different kernels (records were lost).
     """
     segments: list[list[KernelEvent]] = []
     for event in sorted(events, key=lambda event: event.start_ns):
@@ -75,13 +75,11 @@ def attribute(
             segments[-1].append(event)
         else:
             raise RuntimeError(f"the profiler recorded {event.name!r} before the first fill")
-    each = ahead + repeats
-    if len(segments) != calls * each:
-        raise RuntimeError(f"the profiler recorded {len(segments)} fills for {calls} calls of {each} repeats")
+    if len(segments) != calls * repeats:
+        raise RuntimeError(f"the profiler recorded {len(segments)} fills for {calls} calls of {repeats} repeats")
     timings = []
     for call in range(calls):
-        group = segments[call::calls] if in_turn else segments[call * each : (call + 1) * each]
-        group = group[ahead:]
+        group = segments[call::calls] if in_turn else segments[call * repeats : (call + 1) * repeats]
         kernels = {tuple(event.name for event in segment) for segment in group}
         if len(kernels) != 1 or () in kernels:
             raise RuntimeError(f"call {call}: expected the same kernels in every repeat, recorded {sorted(kernels)}")
@@ -117,14 +115,11 @@ def profile(work: Callable[[], None]) -> list[KernelEvent]:
     ]
 
 
-def measure(
-    calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None, rest: bool = True
-) -> list[Timing]:
+def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[Timing]:
     """GPU time of each call, in order, with a cold L2.
 
     Every call runs WARMUP times first, so that compilation and module loading stay out of the numbers. rests: seconds
-    of idling before each call's repeats, by default REST_S. Without `rest` each call runs for HEAT_S instead, so that
-    power limits the clock.
+    of idling before each call's repeats, by default REST_S.
     """
     flush = _warm_up(calls)
     fill = _name_of_fill(flush)
@@ -132,16 +127,12 @@ def measure(
     def session() -> None:
         for call, seconds in _rested(calls, rests):
             torch.cuda.synchronize()
-            if rest:
-                time.sleep(seconds)
-            else:
-                flush.fill_(0)
-                _heat(call)
+            time.sleep(seconds)
             for repeat in range(REPEATS):
                 flush.fill_(repeat)
                 call()
 
-    return attribute(profile(session), fill, len(calls), REPEATS, ahead=int(not rest))
+    return attribute(profile(session), fill, len(calls), REPEATS)
 
 
 def _name_of_fill(flush: torch.Tensor) -> str:
@@ -165,6 +156,9 @@ def measure_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest
                 flush.fill_(repeat)
                 call()
 
+    for _ in range(ATTEMPTS - 1):
+        with suppress(RuntimeError):  # records were lost
+            return attribute(profile(session), fill, len(calls), repeats, in_turn=True)
     return attribute(profile(session), fill, len(calls), repeats, in_turn=True)
 
 
@@ -177,25 +171,18 @@ def elapsed_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest
     return [statistics.median(times) for times in zip(*samples, strict=True)]
 
 
-def _heat(call: Callable[[], object]) -> None:
-    end = time.perf_counter() + HEAT_S
-    while time.perf_counter() < end:
-        for _ in range(REPEATS):
+def capture(call: Callable[[], object]) -> Callable[[], None]:
+    """The replay of a CUDA graph of a call, which may run a backward, after runs on another stream, as PyTorch asks."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):
             call()
-        torch.cuda.synchronize()
-
-
-def measure_pairs(
-    pairs: Sequence[tuple[Callable[[], object], Callable[[], object] | None]],
-    *,
-    rests: Sequence[float] | None = None,
-    rest: bool = True,
-) -> list[tuple[Timing, Timing | None]]:
-    """The same for calls that may each have a second one, timed right after it; a pair's rest comes before both."""
-    calls = [call for pair in pairs for call in pair if call is not None]
-    each = None if rests is None else [r for r, pair in zip(rests, pairs, strict=True) for call in pair if call]
-    timings = iter(measure(calls, rests=each, rest=rest))
-    return [(next(timings), next(timings) if second else None) for _, second in pairs]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[float]:

@@ -1,14 +1,10 @@
-"""Training against bfloat16 and the baselines: `python -m benchmarks.training [--only PART ...] [--out DIR]`.
+"""Training against bfloat16: `python -m benchmarks.training [--only PART ...] [--out DIR]`.
 
-- `grouped_gemm_k`: weight gradients of experts, kernel time. Groups are drawn as for `benchmarks.grouped_gemm`, in
-  multiples of 128 and with the baselines' sum. `accumulate_us` is the time when it adds to `out` instead of writing it,
-  which is what DeepGEMM does: `vs_deep_gemm` is its time over `accumulate_us`. A sample of every group is checked
-  against float64 over the quantized operands.
 - `experts` and `linear`: forward and backward, all gradients, of GroupedExperts and FP8Linear, and in bfloat16 of
   transformers' experts on its "grouped_mm" and of nn.Linear, run here with the same weights, inputs and routing; the
   routing weights are float32, as DeepSeek-V3's router gives them. The thresholds take our rows with bfloat16 master
-  weights, the dtype of the other; those with float32 ones show what these cost. As in `benchmarks.experts` times are of
-  the replay of a CUDA graph, by CUDA events and with a cold L2: `us`, and `forward_us` of the forward alone. Every pass
+  weights, the dtype of the other; those with float32 ones show what these cost. Times are of the replay of a CUDA
+  graph, by CUDA events and with a cold L2: `us`, and `forward_us` of the forward alone. Every pass
   quantizes the weights anew, as the first after an optimizer step. Bfloat16's over ours is `speedup`; more is better.
 
   `kept_bytes` is what autograd holds between forward and backward: the activation memory of the layer. `peak_bytes` is
@@ -17,40 +13,26 @@
   relative Frobenius difference of output and gradients from bfloat16's: what FP8 costs, and a check of the pass.
 """
 
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import baselines, command, experts, operands, timing
-from benchmarks.baselines import MODELS, Model
-from benchmarks.gemm import MAX_ERROR
-from benchmarks.report import Threshold, format_kinds, geomean, select
-from fp8moe import FP8Linear, FP8Tensor, GroupedExperts, grouped_gemm_k
+from benchmarks import command, operands, timing
+from benchmarks.adapters import transformers_experts
+from benchmarks.report import Threshold, format_kinds, select
+from benchmarks.shapes import MODELS, Model
+from fp8moe import FP8Linear, GroupedExperts
 
 MODEL, TOKENS = "dsv3_ep8", 8192
 LINEAR = (8192, 4096, 7168)  # rows, out_features, in_features
-SAMPLED = 128  # rows and columns of each group's product that are checked
 MAX_DIFFERENCE = 0.15  # of FP8 from bfloat16: rounding to E4M3 costs 2.6e-2 for each of the tensors on the way
 MASTERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COLUMNS = {
-    "grouped_gemm_k": ("groups", "m", "n", "total_k", "us", "accumulate_us", "tflops", "vs_deep_gemm", "error"),
     "experts": ("impl", "master", "forward_us", "us", "speedup", "kept_ratio", "peak_ratio", "difference"),
 }
 COLUMNS["linear"] = COLUMNS["experts"]
-
-
-class Case(NamedTuple):
-    """Weight gradients (groups, m, n), of groups with total_k rows in all."""
-
-    groups: int
-    m: int
-    n: int
-    total_k: int
 
 
 class Memory(NamedTuple):
@@ -96,32 +78,6 @@ class Measurement(NamedTuple):
     difference: float | None
 
 
-def stored_cases() -> list[Case]:
-    """The baselines' cases of grouped_gemm_k."""
-    return [Case(**case.sizes) for case in baselines.cases("grouped_gemm_k")]
-
-
-def group_offsets(case: Case) -> list[int]:
-    """Where each group begins, and the end: multiples of 128, with groups of about 0.7 to 1.3 times the mean."""
-    generator = random.Random(0)
-    shares = list(accumulate(generator.uniform(0.7, 1.3) for _ in range(case.groups)))
-    return [0, *(128 * round(case.total_k / 128 * share / shares[-1]) for share in shares)]
-
-
-def make_gemm_row(case: Case, us: float, mean_us: float, accumulate_us: float, error: float) -> dict:
-    baseline = baselines.get("grouped_gemm_k", *case)
-    return {
-        "what": "grouped_gemm_k",
-        **case._asdict(),
-        "us": us,
-        "mean_us": mean_us,
-        "accumulate_us": accumulate_us,
-        "tflops": 2 * case.m * case.n * case.total_k / us / 1e6,
-        "vs_deep_gemm": baseline and baseline.over(accumulate_us),
-        "error": error,
-    }
-
-
 def make_pass_rows(what: str, size: Mapping[str, object], measured: Mapping[str, Measurement]) -> list[dict]:
     """A row for each implementation: "bf16", and the masters' names for ours."""
     bf16 = measured["bf16"]
@@ -146,17 +102,8 @@ def make_pass_rows(what: str, size: Mapping[str, object], measured: Mapping[str,
 
 
 def thresholds(rows: Sequence[dict]) -> list[Threshold]:
-    """The thresholds whose cases are all among the rows, and the threshold on the error of those there are."""
+    """The thresholds whose cases are among the rows."""
     found = []
-    products = {Case(*(row[field] for field in Case._fields)): row for row in select(rows, "grouped_gemm_k")}
-    if products.keys() >= set(stored_cases()):
-        values = [products[case]["vs_deep_gemm"] for case in stored_cases()]
-        name = "grouped_gemm_k, accumulating, geomean of DeepGEMM / ours"
-        if None not in values:
-            found.append(Threshold(name, geomean(values), 1.04, 1.1, at_least=True))
-    if products:
-        worst = max(row["error"] for row in products.values())
-        found.append(Threshold("grouped_gemm_k, largest relative error", worst, MAX_ERROR))
     ours = [row for row in rows if row.get("master") == "bfloat16"]  # like the other's
     for row in select(ours, "experts"):
         if (row["model"], row["tokens"]) == (MODEL, TOKENS):
@@ -171,69 +118,10 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
     return found
 
 
-def check_product(a: FP8Tensor, b: FP8Tensor, offsets: Sequence[int], out: Tensor) -> float:
-    """Error of sampled rows and columns of every group's product against float64.
-
-    a (M, K), b (N, K); out (E, M, N); group e has the columns offsets[e] up to offsets[e + 1].
-    RuntimeError if it is too large.
-    """
-    actual, expected = [], []
-    rows, columns = (sample(len(operand.data), out.device) for operand in (a, b))
-    for group, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        x, w = (
-            operands.exact(FP8Tensor(data.view(torch.uint8)[chosen, start:end].view(data.dtype), blocks))
-            for (data, scale), chosen in ((a, rows), (b, columns))
-            for blocks in [scale[chosen, start // 128 : end // 128]]
-        )
-        actual.append(out[group][rows][:, columns])
-        expected.append(x @ w.T)
-    error = operands.relative_error(torch.stack(actual), torch.stack(expected))
-    if not error <= MAX_ERROR:
-        raise RuntimeError(f"grouped_gemm_k {tuple(out.shape)}: relative error {error:.2e}, must be <= {MAX_ERROR}")
-    return error
-
-
-def sample(count: int, device: torch.device) -> Tensor:
-    """Up to SAMPLED indices, the first and the last among them."""
-    return torch.linspace(0, count - 1, min(count, SAMPLED), device=device).round().long()
-
-
-def run_products(cases: Sequence[Case], *, device: str = "cuda") -> list[dict]:
-    """Rows of grouped_gemm_k. RuntimeError if a result is wrong. One case's operands are in memory at a time."""
-    rows = []
-    for case in cases:
-        a, b = (operands.random_rows(size, case.total_k, device=device) for size in (case.m, case.n))
-        offsets = group_offsets(case)
-        groups = torch.tensor(offsets, dtype=torch.int32, device=device)
-        out = torch.full((case.groups, case.m, case.n), float("nan"), device=device)
-        write = partial(grouped_gemm_k, a, b, groups, out=out)
-        write()
-        error = check_product(a, b, offsets, out)
-        written, added = timing.measure([write, partial(write, accumulate=True)])
-        rows.append(make_gemm_row(case, written.median_us, written.mean_us, added.median_us, error))
-    return rows
-
-
-def transformers_experts(model: Model, *, device: str = "cuda") -> nn.Module:
-    """transformers' experts in bfloat16 with normal weights that keep the variance, on "grouped_mm"."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    sizes = {"hidden_size": model.hidden, "moe_intermediate_size": model.intermediate, "num_experts": model.experts}
-    config = Qwen3MoeConfig(**sizes, hidden_act="silu")
-    config._experts_implementation = "grouped_mm"
-    with torch.device("meta"):
-        module = Qwen3MoeExperts(config)
-    module.to(torch.bfloat16).to_empty(device=device)
-    for weight in module.parameters():
-        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return module
-
-
-def expert_passes(model: Model, tokens: int, active: int | None, *, device: str = "cuda") -> dict[str, Pass]:
+def expert_passes(model: Model, tokens: int, *, device: str = "cuda") -> dict[str, Pass]:
     """Passes of transformers' experts, "bf16", and of ours by the dtype of their master weights."""
     module = transformers_experts(model, device=device)
-    x, index, weights = experts.random_inputs(model, experts.route(model, tokens, active), device=device)
+    x, index, weights = operands.experts_inputs(model, operands.route(model, tokens), device=device)
     inputs = (x.requires_grad_(), index, weights.requires_grad_())
     gradient = torch.randn_like(x)
     layers = {name: GroupedExperts.from_experts(module, master_dtype=dtype) for name, dtype in MASTERS.items()}
@@ -274,17 +162,6 @@ def measure_memory(of: Pass) -> Memory:
     return Memory(kept, peak, before - without)
 
 
-def capture(call: Callable[[], object]) -> Callable[[], None]:
-    """The replay of a CUDA graph of a call that may run a backward, after runs on another stream, as it asks for."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    return experts.capture(call)
-
-
 def measure_passes(what: str, passes: Mapping[str, Pass]) -> dict[str, Measurement]:
     """Memory, difference and times of each. RuntimeError if one is too far from "bf16"."""
     memory = {name: measure_memory(of) for name, of in passes.items()}
@@ -298,13 +175,13 @@ def measure_passes(what: str, passes: Mapping[str, Pass]) -> dict[str, Measureme
                     f"{what}, {name} master weights: {difference:.2e} from bfloat16, must be <= {MAX_DIFFERENCE}"
                 )
     del expected
-    replays = [capture(call) for of in passes.values() for call in (of.renewed_forward, of.step)]
+    replays = [timing.capture(call) for of in passes.values() for call in (of.renewed_forward, of.step)]
     times = iter(timing.elapsed(replays))
     return {name: Measurement(next(times), next(times), memory[name], differences.get(name)) for name in passes}
 
 
 def run_experts(name: str, model: Model, tokens: int, *, device: str = "cuda") -> list[dict]:
-    passes = expert_passes(model, tokens, baselines.active_experts(name, tokens), device=device)
+    passes = expert_passes(model, tokens, device=device)
     size = {"model": name, **model._asdict(), "tokens": tokens}
     return make_pass_rows("experts", size, measure_passes("experts", passes))
 
@@ -316,7 +193,6 @@ def run_linear(rows: int, out_features: int, in_features: int, *, device: str = 
 
 
 PARTS = {
-    "grouped_gemm_k": lambda: run_products(stored_cases()),
     "experts": lambda: run_experts(MODEL, MODELS[MODEL], TOKENS),
     "linear": lambda: run_linear(*LINEAR),
 }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import baselines, command, operands, timing
+from benchmarks import command, operands, roofline, timing
 from benchmarks.report import Threshold, format_table
 from fp8moe import FP8Tensor
 from fp8moe.kernels.activation import Activation, activation_backward
@@ -55,8 +55,8 @@ def make_row(
     gbps, once = (bytes_moved(rows, k, columns, size) / us / 1e3 for size in (read, unique))
     return {
         **{"case": case, "rows": rows, "k": k, "columns": columns, "us": us, "mean_us": mean_us, "gbps": gbps},
-        "of_copy": gbps / 1e3 / baselines.copy_tbps(),
-        "of_copy_once": once / 1e3 / baselines.copy_tbps(),
+        "of_copy": gbps / 1e3 / roofline.copy_tbps(),
+        "of_copy_once": once / 1e3 / roofline.copy_tbps(),
     }
 
 

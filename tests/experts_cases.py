@@ -4,8 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8moe.kernels.experts import experts_partial
+from benchmarks.operands import exact
+from fp8moe.kernels.experts import experts_partial, sort_by_expert
 from fp8moe.kernels.experts.operands import Biases
+from fp8moe.kernels.experts.permute import permute_quantize
+from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_128x128
@@ -110,3 +113,23 @@ def swiglu_operands(rows, size, seed=0, *, device="cpu"):
     gate_up[:, ::7] = gate_up[:, ::7].sign()
     grad = torch.randn(rows, size, generator=generator, device=device).bfloat16()
     return gate_up, grad, torch.rand(rows, generator=generator, device=device) + 0.1
+
+
+def quantized_intermediate(layer, x, index):
+    """What GEMM 1 hands to GEMM 2 on the tensors' backend, in float64: (T, K, I) for x (T, H) and index (T, K)."""
+    up, up_scale, *_ = (getattr(layer, name) for name in layer.weight_names)
+    groups, rows = sort_by_expert(index, layer.num_experts)
+    a = permute_quantize(x, rows, index.numel())
+    h = grouped_gemm_swiglu(a, FP8Tensor(up, up_scale), groups, activation=layer.activation)
+    return exact(h)[rows.long()]
+
+
+def from_intermediate(layer, index, weights, intermediate):
+    """The rest of the layer in float64 over its own quantized activations of GEMM 2. index and weights (T, K)."""
+    *_, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
+    out = torch.zeros(len(index), down.shape[1], dtype=torch.float64, device=index.device)
+    for expert in index[(index >= 0) & (index < layer.num_experts)].unique().tolist():
+        tokens, k = torch.where(index == expert)
+        y = intermediate[tokens, k] @ exact(FP8Tensor(down[expert], down_scale[expert])).T
+        out.index_add_(0, tokens, y * weights[tokens, k, None].double())
+    return out

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import distributed, roofline, tables
-from benchmarks.baselines import MODELS, Model
+from benchmarks.shapes import MODELS, Model
 from tests.processes import in_processes
 
 # Names of thresholds on two ranks: kind of row, column, bar.

@@ -7,8 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import adapters, peers, timing
+from benchmarks import adapters, peers, plots, tables, timing
 from benchmarks.peers import Call, Case
+from benchmarks.report import geomean, select
 from benchmarks.shapes import MODELS, Model
 from fp8moe import FP8Tensor, dequantize
 from fp8moe.integrations import deep_gemm as drop_in
@@ -30,7 +31,7 @@ def no_gpu(monkeypatch):
         peers.timing, "elapsed_in_turn", lambda calls, **_: [float(i) for i in range(1, len(calls) + 1)]
     )
     monkeypatch.setattr(peers.timing, "host_times", lambda call, batches: [3.0, 2.0])
-    monkeypatch.setattr(peers, "capture", lambda call: call)
+    monkeypatch.setattr(peers.timing, "capture", lambda call: call)
     monkeypatch.setattr(adapters, "deep_gemms", lambda: (drop_in,))
     monkeypatch.setattr(adapters.F, "scaled_mm", scaled_mm)
     fake_vllm(monkeypatch)
@@ -82,8 +83,8 @@ SMALL = [
         {"deep_gemm"},
     ),
     ("along_k", {"groups": 3, "m": 128, "n": 256, "total_k": 1280}, {"deep_gemm", "fp8moe_written"}),
-    ("mqa_logits", {"q_tokens": 5, "kv_tokens": 150, "fill": False}, {"deep_gemm"}),
-    ("mqa_logits", {"q_tokens": 5, "kv_tokens": 150, "fill": True}, {"deep_gemm"}),
+    ("mqa_logits", {"queries": 5, "tokens": 150, "fill": False}, {"deep_gemm"}),
+    ("mqa_logits", {"queries": 5, "tokens": 150, "fill": True}, {"deep_gemm"}),
     ("paged_mqa_logits", {"batch": 3, "context": 150, "next_n": 2}, {"deep_gemm"}),
 ]
 MAKE = {
@@ -216,3 +217,79 @@ def test_the_gemms_of_a_layer_are_found_among_its_kernels():
     assert peers.gemms_in_layer(kernels) == 10
     with pytest.raises(RuntimeError, match="two GEMMs"):
         peers.gemms_in_layer(kernels[1:2])
+
+
+def test_skewed_routing():
+    model = MODELS["dsv3_ep8"]
+    count = peers.route(model, 2048, "skewed").flatten().bincount(minlength=32)
+    assert count[0] == round(0.6 * 16384) and count.sum() == 16384
+    assert count[1:].max() - count[1:].min() < 10
+
+
+def stored_run():
+    """A made-up file with all cases: we take 10 microseconds, DeepGEMM 12, of the first case 9."""
+    us = {"fp8moe": 10.0, "deep_gemm": 12.0, "cublas_block": 15.0, "cublas_one_scale": 8.0}
+    layer = {"fp8moe": 10.0, "vllm": 20.0, "deep_gemm_two_gemms": 9.0, "fp8moe_two_gemms": 8.0, "gemms_in_layer": 9.0}
+    more = {"kernels": [["sort", 0.0, 1.0], ["gemm", 1.0, 5.0], ["gemm", 4.0, 9.0]], "experts_in_use": 8}
+    rows = [{"what": case.what, **case.sizes, "us": dict(us), "failed": {}} for case in peers.CASES]
+    for row in select(rows, "layer"):
+        row |= {"us": dict(layer), **more}
+    rows[0]["us"]["deep_gemm"] = 9.0
+    del rows[1]["us"]["deep_gemm"]
+    steps = {"ms": {"fp8moe": 2.0, "vllm": 3.0}, "tokens_s": {"fp8moe": 500.0, "vllm": 333.0}, "failed": {}}
+    rows += [
+        {"what": case.what, **case.sizes, **steps, "kernels_a_step": {"fp8moe": 700}} for case in peers.WHOLE_MODEL
+    ]
+    versions = {"gpu": "NVIDIA H100 80GB HBM3", "driver": "580.1", "deep_gemm": "0.1.2", "torch": "2.11"}
+    return {"digest": "d", "versions": versions, "copy_tbps": 3.0, "rows": rows}
+
+
+def test_tables_are_of_one_run():
+    run = stored_run()
+    mean = geomean([0.9, *[1.2] * 19])
+    lines = tables.gemms(run).splitlines()
+    assert lines[2] == f"| dense GEMM, m = 1, 16, 64 | {mean:.2f} (0.90, 20 of 21) | 1.50 (1.50) | 0.80 (0.80) |"
+    assert lines[-1] == "| `paged_mqa_logits` | 1.20 (1.20) | 1.50 (1.50) | 0.80 (0.80) |"
+    lines = tables.layer(run).splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [
+        ["| vLLM's Triton experts", "2.00 (2.00)"],
+        ["| DeepGEMM's two GEMMs alone", "0.90 (0.90)"],
+        ["| our two GEMMs in the layer / alone", "1.12 (1.12)"],
+    ]
+    assert "| a step, batch 8 | 2.0 ms | 3.0 ms | 1.50 | 700 |" in tables.whole_model(run)
+    assert tables.measured_with(run).endswith("(driver 580.1): DeepGEMM 0.1.2, PyTorch 2.11.")
+    assert "| dsv3_ep8 | 1 | 0 | 78 |" in tables.roofline({"peers": run})
+
+
+def test_a_run_of_other_kernels_is_not_shown(monkeypatch, tmp_path):
+    (tmp_path / "kernels.json").write_text(json.dumps({"digest": "d"}))
+    monkeypatch.setattr(tables, "VALIDATION", tmp_path / "kernels.json")
+    monkeypatch.setattr(tables, "PEERS", tmp_path / "peers.json")
+    assert tables.stored_peers() is None
+    for digest, there in (("d", True), ("e", False)):
+        tables.PEERS.write_text(json.dumps(stored_run() | {"digest": digest}))
+        assert (tables.stored_peers() is not None) == there
+    assert tables.roofline({"peers": None}) == tables.NO_PEERS
+
+
+def test_pictures_of_peers_are_drawn_of_a_run_or_removed(tmp_path):
+    quantized = [
+        {"op": op, "m": m, "k": 7168, "us": 2.0, "gbps": 900.0, "of_copy": 0.3}
+        for op, m in (("quantize_1x128", 1), ("quantize_1x128", 4096), ("quantize_128x128", 4096))
+    ]
+    passed = {"impl": "fp8", "master": "float32", "forward_us": 1.0, "us": 3.0, "speedup": 2.0, "kept_bytes": 5}
+    layer = {"what": "experts", "model": "dsv3", "tokens": 8, **passed}
+    linear = {"what": "linear", "rows": 8, "in_features": 8, "out_features": 8, **passed}
+    benchmarks = {"quantize": {"rows": quantized, "gpu": "a"}, "training": {"rows": [layer, linear], "gpu": "a"}}
+    plots.draw(tmp_path, stored_run(), benchmarks)
+    assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_PEERS, *plots.OF_KERNELS}
+    plots.draw(tmp_path, None, benchmarks)
+    assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_KERNELS}
+
+
+def test_a_stored_run_is_whole_and_of_what_the_gpu_runs():
+    if tables.PEERS.exists():
+        content = json.loads(tables.PEERS.read_text())
+        kernels = json.loads(tables.VALIDATION.read_text())
+        assert content["digest"] == kernels["digest"], "run `python -m benchmarks.peers` on a Hopper GPU"
+        assert {peers.name_of(row) for row in content["rows"]} >= {case.name for case in peers.CASES}

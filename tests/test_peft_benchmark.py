@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import lora
-from benchmarks.baselines import MODELS, Model
+from benchmarks.shapes import MODELS, Model
 
 peft = pytest.importorskip("peft")
 
@@ -30,7 +30,7 @@ def test_rows_and_thresholds():
 
 
 def test_bytes_of_adapters_are_those_of_the_layer():
-    layer = lora.passes(TINY, 40, None, 16, device="cpu")["lora"].layer
+    layer = lora.passes(TINY, 40, 16, device="cpu")["lora"].layer
     factors = [value for value in layer.parameters() if value.requires_grad]
     assert sum(value.nbytes for value in factors) == lora.adapter_bytes(TINY, 16)
     assert {value.dtype for value in factors} == {torch.bfloat16}
@@ -38,7 +38,7 @@ def test_bytes_of_adapters_are_those_of_the_layer():
 
 
 def test_adapters_are_compared_with_merged_weights():
-    passes = lora.passes(TINY, 40, None, 16, device="cpu")
+    passes = lora.passes(TINY, 40, 16, device="cpu")
     assert 1e-2 < lora.check(passes) <= lora.MAX_DIFFERENCE
     out, *grads = lora.step(passes["lora"])
     assert out.shape == (40, 144) and len(grads) == 5

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.experts import exact as from_intermediate
-from benchmarks.experts import quantized_intermediate
 from fp8moe.kernels.decoder_ops import router
 from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.layers.experts import GroupedExperts
@@ -17,7 +15,7 @@ from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests import experts_cases
 from tests.backends import on_reference
 from tests.errors import relative_error
-from tests.experts_cases import VARIANTS
+from tests.experts_cases import VARIANTS, from_intermediate, quantized_intermediate
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +69,7 @@ def on_cuda(call, *arguments):
 def own_error(run, layer, x, index, weights):
     """Error of the layer on one backend, over what that quantizes between the GEMMs."""
     intermediate = run(quantized_intermediate, layer, x, index)
-    return relative_error(run(layer, x, index, weights), from_intermediate(layer, x, index, weights, intermediate))
+    return relative_error(run(layer, x, index, weights), from_intermediate(layer, index, weights, intermediate))
 
 
 def check(layer, x, index, weights):

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.baselines import DENSE_M, DENSE_SHAPES
 from benchmarks.operands import rounded_error
+from benchmarks.shapes import DENSE_M, DENSE_SHAPES
 from fp8moe.kernels.gemm import tiles
 from fp8moe.kernels.gemm.api import gemm
 from fp8moe.kernels.gemm.launch import Operands, multiply_with
