@@ -40,26 +40,40 @@ def installed(name: str) -> bool:
     """Whether there is a module of this name, without importing it; its parents are imported."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ImportError:
+    except Exception:  # of a parent
         return False
 
 
 def versions() -> dict[str, str]:
-    """What there is of DISTRIBUTIONS, and each DeepGEMM that can be imported."""
+    """What there is of DISTRIBUTIONS, and each DeepGEMM, or why it cannot be imported."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found | {module.__name__: str(getattr(module, "__version__", "?")) for module in deep_gemms()}
+    return found | {name: _version(module) for name, module in _deep_gemm_modules().items()}
+
+
+def _version(module: ModuleType | Exception) -> str:
+    return str(getattr(module, "__version__", "?")) if isinstance(module, ModuleType) else f"fails: {module!r}"
 
 
 @functools.cache
-def deep_gemms() -> tuple[ModuleType, ...]:
-    """Every DeepGEMM that can be imported, a package of its own first; fp8moe's drop-in is none."""
-    modules = [importlib.import_module(name) for name in DEEP_GEMMS if installed(name)]
-    return tuple(module for module in modules if "fp8moe" not in str(getattr(module, "__version__", "")))
+def _deep_gemm_modules() -> dict[str, ModuleType | Exception]:
+    """Those of DEEP_GEMMS that are installed, by name; fp8moe's drop-in is none."""
+    found: dict[str, ModuleType | Exception] = {}
+    for name in filter(installed, DEEP_GEMMS):
+        try:
+            found[name] = importlib.import_module(name)
+        except Exception as error:
+            found[name] = error
+    return {name: module for name, module in found.items() if "fp8moe" not in _version(module)}
+
+
+def deep_gemms() -> list[ModuleType]:
+    """Every DeepGEMM that can be imported, a package of its own first."""
+    return [module for module in _deep_gemm_modules().values() if isinstance(module, ModuleType)]
 
 
 def _deep_gemm(name: str) -> Callable:

@@ -79,7 +79,6 @@ def make_paged_row(batch: Batch, timed: timing.Timing, error: float) -> dict:
         "tokens": sum(batch.contexts),
         **{name: getattr(batch, name) for name in Batch._fields[1:]},
         "us": us,
-        "mean_us": timed.mean_us,
         **rates(*paged_work(batch), us),
         "error": error,
         "kernels": len(timed.kernels),
@@ -106,7 +105,7 @@ def make_uneven_rows(us: Mapping[Batch, float]) -> list[dict]:
 def make_copy_row(what: str, sizes: Mapping[str, object], moved: int, timed: timing.Timing) -> dict:
     """One measurement of something that moves bytes, with its bandwidth over that of a copy."""
     gbps = moved / timed.median_us / 1e3
-    times = {"us": timed.median_us, "mean_us": timed.mean_us, "gbps": gbps}
+    times = {"us": timed.median_us, "gbps": gbps}
     return {"what": what, **sizes, **times, "of_copy": gbps / 1e3 / copy_tbps()}
 
 

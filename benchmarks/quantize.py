@@ -27,7 +27,7 @@ def bytes_moved(op: str, m: int, k: int) -> int:
     return 2 * m * k + m * k + 4 * row_blocks * -(-k // 128)
 
 
-def make_row(op: str, m: int, k: int, us: float, mean_us: float) -> dict:
+def make_row(op: str, m: int, k: int, us: float) -> dict:
     """One measurement; `of_copy` is its bandwidth over that of a copy."""
     gbps = bytes_moved(op, m, k) / us / 1e3
     return {
@@ -35,7 +35,6 @@ def make_row(op: str, m: int, k: int, us: float, mean_us: float) -> dict:
         "m": m,
         "k": k,
         "us": us,
-        "mean_us": mean_us,
         "gbps": gbps,
         "of_copy": gbps / 1e3 / roofline.copy_tbps(),
     }
@@ -65,10 +64,7 @@ def run() -> dict:
         error = operands.relative_error(operands.exact(call()), inputs[m].double())
         if not error <= MAX_ERROR:
             raise RuntimeError(f"{op} ({m}, {K}): relative error {error:.2e}, must be <= {MAX_ERROR}")
-    rows = [
-        make_row(op, m, K, timed.median_us, timed.mean_us)
-        for (op, m), timed in zip(cases, timing.measure(calls), strict=True)
-    ]
+    rows = [make_row(op, m, K, timed.median_us) for (op, m), timed in zip(cases, timing.measure(calls), strict=True)]
     return command.result(gpu, rows, thresholds(rows))
 
 

@@ -53,10 +53,6 @@ class Timing:
     def median_us(self) -> float:
         return statistics.median(self.samples_us)
 
-    @property
-    def mean_us(self) -> float:
-        return statistics.fmean(self.samples_us)
-
 
 def attribute(
     events: Iterable[KernelEvent], fill: str, calls: int, repeats: int, *, in_turn: bool = False

@@ -48,13 +48,11 @@ def bytes_moved(rows: int, k: int, columns: int, read: float = 2.0) -> int:
     return data + 4 * (rows * -(-k // 128) + columns // 128 * k)
 
 
-def make_row(
-    case: str, rows: int, k: int, columns: int, us: float, mean_us: float, read: float = 2.0, unique: float = 2.0
-) -> dict:
+def make_row(case: str, rows: int, k: int, columns: int, us: float, read: float = 2.0, unique: float = 2.0) -> dict:
     """One measurement with its bandwidth over that of a copy; columns: of the padded groups."""
     gbps, once = (bytes_moved(rows, k, columns, size) / us / 1e3 for size in (read, unique))
     return {
-        **{"case": case, "rows": rows, "k": k, "columns": columns, "us": us, "mean_us": mean_us, "gbps": gbps},
+        **{"case": case, "rows": rows, "k": k, "columns": columns, "us": us, "gbps": gbps},
         "of_copy": gbps / 1e3 / roofline.copy_tbps(),
         "of_copy_once": once / 1e3 / roofline.copy_tbps(),
     }
@@ -133,7 +131,7 @@ def run() -> dict:
     timings = timing.measure([case.call for case in measured])
     rows = [
         make_row(
-            *(case.name, ROWS, case.rows.shape[1], used, timed.median_us, timed.mean_us),
+            *(case.name, ROWS, case.rows.shape[1], used, timed.median_us),
             read=case.read,
             unique=case.unique,
         )

@@ -100,7 +100,7 @@ MAKE = {
 @pytest.mark.parametrize(("what", "sizes", "others"), SMALL, ids=[f"{what}-{i}" for i, (what, *_) in enumerate(SMALL)])
 def test_peers_compute_what_we_do(what, sizes, others):
     torch.manual_seed(0)
-    row = peers.measure_kernels(MAKE[what](**sizes, device="cpu"), peers.MAX_DIFFERENCE_OF_GEMMS)
+    row = peers.measure_kernels(MAKE[what](**sizes, device="cpu"), peers.MAX_DIFFERENCE)
     assert not row["failed"]
     assert set(row["us"]) == {"fp8moe", *others} and row["us"]["fp8moe"] == 1.0
     assert set(row["difference"]) == others - {"cublas_one_scale"}
@@ -143,6 +143,22 @@ def test_a_deep_gemm_without_a_function_is_named(monkeypatch):
     makers = peers.make_along_k(groups=2, m=128, n=128, total_k=512, device="cpu")
     row = peers.measure_kernels(makers, 1e-2)
     assert row["failed"] == {"deep_gemm": "LookupError: no installed DeepGEMM has k_grouped_fp8_gemm_nt_contiguous"}
+
+
+def test_a_deep_gemm_that_cannot_be_imported_is_named(monkeypatch):
+    def broken(name):
+        raise AssertionError("no CUDA_HOME")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(adapters, "installed", lambda name: name == "deep_gemm")
+    monkeypatch.setattr(adapters.importlib, "import_module", broken)
+    adapters._deep_gemm_modules.cache_clear()
+    assert adapters.deep_gemms() == []
+    assert adapters.versions()["deep_gemm"] == "fails: AssertionError('no CUDA_HOME')"
+    monkeypatch.setattr(adapters.importlib, "import_module", lambda name: drop_in)
+    adapters._deep_gemm_modules.cache_clear()
+    assert adapters.deep_gemms() == [] and "deep_gemm" not in adapters.versions()
+    adapters._deep_gemm_modules.cache_clear()
 
 
 HEAD = {"digest": "d", "date": "now", "versions": {"gpu": "an H100"}, "clocks": {}}

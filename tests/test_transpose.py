@@ -228,11 +228,11 @@ def test_benchmark_counts_bytes_and_sets_thresholds():
     assert benchmark.bytes_moved(65536, 7168, 65664) == plain + 128 * 7168 + 4 * 7168
     us = plain / 4.21e6
     fast, slow, other = (
-        benchmark.make_row(name, 65536, 7168, 65536, us / share, 0.0)
+        benchmark.make_row(name, 65536, 7168, 65536, us / share)
         for name, share in (("one group", 0.8), ("gather", 0.7), ("swiglu", 0.1))
     )
     assert fast["of_copy"] == fast["of_copy_once"] == pytest.approx(0.8, rel=1e-3)
     assert [one.passed for one in benchmark.thresholds([fast, slow, other])] == [True, False]
-    gathered = benchmark.make_row("gather", 65536, 7168, 65536, us, 0.0, unique=0.25)
+    gathered = benchmark.make_row("gather", 65536, 7168, 65536, us, unique=0.25)
     assert gathered["of_copy"] == pytest.approx(1.0, rel=1e-3)
     assert gathered["of_copy_once"] == pytest.approx((plain - 1.75 * 65536 * 7168) / plain, rel=1e-3)
