@@ -355,6 +355,12 @@ def _norm(draw: Draw) -> tuple:
     return draw.normal(draw.rows, 2, draw.hidden), draw.normal(draw.hidden)
 
 
+def _norm_and_router(draw: Draw) -> tuple:
+    """x, norm_weight, residual and weight."""
+    x, residual = draw.normal(2, draw.rows, draw.hidden)
+    return x, draw.normal(draw.hidden), residual, draw.normal(draw.experts, draw.hidden)
+
+
 def _heads(draw: Draw) -> tuple:
     heads, key_heads, size, tokens, room = (32, 4, 128, 3, 5) if draw.large else (4, 2, 16, 3, 5)
     q, k, v = (draw.normal(draw.rows, tokens, count, size) for count in (heads, key_heads, key_heads))
@@ -407,6 +413,21 @@ DECODER = {
         sums=(0,),
         exempt={"layouts, cuda": "rows that are not aligned take another kernel, which sums in another order"},
         rows=(1, 64, 300),
+    ),
+    "norm_logits": Case(
+        lambda draw: (*_norm_and_router(draw), 1e-6, False, torch.float32),
+        bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, None, None, BAD_ROW])},
+        sums=(4,),
+        rows=(1, 8, 300),
+    ),
+    "norm_logits, quantized": Case(
+        lambda draw: (*_norm_and_router(draw), 1e-6, True, torch.bfloat16),
+        bad={
+            "residual": ((BAD_ROW, 5), lambda a: [BAD_ROW] * 5),
+            "weight": ((3, 5), lambda a: [None, None, None, None, (slice(None), 3)]),
+        },
+        sums=(4,),
+        rows=(1, 5, 64),
     ),
     "route": Case(
         lambda draw: (

@@ -11,6 +11,7 @@ from benchmarks import calls
 from benchmarks.calls import Case, Operands
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import rotary
 from fp8moe.kernels.decoder_ops.router import route, router_logits
@@ -306,6 +307,15 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
     ):
         operands = [make.normal(count, hidden, dtype=getattr(torch, dtype)) for count in (tokens, experts)]
         yield lambda operands=operands, dtype=out_dtype: router_logits(*operands, dtype=getattr(torch, dtype))
+    for dtype, out_dtype, tokens, (experts, hidden) in product(
+        DTYPES, DTYPES, (1, 2, 8), ((128, 2048), (256, 7168), (60, 131))
+    ):
+        x, norm_weight, weight = (
+            make.normal(*shape, dtype=getattr(torch, dtype))
+            for shape in ((tokens, hidden), (hidden,), (experts, hidden))
+        )
+        options = {"residual": x, "quantized": tokens == 1, "dtype": getattr(torch, out_dtype)}
+        yield lambda x=(x, norm_weight, 1e-6, weight), options=options: norm_logits(*x, **options)
     for dtype, out_dtype, (experts, groups), score, normalize in product(
         DTYPES, DTYPES, ((128, 1), (256, 8), (1024, 1)), ("softmax", "sigmoid"), (False, True)
     ):

@@ -10,6 +10,7 @@ import torch
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import rotary
 from fp8moe.kernels.decoder_ops.router import route, router_logits
@@ -32,6 +33,13 @@ LOGITS = (
     (1, 128, 2048, torch.bfloat16, torch.bfloat16),
     (11, 300, 520, torch.float32, torch.float32),
     (64, 60, 131, torch.float16, torch.float32),
+)
+NORM_LOGITS = (
+    (1, 128, 2048, torch.bfloat16, torch.bfloat16),
+    (7, 256, 2048, torch.bfloat16, torch.float32),
+    (3, 300, 520, torch.float32, torch.float32),
+    (8, 60, 131, torch.float16, torch.float32),
+    (2, 256, 7168, torch.bfloat16, torch.float32),
 )
 # sequences, tokens, (heads, key heads, size, rotated, norm), type
 HEADS = (
@@ -71,6 +79,18 @@ def logits_error(tokens: int, experts: int, hidden: int, dtype: torch.dtype, out
     x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(experts, hidden).to(dtype)
     got = router_logits(x.cuda(), weight.cuda(), dtype=out_dtype)
     return rounded_error(got.cpu(), x.double() @ weight.double().T)
+
+
+def norm_logits_error(tokens: int, experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype) -> float:
+    shapes = (tokens, hidden), (hidden,), (experts, hidden), (tokens, hidden)
+    x, norm_weight, weight, residual = (torch.randn(shape).to(dtype).cuda() for shape in shapes)
+    options = {"residual": residual, "quantized": True}
+    got, logits = norm_logits(x, norm_weight, 1e-6, weight, **options, dtype=out_dtype)
+    expected = rms_norm(x, norm_weight, 1e-6, **options)
+    pairs = zip((*got[:2], *got.quantized), (*expected[:2], *expected.quantized), strict=True)
+    if any(differing(one.cpu().float(), other.cpu().float()) for one, other in pairs):
+        return float("inf")
+    return rounded_error(logits.cpu(), got.values.cpu().double() @ weight.cpu().double().T)
 
 
 def route_errors(experts: int, top_k: int, form: dict, tokens: int = 9, sort: bool = False) -> int:
@@ -116,6 +136,7 @@ CASES = [
     *((norm_error, case, NORM_ERROR[case[2]]) for case in NORMS),
     *((norm_codes_error, case, E4M3_ERROR) for case in NORMS),
     *((logits_error, case, LOGITS_ERROR) for case in LOGITS),
+    *((norm_logits_error, case, LOGITS_ERROR) for case in NORM_LOGITS),
     *((route_errors, case, 0) for case in FORMS),
     *((route_errors, (*case, tokens, True), 0) for case in FORMS[:6] for tokens in (1, 11, 50)),
     *((rotary_error, case, 2 * NORM_ERROR[case[3]]) for case in HEADS),

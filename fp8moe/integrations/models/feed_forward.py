@@ -14,6 +14,7 @@ from fp8moe.integrations import NAME
 from fp8moe.integrations.models import known_forwards, linears, norms
 from fp8moe.integrations.models.known_forwards import form_of, is_cast, runs_as_written
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.kernels.decoder_ops.router import Routing, route, router_logits
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
@@ -33,8 +34,10 @@ def forward(module: nn.Module, norm: nn.Module, attended: Tensor, residual: Tens
     """The layer's result, of the attention's before residual and norm."""
     if _serves_block(module, residual.dtype):
         shared = _shared(module)
-        normed = norms.norm(norm, attended, residual, values=True, quantized=shared is not None and _serves_mlp(shared))
-        return _mix(module, normed).view(residual.shape)
+        normed, logits = _norm_and_logits(
+            norm, module.gate, attended, residual, quantized=shared is not None and _serves_mlp(shared)
+        )
+        return _mix(module, normed, logits).view(residual.shape)
     if _serves_mlp(module):
         normed = norms.norm(norm, attended, residual, values=False, quantized=True)
         out = _run_mlp(module, normed.quantized, residual.dtype)
@@ -101,15 +104,16 @@ def _shared(module: nn.Module) -> nn.Module | None:
     return None if name is None else getattr(module, name)
 
 
-def _mix(module: nn.Module, normed: Normed) -> Tensor:
+def _mix(module: nn.Module, normed: Normed, logits: Tensor) -> Tensor:
     """The block's result (M, H), added to normed.sum.
 
     normed: of its input's rows, with values and the sum before them, quantized if shared experts run in FP8.
+    logits: of its router.
     """
     form = form_of(module, known_forwards.BLOCK)
     x = normed.values
     ours = _are_ours(module.experts)
-    _, routing = _route(module.gate, x, sort=ours and _sorts_as_router(module.experts))
+    routing = _route(module.gate, logits, sort=ours and _sorts_as_router(module.experts))
     order = {} if routing.rows is None else {"groups": routing.groups, "rows": routing.rows}
     if form.shared is None and ours:
         return module.experts(x, routing.index, routing.weights, residual=normed.sum, **order)
@@ -152,7 +156,8 @@ def forward_router(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Te
     """
     if torch.is_grad_enabled() or module.training or not _serves_router(module, hidden_states.dtype):
         return type(module).forward(module, hidden_states)
-    logits, routing = _route(module, hidden_states.reshape(-1, hidden_states.shape[-1]), sort=False)
+    logits = _logits(module, hidden_states.reshape(-1, hidden_states.shape[-1]))
+    routing = _route(module, logits, sort=False)
     return logits, routing.weights, routing.index
 
 
@@ -164,11 +169,31 @@ def _serves_router(module: nn.Module, dtype: torch.dtype) -> bool:
     return module.weight.dtype is dtype or (form.in_float32 and module.weight.dtype is torch.float32)
 
 
-def _route(router: nn.Module, x: Tensor, *, sort: bool) -> tuple[Tensor, Routing]:
-    """x (M, H); the logits (M, E) and what follows from them. sort: see `route`."""
-    form = form_of(router, known_forwards.ROUTER)
+def _norm_and_logits(
+    norm: nn.Module, router: nn.Module, x: Tensor, residual: Tensor, *, quantized: bool
+) -> tuple[Normed, Tensor]:
+    """`norms.norm` with a residual and the values of all rows, and the logits (M, E) of these."""
+    if router.weight.dtype is not x.dtype:
+        normed = norms.norm(norm, x, residual, values=True, quantized=quantized)
+        return normed, _logits(router, normed.values)
+    rows, added = (part.reshape(-1, part.shape[-1]) for part in (x, residual))
+    options = {"residual": added, "quantized": quantized, "dtype": _logits_dtype(router, x)}
+    return norm_logits(rows, norm.weight, norm.variance_epsilon, router.weight, **options)
+
+
+def _logits(router: nn.Module, x: Tensor) -> Tensor:
+    """x (M, H) to logits (M, E)."""
     operand = x.to(router.weight.dtype)  # transformers keeps some routers in float32, in models of any dtype
-    logits = router_logits(operand, router.weight, dtype=torch.float32 if form.in_float32 else x.dtype)
+    return router_logits(operand, router.weight, dtype=_logits_dtype(router, x))
+
+
+def _logits_dtype(router: nn.Module, x: Tensor) -> torch.dtype:
+    return torch.float32 if form_of(router, known_forwards.ROUTER).in_float32 else x.dtype
+
+
+def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> Routing:
+    """What follows from logits (M, E). sort: see `route`."""
+    form = form_of(router, known_forwards.ROUTER)
     groups = {}
     if form.bias:
         groups = {
@@ -177,7 +202,7 @@ def _route(router: nn.Module, x: Tensor, *, sort: bool) -> tuple[Tensor, Routing
             "top_groups": router.topk_group,
             "scale": router.routed_scaling_factor,
         }
-    return logits, route(
+    return route(
         logits,
         router.top_k,
         score=form.score,

@@ -135,7 +135,8 @@ def _power_of_two_from(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _logits_threads(hidden: int, dtype: torch.dtype) -> int:
+def logits_threads(hidden: int, dtype: torch.dtype) -> int:
+    """The threads of a thread block, all of which have a row."""
     return align(row_threads(hidden * dtype.itemsize), WARP)
 
 
@@ -149,7 +150,7 @@ def logits_spec(
     block_experts, block_tokens = block
     sizes = (
         *(("HIDDEN", hidden), ("NUM_EXPERTS", experts), ("EXPERTS", block_experts), ("TOKENS", block_tokens)),
-        *(("MAX_TOKENS", MAX_TOKENS), ("THREADS", _logits_threads(hidden, dtype))),
+        *(("MAX_TOKENS", MAX_TOKENS), ("ROW_THREADS", logits_threads(hidden, dtype))),
     )
     types = (*input_defines(dtype, vector=vector), ("OUTPUT", INPUT_TYPES[out_dtype]))
     return KernelSpec("router_logits.cu", "router_logits", (*types, *sizes))
@@ -167,14 +168,15 @@ def logits_launcher(
     return PointerLauncher(
         load(logits_spec(block, experts, hidden, *dtypes, vector)),
         grid=(ceil_div(experts, block_experts), ceil_div(tokens, MAX_TOKENS)),
-        block=_logits_threads(hidden, dtypes[0]),
+        block=logits_threads(hidden, dtypes[0]),
         pdl=True,
         pointers=3,
         args=(ctypes.c_int32(tokens),),
     )
 
 
-def _check_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+def check_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    """Dtypes, shapes and devices of the arguments of `router_logits`."""
     check_dtype("x", x, *FLOATING)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (T, H), got {tuple(x.shape)}")
@@ -214,7 +216,7 @@ def _empty_logits(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 _logits_op = operator(
     "router_logits -> Tensor",
-    check=_check_logits,
+    check=check_logits,
     cuda=_logits,
     reference=_logits_reference,
     fake=_empty_logits,

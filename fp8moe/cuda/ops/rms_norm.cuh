@@ -1,0 +1,95 @@
+// RMSNorm of rows (arXiv:1910.07467) that threads hold in registers. Every operation rounds to the type of the input
+// where PyTorch's modules do; sums have a fixed order.
+//
+// Compile-time constants: those of quantize.cuh and of row_vectors.cuh, ROW_THREADS being a multiple of 32 or a power
+// of two.
+#pragma once
+
+#include "output.cuh"
+#include "parameter.cuh"
+#include "quantize.cuh"
+#include "row_vectors.cuh"
+
+constexpr int ROW_WARPS = ceil_div(ROW_THREADS, WARP);
+// Neighbouring lanes that hold a quantization block, or the row if that is shorter.
+constexpr int BLOCK_LANES = BLOCK / PER_VECTOR < ROW_THREADS ? BLOCK / PER_VECTOR : ROW_THREADS;
+constexpr bool EARLY = VECTORS <= 4;  // registers hold the weight too while the row is summed
+static_assert(ROW_WARPS == 1 ? (ROW_THREADS & (ROW_THREADS - 1)) == 0 : ROW_THREADS % WARP == 0);
+
+__device__ Vector operator+(const Vector& a, const Vector& b) {
+  float sum[PER_VECTOR];
+#pragma unroll
+  for (int i = 0; i < PER_VECTOR; ++i) sum[i] = __fadd_rn(a[i], b[i]);
+  return to_vector(sum);
+}
+
+// A thread's part of the sum of squares of a row.
+__device__ float sum_of_squares(const Vector (&row)[VECTORS]) {
+  float squares = 0.0f;
+#pragma unroll
+  for (const Vector& v : row) {
+#pragma unroll
+    for (int c = 0; c < PER_VECTOR; ++c) squares = __fmaf_rn(v[c], v[c], squares);
+  }
+  return squares;
+}
+
+// What the values of a row are multiplied by, from the sum of their squares.
+__device__ float norm_factor(float squares, float eps) { return rsqrtf(__fmaf_rn(squares, 1.0f / HIDDEN, eps)); }
+
+// The first `count` elements of a vector, zeros after them; any count.
+__device__ Vector first_elements(const Vector& v, int count) {
+  Vector first = {};
+  if constexpr (VECTOR) {
+    if (count > 0) first = v;
+  } else {
+#pragma unroll
+    for (int i = 0; i < PER_VECTOR; ++i) {
+      const u32 bits = Input::bits(v.words[i / PER_WORD], i % PER_WORD);
+      if (i < count) first.words[i / PER_WORD] |= bits << (i % PER_WORD * 8 * sizeof(Element));
+    }
+  }
+  return first;
+}
+
+// weight * (x * factor), each product rounded, for the first `count` elements; zeros after them, whatever the factor.
+__device__ Vector normalized(const Vector& x, float factor, const Vector& weight, int count) {
+  float v[PER_VECTOR];
+#pragma unroll
+  for (int i = 0; i < PER_VECTOR; ++i) v[i] = __fmul_rn(x[i], factor);
+  const Vector n = to_vector(v);
+#pragma unroll
+  for (int i = 0; i < PER_VECTOR; ++i) v[i] = __fmul_rn(weight[i], n[i]);
+  return first_elements(to_vector(v), count);
+}
+
+// Stores the first `count` elements of a vector; any count.
+__device__ void store(Element* target, const Vector& v, int count) {
+  if constexpr (VECTOR) {
+    if (count > 0) store_16(target, v);
+  } else {
+#pragma unroll
+    for (int i = 0; i < PER_VECTOR; ++i) {
+      if (i < count) target[i] = static_cast<Element>(Input::bits(v.words[i / PER_WORD], i % PER_WORD));
+    }
+  }
+}
+
+// Quantizes a row in blocks of 1x128. data: from the thread's first column on; scale: the row's in the first column of
+// scales; count(i): how many columns of vector i there are. By whole warps.
+template <class Count>
+__device__ __forceinline__ void store_quantized(u8* data, float* scale, i64 scale_pitch, const Vector (&row)[VECTORS],
+                                                u32 thread, const Count& count) {
+  u32 amax[VECTORS];
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    amax[i] = Input::largest(warp_reduce<BLOCK_LANES>(row[i].larger_magnitude(0), Input::larger));
+  }
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    const Scale block_scale(amax[i]);
+    store(data + i * STEP, row[i], block_scale, count(i));
+    const int block = (static_cast<int>(thread) * PER_VECTOR + i * STEP) / BLOCK;
+    if (thread % BLOCK_LANES == 0 && count(i) > 0) scale[block * scale_pitch] = block_scale.value;
+  }
+}

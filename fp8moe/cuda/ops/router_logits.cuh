@@ -1,0 +1,89 @@
+// What thread blocks do that share out the weight of a router: each has EXPERTS rows of it, of which each thread has
+// the same columns, for TOKENS tokens at a time. Products are exact for 16-bit types, sums are float32 in a fixed
+// order: of a thread, then over the warp so that each lane ends with one of them, then over the warps.
+//
+// Compile-time constants: those of router.cuh, INPUT for x and weight; those of row_vectors.cuh, ROW_THREADS being the
+// thread block; NUM_EXPERTS; EXPERTS and TOKENS, powers of two, their product at most 32.
+#pragma once
+
+#include "parameter.cuh"
+#include "router.cuh"
+#include "row_vectors.cuh"
+
+constexpr int WARPS = ROW_THREADS / WARP;
+constexpr int SUMS = EXPERTS * TOKENS;
+static_assert(SUMS <= WARP && (SUMS & (SUMS - 1)) == 0 && ROW_THREADS % WARP == 0);
+
+// The rows of the weight that this thread block has.
+struct WeightRows {
+  const Element* first;  // of this thread
+  int columns;           // from there on
+  int count;
+
+  // weight (NUM_EXPERTS, HIDDEN).
+  explicit __device__ __forceinline__ WeightRows(const Element* weight) {
+    const int column = threadIdx.x * PER_VECTOR;
+    first = weight + i64{blockIdx.x} * EXPERTS * HIDDEN + column;
+    columns = HIDDEN - column;
+    count = NUM_EXPERTS - static_cast<int>(blockIdx.x) * EXPERTS;
+  }
+
+  // Vector i of row e.
+  __device__ __forceinline__ Vector load(int e, int i) const {
+    return load_parameter(first + e * HIDDEN + i * STEP, e < count ? columns - i * STEP : 0);
+  }
+
+  __device__ __forceinline__ void prefetch() const {
+#pragma unroll
+    for (int e = 0; e < EXPERTS; ++e) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        prefetch_parameter(first + e * HIDDEN + i * STEP, e < count ? columns - i * STEP : 0);
+      }
+    }
+  }
+};
+
+// Adds the products of a vector of each token and one of each expert.
+__device__ __forceinline__ void add_products(float (&sum)[SUMS], const Vector (&x)[TOKENS],
+                                             const Vector (&weight)[EXPERTS]) {
+#pragma unroll
+  for (int c = 0; c < PER_VECTOR; ++c) {
+#pragma unroll
+    for (int s = 0; s < SUMS; ++s) sum[s] = __fmaf_rn(x[s / EXPERTS][c], weight[s % EXPERTS][c], sum[s]);
+  }
+}
+
+// The sums of v[0], ..., v[Count - 1] over a warp: that of v[lane % Count] in each lane. v is used up.
+template <int Count, int Size>
+__device__ __forceinline__ float sum_in_lanes(float (&v)[Size], u32 lane) {
+  constexpr int HALF = Count / 2;
+  if constexpr (HALF > 0) {
+    const bool upper = lane & HALF;
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+      const float other = __shfl_xor_sync(FULL_WARP, upper ? v[i] : v[i + HALF], HALF);
+      v[i] = (upper ? v[i + HALF] : v[i]) + other;
+    }
+    return sum_in_lanes<HALF>(v, lane);
+  } else {
+    return warp_reduce<WARP / Size, Size>(v[0], [](float a, float b) { return a + b; });
+  }
+}
+
+// Sums of all warps: of TOKENS tokens by EXPERTS experts, Groups times.
+template <int Groups>
+using WarpSums = float[WARPS][Groups][SUMS];
+
+// Adds up the sums of the warps to the logits of `tokens` tokens. By the thread block, once all warps have theirs.
+template <int Groups>
+__device__ __forceinline__ void store_logits(Output::Element* logits, const WarpSums<Groups>& sums, int tokens) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < tokens * EXPERTS; i += ROW_THREADS) {
+    const int token = i / EXPERTS, expert = static_cast<int>(blockIdx.x) * EXPERTS + i % EXPERTS;
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp][token / TOKENS][i % SUMS];
+    if (expert < NUM_EXPERTS) logits[i64{token} * NUM_EXPERTS + expert] = to_output(total);
+  }
+}

@@ -1,0 +1,157 @@
+"""RMSNorm in front of a router, and the router's logits: ``norm_logits``."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.decoder_ops.rms_norm import MAX_HIDDEN, VECTOR_BYTES, Normed, check_number, rms_norm
+from fp8moe.kernels.decoder_ops.router import check_logits, logits_block, logits_threads, router_logits
+from fp8moe.quant.formats import FP8Tensor, ceil_div, empty_quantized
+from fp8moe.quant.quantize import INPUT_TYPES, quantizer_defines
+from fp8moe.runtime import autograd, config
+from fp8moe.runtime.checks import aligned, check_like, check_tensor
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
+from fp8moe.runtime.operator import operator
+
+_MAX_BYTES = 32 << 10  # of x: every thread block reads all of it, and the residual
+
+
+def norm_logits(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    *,
+    residual: Tensor,
+    quantized: bool = False,
+    dtype: torch.dtype,
+) -> tuple[Normed, Tensor]:
+    """``rms_norm(x, norm_weight, eps, residual=residual, quantized=quantized)``, and `router_logits` of its values.
+
+    x, residual: (T, H) bfloat16, float16 or float32, any strides; H up to 32768. norm_weight: (H,), weight: (E, H), all
+    of the dtype of x. quantized: whether the norm is wanted in FP8 too. dtype: bfloat16, float16 or float32, of the
+    logits (T, E).
+    Returns the norm, with its sum and values, and the logits: the bits of the two operations. Up to 8 tokens of no more
+    than 32 KB together are one kernel, unless results are to be batch invariant (`fp8moe.batch_invariant`). Equal
+    inputs give equal bits. There is no backward: calling it raises RuntimeError.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, size or device.
+    """
+    for name, value in (("x", x), ("norm_weight", norm_weight), ("weight", weight), ("residual", residual)):
+        check_tensor(name, value)
+    check_number("eps", eps)
+    operands = x, norm_weight, residual, weight, eps, quantized, dtype
+    total, values, data, scale, logits = autograd.run(_op, "fp8moe.kernels.decoder_ops.norm_logits", *operands)
+    return Normed(total, values, FP8Tensor(data, scale) if quantized else None), logits
+
+
+def by_one_kernel(tokens: int, experts: int, row_bytes: int, sms: int) -> bool:
+    """Whether one kernel is quicker than two: while thread blocks do not read much of x and the residual."""
+    if config.settings.batch_invariant or not (tokens and experts and 0 < tokens * row_bytes <= _MAX_BYTES):
+        return False
+    return tokens <= logits_block(tokens, experts, sms)[1]
+
+
+def kernel_spec(
+    block: tuple[int, int], experts: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> KernelSpec:
+    """The kernel for weights (experts, hidden) and logits of these dtypes; block: see `logits_block`."""
+    block_experts, block_tokens = block
+    vector = hidden * dtype.itemsize % VECTOR_BYTES == 0
+    types = (*quantizer_defines(dtype, vector=vector), ("OUTPUT", INPUT_TYPES[out_dtype]))
+    rows = ("HIDDEN", hidden), ("ROW_THREADS", logits_threads(hidden, dtype))
+    sizes = ("NUM_EXPERTS", experts), ("EXPERTS", block_experts), ("TOKENS", block_tokens)
+    return KernelSpec("norm_logits.cu", "norm_logits", (*types, *rows, *sizes))
+
+
+@planned
+def launcher(
+    device_index: int, tokens: int, experts: int, hidden: int, eps: float, dtypes: tuple[torch.dtype, torch.dtype]
+) -> PointerLauncher:
+    """The launcher for x, residual, norm_weight, weight, sum, values, data, scale and logits, in this order.
+
+    dtypes: of x and of the logits. data and scale are None where they are not wanted. All are contiguous, the scale
+    MN-major, and at multiples of 16 bytes; `by_one_kernel` holds for the sizes.
+    """
+    block_experts, _ = block = logits_block(tokens, experts, num_sms(device_index))
+    return PointerLauncher(
+        load(kernel_spec(block, experts, hidden, *dtypes)),
+        grid=ceil_div(experts, block_experts),
+        block=logits_threads(hidden, dtypes[0]),
+        pdl=True,
+        args=((ctypes.c_int64 * 4)(), (ctypes.c_int64 * 5)(), ctypes.c_int32(tokens), ctypes.c_float(eps)),
+    )
+
+
+def _check(
+    x: Tensor,
+    norm_weight: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    quantized: bool,
+    dtype: torch.dtype,
+) -> None:
+    check_logits(x, weight, dtype)
+    if x.shape[1] > MAX_HIDDEN:
+        raise ValueError(f"x: expected shape (T, H) with H up to {MAX_HIDDEN}, got {tuple(x.shape)}")
+    check_like("norm_weight", norm_weight, (x.dtype,), (x.shape[1],), x.device, "x")
+    check_like("residual", residual, (x.dtype,), x.shape, x.device, "x")
+
+
+def _launch(
+    x: Tensor,
+    norm_weight: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    quantized: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    (tokens, hidden), experts, device_index = x.shape, len(weight), x.get_device()
+    if not by_one_kernel(tokens, experts, hidden * x.itemsize, num_sms(device_index)):
+        return _by_two(x, norm_weight, residual, weight, eps, quantized, dtype)
+    results = total, values, data, scale, logits = _empty(x, norm_weight, residual, weight, eps, quantized, dtype)
+    launch = launcher(device_index, tokens, experts, hidden, eps, (x.dtype, dtype))
+    operands = map(aligned, (x, residual, norm_weight, weight))
+    launch(*operands, total, values, *((data, scale) if quantized else (None, None)), logits)
+    return results
+
+
+def _by_two(
+    x: Tensor,
+    norm_weight: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    quantized: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    total, values, fp8 = rms_norm(x, norm_weight, eps, residual=residual, quantized=quantized)
+    return total, values, *(fp8 or (x.new_empty(0), x.new_empty(0))), router_logits(values, weight, dtype=dtype)
+
+
+def _empty(
+    x: Tensor,
+    norm_weight: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    quantized: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Uninitialized sum, values, data, scale and logits; data and scale of no elements where they are not wanted."""
+    fp8 = empty_quantized(x, *x.shape) if quantized else (x.new_empty(0), x.new_empty(0))
+    return x.new_empty(x.shape), x.new_empty(x.shape), *fp8, x.new_empty((x.shape[0], len(weight)), dtype=dtype)
+
+
+_op = operator(
+    "norm_logits -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    check=_check,
+    cuda=_launch,
+    reference=_by_two,
+    fake=_empty,
+    forward_only=True,
+)
