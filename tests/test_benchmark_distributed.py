@@ -105,18 +105,6 @@ def test_results_must_be_those_of_one_gpu(method, column, worst, rest):
     assert missed(rows) == [f"layer, 64 tokens a rank, {method}, {rest}"]
 
 
-def test_gradients_must_repeat():
-    rows = made_up_rows()
-    rows[-2]["repeats"] = False
-    assert missed(rows) == ["training, gradients equal on repeat"]
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_was_not_measured_has_no_threshold(ranks):
-    local = {"what": "training", "tokens": 4096, "method": "local", "us": 1.0}
-    assert distributed.thresholds([], ranks) == distributed.thresholds([local], ranks) == []
-
-
 @pytest.fixture
 def of_two(monkeypatch):
     """This process is rank 1 of two; rank 0 has the same values."""
@@ -156,12 +144,6 @@ def test_local_experts_have_room_for_a_quarter_more_than_their_share(of_two, mon
     assert (sums.abs().sum(1) > 0).equal((index >= 4).any(1))
 
 
-def test_inputs_of_ranks_are_parts_of_all():
-    every = distributed.Inputs(torch.arange(12.0).view(6, 2), torch.arange(6), torch.arange(6))
-    assert [every.of(rank, 2).top_k_index.tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    assert every.of(2, 2).hidden_states.tolist() == [[8, 9], [10, 11]]
-
-
 def run_on_cpus(path):
     """The parts layer and training, tiny and without clocks, on a rank of two: its rows."""
     distributed.MODEL, distributed.MANY = Model(256, 128, 8, 2), 16
@@ -199,24 +181,6 @@ def test_layers_are_trained_one_after_another(rows_of_two):
     assert all(row["gradient_error"] < 3e-2 and row["repeats"] for row in rows[1:])
 
 
-def test_rows_are_kept_as_they_are_measured(monkeypatch, tmp_path):
-    def measure(args):
-        yield {"what": "layer", "tokens": 64, "method": "gather", "over_local": 1.1}
-        raise RuntimeError("a kernel")
-
-    monkeypatch.setattr(distributed, "measure", measure)
-    monkeypatch.setattr(distributed.command, "start", lambda: "a GPU")
-    for name, value in (("init_process_group", None), ("get_rank", 0), ("get_world_size", 8)):
-        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RuntimeError, match="a kernel"):
-        distributed.main(["--out", str(tmp_path)])
-    result = json.loads((tmp_path / "distributed.json").read_text())
-    assert [row["method"] for row in result["rows"]] == ["gather"] and result["ranks"] == 8
-    assert [threshold["name"] for threshold in result["thresholds"]] == ["layer, 64 tokens a rank, over_local"]
-
-
 def test_a_process_without_a_gpu_reads_its_arguments_and_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("RANK", "LOCAL_RANK"):
@@ -226,18 +190,6 @@ def test_a_process_without_a_gpu_reads_its_arguments_and_says_what_is_missing(mo
     options = ["--ranks", "2", "--tokens", "1", "--layers", "2", "--batch", "1", "--model", "deepseek-v3", "--out", "b"]
     with pytest.raises(SystemExit, match="needs a Hopper GPU"):
         distributed.main(options)
-
-
-def test_the_processes_are_started_with_the_same_arguments(monkeypatch):
-    runs = []
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    monkeypatch.setattr(distributed.subprocess, "run", lambda *a, **k: runs.append((a, k)) or distributed)
-    monkeypatch.setattr(distributed, "returncode", 3, raising=False)
-    assert distributed.main(["--ranks", "4", "--only", "layer"]) == 3
-    (((command,), options),) = runs
-    assert "--nproc-per-node=4" in command and command[-4:] == ["--ranks", "4", "--only", "layer"]
-    assert (options["env"]["NCCL_NVLS_ENABLE"], options["env"]["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) == ("1", "1")
 
 
 DSV3 = MODELS["dsv3"]
@@ -339,11 +291,3 @@ def test_tables_of_a_result():
         assert any(line.endswith(f"| {last} |") for line in lines)
     assert "| a step of a-model, batch 64 in all: two GPUs, one GPU | 8.0 ms, 10.7 ms (0.75) |" in lines
     assert sum("predicted" in line for line in lines) == 2
-
-
-def test_without_the_result_of_two_gpus_their_figures_stay(tmp_path, monkeypatch):
-    path = tmp_path / "distributed.json"
-    monkeypatch.setitem(tables.BESIDE, "distributed", path)
-    assert tables.distributed(tables.stored()) is None
-    path.write_text(json.dumps(a_result()))
-    assert tables.distributed(tables.stored()) == tables.distributed({"distributed": a_result()})

@@ -167,16 +167,6 @@ def made(op, old_us, new_us, equal=True, difference=0.0):
     return {"case": f"{op} m=1", "op": op, "sizes": {"m": 1}, **times, "equal": equal, "difference": difference}
 
 
-def test_summary():
-    rows = [made("gemm", 8.0, 4.0), made("gemm", 4.0, 8.0, False, 1e-3), made("cublas", 5.0, 4.0)]
-    rows.append({"case": "mqa m=1", "op": "mqa", "sizes": {}, "skipped": "no such name"})
-    assert compare.summarize(rows) == [
-        {"op": "gemm", "cases": 2, "geomean": "1.000", "least": "0.500", "equal": 1},
-        {"op": "cublas", "cases": 1, "geomean": "1.250", "least": "1.250", "equal": 1},
-        {"op": "all but cublas", "cases": 2, "geomean": "1.000", "least": "0.500", "equal": 1},
-    ]
-
-
 @pytest.mark.parametrize(
     ("rows", "missed"),
     [
@@ -297,14 +287,6 @@ def test_the_host_is_timed_in_batches_and_eagerly(monkeypatch):
     worker = compare_worker.Worker("cuda", "host")
     worker.prepare("experts", EXPERTS)
     assert worker.measure(7) == [7] and worker.measure(12) == [9] and not log
-
-
-def test_batches_of_the_host(monkeypatch):
-    done = []
-    monkeypatch.setattr(compare_worker.torch.cuda, "synchronize", lambda: done.append("wait"))
-    times = compare_worker.timing.host_times(lambda: done.append("call"), 2, calls=3)
-    assert len(times) == 2 and min(times) > 0
-    assert done == [*["wait", *["call"] * 3] * (2 + compare_worker.timing.WARMUP_BATCHES), "wait"]
 
 
 def test_a_session_that_lost_records_is_repeated(monkeypatch):
