@@ -8,9 +8,9 @@ of the others, after a fill that empties the L2 cache. Times are medians in micr
 - `cublas_block`: torch.nn.functional.scaled_mm with scales of 1x128 and 128x128; `cublas_one_scale`: with one scale for
   each operand, of groups as many rows of one matrix: what no block scales would allow.
 - `vllm`: vLLM's Triton kernels for experts. `transformers_bf16`: transformers' experts in bfloat16 on its "grouped_mm".
-- `layer` has besides: `gemms_in_layer`, from the start of our GEMM 1 in the layer to the end of GEMM 2;
-  `fp8moe_two_gemms` and `deep_gemm_two_gemms`, grouped GEMMs of the same sizes alone; `kernels`, where ours begin and
-  end.
+- `layer` has kernel times besides: `gemms_in_layer`, from the start of our GEMM 1 in the layer to the end of GEMM 2;
+  `fp8moe_two_gemms` and `deep_gemm_two_gemms`, grouped GEMMs of the same sizes alone; `kernels`, where those of our
+  layer begin and end.
 
 Results are compared with ours: `difference`. One that is off counts as failed, as does one that raises.
 
@@ -87,6 +87,11 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         return " ".join([self.what, *(f"{name}={value}" for name, value in self.sizes.items())])
+
+    @property
+    def row(self) -> dict:
+        """What its row begins with."""
+        return {"case": self.name, "what": self.what, **self.sizes}
 
 
 def same(out: Tensor) -> Tensor:
@@ -298,25 +303,34 @@ def measure_layer(model: str, tokens: int, routing: str = "random", *, device: s
     row["us"] |= dict(zip(graphs, elapsed, strict=True))
 
     sizes = torch.bincount(index.flatten().cpu(), minlength=shape.experts).tolist()
+    row["experts_in_use"] = sum(size > 0 for size in sizes)
+    try:
+        add_gemms(row, layer, graphs["fp8moe"], sizes)
+    except Exception as error:
+        row["failed"]["gemms"] = sentence(error)
+    return row
+
+
+def add_gemms(row: dict, layer: GroupedExperts, replay: Callable[[], None], sizes: Sequence[int]) -> None:
+    """Puts kernel times into the row: of GEMMs of the layer's sizes alone, and of the layer, by a replay of its graph."""
     up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
     pairs = [
-        (operands.random_rows(tokens * shape.top_k, k, device=device), FP8Tensor(data, scale))
-        for k, data, scale in ((shape.hidden, up, up_scale), (shape.intermediate, down, down_scale))
+        (operands.random_rows(sum(sizes), weight.data.shape[-1], device=up.device.type), weight)
+        for weight in (FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
     ]
+    makers = {"fp8moe": plain_groups, "deep_gemm": adapters.deep_gemm_contiguous}
     gemms = compared(
         {
             f"{name}_two_gemms": lambda make=make: both(*(make(a, b, sizes) for a, b in pairs))
-            for name, make in {"fp8moe": plain_groups, "deep_gemm": adapters.deep_gemm_contiguous}.items()
+            for name, make in makers.items()
         },
         MAX_DIFFERENCE,
         row,
     )
-    ours, *alone = timing.measure_in_turn([graphs["fp8moe"], *gemms.values()], repeats=REPEATS, rest=REST_S)
+    ours, *alone = timing.measure_in_turn([replay, *gemms.values()], repeats=REPEATS, rest=REST_S)
     row["us"] |= {name: one.median_us for name, one in zip(gemms, alone, strict=True)}
     row["kernels"] = [[name, *place] for name, place in zip(ours.kernels, ours.places_us, strict=True)]
     row["us"]["gemms_in_layer"] = gemms_in_layer(row["kernels"])
-    row["experts_in_use"] = sum(size > 0 for size in sizes)
-    return row
 
 
 def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
@@ -388,7 +402,7 @@ def vllm_engine() -> list[dict]:
 
 
 def _run_in(tree: Path, module: str, *arguments: str) -> None:
-    """Runs a module of a checkout. RuntimeError with the end of what it printed if it fails."""
+    """Runs a module of a checkout. If it fails, the end of what it printed is printed, and RuntimeError raised."""
     path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -399,7 +413,8 @@ def _run_in(tree: Path, module: str, *arguments: str) -> None:
         text=True,
     )
     if done.returncode:
-        raise RuntimeError(f"{module} in {tree} failed: {done.stdout[-2000:]}")
+        print(done.stdout[-4000:], flush=True)
+        raise RuntimeError(f"{module} ended with exit code {done.returncode}: {done.stdout.splitlines()[-1:]}")
 
 
 class File:
@@ -407,7 +422,7 @@ class File:
 
     def __init__(self, path: Path, head: Mapping[str, Any]):
         """Rows that the file has stay if it has the same digest, card and versions; if it has others, it says so."""
-        self.path, self.rows = path, {}
+        self.path = path
         stored = json.loads(path.read_text()) if path.exists() else {}
         known = stored.get("versions", {})
         changed = {name for name in known.keys() & head["versions"].keys() if known[name] != head["versions"][name]}
@@ -415,19 +430,13 @@ class File:
             what = ", ".join(sorted(changed)) or "the digest"
             print(f"{path}: the rows there are of other sources or versions ({what}) and are dropped", flush=True)
             stored, known = {}, {}
-        self.rows = {name_of(row): row for row in stored.get("rows", ())}
+        self.rows: dict[str, dict] = {row["case"]: row for row in stored.get("rows", ())}
         self.head = {**stored, **head, "versions": known | head["versions"]}
 
     def put(self, row: dict) -> None:
-        self.rows[name_of(row)] = row
+        self.rows[row["case"]] = row
         write_json(self.path, self.head | {"rows": list(self.rows.values())})
         print(line(row), flush=True)
-
-
-def name_of(row: Mapping[str, Any]) -> str:
-    """Of the case that a row is of."""
-    results = ("us", "ms", "tokens_s", "difference", "failed", "kernels", "kernels_a_step", "experts_in_use")
-    return Case(row["what"], {k: v for k, v in row.items() if k not in ("what", *results)}).name
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -435,7 +444,7 @@ def line(row: Mapping[str, Any]) -> str:
     unit = "us" if "us" in row else "ms"
     times = [f"{name} {format_value(value)}" for name, value in row[unit].items()]
     failed = [f"{name} failed: {why}" for name, why in row["failed"].items()]
-    return f"{name_of(row)}: {', '.join(times)} {unit}" + "".join(f"\n    {one}" for one in failed)
+    return f"{row['case']}: {', '.join(times)} {unit}" + "".join(f"\n    {one}" for one in failed)
 
 
 def measure(chosen: Sequence[Case], file: File, kinds: Mapping[str, Callable[..., dict]] | None = None) -> None:
@@ -446,7 +455,7 @@ def measure(chosen: Sequence[Case], file: File, kinds: Mapping[str, Callable[...
             row = (KINDS if kinds is None else kinds)[case.what](**case.sizes)
         except Exception as error:
             row = {"us": {}, "difference": {}, "failed": {"case": sentence(error)}}
-        file.put({"what": case.what, **case.sizes, **row})
+        file.put(case.row | row)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # also what a graph had for itself
         if (spent := time.perf_counter() - begin) > 10:
@@ -461,25 +470,21 @@ def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dic
         try:
             found = source()
         except Exception as error:
-            why = sentence(error)[-300:]
+            why = sentence(error)
+        measured = {tuple(row.get(key) for key in ("what", "batch", "prompt")): row for row in found}
         for case in WHOLE_MODEL:
-            row = file.rows.get(case.name) or {"what": case.what, **case.sizes, "ms": {}, "failed": {}}
-            row.setdefault("tokens_s", {}), row.setdefault("kernels_a_step", {})
-            measured = [one for one in found if case.name == Case(one["what"], _sizes(one, case)).name]
-            for key in ("ms", "tokens_s", "failed", "kernels_a_step"):
-                row[key].pop(name, None)
-            if not measured:
-                row["failed"][name] = why
-            for one in measured:
+            empty = {"ms": {}, "tokens_s": {}, "kernels_a_step": {}, "failed": {}}
+            row = file.rows.get(case.name) or case.row | empty
+            for values in (row[key] for key in empty):
+                values.pop(name, None)
+            if one := measured.get((case.what, *case.sizes.values())):
                 row["ms"][name], row["tokens_s"][name] = one["ms"], one["tokens_s"]
                 if "kernels" in one:
                     row["kernels_a_step"][name] = one["kernels"]
+            else:
+                row["failed"][name] = why
             file.put(row)
         print(f"    {name}: {time.perf_counter() - begin:.0f} s", flush=True)
-
-
-def _sizes(row: Mapping[str, Any], case: Case) -> dict[str, Any]:
-    return {name: row.get(name) for name in case.sizes}
 
 
 def clocks() -> dict[str, str]:
@@ -491,9 +496,13 @@ def clocks() -> dict[str, str]:
 
 
 def wanted(names: Sequence[str], pattern: str | None, there: Mapping[str, dict]) -> Iterator[str]:
-    """Those that the pattern names, or without one those that the file does not have."""
+    """Those that the pattern names, or without one those that the file does not have whole."""
     for name in names:
-        if re.search(pattern, name) if pattern else name not in there or "case" in there[name]["failed"]:
+        if (
+            re.search(pattern, name)
+            if pattern
+            else name not in there or {"case", "gemms"} & there[name]["failed"].keys()
+        ):
             yield name
 
 
@@ -521,12 +530,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         sources["before"] = partial(whole_model, args.against.resolve())
     if adapters.installed("vllm"):
         sources["vllm"] = vllm_engine
-    for name in list(sources):
+
+    def asked(name: str) -> bool:
+        if args.only:
+            return re.search(args.only, name) is not None
         rows = [file.rows.get(case.name, {}) for case in WHOLE_MODEL]
-        measured = all(name in row.get("ms", {}) for row in rows)
-        if not re.search(args.only, name) if args.only else measured and name != "before":
-            del sources[name]
-    measure_whole_models(file, sources)
+        return name == "before" or not all(name in row.get("ms", {}) for row in rows)
+
+    measure_whole_models(file, {name: source for name, source in sources.items() if asked(name)})
 
 
 if __name__ == "__main__":

@@ -247,15 +247,13 @@ def stored_run():
     us = {"fp8moe": 10.0, "deep_gemm": 12.0, "cublas_block": 15.0, "cublas_one_scale": 8.0}
     layer = {"fp8moe": 10.0, "vllm": 20.0, "deep_gemm_two_gemms": 9.0, "fp8moe_two_gemms": 8.0, "gemms_in_layer": 9.0}
     more = {"kernels": [["sort", 0.0, 1.0], ["gemm", 1.0, 5.0], ["gemm", 4.0, 9.0]], "experts_in_use": 8}
-    rows = [{"what": case.what, **case.sizes, "us": dict(us), "failed": {}} for case in peers.CASES]
+    rows = [case.row | {"us": dict(us), "failed": {}} for case in peers.CASES]
     for row in select(rows, "layer"):
         row |= {"us": dict(layer), **more}
     rows[0]["us"]["deep_gemm"] = 9.0
     del rows[1]["us"]["deep_gemm"]
     steps = {"ms": {"fp8moe": 2.0, "vllm": 3.0}, "tokens_s": {"fp8moe": 500.0, "vllm": 333.0}, "failed": {}}
-    rows += [
-        {"what": case.what, **case.sizes, **steps, "kernels_a_step": {"fp8moe": 700}} for case in peers.WHOLE_MODEL
-    ]
+    rows += [case.row | steps | {"kernels_a_step": {"fp8moe": 700}} for case in peers.WHOLE_MODEL]
     versions = {"gpu": "NVIDIA H100 80GB HBM3", "driver": "580.1", "deep_gemm": "0.1.2", "torch": "2.11"}
     return {"digest": "d", "versions": versions, "copy_tbps": 3.0, "rows": rows}
 
@@ -308,4 +306,4 @@ def test_a_stored_run_is_whole_and_of_what_the_gpu_runs():
         content = json.loads(tables.PEERS.read_text())
         kernels = json.loads(tables.VALIDATION.read_text())
         assert content["digest"] == kernels["digest"], "run `python -m benchmarks.peers` on a Hopper GPU"
-        assert {peers.name_of(row) for row in content["rows"]} >= {case.name for case in peers.CASES}
+        assert {row["case"] for row in content["rows"]} >= {case.name for case in peers.CASES}
