@@ -312,7 +312,7 @@ def measure_layer(model: str, tokens: int, routing: str = "random", *, device: s
 
 
 def add_gemms(row: dict, layer: GroupedExperts, replay: Callable[[], None], sizes: Sequence[int]) -> None:
-    """Puts kernel times into the row: of GEMMs of the layer's sizes alone, and of the layer, by a replay of its graph."""
+    """Puts kernel times into the row: of GEMMs of the layer's sizes alone, of the layer as its graph runs."""
     up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
     pairs = [
         (operands.random_rows(sum(sizes), weight.data.shape[-1], device=up.device.type), weight)
