@@ -18,7 +18,7 @@ from fp8moe.integrations.checkpoints import DEFAULT_SKIP, save_fp8_checkpoint
 from fp8moe.integrations.models import linears
 from fp8moe.integrations.models.fuse import is_decoder_layer
 from fp8moe.integrations.models.known_forwards import digest, runs_as_written
-from fp8moe.integrations.transformers import optimize
+from fp8moe.integrations.transformers import optimize, register
 from fp8moe.integrations.transformers_versions import LATER_DIGESTS
 from fp8moe.kernels.experts import operator
 from tests.tiny_moe_models import MODELS
@@ -146,6 +146,17 @@ def test_fp8_models(name):
     assert distance(logits(model), before) <= 1e-5
     for key, value in model.state_dict().items():
         assert torch.equal(value.view(torch.uint8), state[key].view(torch.uint8)), key
+
+
+def test_experts_of_transformers_take_the_residual_and_the_order():
+    register()
+    model = MODELS[NAME].build(experts_implementation="fp8moe")
+    before = logits(model)
+    optimize(model)
+    assert distance(logits(model), before) <= 1e-5
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert distance(logits(model), before) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])

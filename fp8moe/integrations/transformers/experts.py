@@ -21,6 +21,8 @@ def experts_forward(
     top_k_weights: Tensor,
     *,
     residual: Tensor | None = None,
+    groups: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """What transformers calls as the forward of its experts modules, with the arguments of `GroupedExperts.forward`.
 
@@ -32,7 +34,7 @@ def experts_forward(
     # The layer is frozen: a backward must say that weights which require gradients get none.
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
-        return layer(hidden_states, top_k_index, top_k_weights, residual=residual)
+        return layer(hidden_states, top_k_index, top_k_weights, residual=residual, groups=groups, rows=rows)
     name = (
         f"experts_implementation={NAME!r} of {type(self).__name__} (to train its weights, put "
         "GroupedExperts.from_experts(module, master_dtype=...) in its place)"
