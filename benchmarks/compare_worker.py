@@ -112,7 +112,7 @@ class GpuTimer:
         """The same by CUDA events: the profiler loses records of a graph's kernels."""
         torch.cuda.synchronize()
         time.sleep(timing.SHORT_REST_S)
-        return timing.elapsed_each(replay, self._flush, repeats)
+        return timing.elapsed_each([replay], self._flush, repeats)[0]
 
 
 def spans(events: Iterable[timing.KernelEvent], fill: str, repeats: int) -> list[float]:

@@ -200,8 +200,8 @@ def peers_there(makers: Makers) -> Makers:
 
 
 def sentence(error: Exception) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    """The beginning of an exception, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:100]
 
 
 def compared(makers: Makers, largest: float, row: dict, then: Callable[[Callable], Callable] | None = None) -> dict:

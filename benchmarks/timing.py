@@ -18,6 +18,7 @@ import torch
 WARMUP = 3
 REPEATS = 20
 ATTEMPTS = 3
+FILLS_AHEAD = 10
 # Before each case, as if it were measured alone: at its power limit the GPU clocks down, more the longer it was busy.
 REST_S = 0.3
 SHORT_REST_S = 0.05  # before cases that power does not limit
@@ -158,15 +159,6 @@ def measure_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest
     return attribute(profile(session), fill, len(calls), repeats, in_turn=True)
 
 
-def elapsed_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[float]:
-    """Median time of each call in turn as of `elapsed`, one after the other in every repeat."""
-    flush = _warm_up(calls)
-    torch.cuda.synchronize()
-    time.sleep(rest)
-    samples = [[us for call in calls for us in elapsed_each(call, flush, 1)] for _ in range(repeats)]
-    return [statistics.median(times) for times in zip(*samples, strict=True)]
-
-
 def capture(call: Callable[[], object]) -> Callable[[], None]:
     """The replay of a CUDA graph of a call, which may run a backward, after runs on another stream, as PyTorch asks."""
     stream = torch.cuda.Stream()
@@ -192,20 +184,31 @@ def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | N
     for call, rest in _rested(calls, rests):
         torch.cuda.synchronize()
         time.sleep(rest)
-        medians.append(statistics.median(elapsed_each(call, flush, REPEATS)))
+        medians += map(statistics.median, elapsed_each([call], flush, REPEATS))
     return medians
 
 
-def elapsed_each(call: Callable[[], object], flush: torch.Tensor, repeats: int) -> list[float]:
-    """The same of each repeat of a call; flush: the tensor whose filling empties the L2 cache."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for repeat, (start, end) in enumerate(events):
-        flush.fill_(repeat)
-        start.record()
-        call()
-        end.record()
+def elapsed_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[float]:
+    """The same of some calls, one after the other in every repeat."""
+    flush = _warm_up(calls)
     torch.cuda.synchronize()
-    return [1000 * start.elapsed_time(end) for start, end in events]
+    time.sleep(rest)
+    return [*map(statistics.median, elapsed_each(calls, flush, repeats))]
+
+
+def elapsed_each(calls: Sequence[Callable[[], object]], flush: torch.Tensor, repeats: int) -> list[list[float]]:
+    """The same of each repeat, for each call; flush: the tensor whose filling empties the L2 cache."""
+    for _ in range(FILLS_AHEAD):
+        flush.fill_(0)  # while the host gets ahead of the GPU
+    events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in range(repeats)]
+    for repeat, pairs in enumerate(events):
+        for call, (start, end) in zip(calls, pairs, strict=True):
+            flush.fill_(repeat)
+            start.record()
+            call()
+            end.record()
+    torch.cuda.synchronize()
+    return [[1000 * start.elapsed_time(end) for start, end in pairs] for pairs in zip(*events, strict=True)]
 
 
 def host_times(call: Callable[[], object], batches: int, *, calls: int = CALLS_PER_BATCH) -> list[float]:

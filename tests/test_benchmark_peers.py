@@ -1,13 +1,14 @@
 """How peers are called and compared: on the CPU, with the drop-in for DeepGEMM and fakes of what needs a GPU."""
 
 import json
+import random
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import adapters, peers, plots, tables, timing
+from benchmarks import adapters, peers, plots, tables, timing, vllm_engine
 from benchmarks.peers import Call, Case
 from benchmarks.report import geomean, select
 from benchmarks.shapes import MODELS, Model
@@ -228,6 +229,31 @@ def test_kernels_of_calls_in_turn_are_told_apart():
     assert second.places_us == ((0.0, 9.0), (9.01, 10.01))
 
 
+def test_events_of_calls_in_turn_are_told_apart(monkeypatch):
+    clock, order = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.ms = clock[0]
+
+        def elapsed_time(self, end):
+            return end.ms - self.ms
+
+    def call(name, ms):
+        order.append(name)
+        clock[0] += ms
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: order.append("wait"))
+    flush = SimpleNamespace(fill_=lambda value: call("fill", 9.0))
+    calls = [lambda: call("a", 2.0), lambda: call("b", 3.0)]
+    assert timing.elapsed_each(calls, flush, 2) == [[2000.0] * 2, [3000.0] * 2]
+    assert order == ["fill"] * timing.FILLS_AHEAD + ["fill", "a", "fill", "b"] * 2 + ["wait"]
+
+
 def test_the_gemms_of_a_layer_are_found_among_its_kernels():
     kernels = [("sort", 0, 1), ("gemm", 2, 9), ("gemm", 8, 12), ("combine", 12, 13)]
     assert peers.gemms_in_layer(kernels) == 10
@@ -307,3 +333,68 @@ def test_a_stored_run_is_whole_and_of_what_the_gpu_runs():
         kernels = json.loads(tables.VALIDATION.read_text())
         assert content["digest"] == kernels["digest"], "run `python -m benchmarks.peers` on a Hopper GPU"
         assert {row["case"] for row in content["rows"]} >= {case.name for case in peers.CASES}
+
+
+class FakeEngine:
+    """Reads 1024 tokens of prompts a step, one sequence after the other, then a token of each sequence."""
+
+    def __init__(self):
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(running=[])))
+        self.running = self.engine_core.engine_core.scheduler.running
+        self.steps = 0
+
+    def add_request(self, name, prompt, sampling):
+        request = SimpleNamespace(
+            num_computed_tokens=0, prompt=len(prompt["prompt_token_ids"]), left=sampling["tokens"]
+        )
+        self.running.append(request)
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def step(self):
+        self.steps += 1
+        waiting = [one for one in self.running if one.num_computed_tokens < one.prompt]
+        for one in waiting[: max(1, 1024 // self.running[0].prompt)]:
+            one.num_computed_tokens = one.prompt
+        for one in self.running if not waiting else ():
+            one.left -= 1
+        self.running[:] = [one for one in self.running if one.left]
+
+
+def test_steps_of_vllm_are_timed_while_all_sequences_decode(monkeypatch):
+    engine = vllm_engine.Engine.__new__(vllm_engine.Engine)
+    engine._draw, engine._requests, fake = random.Random(1), 0, FakeEngine()
+    engine.llm = SimpleNamespace(llm_engine=fake)
+    monkeypatch.setattr(vllm_engine.Engine, "sampling", lambda self, tokens, **more: {"tokens": tokens})
+    monkeypatch.setattr(vllm_engine, "AT_ONCE", 1024)
+    monkeypatch.setattr(vllm_engine.time, "perf_counter", lambda: float(fake.steps))
+    kinds = ModuleType("vllm.sampling_params")
+    kinds.RequestOutputKind = SimpleNamespace(FINAL_ONLY=1)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    assert engine.step_seconds(8, 512, 10) == 1.0 and fake.steps == 4 + 10 + 6 + 4 + 6
+    monkeypatch.setattr(vllm_engine, "SKIPPED", 30)
+    with pytest.raises(RuntimeError, match="all sequences decoded in 4 steps only"):
+        monkeypatch.setattr(vllm_engine.Engine, "sampling", lambda self, tokens, **more: {"tokens": 35})
+        engine.step_seconds(1, 512, 10)
+
+
+def test_the_model_of_vllm_has_a_configuration_and_weights(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    vllm_engine.write_config(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (config.num_experts, config.num_hidden_layers, config.hidden_size) == (128, 48, 2048)
+    assert config.quantization_config["weight_block_size"] == [128, 128]
+    model = torch.nn.Module()
+    for name, shape, dtype in (
+        ("w13_weight", (3, 256, 128), torch.float8_e4m3fn),
+        ("w13_weight_scale_inv", (3, 2, 1), torch.float32),
+        ("norm", (64,), torch.bfloat16),
+        ("gate", (64, 64), torch.bfloat16),
+    ):
+        model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape).to(dtype), requires_grad=False))
+    vllm_engine.fill(model)
+    assert dequantize(FP8Tensor(model.w13_weight, model.w13_weight_scale_inv)).std().item() == pytest.approx(
+        0.0244, rel=0.05
+    )
+    assert (model.norm == 1).all() and model.gate.float().std().item() == pytest.approx(0.02, rel=0.1)
