@@ -185,13 +185,15 @@ def writes_its_arguments_only(op, case: Case, device: str) -> None:
 
 
 def _other_layouts(value: Tensor) -> Iterator[Tensor]:
-    """The same values: not aligned, with gaps in the last dimension, with gaps between rows, transposed."""
+    """Other layouts of the values: not aligned, with gaps in a row, between rows (aligned or not), and transposed."""
     memory = value.new_empty(value.numel() + 1)
     yield memory[1:].view(value.shape).copy_(value)
     if value.dim() and value.shape[-1] > 1:
         yield value.new_empty(*value.shape, 2)[..., 1].copy_(value)
     if value.dim() > 1:
         yield value.new_empty(*value.shape[:-1], value.shape[-1] + 5)[..., 3:-2].copy_(value)
+        pitch = (value.shape[-1] * value.itemsize // 64 + 2) * 64 // value.itemsize
+        yield value.new_empty(*value.shape[:-1], pitch)[..., : value.shape[-1]].copy_(value)
         yield value.new_empty(*value.shape[:-2], value.shape[-1], value.shape[-2]).mT.copy_(value)
 
 
@@ -227,10 +229,10 @@ def nothing_to_do(op, case: Case, device: str) -> None:
         assert value.device.type == device
 
 
-def bad_values_stay_where_they_belong(op, case: Case, device: str) -> None:
+def bad_values_stay_where_they_belong(op, case: Case, device: str, rows: int = ROWS, large: bool = False) -> None:
     """NaN and infinity show in the results that depend on them, and in no others."""
     assert case.bad
-    call = Call(op, case, device)
+    call = Call(op, case, device, rows=rows, large=large)
     clean = call.everything(arguments := call.copied(), listed(op(*arguments)))
     for name, (index, touched) in case.bad.items():
         i = call.names.index(name)

@@ -374,6 +374,11 @@ def _parts(draw: Draw) -> tuple:
     return draw.normal(*shape, size), draw.normal(*shape, dtype=torch.float32), draw.integers(0, 4, *shape[:3])
 
 
+def _bad_head(batch: int, heads: int, splits: int, queries: int, size: int) -> slice:
+    """Of the features, those of the second query of the second head."""
+    return slice((queries + 1) * size, (queries + 2) * size)
+
+
 def _sampling(draw: Draw) -> tuple:
     vocab = 40_000 if draw.large else 33
     logits = sampling_cases.random_logits(draw.rows, vocab, torch.bfloat16, seed=draw.seed)
@@ -405,7 +410,7 @@ DECODER = {
         fixed=("keys", "values"),
         names={"k": "k|q"},
     ),
-    "merge_splits": Case(_parts, bad={"lse": ((BAD_ROW, 1, 2, 1), lambda a: [(BAD_ROW, slice(48, 64))])}),
+    "merge_splits": Case(_parts, bad={"lse": ((BAD_ROW, 1, 2, 1), lambda a: [(BAD_ROW, _bad_head(*a.parts.shape))])}),
     "merge_splits_quantized": Case(_parts, bad={"lse": ((BAD_ROW, 1, 2, 1), lambda a: [BAD_ROW, BAD_ROW])}),
     "router_logits": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden), draw.normal(draw.experts, draw.hidden), torch.float32),
@@ -581,7 +586,11 @@ GEMMS = {
             *(draw.normal(draw.rows, 16), draw.normal(EXPERTS, draw.columns, 16), None),
         ),
         exempt={"ranks are refused": INTERNAL},
-        bad=ROW_OF_A | {"ranks": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        bad=ROW_OF_A
+        | {
+            "ranks": ((BAD_ROW, 5), lambda a: [BAD_ROW]),
+            "factors": ((0, 3, 5), lambda a: [(slice(0, int(a.group_offsets[1])), 3)]),
+        },
         fixed=("out",),
     ),
     "grouped_gemm_masked": Case(

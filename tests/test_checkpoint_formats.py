@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 HIDDEN, INTERMEDIATE = 160, 96  # multiples of 32, not of 128
 MXFP8_ERROR = 2**-10 / 240  # of a block's largest value; other formats are exact
-IN_BLOCKS = [name for name, layout in LAYOUTS.items() if layout.loads and layout.name != "fp8-channel"]
+
+
 E = "layers.1.experts.2.up_proj.weight"
 FUSED = {"gate_up_proj": (512, 384), "down_proj": (384, 256)}
 

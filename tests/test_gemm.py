@@ -22,8 +22,6 @@ from tests.global_settings import matmul_precision
 
 DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
-# Schema checks compare inputs with kernels that PyTorch lacks for float8; test_inputs_are_left_alone stands in.
-OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)

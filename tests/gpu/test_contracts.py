@@ -5,8 +5,13 @@ import itertools
 import pytest
 import torch
 
-from tests.contracts import CONTRACTS, graph_replays_with_other_operands, repeats_have_equal_bits
-from tests.operators import CASES, overload
+from tests.contracts import (
+    CONTRACTS,
+    bad_values_stay_where_they_belong,
+    graph_replays_with_other_operands,
+    repeats_have_equal_bits,
+)
+from tests.operators import BAD_ROW, CASES, overload
 from tests.test_contracts import DOUBLED, define, doubled, doubled_fake
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +34,11 @@ def test_contract(contract, name):
 @pytest.mark.parametrize("name,rows", LARGE)
 def test_repeats_of_large_sizes(name, rows):
     repeats_have_equal_bits(overload(name), CASES[name], "cuda", rows, large=True)
+
+
+@pytest.mark.parametrize("name,rows", [(name, rows) for name, rows in LARGE if CASES[name].bad and rows > BAD_ROW])
+def test_bad_values_of_large_sizes(name, rows):
+    bad_values_stay_where_they_belong(overload(name), CASES[name], "cuda", rows, large=True)
 
 
 @pytest.mark.parametrize("name", CASES)

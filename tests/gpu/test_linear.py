@@ -34,23 +34,6 @@ def test_agrees_with_the_layer_on_the_cpu():
     close(on_gpu(x.to(DEVICE)).cpu(), layer(x))
 
 
-@pytest.mark.parametrize("m", [1, 64, 300])
-def test_graph_replays_with_other_inputs(m):
-    model = nn.Sequential(FP8Linear(576, 1536, device=DEVICE), nn.SiLU(), FP8Linear(1536, 576, device=DEVICE))
-    x = torch.randn(m, 576, dtype=torch.bfloat16, device=DEVICE)
-    with torch.no_grad():
-        model(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(x)
-        for _ in range(3):
-            x.normal_()
-            out.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(out, model(x))
-
-
 def test_back_to_back_layers_do_not_share_memory():
     """Scratch of one call is free for the next while its kernels still run: the order on the stream must protect it."""
     layers = [FP8Linear(1024, 1024, bias=False, device=DEVICE) for _ in range(8)]

@@ -70,20 +70,6 @@ def test_frozen_weights_pass_gradients(features, dtype):
     assert relative_error(d_bias, grad.double().sum((0, 1))) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("features", [(576, 1536), (131, 261)])
-def test_bad_value_stays_visible(features, bad):
-    layer = make(*features, master_dtype=torch.float32)
-    x, grad = random(300, features[0]), random(300, features[1])
-    _, clean = gradients(layer, x, grad, layer.parameters())
-    grad[150, 20] = bad
-    _, grads = gradients(layer, x, grad, layer.parameters())
-    for actual, expected, index in zip(grads, clean, (150, 20, 20), strict=True):
-        assert not actual[index].isfinite().any()
-        others = torch.arange(len(actual), device=DEVICE) != index
-        assert torch.equal(actual[others], expected[others])
-
-
 def test_agrees_with_the_layer_on_the_cpu():
     layer = FP8Linear(272, 136, dtype=torch.float32, master_dtype=torch.float32)
     x, grad = torch.randn(3, 50, 272), torch.randn(3, 50, 136)

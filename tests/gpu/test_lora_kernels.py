@@ -72,23 +72,3 @@ def test_groups_of_few_and_of_many_rows(sizes, tokens):
         assert relative_error(out[:used], shrunk[:used]) <= TOLERANCE
     for _ in range(20):
         assert torch.equal(lora_shrink(x, factors, offsets, index)[:used], out[:used])
-
-
-def test_what_is_not_finite_stays_where_it_is():
-    x, factors, ranks, offsets, _ = operands([40, 60], 264, 16, rest=0)
-    x[50, 100], factors[0, 3, 7], ranks[20, 5] = NAN, float("inf"), NAN
-    affected = torch.zeros(100, 16, dtype=torch.bool, device="cuda")
-    affected[50], affected[:40, 3] = True, True
-    assert torch.equal(~lora_shrink(x, factors, offsets).isfinite(), affected)
-    affected = torch.zeros(2, 16, 264, dtype=torch.bool, device="cuda")
-    affected[1, :, 100], affected[0, 5] = True, True
-    assert torch.equal(~lora_gradient(ranks, x, offsets).isfinite(), affected)
-
-
-def test_operands_in_any_layout():
-    x, factors, ranks, offsets, index = operands([40, 60], 264, 16, 30, rest=0)
-    others = [value.mT.contiguous().mT for value in (x, factors, ranks)]
-    assert torch.equal(lora_shrink(*others[:2], offsets, index), lora_shrink(x, factors, offsets, index))
-    assert torch.equal(lora_gradient(others[2], others[0], offsets, index), lora_gradient(ranks, x, offsets, index))
-    memory = torch.empty(x.numel() + 1, device="cuda").bfloat16()[1:].view_as(x).copy_(x)
-    assert torch.equal(lora_shrink(memory, factors, offsets, index), lora_shrink(x, factors, offsets, index))

@@ -84,24 +84,6 @@ def test_shared_slots_touch_no_other():
     assert torch.equal(cache, expected(2, k[2999:], slots[2999:]))
 
 
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_strided_operands(dtype):
-    x, slots = random(64, 336, 2, dtype=dtype), torch.randperm(192, device="cuda").int().view(64, 3)
-    wide = random(64, 1024, dtype=dtype)
-    for k in (
-        wide[:, 512:576],  # rows of 16-byte vectors, far apart
-        wide[:, 8:72],
-        wide[:, 1:65],  # base address not aligned
-        x[..., 0].contiguous()[:, 3:67],
-        x[..., 0][:, :64],
-        x[..., 1].t()[:64],
-        wide[:1, :64].expand(64, -1),
-        wide[:1, 3:67].expand(64, -1),
-    ):
-        for column in (slots[:, 1], slots.t().contiguous()[0]):
-            assert_matches(3, k, column)
-
-
 @pytest.mark.parametrize("tokens,num_blocks", [(0, 2), (3, 0), (0, 0)])
 def test_empty(tokens, num_blocks):
     slots = torch.zeros(tokens, dtype=torch.int32, device="cuda")

@@ -122,19 +122,6 @@ def test_rows_out_of_range():
     assert_matches(x, torch.full((3, 3), -1, dtype=torch.int32, device="cuda"), 5)
 
 
-def test_operator():
-    wide = random(50, 600)
-    rows = torch.randperm(200, device="cuda").int().view(50, 4)
-    for x in (wide[:, :576], wide[:, 8:584], wide[:, 1:33], wide.t()[:576].t(), wide[:1, :592].expand(50, -1)):
-        torch.full((200 * 592,), MARK, dtype=torch.uint8, device="cuda")
-        data, scale = permute_quantize(x, rows, 200)
-        expected = reference.permute_quantize(x, rows, 200)
-        assert data.is_contiguous() and scale.stride() == expected[1].stride()
-        assert torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scale, expected[1])
-        data, scale = permute_quantize(x, rows.t().contiguous().t(), 200)
-        assert torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scale, expected[1])
-
-
 @pytest.mark.parametrize("tokens,hidden,top_k,num_rows", [(0, 128, 8, 0), (3, 0, 2, 6), (3, 32, 0, 4), (3, 32, 2, 0)])
 def test_empty(tokens, hidden, top_k, num_rows):
     rows = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")

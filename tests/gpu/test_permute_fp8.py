@@ -93,21 +93,6 @@ def test_rows_out_of_range():
     assert_matches(x, torch.full((3, 3), -1, dtype=torch.int32, device="cuda"), 5)
 
 
-def test_layouts():
-    data, scale = random(50, 608)
-    rows = torch.randperm(200, device="cuda").int().view(50, 4)
-    wide = torch.stack([scale, scale], dim=-1)[..., 1]
-    for columns in (slice(0, 576), slice(16, 592), slice(8, 584)):
-        blocks = slice(0, ceil_div(columns.stop - columns.start, 128))
-        for scales in (scale[:, blocks], scale.t().contiguous().t()[:, blocks], wide[:, blocks]):
-            torch.full((200 * 592,), MARK, dtype=torch.uint8, device="cuda")
-            got = permute_fp8((data[:, columns], scales), rows.t().contiguous().t(), 200)
-            expected = reference.permute_fp8(data[:, columns], scales, rows, 200)
-            assert got.data.is_contiguous() and got.scale.stride() == expected[1].stride()
-            assert torch.equal(got.data.view(torch.uint8), expected[0].view(torch.uint8))
-            assert torch.equal(got.scale, expected[1])
-
-
 @pytest.mark.parametrize("tokens,hidden,top_k,num_rows", [(0, 128, 8, 0), (3, 0, 2, 6), (3, 32, 0, 4), (3, 32, 2, 0)])
 def test_empty(tokens, hidden, top_k, num_rows):
     rows = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")

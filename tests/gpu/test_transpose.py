@@ -187,17 +187,6 @@ def test_many_groups(groups):
     assert_matches(random(int(offsets[-1]) + 5, 136), offsets)
 
 
-def test_strided_input():
-    groups = offsets_of((0, 30, 140))
-    wide, deep = random(140, 600), random(140, 136, 3)
-    for x in (wide[:, :576], wide[:, 8:584], wide[:, 1:33], wide.t()[:140].t(), wide[:1, :592].expand(140, -1)):
-        assert_matches(x, groups)
-    assert_matches(deep[..., 1], groups)
-    vectors = torch.arange(280, dtype=torch.int32, device="cuda")
-    assert_matches(wide, groups, tokens=vectors[::2] // 2, row_weights=vectors.float()[::2])
-    assert_matches(wide, torch.stack([groups, groups], dim=1)[:, 0])
-
-
 @pytest.mark.parametrize("rows,features,tokens", [(0, 128, None), (5, 0, None), (5, 0, 9), (0, 128, 0), (5, 128, 0)])
 def test_empty(rows, features, tokens):
     tokens = None if tokens is None else torch.zeros(tokens, dtype=torch.int32, device="cuda")
