@@ -369,14 +369,15 @@ def _heads(draw: Draw) -> tuple:
     return q, k, v, cos, sin, keys, values, draw.integers(0, room + 1, draw.rows, dtype=torch.int64)
 
 
-def _parts(draw: Draw) -> tuple:
-    *shape, size = (draw.rows, 4, 33, 8, 128) if draw.large else (draw.rows, 2, 3, 2, 16)
-    return draw.normal(*shape, size), draw.normal(*shape, dtype=torch.float32), draw.integers(0, 4, *shape[:3])
-
-
-def _bad_head(batch: int, heads: int, splits: int, queries: int, size: int) -> slice:
-    """Of the features, those of the second query of the second head."""
-    return slice((queries + 1) * size, (queries + 2) * size)
+def _new_token(draw: Draw, *, appends: bool, norm: bool) -> tuple:
+    heads, key_heads, size, length = (32, 4, 128, 700) if draw.large else (4, 2, 16, 9)
+    q, k, v = (draw.normal(draw.rows, count, size) for count in (heads, key_heads, key_heads))
+    keys, values = (draw.normal(draw.rows, key_heads, length, size) for _ in range(2))
+    columns = draw.integers(0, length, draw.rows, dtype=torch.int64)
+    cos, sin, *weights = (draw.normal(count, size) for count in (draw.rows, draw.rows, 1, 1))
+    new = (k, v, cos, sin) if appends else (None,) * 4
+    norms = (*(weight[0] for weight in weights), 1e-6) if norm else (None, None, 0.0)
+    return q, keys, values, columns // 2, columns, *new, *norms
 
 
 def _sampling(draw: Draw) -> tuple:
@@ -399,19 +400,30 @@ DECODER = {
         lambda draw: (*_norm(draw), draw.normal(draw.rows, 2, draw.hidden), 1e-6, False, True)
     ),
     "rotary": Case(
-        lambda draw: (*_heads(draw), None, None, 0.0, 1),
+        lambda draw: (*_heads(draw), None, None, 0.0),
         bad={"q": ((BAD_ROW, 2, 1, 3), lambda a: [(BAD_ROW, 2, 1), None, None])},
         fixed=("keys", "values"),
         names={"k": "k|q"},
     ),
-    "rotary, norm and copies": Case(
-        lambda draw: (*(heads := _heads(draw)), *draw.normal(2, heads[0].shape[-1]), 1e-6, 2),
+    "rotary, norm": Case(
+        lambda draw: (*(heads := _heads(draw)), *draw.normal(2, heads[0].shape[-1]), 1e-6),
         bad={"k": ((BAD_ROW, 2, 1, 3), lambda a: [None, (BAD_ROW, 1, int(a.columns[BAD_ROW]) + 2), None])},
         fixed=("keys", "values"),
         names={"k": "k|q"},
     ),
-    "merge_splits": Case(_parts, bad={"lse": ((BAD_ROW, 1, 2, 1), lambda a: [(BAD_ROW, _bad_head(*a.parts.shape))])}),
-    "merge_splits_quantized": Case(_parts, bad={"lse": ((BAD_ROW, 1, 2, 1), lambda a: [BAD_ROW, BAD_ROW])}),
+    "decode_attention": Case(
+        lambda draw: (*_new_token(draw, appends=False, norm=False), 4, 0.25, False, False),
+        bad={
+            "q": ((BAD_ROW, 1, 3), lambda a: [(BAD_ROW, slice(a.q.shape[2], 2 * a.q.shape[2])), None, None, None, None])
+        },
+        fixed=("keys", "values"),
+        names={"k": "k|q"},
+    ),
+    "decode_attention, new tokens": Case(
+        lambda draw: (*_new_token(draw, appends=True, norm=True), None, 0.25, True, False),
+        bad={"q": ((BAD_ROW, 1, 3), lambda a: [None, BAD_ROW, BAD_ROW, None, None])},
+        fixed=("keys", "values"),
+    ),
     "router_logits": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden), draw.normal(draw.experts, draw.hidden), torch.float32),
         bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW]), "weight": ((3, 5), lambda a: [(slice(None), 3)])},

@@ -1,6 +1,7 @@
-"""Flash attention over a static cache sees what transformers' own masks show, in rows of any lengths."""
+"""Attention over a static cache: one new token a row, its operator and kernel; what the rows of prompts see."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from fp8moe.integrations.decode import attention
 from fp8moe.integrations.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows
 from fp8moe.integrations.decode.step import Capabilities, Step
 from fp8moe.integrations.models import find_fused
-from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops import decode_attention as one_token
+from fp8moe.kernels.decoder_ops.decode_attention import DTYPES, Heads, decode_attention, kernel_spec
+from tests import decode_attention_cases
+from tests.ptxas import compile_report
 from tests.tiny_moe_models import MODELS
 from tests.transformers_models import left_padded, prompts
 
@@ -41,19 +45,17 @@ class model_of:
 
 
 def shown(metadata, new, window):
-    """(B, heads, new, LENGTH): the columns that the kernel's contract shows for this metadata."""
-    rows = metadata.sequences
-    found = torch.zeros(len(BEGIN), HEADS, new, LENGTH, dtype=torch.bool)
+    """(B, new, LENGTH): the columns that the kernel's contract shows for this metadata."""
+    found = torch.zeros(len(BEGIN), new, LENGTH, dtype=torch.bool)
     for b in range(len(BEGIN)):
-        for head in range(HEADS):
-            sequence = b * HEADS + head if new == 1 else b
-            first_query, first, count = rows[:, sequence].tolist()
-            assert first_query == sequence * new and rows[0, sequence + 1] == (sequence + 1) * new
-            begin = first - (b * HEADS + (head if new == 1 else 0)) * LENGTH
-            for query in range(new):
-                end = begin + count - new + query + 1
-                low = begin if window is None or new == 1 else max(begin, end - window)
-                found[b, head, query, low : max(low, end)] = True
+        begin, count = int(metadata.begin[b]), max(int(metadata.columns[b] + new - metadata.begin[b]), 0)
+        if new > 1:
+            assert metadata.sequences[:, b].tolist() == [b * new, b * HEADS * LENGTH + begin, count]
+            assert metadata.sequences[0, b + 1] == (b + 1) * new
+        for query in range(new):
+            end = begin + count - new + query + 1
+            low = begin if window is None else max(begin, end - window)
+            found[b, query, low : max(low, end)] = True
     return found
 
 
@@ -75,8 +77,8 @@ def test_visible_keys_are_those_of_transformers_mask(columns, new, window):
             local_size=window,
         )
         ours = metadata_for(builder, new, window)
-        assert ours.sequences.dtype == torch.int32
-        assert torch.equal(shown(ours, new, window), theirs.expand(len(BEGIN), HEADS, new, LENGTH))
+        assert ours.window == window and (new == 1) == (ours.sequences is None)
+        assert torch.equal(shown(ours, new, window)[:, None], theirs)
         assert metadata_for(builder, new, window) is ours, "computed once a call"
         columns += 1  # in place, as a step does
         builder.next_call()
@@ -119,8 +121,8 @@ def test_other_masks_are_not_served(changes):
     arguments |= {"mask_function": masking.causal_mask_function}
     zero = torch.zeros(1, dtype=torch.int64)
     with attention.used_by(model_of(config()), None, AttentionMetadataBuilder(zero, zero + 1, LENGTH)):
-        sequences = attention.attention_metadata(**arguments).sequences
-        assert sequences.tolist() == [[0, 1, 2], [0, LENGTH, 2 * LENGTH], [2, 2, 0]]
+        metadata = attention.attention_metadata(**arguments)
+        assert (metadata.key_heads, metadata.length, metadata.new_tokens) == (HEADS, LENGTH, 1)
         with pytest.raises(attention.UnsupportedAttention, match="mask"):
             attention.attention_metadata(**arguments | changes)
         with pytest.raises(attention.UnsupportedAttention, match="outside of a decode step"):
@@ -163,7 +165,6 @@ def test_what_the_kernel_lacks_is_not_served(changes, named, new):
 def flash_attention(query, key, value, rows, most_queries, most_keys, window, scale):
     """What the kernel computes, in float32."""
     results = torch.zeros(query.shape)
-    sums = torch.full(query.shape[1::-1], torch.inf)  # heads, queries
     groups = query.shape[1] // key.shape[1]
     first_query, first_key, count = rows.tolist()
     for sequence in range(len(first_query) - 1):
@@ -179,9 +180,7 @@ def flash_attention(query, key, value, rows, most_queries, most_keys, window, sc
         scores = (torch.einsum("qhd,khd->hqk", queries, keys) * scale).masked_fill(~seen, -torch.inf)
         some = slice(first_query[sequence], first_query[sequence + 1])
         results[some] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0), values)
-        if count[sequence]:
-            sums[:, some] = scores.logsumexp(-1)
-    return results.to(query.dtype), sums
+    return results.to(query.dtype)
 
 
 SERVED = (
@@ -209,32 +208,38 @@ def logits(model, name, chunk, fused=None):
         return torch.stack(found + [step.read() for _ in range(4)])
 
 
+@pytest.fixture
+def in_float32(monkeypatch):
+    """Float32 through the reference backend; records whether one token or several were attended to."""
+    called = set()
+
+    def flash(*args):
+        called.add("several")
+        return flash_attention(*args)
+
+    def attend(*args, **how):
+        called.add("one, appended" if how.get("new") else "one")
+        return decode_attention(*args, **how)
+
+    monkeypatch.setattr(one_token, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(one_token, "decode_attention", attend)
+    monkeypatch.setattr(attention, "decode_attention", attend)
+    monkeypatch.setattr(attention, "_flash_attention", flash)
+    return called
+
+
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "AfmoeForCausalLM", "Glm4MoeForCausalLM"])
-@pytest.mark.parametrize("fuse", [False, True])
-def test_a_step_in_parts_equals_that_with_the_models_own_attention(name, fuse, monkeypatch):
-    monkeypatch.setattr(attention, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(attention, "_flash_attention", flash_attention)
+def test_a_fused_step_equals_that_with_the_models_own_attention(name, in_float32):
     model = MODELS[name].build(experts_implementation="eager").eval()
     own = logits(model, None, None)
-    monkeypatch.setattr(attention, "_sms", lambda device: 60)  # 10 parts for each of 3 sequences and 2 key heads
-    monkeypatch.setattr(attention, "PART_ALIGNMENT", 2)
-    merged = []
-    monkeypatch.setattr(attention, "merge_splits", lambda *args, **how: merged.append(1) or merge_splits(*args, **how))
-    flash = logits(model, attention.NAME, None, find_fused(model) if fuse else None)
-    assert merged and (own - flash).norm() <= 1e-5 * own.norm()
+    fused = logits(model, attention.NAME, None, find_fused(model))
+    one = "one" if name == "AfmoeForCausalLM" else "one, appended"  # its attention has a gate, and code of its own
+    assert in_float32 == {one, "several"} and (own - fused).norm() <= 1e-5 * own.norm()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_equals_that_with_the_models_own_attention(name, monkeypatch):
+def test_a_step_equals_that_with_the_models_own_attention(name, in_float32):
     """In float32, where experts are never chosen otherwise; a model that is not served raises something."""
-    called = set()
-
-    def kernel(*args):
-        called.add(args[4] > 1)
-        return flash_attention(*args)
-
-    monkeypatch.setattr(attention, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(attention, "_flash_attention", kernel)
     model = MODELS[name].build(experts_implementation="eager").eval()
     try:
         own = logits(model, None, None)
@@ -247,5 +252,94 @@ def test_a_step_equals_that_with_the_models_own_attention(name, monkeypatch):
         assert name not in NOT_SERVED or re.search(NOT_SERVED[name], str(error))
         assert model.config.get_text_config(decoder=True)._attn_implementation != attention.NAME
     else:
-        assert called == {False, True} and name not in NOT_SERVED and own.norm() > 0
+        assert in_float32 == {"one", "several"} and name not in NOT_SERVED and own.norm() > 0
         assert (own - flash).norm() <= 1e-5 * own.norm()
+
+
+# ---- the operator of one new token ----
+
+
+@pytest.mark.parametrize(("batch", "heads", "length", "window"), decode_attention_cases.SHAPES, ids=str)
+@pytest.mark.parametrize("appends", [False, True])
+def test_one_token_against_float64(batch, heads, length, window, appends):
+    operands, new = decode_attention_cases.make(min(batch, 5), heads, min(length, 90))
+    if not appends:
+        _, *cache = decode_attention_cases.expected(*operands, new)
+        operands, new = (operands[0], *cache, *operands[3:]), None
+    expected, keys, values = decode_attention_cases.expected(*operands, new, window)
+    out = decode_attention(*operands, new=new, window=window)
+    assert (out.double() - expected).norm() <= 4e-3 * expected.norm()
+    for cache, filled in zip(operands[1:3], (keys, values), strict=True):
+        assert torch.equal(cache.nan_to_num(7), filled.nan_to_num(7))
+    quantized = decode_attention(*operands, new=new, window=window, quantized=True)
+    codes = one_token.quantize_1x128(out)
+    assert torch.equal(quantized.data.view(torch.uint8), codes.data.view(torch.uint8))
+    assert torch.equal(quantized.scale, codes.scale)
+
+
+def test_no_keys_give_zero_and_places_outside_are_not_written():
+    operands, new = decode_attention_cases.make(3, (2, 2, 16, 16, True), 8)
+    q, keys, values, begin, columns = operands
+    columns[:], begin[:] = torch.tensor([3, 8, -1]), torch.tensor([4, 8, 0])
+    before = keys.clone(), values.clone()
+    out = decode_attention(*operands, new=new)
+    assert (out == 0).all()
+    for cache, old in zip((keys, values), before, strict=True):
+        cache[0, :, 3] = old[0, :, 3]
+        assert torch.equal(cache.nan_to_num(7), old.nan_to_num(7))
+
+
+def test_errors_of_one_token():
+    operands, new = decode_attention_cases.make(2, (2, 2, 16, 16, True), 8)
+    names = ("q", "keys", "values", "begin", "columns")
+
+    def message(error, pattern, **changes):
+        given = dict(zip(names, operands, strict=True)) | {"new": new}
+        fields = {name: changes.pop(name) for name in list(changes) if name in new._fields}
+        given |= {"new": new._replace(**fields)} | changes
+        with pytest.raises(error, match=pattern):
+            decode_attention(**given)
+
+    q, keys, *_ = operands
+    for name in names:
+        message(TypeError, f"^{name}: expected a torch.Tensor, got int 1", **{name: 1})
+    message(TypeError, "^q: expected bfloat16 or float16, got torch.float32", q=q.float())
+    message(ValueError, r"^q: expected shape \(B, heads, D\), B up to 65535 and D a multiple of 8", q=q[..., :12])
+    message(ValueError, r"^keys: expected shape \(B, key heads, L, D\) for 3 query heads", q=q[:, :3])
+    message(ValueError, "^keys: expected a contiguous tensor", keys=keys.mT.contiguous().mT)
+    message(TypeError, "^begin: expected int64, got torch.int32", begin=operands[3].int())
+    message(ValueError, r"^v: expected shape \(2, 2, 16\), got \(2, 1, 16\)", v=new.v[:, :1])
+    message(ValueError, r"^cos: expected shape \(1 or 2, R\), got \(2, 1, 16\)", cos=new.cos[:, None])
+    message(ValueError, r"^sin: expected shape \(2, 16\) like cos", sin=new.sin[:1])
+    message(
+        ValueError,
+        "^cos: expected a multiple of 16 up to the 16 values of a head, got 8",
+        cos=new.cos[:, :8],
+        sin=new.sin[:, :8],
+    )
+    message(ValueError, "^q_weight: expected it with k_weight, or neither", k_weight=None)
+    message(ValueError, "^window: expected at least 1, got 0", window=0)
+
+
+def test_one_token_has_no_backward():
+    operands, new = decode_attention_cases.make(2, (2, 2, 16, 16, True), 8)
+    out = decode_attention(operands[0].requires_grad_(), *operands[1:], new=new)
+    with pytest.raises(RuntimeError, match="decode_attention has no backward"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_variant_compiles_without_spills(dtype):
+    for heads in {(heads, new) for _, heads, *_ in decode_attention_cases.SHAPES for new in (False, True)}:
+        (group, key_heads, size, rotated, norm), new = heads
+        kernel = Heads(group, key_heads, size, rotated if new else None, norm and new)
+        for cluster in (1, 2, 4, 8):
+            report = compile_report(kernel_spec(dtype, kernel, cluster))
+            assert report.spill_stores == report.spill_loads == report.stack == 0
+
+
+def test_clusters_fill_the_gpu_and_do_not_depend_on_the_batch_where_results_may_not(monkeypatch):
+    heads = Heads(8, 4, 128, 128, True)
+    assert [heads.cluster(batch, 132) for batch in (1, 4, 8, 16, 32, 64)] == [8, 8, 4, 2, 1, 1]
+    monkeypatch.setattr(one_token.config, "settings", replace(one_token.config.settings, batch_invariant=True))
+    assert len({heads.cluster(batch, 132) for batch in (1, 4, 8, 16, 32, 64)}) == 1

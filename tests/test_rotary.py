@@ -74,13 +74,6 @@ def test_without_columns_tokens_begin_at_0_and_places_outside_are_not_written():
     assert (keys[0, :, 0] != 7).all() and (keys[1, :, 4:] != 7).all()
 
 
-def test_copies_of_the_queries_of_each_key_head():
-    given, columns, weights = operands(2, 3, (6, 2, 16, 16, True))
-    query = rotary(*given, columns=columns, **weights)
-    copied = rotary(*given, columns=columns, **weights, copies=4).unflatten(2, (2, 4, 3))
-    assert torch.equal(copied, query.unflatten(2, (2, 1, 3)).expand_as(copied))
-
-
 # ---- errors ----
 
 
@@ -108,7 +101,6 @@ def test_errors():
     message(TypeError, "^columns: expected int64, got torch.int32", columns=columns.int())
     message(ValueError, "^q_weight: expected it with k_weight, or neither", k_weight=None)
     message(ValueError, "^q: expected a multiple of the 2 key heads, got 3 heads", q=given[0][:, :, :3])
-    message(ValueError, "^copies: expected at least 1, got 0", copies=0)
     message(ValueError, r"^k_weight: expected shape \(32,\), got \(16,\)", k_weight=weights["k_weight"][:16])
 
 

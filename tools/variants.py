@@ -10,7 +10,8 @@ import fp8moe
 from benchmarks import calls
 from benchmarks.calls import Case, Operands
 from fp8moe.kernels.activation import Activation
-from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.decode_attention import DTYPES as ATTENTION_DTYPES
+from fp8moe.kernels.decoder_ops.decode_attention import NewTokens, decode_attention
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import rotary
@@ -351,12 +352,18 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         operands = (q, k, v, *tables, *cache)
         norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-6}
         yield lambda operands=operands, norms=norms: rotary(*operands, **norms)
-        parts = q[0, :1].view(1, key_heads, 1, -1, size)
-        lse = make.zeros(*parts.shape[:4], dtype=torch.float32)
-        counts = make.zeros(1, key_heads, 1, dtype=torch.int32)
-        for quantized in (False, True):
-            options = {"quantized": quantized}
-            yield lambda operands=(parts, lse, counts), options=options: merge_splits(*operands, **options)
+        if tokens > 1 or dtype not in ATTENTION_DTYPES:
+            continue
+        for batch, new in product((1, 8, 64), (False, True)):
+            rows = [x[:, 0].expand(batch, *x.shape[2:]) for x in (q, k, v)]
+            tokens_of = NewTokens(*rows[1:], *(table[:, 0] for table in tables), weight, weight, 1e-6) if new else None
+            cached = [make.zeros(batch, key_heads, 40, size, dtype=dtype) for _ in range(2)]
+            places = [make.zeros(batch, dtype=torch.int64)] * 2
+            for quantized in (False, True):
+                options = {"new": tokens_of, "quantized": quantized}
+                yield lambda operands=(rows[0], *cached, *places), options=options: decode_attention(
+                    *operands, **options
+                )
     for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):
         operands = make.rows(tokens, hidden), make.weights(columns, hidden)
         for bias in (None, make.zeros(columns, dtype=torch.bfloat16)):

@@ -2,22 +2,23 @@
 
 Norms whose rows are of a part of a warp, of a warp, of a thread block, and of no whole vectors; routers with few
 experts and many, with groups and a bias; heads that fill a part of a warp, a warp, two vectors of a lane, at places
-inside and outside of the cache; attention in one part and in many. Results are checked on the CPU.
+inside and outside of the cache; attention of one token, by one thread block and by clusters. Results are checked on
+the CPU.
 """
 
 import torch
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe.kernels.decoder_ops.merge_splits import merge_splits
+from fp8moe.kernels.decoder_ops.decode_attention import decode_attention
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import rotary
 from fp8moe.kernels.decoder_ops.router import route, router_logits
 from fp8moe.kernels.experts import reference
+from tests import decode_attention_cases
 from tests.gpu.sanitize_moe_cases import differing, on_cpu
 from tests.router_cases import FORMS, arguments, dense
-from tests.test_merge_splits import attention_in_parts
 from tests.test_rotary import operands
 
 # rows, hidden, type, with a residual
@@ -47,8 +48,8 @@ HEADS = (
     (3, 5, (6, 2, 80, 48, True), torch.float16),
     (2, 150, (4, 1, 256, 256, False), torch.float32),
 )
-# sequences, key heads, parts, heads of each, size; type
-PARTS = (((1, 4, 33, 8, 128), torch.bfloat16), ((3, 2, 1, 7, 40), torch.float16), ((2, 1, 9, 2, 64), torch.float32))
+# a place in decode_attention_cases.SHAPES, type
+ONE_TOKEN = ((0, torch.bfloat16), (2, torch.float16), (3, torch.bfloat16), (6, torch.float16))
 E4M3_ERROR = 4e-2
 NORM_ERROR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
 LOGITS_ERROR = 3e-6  # beyond the rounding of the result
@@ -109,26 +110,27 @@ def route_errors(experts: int, top_k: int, form: dict, tokens: int = 9, sort: bo
 
 
 def rotary_error(batch: int, tokens: int, form: tuple, dtype: torch.dtype) -> float:
-    """Of the queries' copies, keys and values together; the last sequence's tokens fall out of the cache."""
+    """Of queries, keys and values together; the last sequence's tokens fall out of the cache."""
     given, columns, weights = operands(batch, tokens, form, dtype)
     columns[-1] = given[5].shape[2] - tokens // 2
     copied = [value.cuda() for value in given]
     options = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in weights.items()}
-    query = rotary(*copied, columns=columns.cuda(), copies=3, **options)
-    expected = rotary(*given, columns=columns, copies=3, **weights)
+    query = rotary(*copied, columns=columns.cuda(), **options)
+    expected = rotary(*given, columns=columns, **weights)
     got = torch.cat([value.cpu().flatten() for value in (query, *copied[5:])])
     return relative_error(got, torch.cat([value.flatten() for value in (expected, *given[5:])]).double())
 
 
-def merge_error(sizes: tuple, dtype: torch.dtype) -> float:
-    parts, lse, counts, whole = attention_in_parts(*sizes, dtype=dtype)
-    parts[counts == 0] = torch.nan
-    arguments = [value.cuda() for value in (parts, lse, counts)]
-    codes = merge_splits(*arguments, quantized=True)
-    values = merge_splits(*arguments, quantized=False).cpu()
-    if relative_error(exact(on_cpu(codes)), values.double()) > E4M3_ERROR:
+def attention_error(shape: int, dtype: torch.dtype) -> float:
+    batch, heads, length, window = decode_attention_cases.SHAPES[shape]
+    operands, new = decode_attention_cases.make(batch, heads, min(length, 600), dtype)
+    expected, *_ = decode_attention_cases.expected(*operands, new, window)
+    *operands, new = (decode_attention_cases.moved(value, "cuda") for value in (*operands, new))
+    values = decode_attention(*operands, new=new, window=window, early=True)
+    codes = decode_attention(*operands, new=new, window=window, quantized=True)
+    if relative_error(exact(on_cpu(codes)), values.cpu().double()) > E4M3_ERROR:
         return float("inf")
-    return relative_error(values, whole)
+    return relative_error(values.cpu(), expected)
 
 
 # function, its arguments, the largest result that is correct
@@ -140,5 +142,5 @@ CASES = [
     *((route_errors, case, 0) for case in FORMS),
     *((route_errors, (*case, tokens, True), 0) for case in FORMS[:6] for tokens in (1, 11, 50)),
     *((rotary_error, case, 2 * NORM_ERROR[case[3]]) for case in HEADS),
-    *((merge_error, case, 2 * NORM_ERROR[case[1]]) for case in PARTS),
+    *((attention_error, case, 2 * NORM_ERROR[case[1]]) for case in ONE_TOKEN),
 ]

@@ -1,4 +1,4 @@
-"""Flash attention over a static cache against float64 and against the model's own attention."""
+"""Attention over a static cache against float64 and against the model's own attention."""
 
 import pytest
 import torch
@@ -7,6 +7,9 @@ from fp8moe.integrations.decode import attention
 from fp8moe.integrations.decode.attention import AttentionMetadataBuilder
 from fp8moe.integrations.decode.step import Capabilities, Step
 from fp8moe.integrations.transformers import register
+from fp8moe.kernels.decoder_ops.decode_attention import DTYPES, decode_attention
+from fp8moe.quant.quantize import quantize_1x128
+from tests import decode_attention_cases
 from tests.transformers_models import BASE, left_padded, prompts, random_model
 
 transformers = pytest.importorskip("transformers")
@@ -151,3 +154,83 @@ def test_a_step_equals_that_with_the_models_own_attention(window, chunk):
     for own, flash in zip(*logits, strict=True):
         assert not own.isnan().any()
         assert (own - flash).norm() <= 0.15 * own.norm(), "more than rounding, which 16 bits and experts multiply"
+
+
+# ---- the operator of one new token ----
+
+
+def one_token(batch, heads, length, dtype, seed=0):
+    operands, new = decode_attention_cases.make(batch, heads, length, dtype, seed)
+    return operands, new, [decode_attention_cases.moved(value, DEVICE) for value in operands]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "heads", "length", "window"), decode_attention_cases.SHAPES, ids=str)
+def test_one_token_against_float64(batch, heads, length, window, dtype):
+    operands, new, given = one_token(batch, heads, length, dtype)
+    expected, keys, values = decode_attention_cases.expected(*operands, new, window)
+    new = decode_attention_cases.moved(new, DEVICE)
+    torch.full((batch * expected.shape[1],), torch.nan, device=DEVICE, dtype=dtype)  # what torch.empty will return
+    results = [decode_attention(*given, new=new, window=window, early=i % 2 == 1) for i in range(20)]
+    assert (results[0].double().cpu() - expected).norm() <= torch.finfo(dtype).eps * expected.norm()
+    assert all(torch.equal(result, results[0]) for result in results)
+    for cache, filled in zip(given[1:3], (keys, values), strict=True):
+        cache = cache.cpu()
+        assert torch.equal(cache.isnan(), filled.isnan())
+        assert (cache.nan_to_num(0).double() - filled.nan_to_num(0).double()).norm() <= 1e-3 * filled.nan_to_num(
+            0
+        ).norm()
+    quantized = decode_attention(*given, new=new, window=window, quantized=True)
+    codes = quantize_1x128(results[0])
+    assert torch.equal(quantized.data.view(torch.uint8), codes.data.view(torch.uint8))
+    assert torch.equal(quantized.scale, codes.scale)
+    kept = decode_attention(*given, window=window)  # the queries as they are, the cache as it is now
+    q = given[0].cpu()
+    expected, *_ = decode_attention_cases.expected(q, given[1].cpu(), given[2].cpu(), *operands[3:], None, window)
+    assert (kept.double().cpu() - expected).norm() <= torch.finfo(dtype).eps * expected.norm()
+
+
+def test_what_is_not_finite_stays_in_its_head():
+    operands, new, given = one_token(3, (8, 4, 128, 128, True), 200, torch.bfloat16)
+    new = decode_attention_cases.moved(new, DEVICE)
+    before = decode_attention(*given, new=new)
+    given[0][1, 5, 3] = torch.nan
+    new.v[2, 1, 7] = torch.inf
+    after = decode_attention(*given, new=new)
+    bad = (~after.isfinite()).view(3, 32, 128)
+    assert bad[1, 5].all() and bad[2, 8:16, 7].all()
+    bad[1, 5], bad[2, 8:16, 7] = False, False
+    assert not bad.any()
+    same = torch.ones_like(bad)
+    same[1, 5], same[2, 8:16] = False, False
+    assert torch.equal(before.view_as(bad)[same], after.view_as(bad)[same])
+
+
+def test_no_keys_give_zero_and_places_outside_are_not_written():
+    operands, new, given = one_token(3, (8, 2, 128, 128, True), 100, torch.bfloat16)
+    given[4].copy_(torch.tensor([3, 100, -1]))
+    given[3].copy_(torch.tensor([4, 100, 0]))
+    before = [cache.clone() for cache in given[1:3]]
+    assert (decode_attention(*given, new=decode_attention_cases.moved(new, DEVICE)) == 0).all()
+    for cache, old in zip(given[1:3], before, strict=True):
+        assert torch.equal(cache.nan_to_num(7), old.nan_to_num(7))
+
+
+def test_one_token_in_a_graph_whose_columns_move_on():
+    operands, new, given = one_token(4, (8, 4, 128, 128, True), 300, torch.bfloat16)
+    given[3].zero_()
+    given[1].nan_to_num_(0), given[2].nan_to_num_(0)
+    given[4].copy_(torch.tensor([0, 15, 100, 250]))
+    moving = decode_attention_cases.moved(new, DEVICE)
+    decode_attention(*given, new=moving)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(*given, new=moving, quantized=True, early=True)
+    for step in range(20):
+        given[4] += 1
+        moving.k.normal_(), moving.v.normal_(), given[0].normal_()
+        copies = [value.clone() for value in given]
+        expected = decode_attention(*copies, new=moving, quantized=True)
+        graph.replay()
+        assert torch.equal(out.data.view(torch.uint8), expected.data.view(torch.uint8)), step
+        assert torch.equal(out.scale, expected.scale) and torch.equal(given[1], copies[1])

@@ -36,7 +36,7 @@ def reference(given, columns, weights, dtype=torch.float64):
         for i, weight in enumerate(norms):
             x = given[i]
             given[i] = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + weights["eps"])
-    query = op.reference(op.Operands(*given, columns, None, None, 0.0, 1))
+    query = op.reference(op.Operands(*given, columns, None, None, 0.0))
     return query, given[5], given[6]
 
 
@@ -65,15 +65,6 @@ def test_separate_and_strided_inputs(dtype):
     assert close(rotary(*given, columns=columns, **weights), expected[0]) and close(given[5], expected[1])
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_copies_of_the_queries_of_each_key_head(form):
-    given, columns, weights = on_gpu(3, 2, form, torch.bfloat16)
-    heads, key_heads, *_ = form
-    query = rotary(*given, columns=columns, **weights)
-    copied = rotary(*given, columns=columns, **weights, copies=5).unflatten(2, (key_heads, 5, heads // key_heads))
-    assert torch.equal(copied, query.unflatten(2, (key_heads, 1, -1)).expand_as(copied))
-
-
 def test_places_outside_are_not_written_and_nan_stays_in_its_head():
     given, _, weights = on_gpu(3, 4, FORMS[0], torch.bfloat16)
     columns = torch.tensor([-2, 5, 2**40], device="cuda")
@@ -98,5 +89,5 @@ def test_past_two_to_the_31_elements():
     some = slice(tokens - 100, tokens)
     small = [x[:, some] for x in (q, k, v, cos, sin)]
     cache = [torch.empty_like(x[:, :, :100]) for x in (keys, values)]
-    assert torch.equal(query[:, some], op._launch(op.Operands(*small, *cache, None, None, None, 0.0, 1)))
+    assert torch.equal(query[:, some], op._launch(op.Operands(*small, *cache, None, None, None, 0.0)))
     assert torch.equal(keys[:, :, some], cache[0]) and torch.equal(values[:, :, some], cache[1])

@@ -257,8 +257,21 @@ __device__ __forceinline__ void mma_bfloat16(float* sum, uint2 upper, uint2 lowe
       : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(columns.x), "r"(columns.y));
 }
 
-// Four matrices of 8 x 8, whose rows of 16 bytes lie at the addresses of eight lanes each, transposed: a lane gets of
-// their column lane / 4 the rows 2 * (lane % 4) and the next.
+__device__ __forceinline__ void mma_float16(float* sum, uint2 upper, uint2 lower, uint2 columns) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(columns.x), "r"(columns.y));
+}
+
+// Four matrices of 8 x 8, whose rows of 16 bytes lie at the addresses of eight lanes each: a lane gets of their row
+// lane / 4 the columns 2 * (lane % 4) and the next, or, transposed, of their column lane / 4 such rows.
+__device__ __forceinline__ void load_matrices(u32 address, u32 (&v)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
+}
 __device__ __forceinline__ void load_transposed(u32 address, u32 (&v)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

@@ -41,7 +41,6 @@ def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens:
     models = [model for config in configs for model in skeletons(config)]
     recorder = Recorder(num_sms)
     # PyTorch's own kernels need a GPU, or on a CPU hours.
-    attention._sms = lambda device: num_sms
     attention._flash_attention = _no_flash_attention
     F.scaled_dot_product_attention = _no_attention
     F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
@@ -71,8 +70,8 @@ def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None
         step.read_several(torch.zeros(1, count, dtype=torch.int64), 0, 0, False)
 
 
-def _no_flash_attention(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(query), query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
+def _no_flash_attention(query: Tensor, *others: Any) -> Tensor:
+    return torch.zeros_like(query)
 
 
 def _no_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8moe.integrations.models import known_forwards, linears, norms
 from fp8moe.integrations.models.known_forwards import called, form_of, rotates_halves, runs_as_written
 from fp8moe.integrations.transformers_versions import update_cache
-from fp8moe.kernels.decoder_ops import rotary
+from fp8moe.kernels.decoder_ops import decode_attention, rotary
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.quant.formats import FP8Tensor
 
@@ -30,21 +30,49 @@ class AttentionMetadata:
 
     transformers passes on whatever its mask function returns, so this comes from there, once for each kind of layer.
 
-    sequences (3, n + 1) int32: the first query, the first key in the cache and the number of keys of each sequence that
-    the kernel sees; the last column ends the queries. In a decode step a sequence is a part of the keys of one row and
-    key head, otherwise it is a row of the batch.
-
-    new_tokens: of each row. key_heads, columns: of the layer's cache. window: the most keys that a query sees, None for
-    all. parts: of the keys of a row and key head. whole: the rows have no tokens but the new ones, and no padding.
+    begin, columns (B,) int64: of each row the column of its first token in the cache, and of the first new one.
+    new_tokens: of each row. key_heads, length: of the layer's cache. window: the most keys that a query sees, None for
+    all.
+    sequences (3, B + 1) int32, of several new tokens: the first query, the first key in the cache and the number of
+    keys of each row; the last column ends the queries. whole: the rows have no tokens but the new ones, and no padding.
     """
 
-    sequences: Tensor
+    begin: Tensor
+    columns: Tensor
     new_tokens: int
     key_heads: int
-    columns: int
+    length: int
     window: int | None
-    parts: int = 1
+    sequences: Tensor | None = None
     whole: bool = False
+
+
+class UnsupportedAttention(ValueError):
+    """Attention that the kernels cannot compute; the message says what of it."""
+
+
+def check_metadata(
+    metadata: Any, dtype: torch.dtype, new: int, key: Tensor, value: Tensor, others: dict[str, Any]
+) -> None:
+    """Raise UnsupportedAttention for what the kernels over a static cache lack.
+
+    new: tokens of each row. key, value (B, key heads, columns, D) of the cache. others: arguments that a model passes
+    to its attention beside these.
+    """
+    key_heads, size = key.shape[1], key.shape[-1]
+    given = sorted(name for name, other in others.items() if other is not None and name not in WITHOUT_EFFECT)
+    if given:
+        raise UnsupportedAttention(f"attention with {', '.join(given)}")
+    if dtype not in decode_attention.DTYPES or value.shape != key.shape:
+        raise UnsupportedAttention(f"{dtype}, keys {tuple(key.shape)} and values {tuple(value.shape)}")
+    if not decode_attention.serves(size):
+        raise UnsupportedAttention(f"heads of {size} values")
+    length = key.stride(1) // size
+    if any(x.stride() != (key_heads * length * size, length * size, size, 1) for x in (key, value)):
+        raise UnsupportedAttention("keys that are no static cache's")
+    known = isinstance(metadata, AttentionMetadata)
+    if not known or (metadata.new_tokens, metadata.key_heads, metadata.length) != (new, key_heads, length):
+        raise UnsupportedAttention(f"{key_heads} key heads of {length} columns, with what is visible of others")
 
 
 def attention_interface(module: nn.Module) -> Callable:
@@ -115,10 +143,25 @@ def attend(
             "k_weight": module.k_norm.weight,
             "eps": module.q_norm.variance_epsilon,
         }
-    # GraphDecoder's attention takes copies of the queries from here, and gives what the projection behind it reads.
-    decoding = lead[1] == 1 and isinstance(attention_mask, AttentionMetadata)
-    copies = attention_mask.parts if decoding else 1
-    query = rotary.rotary(q, k, v, cos, sin, keys, values, columns=columns, copies=copies, **norm).transpose(1, 2)
+    if lead[1] == 1 and layer is not None and isinstance(attention_mask, AttentionMetadata):
+        check_metadata(attention_mask, q.dtype, 1, keys, values, kwargs)
+        new = decode_attention.NewTokens(k[:, 0], v[:, 0], cos[:, 0], sin[:, 0], **norm)
+        output = decode_attention.decode_attention(
+            q[:, 0],
+            keys,
+            values,
+            attention_mask.begin,
+            attention_mask.columns,
+            new=new,
+            window=attention_mask.window,
+            scale=module.scaling,
+            quantized=linears.weights(module.o_proj) is not None,
+            early=True,  # the projection lies between these and the step's begin
+        )
+        if isinstance(output, FP8Tensor):
+            return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)
+        return module.o_proj(output.view(*lead, -1))
+    query = rotary.rotary(q, k, v, cos, sin, keys, values, columns=columns, **norm).transpose(1, 2)
     if layer is not None:
         end = layer.position.end
         keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
@@ -130,11 +173,7 @@ def attend(
         case "config":
             kwargs["sliding_window"] = getattr(module.config, "sliding_window", None)
     kwargs |= {"dropout": 0.0, "scaling": module.scaling}
-    if decoding:
-        kwargs["quantized"] = linears.weights(module.o_proj) is not None
     output, _ = attention_interface(module)(module, query, keys, values, attention_mask, **kwargs)
-    if isinstance(output, FP8Tensor):
-        return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)
     return module.o_proj(output.reshape(*lead, -1))
 
 

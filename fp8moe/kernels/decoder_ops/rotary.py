@@ -10,7 +10,7 @@ from fp8moe.kernels.decoder_ops.rms_norm import normalized
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import input_defines
 from fp8moe.runtime import autograd
-from fp8moe.runtime.checks import FLOATING, aligned, check_device, check_dtype, check_int, check_like, check_tensor
+from fp8moe.runtime.checks import FLOATING, aligned, check_device, check_dtype, check_like, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import Written, operator
@@ -37,7 +37,6 @@ def rotary(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
-    copies: int = 1,
 ) -> Tensor:
     """RMSNorm of the heads of q and k, if they have weights, and rotary embedding; k and v then go to a cache.
 
@@ -48,9 +47,7 @@ def rotary(
     columns: (B,) int64, the place in L of each sequence's first token; None: 0. A place outside of [0, L) is not
         written.
     q_weight, k_weight: (D,) of its dtype, both or neither. eps: added to the mean of the squares.
-    copies: of the queries that share a key head, one after the other: as many as there are parts of the keys that they
-        are to attend to.
-    Returns the queries (B, T, copies * heads, D), contiguous. Each operation rounds to the dtype, as PyTorch does
+    Returns the queries (B, T, heads, D), contiguous. Each operation rounds to the dtype, as PyTorch does
         between them.
 
     Rotary embedding: RoFormer, arXiv:2104.09864, in the form of GPT-NeoX. Norms of heads: arXiv:2302.05442, section 2.
@@ -61,8 +58,7 @@ def rotary(
     given = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "keys": keys, "values": values}
     for name, value in given.items():
         check_tensor(name, value)
-    check_int("copies", copies)
-    options = columns, q_weight, k_weight, float(eps), copies
+    options = columns, q_weight, k_weight, float(eps)
     return autograd.run(_op, "fp8moe.kernels.decoder_ops.rotary", *given.values(), *options)
 
 
@@ -85,7 +81,6 @@ class Operands(NamedTuple):
     q_weight: Tensor | None
     k_weight: Tensor | None
     eps: float
-    copies: Annotated[int, "int"]
 
 
 class Heads(NamedTuple):
@@ -111,7 +106,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight")),
         *((name, ctypes.c_int64) for name in ("query", "keys", "values", "columns")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "length")),
-        *((name, ctypes.c_uint32) for name in ("batch", "tokens", "one_table", "copies")),
+        *((name, ctypes.c_uint32) for name in ("batch", "tokens", "one_table")),
         ("eps", ctypes.c_float),
     )
 
@@ -140,7 +135,6 @@ def launcher(device_index: int, operands: Operands) -> PointerLauncher:
         batch=batch,
         tokens=tokens,
         one_table=cos.shape[0] == 1,
-        copies=operands.copies,
         eps=operands.eps,
     )
     heads = Heads(queries, key_heads, size, cos.shape[2], operands.q_weight is not None)
@@ -152,7 +146,7 @@ def launcher(device_index: int, operands: Operands) -> PointerLauncher:
 
 
 def _check(operands: Operands) -> None:
-    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, _, copies = operands
+    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, _ = operands
     check_dtype("q", q, *FLOATING)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q: expected shape (B, T, heads, D), got {tuple(q.shape)} with k {tuple(k.shape)}")
@@ -160,8 +154,6 @@ def _check(operands: Operands) -> None:
     key_heads = k.shape[2]
     if not key_heads or heads % key_heads:
         raise ValueError(f"q: expected a multiple of the {key_heads} key heads, got {heads} heads")
-    if copies < 1:
-        raise ValueError(f"copies: expected at least 1, got {copies}")
     like = (q.dtype,)
     for name, value in (("k", k), ("v", v)):
         check_like(name, value, like, (batch, tokens, key_heads, size), q.device, "q")
@@ -194,7 +186,7 @@ def _check(operands: Operands) -> None:
 
 def _launch(operands: Operands) -> Tensor:
     query = _empty(operands)
-    q, k, v, cos, sin, keys, values, *others, _, _ = operands
+    q, k, v, cos, sin, keys, values, *others, _ = operands
     if not (q.numel() or k.numel()):
         return query
     for name, cache in (("keys", keys), ("values", values)):
@@ -219,21 +211,20 @@ def _rows(x: Tensor) -> Tensor:
 
 def _empty(operands: Operands) -> Tensor:
     batch, tokens, heads, size = operands.q.shape
-    return operands.q.new_empty((batch, tokens, operands.copies * heads, size))
+    return operands.q.new_empty((batch, tokens, heads, size))
 
 
 def reference(operands: Operands) -> Tensor:
-    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps, copies = operands
+    q, k, v, cos, sin, keys, values, columns, q_weight, k_weight, eps = operands
     if q_weight is not None:
         q, k = normalized(q, q_weight, eps), normalized(k, k_weight, eps)
-    _write(keys, _rotated(k, cos, sin), columns)
+    _write(keys, rotated(k, cos, sin), columns)
     _write(values, v, columns)
-    query = _rotated(q, cos, sin).unflatten(2, (k.shape[2], 1, -1))
-    return query.expand(-1, -1, -1, copies, -1, -1).flatten(2, 4).contiguous()
+    return rotated(q, cos, sin).contiguous()
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, T, heads, D)."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first values of x (B, T, heads, D) rotated by cos and sin (1 or B, T, R)."""
     size = cos.shape[-1]
     part, rest = x[..., :size], x[..., size:]
     low, high = part.chunk(2, dim=-1)

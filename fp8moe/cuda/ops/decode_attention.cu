@@ -1,0 +1,376 @@
+// Attention of one new token a sequence over its keys and values in a static cache, from the projections on: RMSNorm of
+// heads, rotary embedding, the new key's and value's place in the cache, and the quantization of the result, bit for
+// bit that of quantize_1x128.cu. The softmax is taken tile by tile (FlashAttention, arXiv:2205.14135) and by many
+// thread blocks at once (Flash-Decoding).
+//
+// A cluster has a sequence and a key head, and up to 16 of the query heads that share it, which are the rows of mma. A
+// tile has 16 keys. Tile t is that of block t % CLUSTER and of its warp t / CLUSTER % WARPS, which loads its tiles
+// itself, STAGES ahead: nobody waits for another warp before the end. Then the sums of the warps become one, and those
+// of the blocks, in their order. With `early` the first tiles are on their way before the queries are there.
+//
+// Compile-time constants: those of heads.cuh, VECTORS = 1, and of quantize.cuh; KEY_HEADS, GROUP (query heads that
+// share one); NORM (queries and keys have a norm), APPEND (the new token is still to be normalized, rotated and stored,
+// and its query; otherwise the cache has it); WARPS, STAGES, CLUSTER; SHARED_BYTES, ARGUMENTS_BYTES.
+#include "cluster.cuh"
+#include "heads.cuh"
+#include "quantize.cuh"
+
+constexpr int TILE = 16;  // keys
+constexpr int ROWS = 16;  // query heads of a thread block
+constexpr int MAX_ROWS = GROUP < ROWS ? GROUP : ROWS;
+constexpr int HEAD_TILES = ceil_div(GROUP, ROWS);
+constexpr int STEPS = ceil_div(SIZE, 16);        // of mma along a head
+constexpr int CHUNKS = 2 * STEPS;                // of 16 bytes, of a row in shared memory
+constexpr int PITCH = round_up(CHUNKS, 8) * 16;  // bytes between rows
+constexpr int SUM_PITCH = SIZE + 8;              // floats between rows of sums: other banks for each
+constexpr int THREADS = WARPS * WARP;
+constexpr int PARTS = ceil_div(MAX_ROWS * SIZE, BLOCK* CLUSTER);  // of 128 columns, that a block of a cluster finishes
+constexpr float LOG2_E = 1.4426950408889634f;
+static_assert(VECTORS == 1 && HEAD_LANES >= CHUNKS && BLOCK == 4 * WARP && STAGES * 2 * PITCH >= 4 * SUM_PITCH);
+
+union alignas(16) WarpTiles {
+  u8 stages[STAGES][2][TILE][PITCH];  // keys and values
+  float sums[ROWS][SUM_PITCH];        // of the warp, at the end
+};
+
+struct Shared {
+  WarpTiles warps[WARPS];
+  u8 query[ROWS][PITCH];
+  u8 fresh[2][PITCH];              // the new token's key and value
+  float2 statistics[WARPS][ROWS];  // the largest score of a row, and its total
+  // From the blocks of the cluster, of the columns that this one finishes.
+  float2 block_statistics[CLUSTER][ROWS];
+  alignas(16) float block_sums[PARTS][CLUSTER][BLOCK];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES);
+
+// q: row b has the query heads of sequence b; k, v: those of its new token; rows *_stride elements apart. cos, sin: (1
+// or batch, ROTATED), one_table: 1. q_weight, k_weight: (SIZE). Without APPEND none of these but q is read, nor without
+// NORM the weights. keys, values (batch, KEY_HEADS, length, SIZE). A query sees the columns from begin[b], and not more
+// than `window` of them, to columns[b], which is the new token's; outside of [0, length) that is not stored. out
+// (batch, heads * SIZE), data and scale of it as of quantize_1x128.cu; out, or data and scale, may be null.
+struct Arguments {
+  const Element *q, *k, *v;
+  const Element *cos, *sin;
+  const Element *q_weight, *k_weight;
+  Element *keys, *values;
+  const i64 *begin, *columns;
+  Element* out;
+  u8* data;
+  float* scale;
+  i64 q_stride, k_stride, v_stride, length, window, scale_pitch;
+  u32 one_table, early;
+  float eps, score_scale;
+};
+static_assert(sizeof(Arguments) == ARGUMENTS_BYTES);
+
+// The chunks of neighbouring rows are swapped, so that 8 rows of a column lie on different banks.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return (chunk ^ row % 8) * 16; }
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
+
+// e^(x - largest), x and largest times LOG2_E; 0 if there was nothing.
+__device__ __forceinline__ float power(float x, float largest) {
+  return x == minus_infinity() ? 0.0f : exp2f(x - largest);
+}
+
+// Which keys a sequence's query sees: `count` from `first` on.
+struct Keys {
+  i64 first;
+  int count;
+  bool appends;  // the last of them is the new token, which is stored
+
+  __device__ Keys(const Arguments& a, int sequence) {
+    const i64 column = a.columns[sequence], begin = a.begin[sequence];
+    first = max(begin, column - a.window + 1);
+    const i64 end = min(column + 1, a.length);
+    count = static_cast<int>(max(end - first, i64{0}));
+    appends = APPEND && count > 0 && column < a.length;
+  }
+};
+
+// A sum of values with weights e^(score - largest), 4 columns of it.
+struct Sum {
+  float largest = minus_infinity(), total = 0.0f, v[4] = {};
+
+  __device__ __forceinline__ void set(float2 statistics, float4 values) {
+    largest = statistics.x, total = statistics.y;
+    v[0] = values.x, v[1] = values.y, v[2] = values.z, v[3] = values.w;
+  }
+};
+
+// The sum of `Count` others in their order; of(i, sum) fills in the i-th.
+template <int Count, class Of>
+__device__ __forceinline__ Sum merged(const Of& of) {
+  Sum sums[Count], result;
+#pragma unroll
+  for (int i = 0; i < Count; ++i) of(i, sums[i]);
+#pragma unroll
+  for (const Sum& sum : sums) result.largest = fmaxf(result.largest, sum.largest);
+#pragma unroll
+  for (const Sum& sum : sums) {
+    if (sum.total == 0.0f) continue;
+    const float weight = power(sum.largest, result.largest);
+    result.total = __fmaf_rn(sum.total, weight, result.total);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) result.v[c] = __fmaf_rn(sum.v[c], weight, result.v[c]);
+  }
+  return result;
+}
+
+__device__ __forceinline__ void multiply(BFloat16, float* sum, uint2 upper, uint2 lower, uint2 columns) {
+  mma_bfloat16(sum, upper, lower, columns);
+}
+__device__ __forceinline__ void multiply(Float16, float* sum, uint2 upper, uint2 lower, uint2 columns) {
+  mma_float16(sum, upper, lower, columns);
+}
+
+// Starts to load a tile of keys and values. What is behind `count` becomes zeros, as a NaN there would stay.
+__device__ __forceinline__ void load_tile(u8 (&stage)[2][TILE][PITCH], const Element* keys, const Element* values,
+                                          int tile, int count, int lane) {
+#pragma unroll
+  for (int i = lane; i < TILE * CHUNKS; i += WARP) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    const bool there = tile * TILE + row < count && chunk * 8 < SIZE;
+    const i64 offset = there ? i64{tile * TILE + row} * SIZE + chunk * 8 : 0;
+    async_copy_16(shared_address(&stage[0][row][swizzled(row, chunk)]), keys + offset, there);
+    async_copy_16(shared_address(&stage[1][row][swizzled(row, chunk)]), values + offset, there);
+  }
+}
+
+// What the heads of a thread block go through on their way from the projections. HEAD_LANES threads take a head.
+struct Heads {
+  static constexpr int AT_ONCE = THREADS / HEAD_LANES;
+  static constexpr int TURNS = ceil_div(MAX_ROWS + 2 * APPEND, AT_ONCE);
+
+  Values cos, sin, q_weight, k_weight;
+  u32 lane = threadIdx.x % HEAD_LANES;
+  int offset = static_cast<int>(lane) * PER_LANE;
+  bool holds = offset < SIZE;
+
+  __device__ __forceinline__ Heads(const Arguments& a, int sequence) {
+    const i64 table = (a.one_table ? 0 : i64{sequence} * ROTATED) + offset;
+    cos = Values::load(a.cos + table, APPEND && lane < 2 * HALF_LANES);
+    sin = Values::load(a.sin + table, APPEND && lane < 2 * HALF_LANES);
+    q_weight = Values::load(a.q_weight + offset, NORM && holds);
+    k_weight = Values::load(a.k_weight + offset, NORM && holds);
+  }
+
+  // Queries and the new key are normalized and rotated; that and the new value, which one block stores, are left in
+  // shared memory.
+  __device__ __forceinline__ void prepare(Shared& s, const Arguments& a, int sequence, int key_head, int first_row,
+                                          int rows, const Keys& seen, bool stores) const {
+    // The rows of the query, then the key and the value.
+    Values loaded[TURNS];
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int row = turn * AT_ONCE + static_cast<int>(threadIdx.x) / HEAD_LANES;
+      const Element* source = a.q + sequence * a.q_stride + (key_head * GROUP + first_row + row) * SIZE;
+      if (row == rows) source = a.k + sequence * a.k_stride + key_head * SIZE;
+      if (row == rows + 1) source = a.v + sequence * a.v_stride + key_head * SIZE;
+      loaded[turn] = Values::load(source + offset, row < rows + 2 * APPEND && holds);
+    }
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int row = turn * AT_ONCE + static_cast<int>(threadIdx.x) / HEAD_LANES;
+      const bool is_key = row == rows, is_value = row == rows + 1;
+      Values x = loaded[turn];
+      if constexpr (APPEND) {
+        Values turned = x;
+        if constexpr (NORM) turned = normalized(turned, is_key ? Values(k_weight) : Values(q_weight), a.eps);
+        turned = rotated(turned, cos, sin, lane);
+        if (!is_value) x = turned;
+      }
+      // Lanes behind the head's have zeros, which fill up the last step of mma.
+      if (row >= rows + 2 * APPEND || lane >= CHUNKS) continue;
+      if (row < rows) {
+        store_16(&s.query[row][swizzled(row, lane)], x.vectors[0]);
+        continue;
+      }
+      store_16(&s.fresh[is_value][lane * 16], x.vectors[0]);
+      if (!stores || !holds || !seen.appends) continue;
+      const i64 place = (i64{sequence} * KEY_HEADS + key_head) * a.length + seen.first + seen.count - 1;
+      x.store((is_value ? a.values : a.keys) + place * SIZE + offset);
+    }
+  }
+};
+
+// Grid: (CLUSTER, KEY_HEADS * HEAD_TILES, batch).
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const __grid_constant__ Arguments a) {
+  extern __shared__ uint4 dynamic_shared[];
+  Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int block = CLUSTER == 1 ? 0 : static_cast<int>(blockIdx.x);
+  const int key_head = blockIdx.y / HEAD_TILES, first_row = blockIdx.y % HEAD_TILES * ROWS;
+  const int rows = HEAD_TILES == 1 ? GROUP : min(GROUP - first_row, ROWS);
+  const int sequence = blockIdx.z;
+  WarpTiles& own = s.warps[warp];
+
+  if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
+  if (!a.early) wait_for_previous_kernel();
+  const Keys seen(a, sequence);
+  const int tiles = ceil_div(seen.count, TILE), cached = seen.count - seen.appends;
+  const i64 base = ((i64{sequence} * KEY_HEADS + key_head) * a.length + seen.first) * SIZE;
+  const Element* const keys = a.keys + base;
+  const Element* const values = a.values + base;
+  const int first_tile = warp * CLUSTER + block;
+#pragma unroll
+  for (int stage = 0; stage < STAGES; ++stage) {
+    const int tile = first_tile + stage * (WARPS * CLUSTER);
+    if (tile < tiles) load_tile(own.stages[stage], keys, values, tile, cached, lane);
+    async_commit();
+  }
+  for (int i = rows * CHUNKS + threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+    store_16(&s.query[i / CHUNKS][swizzled(i / CHUNKS, i % CHUNKS)], Bytes16{});
+  }
+  const Heads heads(a, sequence);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  heads.prepare(s, a, sequence, key_head, first_row, rows, seen, block == 0 && first_row == 0);
+  __syncthreads();
+
+  // A lane has of each product of mma the rows lane / 4 and 8 further on.
+  float out[2 * STEPS][4] = {};
+  float largest[2] = {minus_infinity(), minus_infinity()}, total[2] = {};
+  const float factor = a.score_scale * LOG2_E;
+  const int matrix_row = lane % 8 + lane / 8 % 2 * 8, matrix_chunk = lane / 16;
+#pragma unroll 1
+  for (int tile = first_tile, stage = 0; tile < tiles; tile += WARPS * CLUSTER) {
+    async_wait<STAGES - 1>();
+    __syncwarp();
+    u8(&tile_of)[2][TILE][PITCH] = own.stages[stage];
+    if (seen.appends && tile == tiles - 1) {
+      const int row = (seen.count - 1) % TILE;
+      for (int i = lane; i < 2 * CHUNKS; i += WARP) {
+        const int chunk = i % CHUNKS, which = i / CHUNKS;
+        store_16(&tile_of[which][row][swizzled(row, chunk)], load_16(&s.fresh[which][chunk * 16]));
+      }
+      __syncwarp();
+    }
+
+    float scores[2][4] = {};  // of keys 0 to 7, and 8 to 15
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int chunk = 2 * step + matrix_chunk;
+      u32 q[4], k[4];
+      load_matrices(shared_address(&s.query[matrix_row][swizzled(matrix_row, chunk)]), q);
+      load_matrices(shared_address(&tile_of[0][matrix_row][swizzled(matrix_row, chunk)]), k);
+      const uint2 upper = make_uint2(q[0], q[2]), lower = make_uint2(q[1], q[3]);
+      multiply(Input(), scores[0], upper, lower, make_uint2(k[0], k[2]));
+      multiply(Input(), scores[1], upper, lower, make_uint2(k[1], k[3]));
+    }
+
+    u32 weights[2][2];  // of the two rows, for keys 0 to 7 and 8 to 15
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = tile * TILE + i / 2 * 8 + 2 * (lane % 4) + i % 2;
+        x[i] = key < seen.count ? scores[i / 2][2 * half + i % 2] * factor : minus_infinity();
+      }
+      float now = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+      now = fmaxf(largest[half], warp_reduce<4>(now, [](float p, float q) { return fmaxf(p, q); }));
+      const float before = power(largest[half], now);
+      largest[half] = now;
+      float sum = 0.0f;
+#pragma unroll
+      for (float& value : x) {
+        value = power(value, now);
+        sum += value;
+      }
+      total[half] = __fmaf_rn(total[half], before, sum);
+      weights[half][0] = pack(Input(), x[0], x[1]);
+      weights[half][1] = pack(Input(), x[2], x[3]);
+#pragma unroll
+      for (auto& columns : out) {
+        columns[2 * half] *= before;
+        columns[2 * half + 1] *= before;
+      }
+    }
+
+    const uint2 upper = make_uint2(weights[0][0], weights[0][1]), lower = make_uint2(weights[1][0], weights[1][1]);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      u32 v[4];
+      const int chunk = 2 * step + matrix_chunk;
+      load_transposed(shared_address(&tile_of[1][matrix_row][swizzled(matrix_row, chunk)]), v);
+      multiply(Input(), out[2 * step], upper, lower, make_uint2(v[0], v[1]));
+      multiply(Input(), out[2 * step + 1], upper, lower, make_uint2(v[2], v[3]));
+    }
+
+    __syncwarp();
+    const int later = tile + STAGES * WARPS * CLUSTER;
+    if (later < tiles) load_tile(tile_of, keys, values, later, cached, lane);
+    async_commit();
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+  }
+
+  async_wait<0>();
+  __syncwarp();  // the sums lie where the tiles were
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane / 4 + half * 8;
+    total[half] = warp_reduce<4>(total[half], [](float p, float q) { return p + q; });
+    if (lane % 4 == 0) s.statistics[warp][row] = make_float2(largest[half], total[half]);
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) {
+      const int column = i * 8 + 2 * (lane % 4);
+      if (column >= SIZE) continue;
+      *reinterpret_cast<float2*>(&own.sums[row][column]) = make_float2(out[i][2 * half], out[i][2 * half + 1]);
+    }
+  }
+  __syncthreads();
+
+  // Four columns of a row, of the warps.
+  const auto of_block = [&](int row, int column) {
+    return merged<WARPS>([&](int w, Sum& sum) {
+      sum.set(s.statistics[w][row], *reinterpret_cast<const float4*>(&s.warps[w].sums[row][column]));
+    });
+  };
+  const int columns = rows * SIZE;
+  if constexpr (CLUSTER > 1) {
+    cluster_wait();  // all blocks run
+    for (int i = threadIdx.x; i < columns / 4; i += THREADS) {
+      const int column = i * 4, row = column / SIZE, part = column / BLOCK;
+      const Sum sum = of_block(row, column % SIZE);
+      const u32 target = shared_address(&s.block_sums[part / CLUSTER][block][column % BLOCK]);
+      store_to_block(cluster_address(target, part % CLUSTER), make_float4(sum.v[0], sum.v[1], sum.v[2], sum.v[3]));
+      if (column % SIZE) continue;
+      for (int b = 0; b < CLUSTER; ++b) {
+        const u32 statistics = shared_address(&s.block_statistics[block][row]);
+        store_to_block(cluster_address(statistics, b), make_float2(sum.largest, sum.total));
+      }
+    }
+    cluster_arrive_release();
+    cluster_wait();
+  }
+
+  // 128 columns for a warp of one block.
+  const int first_column = (key_head * GROUP + first_row) * SIZE;
+#pragma unroll 1
+  for (int part = warp * CLUSTER + block; part * BLOCK < columns; part += WARPS * CLUSTER) {
+    const int column = part * BLOCK + lane * 4, row = min(column / SIZE, ROWS - 1);
+    Sum sum;
+    if constexpr (CLUSTER > 1) {
+      sum = merged<CLUSTER>([&](int b, Sum& of) {
+        of.set(s.block_statistics[b][row],
+               *reinterpret_cast<const float4*>(&s.block_sums[part / CLUSTER][b][lane * 4]));
+      });
+    } else {
+      sum = of_block(row, column % SIZE);
+    }
+    const float inverse = sum.total == 0.0f ? 0.0f : 1.0f / sum.total;
+    const u32 low = pack(Input(), sum.v[0] * inverse, sum.v[1] * inverse);
+    const u32 high = pack(Input(), sum.v[2] * inverse, sum.v[3] * inverse);
+    const i64 place = i64{sequence} * (KEY_HEADS * GROUP * SIZE) + first_column + column;
+    if (a.out && column < columns) *reinterpret_cast<uint2*>(a.out + place) = make_uint2(low, high);
+    if (!a.data) continue;
+    const u32 amax = warp_reduce(Input::larger(Input::magnitude(low), Input::magnitude(high)), Input::larger);
+    const Scale scale(Input::largest(amax));
+    const auto quotient = [&](u32 word, int i) { return scale.quotient(Input::value(Input::bits(word, i))); };
+    *reinterpret_cast<u32*>(a.data + place) =
+        to_e4m3(quotient(low, 0), quotient(low, 1), quotient(high, 0), quotient(high, 1));
+    if (lane == 0) a.scale[(first_column / BLOCK + part) * a.scale_pitch + sequence] = scale.value;
+  }
+}

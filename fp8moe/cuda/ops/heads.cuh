@@ -1,0 +1,85 @@
+// Heads of queries and keys in registers: their RMSNorm (arXiv:2302.05442, section 2) and rotary embedding
+// (arXiv:2104.09864, half against half). Every step rounds to the type of the tensors, as PyTorch does that runs it as
+// an operation of its own.
+//
+// HEAD_LANES neighbouring lanes hold a head, VECTORS times 16 bytes each.
+//
+// Compile-time constants: those of input.cuh with VECTOR = 1; HEAD_LANES (a power of two); SIZE (of a head), ROTATED
+// (its first values are rotated, the rest stays); VECTORS.
+#pragma once
+
+#include "output.cuh"
+#include "warp.cuh"
+
+constexpr u32 SIGNS = sizeof(Element) == 2 ? 0x80008000 : 0x80000000;  // of the elements in a word
+constexpr int PER_LANE = VECTORS * PER_VECTOR;
+constexpr int HALF_LANES = ROTATED / 2 / PER_LANE;
+static_assert(VECTOR && SIZE % PER_LANE == 0 && SIZE <= HEAD_LANES * PER_LANE && ROTATED % (2 * PER_LANE) == 0);
+
+// The values of a lane.
+struct Values {
+  Vector vectors[VECTORS];
+
+  static __device__ Values load(const Element* source, bool holds) {
+    Values x;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) x.vectors[i] = Vector::load(source + i * PER_VECTOR, holds ? PER_VECTOR : 0);
+    return x;
+  }
+  __device__ void store(Element* target) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) store_16(target + i * PER_VECTOR, vectors[i]);
+  }
+};
+
+// f(x's value, another's) for each value, rounded.
+template <class Function>
+__device__ __forceinline__ Values combine(const Values& x, const Values& other, const Function& f) {
+  Values result;
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    float v[PER_VECTOR];
+#pragma unroll
+    for (int j = 0; j < PER_VECTOR; ++j) v[j] = f(x.vectors[i][j], other.vectors[i][j]);
+    result.vectors[i] = to_vector(v);
+  }
+  return result;
+}
+
+__device__ Values operator*(const Values& x, const Values& y) {
+  return combine(x, y, [](float a, float b) { return __fmul_rn(a, b); });
+}
+
+__device__ Values operator+(const Values& x, const Values& y) {
+  return combine(x, y, [](float a, float b) { return __fadd_rn(a, b); });
+}
+
+// weight * (x / rms(x)) over the lanes that hold a head.
+__device__ Values normalized(const Values& x, const Values& weight, float eps) {
+  float sum = 0.0f;
+#pragma unroll
+  for (const Vector& vector : x.vectors) {
+#pragma unroll
+    for (int i = 0; i < PER_VECTOR; ++i) sum = __fmaf_rn(vector[i], vector[i], sum);
+  }
+  sum = warp_reduce<HEAD_LANES>(sum, [](float a, float b) { return a + b; });
+  const float scale = rsqrtf(sum * (1.0f / SIZE) + eps);
+  return weight * combine(x, x, [=](float a, float) { return __fmul_rn(a, scale); });
+}
+
+// x * cos + rotate_half(x) * sin in the lanes that hold rotated values; lane: of the head.
+__device__ Values rotated(const Values& x, const Values& cos, const Values& sin, u32 lane) {
+  const bool lower = lane < HALF_LANES;
+  Values half;
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const u32 partner = lower ? lane + HALF_LANES : lane - HALF_LANES;
+      const u32 word = __shfl_sync(FULL_WARP, x.vectors[i].words[w], partner, HEAD_LANES);
+      half.vectors[i].words[w] = lower ? word ^ SIGNS : word;
+    }
+  }
+  const Values result = x * cos + half * sin;
+  return lane < 2 * HALF_LANES ? result : x;
+}

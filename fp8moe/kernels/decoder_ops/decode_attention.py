@@ -1,0 +1,346 @@
+"""Attention of one new token a sequence over a static cache: ``decode_attention``."""
+
+import ctypes
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8moe.kernels.decoder_ops import rotary
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized
+from fp8moe.quant.quantize import quantize_1x128, quantizer_defines
+from fp8moe.runtime import autograd, config
+from fp8moe.runtime.checks import aligned, check_device, check_dtype, check_int, check_like, check_tensor
+from fp8moe.runtime.jit import KernelSpec, load
+from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
+from fp8moe.runtime.operator import Written, operator
+from fp8moe.runtime.sm90 import SHARED_LIMIT, WARP
+
+DTYPES = (torch.bfloat16, torch.float16)
+MULTIPLE, MAX_HEAD = 8, 256
+MAX_BATCH = 65535  # one dimension of a grid
+_WARPS = 4  # of a thread block
+_TILE = _ROWS = 16  # keys of a tile; query heads of a thread block
+_MAX_STAGES = 3
+_MAX_CLUSTER, _INVARIANT_CLUSTER = 8, 4
+_NO_WINDOW = (1 << 63) - 1
+_VECTOR_BYTES = 16
+
+
+class NewTokens(NamedTuple):
+    """The new tokens' keys and values, not yet in the cache, and what the heads go through before they are.
+
+    k, v: (B, key heads, D), heads one after the other. cos, sin: (1 or B, R), R <= D: the first R values of a head are
+    rotated, half against half. q_weight, k_weight: (D,) of the heads' RMSNorm, both or neither; eps: added to the mean
+    of the squares. All of the queries' dtype.
+    """
+
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    columns: Tensor,
+    *,
+    new: NewTokens | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    quantized: bool = False,
+    early: bool = False,
+) -> Tensor | FP8Tensor:
+    """Attention of one new token a sequence over the keys and values of a static cache, in one kernel.
+
+    q: (B, heads, D) bfloat16 or float16, heads one after the other, D a multiple of 8 up to 256, B up to 65535.
+    keys, values: (B, key heads, L, D) of its dtype, contiguous; heads is a multiple of key heads.
+    begin, columns: (B,) int64: sequence b sees the columns from begin[b] to columns[b], which is the new token's.
+    new: the new tokens, to be normalized, rotated like the queries, and written to the cache at columns[b] (not where
+        that is outside of [0, L)). None: q is as it attends, and the cache holds the new tokens.
+    window: the most keys that a query sees, the last ones. None: all.
+    scale: of the scores; None: 1 / sqrt(D).
+    quantized: the result in blocks of 1x128, with the bits of ``quantize_1x128`` of the values.
+    early: read all but q, k and v before the kernel ahead in the stream has ended, which must not write it.
+    Returns (B, heads * D) in the dtype of q, or of it an FP8Tensor; zeros for a query that sees no keys. Scores and
+    sums are float32, the softmax's weights are rounded to the dtype of q. Norms and rotation round after each
+    operation. Equal inputs give equal bits, and where results are to be batch invariant (`fp8moe.batch_invariant`)
+    those of a sequence do not depend on the others.
+
+    Method: FlashAttention, arXiv:2205.14135, over parts of the keys that are merged at the end (Flash-Decoding: Dao,
+    Haziza, Massa, Sizov, 2023). Norms of heads: arXiv:2302.05442, section 2; rotary embedding: RoFormer,
+    arXiv:2104.09864, in the form of GPT-NeoX. There is no backward: calling it raises RuntimeError.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, and for sizes that
+    `rotary.serves` refuses.
+    """
+    given = {"q": q, "keys": keys, "values": values, "begin": begin, "columns": columns}
+    for name, value in (given | (new._asdict() if new is not None else {})).items():
+        if name not in ("q_weight", "k_weight", "eps"):
+            check_tensor(name, value)
+    if window is not None:
+        check_int("window", window, at_least=1)
+    k, v, cos, sin, q_weight, k_weight, eps = (None,) * 6 + (0.0,) if new is None else new
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    operands = Operands(
+        *given.values(), k, v, cos, sin, q_weight, k_weight, float(eps), window, scale, quantized, early
+    )
+    out, data, scales = autograd.run(_op, "fp8moe.kernels.decoder_ops.decode_attention", *operands)
+    return FP8Tensor(data, scales) if quantized else out
+
+
+class Operands(NamedTuple):
+    """Arguments of `decode_attention`."""
+
+    q: Tensor
+    keys: Written
+    values: Annotated[Tensor, "Tensor(b!)"]
+    begin: Tensor
+    columns: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    window: int | None
+    scale: float
+    quantized: bool
+    early: bool
+
+    def heads(self) -> "Heads":
+        (_, heads, size), key_heads = self.q.shape, self.keys.shape[1]
+        rotated = None if self.cos is None else self.cos.shape[-1]
+        return Heads(heads // key_heads, key_heads, size, rotated, self.q_weight is not None)
+
+
+class Heads(NamedTuple):
+    """Query heads of a key head, key heads, values of a head, and how many of these are rotated.
+
+    rotated: None where the cache holds the new tokens. norm: heads are normalized first.
+    """
+
+    group: int
+    key_heads: int
+    size: int
+    rotated: int | None
+    norm: bool
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that hold a head, 8 values each, and the zeros that fill up 16: a power of two."""
+        return 1 << (2 * ceil_div(self.size, 16) - 1).bit_length()
+
+    @property
+    def tiles(self) -> int:
+        """Thread blocks, or clusters, that share out the query heads of a key head."""
+        return ceil_div(self.group, _ROWS)
+
+    @property
+    def pitch(self) -> int:
+        """Bytes between rows in shared memory."""
+        return align(2 * self.size, 128)
+
+    def stages(self, cluster: int) -> int:
+        """Tiles that a warp loads ahead."""
+        fits = (SHARED_LIMIT - self.smem(0, cluster)) // (_WARPS * 2 * _TILE * self.pitch)
+        return min(fits, _MAX_STAGES)
+
+    def smem(self, stages: int, cluster: int) -> int:
+        """``struct Shared`` of the kernel: tiles, queries and the new token, sums and their statistics."""
+        tiles = _WARPS * stages * 2 * _TILE * self.pitch
+        parts = ceil_div(min(self.group, _ROWS) * self.size, BLOCK * cluster)
+        return tiles + (_ROWS + 2) * self.pitch + 8 * (_WARPS + cluster) * _ROWS + 4 * parts * cluster * BLOCK
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether no block of 128 columns holds heads of two key heads, so that the kernel quantizes."""
+        return not self.group * self.size % BLOCK
+
+    def cluster(self, batch: int, sms: int) -> int:
+        """Thread blocks that share out the keys of a sequence and key head: a power of two."""
+        if config.settings.batch_invariant:
+            return _INVARIANT_CLUSTER
+        fits = sms // (batch * self.key_heads * self.tiles)
+        return min(1 << max(fits, 1).bit_length() - 1, _MAX_CLUSTER)
+
+
+class _Arguments(ctypes.Structure):
+    _pointers_ = 14
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("q", "k", "v", "cos", "sin", "q_weight", "k_weight")),
+        *((name, ctypes.c_int64) for name in ("keys", "values", "begin", "columns", "out", "data", "data_scale")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "length", "window", "scale_pitch")),
+        *((name, ctypes.c_uint32) for name in ("one_table", "early")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+    )
+
+
+def kernel_spec(dtype: torch.dtype, heads: Heads, cluster: int) -> KernelSpec:
+    """The kernel for heads of values of `dtype`, with so many thread blocks in a cluster."""
+    appends = heads.rotated is not None
+    of_head = ("SIZE", heads.size), ("ROTATED", heads.rotated or rotary.MULTIPLE), ("HEAD_LANES", heads.lanes)
+    sizes = ("VECTORS", 1), ("KEY_HEADS", heads.key_heads), ("GROUP", heads.group)
+    steps = ("NORM", int(heads.norm)), ("APPEND", int(appends))
+    stages = heads.stages(cluster)
+    work = ("WARPS", _WARPS), ("STAGES", stages), ("CLUSTER", cluster)
+    nbytes = ("SHARED_BYTES", heads.smem(stages, cluster)), ("ARGUMENTS_BYTES", ctypes.sizeof(_Arguments))
+    defines = (*quantizer_defines(dtype), *of_head, *sizes, *steps, *work, *nbytes)
+    return KernelSpec("decode_attention.cu", "decode_attention", defines)
+
+
+@planned
+def launcher(device_index: int, operands: Operands) -> PointerLauncher:
+    """The launcher for q, k, v, cos, sin, q_weight, k_weight, keys, values, begin, columns, out, data and scale."""
+    q, keys, *_, k, v, cos, _, _, _, eps, window, scale, _, early = operands
+    batch = q.shape[0]
+    heads = operands.heads()
+    cluster = heads.cluster(batch, num_sms(device_index))
+    arguments = _Arguments(
+        q_stride=q.stride(0),
+        k_stride=0 if k is None else k.stride(0),
+        v_stride=0 if v is None else v.stride(0),
+        length=keys.shape[2],
+        window=_NO_WINDOW if window is None else window,
+        scale_pitch=align(batch, 4),
+        one_table=cos is not None and cos.shape[0] == 1,
+        early=early,
+        eps=eps,
+        scale=scale,
+    )
+    return PointerLauncher(
+        load(kernel_spec(q.dtype, heads, cluster)),
+        grid=(cluster, heads.key_heads * heads.tiles, batch),
+        block=_WARPS * WARP,
+        cluster=cluster,
+        smem=heads.smem(heads.stages(cluster), cluster),
+        pdl=True,
+        args=(arguments,),
+    )
+
+
+def serves(size: int) -> bool:
+    """Whether there is a kernel for heads of `size` values."""
+    return not size % MULTIPLE and 0 < size <= MAX_HEAD
+
+
+def _check(operands: Operands) -> None:
+    q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, _, window, *_ = operands
+    check_dtype("q", q, *DTYPES)
+    if q.dim() != 3 or q.shape[0] > MAX_BATCH or not serves(q.shape[2]):
+        raise ValueError(
+            f"q: expected shape (B, heads, D), B up to {MAX_BATCH} and D a multiple of {MULTIPLE} up to {MAX_HEAD}, "
+            f"got {tuple(q.shape)}"
+        )
+    batch, heads, size = q.shape
+    if keys.dim() != 4 or not keys.shape[1] or heads % keys.shape[1]:
+        raise ValueError(f"keys: expected shape (B, key heads, L, D) for {heads} query heads, got {tuple(keys.shape)}")
+    key_heads, length = keys.shape[1:3]
+    like = (q.dtype,)
+    for name, cache in (("keys", keys), ("values", values)):
+        check_like(name, cache, like, (batch, key_heads, length, size), q.device, "q")
+        if not cache.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {cache.stride()}")
+    for name, places in (("begin", begin), ("columns", columns)):
+        check_like(name, places, (torch.int64,), (batch,), q.device, "q")
+    if k is None:
+        return
+    check_like("k", k, like, (batch, key_heads, size), q.device, "q")
+    check_like("v", v, like, (batch, key_heads, size), q.device, "q")
+    rotated = cos.shape[-1] if cos.dim() == 2 else 0
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_dtype(name, table, *like)
+        if table.dim() != 2 or table.shape[0] not in (1, batch) or table.shape[1] != rotated:
+            raise ValueError(f"{name}: expected shape (1 or {batch}, R), got {tuple(table.shape)}")
+        check_device(name, table, q.device, "q")
+    if cos.shape != sin.shape:
+        raise ValueError(f"sin: expected shape {tuple(cos.shape)} like cos, got {tuple(sin.shape)}")
+    if not rotary.serves(size, rotated):
+        raise ValueError(
+            f"cos: expected a multiple of {rotary.MULTIPLE} up to the {size} values of a head, got {rotated} of them"
+        )
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight: expected it with k_weight, or neither")
+    if q_weight is not None:
+        check_like("q_weight", q_weight, like, (size,), q.device, "q")
+        check_like("k_weight", k_weight, like, (size,), q.device, "q")
+
+
+def _launch(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    out, data, scale = results = _empty(operands)
+    if not operands.q.numel():
+        return results
+    for name in ("keys", "values"):
+        if (address := getattr(operands, name).data_ptr()) % _VECTOR_BYTES:
+            raise ValueError(f"{name}: expected to start at a multiple of 16 bytes, got {address:#x}")
+    quantizes = operands.quantized and operands.heads().quantizes
+    values = None if quantizes else out if not operands.quantized else operands.q.new_empty(_shape(operands))
+    loaded = {name: _rows(getattr(operands, name)) for name in ("q", "k", "v")}
+    others = ("begin", "columns", "cos", "sin", "q_weight", "k_weight")
+    loaded |= {name: None if (x := getattr(operands, name)) is None else aligned(x) for name in others}
+    operands = operands._replace(**loaded)
+    q, keys, cache_values, begin, columns, k, v, cos, sin, q_weight, k_weight, *_ = operands
+    launch = launcher(q.get_device(), operands)
+    written = (values, *((data, scale) if quantizes else (None, None)))
+    launch(q, k, v, cos, sin, q_weight, k_weight, keys, cache_values, begin, columns, *written)
+    return (out, *quantize_1x128(values)) if operands.quantized and not quantizes else results
+
+
+def _rows(x: Tensor | None) -> Tensor | None:
+    """x (B, heads, D) as the kernel reads it: itself where the heads of a row follow each other, otherwise a copy."""
+    if x is None:
+        return None
+    row, head, value = x.stride()
+    together = value == 1 and (x.shape[1] == 1 or head == x.shape[2])
+    return x if together and not (row * x.itemsize | x.data_ptr()) % _VECTOR_BYTES else aligned(x.contiguous())
+
+
+def _shape(operands: Operands) -> tuple[int, int]:
+    batch, heads, size = operands.q.shape
+    return batch, heads * size
+
+
+def _empty(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized values, data and scale; of no elements where they are not asked for."""
+    q, (batch, columns) = operands.q, _shape(operands)
+    if operands.quantized:
+        return q.new_empty(0), *empty_quantized(q, batch, columns)
+    return q.new_empty((batch, columns)), q.new_empty(0), q.new_empty(0)
+
+
+def _reference(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    q, keys, values, begin, columns, k, v, cos, sin, q_weight, k_weight, eps, window, scale, quantized, _ = operands
+    if k is not None:
+        heads = q[:, None], k[:, None], v[:, None]
+        given = rotary.Operands(*heads, cos[:, None], sin[:, None], keys, values, columns, q_weight, k_weight, eps)
+        q = rotary.reference(given)[:, 0]
+    (batch, heads, size), (key_heads, length) = q.shape, keys.shape[1:3]
+    column = torch.arange(length, device=q.device)
+    seen = (column >= begin[:, None]) & (column <= columns[:, None])
+    if window is not None:
+        seen &= column > columns[:, None] - window
+    seen = seen[:, None, None]
+    scores = (
+        torch.einsum("bhgd,bhkd->bhgk", q.float().unflatten(1, (key_heads, heads // key_heads)), keys.float()) * scale
+    )
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).where(seen.any(-1, keepdim=True), 0)
+    visible = values.float().masked_fill(~seen.mT, 0)
+    out = torch.einsum("bhgk,bhkd->bhgd", weights, visible).to(q.dtype).reshape(batch, heads * size)
+    return (q.new_empty(0), *quantize_1x128(out)) if quantized else (out, q.new_empty(0), q.new_empty(0))
+
+
+_op = operator(
+    "decode_attention -> (Tensor, Tensor, Tensor)",
+    check=_check,
+    cuda=_launch,
+    reference=_reference,
+    fake=_empty,
+    forward_only=True,
+)

@@ -1,0 +1,67 @@
+"""Operands of `decode_attention`, and what it computes in float64."""
+
+import torch
+
+from fp8moe.kernels.decoder_ops.decode_attention import NewTokens
+from fp8moe.kernels.decoder_ops.rotary import rotary
+
+# sequences; query heads of a key head, key heads, values of a head, of which are rotated, with norms; columns; window
+SHAPES = (
+    (1, (8, 4, 128, 128, True), 5000, None),
+    (3, (1, 2, 64, 32, False), 257, None),
+    (5, (7, 1, 40, 16, True), 100, 20),
+    (2, (4, 3, 256, 256, True), 640, None),
+    (64, (8, 2, 128, 128, True), 300, 100),
+    (8, (8, 4, 128, 64, False), 700, None),
+    (4, (20, 2, 64, 64, True), 300, None),
+    (40, (12, 8, 128, 64, False), 90, None),
+    (3, (2, 2, 16, 16, False), 1, None),
+)
+
+
+def make(batch, heads, length, dtype=torch.bfloat16, seed=0):
+    """q, keys, values, begin, columns, and the new tokens: views of one projection. Unseen columns are full of NaN."""
+    group, key_heads, size, rotated, norm = heads
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    parts = [key_heads * group * size, key_heads * size, key_heads * size]
+    q, k, v = (x.view(batch, -1, size) for x in normal(batch, sum(parts)).split(parts, dim=1))
+    columns = torch.randint(0, length, (batch,), generator=generator)
+    begin = (torch.rand(batch, generator=generator) * (columns + 1)).long()
+    begin[-1] = columns[-1]  # a single token
+    begin[0], columns[0] = 0, length - 1
+    column = torch.arange(length)
+    unseen = (column < begin[:, None]) | (column >= columns[:, None])
+    cache = [normal(batch, key_heads, length, size).masked_fill(unseen[:, None, :, None], torch.nan) for _ in range(2)]
+    angles = torch.rand(batch, rotated // 2, generator=generator) * 6
+    cos, sin = (torch.cat([table(angles)] * 2, 1).to(dtype) for table in (torch.cos, torch.sin))
+    weights = (1 + 0.1 * normal(2, size)).unbind() if norm else (None, None)
+    return (q, *cache, begin, columns), NewTokens(k, v, cos, sin, *weights, eps=1e-6)
+
+
+def moved(value, device):
+    if isinstance(value, NewTokens):
+        return NewTokens(*(moved(part, device) for part in value))
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def expected(q, keys, values, begin, columns, new, window=None):
+    """The attention (B, heads * D) in float64, and the cache with the new tokens."""
+    keys, values = keys.clone(), values.clone()
+    if new is not None:
+        heads = (x[:, None] for x in (q, new.k, new.v, new.cos, new.sin))
+        norms = {"q_weight": new.q_weight, "k_weight": new.k_weight, "eps": new.eps}
+        q = rotary(*heads, keys, values, columns=columns, **norms)[:, 0]
+    batch, heads, size = q.shape
+    group = heads // keys.shape[1]
+    out = torch.zeros(batch, heads, size, dtype=torch.float64)
+    for b in range(batch):
+        last = int(columns[b])
+        first = int(begin[b]) if window is None else max(int(begin[b]), last + 1 - window)
+        for head in range(heads):
+            seen_keys, seen_values = (x[b, head // group, first : last + 1].double() for x in (keys, values))
+            out[b, head] = (seen_keys @ q[b, head].double() * size**-0.5).softmax(0) @ seen_values
+    return out.flatten(1), keys, values
