@@ -18,17 +18,12 @@ def fp8(*shape):
 
 
 BAD_B = {
-    "b triple": (dict(b=(1, 2, 3)), TypeError, r"^b: expected an FP8Tensor"),
-    "b without scale": (dict(b=(B.data, None)), TypeError, r"^b: expected a pair of tensors, .* NoneType"),
-    "b dtype": (dict(b=(B.data.bfloat16(), B.scale)), TypeError, r"^b\.data: expected float8_e4m3fn, got .*bfloat16"),
-    "b rank": (dict(b=(B.data[0], B.scale)), ValueError, r"^b\.data: expected shape \(E, N, K\), got \(24, 144\)"),
     "inner sizes": (
         dict(b=(fp8(4, 24, 128), B.scale)),
         ValueError,
         r"^b\.data: expected shape \(E, N, 144\) .*24, 128",
     ),
     "N": (dict(b=(fp8(4, 20, 144), B.scale)), ValueError, r"^b\.data: N must be a multiple of 8 .* got N = 20"),
-    "b scale dtype": (dict(b=(B.data, B.scale.half())), TypeError, r"^b\.scale: expected float32, got torch.float16"),
     "b scale shape": (
         dict(b=(B.data, B.scale[:3])),
         ValueError,
@@ -36,26 +31,17 @@ BAD_B = {
     ),
 }
 BAD = BAD_B | {
-    "a is a tensor": (dict(a=torch.zeros(2, 16)), TypeError, r"^a: expected an FP8Tensor .* got a torch.float32"),
-    "a dtype": (dict(a=(A.data.view(torch.uint8), A.scale)), TypeError, r"^a\.data: expected .* got torch.uint8"),
-    "a rank": (dict(a=MASKED_A), ValueError, r"^a\.data: expected shape \(M, K\), got \(4, 8, 144\)"),
     "K": (
         dict(a=(fp8(32, 8), A.scale), b=(fp8(4, 24, 8), B.scale)),
         ValueError,
         r"^a\.data, b\.data: K must be a multiple of 16 .* got K = 8",
     ),
-    "a scale dtype": (dict(a=(A.data, A.scale.double())), TypeError, r"^a\.scale: expected float32, got torch.float64"),
     "a scale shape": (dict(a=(A.data, A.scale[:, :1])), ValueError, r"^a\.scale: expected shape \(32, 2\).*\(32, 1\)"),
-    "offsets type": (dict(group_offsets=[0, 32]), TypeError, r"^group_offsets: expected a torch.Tensor, got list"),
-    "offsets dtype": (dict(group_offsets=OFFSETS.long()), TypeError, r"^group_offsets: expected int32, got .*int64"),
     "offsets length": (
         dict(group_offsets=OFFSETS[:-1]),
         ValueError,
         r"^group_offsets: expected shape \(E \+ 1,\) = \(5,\), got \(4,\)",
     ),
-    "offsets rank": (dict(group_offsets=OFFSETS[None]), ValueError, r"^group_offsets: .* got \(1, 5\)"),
-    "out type": (dict(out=7), TypeError, r"^out: expected a torch.Tensor, got int 7"),
-    "out dtype": (dict(out=torch.zeros(32, 24).half()), TypeError, r"^out: expected bfloat16 or float32, .*float16"),
     "out shape": (dict(out=torch.zeros(24, 32)), ValueError, r"^out: expected shape \(32, 24\), got \(24, 32\)"),
     "out transposed": (dict(out=torch.zeros(24, 32).T), ValueError, r"^out: expected row-major, .* got \(1, 32\)"),
     "out rows": (dict(out=torch.zeros(32, 25)[:, :24]), ValueError, r"^out: .* a multiple of 4 .* got \(25, 1\)"),
@@ -69,8 +55,6 @@ BAD_MASKED = BAD_B | {
         r"^b\.data: expected shape \(4, N, K\), .*\(3, 24, 144\)",
     ),
     "a scale": (dict(a=(MASKED_A[0], A.scale)), ValueError, r"^a\.scale: expected shape \(4, 8, 2\).* got \(32, 2\)"),
-    "mask type": (dict(masked_m=8), TypeError, r"^masked_m: expected a torch.Tensor, got int 8"),
-    "mask dtype": (dict(masked_m=MASKED_M.long()), TypeError, r"^masked_m: expected int32, got torch.int64"),
     "mask length": (dict(masked_m=OFFSETS), ValueError, r"^masked_m: expected shape \(E,\) = \(4,\), got \(5,\)"),
     "expected_m type": (dict(expected_m=2.5), TypeError, r"^expected_m: expected an int or None, got float"),
     "expected_m bool": (dict(expected_m=True), TypeError, r"^expected_m: expected an int or None, got bool"),

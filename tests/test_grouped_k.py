@@ -102,9 +102,6 @@ BAD = {
     "out: expected a contiguous tensor": dict(out=torch.empty(2, 16, 8).mT),
 }
 WRONG_TYPES = {
-    "a: expected an FP8Tensor": dict(a=A.data),
-    "a.data: expected float8_e4m3fn": dict(a=(A.data.float(), A.scale)),
-    "group_offsets: expected int32": dict(group_offsets=OFFSETS.long()),
     "out: expected float32 or bfloat16": dict(out=torch.empty(2, 8, 16, dtype=torch.float16)),
     "out: expected float32, got": dict(out=torch.empty(2, 8, 16, dtype=torch.bfloat16), accumulate=True),
 }

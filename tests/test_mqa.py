@@ -223,15 +223,8 @@ def uint8(*shape):
 BAD_PREFILL = {
     "row type": (dict(max_range=9.0), TypeError, r"^max_range: expected an int, got float"),
     "row length": (dict(max_range=-1), ValueError, r"^max_range: expected 0 to 2\*\*31 - 1 tokens, got -1"),
-    "q type": (dict(q=1), TypeError, r"^q: expected a torch.Tensor, got int 1"),
-    "q dtype": (dict(q=PREFILL.q.float()), TypeError, r"^q: expected float8_e4m3fn, got torch.float32"),
-    "q rank": (dict(q=fp8(6, 64)), ValueError, r"^q: expected shape \(S, H, D\) .*, got \(6, 64\)"),
     "heads": (dict(q=fp8(6, 16, 64)), ValueError, r"^q: expected .* H 32 or 64 .*, got \(6, 16, 64\)"),
     "head width": (dict(q=fp8(6, 32, 96)), ValueError, r"^q: expected .* D 32, 64 or 128, got \(6, 32, 96\)"),
-    "kv type": (dict(kv=PREFILL.kv.data), TypeError, r"^kv: expected an FP8Tensor or a \(data, scale\) pair"),
-    "kv without scale": (dict(kv=(PREFILL.kv.data, None)), TypeError, r"^kv: expected a pair of tensors, .*NoneType"),
-    "kv dtype": (dict(kv=(torch.zeros(10, 64), PREFILL.kv.scale)), TypeError, r"^kv\.data: expected float8_e4m3fn"),
-    "kv rank": (dict(kv=(fp8(10, 1, 64), PREFILL.kv.scale)), ValueError, r"^kv\.data: expected shape \(T, 64\)"),
     "kv width": (
         dict(kv=(fp8(10, 32), PREFILL.kv.scale)),
         ValueError,
@@ -242,37 +235,22 @@ BAD_PREFILL = {
         ValueError,
         r"^kv\.data: expected .* T < 2\*\*31",
     ),
-    "scale dtype": (
-        dict(kv=(PREFILL.kv.data, PREFILL.kv.scale.double())),
-        TypeError,
-        r"^kv\.scale: expected float32, got torch.float64",
-    ),
     "scale shape": (
         dict(kv=(PREFILL.kv.data, PREFILL.kv.scale[:, None])),
         ValueError,
         r"^kv\.scale: expected shape \(T,\) = \(10,\), got \(10, 1\)",
-    ),
-    "weights type": (dict(weights=None), TypeError, r"^weights: expected a torch.Tensor, got NoneType"),
-    "weights dtype": (
-        dict(weights=PREFILL.weights.half()),
-        TypeError,
-        r"^weights: expected float32, got torch.float16",
     ),
     "weights shape": (
         dict(weights=PREFILL.weights[:5]),
         ValueError,
         r"^weights: expected shape \(S, H\) = \(6, 32\), got \(5, 32\)",
     ),
-    "starts type": (dict(starts=[0] * 6), TypeError, r"^starts: expected a torch.Tensor, got list"),
-    "starts dtype": (dict(starts=PREFILL.starts.long()), TypeError, r"^starts: expected int32, got torch.int64"),
     "ends shape": (dict(ends=PREFILL.ends[1:]), ValueError, r"^ends: expected shape \(S,\) = \(6,\), got \(5,\)"),
 }
 BAD_PAGED = {
     "q rank": (dict(q=PREFILL.q), ValueError, r"^q: expected shape \(B, next_n, H, D\) .*, got \(6, 32, 64\)"),
     "next_n": (dict(q=fp8(2, 5, 32, 64)), ValueError, r"^q: expected 1 to 4 queries a sequence, got next_n = 5"),
     "no next_n": (dict(q=fp8(2, 0, 32, 64)), ValueError, r"^q: expected 1 to 4 queries .* next_n = 0"),
-    "cache type": (dict(kv_cache=PREFILL.kv), TypeError, r"^kv_cache: expected a torch.Tensor, got FP8Tensor"),
-    "cache dtype": (dict(kv_cache=uint8(5, 64, 1, 68).float()), TypeError, r"^kv_cache: expected uint8, got torch.flo"),
     "cache shape": (
         dict(kv_cache=uint8(5, 32, 1, 68)),
         ValueError,
@@ -290,19 +268,12 @@ BAD_PAGED = {
         ValueError,
         r"^weights: expected shape \(B \* next_n, H\) = \(4, 32\), got \(2, 2, 32\)",
     ),
-    "lens dtype": (dict(context_lens=torch.zeros(2)), TypeError, r"^context_lens: expected int32, got torch.float32"),
     "lens shape": (dict(context_lens=int32([1])), ValueError, r"^context_lens: expected shape \(B,\) = \(2,\), got"),
     "lens of queries": (
         dict(context_lens=int32([[1], [2]])),
         ValueError,
         r"^context_lens: expected shape \(B, next_n\) = \(2, 2\), got \(2, 1\)",
     ),
-    "table dtype": (
-        dict(block_table=PAGED.block_table.long()),
-        TypeError,
-        r"^block_table: expected int32, got torch.i",
-    ),
-    "table rank": (dict(block_table=int32([0, 1])), ValueError, r"^block_table: expected shape \(B, max_blocks\), got"),
     "table shape": (
         dict(block_table=PAGED.block_table[:1]),
         ValueError,

@@ -63,27 +63,16 @@ def test_result_is_detached():
 
 def test_errors():
     x, rows = torch.zeros(4, 32), torch.zeros(4, 2, dtype=torch.int32)
-    with pytest.raises(TypeError, match="^x: expected a torch.Tensor, got list"):
-        permute_quantize([[0.0]], rows, 8)
-    with pytest.raises(TypeError, match="^rows: expected a torch.Tensor, got NoneType"):
-        permute_quantize(x, None, 8)
-    with pytest.raises(TypeError, match="^x: expected bfloat16, float16 or float32, got torch.float64"):
-        permute_quantize(x.double(), rows, 8)
     with pytest.raises(ValueError, match=r"^x: .* H a multiple of 16, got \(4, 24\)"):
         permute_quantize(x[:, :24], rows, 8)
     with pytest.raises(ValueError, match=r"^x: expected shape \(T, H\)"):
         permute_quantize(x[None], rows, 8)
-    with pytest.raises(TypeError, match="^rows: expected int32, got torch.int64"):
-        permute_quantize(x, rows.long(), 8)
     for wrong in (rows[:3], rows[0]):
         with pytest.raises(ValueError, match=r"^rows: expected shape \(4, K\), got"):
             permute_quantize(x, wrong, 8)
     for num_rows in (-1, 1 << 31):
         with pytest.raises(ValueError, match=rf"^num_rows: expected 0 to 2\*\*31 - 1, got {num_rows}"):
             permute_quantize(x, rows, num_rows)
-
-
-# ---- operator ----
 
 
 # ---- kernels ----

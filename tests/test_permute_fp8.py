@@ -53,17 +53,11 @@ def test_errors():
         permute_fp8(torch.zeros(4, 32), rows, 8)
     with pytest.raises(TypeError, match="^rows: expected a torch.Tensor, got NoneType"):
         permute_fp8(x, None, 8)
-    with pytest.raises(TypeError, match="^x.data: expected float8_e4m3fn, got torch.uint8"):
-        permute_fp8((x.data.view(torch.uint8), x.scale), rows, 8)
     with pytest.raises(ValueError, match=r"^x.data: .* H a multiple of 16, got \(4, 24\)"):
         permute_fp8((x.data[:, :24], x.scale[:, :1]), rows, 8)
     for scale in (x.scale[:, :1], x.scale[:3]):
         with pytest.raises(ValueError, match=r"^x.scale: expected shape \(4, 2\), one scale per"):
             permute_fp8((x.data, scale), rows, 8)
-    with pytest.raises(TypeError, match="^x.scale: expected float32, got torch.float64"):
-        permute_fp8((x.data, x.scale.double()), rows, 8)
-    with pytest.raises(TypeError, match="^rows: expected int32, got torch.int64"):
-        permute_fp8(x, rows.long(), 8)
     with pytest.raises(ValueError, match=r"^rows: expected shape \(4, K\), got"):
         permute_fp8(x, rows[:3], 8)
     with pytest.raises(ValueError, match="^num_rows: expected 0 to .*, got -1"):

@@ -303,8 +303,6 @@ def test_errors():
         sample(1, state)
     with pytest.raises(TypeError, match="^state: expected a SamplingState, got tuple"):
         sample(logits, tuple(state))
-    with pytest.raises(TypeError, match="^logits: expected bfloat16, float16 or float32, got torch.float64"):
-        sample(logits.double(), state)
     for wrong in (logits[0], logits[:, :0], logits[None]):
         with pytest.raises(ValueError, match=r"^logits: expected shape \(B, V\) with V from 1 to 2\*\*31 - 1, got"):
             sample(wrong, state)
@@ -312,8 +310,6 @@ def test_errors():
         value = getattr(state, name)
         with pytest.raises(TypeError, match=f"^state.{name}: expected a torch.Tensor, got NoneType"):
             sample(logits, state._replace(**{name: None}))
-        with pytest.raises(TypeError, match=f"^state.{name}: expected .*, got torch.float16"):
-            sample(logits, state._replace(**{name: value.half()}))
         with pytest.raises(ValueError, match=f"^state.{name}: expected shape .*, got"):
             sample(logits, state._replace(**{name: value[:3]}))
         with pytest.raises(ValueError, match=f"^state.{name}: expected on cpu like logits, got meta"):
@@ -329,9 +325,6 @@ def test_nothing_is_recorded_for_autograd():
     assert not sample(logits, make_state(4, 10)).logprobs.requires_grad
     with pytest.raises(RuntimeError, match="no derivative under torch.func"):
         torch.func.grad(lambda x: sample(x, make_state(4, 10)).logprobs.sum())(logits.detach())
-
-
-# ---- operator ----
 
 
 # ---- kernels ----

@@ -168,24 +168,13 @@ def test_errors():
         swiglu_quantize(None, offsets, activation=silu)
     with pytest.raises(TypeError, match="^grad: expected a torch.Tensor, got NoneType"):
         swiglu_backward_quantize(gate_up, None, row_weights, offsets, activation=silu)
-    with pytest.raises(TypeError, match="^gate_up: expected bfloat16, got torch.float32"):
-        swiglu_quantize(gate_up.float(), offsets, activation=silu)
     for wrong in (gate_up[:, :128], gate_up[None]):
         with pytest.raises(ValueError, match=r"^gate_up: expected shape \(R, 2 \* I\) with I a multiple of 128, got"):
             swiglu_quantize(wrong, offsets, activation=silu)
-    with pytest.raises(TypeError, match="^group_offsets: expected int32, got torch.int64"):
-        swiglu_quantize(gate_up, offsets.long(), activation=silu)
-    with pytest.raises(TypeError, match="^grad: expected bfloat16, got torch.float32"):
-        swiglu_backward_quantize(gate_up, grad.float(), row_weights, offsets, activation=silu)
     with pytest.raises(ValueError, match=r"^grad: expected shape \(4, 128\), got \(3, 128\)"):
         swiglu_backward_quantize(gate_up, grad[:3], row_weights, offsets, activation=silu)
-    with pytest.raises(TypeError, match="^row_weights: expected float32, got torch.bfloat16"):
-        swiglu_backward_quantize(gate_up, grad, row_weights.bfloat16(), offsets, activation=silu)
     with pytest.raises(ValueError, match=r"^row_weights: expected shape \(4,\), got \(5,\)"):
         swiglu_backward_quantize(gate_up, grad, torch.ones(5), offsets, activation=silu)
-
-
-# ---- operators ----
 
 
 # ---- kernels ----

@@ -177,32 +177,18 @@ def test_result_is_detached():
 
 def test_errors():
     x, offsets = torch.zeros(4, 32), offsets_of([1, 3])
-    tokens, weights = torch.zeros(6, dtype=torch.int32), torch.ones(4)
-    with pytest.raises(TypeError, match="^x: expected a torch.Tensor, got list"):
-        quantize_with_transpose([[0.0]])
-    with pytest.raises(TypeError, match="^tokens: expected a torch.Tensor, got list"):
-        quantize_with_transpose(x, tokens=[0])
-    with pytest.raises(TypeError, match="^x: expected bfloat16, float16 or float32, got torch.float64"):
-        quantize_with_transpose(x.double())
+    tokens = torch.zeros(6, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^x: expected shape \(M, F\), got \(1, 4, 32\)"):
         quantize_with_transpose(x[None])
-    for name in ("group_offsets", "tokens"):
-        with pytest.raises(TypeError, match=f"^{name}: expected int32, got torch.int64"):
-            quantize_with_transpose(x, **{name: tokens.long()})
     with pytest.raises(ValueError, match=r"^group_offsets: expected shape \(E \+ 1,\) with E >= 1, got \(1,\)"):
         quantize_with_transpose(x, offsets[:1])
     with pytest.raises(ValueError, match=r"^tokens: expected shape \(R,\), got \(1, 6\)"):
         quantize_with_transpose(x, tokens=tokens[None])
-    with pytest.raises(TypeError, match="^row_weights: expected float32, got torch.bfloat16"):
-        quantize_with_transpose(x, row_weights=weights.bfloat16())
     for rows, options in ((4, {}), (6, {"tokens": tokens})):
         with pytest.raises(ValueError, match=rf"^row_weights: expected shape \({rows},\), got \(5,\)"):
             quantize_with_transpose(x, row_weights=torch.ones(5), **options)
     with pytest.raises(ValueError, match=r"fewer than 2\*\*31 rows"):
         quantize_with_transpose(torch.empty(2**31 - 100, 1, device="meta"))
-
-
-# ---- operator ----
 
 
 # ---- kernels ----

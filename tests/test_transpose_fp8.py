@@ -61,14 +61,8 @@ def test_strided_operands_and_gradients():
 
 def test_errors():
     data, scale = random(136, 272)
-    with pytest.raises(TypeError, match=r"^w: expected an FP8Tensor"):
-        transpose_fp8(data)
-    with pytest.raises(TypeError, match=r"^w\.data: expected float8_e4m3fn, got torch.uint8"):
-        transpose_fp8((data.view(torch.uint8), scale))
     with pytest.raises(ValueError, match=r"^w\.data: expected at least two dimensions, got shape \(136,\)"):
         transpose_fp8((data[:, 0], scale))
-    with pytest.raises(TypeError, match=r"^w\.scale: expected float32, got torch.float64"):
-        transpose_fp8((data, scale.double()))
     with pytest.raises(ValueError, match=r"^w\.scale: expected shape \(2, 3\), .* got \(136, 3\)"):
         transpose_fp8((data, scale.new_ones(136, 3)))
 
