@@ -731,6 +731,14 @@ def _tokens(draw: Draw, **options: Any) -> tuple:
     return draw.normal(draw.rows, draw.hidden), *draw.routing(), *_layer(draw, draw.hidden, draw.size, **options)
 
 
+def _with_norm(draw: Draw) -> tuple:
+    return *_tokens(draw), "silu", *NO_BIASES, None
+
+
+def _norm_of(draw: Draw, quantized: bool) -> tuple:
+    return draw.normal(draw.hidden), 1e-6, quantized
+
+
 def _odd_tokens(draw: Draw) -> tuple:
     return draw.normal(draw.rows, 131, dtype=torch.float32), *draw.routing(), *_layer(draw, 131, 77, activation="gelu")
 
@@ -799,6 +807,8 @@ PARTIAL_NAMES = LAYER_NAMES | {
     **{"residual": "partial", "residual_known": "partial_known"},
 }
 TOKEN = {"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW]), "top_k_weights": ((BAD_ROW, 0), lambda a: [BAD_ROW])}
+NORMED = {name: (index, lambda a: [BAD_ROW, BAD_ROW, None, None]) for name, (index, _) in TOKEN.items()}
+QUANTIZED = {name: (index, lambda a: [BAD_ROW, None, BAD_ROW, BAD_ROW]) for name, (index, _) in TOKEN.items()}
 IN_LAYERS = "test_experts_training.py: where a value goes depends on the routing"
 SAVED = {"wrong operands": INTERNAL, "ranks are refused": INTERNAL}
 
@@ -853,6 +863,25 @@ LAYERS = {
         bad=TOKEN,
         names=LAYER_NAMES,
         rows=(16, 300),
+    ),
+    "experts_norm": Case(
+        lambda draw: (*_with_norm(draw), draw.normal(draw.rows, draw.hidden), *UNSORTED, *_norm_of(draw, False)),
+        bad=NORMED | {"residual": ((BAD_ROW, 5), lambda a: [(BAD_ROW, 5), BAD_ROW, None, None])},
+        names=LAYER_NAMES,
+        rows=(16, 64, 300),
+    ),
+    "experts_norm, quantized, sorted already": Case(
+        lambda draw: (
+            *(*(tokens := _with_norm(draw)), None, *sort_by_expert(tokens[1], EXPERTS), *_norm_of(draw, True)),
+        ),
+        bad=QUANTIZED,
+        names=LAYER_NAMES,
+        rows=(1, 40),
+    ),
+    "experts_norm, odd sizes": Case(
+        lambda draw: (*_odd_tokens(draw), "gelu", *NO_BIASES, None, None, *UNSORTED, draw.uniform(131), 1e-6, True),
+        bad={"hidden_states": QUANTIZED["hidden_states"]},
+        names=LAYER_NAMES,
     ),
     "experts_partial": Case(
         lambda draw: (

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe.kernels.experts.combine import Dtypes, combine, kernel_spec
+from fp8moe.kernels.experts.combine import Dtypes, combine, joins_norm, kernel_spec, norm_kernel_spec
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.runtime.checks import FLOATING
 from tests.ptxas import compile_report
@@ -121,6 +121,29 @@ def test_every_variant_compiles_without_spills(dtypes):
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         # 32 warps or more on an SM of 65536 registers, each with 4 KB of loads in flight.
         assert report.registers <= 64
+
+
+@pytest.mark.parametrize("dtype", Y_DTYPES)
+@pytest.mark.parametrize("hidden", [16, 144, 576, 2048, 2880, 5120, 7168, 8192, 16384])
+def test_every_variant_with_a_norm_compiles_without_spills(hidden, dtype):
+    dtypes = Dtypes(dtype, torch.float32, dtype)
+    if not joins_norm(1, hidden, dtypes):
+        assert hidden * dtype.itemsize > 32 << 10
+        return
+    spec = norm_kernel_spec(hidden, dtypes)
+    report = compile_report(spec)
+    assert report.spill_stores == report.spill_loads == report.stack == 0
+    assert report.registers * dict(spec.defines)["ROW_THREADS"] <= 65536
+
+
+def test_what_is_normalized_besides():
+    same, other = Dtypes(torch.bfloat16, torch.float32, torch.bfloat16), torch.float16
+    for tokens, hidden, dtypes, joins in (
+        *((1, 2048, same, True), (64, 16384, same, True), (65, 2048, same, False), (1, 16392, same, False)),
+        *((0, 2048, same, False), (1, 2048, same._replace(y=torch.float32, out=other), False)),
+        (1, 2048, same._replace(index=torch.int64), False),
+    ):
+        assert joins_norm(tokens, hidden, dtypes) == joins
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
+from fp8moe.kernels.experts.operands import Norm
 from fp8moe.kernels.experts.operator import experts
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import GroupedExperts
@@ -164,6 +166,42 @@ def test_assignments_that_are_sorted_already(variant, monkeypatch):
     monkeypatch.setattr("fp8moe.kernels.experts.operator.sort_by_expert", None)
     for _ in range(2):
         assert torch.equal(layer(x, index, weights, residual=x, **order), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tokens", [0, 1, 9, 64, 65])
+def test_norm_of_the_result(tokens, variant, dtype):
+    x, (index, weights) = torch.randn(tokens, 144).to(dtype), route(tokens, 4, 2)
+    norm_weight = torch.randn(144).to(dtype)
+    for capacity, residual in ((None, None), (9, x)):
+        layer = make(**VARIANTS[variant], decode_capacity=capacity)
+        expected = layer(x, index, weights, residual=residual)
+        for quantized in (False, True):
+            norm = Norm(norm_weight, 1e-6, quantized)
+            out, normed = layer(x, index, weights, residual=residual, norm=norm)
+            assert torch.equal(out, expected)
+            # With these sizes and activations there is one kernel for both.
+            if not (0 < tokens <= 64 and layer.activation.is_swiglu and dtype is not torch.float16):
+                assert normed is None
+                continue
+            other = rms_norm(expected, norm_weight, 1e-6, values=not quantized, quantized=quantized)
+            assert normed.sum is None and (normed.values is None) == quantized == (normed.quantized is not None)
+            for one, two in zip(normed.quantized or (normed.values,), other.quantized or (other.values,), strict=True):
+                assert torch.equal(one.float(), two.float()) and one.stride() == two.stride()
+
+
+def test_norm_where_no_kernel_gives_it_besides():
+    index, weights = route(9, 4, 2)
+    for sizes in ((131, 96), (144, 77)):
+        layer, x = make(4, *sizes), torch.randn(9, sizes[0])
+        out, normed = layer(x, index, weights, norm=Norm(torch.ones(sizes[0]), 1e-6, False))
+        assert normed is None and torch.equal(out, layer(x, index, weights))
+    trained = experts_cases.make_trained(4, 144, 96)
+    out, normed = trained(torch.randn(9, 144), index, weights, norm=Norm(torch.ones(144), 1e-6, False))
+    assert normed is None and out.requires_grad
+    with pytest.raises(ValueError, match=r"^norm_weight: expected shape \(144,\), got \(143,\)"):
+        make()(torch.randn(9, 144), index, weights, norm=Norm(torch.ones(143), 1e-6, False))
 
 
 @pytest.mark.parametrize("tokens", [4, 5])

@@ -339,6 +339,12 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         operands = make.normal(tokens, 1024), index, routing, *layer, "silu", None, None, None, None
         order = make.integers([0] * 16 + [tokens * 4]), make.zeros(tokens, 4, dtype=torch.int32)
         yield lambda operands=operands, order=order: torch.ops.fp8moe.experts(*operands, *order)
+    for dtype, weights_dtype, tokens, hidden in product(DTYPES, DTYPES, (1, 60), (1024, 1040, 7168)):
+        layer = *make.weights(16, 1024, hidden), *make.weights(16, hidden, 512), "silu", None, None, None
+        x, index = make.normal(tokens, hidden, dtype=getattr(torch, dtype)), make.zeros(tokens, 4, dtype=torch.int64)
+        operands = x, index, make.normal(tokens, 4, dtype=getattr(torch, weights_dtype)), *layer, x, None, None
+        for norm in ((make.zeros(hidden, dtype=x.dtype), 1e-6, quantized) for quantized in (False, True)):
+            yield lambda operands=operands, norm=norm: torch.ops.fp8moe.experts_norm(*operands, *norm)
     for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(
         DTYPES,
         (1, 300),

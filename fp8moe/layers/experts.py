@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.kernels.experts.backward import experts_training
 from fp8moe.kernels.experts.checks import MAX_EXPERTS
-from fp8moe.kernels.experts.operands import Biases, row_dtype
+from fp8moe.kernels.experts.operands import Biases, Norm, row_dtype
 from fp8moe.kernels.experts.operator import experts, experts_rows
 from fp8moe.layers import experts_source
 from fp8moe.layers.master import MasterModule, check_master_dtype, part_of, quantized
@@ -313,7 +314,8 @@ class GroupedExperts(MasterModule):
         residual: Tensor | None = None,
         groups: Tensor | None = None,
         rows: Tensor | None = None,
-    ) -> Tensor:
+        norm: Norm | None = None,
+    ) -> Tensor | tuple[Tensor, Normed | None]:
         """The experts' weighted outputs, in the dtype of ``hidden_states``.
 
         hidden_states: (T, H) bfloat16, float16 or float32, or (..., H).
@@ -324,18 +326,36 @@ class GroupedExperts(MasterModule):
         groups, rows: int32 (num_experts + 1,) and (T, K), what `fp8moe.kernels.experts.sort_by_expert` returns of
             top_k_index (T, K), where it has been sorted already; it saves a kernel where the call would sort into the
             same rows. None, both, where it has not.
+        norm: `fp8moe.kernels.experts.operands.Norm` of the result, wanted beside it if that takes no kernel more. Then
+            (result, Normed of its rows (T, H)) is returned, or (result, None) where it would take one. None: the result
+            alone is wanted.
         Returns (T, H), or (..., H). Equal inputs give equal bits, as do their gradients.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
         forward-mode differentiation and the derivatives of torch.func.
         """
+        inputs = hidden_states, top_k_index, top_k_weights
+        out, normed = self._forward(*inputs, residual=residual, order={"groups": groups, "rows": rows}, norm=norm)
+        return out if norm is None else (out, normed)
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        residual: Tensor | None,
+        order: dict[str, Tensor | None],
+        norm: Norm | None,
+    ) -> tuple[Tensor, Normed | None]:
         if self.parallel is not None:
-            return self.parallel.forward(self, hidden_states, top_k_index, top_k_weights, residual)
+            return self.parallel.forward(self, hidden_states, top_k_index, top_k_weights, residual), None
         x, index, routing, residual = flattened(hidden_states, top_k_index, top_k_weights, residual)
         if recorded(residual):
-            return residual.view_as(hidden_states) + self(hidden_states, top_k_index, top_k_weights)
+            return residual.view_as(hidden_states) + self(hidden_states, top_k_index, top_k_weights), None
         weights = self.whole_weights()
         check_derivatives(_NAME, x, routing, *weights.tensors())
+        normed = None
         if self.trains(weights, x, routing):
             masters = {"up_master": weights.up_master, "down_master": weights.down_master}
             out = experts_training(x, index, routing, weights.up, weights.down, activation=self.activation, **masters)
@@ -344,11 +364,13 @@ class GroupedExperts(MasterModule):
             capacity = self.decode_capacity
             if capacity is not None and x.shape[0] > capacity:
                 capacity = None
-            options = {"activation": self.activation, "capacity": capacity, "residual": residual}
+            options = {"activation": self.activation, "capacity": capacity, "residual": residual, "norm": norm}
             if capacity is None:
-                options |= {"groups": groups, "rows": rows}
+                options |= order
             out = experts(x, index, routing, *weights.up, *weights.down, **options, **weights.biases._asdict())
-        return out.view(hidden_states.shape)
+            if norm is not None:
+                out, normed = out
+        return out.view(hidden_states.shape), normed
 
     def forward_rows(self, rows: Tensor | FP8Tensor, group_offsets: Tensor) -> Tensor:
         """The results of the experts on rows that lie in their order already, without routing weights.

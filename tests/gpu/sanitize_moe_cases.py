@@ -15,13 +15,15 @@ import torch
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.experts import experts_partial, experts_rows, reference
-from fp8moe.kernels.experts.combine import Dtypes, combine
+from fp8moe.kernels.experts.combine import Dtypes, combine, norm_launcher
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
+from fp8moe.kernels.experts.workspace import empty_normed
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.kernels.gemm.launch import Operands, multiply_with
 from fp8moe.kernels.gemm.reference import group_rows, grouped_gemm_swiglu_reference
@@ -53,6 +55,12 @@ COMBINATIONS = (
     (33, 264, 40, 7, torch.float32, torch.bfloat16, torch.float16),
     (300, 1048, 6, 3, torch.bfloat16, torch.float16, torch.float32),
     (200, 7168, 6, 3, torch.bfloat16, torch.float32, torch.bfloat16),
+)
+# tokens, hidden, top_k, type, whether the norm is in FP8
+NORMED = (
+    (1, 2048, 8, torch.bfloat16, True),
+    (7, 7168, 8, torch.bfloat16, False),
+    (33, 272, 40, torch.float32, True),
 )
 # tokens, slots, hidden, top_k, ranks, types of x and of the index
 DISPATCHES = (
@@ -172,6 +180,23 @@ def combine_errors(
     weights = torch.rand(tokens, top_k).to(weight_dtype)
     got = combine(y.cuda(), rows.cuda(), weights.cuda(), out_dtype)
     return differing(got, reference.combine(y, rows, weights, out_dtype))
+
+
+def combine_norm_errors(tokens: int, hidden: int, top_k: int, dtype: torch.dtype, quantized: bool) -> int:
+    """Of the sums; and of their norm over the kernel that computes it by itself."""
+    groups, rows = reference.sort_by_expert(random_index(tokens, top_k, 16), 16, None)
+    y, residual = torch.randn(int(groups[-1]) + 1, hidden).to(dtype), torch.randn(tokens, hidden).to(dtype)
+    weights, norm_weight = torch.rand(tokens, top_k), torch.randn(hidden).to(dtype).cuda()
+    out = torch.full((tokens, hidden), float("nan"), dtype=dtype).cuda()
+    values, data, scale = normed = empty_normed(out, quantized)
+    wanted = (None, data, scale) if quantized else (values, None, None)
+    dtypes = Dtypes(dtype, weights.dtype, dtype)
+    launch = norm_launcher(torch.cuda.current_device(), tokens, hidden, top_k, len(y), dtypes, 1e-6)
+    launch(*(value.cuda() for value in (y, rows, weights, residual)), norm_weight, out, *wanted)
+    other = rms_norm(out, norm_weight, 1e-6, values=not quantized, quantized=quantized)
+    pairs = zip(normed[1:], other.quantized, strict=True) if quantized else [(values, other.values)]
+    errors = sum(differing(one.cpu().float(), two.cpu().float()) for one, two in pairs)
+    return errors + differing(out, reference.combine(y, rows, weights, dtype, residual))
 
 
 def dispatch_errors(
@@ -363,6 +388,7 @@ CASES = [
     *((sort_errors, case, 0) for case in SORTS),
     *((permute_errors, case, 0) for case in PERMUTATIONS),
     *((combine_errors, case, 0) for case in COMBINATIONS),
+    *((combine_norm_errors, case, 0) for case in NORMED),
     *((dispatch_errors, case, 0) for case in DISPATCHES),
     *((placed_errors, case, 0) for case in PLACED),
     *((grouped_error, case, GEMM_ERROR) for case in GROUPED),

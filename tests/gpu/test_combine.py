@@ -5,9 +5,12 @@ import itertools
 import pytest
 import torch
 
+from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.experts import reference
-from fp8moe.kernels.experts.combine import Dtypes, combine, launcher
+from fp8moe.kernels.experts.combine import Dtypes, combine, joins_norm, launcher, norm_launcher
+from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime.checks import FLOATING
+from tests.errors import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -290,3 +293,104 @@ def test_past_two_to_the_31_elements():
     tokens = (1 << 28) + 1
     out = combine(y, torch.zeros(tokens, 1, dtype=torch.int32, device="cuda"), y[:, :1].expand(tokens, 1), y.dtype)
     assert out.numel() > 1 << 31 and (out == 1).all()
+
+
+# ---- with the norm of the result ----
+
+NORM_SIZES = (
+    *((1, 2048, 8), (8, 2048, 8), (3, 7168, 8), (64, 2048, 8), (1, 16, 1), (2, 144, 3), (7, 576, 6), (33, 1048, 33)),
+    *((5, 2880, 4), (9, 4096, 2), (2, 5120, 7), (1, 8192, 5), (2, 72, 64)),
+)
+
+
+def write_normed(y, rows, weights, residual, norm_weight, quantized, eps=1e-6):
+    """What the kernel writes to memory marked before: the sums, and their norm as values or as data and scale."""
+    (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
+    k_blocks, pitch, guard = ceil_div(hidden, 128), align(tokens, 4), 256
+    nbytes = tokens * hidden * y.itemsize
+    sizes = nbytes, nbytes, tokens * hidden, 4 * k_blocks * pitch
+    memory = [torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda") for size in sizes]
+    dtypes = Dtypes(y.dtype, weights.dtype, y.dtype)
+    launch = norm_launcher(y.get_device(), tokens, hidden, top_k, num_rows, dtypes, eps)
+    out, values, data, scale = memory
+    wanted = (None, data, scale) if quantized else (values, None, None)
+    launch(y, rows, weights, residual, norm_weight, out, *wanted)
+    assert all((part[size:] == MARK).all() for part, size in zip(memory, sizes, strict=True))
+    assert all((part == MARK).all() for part in ((values,) if quantized else (data, scale)))
+    out, values, data, scale = (part[:size] for part, size in zip(memory, sizes, strict=True))
+    columns = scale.view(k_blocks, 4 * pitch)
+    assert (columns[:, 4 * tokens :] == MARK).all()
+    scale = scale.view(torch.float32).view(k_blocks, pitch).t()[:tokens]
+    out, values = (part.view(y.dtype).view(tokens, hidden) for part in (out, values))
+    return (out, data.view(tokens, hidden), scale) if quantized else (out, values)
+
+
+def by_two_kernels(y, rows, weights, residual, norm_weight, quantized, eps=1e-6):
+    out = combine(y, rows, weights, y.dtype, residual=residual)
+    normed = rms_norm(out, norm_weight, eps, values=not quantized, quantized=quantized)
+    return (out, normed.quantized.data.view(torch.uint8), normed.quantized.scale) if quantized else (out, normed.values)
+
+
+def normed_operands(tokens, hidden, top_k, dtype, weight_dtype=torch.float32, seed=0):
+    """y, rows, weights, residual and the norm's weight."""
+    num_rows = tokens * top_k
+    y, rows = random(num_rows, hidden, dtype=dtype, seed=seed), random_rows(tokens, top_k, num_rows, seed=seed)
+    weights = random(tokens, top_k, dtype=weight_dtype, seed=seed + 1)
+    residual, norm_weight = (
+        random(tokens, hidden, dtype=dtype, seed=seed + 2),
+        random(hidden, dtype=dtype, seed=seed + 3),
+    )
+    return y, rows, weights, residual, norm_weight
+
+
+@pytest.mark.parametrize("tokens,hidden,top_k", NORM_SIZES)
+@pytest.mark.parametrize("dtype,weight_dtype", list(zip((*Y_DTYPES, *Y_DTYPES), (*FLOATING, FLOATING[2]), strict=True)))
+def test_norm_has_the_bits_of_two_kernels(tokens, hidden, top_k, dtype, weight_dtype):
+    if not joins_norm(tokens, hidden, Dtypes(dtype, weight_dtype, dtype)):
+        assert hidden * dtype.itemsize > 32 << 10
+        return
+    for seed in range(3):
+        y, rows, weights, residual, norm_weight = normed_operands(tokens, hidden, top_k, dtype, weight_dtype, seed)
+        for added, quantized in itertools.product((None, residual), (False, True)):
+            got = write_normed(y, rows, weights, added, norm_weight, quantized)
+            expected = by_two_kernels(y, rows, weights, added, norm_weight, quantized)
+            assert all(map(torch.equal, got, expected))
+        exact = (
+            got[0].double() * (got[0].double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm_weight.double()
+        )
+        values = write_normed(y, rows, weights, residual, norm_weight, False)[1]
+        assert relative_error(values, exact) < (1e-6 if dtype is torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("hidden", [144, 2048, 7168])
+@pytest.mark.parametrize("dtype", Y_DTYPES)
+def test_norm_of_bad_values_stays_in_its_token(hidden, dtype):
+    y, _, weights, residual, norm_weight = normed_operands(9, hidden, 8, dtype)
+    rows = torch.randperm(72, generator=torch.Generator("cuda").manual_seed(0), device="cuda").int().view(9, 8)
+    rows[4] = -1  # no row: the residual alone
+    clean = write_normed(y, rows, weights, residual, norm_weight, True)
+    unused = torch.ones(72, dtype=torch.bool, device="cuda")
+    unused[rows[rows >= 0].long()] = False
+    y[unused] = float("nan")
+    for token, value in ((1, float("nan")), (8, float("inf"))):
+        odd = y.clone()
+        odd[rows[token, 3], hidden - 1] = value
+        for quantized in (False, True):
+            got = write_normed(odd, rows, weights, residual, norm_weight, quantized)
+            expected = by_two_kernels(odd, rows, weights, residual, norm_weight, quantized)
+            assert not got[0][token].isfinite().all()
+            for one, two in zip(got, expected, strict=True):
+                assert torch.equal(one.isnan(), two.isnan())
+        others = [t for t in range(9) if t != token]
+        assert all(torch.equal(one[others], two[others]) for one, two in zip(got, clean, strict=True))
+
+
+def test_norm_has_the_same_bits_every_time_and_in_any_batch():
+    y, rows, weights, residual, norm_weight = normed_operands(64, 2048, 8, torch.bfloat16)
+    first = write_normed(y, rows, weights, residual, norm_weight, True)
+    for _ in range(20):
+        assert all(map(torch.equal, write_normed(y, rows, weights, residual, norm_weight, True), first))
+    for token in (0, 7, 63):
+        some = slice(token, token + 1)
+        alone = write_normed(y, rows[some], weights[some], residual[some], norm_weight, True)
+        assert all(torch.equal(one, two[some]) for one, two in zip(alone, first, strict=True))

@@ -1,6 +1,7 @@
 """GroupedExperts on the CUDA backend."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -9,7 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8moe.kernels.decoder_ops import router
+from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
+from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.experts import sort_by_expert
+from fp8moe.kernels.experts.operands import Norm
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests import experts_cases
@@ -263,6 +267,73 @@ def test_graph_replays_of_what_the_router_has_sorted(tokens):
             logits[:, :4] += 100.0
         graph.replay()
         assert torch.equal(out, run(False))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_graph_replays_of_norms_that_come_with_results(tokens, dtype):
+    """Two layers and their routers, each of which reads the norm that the one before gives; all kernels start early."""
+    layers = [make(16, 576, 208, seed) for seed in range(2)]
+    x, added = torch.randn(2, tokens, 576, device=DEVICE).to(dtype)
+    gates, weights = torch.randn(2, 16, 576, device=DEVICE).to(dtype), torch.randn(3, 576, device=DEVICE).to(dtype)
+
+    def run(by_one):
+        total, values = x * 1.0, added * 1.0
+        for layer, gate, weight in zip(layers, gates, weights[1:], strict=True):
+            normed, logits = norm_logits(values, weights[0], 1e-6, gate, residual=total, dtype=torch.float32)
+            routing = router.route(logits, 4, score="softmax", normalize=True, dtype=torch.float32, sort=by_one)
+            options = {"residual": normed.sum, "groups": routing.groups, "rows": routing.rows}
+            if by_one:
+                options["norm"] = Norm(weight, 1e-6, layer is layers[1])
+            out = layer(normed.values, routing.index, routing.weights, **options)
+            if by_one:
+                total, following = out
+            else:
+                total = out
+                following = rms_norm(out, weight, 1e-6, values=layer is layers[0], quantized=layer is layers[1])
+            values = following.values
+        return total, following.quantized.data.view(torch.uint8), following.quantized.scale
+
+    run(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run(True)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        for value in (x, added, gates, weights):
+            value.normal_()
+        for _ in range(3):
+            for result in results:
+                result.fill_(1)
+            graph.replay()
+        for got, expected in zip(results, run(False), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("sizes", [(8, 272, 208), (8, 2048, 512), (8, 200, 208)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_the_result(sizes, dtype):
+    layer, masked, biased = make(*sizes), make(*sizes, decode_capacity=64), make(*sizes, bias=True)
+    for tokens in (1, 7, 64, 65):
+        x, (index, weights) = torch.randn(tokens, sizes[1], device=DEVICE).to(dtype), route(tokens, 8, 2)
+        index[0, 0] = -1
+        wide = torch.randn(sizes[1] + 1, device=DEVICE).to(dtype)
+        for one in (layer, masked, biased):
+            expected = one(x, index, weights, residual=x)
+            for weight, quantized in itertools.product((wide[:-1], wide[1:]), (False, True)):  # one is not aligned
+                norm = Norm(weight, 1e-6, quantized)
+                for _ in range(2):  # with a new plan and with a kept one
+                    out, normed = one(x, index, weights, residual=x, norm=norm)
+                    assert torch.equal(out, expected)
+                    joins = tokens <= 64 and sizes[1] % 16 == 0 and dtype is not torch.float16
+                    assert (normed is not None) == joins
+                    if joins:
+                        other = rms_norm(expected, weight, 1e-6, values=not quantized, quantized=quantized)
+                        for got, right in zip(
+                            normed.quantized or (normed.values,), other.quantized or (other.values,), strict=True
+                        ):
+                            assert torch.equal(got.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def test_back_to_back_layers_do_not_share_memory():

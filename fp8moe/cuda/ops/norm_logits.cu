@@ -24,24 +24,6 @@ struct Results {
   Output::Element* logits;
 };
 
-// Sums of squares over the thread block, the same in each thread; those of lanes and warps in the order of rms_norm.cu.
-__device__ __forceinline__ void sum_rows(float (&squares)[TOKENS]) {
-  __shared__ float sums[TOKENS][WARPS];
-  const auto add = [](float a, float b) { return __fadd_rn(a, b); };
-#pragma unroll
-  for (int t = 0; t < TOKENS; ++t) {
-    const float sum = warp_reduce(squares[t], add);
-    if (threadIdx.x % WARP == 0) sums[t][threadIdx.x / WARP] = sum;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int t = 0; t < TOKENS; ++t) {
-    squares[t] = sums[t][0];
-#pragma unroll
-    for (int warp = 1; warp < WARPS; ++warp) squares[t] = __fadd_rn(squares[t], sums[t][warp]);
-  }
-}
-
 // tokens: 1 to TOKENS. Grid: BLOCKS.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
     norm_logits(const __grid_constant__ Inputs inputs, const __grid_constant__ Results results, int tokens, float eps) {

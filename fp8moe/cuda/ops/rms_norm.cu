@@ -14,23 +14,6 @@ struct Sizes {
 };
 static_assert(sizeof(Sizes) == SIZES_BYTES);
 
-// Of x over the threads of a row, the same in each of them.
-__device__ float row_sum(float x) {
-  const auto add = [](float a, float b) { return __fadd_rn(a, b); };
-  if constexpr (ROW_WARPS == 1) {
-    return warp_reduce<ROW_THREADS>(x, add);
-  } else {
-    __shared__ float sums[ROW_WARPS];
-    x = warp_reduce(x, add);
-    if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = x;
-    __syncthreads();
-    float total = sums[0];
-#pragma unroll
-    for (int warp = 1; warp < ROW_WARPS; ++warp) total = __fadd_rn(total, sums[warp]);
-    return total;
-  }
-}
-
 // x (rows, HIDDEN), rows `row_stride` apart; weight (HIDDEN); values, data (rows, HIDDEN); scale (rows,
 // ceil(HIDDEN / 128)), columns `scale_pitch` apart. residual, sum (rows, HIDDEN). What is not wanted is null: residual
 // and sum, values, data and scale. Grid: a thread block for each ROWS rows.
@@ -71,7 +54,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
 
-  const float factor = norm_factor(row_sum(sum_of_squares(v)), sizes.eps);
+  float squares[] = {sum_of_squares(v)};
+  sum_rows(squares);
+  const float factor = norm_factor(squares[0], sizes.eps);
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) v[i] = normalized(v[i], factor, EARLY ? w[i] : weight_at(i), count(i));
   if (values) {

@@ -23,6 +23,28 @@ __device__ Vector operator+(const Vector& a, const Vector& b) {
   return to_vector(sum);
 }
 
+// The sums of x[0], x[1], ... over the threads that share rows, the same in each of them.
+template <int Rows>
+__device__ __forceinline__ void sum_rows(float (&x)[Rows]) {
+  const auto add = [](float a, float b) { return __fadd_rn(a, b); };
+#pragma unroll
+  for (float& sum : x) sum = warp_reduce<ROW_WARPS == 1 ? ROW_THREADS : WARP>(sum, add);
+  if constexpr (ROW_WARPS > 1) {
+    __shared__ float sums[Rows][ROW_WARPS];
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      if (threadIdx.x % WARP == 0) sums[r][threadIdx.x / WARP] = x[r];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      x[r] = sums[r][0];
+#pragma unroll
+      for (int warp = 1; warp < ROW_WARPS; ++warp) x[r] = __fadd_rn(x[r], sums[r][warp]);
+    }
+  }
+}
+
 // A thread's part of the sum of squares of a row.
 __device__ float sum_of_squares(const Vector (&row)[VECTORS]) {
   float squares = 0.0f;

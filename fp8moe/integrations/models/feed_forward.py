@@ -15,8 +15,9 @@ from fp8moe.integrations.models import known_forwards, linears, norms
 from fp8moe.integrations.models.known_forwards import form_of, is_cast, runs_as_written
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
-from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
 from fp8moe.kernels.decoder_ops.router import Routing, route, router_logits
+from fp8moe.kernels.experts.operands import Norm
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.formats import FP8Tensor
@@ -30,21 +31,37 @@ def prepare(module: nn.Module, dtype: torch.dtype) -> list[str]:
     return ["router", "shared experts"] if shared is not None and _prepare_mlp(shared) else ["router"]
 
 
-def forward(module: nn.Module, norm: nn.Module, attended: Tensor, residual: Tensor) -> Tensor:
-    """The layer's result, of the attention's before residual and norm."""
+def forward(
+    module: nn.Module, norm: nn.Module, attended: Tensor, residual: Tensor, following: Norm | None
+) -> tuple[Tensor, Normed | None]:
+    """The layer's result, of the attention's before residual and norm.
+
+    following: of the result's rows, returned as well if that takes no kernel more.
+    """
     if _serves_block(module, residual.dtype):
         shared = _shared(module)
         normed, logits = _norm_and_logits(
             norm, module.gate, attended, residual, quantized=shared is not None and _serves_mlp(shared)
         )
-        return _mix(module, normed, logits).view(residual.shape)
+        result, following_normed = _mix(module, normed, logits, following)
+        return result.view(residual.shape), following_normed
     if _serves_mlp(module):
         normed = norms.norm(norm, attended, residual, values=False, quantized=True)
         out = _run_mlp(module, normed.quantized, residual.dtype)
     else:
         normed = norms.norm(norm, attended, residual, values=True, quantized=False)
         out = module(normed.values.view(residual.shape)).view(normed.sum.shape)
-    return (normed.sum + out).view(residual.shape)
+    result, following_normed = _add(normed.sum, out, following)
+    return result.view(residual.shape), following_normed
+
+
+def _add(residual: Tensor, out: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
+    """residual + out (M, H), and the norm of that."""
+    if following is None or out.dtype is not residual.dtype:
+        return residual + out, None
+    weight, eps, quantized = following
+    normed = rms_norm(out, weight, eps, residual=residual, values=not quantized, quantized=quantized)
+    return normed.sum, normed._replace(sum=None)
 
 
 # Feed-forward modules.
@@ -104,8 +121,8 @@ def _shared(module: nn.Module) -> nn.Module | None:
     return None if name is None else getattr(module, name)
 
 
-def _mix(module: nn.Module, normed: Normed, logits: Tensor) -> Tensor:
-    """The block's result (M, H), added to normed.sum.
+def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | None) -> tuple[Tensor, Normed | None]:
+    """The block's result (M, H), added to normed.sum, and perhaps its norm: see `forward`.
 
     normed: of its input's rows, with values and the sum before them, quantized if shared experts run in FP8.
     logits: of its router.
@@ -116,18 +133,19 @@ def _mix(module: nn.Module, normed: Normed, logits: Tensor) -> Tensor:
     routing = _route(module.gate, logits, sort=ours and _sorts_as_router(module.experts))
     order = {} if routing.rows is None else {"groups": routing.groups, "rows": routing.rows}
     if form.shared is None and ours:
-        return module.experts(x, routing.index, routing.weights, residual=normed.sum, **order)
+        out = module.experts(x, routing.index, routing.weights, residual=normed.sum, **order, norm=following)
+        return (out, None) if following is None else out
     beside = SecondStream(x.device) if form.shared and x.is_cuda and _waits_for_ranks(module.experts) else None
     out = module.experts(x, routing.index, routing.weights, **order)
     if form.shared is None:
-        return normed.sum + out
+        return _add(normed.sum, out, following)
 
     def run_shared() -> Tensor:
         shared = _shared(module)
         out = shared(x) if normed.quantized is None else _run_mlp(shared, normed.quantized, x.dtype)
         return torch.sigmoid(module.shared_expert_gate(x)) * out if form.gated else out
 
-    return normed.sum + (out + (run_shared() if beside is None else beside.run(run_shared)))
+    return _add(normed.sum, out + (run_shared() if beside is None else beside.run(run_shared)), following)
 
 
 def _waits_for_ranks(experts: nn.Module) -> bool:
@@ -141,7 +159,7 @@ def _sorts_as_router(experts: nn.Module) -> bool:
 
 
 def _are_ours(experts: nn.Module) -> bool:
-    """Whether the experts take a residual, and assignments that are sorted already."""
+    """Whether the experts take a residual, assignments that are sorted already, and a norm of the result."""
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return runs_as_written(experts) and (type(experts) is GroupedExperts or chosen == NAME)
 

@@ -3,13 +3,16 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fp8moe.integrations.models import attention, feed_forward, known_forwards, latent_attention, norms
-from fp8moe.integrations.models.known_forwards import form_of, is_fused
+from fp8moe.integrations.models.handover import Handover
+from fp8moe.integrations.models.known_forwards import form_of, is_fused, runs_as_written
+from fp8moe.kernels.decoder_ops.rms_norm import Normed
 
 
 class FusedModule(NamedTuple):
@@ -73,29 +76,70 @@ def find_fused(model: nn.Module) -> Optimized:
     """What `optimize` would change; weights move together, forwards stay."""
     changed: list[FusedModule] = []
     forwards: list[tuple[nn.Module, Callable]] = []
+    neighbours = _neighbours(model)
     for name, module in model.named_modules():
-        known = None if "forward" in module.__dict__ else _fused_form(module)
+        known = None if "forward" in module.__dict__ else _fused_form(module, neighbours.get(module, _ALONE))
         if known is not None:
             forward, what = known
             changed.append(FusedModule(name, type(module).__name__, what))
-            forwards.append((module, functools.partial(forward, module)))
+            forwards.append((module, forward))
     result = Optimized(changed)
     result._forwards = forwards
     return result
 
 
-def _fused_form(module: nn.Module) -> tuple[Callable, str] | None:
+class Neighbours(NamedTuple):
+    """What lies between a module and the layer before it, and between it and what follows; None: nothing."""
+
+    before: Handover | None = None
+    after: Handover | None = None
+
+
+_ALONE = Neighbours()
+
+
+def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, str] | None:
     """The fused forward of a module that is known, and what runs there."""
     if is_decoder_layer(module):
-        return _forward_layer, _prepare_layer(module)
+        return functools.partial(_forward_layer, module, neighbours), _prepare_layer(module)
     if form_of(module, known_forwards.RMS_NORM):
-        return norms.forward, "norm"
+        return functools.partial(_forward_norm, module, neighbours.before), "norm"
     if form_of(module, known_forwards.ROUTER):
-        return feed_forward.forward_router, "router"
+        return functools.partial(feed_forward.forward_router, module), "router"
     return None
 
 
-_ATTENTIONS = (attention, latent_attention)  # a module is of one kind at most
+_ATTENTIONS = {  # a module is of one kind at most
+    attention: known_forwards.ATTENTION,
+    latent_attention: known_forwards.LATENT_ATTENTION,
+}
+
+
+def _neighbours(model: nn.Module) -> dict[nn.Module, Neighbours]:
+    """Those of the decoder layers, which run in the order of their list, and of the norm behind the last."""
+    found: dict[nn.Module, Neighbours] = {}
+
+    def connect(layer: Any, following: nn.Module, norm: nn.Module, quantized: bool) -> None:
+        handover = Handover(norm, quantized)
+        found[layer] = found.get(layer, _ALONE)._replace(after=handover)
+        found[following] = Neighbours(before=handover)
+
+    for parent in model.modules():
+        for layers in parent.children():
+            if not isinstance(layers, nn.ModuleList) or not len(layers) or not is_decoder_layer(layers[-1]):
+                continue
+            for layer, following in pairwise(layers):
+                if is_decoder_layer(layer) and is_decoder_layer(following):
+                    connect(layer, following, following.input_layernorm, _reads_quantized(following.self_attn))
+            last = getattr(parent, "norm", None)
+            if isinstance(last, nn.Module) and form_of(last, known_forwards.RMS_NORM):
+                connect(layers[-1], last, last, False)
+    return found
+
+
+def _reads_quantized(module: nn.Module) -> bool:
+    """Whether an attention reads its input in FP8."""
+    return any(form_of(module, forms) and kind.wants_quantized(module) for kind, forms in _ATTENTIONS.items())
 
 
 def is_decoder_layer(layer: Any) -> bool:
@@ -115,22 +159,42 @@ def _prepare_layer(layer: Any) -> str:
     return ", ".join(filter(None, whats))
 
 
-def _forward_layer(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def _forward_layer(layer: Any, neighbours: Neighbours, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """The layer's forward; its own in training mode, where gradients are on, and where a norm is not ours to run."""
     dtype = hidden_states.dtype
     first, second = layer.input_layernorm, layer.post_attention_layernorm
     if torch.is_grad_enabled() or layer.training or not (norms.serves(first, dtype) and norms.serves(second, dtype)):
         return type(layer).forward(layer, hidden_states, **kwargs)
-    attended = _attend(layer.self_attn, first, hidden_states, kwargs)
-    return feed_forward.forward(layer.mlp, second, attended, hidden_states)
+    normed = functools.partial(_normed, first, hidden_states, neighbours.before)
+    attended = _attend(layer.self_attn, normed, hidden_states, kwargs)
+    after = neighbours.after if runs_as_written(layer) else None
+    following = None if after is None else after.wanted(dtype)
+    result, following_normed = feed_forward.forward(layer.mlp, second, attended, hidden_states, following)
+    if after is not None and following_normed is not None:
+        after.put(result, following_normed)
+    return result
 
 
-def _attend(module: nn.Module, before: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """The attention's result, of the input before its norm."""
+def _attend(
+    module: nn.Module, normed: Callable[[bool], Normed], hidden_states: Tensor, kwargs: dict[str, Any]
+) -> Tensor:
+    """The attention's result. normed: of its input's rows, quantized or values."""
     for kind in _ATTENTIONS:
         if kind.serves(module, hidden_states.dtype, kwargs.get("position_embeddings")):
-            quantized = kind.wants_quantized(module)
-            normed = norms.norm(before, hidden_states, values=not quantized, quantized=quantized)
-            return kind.attend(module, normed, hidden_states.shape[:-1], **kwargs)
-    values: Any = norms.norm(before, hidden_states, values=True, quantized=False).values
+            return kind.attend(module, normed(kind.wants_quantized(module)), hidden_states.shape[:-1], **kwargs)
+    values: Any = normed(False).values
     return module(hidden_states=values.view(hidden_states.shape), **{"attention_mask": None, **kwargs})[0]
+
+
+def _normed(norm: nn.Module, x: Tensor, before: Handover | None, quantized: bool) -> Normed:
+    """Of the rows of x: from the layer before, if that has it, or computed here."""
+    handed = None if before is None else before.take(x, norm, quantized=quantized)
+    return norms.norm(norm, x, values=not quantized, quantized=quantized) if handed is None else handed
+
+
+def _forward_norm(norm: nn.Module, before: Handover | None, hidden_states: Tensor) -> Tensor:
+    """The forward of a norm by itself; its own where gradients are on and where `norms.norm` does not serve it."""
+    if torch.is_grad_enabled() or not norms.serves(norm, hidden_states.dtype):
+        return type(norm).forward(norm, hidden_states)
+    values: Any = _normed(norm, hidden_states, before, False).values
+    return values.view(hidden_states.shape)

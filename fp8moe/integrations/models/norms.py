@@ -25,10 +25,3 @@ def norm(module: nn.Module, x: Tensor, residual: Tensor | None = None, *, values
     return rms_norm(
         rows[0], module.weight, module.variance_epsilon, residual=rows[1], values=values, quantized=quantized
     )
-
-
-def forward(module: nn.Module, hidden_states: Tensor) -> Tensor:
-    """The forward of a module by itself; its own where gradients are on and where `norm` does not serve it."""
-    if torch.is_grad_enabled() or not serves(module, hidden_states.dtype):
-        return type(module).forward(module, hidden_states)
-    return rms_norm(hidden_states, module.weight, module.variance_epsilon).values

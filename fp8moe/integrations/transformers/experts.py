@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from fp8moe.integrations import NAME
 from fp8moe.integrations.fingerprint import Fingerprint
+from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.kernels.experts.operands import Norm
 from fp8moe.layers import experts_source
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.parameters import local
@@ -23,7 +25,8 @@ def experts_forward(
     residual: Tensor | None = None,
     groups: Tensor | None = None,
     rows: Tensor | None = None,
-) -> Tensor:
+    norm: Norm | None = None,
+) -> Tensor | tuple[Tensor, Normed | None]:
     """What transformers calls as the forward of its experts modules, with the arguments of `GroupedExperts.forward`.
 
     ``self`` may hold the experts of one rank only. Where `fp8moe.distributed.ExpertParallel` has spread them, arguments
@@ -34,14 +37,16 @@ def experts_forward(
     # The layer is frozen: a backward must say that weights which require gradients get none.
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
-        return layer(hidden_states, top_k_index, top_k_weights, residual=residual, groups=groups, rows=rows)
+        options = {"residual": residual, "groups": groups, "rows": rows, "norm": norm}
+        return layer(hidden_states, top_k_index, top_k_weights, **options)
     name = (
         f"experts_implementation={NAME!r} of {type(self).__name__} (to train its weights, put "
         "GroupedExperts.from_experts(module, master_dtype=...) in its place)"
     )
     inputs = (hidden_states, top_k_index, top_k_weights)
     out = autograd.run(lambda *args: layer(*args[: len(inputs)]), name, *inputs, *trained)
-    return out if residual is None else residual + out
+    out = out if residual is None else residual + out
+    return out if norm is None else (out, None)
 
 
 def cached_layer(module: nn.Module) -> GroupedExperts:

@@ -26,6 +26,13 @@ def experts(operands: Operands) -> None:
     _sorted(operands)
 
 
+def with_norm(operands: Operands) -> None:
+    """Checks the operands of `experts` with a norm."""
+    experts(operands)
+    x = operands.hidden_states
+    check_like("norm_weight", operands.norm.norm_weight, (x.dtype,), (x.shape[1],), x.device, "hidden_states")
+
+
 def _sorted(operands: Operands) -> None:
     """Groups and rows of assignments that are sorted already."""
     shapes = {"groups": (len(operands.layer.up.data) + 1,), "rows": operands.top_k_index.shape}

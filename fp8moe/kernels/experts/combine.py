@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8moe.kernels.decoder_ops.rms_norm import row_threads
 from fp8moe.kernels.experts import checks, reference
 from fp8moe.kernels.experts.routing import INDEX_TYPES
-from fp8moe.quant.formats import ceil_div
-from fp8moe.quant.quantize import INPUT_TYPES, input_defines
+from fp8moe.quant.formats import align, ceil_div
+from fp8moe.quant.quantize import INPUT_TYPES, input_defines, quantizer_defines
 from fp8moe.runtime import autograd
 from fp8moe.runtime.checks import aligned, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
@@ -19,6 +20,8 @@ from fp8moe.runtime.sm90 import WARP
 
 _WARPS = 4  # of a thread block
 _BLOCKS_PER_SM = 8  # as many as run at once
+_MAX_NORM_TOKENS = 64
+_MAX_NORM_BYTES = 32 << 10  # of a row, which a thread block has in registers
 
 
 def combine(
@@ -43,8 +46,12 @@ def combine(
     return autograd.run(_combine, "fp8moe.kernels.experts.combine", y, rows, weights, out_dtype, residual)
 
 
+class _RoutingSizes(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("tokens", "top_k", "bound"))
+
+
 class _Sizes(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint32) for name in ("tokens", "top_k", "bound", "warps"))
+    _fields_ = (("routing", _RoutingSizes), ("warps", ctypes.c_uint32))
 
 
 class Dtypes(NamedTuple):
@@ -107,7 +114,55 @@ def launcher(
         block=_WARPS * WARP,
         pdl=pdl,
         pointers=4,
-        args=((ctypes.c_int64 * 3)(), _Sizes(tokens, top_k, bound, warps)),
+        args=((ctypes.c_int64 * 3)(), _Sizes(_RoutingSizes(tokens, top_k, bound), warps)),
+    )
+
+
+def joins_norm(tokens: int, hidden: int, dtypes: Dtypes) -> bool:
+    """Whether one kernel sums the rows of so many tokens and normalizes the results, beside a residual.
+
+    Each token has a thread block: for many tokens those have too few rows in flight.
+    """
+    fits = 0 < hidden * dtypes.out.itemsize <= _MAX_NORM_BYTES
+    return 0 < tokens <= _MAX_NORM_TOKENS and fits and dtypes.y is dtypes.out and dtypes.index is None
+
+
+def _norm_threads(hidden: int, dtype: torch.dtype) -> int:
+    return align(row_threads(hidden * dtype.itemsize), WARP)
+
+
+def norm_kernel_spec(hidden: int, dtypes: Dtypes) -> KernelSpec:
+    """The kernel that sums rows of `hidden` columns and normalizes the results."""
+    types = ("WEIGHT", INPUT_TYPES[dtypes.weights]), ("ROW", INDEX_TYPES[torch.int32]), ("PLACED", 0)
+    sizes = ("HIDDEN", hidden), ("ROW_THREADS", _norm_threads(hidden, dtypes.out))
+    return KernelSpec("combine_norm.cu", "combine_norm", (*quantizer_defines(dtypes.out), *types, *sizes))
+
+
+@planned
+def norm_launcher(
+    device_index: int,
+    tokens: int,
+    hidden: int,
+    top_k: int,
+    bound: int,
+    dtypes: Dtypes,
+    eps: float,
+    *,
+    pdl: bool = False,
+) -> PointerLauncher:
+    """The launcher for y, rows, weights, residual, the norm's weight (hidden,), out, values, data and scale.
+
+    As for `launcher`. values, data (tokens, hidden) and the MN-major scale are RMSNorm of out, in its dtype and
+    quantized 1x128; None where they are not wanted. `joins_norm` holds for the sizes. With pdl all operands but y have
+    been written before the kernel in front of this one began.
+    """
+    return PointerLauncher(
+        load(norm_kernel_spec(hidden, dtypes)),
+        grid=tokens,
+        block=_norm_threads(hidden, dtypes.out),
+        pdl=pdl,
+        pointers=5,
+        args=((ctypes.c_int64 * 4)(), _RoutingSizes(tokens, top_k, bound), ctypes.c_float(eps)),
     )
 
 

@@ -98,6 +98,18 @@ class Shard(NamedTuple):
         return self.row_dtype or row_dtype(hidden_dtype), self.out_dtype or hidden_dtype
 
 
+class Norm(NamedTuple):
+    """RMSNorm of a layer's result, wanted beside it where one kernel gives both: see `rms_norm`.
+
+    norm_weight: (H,) of the dtype of the result; None: it is not wanted. norm_quantized: in FP8 alone, in blocks of
+    1x128, rather than as values alone.
+    """
+
+    norm_weight: Annotated[Tensor | None, "Tensor"] = None
+    norm_eps: float = 0.0
+    norm_quantized: bool = False
+
+
 class Operands(NamedTuple):
     """Tokens, the experts that they go to, and these; `experts` and `experts_partial` describe them.
 
@@ -119,14 +131,15 @@ class Operands(NamedTuple):
     known: Annotated[Tensor | None, "Tensor(a!)?"] = None
     groups: Tensor | None = None
     rows: Tensor | None = None
+    norm: Norm = Norm()
 
     def layouts(self) -> tuple:
         """What launches depend on: of each tensor its layout, and all that is no tensor."""
-        layer = self.layer
+        layer, (norm_weight, *norm) = self.layer, self.norm
         routed = self.hidden_states, self.hidden_scale, self.top_k_index, self.top_k_weights
         beside = self.residual, self.residual_known, self.known, self.groups, self.rows
-        tensors = *routed, *layer.up, *layer.down, *layer.biases, *beside
-        return *map(_layout, tensors), layer.activation.key, self.capacity, self.shard
+        tensors = *routed, *layer.up, *layer.down, *layer.biases, *beside, norm_weight
+        return *map(_layout, tensors), layer.activation.key, self.capacity, self.shard, *norm
 
 
 def _layout(x: Tensor | None) -> tuple | None:

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
 from fp8moe.kernels.experts import checks, workspace
 from fp8moe.kernels.experts.backward import experts_rows_training
-from fp8moe.kernels.experts.combine import combine
+from fp8moe.kernels.experts.combine import Dtypes, combine, joins_norm
 from fp8moe.kernels.experts.operands import (
     Biases,
     Layer,
     Masters,
+    Norm,
     Operands,
     RowOperands,
     Shard,
@@ -52,7 +54,8 @@ def experts(
     residual: Tensor | None = None,
     groups: Tensor | None = None,
     rows: Tensor | None = None,
-) -> Tensor:
+    norm: Norm | None = None,
+) -> Tensor | tuple[Tensor, Normed | None]:
     """``sum over k of top_k_weights[t, k] * down_e(activation(up_e(hidden_states[t])))`` with e = top_k_index[t, k].
 
     hidden_states: (T, H) bfloat16, float16 or float32; any H.
@@ -72,6 +75,9 @@ def experts(
     residual: (T, H) of the dtype of hidden_states, to which the rounded result is added, or None.
     groups, rows: what `sort_by_expert` returns of top_k_index and E without a capacity, int32 (E + 1,) and (T, K),
         where it has been sorted; both None where it has not.
+    norm: of the result, wanted beside it if that takes no kernel more: for up to 64 tokens of up to 32 KB, of bfloat16
+        or float32, with a SwiGLU and sizes that are multiples of 16. Then two things are returned, the second of which
+        is a Normed, with the bits of `rms_norm`, or otherwise None. None: the result alone is wanted.
     Returns (T, H) in the dtype of hidden_states. Products are summed in float32, results of GEMM 2 rounded to bfloat16
     where hidden_states is bfloat16, and the weighted sum taken in float32 in the order of k.
 
@@ -88,7 +94,13 @@ def experts(
     name = "fp8moe.GroupedExperts"
     if up_bias is not None or down_bias is not None:
         name += " with biases"
-    return autograd.run(_experts, name, *_WHOLE.pack(operands))
+    if norm is None or not _joins_norm(operands):
+        out = autograd.run(_experts, name, *_WHOLE.pack(operands))
+        return out if norm is None else (out, None)
+    results = autograd.run(_experts_norm, name, *_WITH_NORM.pack(operands._replace(norm=norm)))
+    out, values, data, scale = results
+    fp8 = FP8Tensor(data, scale) if norm.norm_quantized else None
+    return out, Normed(None, None if norm.norm_quantized else values, fp8)
 
 
 def experts_partial(
@@ -307,6 +319,39 @@ def _run(operands: Operands) -> Tensor:
     return _padded(operands, workspace.run if operands.layer.activation.is_swiglu else _composed)
 
 
+def _joins_norm(operands: Operands) -> bool:
+    """Whether the kernel that ends the layer can normalize the result too."""
+    x, layer = operands.hidden_states, operands.layer
+    if not layer.activation.is_swiglu or layer.down.data.shape[2] % 16 or x.shape[1] % 16:
+        return False
+    if not (operands.top_k_index.numel() and layer.down.data.numel()):
+        return False
+    row_dtype, out_dtype = operands.shard.dtypes(x.dtype)
+    return joins_norm(*x.shape, Dtypes(row_dtype, operands.top_k_weights.dtype, out_dtype))
+
+
+def _run_norm(operands: Operands) -> tuple[Tensor, ...]:
+    return workspace.run(operands) if _joins_norm(operands) else _then_norm(operands, _run)
+
+
+def _then_norm(operands: Operands, compute: Callable[[Operands], Tensor]) -> tuple[Tensor, ...]:
+    weight, eps, quantized = operands.norm
+    out = compute(operands._replace(norm=Norm()))
+    normed = rms_norm(out, weight, eps, values=not quantized, quantized=quantized)
+    if quantized:
+        return out, out.new_empty(0), *normed.quantized
+    return out, normed.values, out.new_empty(0), out.new_empty(0)
+
+
+def _empty_norm(operands: Operands) -> tuple[Tensor, ...]:
+    out = _empty(operands)
+    return out, *workspace.empty_normed(out, operands.norm.norm_quantized)
+
+
+def _reference(operands: Operands) -> Tensor:
+    return _padded(operands, _composed)
+
+
 def _operator(name: str, signature: Signature[Operands], check: Callable[[Operands], None]) -> Callable[..., Tensor]:
     return operator(
         f"{name} -> Tensor",
@@ -314,16 +359,27 @@ def _operator(name: str, signature: Signature[Operands], check: Callable[[Operan
         check=check,
         quick=workspace.find,
         cuda=_run,
-        reference=lambda operands: _padded(operands, _composed),
+        reference=_reference,
         fake=_empty,
         forward_only=True,
     )
 
 
-_SORTED = {"groups", "rows"}
-_SHARD = Signature(Operands, set(Operands._fields) - _SORTED - {"capacity"})
-_WHOLE = Signature(Operands, set(Operands._fields) - {"hidden_scale", "shard", "residual_known", "known"})
+_OF_SHARDS = {"hidden_scale", "shard", "residual_known", "known"}
+_SHARD = Signature(Operands, set(Operands._fields) - {"capacity", "groups", "rows", "norm"})
+_WHOLE = Signature(Operands, set(Operands._fields) - _OF_SHARDS - {"norm"})
+_WITH_NORM = Signature(Operands, set(Operands._fields) - _OF_SHARDS)
 _experts = _operator("experts", _WHOLE, checks.experts)
+_experts_norm = operator(
+    "experts_norm -> (Tensor, Tensor, Tensor, Tensor)",
+    signature=_WITH_NORM,
+    check=checks.with_norm,
+    quick=workspace.find,
+    cuda=_run_norm,
+    reference=lambda operands: _then_norm(operands, _reference),
+    fake=_empty_norm,
+    forward_only=True,
+)
 _partial = _operator("experts_partial", _SHARD, checks.partial)
 
 

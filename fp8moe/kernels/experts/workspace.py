@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.experts.combine import Dtypes
+from fp8moe.kernels.experts.combine import Dtypes, norm_launcher
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.operands import Biases, Operands, grouping_of
 from fp8moe.kernels.experts.permute import launcher as permute_launcher
@@ -14,7 +14,7 @@ from fp8moe.kernels.gemm.checks import bias_vector
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.launch import Operands as GemmOperands
 from fp8moe.kernels.gemm.launch import build as build_gemm
-from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, has_channel_scales
+from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, has_channel_scales
 from fp8moe.runtime.checks import aligned, row_major
 from fp8moe.runtime.launch import current_stream, device_guard, planned
 from fp8moe.runtime.peer_table import Targets
@@ -89,16 +89,25 @@ class Workspace:
         y = matrix("last", row_dtype, hidden)
         self.gemm2 = build_gemm(second, PlainStore(row_dtype), grouping, y, pdl=True)
         dtypes = Dtypes(row_dtype, operands.top_k_weights.dtype, out_dtype)
-        self.combine = combine_launcher(device, tokens, hidden, top_k, num_rows, dtypes, **launch)
+        sizes = device, tokens, hidden, top_k, num_rows, dtypes
+        if operands.norm.norm_weight is None:
+            self.combine = combine_launcher(*sizes, **launch)
+        else:
+            self.combine = norm_launcher(*sizes, operands.norm.norm_eps, pdl=True)
 
-    def __call__(self, operands: Operands, targets: Targets | None = None) -> Tensor | None:
-        """Returns (T, H) in the dtype of the input, or of the shard; None if rows go to the targets."""
+    def __call__(self, operands: Operands, targets: Targets | None = None) -> Tensor | tuple[Tensor, ...] | None:
+        """Returns (T, H) in the dtype of the input, or of the shard; None if rows go to the targets.
+
+        With a norm: four tensors, as `experts_norm` returns them.
+        """
         (up, up_scale), (down, down_scale), _, (up_bias, down_bias) = operands.layer
         residual = 0 if operands.residual is None else operands.residual.data_ptr()
         x, up_address, down_address = operands.hidden_states.data_ptr(), up.data_ptr(), down.data_ptr()
         up_bias = 0 if up_bias is None else up_bias.data_ptr()
         down_bias = 0 if down_bias is None else down_bias.data_ptr()
-        addresses = x | up_address | down_address | residual | up_bias | down_bias
+        norm_weight, _, norm_quantized = operands.norm
+        norm_address = 0 if norm_weight is None else norm_weight.data_ptr()
+        addresses = x | up_address | down_address | residual | up_bias | down_bias | norm_address
         if self.has_channel_scales:
             addresses |= up_scale.data_ptr() | down_scale.data_ptr()
         if addresses & 15:
@@ -123,11 +132,23 @@ class Workspace:
                 self.gemm2.launch(stream, mapped, (scale, down_bias, *targets.pointers(last)), groups)
                 return None
             self.gemm2.launch(stream, mapped, (scale, down_bias, last, self.hidden), groups)
+            weights = operands.top_k_weights.data_ptr()
+            if norm_weight is not None:
+                values, data, scale = normed = empty_normed(out, norm_quantized)
+                wanted = (0, data.data_ptr(), scale.data_ptr()) if norm_quantized else (values.data_ptr(), 0, 0)
+                self.combine.launch(stream, last, rows, weights, residual, norm_address, out.data_ptr(), *wanted)
+                return out, *normed
             known, now = operands.residual_known, operands.known
             known, now = 0 if known is None else known.data_ptr(), 0 if now is None else now.data_ptr()
-            weights = operands.top_k_weights.data_ptr()
             self.combine.launch(stream, last, rows, weights, residual, known, now, out.data_ptr())
         return out
+
+
+def empty_normed(out: Tensor, quantized: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, data and scale of the norm of `out`, uninitialized; of no elements where they are not wanted."""
+    if quantized:
+        return out.new_empty(0), *empty_quantized(out, *out.shape)
+    return out.new_empty(out.shape), out.new_empty(0), out.new_empty(0)
 
 
 @planned
@@ -140,7 +161,7 @@ def find(operands: Operands, targets: Targets | None = None) -> Workspace | None
     return workspace.find(operands.hidden_states.get_device(), targets and targets.form, operands)
 
 
-def run(operands: Operands, targets: Targets | None = None) -> Tensor | None:
+def run(operands: Operands, targets: Targets | None = None) -> Tensor | tuple[Tensor, ...] | None:
     """What a `Workspace` returns, for operands in any layout; H and I are multiples of 16, none is empty."""
     loaded = _as_kernels_load(operands)
     out = workspace(loaded.hidden_states.get_device(), targets and targets.form, loaded)(loaded, targets)
@@ -153,6 +174,9 @@ def _as_kernels_load(operands: Operands) -> Operands:
     """With copies of those in layouts that the kernels do not take."""
     layer = operands.layer
     added = {"top_k_weights": operands.top_k_weights, "residual": operands.residual}
+    norm_weight = operands.norm.norm_weight
+    if norm_weight is not None:
+        norm_weight = aligned(norm_weight)
     scalars = {name: getattr(operands, name) for name in ("residual_known", "known", "groups", "rows")}
     return operands._replace(
         hidden_states=row_major(operands.hidden_states),
@@ -162,6 +186,7 @@ def _as_kernels_load(operands: Operands) -> Operands:
             down=FP8Tensor(*map(aligned, layer.down)),
             biases=Biases(*map(bias_vector, layer.biases)),
         ),
+        norm=operands.norm._replace(norm_weight=norm_weight),
         **{name: value if value is None else aligned(value) for name, value in added.items()},
         **{name: value if value is None else value.contiguous() for name, value in scalars.items()},
     )

@@ -1,0 +1,86 @@
+// The weighted sums of the rows that a token's assignments have: products and sums in float32, each rounded, in the
+// order of the assignments.
+//
+// Compile-time constants: those of input.cuh, where INPUT is the type of y and VECTOR = 1; WEIGHT (BFloat16, Float16 or
+// Float32); ROW (int or long long), and PLACED: whether the rows of y are those of the assignments in their own order,
+// and `rows` has their experts; HIDDEN, the columns, a multiple of 8.
+#pragma once
+
+#include "output.cuh"
+#include "warp.cuh"
+
+using Weight = WEIGHT;
+using Row = ROW;
+
+static_assert(VECTOR && HIDDEN % 8 == 0);
+
+// Of 32 assignments of a token, one a lane.
+struct Assignment {
+  int row;  // -1: none
+  float weight;
+};
+
+struct RoutingSizes {
+  u32 tokens, top_k;
+  u32 bound;  // of the rows, or of the experts: what is outside [0, bound) is none
+};
+
+// The routing of all tokens.
+struct Routing {
+  const Row* rows;
+  const Weight::Element* weights;
+  const RoutingSizes& sizes;
+
+  // The assignment that a lane has of the 32 from the k-th of a token on.
+  __device__ __forceinline__ Assignment from(u32 token, u32 k, u32 lane) const {
+    if (token >= sizes.tokens || k + lane >= sizes.top_k) return {-1, 0.0f};
+    const i64 at = i64{token} * sizes.top_k + k + lane;
+    const Row row = rows[at];
+    const bool some = static_cast<unsigned long long>(row) < sizes.bound;
+    return {some ? static_cast<int>(PLACED ? at : row) : -1, Weight::value(weights[at])};
+  }
+};
+
+// Adds the rows of 32 assignments to the sums of a lane, of Vectors vectors that are `step` columns apart, and loads
+// those of AtOnce rows before it adds them up. y: from the first column of the lane on, which has `columns` up to the
+// end of the row.
+template <int AtOnce, int Vectors>
+__device__ __forceinline__ void add_rows(float (&sum)[Vectors][PER_VECTOR], const Element* y, int columns, int step,
+                                         const Assignment& assignment) {
+  u32 used = __ballot_sync(FULL_WARP, assignment.row >= 0);
+  while (used) {
+    Vector v[AtOnce][Vectors];
+    u32 left = used;
+#pragma unroll
+    for (auto& vectors : v) {
+      const i64 row = __shfl_sync(FULL_WARP, assignment.row, __ffs(left) - 1);
+#pragma unroll
+      for (int i = 0; i < Vectors; ++i) {
+        vectors[i] = Vector::load(y + row * HIDDEN + i * step, left ? columns - i * step : 0);
+      }
+      left &= left - 1;
+    }
+#pragma unroll
+    for (const auto& vectors : v) {
+      if (!used) break;
+      const float weight = __shfl_sync(FULL_WARP, assignment.weight, __ffs(used) - 1);
+      used &= used - 1;
+#pragma unroll
+      for (int i = 0; i < Vectors; ++i) {
+#pragma unroll
+        for (int c = 0; c < PER_VECTOR; ++c) sum[i][c] = __fadd_rn(sum[i][c], __fmul_rn(weight, vectors[i][c]));
+      }
+    }
+  }
+}
+
+// Adds all rows of a token. first: the assignments that the lane has of the first 32.
+template <int AtOnce, int Vectors>
+__device__ __forceinline__ void add_token(float (&sum)[Vectors][PER_VECTOR], const Element* y, int columns, int step,
+                                          const Routing& routing, u32 token, Assignment assignment) {
+  for (u32 k = WARP;; k += WARP) {
+    add_rows<AtOnce>(sum, y, columns, step, assignment);
+    if (k >= routing.sizes.top_k) return;
+    assignment = routing.from(token, k, lane_id());
+  }
+}
