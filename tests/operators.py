@@ -435,7 +435,7 @@ DECODER = {
         lambda draw: (*_norm_and_router(draw), 1e-6, False, torch.float32),
         bad={"x": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, None, None, BAD_ROW])},
         sums=(4,),
-        rows=(1, 8, 300),
+        rows=(1, 2, 300),
     ),
     "norm_logits, quantized": Case(
         lambda draw: (*_norm_and_router(draw), 1e-6, True, torch.bfloat16),
@@ -444,7 +444,7 @@ DECODER = {
             "weight": ((3, 5), lambda a: [None, None, None, None, (slice(None), 3)]),
         },
         sums=(4,),
-        rows=(1, 5, 64),
+        rows=(1, 2, 64),
     ),
     "route": Case(
         lambda draw: (
@@ -463,12 +463,12 @@ DECODER = {
             *(4, 2, True, 2.5, torch.bfloat16),
         ),
         bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, ..., ...])},
-        rows=(1, 40),
+        rows=(1, 16),
     ),
     "route_sorted, softmax": Case(
         lambda draw: (draw.normal(draw.rows, draw.experts), 3, "softmax", None, 1, 1, False, 1.0, torch.float32),
         bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, ..., ...])},
-        rows=(8, 64),
+        rows=(8, 13),
     ),
     "sample": Case(
         _sampling,

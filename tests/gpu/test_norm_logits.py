@@ -11,7 +11,7 @@ from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
 from fp8moe.kernels.decoder_ops.router import router_logits
 from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.runtime.checks import FLOATING
-from fp8moe.runtime.launch import device_guard, num_sms
+from fp8moe.runtime.launch import device_guard
 from tests import random_values
 from tests.errors import error_in_its_dtype
 
@@ -23,7 +23,7 @@ GUARD = 256
 # experts, H
 SIZES = (
     *((8, 4096), (128, 2048), (160, 5120), (256, 7168), (60, 2880), (133, 576), (512, 136), (1024, 1024), (1, 64)),
-    *((7, 7), (64, 131), (300, 1001), (128, 16384), (2000, 520)),
+    *((7, 7), (64, 131), (300, 1001), (128, 8192), (2000, 520)),
 )
 
 
@@ -67,7 +67,7 @@ def write(given: list[torch.Tensor], out_dtype: torch.dtype, quantized: bool, ep
 
 
 def bits(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().view(torch.uint8)
+    return value.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def assert_equal(got, expected) -> None:
@@ -96,8 +96,8 @@ def by_two_kernels(given: list[torch.Tensor], out_dtype: torch.dtype, quantized:
 )
 def test_has_the_bits_of_two_kernels(experts, hidden, dtype, out_dtype):
     tried = 0
-    for tokens in range(1, 9):
-        if not by_one_kernel(tokens, experts, hidden * dtype.itemsize, num_sms(0)):
+    for tokens in (1, 2):
+        if not by_one_kernel(tokens, experts, hidden * dtype.itemsize):
             continue
         given = operands(tokens, experts, hidden, dtype, seed=tokens)
         for quantized in (False, True):
@@ -107,13 +107,13 @@ def test_has_the_bits_of_two_kernels(experts, hidden, dtype, out_dtype):
         exact = normed.values.double() @ given[3].double().t()
         assert error_in_its_dtype(logits, exact) < (5e-6 if out_dtype is torch.float32 else 1e-3)
         tried += 1
-    assert tried or hidden * dtype.itemsize > 32 << 10
+    assert tried or hidden * dtype.itemsize > 16 << 10
 
 
 @pytest.mark.parametrize("hidden", [131, 2048, 2880, 7168])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_nan_and_infinity_stay_in_their_tokens(hidden, dtype):
-    tokens = max(n for n in range(1, 9) if by_one_kernel(n, 128, hidden * dtype.itemsize, num_sms(0)))
+    tokens = 2  # the kernel takes more than are given to it
     given = operands(tokens, 128, hidden, dtype)
     clean, clean_logits = write(given, torch.float32, True)
     for value in (math.nan, math.inf, -math.inf):
@@ -141,7 +141,7 @@ def test_squares_that_vanish(hidden):
     assert_equal((normed, logits), by_two_kernels(given, torch.float32, True, eps=0.0))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 70])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 70])
 def test_operator_on_strided_operands(tokens):
     wide, weight = random(2, tokens, 2 * 2048, dtype=torch.bfloat16), random(130, 2100, dtype=torch.bfloat16, seed=1)
     norm_weight = random(2 * 2048, dtype=torch.bfloat16, seed=2)
@@ -150,7 +150,7 @@ def test_operator_on_strided_operands(tokens):
         given = [x, residual, norm_weight[columns], weight[:, :2048]]
         options = {"residual": residual, "quantized": True, "dtype": torch.float32}
         got = norm_logits(x, given[2], EPS, given[3], **options)
-        if tokens <= 8:
+        if tokens <= 8:  # of more the GEMM sums as the layout has it
             assert_equal(got, by_two_kernels([part.contiguous() for part in given], torch.float32, True))
         with batch_invariant():
             got = norm_logits(x, given[2], EPS, given[3], **options)
@@ -174,7 +174,7 @@ def test_a_token_has_its_bits_in_any_batch_where_that_is_asked_for():
             assert torch.equal(some, logits[:tokens])
 
 
-@pytest.mark.parametrize("tokens,hidden", [(1, 2048), (8, 2048), (2, 7168)])
+@pytest.mark.parametrize("tokens,hidden", [(1, 2048), (2, 2048), (1, 7168)])
 def test_same_bits_every_time(tokens, hidden):
     given = operands(tokens, 128, hidden, torch.bfloat16)
     first = write(given, torch.bfloat16, True)
@@ -182,7 +182,7 @@ def test_same_bits_every_time(tokens, hidden):
         assert_equal(write(given, torch.bfloat16, True), first)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 8])
 def test_cuda_graph_with_changed_input(tokens):
     """Two in a chain: the second starts early and must wait for the first."""
     x, residual, norm_weight, weight = operands(tokens, 128, 2048, torch.bfloat16)

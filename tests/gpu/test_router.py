@@ -224,7 +224,7 @@ def assert_sorted(logits, top_k, form, out_dtype) -> Routing:
 @pytest.mark.parametrize("dtype,out_dtype", list(zip(FLOATING, (*FLOATING[1:], FLOATING[0]), strict=True)), ids=str)
 def test_route_sorted(experts, top_k, form, dtype, out_dtype):
     form = arguments(experts, form, "cuda")
-    for tokens in (1, 2, 7, 8, 9, 16, 17, 32, 33, 50, 64):
+    for tokens in (1, 2, 7, 8, 9, 15, 16):
         assert_sorted((2 * random(tokens, experts, seed=tokens)).to(dtype), top_k, form, out_dtype)
 
 
@@ -232,14 +232,14 @@ def test_route_sorted(experts, top_k, form, dtype, out_dtype):
     "experts,top_k", [*zip((8, 128, 160, 256, 511, 512, 8), range(1, 8), strict=True), (8, 8), (160, 8), (512, 8)]
 )
 def test_route_sorted_of_each_top_k(experts, top_k):
-    for tokens in (1, 11, 64):
+    for tokens in (1, 11, 16):
         assert_sorted(random(tokens, experts, seed=tokens), top_k, SOFTMAX, torch.float32)
 
 
 @pytest.mark.parametrize("experts,top_k,form", SORTED_FORMS, ids=str)
 def test_route_sorted_of_ties_and_bad_values(experts, top_k, form):
     form = arguments(experts, form, "cuda")
-    for tokens in (3, 40, 64):
+    for tokens in (3, 11, 16):
         logits = random(tokens, experts).sign() * 8.0
         assert_sorted(logits, top_k, form, torch.float32)
         assert_sorted(torch.zeros_like(logits), top_k, form, torch.float32)  # all tokens to the same experts
@@ -252,18 +252,18 @@ def test_route_sorted_of_ties_and_bad_values(experts, top_k, form):
 
 
 def test_operator_that_sorts():
-    for tokens, experts in ((0, 128), (5, 128), (64, 512), (65, 128), (5, 513)):
+    for tokens, experts in ((0, 128), (5, 128), (16, 512), (17, 128), (5, 513)):
         logits = random(tokens, 2 * experts, dtype=torch.bfloat16)[:, ::2]
         got = route(logits, 8, **SOFTMAX, dtype=torch.float32, sort=True)
         expected = route(logits, 8, **SOFTMAX, dtype=torch.float32)
         assert torch.equal(got.index, expected.index) and torch.equal(got.weights, expected.weights)
-        if tokens > 64 or experts > 512:
+        if tokens > 16 or experts > 512:
             assert got.groups is None and got.rows is None
         else:
             assert all(map(torch.equal, got[2:], sort_by_expert(expected.index, experts)))
 
 
-@pytest.mark.parametrize("tokens", [1, 30, 64])
+@pytest.mark.parametrize("tokens", [1, 16])
 def test_route_sorted_gives_equal_bits(tokens):
     logits, form = random(tokens, 256, dtype=torch.bfloat16), arguments(256, FORMS[3][2], "cuda")
     first = write_sorted(logits, 8, form, torch.float32)
@@ -293,7 +293,7 @@ def test_cuda_graph_with_changed_input(tokens, sort):
         expected = on_reference(route, logits, 8, **SOFTMAX, dtype=torch.bfloat16)
         assert torch.equal(index, expected.index)
         assert error_in_its_dtype(weights, expected.weights.double()) < 1e-3
-        if sort:
+        if sort and tokens <= 16:
             assert all(map(torch.equal, order, sort_by_expert(index, 128)))
 
 

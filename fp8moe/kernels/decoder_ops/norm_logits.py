@@ -15,7 +15,7 @@ from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 
-_MAX_BYTES = 32 << 10  # of x: every thread block reads all of it, and the residual
+_MAX_TOKENS, _MAX_BYTES = 2, 16 << 10  # of x: every thread block reads and normalizes all of it
 
 
 def norm_logits(
@@ -33,8 +33,8 @@ def norm_logits(
     x, residual: (T, H) bfloat16, float16 or float32, any strides; H up to 32768. norm_weight: (H,), weight: (E, H), all
     of the dtype of x. quantized: whether the norm is wanted in FP8 too. dtype: bfloat16, float16 or float32, of the
     logits (T, E).
-    Returns the norm, with its sum and values, and the logits: the bits of the two operations. Up to 8 tokens of no more
-    than 32 KB together are one kernel, unless results are to be batch invariant (`fp8moe.batch_invariant`). Equal
+    Returns the norm, with its sum and values, and the logits: the bits of the two operations. Up to 2 tokens of no more
+    than 16 KB together are one kernel, unless results are to be batch invariant (`fp8moe.batch_invariant`). Equal
     inputs give equal bits. There is no backward: calling it raises RuntimeError.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, size or device.
@@ -47,11 +47,10 @@ def norm_logits(
     return Normed(total, values, FP8Tensor(data, scale) if quantized else None), logits
 
 
-def by_one_kernel(tokens: int, experts: int, row_bytes: int, sms: int) -> bool:
-    """Whether one kernel is quicker than two: while thread blocks do not read much of x and the residual."""
-    if config.settings.batch_invariant or not (tokens and experts and 0 < tokens * row_bytes <= _MAX_BYTES):
-        return False
-    return tokens <= logits_block(tokens, experts, sms)[1]
+def by_one_kernel(tokens: int, experts: int, row_bytes: int) -> bool:
+    """Whether one kernel is quicker than two: while it is little that each thread block does of the norm."""
+    few = 0 < tokens <= _MAX_TOKENS and 0 < tokens * row_bytes <= _MAX_BYTES
+    return few and experts > 0 and not config.settings.batch_invariant
 
 
 def kernel_spec(
@@ -111,7 +110,7 @@ def _launch(
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     (tokens, hidden), experts, device_index = x.shape, len(weight), x.get_device()
-    if not by_one_kernel(tokens, experts, hidden * x.itemsize, num_sms(device_index)):
+    if not by_one_kernel(tokens, experts, hidden * x.itemsize):
         return _by_two(x, norm_weight, residual, weight, eps, quantized, dtype)
     results = total, values, data, scale, logits = _empty(x, norm_weight, residual, weight, eps, quantized, dtype)
     launch = launcher(device_index, tokens, experts, hidden, eps, (x.dtype, dtype))

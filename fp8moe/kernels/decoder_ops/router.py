@@ -28,9 +28,8 @@ _MAX_BYTES = 256 << 10  # of x: every thread block reads all of it
 _MAX_ROW_BYTES = 32 << 10  # of which each of 256 threads has 8 vectors
 _MAX_EXPERTS_AT_ONCE, _MAX_TOKENS_AT_ONCE = 8, 8  # of a thread block: more cost registers and hide no latency
 _MAX_SUMS = WARP  # of a thread: one for each expert and token
-_MAX_WARPS = 32  # of a thread block
 _ROUTE_WARPS = 4  # of a thread block
-MAX_SORTED_TOKENS = 64  # of the one thread block of route_sorted.cu: more take longer there than another kernel does
+MAX_SORTED_TOKENS = 16  # of the one thread block of route_sorted.cu: many take longer there than another kernel does
 MAX_SORTED_EXPERTS = 512  # of whose scores the registers of so many threads have room
 
 
@@ -89,7 +88,7 @@ def route(
         whose two largest (biased) scores have the largest sum: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     normalize: divide the weights by their sum. They are then multiplied by scale and rounded to dtype: bfloat16,
         float16 or float32.
-    sort: also sort the assignments by expert where they are few enough for one kernel to do both, up to 64 tokens and
+    sort: also sort the assignments by expert where they are few enough for one kernel to do both, up to 16 tokens and
         512 experts.
     Returns Routing(index, weights, groups, rows), the last two None where nothing was sorted. Of equal experts or
     groups the first is chosen. NaN comes before all numbers, so that it is among the weights. Equal inputs give equal
@@ -296,16 +295,14 @@ def _sorts(tokens: int, experts: int) -> bool:
 
 
 def sorted_shape(tokens: int, experts: int) -> KernelShape:
-    """The thread block that routes and sorts: a warp for each token, if there are no more than it can have."""
+    """The thread block that routes and sorts, with a warp for each token."""
     counters, warps, _ = KernelShape.of(1, experts)
-    return KernelShape(counters, min(max(warps, _power_of_two_from(max(tokens, 1))), _MAX_WARPS), 1)
+    return KernelShape(counters, max(warps, _power_of_two_from(max(tokens, 1))), 1)
 
 
 def sorted_spec(tokens: int, experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
     """The kernel that routes and sorts so many tokens; otherwise as `route_spec`."""
-    shape = sorted_shape(tokens, experts)
-    tokens_of_warp = _power_of_two_from(max(ceil_div(tokens, shape.warps), 1))
-    defines = (*_route_defines(experts, form, dtype, out_dtype), *shape.defines(False), ("TOKENS", tokens_of_warp))
+    defines = *_route_defines(experts, form, dtype, out_dtype), *sorted_shape(tokens, experts).defines(False)
     return KernelSpec("route_sorted.cu", "route_sorted", defines)
 
 
