@@ -16,9 +16,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from fp8moe import __version__
+from fp8moe.runtime.sm90 import USUAL_SMS
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
-DEFAULT_SMS = 132  # of H100 and H200 SXM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,8 +164,7 @@ def _add_warmup(commands: Any) -> argparse.ArgumentParser:
     add("--batch-sizes", type=_count, nargs="+", default=[1], metavar="B", help="those of GraphDecoder; default: 1")
     add("--max-length", type=_count, default=4096, metavar="L", help="that of GraphDecoder; default: %(default)s")
     add("--tokens", type=_count, default=8192, metavar="T", help="most tokens of a prefill; default: %(default)s")
-    parser.set_defaults(default_sms=DEFAULT_SMS)
-    sms = f"SMs of the target GPU; default: those of the GPU here, or {DEFAULT_SMS}"
+    sms = f"SMs of the target GPU; default: those of the GPU here, or {USUAL_SMS}"
     add("--sms", type=_count, metavar="N", help=sms)
     add("--output", type=Path, metavar="DIR", help="where to keep the kernels; default: FP8MOE_CACHE_DIR")
     jobs = len(os.sched_getaffinity(0))

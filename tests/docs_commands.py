@@ -10,6 +10,7 @@ import runpy
 import shutil
 import sys
 import tomllib
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -35,7 +36,13 @@ def _fp8moe(arguments: list[str]) -> int:
         kernels = warmup._kernels
         warmup._kernels = lambda *given: sorted(kernels(*given), key=str)[:FEW]
         warmup.get_context = lambda _: mp.get_context("fork")
+        warmup.in_own_process = _forked
     return main(arguments)
+
+
+def _forked(work, *arguments):
+    with ProcessPoolExecutor(1, mp_context=mp.get_context("fork")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def torchrun(arguments: list[str]) -> int:

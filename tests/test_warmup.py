@@ -1,11 +1,13 @@
 """`fp8moe warmup` finds every kernel that a decoder and its prompts launch, and compiles what is missing."""
 
 import json
+import os
 import random
 
 import pytest
 import torch
 
+import fp8moe
 from fp8moe import FP8Linear, GroupedExperts
 from fp8moe.cli import main
 from fp8moe.commands import warmup
@@ -16,11 +18,13 @@ from fp8moe.kernels.gemm.epilogue import PlainStore, SwigluQuantize
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import GroupedProblem, choose_dense, choose_grouped
 from fp8moe.kernels.gemm.warmup import Family
+from fp8moe.layers import warmup as warm_module
 from fp8moe.quant import quantize
 from fp8moe.runtime import compilers, config, jit
+from fp8moe.runtime.record import in_own_process
 from tests.checkpoint_formats import LAYOUTS
 from tests.transformers_models import BASE, MLA, random_model, write_checkpoints
-from tests.warmup_processes import SMS, end, in_processes, launched, needed, needed_for
+from tests.warmup_processes import SMS, end, in_processes, launched, launched_by_modules, needed, needed_for
 
 TOKENS = 700
 BATCH_SIZES = (1, 3)
@@ -122,6 +126,64 @@ def test_rows_of_a_token_are_known_without_a_call_of_one(monkeypatch):
     for tokens in (8, 5, 3):
         gemm_warmup.note(family, 6 * tokens)
     assert gemm_warmup.families == {family: 6}
+
+
+SHAPES = [(272, 160), (8, 96, 160, 2)]
+OPTIONS = warm_module._Options(Activation(), bias=False, weight_scales="block", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("options", "batch_invariant"),
+    [
+        (OPTIONS, False),
+        (OPTIONS._replace(activation=Activation(7.0, 1.702), bias=True), True),
+        (OPTIONS._replace(weight_scales="channel", dtype=torch.float16), False),
+    ],
+)
+def test_no_number_of_tokens_needs_a_kernel_that_warm_did_not_compile(monkeypatch, options, batch_invariant):
+    compiled = []
+    monkeypatch.setattr(jit, "compile_all", compiled.extend)
+    with fp8moe.batch_invariant(batch_invariant):
+        fp8moe.warm(SHAPES, [3, TOKENS], **options._asdict())
+    counts = [*range(1, 70, 3), 100, 128, 129, 300, 513, TOKENS - 1]
+    (launched,) = in_processes((launched_by_modules, SHAPES, counts, options, batch_invariant))
+    assert {"gemm", "quantize_1x128", "sort_by_expert", "permute_quantize", "combine"} <= {
+        spec.name for spec in launched
+    }
+    assert sorted(map(warmup._described, launched - set(compiled))) == []
+
+
+def test_what_warm_compiles_is_kept(tmp_path, monkeypatch):
+    specs, cubin = [], jit.cubin
+    monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(jit, "cubin", lambda spec: specs.append(spec) or cubin(spec))
+    config.reload()
+    fp8moe.warm([(64, 128)], [1])
+    assert {spec.name for spec in specs} == {"gemm", "quantize_1x128"} and all(map(jit.is_cached, specs))
+    monkeypatch.undo()
+    config.reload()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "counts", "error", "message"),
+    [
+        ([], [1], ValueError, "^shapes: expected at least one"),
+        ([(64, 128, 2)], [1], ValueError, r"^shapes: expected \(N, K\) or \(E, I, H, top_k\), got \(64, 128, 2\)"),
+        ([(64, 0)], [1], ValueError, "^shapes: expected .*, got 0"),
+        ([(64, 1.5)], [1], TypeError, "^shapes: expected an int, got float"),
+        ([(64, 128)], [], ValueError, "^token_counts: expected at least one"),
+        ([(64, 128)], [0], ValueError, "^token_counts: expected .*, got 0"),
+        ([(2000, 16, 16, 1)], [1], ValueError, "^num_experts: expected at most 1024, got 2000"),
+    ],
+)
+def test_shapes_that_warm_refuses(shapes, counts, error, message):
+    with pytest.raises(error, match=message):
+        fp8moe.warm(shapes, counts)
+
+
+def test_a_process_that_ends_without_an_answer():
+    with pytest.raises(RuntimeError, match="a process ended before its work did"):
+        in_own_process(os._exit, 1)
 
 
 SPECS = [

@@ -91,6 +91,7 @@ CALLS = {
     "read_kv": (read_kv, {"kv_cache": CACHE, "slots": int32([0])}),
     "sort_by_expert": (sort_by_expert, {"top_k_index": INDEX, "num_experts": 2}),
     "transpose_fp8": (transpose_fp8, {"w": B}),
+    "warm": None,  # it takes no tensors: test_warmup.py
 }
 OPTIONAL = ("bias", "c", "out", "group_offsets of quantize_with_transpose", "tokens")
 OTHERS = ("max_context_len", "num_rows", "num_experts", "out_dtype")

@@ -46,6 +46,8 @@ def operations(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
 
     with fp8moe.batch_invariant() as nothing:
         assert_type(nothing, None)
+    fp8moe.warm([(256, 128), (8, 96, 128, 2)], range(1, 65), bias=True, dtype=torch.float16)
+    fp8moe.warm([(256, 128)], 64)  # type: ignore[arg-type]
 
     fp8moe.gemm(x, b)  # type: ignore[arg-type]
     fp8moe.gemm(a, b, product)  # type: ignore[call-arg]

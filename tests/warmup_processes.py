@@ -33,9 +33,19 @@ def needed_for(source, lengths):
     """The kernels, but for GEMMs, that prompts of these lengths launch."""
     from fp8moe.integrations.decode import required_kernels as module
 
-    module._lengths = lambda tokens: lengths
+    module.lengths = lambda tokens: lengths
     kernels, _ = needed(source, [1], max(lengths))
     return {spec for spec in kernels if spec.source != "gemm.cu"}
+
+
+def launched_by_modules(shapes, counts, options, batch_invariant):
+    """The kernels that modules of these shapes launch for these numbers of tokens."""
+    import fp8moe
+    from fp8moe.layers import warmup as module
+
+    module.lengths = lambda tokens: counts
+    with fp8moe.batch_invariant(batch_invariant):
+        return module._record(shapes, max(counts), options, SMS)[0]
 
 
 def end(spec):

@@ -22,6 +22,8 @@ from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.runtime import config, jit
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.progress import progress, shown, still_running
+from fp8moe.runtime.record import in_own_process
+from fp8moe.runtime.sm90 import USUAL_SMS
 
 _FEW_ENOUGH = 8192  # tokens: prompts of more need no further kernels, but those of GEMMs
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
@@ -88,9 +90,8 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
     sms = _sms(options)
     decoder = min(max(options.batch_sizes) * options.max_length, MOST_WHOLE_TOKENS)
     tokens = max(options.tokens, decoder)
-    with _started(ProcessPoolExecutor(1, mp_context=get_context("spawn"))) as recorder:  # unfit for other use
-        few = min(tokens, _FEW_ENOUGH)
-        kernels, families = recorder.submit(_record, source, options.batch_sizes, few, sms, dict(options.set)).result()
+    few = min(tokens, _FEW_ENOUGH)
+    kernels, families = in_own_process(_record, source, options.batch_sizes, few, sms, dict(options.set))
     variants = [pool.submit(_variants, *item, tokens, decoder, sms) for item in families.items()]
     return list(kernels.union(*(future.result() for future in variants)))
 
@@ -132,7 +133,7 @@ def _sms(options: argparse.Namespace) -> int:
     sms = options.sms
     if sms is None and torch.cuda.is_available():
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-    sms = sms or options.default_sms
+    sms = sms or USUAL_SMS
     return min(sms, config.settings.num_sms or sms)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8moe.checkpoints.find_format import declared
 from fp8moe.checkpoints.quantize import DEFAULT_SKIP
@@ -16,7 +16,7 @@ from fp8moe.integrations.transformers import register
 from fp8moe.integrations.transformers.quantizer import replace_modules
 from fp8moe.layers.replaced import matches
 from fp8moe.quant.formats import BLOCK
-from fp8moe.runtime.record import reserved
+from fp8moe.runtime.record import reserve_memory
 
 _UNCONVERTED = ("modules_to_not_convert", "ignore", "exclude_modules")
 """The entries of configurations that name the modules that are not quantized: transformers', compressed-tensors' and
@@ -57,7 +57,7 @@ def _skeleton(config: Any, quantization: Mapping[str, Any] | None) -> Any:
         finally:
             torch.set_default_dtype(before)
     _keep_one_layer_of_each_kind(model)
-    _reserve_memory(model)
+    reserve_memory(model)
     model.set_experts_implementation(NAME)
     return model.eval()
 
@@ -129,20 +129,3 @@ def _kind(layer: nn.Module, listed: list[Any]) -> tuple:
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     tensors = tuple((name, value.shape, value.dtype) for name, value in layer.state_dict().items())
     return modules, tensors, repr(listed)
-
-
-def _reserve_memory(model: nn.Module) -> None:
-    """Give tensors on the meta device memory that is reserved."""
-    made: dict[int, Tensor] = {}
-
-    def filled(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_meta:
-            return value
-        if id(value) not in made:
-            memory = reserved(tuple(value.shape), value.dtype)
-            made[id(value)] = nn.Parameter(memory, requires_grad=False) if isinstance(value, nn.Parameter) else memory
-        return made[id(value)]
-
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
-            tensors.update({name: filled(value) for name, value in tensors.items()})

@@ -197,14 +197,19 @@ def is_cached(spec: KernelSpec) -> bool:
     return open_cache(config.settings.cache_dir).get(cache_key(spec)) is not None
 
 
+def compile_all(specs: Iterable[KernelSpec]) -> dict[KernelSpec, bytes]:
+    """`cubin` of all of them, several compiled at a time."""
+    specs = list(specs)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return dict(zip(specs, pool.map(cubin, specs), strict=True))
+
+
 def load_all(specs: Iterable[KernelSpec]) -> None:
     """`load` all of them, several compiled at a time."""
-    missing = [spec for spec in specs if spec not in _kernels]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for spec, code in zip(missing, pool.map(cubin, missing), strict=True):
-            with _lock:
-                if spec not in _kernels:
-                    _kernels[spec] = _load_cubin(code, spec.name)
+    for spec, code in compile_all(spec for spec in specs if spec not in _kernels).items():
+        with _lock:
+            if spec not in _kernels:
+                _kernels[spec] = _load_cubin(code, spec.name)
 
 
 def _load_cubin(code: bytes, name: str) -> "Kernel":

@@ -3,6 +3,11 @@
 import ctypes
 import math
 import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,6 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fp8moe.runtime import config, jit, launch
 
@@ -28,6 +34,67 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def reserve_memory(module: nn.Module) -> None:
+    """Give tensors on the meta device memory that is reserved; tied ones stay tied."""
+    made: dict[int, torch.Tensor] = {}
+
+    def filled(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
+        if id(value) not in made:
+            memory = reserved(tuple(value.shape), value.dtype)
+            made[id(value)] = nn.Parameter(memory, requires_grad=False) if isinstance(value, nn.Parameter) else memory
+        return made[id(value)]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers, vars(part)):
+            tensors.update({name: filled(value) for name, value in tensors.items()})
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function, which may make a `Recorder`, returns or raises in a new process.
+
+    The function is one of a module, not of ``__main__``, which the process does not have: so callers need no
+    ``if __name__ == "__main__"``. Ctrl-C ends this process alone, which then ends the other.
+    """
+    code = f"from {__name__} import _answer; _answer()"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "FP8MOE_BATCH_INVARIANT": str(int(config.settings.batch_invariant)),
+    }
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the process inherits it
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        answer, _ = process.communicate(pickle.dumps((function, arguments)))
+    except BaseException:
+        process.kill()
+        raise
+    if process.returncode:
+        raise RuntimeError("a process ended before its work did, perhaps for want of memory")
+    result, error = pickle.loads(answer)
+    if error is not None:
+        raise error
+    return result
+
+
+def _answer() -> None:
+    """Read what to call from the standard input, and write what comes of it to the standard output alone."""
+    output = os.dup(1)
+    os.dup2(2, 1)
+    function, arguments = pickle.load(sys.stdin.buffer)
+    try:
+        answer = function(*arguments), None
+    except Exception as error:
+        answer = None, error
+    with os.fdopen(output, "wb") as file:
+        pickle.dump(answer, file)
 
 
 class Recorder:

@@ -4,6 +4,7 @@ CAPABILITY = (9, 0)  # as PyTorch reports it
 ARCH = "sm_90a"  # as compilers name it; "a" for instructions that no later GPU has
 SOURCES = "sm90"  # folder of fp8moe/cuda
 
+USUAL_SMS = 132  # of H100 and H200 SXM
 WARP = 32
 WARPGROUP = 128
 # CUDA C++ Programming Guide, "Compute Capabilities", table of technical specifications.

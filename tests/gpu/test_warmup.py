@@ -1,8 +1,9 @@
-"""After `fp8moe warmup` a decoder and prompts of any length compile nothing on a GPU."""
+"""After `fp8moe warmup` or `fp8moe.warm` nothing is compiled on a GPU."""
 
 import pytest
 import torch
 
+import fp8moe
 from fp8moe.cli import main
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.kernels.gemm.warmup import families
@@ -47,3 +48,24 @@ def test_nothing_is_compiled_any_more(tmp_path, monkeypatch, registered):
         families.update(others)
         monkeypatch.undo()
         config.reload()
+
+
+@pytest.mark.parametrize("weight_scales", ["block", "channel"])
+def test_calls_after_warm_compile_nothing(tmp_path, monkeypatch, weight_scales):
+    monkeypatch.setattr(jit, "_kernels", {})
+    monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path))
+    config.reload()
+    fp8moe.warm([(880, 752), (8, 208, 752, 2)], [2000], weight_scales=weight_scales)
+    loaded = len(jit._kernels)
+    assert loaded > 8
+    linear = fp8moe.FP8Linear(752, 880, bias=False, weight_scales=weight_scales, device="cuda")
+    sizes = {"num_experts": 8, "hidden_size": 752, "intermediate_size": 208}
+    experts = fp8moe.GroupedExperts(**sizes, weight_scales=weight_scales, device="cuda")
+    with torch.no_grad():
+        for tokens in (*range(1, 40), 64, 65, 128, 129, 500, 1000, 1999):
+            x = torch.randn(tokens, 752, dtype=torch.bfloat16, device="cuda")
+            index = torch.randint(0, 8, (tokens, 2), device="cuda")
+            linear(x), experts(x, index, torch.rand(tokens, 2, device="cuda"))
+    assert len(jit._kernels) == loaded
+    monkeypatch.undo()
+    config.reload()

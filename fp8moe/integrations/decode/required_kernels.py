@@ -16,6 +16,7 @@ from fp8moe.integrations.skeleton import skeletons
 from fp8moe.kernels.decoder_ops import router
 from fp8moe.kernels.gemm.warmup import Family, families
 from fp8moe.layers import experts_source
+from fp8moe.layers.warmup import lengths
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.record import Recorder, reserved
@@ -48,13 +49,8 @@ def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens:
     router._gemm = lambda x, weight: x.new_zeros((len(x), len(weight)), dtype=torch.float32)
     with torch.no_grad():
         for model in models:
-            _run(model, {1, *batch_sizes}, _lengths(tokens))
+            _run(model, {1, *batch_sizes}, lengths(tokens))
     return RequiredKernels(set(recorder.kernels), dict(families))
-
-
-def _lengths(tokens: int) -> list[int]:
-    """Return the lengths of the prompts that are read: powers of two up to `tokens`, and `tokens`."""
-    return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
 def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None:

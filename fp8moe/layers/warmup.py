@@ -1,0 +1,140 @@
+"""warm: kernels of linears and experts are compiled before a call needs them."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.gemm.warmup import Family, families
+from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.linear import FP8Linear
+from fp8moe.runtime import config, jit
+from fp8moe.runtime.backend import use_cuda
+from fp8moe.runtime.checks import check_int
+from fp8moe.runtime.launch import num_sms
+from fp8moe.runtime.record import Recorder, in_own_process, reserve_memory, reserved
+from fp8moe.runtime.sm90 import USUAL_SMS
+
+
+class _Options(NamedTuple):
+    """What modules of a shape differ in."""
+
+    activation: Activation
+    bias: bool
+    weight_scales: str
+    dtype: torch.dtype
+
+
+def warm(
+    shapes: Iterable[Sequence[int]],
+    token_counts: Iterable[int],
+    *,
+    activation: Activation = Activation(),  # noqa: B008 (immutable)
+    bias: bool = False,
+    weight_scales: str = "block",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Compile what `FP8Linear` and `GroupedExperts` of these shapes launch without gradients.
+
+    Otherwise the first call that needs a kernel compiles it, which takes about half a second: on a server, within a
+    request. `fp8moe warmup` does the same for a whole model, ahead of time.
+
+    shapes: (N, K) of a linear with N output and K input features; (E, I, H, top_k) of E experts with intermediate size
+        I and hidden size H, of which each token is routed to top_k.
+    token_counts: how many tokens calls have. Kernels are compiled for every number up to the largest.
+    activation, bias, weight_scales: of the experts, and of the linears, as those classes take them.
+    dtype: bfloat16, float16 or float32, of inputs, results and biases.
+
+    Compiled kernels are kept in the cache directory (FP8MOE_CACHE_DIR), and what is there is not compiled again. Where
+    the current device runs them they are loaded into the process too, ready to be captured in a CUDA graph, and chosen
+    for its number of SMs, otherwise for that of an H100. Within `batch_invariant` they are those of that mode. Beside
+    compiling it takes some seconds, in a process of its own for the larger part.
+
+    Raises ValueError for another shape, for no shapes or counts, a size or a count below one, and for what the classes
+    refuse; TypeError for a size or count that is no int; RuntimeError if the compiler is missing.
+    """
+    shapes, tokens = _checked_shapes(shapes), max(_checked_counts(token_counts))
+    on_gpu = torch.cuda.is_available() and use_cuda(torch.empty(0, device="cuda"))
+    sms = num_sms(torch.cuda.current_device()) if on_gpu else min(USUAL_SMS, config.settings.num_sms or USUAL_SMS)
+    options = _Options(activation, bias, weight_scales, dtype)
+    kernels, found = in_own_process(_record, shapes, tokens, options, sms)
+    for family, rows in found.items():
+        kernels |= family.all_variants(rows, rows * tokens, sms)
+    if on_gpu:
+        jit.load_all(kernels)
+    else:
+        jit.compile_all(kernels)
+
+
+def lengths(tokens: int) -> list[int]:
+    """Powers of two up to `tokens`, and `tokens`: numbers that a kernel, but for GEMMs, serves all of or one among."""
+    return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
+
+
+def _checked_shapes(shapes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+    checked = [tuple(shape) for shape in shapes]
+    for shape in checked:
+        if len(shape) not in (2, 4):
+            raise ValueError(f"shapes: expected (N, K) or (E, I, H, top_k), got {shape}")
+        for size in shape:
+            check_int("shapes", size, at_least=1)
+    if not checked:
+        raise ValueError("shapes: expected at least one")
+    return checked
+
+
+def _checked_counts(token_counts: Iterable[int]) -> list[int]:
+    counts = list(token_counts)
+    for count in counts:
+        check_int("token_counts", count, at_least=1)
+    if not counts:
+        raise ValueError("token_counts: expected at least one")
+    return counts
+
+
+def _record(
+    shapes: Iterable[tuple[int, ...]], tokens: int, options: _Options, sms: int
+) -> tuple[set[jit.KernelSpec], dict[Family, int]]:
+    """The kernels that are launched for `lengths`, and the GEMMs' families, each with its rows for one token."""
+    torch.set_num_threads(1)
+    recorder = Recorder(sms)
+    with torch.no_grad():
+        for shape in shapes:
+            module = _module(shape, options)
+            for count in lengths(tokens):
+                _call(module, shape, count, options.dtype)
+    return set(recorder.kernels), dict(families)
+
+
+def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
+    """A module without weights, in memory that is reserved."""
+    activation, bias, weight_scales, dtype = options
+    own = {"bias": bias, "weight_scales": weight_scales, "dtype": dtype, "device": "meta"}
+    if len(shape) == 2:
+        module: nn.Module = FP8Linear(shape[1], shape[0], **own)
+    else:
+        num_experts, intermediate_size, hidden_size, _ = shape
+        module = GroupedExperts(
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            activation=activation.name,
+            gated=activation.gated,
+            swiglu_limit=activation.limit,
+            swiglu_alpha=activation.alpha,
+            **own,
+        )
+    reserve_memory(module)
+    return module
+
+
+def _call(module: nn.Module, shape: tuple[int, ...], tokens: int, dtype: torch.dtype) -> None:
+    if len(shape) == 2:
+        module(reserved((tokens, shape[1]), dtype))
+        return
+    *_, hidden_size, top_k = shape
+    x, weights = reserved((tokens, hidden_size), dtype), torch.zeros(tokens, top_k)
+    for index_dtype in (torch.int64, torch.int32):
+        module(x, torch.zeros(tokens, top_k, dtype=index_dtype), weights)
