@@ -179,7 +179,7 @@ def test_norm_of_the_result(tokens, variant, dtype):
         expected = layer(x, index, weights, residual=residual)
         for quantized in (False, True):
             norm = Norm(norm_weight, 1e-6, quantized)
-            out, normed = layer(x, index, weights, residual=residual, norm=norm)
+            out, normed = layer.forward_with_norm(x, index, weights, norm, residual=residual)
             assert torch.equal(out, expected)
             # With these sizes and activations there is one kernel for both.
             if not (0 < tokens <= 64 and layer.activation.is_swiglu and dtype is not torch.float16):
@@ -195,13 +195,13 @@ def test_norm_where_no_kernel_gives_it_besides():
     index, weights = route(9, 4, 2)
     for sizes in ((131, 96), (144, 77)):
         layer, x = make(4, *sizes), torch.randn(9, sizes[0])
-        out, normed = layer(x, index, weights, norm=Norm(torch.ones(sizes[0]), 1e-6, False))
+        out, normed = layer.forward_with_norm(x, index, weights, Norm(torch.ones(sizes[0]), 1e-6, False))
         assert normed is None and torch.equal(out, layer(x, index, weights))
     trained = experts_cases.make_trained(4, 144, 96)
-    out, normed = trained(torch.randn(9, 144), index, weights, norm=Norm(torch.ones(144), 1e-6, False))
+    out, normed = trained.forward_with_norm(torch.randn(9, 144), index, weights, Norm(torch.ones(144), 1e-6))
     assert normed is None and out.requires_grad
     with pytest.raises(ValueError, match=r"^norm_weight: expected shape \(144,\), got \(143,\)"):
-        make()(torch.randn(9, 144), index, weights, norm=Norm(torch.ones(143), 1e-6, False))
+        make().forward_with_norm(torch.randn(9, 144), index, weights, Norm(torch.ones(143), 1e-6))
 
 
 @pytest.mark.parametrize("tokens", [4, 5])

@@ -11,9 +11,10 @@ from torch import nn
 from fp8moe import GroupedExperts
 from fp8moe.integrations.models import norms
 from fp8moe.integrations.models.handover import Handover
-from fp8moe.integrations.transformers import optimize
+from fp8moe.integrations.transformers import optimize, register
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from tests.test_fused_models import distance, in_fp8, prompt
+from tests.tiny_moe_models import MODELS
 
 NAMES = ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"]
 
@@ -77,6 +78,15 @@ def test_norms_come_with_the_results(name, computed):
     changed.restore()
     computed.clear()
     assert torch.equal(run(model), before) and not computed
+
+
+def test_norms_come_with_the_results_of_transformers_experts(computed):
+    register()
+    model = MODELS[NAMES[0]].build(experts_implementation="fp8moe").requires_grad_(False)
+    before = run(model)
+    optimize(model)
+    assert distance(run(model), before) <= 1e-5
+    assert computed == [model.model.layers[0].input_layernorm]
 
 
 def test_many_tokens_are_normalized_by_who_reads_them(computed):

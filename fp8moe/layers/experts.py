@@ -314,8 +314,7 @@ class GroupedExperts(MasterModule):
         residual: Tensor | None = None,
         groups: Tensor | None = None,
         rows: Tensor | None = None,
-        norm: Norm | None = None,
-    ) -> Tensor | tuple[Tensor, Normed | None]:
+    ) -> Tensor:
         """The experts' weighted outputs, in the dtype of ``hidden_states``.
 
         hidden_states: (T, H) bfloat16, float16 or float32, or (..., H).
@@ -326,28 +325,32 @@ class GroupedExperts(MasterModule):
         groups, rows: int32 (num_experts + 1,) and (T, K), what `fp8moe.kernels.experts.sort_by_expert` returns of
             top_k_index (T, K), where it has been sorted already; it saves a kernel where the call would sort into the
             same rows. None, both, where it has not.
-        norm: `fp8moe.kernels.experts.operands.Norm` of the result, wanted beside it if that takes no kernel more. Then
-            (result, Normed of its rows (T, H)) is returned, or (result, None) where it would take one. None: the result
-            alone is wanted.
         Returns (T, H), or (..., H). Equal inputs give equal bits, as do their gradients.
 
         Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device, RuntimeError under
         forward-mode differentiation and the derivatives of torch.func.
         """
         inputs = hidden_states, top_k_index, top_k_weights
-        out, normed = self._forward(*inputs, residual=residual, order={"groups": groups, "rows": rows}, norm=norm)
-        return out if norm is None else (out, normed)
+        return self.forward_with_norm(*inputs, None, residual=residual, groups=groups, rows=rows)[0]
 
-    def _forward(
+    def forward_with_norm(
         self,
         hidden_states: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
-        *,
-        residual: Tensor | None,
-        order: dict[str, Tensor | None],
         norm: Norm | None,
+        *,
+        residual: Tensor | None = None,
+        groups: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Normed | None]:
+        """What `forward` returns, and RMSNorm of its rows (T, H) if that takes no kernel more.
+
+        norm: `fp8moe.kernels.experts.operands.Norm`, of what is wanted, or None. The other arguments and errors are
+            those of `forward`.
+        Returns the result and, for up to 64 tokens in bfloat16 or float32, with a SwiGLU and sizes that are multiples
+        of 16, where experts are neither trained nor spread over ranks, a Normed; otherwise None in its place.
+        """
         if self.parallel is not None:
             return self.parallel.forward(self, hidden_states, top_k_index, top_k_weights, residual), None
         x, index, routing, residual = flattened(hidden_states, top_k_index, top_k_weights, residual)
@@ -366,7 +369,7 @@ class GroupedExperts(MasterModule):
                 capacity = None
             options = {"activation": self.activation, "capacity": capacity, "residual": residual, "norm": norm}
             if capacity is None:
-                options |= order
+                options |= {"groups": groups, "rows": rows}
             out = experts(x, index, routing, *weights.up, *weights.down, **options, **weights.biases._asdict())
             if norm is not None:
                 out, normed = out

@@ -283,14 +283,13 @@ def test_graph_replays_of_norms_that_come_with_results(tokens, dtype):
             normed, logits = norm_logits(values, weights[0], 1e-6, gate, residual=total, dtype=torch.float32)
             routing = router.route(logits, 4, score="softmax", normalize=True, dtype=torch.float32, sort=by_one)
             options = {"residual": normed.sum, "groups": routing.groups, "rows": routing.rows}
+            inputs = normed.values, routing.index, routing.weights
+            quantized = layer is layers[1]
             if by_one:
-                options["norm"] = Norm(weight, 1e-6, layer is layers[1])
-            out = layer(normed.values, routing.index, routing.weights, **options)
-            if by_one:
-                total, following = out
+                total, following = layer.forward_with_norm(*inputs, Norm(weight, 1e-6, quantized), **options)
             else:
-                total = out
-                following = rms_norm(out, weight, 1e-6, values=layer is layers[0], quantized=layer is layers[1])
+                total = layer(*inputs, **options)
+                following = rms_norm(total, weight, 1e-6, values=not quantized, quantized=quantized)
             values = following.values
         return total, following.quantized.data.view(torch.uint8), following.quantized.scale
 
@@ -324,7 +323,7 @@ def test_norm_of_the_result(sizes, dtype):
             for weight, quantized in itertools.product((wide[:-1], wide[1:]), (False, True)):  # one is not aligned
                 norm = Norm(weight, 1e-6, quantized)
                 for _ in range(2):  # with a new plan and with a kept one
-                    out, normed = one(x, index, weights, residual=x, norm=norm)
+                    out, normed = one.forward_with_norm(x, index, weights, norm, residual=x)
                     assert torch.equal(out, expected)
                     joins = tokens <= 64 and sizes[1] % 16 == 0 and dtype is not torch.float16
                     assert (normed is not None) == joins

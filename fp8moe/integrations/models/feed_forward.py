@@ -133,8 +133,12 @@ def _mix(module: nn.Module, normed: Normed, logits: Tensor, following: Norm | No
     routing = _route(module.gate, logits, sort=ours and _sorts_as_router(module.experts))
     order = {} if routing.rows is None else {"groups": routing.groups, "rows": routing.rows}
     if form.shared is None and ours:
-        out = module.experts(x, routing.index, routing.weights, residual=normed.sum, **order, norm=following)
-        return (out, None) if following is None else out
+        inputs = x, routing.index, routing.weights
+        if following is None:
+            return module.experts(*inputs, residual=normed.sum, **order), None
+        # transformers' modules run what `register` has given them.
+        run = module.experts.forward_with_norm if type(module.experts) is GroupedExperts else module.experts
+        return run(*inputs, norm=following, residual=normed.sum, **order)
     beside = SecondStream(x.device) if form.shared and x.is_cuda and _waits_for_ranks(module.experts) else None
     out = module.experts(x, routing.index, routing.weights, **order)
     if form.shared is None:

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ def _fused_form(module: nn.Module, neighbours: Neighbours) -> tuple[Callable, st
     return None
 
 
-_ATTENTIONS = {  # a module is of one kind at most
+_ATTENTIONS: dict[ModuleType, dict[str, Any]] = {  # a module is of one kind at most
     attention: known_forwards.ATTENTION,
     latent_attention: known_forwards.LATENT_ATTENTION,
 }
@@ -119,7 +120,7 @@ def _neighbours(model: nn.Module) -> dict[nn.Module, Neighbours]:
     """Those of the decoder layers, which run in the order of their list, and of the norm behind the last."""
     found: dict[nn.Module, Neighbours] = {}
 
-    def connect(layer: Any, following: nn.Module, norm: nn.Module, quantized: bool) -> None:
+    def connect(layer: nn.Module, following: nn.Module, norm: Any, quantized: bool) -> None:
         handover = Handover(norm, quantized)
         found[layer] = found.get(layer, _ALONE)._replace(after=handover)
         found[following] = Neighbours(before=handover)
@@ -137,7 +138,7 @@ def _neighbours(model: nn.Module) -> dict[nn.Module, Neighbours]:
     return found
 
 
-def _reads_quantized(module: nn.Module) -> bool:
+def _reads_quantized(module: Any) -> bool:
     """Whether an attention reads its input in FP8."""
     return any(form_of(module, forms) and kind.wants_quantized(module) for kind, forms in _ATTENTIONS.items())
 

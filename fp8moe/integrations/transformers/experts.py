@@ -37,8 +37,10 @@ def experts_forward(
     # The layer is frozen: a backward must say that weights which require gradients get none.
     trained = [weight for weight in _weights(self) if weight.requires_grad]
     if not trained:
-        options = {"residual": residual, "groups": groups, "rows": rows, "norm": norm}
-        return layer(hidden_states, top_k_index, top_k_weights, **options)
+        inputs, order = (hidden_states, top_k_index, top_k_weights), {"groups": groups, "rows": rows}
+        if norm is None:
+            return layer(*inputs, residual=residual, **order)
+        return layer.forward_with_norm(*inputs, norm, residual=residual, **order)
     name = (
         f"experts_implementation={NAME!r} of {type(self).__name__} (to train its weights, put "
         "GroupedExperts.from_experts(module, master_dtype=...) in its place)"
