@@ -33,6 +33,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
@@ -65,11 +67,13 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "validation" / "peers.json"
 REPEATS, REST_S = 12, 0.2
 HOST_BATCHES = 10
+PROCESSES = {"gemm": 5, "contiguous": 3, "masked": 3}  # that compile ahead; one for others
 SAMPLED_ROWS = 1024  # of the GEMMs of a layer, for comparison
 MAX_DIFFERENCE = 1e-2  # relative Frobenius norm
 MAX_LAYER_DIFFERENCE = 0.1  # activations between the GEMMs are rounded to FP8 elsewhere, or not at all
 HEADS, HEAD_DIM = 64, 128  # of DeepSeek-V3.2's indexer
 TOKENS = (1, 8, 64, 512, 2048, 8192)
+GROUPED = ((4096, 7168), (7168, 2048))  # (n, k) of groups: DeepGEMM compiles for each, for seconds
 SKEW, SKEWED = 0.6, ("dsv3_ep8", 2048)  # of the assignments; model and tokens
 STEPS = ((1, 512), (8, 512), (64, 512))  # sequences and tokens of each prompt
 PREFILL = (4, 4096)
@@ -79,7 +83,7 @@ Makers = dict[str, Callable[[], Call]]
 
 
 class Case(NamedTuple):
-    """What is measured, a key of `KINDS`, and its sizes."""
+    """What is measured, a key of `MAKE`, and its sizes."""
 
     what: str
     sizes: dict[str, Any]
@@ -247,18 +251,15 @@ def measure_host(m: int, n: int, k: int, *, device: str = "cuda") -> dict:
     return row
 
 
-class Weights(NamedTuple):
-    """The experts of a model: ours, and transformers' with the same values, where it is installed."""
-
-    layer: GroupedExperts
-    bfloat16: torch.nn.Module | None
+@functools.lru_cache(maxsize=1)
+def layer_of(model: Model, device: str) -> GroupedExperts:
+    return operands.experts_layer(model, device=device)
 
 
 @functools.lru_cache(maxsize=1)
-def weights_of(model: Model, device: str) -> Weights:
-    layer = operands.experts_layer(model, device=device)
-    there = adapters.installed("transformers")
-    return Weights(layer, adapters.dequantized_experts(layer, model) if there else None)
+def bfloat16_of(model: Model, device: str) -> torch.nn.Module:
+    """transformers' experts with the values of `layer_of`."""
+    return adapters.dequantized_experts(layer_of(model, device), model)
 
 
 def route(model: Model, tokens: int, routing: str) -> Tensor:
@@ -282,55 +283,45 @@ def both(first: Call, second: Call) -> Call:
     return Call(lambda: (first.run(), second.run()), results)
 
 
+def make_layer(model: str, tokens: int, routing: str = "random", *, device: str = "cuda") -> Makers:
+    """A whole layer, and ("_two_gemms") grouped GEMMs of the same sizes alone."""
+    shape = MODELS[model]
+    layer = layer_of(shape, device)
+    x, index, weights = operands.experts_inputs(shape, route(shape, tokens, routing), device=device)
+    sizes = torch.bincount(index.flatten().cpu(), minlength=shape.experts).tolist()
+    up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
+    pairs = [
+        (operands.random_rows(sum(sizes), weight.data.shape[-1], device=device), weight)
+        for weight in (FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
+    ]
+    return {
+        "fp8moe": lambda: Call(partial(layer, x, index, weights), same),
+        "vllm": lambda: adapters.vllm_experts(layer, x, index, weights),
+        "transformers_bf16": lambda: Call(partial(bfloat16_of(shape, device), x, index, weights), same),
+        "fp8moe_two_gemms": lambda: both(*(plain_groups(a, b, sizes) for a, b in pairs)),
+        "deep_gemm_two_gemms": lambda: both(*(adapters.deep_gemm_contiguous(a, b, sizes) for a, b in pairs)),
+    }
+
+
 @torch.no_grad()
 def measure_layer(model: str, tokens: int, routing: str = "random", *, device: str = "cuda") -> dict:
-    """A whole layer as a CUDA graph, and its GEMMs alone."""
-    shape = MODELS[model]
-    layer, bfloat16 = weights_of(shape, device)
-    x, index, weights = operands.experts_inputs(shape, route(shape, tokens, routing), device=device)
+    """A whole layer as a CUDA graph, and kernels: those of our layer, and its GEMMs alone."""
     row: dict = {"us": {}, "difference": {}, "failed": {}}
-    graphs = compared(
-        {
-            "fp8moe": lambda: Call(partial(layer, x, index, weights), same),
-            "vllm": lambda: adapters.vllm_experts(layer, x, index, weights),
-            "transformers_bf16": lambda: Call(partial(bfloat16, x, index, weights), same),
-        },
-        MAX_LAYER_DIFFERENCE,
-        row,
-        timing.capture,
-    )
+    makers = make_layer(model, tokens, routing, device=device)
+    whole, alone = ({k: v for k, v in makers.items() if k.endswith("_two_gemms") == kind} for kind in (False, True))
+    graphs = compared(whole, MAX_LAYER_DIFFERENCE, row, timing.capture)
     elapsed = timing.elapsed_in_turn(list(graphs.values()), repeats=REPEATS, rest=REST_S)
     row["us"] |= dict(zip(graphs, elapsed, strict=True))
-
-    sizes = torch.bincount(index.flatten().cpu(), minlength=shape.experts).tolist()
-    row["experts_in_use"] = sum(size > 0 for size in sizes)
+    row["experts_in_use"] = len(route(MODELS[model], tokens, routing).unique())
     try:
-        add_gemms(row, layer, graphs["fp8moe"], sizes)
+        gemms = compared(alone, MAX_DIFFERENCE, row)
+        ours, *timed = timing.measure_in_turn([graphs["fp8moe"], *gemms.values()], repeats=REPEATS, rest=REST_S)
+        row["us"] |= {name: one.median_us for name, one in zip(gemms, timed, strict=True)}
+        row["kernels"] = [[name, *place] for name, place in zip(ours.kernels, ours.places_us, strict=True)]
+        row["us"]["gemms_in_layer"] = gemms_in_layer(row["kernels"])
     except Exception as error:
         row["failed"]["gemms"] = sentence(error)
     return row
-
-
-def add_gemms(row: dict, layer: GroupedExperts, replay: Callable[[], None], sizes: Sequence[int]) -> None:
-    """Puts kernel times into the row: of GEMMs of the layer's sizes alone, of the layer as its graph runs."""
-    up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
-    pairs = [
-        (operands.random_rows(sum(sizes), weight.data.shape[-1], device=up.device.type), weight)
-        for weight in (FP8Tensor(up, up_scale), FP8Tensor(down, down_scale))
-    ]
-    makers = {"fp8moe": plain_groups, "deep_gemm": adapters.deep_gemm_contiguous}
-    gemms = compared(
-        {
-            f"{name}_two_gemms": lambda make=make: both(*(make(a, b, sizes) for a, b in pairs))
-            for name, make in makers.items()
-        },
-        MAX_DIFFERENCE,
-        row,
-    )
-    ours, *alone = timing.measure_in_turn([replay, *gemms.values()], repeats=REPEATS, rest=REST_S)
-    row["us"] |= {name: one.median_us for name, one in zip(gemms, alone, strict=True)}
-    row["kernels"] = [[name, *place] for name, place in zip(ours.kernels, ours.places_us, strict=True)]
-    row["us"]["gemms_in_layer"] = gemms_in_layer(row["kernels"])
 
 
 def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
@@ -341,13 +332,18 @@ def gemms_in_layer(kernels: Sequence[tuple[str, float, float]]) -> float:
     return found[1][1] - found[0][0]
 
 
+def _masked(sizes: Mapping[str, int]) -> Sequence[tuple[int, int]]:
+    """(n, k) that are measured of masked groups of so many rows."""
+    return {1024: GROUPED[:1], 192: GROUPED[1:]}.get(sizes["mean_rows"], GROUPED)
+
+
 CASES = [
     *(
         Case(what, sizes)
         for what, many in {
             "gemm": shapes.GEMM,
-            "contiguous": shapes.GROUPED,
-            "masked": shapes.MASKED,
+            "contiguous": [one for one in shapes.GROUPED if one["groups"] < 256 and (one["n"], one["k"]) in GROUPED],
+            "masked": [one for one in shapes.MASKED if one["groups"] < 256 and (one["n"], one["k"]) in _masked(one)],
             "along_k": shapes.ALONG_K,
             "mqa_logits": [{**sizes, "fill": fill} for sizes in shapes.SCORES for fill in (True, False)],
             "paged_mqa_logits": shapes.PAGED_SCORES,
@@ -364,20 +360,18 @@ CASES = [
 ]
 
 
-def _kernels(make: Callable[..., Makers]) -> Callable[..., dict]:
-    return lambda **sizes: measure_kernels(make(**sizes), MAX_DIFFERENCE)
-
-
-KINDS: dict[str, Callable[..., dict]] = {
-    "gemm": _kernels(make_gemm),
-    "contiguous": _kernels(make_contiguous),
-    "masked": _kernels(make_masked),
-    "along_k": _kernels(make_along_k),
-    "mqa_logits": _kernels(make_mqa),
-    "paged_mqa_logits": _kernels(make_paged),
-    "layer": measure_layer,
-    "host": measure_host,
+MAKE: dict[str, Callable[..., Makers]] = {
+    "gemm": make_gemm,
+    "contiguous": make_contiguous,
+    "masked": make_masked,
+    "along_k": make_along_k,
+    "mqa_logits": make_mqa,
+    "paged_mqa_logits": make_paged,
+    "layer": make_layer,
+    "host": make_gemm,
 }
+MEASURE: dict[str, Callable[..., dict]] = {"layer": measure_layer, "host": measure_host}
+"""Those that are not measured by `measure_kernels`."""
 WHOLE_MODEL = [
     Case(what, {"batch": batch, "prompt": prompt})
     for what, sizes in {"decode": STEPS, "prefill": (PREFILL,)}.items()
@@ -447,18 +441,49 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['case']}: {', '.join(times)} {unit}" + "".join(f"\n    {one}" for one in failed)
 
 
-def measure(chosen: Sequence[Case], file: File, kinds: Mapping[str, Callable[..., dict]] | None = None) -> None:
+@torch.no_grad()
+def run_once(chosen: Sequence[Case]) -> None:
+    """Runs cases so that their kernels are compiled, and kept on the disk; what fails will fail where it counts too."""
+    for case in chosen:
+        for name, make in peers_there(MAKE[case.what](**case.sizes)).items():
+            if name != "transformers_bf16":  # which compiles nothing, and has no room beside others
+                with suppress(Exception):
+                    make().run()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def compile_ahead(chosen: Sequence[Case]) -> None:
+    """`run_once` in processes side by side, those of a model's layers in one: most of a first run is compiling."""
+    begin = time.perf_counter()
+    parts: dict[tuple, list[str]] = {}
+    for place, case in enumerate(chosen):
+        parts.setdefault((case.what, case.sizes.get("model", place % PROCESSES.get(case.what, 1))), []).append(
+            case.name
+        )
+    command_line = [sys.executable, "-m", "benchmarks.peers", "--once", "--only"]
+    patterns = ["^(" + "|".join(map(re.escape, names)) + ")$" for names in parts.values()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = [*pool.map(lambda one: subprocess.run([*command_line, one], cwd=ROOT).returncode, patterns)]
+    failed = f", {len(done) - done.count(0)} processes failed" if any(done) else ""
+    print(f"compiled ahead: {time.perf_counter() - begin:.0f} s{failed}", flush=True)
+
+
+def measure(chosen: Sequence[Case], file: File) -> None:
     """Measures cases; one that raises is stored with its error, and the others still run."""
     for case in chosen:
         begin = time.perf_counter()
         try:
-            row = (KINDS if kinds is None else kinds)[case.what](**case.sizes)
+            if case.what in MEASURE:
+                row = MEASURE[case.what](**case.sizes)
+            else:
+                row = measure_kernels(MAKE[case.what](**case.sizes), MAX_DIFFERENCE)
         except Exception as error:
             row = {"us": {}, "difference": {}, "failed": {"case": sentence(error)}}
         file.put(case.row | row)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # also what a graph had for itself
-        if (spent := time.perf_counter() - begin) > 10:
+        if (spent := time.perf_counter() - begin) > 5:
             print(f"    {spent:.0f} s", flush=True)
 
 
@@ -510,19 +535,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="fp8moe beside other libraries")
     parser.add_argument("--only", metavar="PATTERN", help="cases whose name, as it is printed, matches this")
     parser.add_argument("--out", type=Path, default=FILE, metavar="FILE")
+    parser.add_argument("--once", action="store_true", help="run the cases without timing, to compile their kernels")
     parser.add_argument("--whole-model", action="store_true", help="decode steps and prefill instead of kernels")
     parser.add_argument("--against", type=Path, metavar="DIRECTORY", help="of another revision, with --whole-model")
     args = parser.parse_args(argv)
     if args.against and not args.whole_model:
         parser.error("--against needs --whole-model")
     command.start()
+    if args.once:
+        run_once([case for case in CASES if re.search(args.only or "", case.name)])
+        return
     now = datetime.now(UTC).isoformat(timespec="seconds")
     head = {"digest": digest(ROOT), "date": now, "versions": versions() | adapters.versions(), "clocks": clocks()}
     head["copy_tbps"] = roofline.copy_tbps()
     file = File(args.out, head)
     if not args.whole_model:
         chosen = set(wanted([case.name for case in CASES], args.only, file.rows))
-        measure([case for case in CASES if case.name in chosen], file)
+        cases = [case for case in CASES if case.name in chosen]
+        compile_ahead(cases)
+        measure(cases, file)
         return
     sources: dict[str, Callable[[], list[dict]]] = {"fp8moe": partial(whole_model, ROOT)}
     if args.against:

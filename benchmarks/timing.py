@@ -5,6 +5,7 @@ The time of a call is the sum of the durations of the kernels that it launches, 
 cost little more than one; a call's kernels are those that started between one fill and the next.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,7 +120,7 @@ def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | N
     of idling before each call's repeats, by default REST_S.
     """
     flush = _warm_up(calls)
-    fill = _name_of_fill(flush)
+    fill = _name_of_fill()
 
     def session() -> None:
         for call, seconds in _rested(calls, rests):
@@ -132,8 +133,11 @@ def measure(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | N
     return attribute(profile(session), fill, len(calls), REPEATS)
 
 
-def _name_of_fill(flush: torch.Tensor) -> str:
+@functools.cache
+def _name_of_fill() -> str:
     """What its kernel is called in this version of PyTorch. A short session, which initialises the profiler too."""
+    flush = torch.empty(1 << 20, dtype=FLUSH_DTYPE, device="cuda")
+    flush.fill_(0)
     names = {event.name for event in profile(lambda: flush.fill_(0))}
     if len(names) != 1:
         raise RuntimeError(f"expected one kernel for the fill of the L2 cache, recorded {sorted(names)}")
@@ -143,7 +147,7 @@ def _name_of_fill(flush: torch.Tensor) -> str:
 def measure_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest: float = REST_S) -> list[Timing]:
     """GPU time of each of some calls that do the same, one after the other in every repeat, with a cold L2."""
     flush = _warm_up(calls)
-    fill = _name_of_fill(flush)
+    fill = _name_of_fill()
 
     def session() -> None:
         torch.cuda.synchronize()

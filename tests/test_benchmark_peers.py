@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -88,20 +89,12 @@ SMALL = [
     ("mqa_logits", {"queries": 5, "tokens": 150, "fill": True}, {"deep_gemm"}),
     ("paged_mqa_logits", {"batch": 3, "context": 150, "next_n": 2}, {"deep_gemm"}),
 ]
-MAKE = {
-    "gemm": peers.make_gemm,
-    "contiguous": peers.make_contiguous,
-    "masked": peers.make_masked,
-    "along_k": peers.make_along_k,
-    "mqa_logits": peers.make_mqa,
-    "paged_mqa_logits": peers.make_paged,
-}
 
 
 @pytest.mark.parametrize(("what", "sizes", "others"), SMALL, ids=[f"{what}-{i}" for i, (what, *_) in enumerate(SMALL)])
 def test_peers_compute_what_we_do(what, sizes, others):
     torch.manual_seed(0)
-    row = peers.measure_kernels(MAKE[what](**sizes, device="cpu"), peers.MAX_DIFFERENCE)
+    row = peers.measure_kernels(peers.MAKE[what](**sizes, device="cpu"), peers.MAX_DIFFERENCE)
     assert not row["failed"]
     assert set(row["us"]) == {"fp8moe", *others} and row["us"]["fp8moe"] == 1.0
     assert set(row["difference"]) == others - {"cublas_one_scale"}
@@ -165,7 +158,7 @@ def test_a_deep_gemm_that_cannot_be_imported_is_named(monkeypatch):
 HEAD = {"digest": "d", "date": "now", "versions": {"gpu": "an H100"}, "clocks": {}}
 
 
-def test_a_run_can_be_made_in_pieces(tmp_path):
+def test_a_run_can_be_made_in_pieces(tmp_path, monkeypatch):
     path, ran = tmp_path / "peers.json", []
 
     def kind(m):
@@ -174,12 +167,13 @@ def test_a_run_can_be_made_in_pieces(tmp_path):
             raise RuntimeError("records were lost")
         return {"us": {"fp8moe": float(len(ran))}, "difference": {}, "failed": {}}
 
+    monkeypatch.setitem(peers.MEASURE, "gemm", kind)
     cases = [Case("gemm", {"m": m}) for m in (1, 2, 3)]
 
     def run(head, only=None):
         file = peers.File(path, head)
         chosen = set(peers.wanted([case.name for case in cases], only, file.rows))
-        peers.measure([case for case in cases if case.name in chosen], file, {"gemm": kind})
+        peers.measure([case for case in cases if case.name in chosen], file)
         return json.loads(path.read_text())
 
     assert [row["m"] for row in run(HEAD, "m=2")["rows"]] == [2]
@@ -193,6 +187,17 @@ def test_a_run_can_be_made_in_pieces(tmp_path):
     for other in ({"digest": "e"}, {"versions": {"gpu": "an H200"}}):
         assert len(run(HEAD | other, "m=1")["rows"]) == 1
         path.write_text(json.dumps(content))
+
+
+def test_cases_are_compiled_in_processes_side_by_side(monkeypatch):
+    patterns = []
+    monkeypatch.setattr(
+        peers.subprocess, "run", lambda line, cwd: patterns.append(line[-1]) or SimpleNamespace(returncode=0)
+    )
+    peers.compile_ahead(peers.CASES)
+    found = [[case.name for case in peers.CASES if re.search(pattern, case.name)] for pattern in patterns]
+    assert sorted(name for names in found for name in names) == sorted(case.name for case in peers.CASES)
+    assert sum(any("model=dsv3 " in name for name in names) for names in found) == 1
 
 
 def test_whole_models_of_several_processes_share_rows(tmp_path):
