@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8moe import batch_invariant
 from fp8moe.kernels.decoder_ops import router
 from fp8moe.kernels.decoder_ops.router import Form, route, router_logits
 from fp8moe.kernels.experts import sort_by_expert
@@ -22,6 +23,11 @@ LOGITS = (
     (torch.bfloat16, torch.bfloat16, 1, 128, 2048),
     (torch.bfloat16, torch.float32, 8, 128, 2048),
     (torch.bfloat16, torch.float32, 18, 256, 7168),
+    (torch.bfloat16, torch.float32, 64, 128, 2048),
+    (torch.float32, torch.float32, 32, 128, 2048),
+    *((dtype, torch.float32, 18, 128, 7168) for dtype in FLOATING[:2]),
+    (torch.float16, torch.float32, 64, 128, 131),
+    *((dtype, torch.float32, 16, 256, 7168) for dtype in FLOATING),
     (torch.float16, torch.float16, 3, 300, 1000),
     (torch.bfloat16, torch.float32, 2, 60, 130),
     (torch.float32, torch.float32, 18, 256, 7168),
@@ -286,7 +292,9 @@ def test_shares_of_a_thread_block():
         for tokens in (1, 2, 3, 8, 9, 64):
             block_experts, block_tokens = router.logits_block(tokens, experts, SMS)
             assert block_experts * block_tokens <= 32 and block_experts.bit_count() == block_tokens.bit_count() == 1
-            assert block_tokens <= 8 and block_tokens < 2 * tokens
+            assert block_tokens < 2 * tokens and (block_tokens >= tokens or block_experts * block_tokens == 32)
+            with batch_invariant():
+                assert router.logits_block(tokens, experts, SMS) == (block_experts, min(8, 32 // block_experts))
             assert experts <= block_experts * SMS or block_experts == 8
             assert block_experts == 1 or experts > block_experts // 2 * SMS
     for row_bytes, most in ((0, 0), (2, 64), (4096, 64), (8192, 32), (14336, 18), (32768, 8), (32770, 0)):

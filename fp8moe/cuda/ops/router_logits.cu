@@ -1,7 +1,7 @@
 // The logits of a router for few tokens: x times the transposed weight, see router_logits.cuh. What takes the time is
 // the weight, so it is spread over all SMs.
 //
-// Compile-time constants: those of router_logits.cuh; MAX_TOKENS, a multiple of TOKENS.
+// Compile-time constants: those of router_logits.cuh; MAX_TOKENS, a multiple of TOKENS; ROUNDS of loads under way.
 #include "router_logits.cuh"
 
 // Vectors of a row that a thread loads before it uses them: as many as registers hold.
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
 #pragma unroll 1
   for (int token = 0; token < tokens; token += TOKENS) {
     float sum[SUMS] = {};
-#pragma unroll 2
+#pragma unroll ROUNDS
     for (int at = 0; at < VECTORS; at += AT_ONCE) {
       Vector w[AT_ONCE][EXPERTS], v[AT_ONCE][TOKENS];
 #pragma unroll

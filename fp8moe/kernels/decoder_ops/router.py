@@ -26,8 +26,9 @@ SCORES = ("softmax", "sigmoid")
 MAX_TOKENS = 64  # of a thread block of router_logits.cu
 _MAX_BYTES = 256 << 10  # of x: every thread block reads all of it
 _MAX_ROW_BYTES = 32 << 10  # of which each of 256 threads has 8 vectors
-_MAX_EXPERTS_AT_ONCE, _MAX_TOKENS_AT_ONCE = 8, 8  # of a thread block: more cost registers and hide no latency
+_MAX_EXPERTS_AT_ONCE = 8  # of a thread block: more cost registers and hide no latency
 _MAX_SUMS = WARP  # of a thread: one for each expert and token
+_INVARIANT_TOKENS = 8  # at a time, where one token is to have the same sums as many
 _ROUTE_WARPS = 4  # of a thread block
 MAX_SORTED_TOKENS = 16  # of the one thread block of route_sorted.cu: many take longer there than another kernel does
 MAX_SORTED_EXPERTS = 512  # of whose scores the registers of so many threads have room
@@ -125,9 +126,9 @@ def logits_block(tokens: int, experts: int, sms: int) -> tuple[int, int]:
     Powers of two. They are compiled into the kernel, and the order of its sums depends on them.
     """
     if config.settings.batch_invariant:
-        tokens = MAX_TOKENS
+        tokens = _INVARIANT_TOKENS
     block_experts = min(_power_of_two_from(ceil_div(experts, sms)), _MAX_EXPERTS_AT_ONCE)
-    return block_experts, min(_power_of_two_from(tokens), _MAX_TOKENS_AT_ONCE, _MAX_SUMS // block_experts)
+    return block_experts, min(_power_of_two_from(tokens), _MAX_SUMS // block_experts)
 
 
 def _power_of_two_from(n: int) -> int:
@@ -147,9 +148,10 @@ def logits_spec(
     vector: x and the weight start at multiples of 16 bytes, and their rows are multiples of 16 bytes long.
     """
     block_experts, block_tokens = block
+    rounds = 1 if block_tokens > (8 if dtype is torch.float16 else 16) else 2  # of loads that registers hold
     sizes = (
         *(("HIDDEN", hidden), ("NUM_EXPERTS", experts), ("EXPERTS", block_experts), ("TOKENS", block_tokens)),
-        *(("MAX_TOKENS", MAX_TOKENS), ("ROW_THREADS", logits_threads(hidden, dtype))),
+        *(("MAX_TOKENS", MAX_TOKENS), ("ROW_THREADS", logits_threads(hidden, dtype)), ("ROUNDS", rounds)),
     )
     types = (*input_defines(dtype, vector=vector), ("OUTPUT", INPUT_TYPES[out_dtype]))
     return KernelSpec("router_logits.cu", "router_logits", (*types, *sizes))
