@@ -38,8 +38,8 @@ def main() -> None:
         # Only the model file is used: its dependencies (a C++ runtime built from source) are not.
         pip("--no-deps", options.model)
     # In all processes that there are CPUs for; pip would take one. Some files are of a newer Python: -qq says nothing.
-    folder = next(VENV.glob("lib/python*/site-packages"))
-    subprocess.run([VENV / "bin" / "python", "-m", "compileall", "-qq", "-j", "0", "-x", "/tests?/", folder])
+    folders = *VENV.glob("lib/python*/site-packages"), ROOT / "fp8moe"
+    subprocess.run([VENV / "bin" / "python", "-m", "compileall", "-qq", "-j", "0", "-x", "/tests?/", *folders])
 
 
 def lend_packages() -> bool:
