@@ -15,6 +15,9 @@ __all__ = [
     "GroupedExperts",
     "batch_invariant",
     "dequantize",
+    "experts",
+    "experts_masked",
+    "experts_rows",
     "gemm",
     "grouped_gemm",
     "grouped_gemm_k",
@@ -30,13 +33,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fp8moe.kernels.experts.api import experts, experts_masked, experts_rows
     from fp8moe.kernels.gemm import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
     from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
     from fp8moe.layers import FP8Linear, FP8MQAIndexer, GroupedExperts, replace_linears, warm
     from fp8moe.quant import FP8Tensor, dequantize, quantize_1x128, quantize_128x1, quantize_128x128
     from fp8moe.runtime.config import batch_invariant
 else:
-    _DEFINED_IN = ("kernels.gemm", "kernels.indexer.mqa_logits", "layers", "quant", "runtime.config")
+    _DEFINED_IN = (
+        "kernels.experts.api",
+        "kernels.gemm",
+        "kernels.indexer.mqa_logits",
+        "layers",
+        "quant",
+        "runtime.config",
+    )
 
     def __getattr__(name):
         if name in __all__:

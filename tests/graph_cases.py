@@ -100,6 +100,39 @@ def _masked_rows(a: fp8moe.FP8Tensor, b: fp8moe.FP8Tensor, masked_m: Tensor) -> 
     return torch.where(used[..., None], out, 0)  # the others are uninitialized
 
 
+def _layer_weights() -> tuple:
+    gate_up = fp8moe.quantize_128x128(_normal(EXPERTS, 256, HIDDEN))
+    return gate_up, fp8moe.quantize_128x128(_normal(EXPERTS, HIDDEN, 128))
+
+
+def _held_experts(tokens: int) -> tuple:
+    return _activations(tokens), *_routing(tokens), *_layer_weights()
+
+
+def _held_experts_out(tokens: int) -> tuple:
+    return *_held_experts(tokens), _normal(tokens, HIDDEN), torch.arange(EXPERTS, dtype=torch.int32).flip(0)
+
+
+def _experts_out(*operands: Any) -> Tensor:
+    *given, out, expert_map = operands
+    return fp8moe.experts(*given, out=out, expert_map=expert_map)
+
+
+def _held_rows(tokens: int) -> tuple:
+    return _normal(tokens, HIDDEN), _offsets(tokens), *_layer_weights()
+
+
+def _held_masked(tokens: int) -> tuple:
+    a, _, masked_m = _masked(tokens)
+    return a, masked_m, *_layer_weights()
+
+
+def _masked_experts(x: fp8moe.FP8Tensor, masked_m: Tensor, *weights: fp8moe.FP8Tensor) -> Tensor:
+    out = fp8moe.experts_masked(x, masked_m, *weights)
+    used = torch.arange(out.shape[1], device=out.device) < masked_m[:, None]
+    return torch.where(used[..., None], out, 0)
+
+
 def _along_k(tokens: int) -> tuple:
     columns = 128 * tokens
     a, b = (fp8moe.quantize_128x1(_normal(columns, size)) for size in (INTERMEDIATE, HIDDEN))
@@ -183,6 +216,10 @@ CASES = {
     "gemm, bias": Case(lambda a, b, bias: fp8moe.gemm(a, b, bias=bias), _gemm),
     "gemm, c and out": Case(lambda a, b, out: fp8moe.gemm(a, b, c=out, out=out), _gemm_adding),
     "grouped_gemm": Case(fp8moe.grouped_gemm, _grouped),
+    "experts": Case(fp8moe.experts, _held_experts),
+    "experts, out and expert_map": Case(_experts_out, _held_experts_out),
+    "experts_masked": Case(_masked_experts, _held_masked),
+    "experts_rows": Case(fp8moe.experts_rows, _held_rows),
     "grouped_gemm, out": Case(lambda *operands: fp8moe.grouped_gemm(*operands[:3], out=operands[3]), _grouped_out),
     "grouped_gemm_masked": Case(_masked_rows, _masked),
     "grouped_gemm_k": Case(fp8moe.grouped_gemm_k, _along_k),

@@ -758,6 +758,17 @@ def _sorted_rows(draw: Draw) -> tuple:
     return rows, None, draw.offsets(), *_layer(draw, draw.hidden, draw.size), "silu", *_biases(draw)
 
 
+def _quantized_tokens(draw: Draw) -> tuple:
+    return draw.activations(draw.rows, draw.hidden).data, *_tokens(draw)[1:]
+
+
+def _masked_layer(draw: Draw) -> tuple:
+    x = draw.activations(EXPERTS, draw.rows, draw.hidden)
+    used = draw.integers(0, draw.rows + 2, EXPERTS)
+    used[0] = draw.rows
+    return *x, used, *_layer(draw, draw.hidden, draw.size), LIMITED, *_biases(draw), 3
+
+
 def _masters(draw: Draw, hidden: int, size: int) -> tuple:
     """FP8 weights, and behind these their masters."""
     up, down = (draw.normal(EXPERTS, *shape, dtype=torch.float32) for shape in ((2 * size, hidden), (hidden, size)))
@@ -802,6 +813,7 @@ LAYER_NAMES = {
     **{"up": "gate_up_proj", "up_scale": "gate_up_proj_scale_inv", "up_bias": "gate_up_proj_bias"},
     **{"down": "down_proj", "down_scale": "down_proj_scale_inv", "down_bias": "down_proj_bias"},
 }
+MASKED_NAMES = LAYER_NAMES | {"x": r"x\.data", "x_scale": r"x\.scale"}
 PARTIAL_NAMES = LAYER_NAMES | {
     **{"hidden_states": r"x(\.data)?", "hidden_scale": "x.scale"},
     **{"residual": "partial", "residual_known": "partial_known"},
@@ -905,6 +917,43 @@ LAYERS = {
             (draw.rows + 18, 8),
         ),
         names=LAYER_NAMES,
+    ),
+    "experts_held": Case(
+        lambda draw: (
+            *(*_quantized_tokens(draw), "silu", *NO_BIASES),
+            *(draw.activations(draw.rows, draw.hidden).scale, 0, 3, 0, None, torch.bfloat16, torch.bfloat16),
+        ),
+        bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        names=PARTIAL_NAMES,
+    ),
+    "experts_out": Case(
+        lambda draw: (
+            *(*_tokens(draw), "silu", *_biases(draw), None, 1, 6, 0, None, torch.bfloat16, torch.float32),
+            draw.normal(draw.rows, draw.hidden, dtype=torch.float32),
+        ),
+        bad={"hidden_states": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        names=PARTIAL_NAMES,
+        fixed=("out",),
+    ),
+    "experts_rows_out": Case(
+        lambda draw: (
+            *_sorted_rows(draw),
+            torch.float32,
+            None,
+            draw.normal(draw.rows, draw.hidden, dtype=torch.float32),
+        ),
+        bad={"rows": ((BAD_ROW, 5), lambda a: [BAD_ROW])},
+        names=LAYER_NAMES,
+        fixed=("out",),
+    ),
+    "experts_masked": Case(
+        _masked_layer, _masked_defined, bad={"x": ((0, BAD_ROW, 5), _masked_row)}, names=MASKED_NAMES
+    ),
+    "experts_masked_out": Case(
+        lambda draw: (*_masked_layer(draw), draw.normal(EXPERTS, draw.rows, draw.hidden)),
+        bad={"x": ((0, BAD_ROW, 5), _masked_row)},
+        names=MASKED_NAMES,
+        fixed=("out",),
     ),
     "experts_training": Case(
         _experts_training,

@@ -192,7 +192,7 @@ def test_a_run_can_be_made_in_pieces(tmp_path, monkeypatch):
 def test_cases_are_compiled_in_processes_side_by_side(monkeypatch):
     patterns = []
     monkeypatch.setattr(
-        peers.subprocess, "run", lambda line, **_: patterns.append(line[-1]) or SimpleNamespace(returncode=0)
+        peers.subprocess, "run", lambda line, cwd: patterns.append(line[-1]) or SimpleNamespace(returncode=0)
     )
     peers.compile_ahead(peers.CASES)
     found = [[case.name for case in peers.CASES if re.search(pattern, case.name)] for pattern in patterns]

@@ -26,6 +26,7 @@ CACHE = new_kv_cache(1, 32, device="cpu")
 TOKENS = {"hidden_states": torch.randn(4, 144), "q_resid": torch.randn(4, 32)}
 POSITIONS = (torch.ones(4, 16), torch.zeros(4, 16))
 X = torch.randn(4, 144)
+UP, DOWN = weights(2, 256, 144), weights(2, 144, 128)
 
 # Under the name that is called: the function, its arguments, and those of them that are tensors, or pairs of them.
 CALLS = {
@@ -56,6 +57,20 @@ CALLS = {
             "c": torch.ones(4, 24),
             "out": torch.ones(4, 24),
         },
+    ),
+    "experts": (
+        fp8moe.experts,
+        {"x": X, "top_k_index": INDEX, "top_k_weights": torch.ones(4, 1), "up": UP, "down": DOWN}
+        | {"out": torch.ones(4, 144), "expert_map": int32([0, 1])},
+    ),
+    "experts_masked": (
+        fp8moe.experts_masked,
+        {"x": tuple(t.unflatten(0, (2, 2)) for t in A), "masked_m": MASK, "up": UP, "down": DOWN}
+        | {"out": torch.ones(2, 2, 144)},
+    ),
+    "experts_rows": (
+        fp8moe.experts_rows,
+        {"rows": X, "group_offsets": OFFSETS, "up": UP, "down": DOWN, "out": torch.ones(4, 144)},
     ),
     "grouped_gemm": (fp8moe.grouped_gemm, {"a": A, "b": B, "group_offsets": OFFSETS, "out": torch.ones(4, 24)}),
     "grouped_gemm_k": (
@@ -93,7 +108,7 @@ CALLS = {
     "transpose_fp8": (transpose_fp8, {"w": B}),
     "warm": None,  # it takes no tensors: test_warmup.py
 }
-OPTIONAL = ("bias", "c", "out", "group_offsets of quantize_with_transpose", "tokens")
+OPTIONAL = ("bias", "c", "expert_map", "out", "group_offsets of quantize_with_transpose", "tokens")
 OTHERS = ("max_context_len", "num_rows", "num_experts", "out_dtype")
 BAD = {"None": None, "list": [[1.0, 2.0], [3.0, 4.0]], "array": np.ones((2, 2)), "number": 1.5, "string": "x"}
 

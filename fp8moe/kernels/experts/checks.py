@@ -51,13 +51,14 @@ def partial(operands: Operands) -> None:
     _floating_or_fp8("x", x, operands.hidden_scale)
     _layer("x", operands)
     if total is not None:
-        check_like("partial", total, (torch.float32,), x.shape, x.device, "x")
+        check_like("partial", total, (shard.out_dtype,), x.shape, x.device, "x")
     for name, known in (("partial_known", operands.residual_known), ("known", operands.known)):
         if known is not None:
             check_like(name, known, (torch.bool,), x.shape[:1], x.device, "x")
     if operands.known is not None and not operands.known.stride(0) and x.shape[0] > 1:
         raise ValueError("known: expected memory for each token, to be written, got a tensor expanded from one element")
     row_dtype(shard.row_dtype)
+    of_sums(shard.out_dtype)
     of_rank(shard, len(operands.layer.up.data))
 
 
@@ -83,7 +84,7 @@ def sorted_rows(operands: RowOperands) -> None:
     """Checks the operands of `experts_rows`."""
     rows, group_offsets = operands.rows, operands.group_offsets
     _floating_or_fp8("rows", rows, operands.rows_scale)
-    count = _projections("rows", rows, operands.layer)
+    count = projections("rows", rows, operands.layer)
     check_vector("group_offsets", group_offsets, torch.int32, None, rows.device)
     if group_offsets.shape[0] != count + 1:
         expected = f"({count + 1},), for {count} experts"
@@ -113,7 +114,7 @@ def _floating_or_fp8(name: str, x: Tensor, scale: Tensor | None) -> None:
 
 def _layer(name: str, operands: Operands) -> None:
     """Routing and weights of the input, which the caller calls `name`."""
-    _projections(name, operands.hidden_states, operands.layer)
+    projections(name, operands.hidden_states, operands.layer)
     routed(operands.top_k_index, operands.top_k_weights, operands.hidden_states, name)
 
 
@@ -128,7 +129,7 @@ def masters(layer: Layer, given: Masters) -> None:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(master.shape)}")
 
 
-def _projections(name: str, x: Tensor, layer: Layer) -> int:
+def projections(name: str, x: Tensor, layer: Layer) -> int:
     """Weights that fit together and to x (M, H), which the caller calls `name`. Returns E."""
     up, down, gated = layer.up.data, layer.down.data, layer.activation.gated
     projections = 2 if gated else 1

@@ -196,7 +196,12 @@ def experts_rows(
     operands = RowOperands(data, scale, group_offsets, layer, row_dtype, whole)
     if training or recorded(data, *masters):
         return experts_rows_training(operands, masters)
-    return autograd.run(_rows, "fp8moe.GroupedExperts.forward_rows", *_ROWS.pack(operands))
+    return run_rows(operands, "fp8moe.GroupedExperts.forward_rows")
+
+
+def run_rows(operands: RowOperands, name: str) -> Tensor:
+    """`experts_rows` of operands without gradients; name: of what has no backward."""
+    return autograd.run(_rows, name, *_ROWS.pack(operands))
 
 
 def send_rows(
@@ -243,7 +248,7 @@ def _padded(operands: Operands, compute: Callable[[Operands], Tensor]) -> Tensor
     rows = operands.shard.rows(operands.top_k_index.numel())
     if not (rows and layer.up.data.numel() and layer.down.data.numel()):
         residual = _for_all_tokens(operands).residual
-        out = _empty(operands).zero_()
+        out = empty(operands).zero_()
         return out if residual is None else residual + out
     operands = operands._replace(layer=layer.padded(16))
     columns = operands.layer.up.data.shape[2]
@@ -289,10 +294,10 @@ def _hidden(operands: Operands) -> tuple[FP8Tensor, Tensor, Tensor, int, Groupin
     x = pad_columns(x, layer.up.data.shape[2])
     a = permute_quantize(x, rows, num_rows) if x_scale is None else permute_fp8(FP8Tensor(x, x_scale), rows, num_rows)
     grouping = grouping_of(assignments, shard.total(count), capacity)
-    return _activated(a, layer, groups, grouping), groups, rows, num_rows, grouping
+    return activated(a, layer, groups, grouping), groups, rows, num_rows, grouping
 
 
-def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -> FP8Tensor:
+def activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -> FP8Tensor:
     """GEMM 1, the activation and its quantization: a (R, H) -> (R, I), both multiples of 16."""
     bias = layer.biases.up_bias
     if layer.activation.is_swiglu:
@@ -309,29 +314,35 @@ def _activated(a: FP8Tensor, layer: Layer, groups: Tensor, grouping: Grouping) -
     return quantize_1x128(layer.activation(projected))
 
 
-def _empty(operands: Operands) -> Tensor:
+def empty(operands: Operands) -> Tensor:
     x = operands.hidden_states
     _, dtype = operands.shard.dtypes(x.dtype)
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _run(operands: Operands) -> Tensor:
+def run(operands: Operands) -> Tensor:
     return _padded(operands, workspace.run if operands.layer.activation.is_swiglu else _composed)
+
+
+def needs_no_padding(operands: Operands) -> bool:
+    """Whether a `Workspace` takes the operands as they are."""
+    x, layer = operands.hidden_states, operands.layer
+    if not layer.activation.is_swiglu or layer.down.data.shape[2] % 16 or x.shape[1] % 16:
+        return False
+    return bool(operands.shard.rows(operands.top_k_index.numel()) and layer.down.data.numel())
 
 
 def _joins_norm(operands: Operands) -> bool:
     """Whether the kernel that ends the layer can normalize the result too."""
-    x, layer = operands.hidden_states, operands.layer
-    if not layer.activation.is_swiglu or layer.down.data.shape[2] % 16 or x.shape[1] % 16:
-        return False
-    if not (operands.top_k_index.numel() and layer.down.data.numel()):
+    x = operands.hidden_states
+    if not needs_no_padding(operands):
         return False
     row_dtype, out_dtype = operands.shard.dtypes(x.dtype)
     return joins_norm(*x.shape, Dtypes(row_dtype, operands.top_k_weights.dtype, out_dtype))
 
 
 def _run_norm(operands: Operands) -> tuple[Tensor, ...]:
-    return workspace.run(operands) if _joins_norm(operands) else _then_norm(operands, _run)
+    return workspace.run(operands) if _joins_norm(operands) else _then_norm(operands, run)
 
 
 def _then_norm(operands: Operands, compute: Callable[[Operands], Tensor]) -> tuple[Tensor, ...]:
@@ -344,11 +355,11 @@ def _then_norm(operands: Operands, compute: Callable[[Operands], Tensor]) -> tup
 
 
 def _empty_norm(operands: Operands) -> tuple[Tensor, ...]:
-    out = _empty(operands)
+    out = empty(operands)
     return out, *workspace.empty_normed(out, operands.norm.norm_quantized)
 
 
-def _reference(operands: Operands) -> Tensor:
+def run_reference(operands: Operands) -> Tensor:
     return _padded(operands, _composed)
 
 
@@ -358,9 +369,9 @@ def _operator(name: str, signature: Signature[Operands], check: Callable[[Operan
         signature=signature,
         check=check,
         quick=workspace.find,
-        cuda=_run,
-        reference=_reference,
-        fake=_empty,
+        cuda=run,
+        reference=run_reference,
+        fake=empty,
         forward_only=True,
     )
 
@@ -376,7 +387,7 @@ _experts_norm = operator(
     check=checks.with_norm,
     quick=workspace.find,
     cuda=_run_norm,
-    reference=lambda operands: _then_norm(operands, _reference),
+    reference=lambda operands: _then_norm(operands, run_reference),
     fake=_empty_norm,
     forward_only=True,
 )
@@ -393,7 +404,7 @@ def _run_rows(operands: RowOperands) -> Tensor:
     layer = layer.padded(16)
     data = pad_columns(rows, layer.up.data.shape[2])
     a = quantize_1x128(data) if operands.rows_scale is None else FP8Tensor(data, operands.rows_scale)
-    h = _activated(a, layer, groups, Grouping(whole=whole))
+    h = activated(a, layer, groups, Grouping(whole=whole))
     del a
     options = {"whole": whole, "others_zero": True, "bias": layer.biases.down_bias}
     y = grouped_rows(h, layer.down, groups, operands.row_dtype, **options)

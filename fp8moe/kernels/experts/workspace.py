@@ -95,8 +95,10 @@ class Workspace:
         else:
             self.combine = norm_launcher(*sizes, operands.norm.norm_eps, pdl=True)
 
-    def __call__(self, operands: Operands, targets: Targets | None = None) -> Tensor | tuple[Tensor, ...] | None:
-        """Returns (T, H) in the dtype of the input, or of the shard; None if rows go to the targets.
+    def __call__(
+        self, operands: Operands, targets: Targets | None = None, out: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...] | None:
+        """Returns (T, H) in the dtype of the input, or of the shard, in `out` if given; None if rows go to the targets.
 
         With a norm: four tensors, as `experts_norm` returns them.
         """
@@ -111,10 +113,11 @@ class Workspace:
         if self.has_channel_scales:
             addresses |= up_scale.data_ptr() | down_scale.data_ptr()
         if addresses & 15:
-            return self(_as_kernels_load(operands), targets)
+            return self(_as_kernels_load(operands), targets, out)
         # Freed on return, while the kernels still run; the allocator hands it on in the order of the stream.
         scratch = self.new_scratch()
-        out = self.new_out() if targets is None else None
+        if out is None and targets is None:
+            out = self.new_out()
         base = scratch.data_ptr()
         groups, rows, a, a_scale, h, h_scale, last = [base + offset for offset in self.offsets.values()]
         tokens = (x,) if operands.hidden_scale is None else (x, operands.hidden_scale.data_ptr())
@@ -161,10 +164,12 @@ def find(operands: Operands, targets: Targets | None = None) -> Workspace | None
     return workspace.find(operands.hidden_states.get_device(), targets and targets.form, operands)
 
 
-def run(operands: Operands, targets: Targets | None = None) -> Tensor | tuple[Tensor, ...] | None:
+def run(
+    operands: Operands, targets: Targets | None = None, out: Tensor | None = None
+) -> Tensor | tuple[Tensor, ...] | None:
     """What a `Workspace` returns, for operands in any layout; H and I are multiples of 16, none is empty."""
     loaded = _as_kernels_load(operands)
-    out = workspace(loaded.hidden_states.get_device(), targets and targets.form, loaded)(loaded, targets)
+    out = workspace(loaded.hidden_states.get_device(), targets and targets.form, loaded)(loaded, targets, out)
     if loaded.known is not operands.known:
         operands.known.copy_(loaded.known)
     return out
