@@ -53,11 +53,15 @@ def _measure_all(root: Path) -> None:
     for name in NAMES:
         for form in FORMS:
             directory = root / f"{name}-{form}"
-            alone = load(directory)
+            alone, decoded = load(directory), (name, form) in DECODED
             alone_in_bf16 = load(directory, dtype=torch.bfloat16)
+            expected, tokens = _logits(alone), _generated(_decoder(alone)) if decoded else None
             for way in WAYS:
-                config = config_of(way, directory)
-                results[f"{name} {form} {way}"] = _measure(directory, config, alone, (name, form) in DECODED)
+                results[f"{name} {form} {way}"] = found = _measure(
+                    directory, config_of(way, directory), expected, decoded
+                )
+                if decoded:
+                    found["decoder"]["alone"] = tokens
             in_bf16 = load(directory, dtype=torch.bfloat16, distributed_config=config_of("ep", directory))
             results[f"{name} {form} ep"]["same in bf16"] = _same(_logits(in_bf16), _logits(alone_in_bf16))
     results["refusals"] = _refusals(root)
@@ -67,7 +71,7 @@ def _measure_all(root: Path) -> None:
 
 
 @torch.no_grad()
-def _measure(directory, config, alone, decoded) -> dict:
+def _measure(directory, config, expected, decoded) -> dict:
     from fp8moe.integrations.transformers import experts, optimize, report
 
     made, make = [], experts._make_cached
@@ -82,7 +86,6 @@ def _measure(directory, config, alone, decoded) -> dict:
     optimized = optimize(model)
     fused = _logits(model)
     optimized.restore()
-    expected = _logits(alone)
     return {
         "error": _error(logits, expected),
         "fused error": _error(fused, expected),
@@ -92,7 +95,7 @@ def _measure(directory, config, alone, decoded) -> dict:
         "cached layers": len(made),
         "reported": sorted(reported),
         "read": {kind: _share(read, kind) for kind in ("mlp.experts", "block_sparse_moe.experts", "self_attn.q_proj")},
-        "decoder": _decode(model, alone) if decoded else None,
+        "decoder": _decode(model) if decoded else None,
     }
 
 
@@ -116,15 +119,22 @@ def _share(read: dict, kind: str) -> float | None:
     return sum(count for count, _ in counts) / sum(size for _, size in counts) if counts else None
 
 
-def _decode(model, alone) -> dict:
-    from fp8moe.integrations.decode import GraphDecoder, step
+def _decoder(model):
+    from fp8moe.integrations.decode import GraphDecoder
 
-    rank = dist.get_rank()
-    found = {}
-    for name, one in (("alone", alone), ("here", model)):
-        decoder = GraphDecoder(one, batch_sizes=(2,), max_length=32)
-        tokens, logprobs = decoder.generate(IDS, max_new_tokens=12, eos_token_id=(), return_logprobs=True)
-        found[name] = tokens.tolist(), logprobs[:, 0].tolist()
+    return GraphDecoder(model, batch_sizes=(2,), max_length=32)
+
+
+def _generated(decoder) -> tuple[list, list]:
+    tokens, logprobs = decoder.generate(IDS, max_new_tokens=12, eos_token_id=(), return_logprobs=True)
+    return tokens.tolist(), logprobs[:, 0].tolist()
+
+
+def _decode(model) -> dict:
+    from fp8moe.integrations.decode import step
+
+    rank, decoder = dist.get_rank(), _decoder(model)
+    found = {"here": _generated(decoder)}
     torch.manual_seed(rank)
     found["sampled"] = decoder.generate(IDS, max_new_tokens=8, eos_token_id=(), do_sample=True).tolist()
     requests = [{"input_ids": IDS[0, :length], "max_new_tokens": 3, "do_sample": True} for length in (3, 5, 8, 2)]

@@ -23,6 +23,7 @@ from fp8moe.quant import quantize
 from fp8moe.runtime import compilers, config, jit
 from fp8moe.runtime.record import in_own_process
 from tests.checkpoint_formats import LAYOUTS
+from tests.processes import forkserver
 from tests.transformers_models import BASE, MLA, random_model, write_checkpoints
 from tests.warmup_processes import SMS, end, in_processes, launched, launched_by_modules, needed, needed_for
 
@@ -36,6 +37,12 @@ MODELS = {
     "deepseek_v3": MLA,
     "gpt_oss": {"intermediate_size": 160, "num_local_experts": 4, "head_dim": 32},
 }
+
+
+@pytest.fixture(autouse=True)
+def preloaded(monkeypatch):
+    """The command's processes have PyTorch imported already."""
+    monkeypatch.setattr(warmup, "get_context", lambda _: forkserver)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -132,28 +139,35 @@ SHAPES = [(272, 160), (8, 96, 160, 2)]
 OPTIONS = warm_module._Options(Activation(), bias=False, weight_scales="block", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("options", "batch_invariant"),
-    [
-        (OPTIONS, False),
-        (OPTIONS._replace(activation=Activation(7.0, 1.702), bias=True), True),
-        (OPTIONS._replace(weight_scales="channel", dtype=torch.float16), False),
-    ],
-)
-def test_no_number_of_tokens_needs_a_kernel_that_warm_did_not_compile(monkeypatch, options, batch_invariant):
-    compiled = []
+@pytest.fixture
+def forked(monkeypatch):
+    """What warm records in a process of its own has PyTorch imported already."""
+    monkeypatch.setattr(warm_module, "in_own_process", lambda *call: in_processes(call)[0])
+
+
+def check_warm(monkeypatch, options, batch_invariant):
+    """That what calls of other numbers of tokens launch is compiled."""
+    compiled, tokens = [], 300
     monkeypatch.setattr(jit, "compile_all", compiled.extend)
     with fp8moe.batch_invariant(batch_invariant):
-        fp8moe.warm(SHAPES, [3, TOKENS], **options._asdict())
-    counts = [*range(1, 70, 3), 100, 128, 129, 300, 513, TOKENS - 1]
+        fp8moe.warm(SHAPES, [3, tokens], **options._asdict())
+    counts = [*range(1, 70, 3), 100, 128, 129, 255, tokens - 1]
     (launched,) = in_processes((launched_by_modules, SHAPES, counts, options, batch_invariant))
-    assert {"gemm", "quantize_1x128", "sort_by_expert", "permute_quantize", "combine"} <= {
-        spec.name for spec in launched
-    }
+    names = {spec.name for spec in launched}
+    assert {"gemm", "quantize_1x128", "sort_by_expert", "permute_quantize", "combine"} <= names
     assert sorted(map(warmup._described, launched - set(compiled))) == []
 
 
-def test_what_warm_compiles_is_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [OPTIONS, OPTIONS._replace(weight_scales="channel", dtype=torch.float16)])
+def test_no_number_of_tokens_needs_a_kernel_that_warm_did_not_compile(monkeypatch, forked, options):
+    check_warm(monkeypatch, options, False)
+
+
+def test_warm_of_biases_in_the_batch_invariant_mode(monkeypatch):
+    check_warm(monkeypatch, OPTIONS._replace(activation=Activation(7.0, 1.702), bias=True), True)
+
+
+def test_what_warm_compiles_is_kept(tmp_path, monkeypatch, forked):
     specs, cubin = [], jit.cubin
     monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr(jit, "cubin", lambda spec: specs.append(spec) or cubin(spec))
