@@ -155,6 +155,7 @@ def check_warm(monkeypatch, options, batch_invariant):
     (launched,) = in_processes((launched_by_modules, SHAPES, counts, options, batch_invariant))
     names = {spec.name for spec in launched}
     assert {"gemm", "quantize_1x128", "sort_by_expert", "permute_quantize", "combine"} <= names
+    assert ("permute_fp8" in names) == (not options.bias)
     assert sorted(map(warmup._described, launched - set(compiled))) == []
 
 

@@ -1,15 +1,19 @@
 """warm: kernels of linears and experts are compiled before a call needs them."""
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fp8moe.kernels.activation import Activation
+from fp8moe.kernels.experts.api import experts
 from fp8moe.kernels.gemm.warmup import Family, families
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import config, jit
 from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import check_int
@@ -36,7 +40,7 @@ def warm(
     weight_scales: str = "block",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Compile what `FP8Linear` and `GroupedExperts` of these shapes launch without gradients.
+    """Compile what `FP8Linear`, `GroupedExperts` and `experts` of these shapes launch without gradients.
 
     Otherwise the first call that needs a kernel compiles it, which takes about half a second: on a server, within a
     request. `fp8moe warmup` does the same for a whole model, ahead of time.
@@ -46,6 +50,9 @@ def warm(
     token_counts: how many tokens calls have. Kernels are compiled for every number up to the largest.
     activation, bias, weight_scales: of the experts, and of the linears, as those classes take them.
     dtype: bfloat16, float16 or float32, of inputs, results and biases.
+
+    Tokens may come quantized where there are no biases. What it leaves out: training, experts that are spread over
+    several GPUs, and the masked layout, whose kernels depend on the room for rows.
 
     Compiled kernels are kept in the cache directory (FP8MOE_CACHE_DIR), and what is there is not compiled again. Where
     the current device runs them they are loaded into the process too, ready to be captured in a CUDA graph, and chosen
@@ -104,7 +111,7 @@ def _record(
         for shape in shapes:
             module = _module(shape, options)
             for count in lengths(tokens):
-                _call(module, shape, count, options.dtype)
+                _call(module, shape, count, options)
     return set(recorder.kernels), dict(families)
 
 
@@ -130,11 +137,18 @@ def _module(shape: tuple[int, ...], options: _Options) -> nn.Module:
     return module
 
 
-def _call(module: nn.Module, shape: tuple[int, ...], tokens: int, dtype: torch.dtype) -> None:
+def _call(module: nn.Module, shape: tuple[int, ...], tokens: int, options: _Options) -> None:
+    """Call a module, and `experts` with tokens that are quantized, with all dtypes of the routing."""
     if len(shape) == 2:
-        module(reserved((tokens, shape[1]), dtype))
+        module(reserved((tokens, shape[1]), options.dtype))
         return
     *_, hidden_size, top_k = shape
-    x, weights = reserved((tokens, hidden_size), dtype), torch.zeros(tokens, top_k)
-    for index_dtype in (torch.int64, torch.int32):
-        module(x, torch.zeros(tokens, top_k, dtype=index_dtype), weights)
+    x = reserved((tokens, hidden_size), options.dtype)
+    up, up_scale, down, down_scale = (getattr(module, name) for name in module.weight_names)
+    for index_dtype, weight_dtype in product((torch.int64, torch.int32), {torch.float32, options.dtype}):
+        index = torch.zeros(tokens, top_k, dtype=index_dtype)
+        weights = torch.zeros(tokens, top_k, dtype=weight_dtype)
+        module(x, index, weights)
+        if not options.bias:
+            layer = FP8Tensor(up, up_scale), FP8Tensor(down, down_scale)
+            experts(quantize_1x128(x), index, weights, *layer, activation=options.activation)

@@ -65,7 +65,10 @@ def test_calls_after_warm_compile_nothing(tmp_path, monkeypatch, weight_scales):
         for tokens in (*range(1, 40), 64, 65, 128, 129, 500, 1000, 1999):
             x = torch.randn(tokens, 752, dtype=torch.bfloat16, device="cuda")
             index = torch.randint(0, 8, (tokens, 2), device="cuda")
-            linear(x), experts(x, index, torch.rand(tokens, 2, device="cuda"))
+            weights = torch.rand(tokens, 2, device="cuda")
+            linear(x), experts(x, index, weights)
+            up, up_scale, *down = (getattr(experts, name) for name in experts.weight_names)
+            fp8moe.experts(fp8moe.quantize_1x128(x), index.int(), weights.bfloat16(), (up, up_scale), down)
     assert len(jit._kernels) == loaded
     monkeypatch.undo()
     config.reload()
