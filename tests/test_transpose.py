@@ -101,25 +101,6 @@ def test_row_weights_multiply_the_columns_only():
     assert dequantize(t.columns)[:, :384].isfinite().all() and not dequantize(t.columns)[:, 5].any()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_nan_and_infinity_stay_in_their_blocks(value, weighted):
-    x = random(300, 300, dtype=torch.bfloat16)
-    options = {"row_weights": random(300)} if weighted else {}
-    offsets = offsets_of([10, 290])
-    clean = quantize_with_transpose(x, offsets, **options)
-    x[150, 200] = value  # row 140 of group 1, whose columns begin at 128
-    t = quantize_with_transpose(x, offsets, **options)
-    rows, columns = dequantize(t.rows), dequantize(t.columns)
-    assert rows[150, 128:256].isnan().all() and columns[200, 256:384].isnan().all()
-    rows[150, 128:256], columns[200, 256:384] = (
-        dequantize(clean.rows)[150, 128:256],
-        dequantize(clean.columns)[200, 256:384],
-    )
-    assert torch.equal(rows, dequantize(clean.rows))
-    assert torch.equal(columns[:, :512], dequantize(clean.columns)[:, :512])
-
-
 @pytest.mark.parametrize(
     "offsets,groups",
     [
