@@ -56,11 +56,12 @@ def test_calls_after_warm_compile_nothing(tmp_path, monkeypatch, weight_scales):
     monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path))
     config.reload()
     fp8moe.warm([(880, 752), (8, 208, 752, 2)], [2000], weight_scales=weight_scales)
-    loaded = len(jit._kernels)
-    assert loaded > 8
+    assert len(jit._kernels) > 8
+    # The constructors quantize random weights.
     linear = fp8moe.FP8Linear(752, 880, bias=False, weight_scales=weight_scales, device="cuda")
     sizes = {"num_experts": 8, "hidden_size": 752, "intermediate_size": 208}
     experts = fp8moe.GroupedExperts(**sizes, weight_scales=weight_scales, device="cuda")
+    loaded = len(jit._kernels)
     with torch.no_grad():
         for tokens in (*range(1, 40), 64, 65, 128, 129, 500, 1000, 1999):
             x = torch.randn(tokens, 752, dtype=torch.bfloat16, device="cuda")
