@@ -47,10 +47,9 @@ def test_grouped(epilogue):
     assert 4 < len(variants) < 25
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_rows_for_other_gpus(out_dtype):
+def test_rows_for_other_gpus():
     """The tiles that TMA would write are none: all variants compile, and are those that are launched."""
-    n, k, groups, epilogue = 2048, 768, 8, PeerStore(out_dtype, 2, 100)
+    n, k, groups, epilogue = 2048, 768, 8, PeerStore(torch.bfloat16, 2, 100)
     variants = Family(n, k, groups, epilogue).variants(8 * MOST, SMS)
     for rows in (1, 8, 64, 1000, 8000, 8 * MOST):
         chosen = choose_grouped(GroupedProblem(rows, groups, rows / groups, n, k, SMS))
