@@ -234,7 +234,7 @@ def test_selections_of_transformers():
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_compile(backend, fresh_compiler):
-    """Two steps on a static cache, as generate compiles them."""
+    """Two steps on a static cache, as generate compiles them; with inductor only the second, of a single token."""
     indexer = random_indexer(FEW)
     hidden, q_resid, (cos, sin) = arguments(indexer, 3, 20)
     mask = torch.ones(20, 24, dtype=torch.bool).tril()[None]
@@ -242,7 +242,8 @@ def test_compile(backend, fresh_compiler):
     caches = [transformers.StaticCache(config=indexer.config, max_cache_len=24) for _ in range(2)]
     for part in (slice(0, 19), slice(19, 20)):
         step = hidden[:, part], q_resid[:, part], (cos[:, part], sin[:, part]), mask[:, part], None
-        runs = zip((compiled, indexer), caches, strict=True)
+        first = compiled if part.start or backend != "inductor" else indexer  # a second of g++ for each kernel
+        runs = zip((first, indexer), caches, strict=True)
         ours, expected = (
             torch.zeros(3, 20, 24)[:, part].scatter(-1, run(*step, past_key_values=cache).long(), 1)
             for run, cache in runs
