@@ -90,17 +90,20 @@ def draw_overview(peers: dict, path: Path) -> None:
     rows = _layers(peers)
     tokens = sorted({row["tokens"] for row in rows})
     series = {"vllm": OURS, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": "#56B4E9"}
+    series = {name: colour for name, colour in series.items() if tables.ratios(rows, name)}
+    width = 0.81 / len(series)
     with _picture(path, f"fp8moe on an {_card(peers)}", (10, 3.9), 1, 2, below=0.1, width_ratios=(3, 2)) as (
         figure,
         grid,
     ):
         left, right = grid[0]
-        for shift, (name, colour) in zip((-0.27, 0, 0.27), series.items(), strict=True):
+        for index, (name, colour) in enumerate(series.items()):
+            shift = (index - (len(series) - 1) / 2) * width
             for position, count in enumerate(tokens):
                 found = tables.ratios([row for row in rows if row["tokens"] == count], name)
                 if found:
                     mean, at = geomean(found), position + shift
-                    left.bar(at, mean, 0.25, color=colour)
+                    left.bar(at, mean, 0.92 * width, color=colour)
                     left.plot([at] * len(found), found, "o", color=FLOOR, markersize=2.5)
                     left.annotate(f"{mean:.2f}", (at, 0.1), ha="center", color="white", size=7, rotation=90)
         left.axhline(1, color=DEEP_GEMM, linewidth=1.2)
@@ -123,7 +126,7 @@ def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
     axes.set_yscale("log")
     axes.set_ylim(bottom=30)
     axes.set_xticks(range(len(rows)), [str(row["batch"]) for row in rows])
-    axes.set_xlabel("sequences (grey: vLLM)")
+    axes.set_xlabel("sequences" + (" (grey: vLLM)" if any("vllm" in row["tokens_s"] for row in rows) else ""))
     axes.set_title("Qwen3-30B-A3B's sizes, tokens/s")
 
 
@@ -217,16 +220,14 @@ def _ratios_panel(
 def draw_grouped(peers: dict, path: Path) -> None:
     """The ratios of the grouped GEMMs to DeepGEMM, one panel for each operation."""
     title = f"Grouped FP8 GEMMs on an {_card(peers)}, cold L2"
-    with _picture(path, title, (14, 4.2), 1, 3, below=0.06) as (figure, grid):
-        for axes, (what, shown, label) in zip(
-            grid[0],
-            (
-                ("contiguous", "grouped_gemm", "{groups} × {mean_rows}"),
-                ("masked", "grouped_gemm_masked", "{groups} × {mean_rows}"),
-                ("along_k", "grouped_gemm_k, accumulate=True", "{groups} × {m} × {n}"),
-            ),
-            strict=True,
-        ):
+    panels = (
+        ("contiguous", "grouped_gemm", "{groups} × {mean_rows}"),
+        ("masked", "grouped_gemm_masked", "{groups} × {mean_rows}"),
+        ("along_k", "grouped_gemm_k, accumulate=True", "{groups} × {m} × {n}"),
+    )
+    panels = [one for one in panels if tables.ratios(select(peers["rows"], one[0]), "deep_gemm")]
+    with _picture(path, title, (4.7 * len(panels), 4.2), 1, len(panels), below=0.06) as (figure, grid):
+        for axes, (what, shown, label) in zip(grid[0], panels, strict=True):
             _ratios_panel(axes, select(peers["rows"], what), label)
             axes.set_title(shown)
         grid[0, 0].set_ylabel("groups × rows of a group")
@@ -291,7 +292,8 @@ def draw_experts(peers: dict, path: Path) -> None:
         grid[1, 0].set_ylabel("% of the time")
         legend = [
             Line2D([], [], color=colour, marker=style.strip("-") or None, linestyle=style.strip("o"), label=label)
-            for style, colour, label in LAYER_LINES.values()
+            for name, (style, colour, label) in LAYER_LINES.items()
+            if any(name in row["us"] for row in rows)
         ]
         stages = [
             Patch(color=colour, label=name) for colour, (name, *_) in zip(STAGES, rows[-1]["kernels"], strict=False)
