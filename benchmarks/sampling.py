@@ -81,19 +81,17 @@ def check(logits: Tensor, state: SamplingState, kind: str) -> None:
 def run() -> dict:
     """Checks and times every case; {"gpu", "rows", "thresholds"}. RuntimeError if a result is wrong."""
     gpu = command.start()
-    cases, pairs = [], []
+    cases: list[tuple[str, int]] = []
+    calls: list[Callable[[], object]] = []  # ours and PyTorch's, one after the other
     for batch in BATCHES:
         logits = (STD * torch.randn(batch, VOCAB, device="cuda")).bfloat16()
         for kind in KINDS:
             state = make_state(batch, kind)
             check(logits, state, kind)
             cases.append((kind, batch))
-            calls: tuple[Callable[[], object], ...] = (
-                partial(sample, logits, state),
-                partial(by_torch, logits, state, kind),
-            )
-            pairs.append(calls)
-    timed = [(ours.median_us, theirs.median_us) for ours, theirs in timing.measure_pairs(pairs)]
+            calls += [partial(sample, logits, state), partial(by_torch, logits, state, kind)]
+    times = [timed.median_us for timed in timing.measure(calls)]
+    timed = list(zip(times[::2], times[1::2], strict=True))
     argmax = {batch: theirs for (kind, batch), (_, theirs) in zip(cases, timed, strict=True) if kind == "greedy"}
     rows = [
         {"kind": kind, "batch": batch, "us": ours, "torch_us": theirs, "over_argmax_us": ours - argmax[batch]}

@@ -36,7 +36,7 @@ from tools.digest import digest
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BENCHMARKS = {
-    "benchmarks": (*("quantize", "transpose", "host", "training", "mqa", "sampling", "lora"),),
+    "benchmarks": ("quantize", "transpose", "host", "training", "mqa", "lora"),
     "models": ("decode", "requests"),
 }
 """What the parts that measure run."""
