@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8moe import GroupedExperts
 from fp8moe.integrations.models import norms
-from fp8moe.integrations.models.handover import Handover
+from fp8moe.integrations.models.norms import Handover
 from fp8moe.integrations.transformers import optimize, register
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from tests.test_fused_models import distance, in_fp8, prompt

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.integrations.models import attention, feed_forward, known_forwards, latent_attention, norms
-from fp8moe.integrations.models.handover import Handover
 from fp8moe.integrations.models.known_forwards import form_of, is_fused, runs_as_written
+from fp8moe.integrations.models.norms import Handover
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 
 
