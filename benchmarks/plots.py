@@ -118,15 +118,16 @@ def draw_overview(peers: dict, path: Path) -> None:
 
 def _rates_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
     """Tokens a second of decode steps, ours and vLLM's."""
+    beside = any("vllm" in row["tokens_s"] for row in rows)
     for position, row in enumerate(rows):
-        for shift, name, colour in ((-0.2, "fp8moe", OURS), (0.2, "vllm", DEEP_GEMM)):
+        for shift, name, colour in ((-0.2 * beside, "fp8moe", OURS), (0.2, "vllm", DEEP_GEMM)):
             if value := row["tokens_s"].get(name):
                 axes.bar(position + shift, value, 0.38, color=colour)
                 axes.annotate(f"{value:.0f}", (position + shift, 34), ha="center", color="white", size=8)
     axes.set_yscale("log")
     axes.set_ylim(bottom=30)
     axes.set_xticks(range(len(rows)), [str(row["batch"]) for row in rows])
-    axes.set_xlabel("sequences" + (" (grey: vLLM)" if any("vllm" in row["tokens_s"] for row in rows) else ""))
+    axes.set_xlabel("sequences" + (" (grey: vLLM)" if beside else ""))
     axes.set_title("Qwen3-30B-A3B's sizes, tokens/s")
 
 

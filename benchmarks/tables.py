@@ -229,7 +229,34 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
     return table(header, found)
 
 
-def readme(benchmarks: dict) -> str:
+def headline(benchmarks: dict) -> str:
+    """What README begins with: the layer, the GEMMs and a whole model of one run, each mean with its worst case."""
+    peers = benchmarks["peers"]
+    if not peers:
+        return NO_PEERS
+    rows = peers["rows"]
+    layers, dense = select(rows, "layer"), select(rows, "gemm")
+    grouped = [row for row in rows if row["what"] in ("contiguous", "masked")]
+    steps = [row["ms"] for row in select(rows, "decode")]
+    times = ", ".join(f"{ms['fp8moe']:.1f}" for ms in steps)
+    compared = (
+        ("experts layer of four models, 1 to 8192 tokens", layers, ("vllm", "transformers_bf16")),
+        ("dense FP8 GEMMs", dense, ("deep_gemm", "cublas_block")),
+        ("grouped FP8 GEMMs", grouped, ("deep_gemm",)),
+    )
+    found = [
+        (what, NAMES[name], mean_and_worst(some, name))
+        for what, some, names in compared
+        for name in names
+        if ratios(some, name)
+    ]
+    whole = f"A decode step of Qwen3-30B-A3B's size for 1, 8 and 64 sequences takes {times} ms.\n" if steps else ""
+    head = ("", "beside", "times as fast, mean (worst)")
+    return f"{measured_with(peers)} {whole}\n{table(head, found)}\n{pictures('docs/images/', 'overview')[0]}"
+
+
+def figures(benchmarks: dict) -> str:
+    """All tables, and the pictures of the same run."""
     peers = benchmarks["peers"]
     others_there = (
         [f"{measured_with(peers)}\n", *filter(None, (gemms(peers), layer(peers), whole_model(peers)))]
@@ -239,7 +266,7 @@ def readme(benchmarks: dict) -> str:
     passes = training(benchmarks["training"]["rows"])
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
     return "\n".join(
-        [*others_there, passes, model, others(benchmarks), *(pictures("docs/images/", *PICTURES) if peers else ())]
+        [*others_there, passes, model, others(benchmarks), *(pictures("images/", *PICTURES) if peers else ())]
     )
 
 
@@ -415,7 +442,8 @@ def warmup(benchmarks: dict) -> str | None:
 
 
 FILES: dict[str, Callable[[dict], str | None]] = {
-    "README.md": readme,
+    "README.md": headline,
+    "docs/benchmarks.md": figures,
     "docs/batch-invariance.md": batch_invariance,
     "docs/experts.md": roofline,
     "docs/finetuning.md": lora,

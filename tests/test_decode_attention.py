@@ -11,7 +11,7 @@ from fp8moe.integrations.decode.attention import AttentionMetadataBuilder, take_
 from fp8moe.integrations.decode.step import Capabilities, Step
 from fp8moe.integrations.models import find_fused
 from fp8moe.kernels.decoder_ops import decode_attention as one_token
-from fp8moe.kernels.decoder_ops.decode_attention import DTYPES, Heads, decode_attention, kernel_spec
+from fp8moe.kernels.decoder_ops.decode_attention import Heads, decode_attention, kernel_spec
 from tests import decode_attention_cases
 from tests.ptxas import compile_report
 from tests.tiny_moe_models import MODELS
@@ -328,14 +328,15 @@ def test_one_token_has_no_backward():
         out.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_variant_compiles_without_spills(dtype):
-    for heads in {(heads, new) for _, heads, *_ in decode_attention_cases.SHAPES for new in (False, True)}:
-        (group, key_heads, size, rotated, norm), new = heads
-        kernel = Heads(group, key_heads, size, rotated if new else None, norm and new)
-        for cluster in (1, 2, 4, 8):
-            report = compile_report(kernel_spec(dtype, kernel, cluster))
-            assert report.spill_stores == report.spill_loads == report.stack == 0
+def test_variants_compile_without_spills():
+    """With the most thread blocks and alone; float16 differs in a conversion and an instruction."""
+    shapes = {heads for _, heads, *_ in decode_attention_cases.SHAPES}
+    variants = [(torch.bfloat16, heads, new, cluster) for heads in shapes for new, cluster in ((1, 1), (1, 8), (0, 1))]
+    for dtype, heads, new, cluster in [*variants, *((torch.float16, heads, 1, 8) for heads in sorted(shapes)[:3])]:
+        group, key_heads, size, rotated, norm = heads
+        kernel = Heads(group, key_heads, size, rotated if new else None, bool(norm and new))
+        report = compile_report(kernel_spec(dtype, kernel, cluster))
+        assert report.spill_stores == report.spill_loads == report.stack == 0
 
 
 def test_clusters_fill_the_gpu_and_do_not_depend_on_the_batch_where_results_may_not(monkeypatch):
