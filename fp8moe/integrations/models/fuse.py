@@ -188,7 +188,7 @@ def _attend(
 
 
 def _normed(norm: nn.Module, x: Tensor, before: Handover | None, quantized: bool) -> Normed:
-    """Of the rows of x: from the layer before, if that has it, or computed here."""
+    """The norm of the rows of x: from the layer before, if that has it, or computed here."""
     handed = None if before is None else before.take(x, norm, quantized=quantized)
     return norms.norm(norm, x, values=not quantized, quantized=quantized) if handed is None else handed
 
