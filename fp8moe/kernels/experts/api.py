@@ -92,6 +92,8 @@ def _mapped(index: Tensor, expert_map: Tensor) -> Tensor:
     """Index with the experts here in place of all, -1 for those elsewhere and for what is no expert."""
     check_tensor("expert_map", expert_map)
     check_vector("expert_map", expert_map, torch.int32, None, index.device)
+    if not expert_map.shape[0]:
+        raise ValueError("expert_map: expected an entry for each of all experts, got none")
     inside = (index >= 0) & (index < expert_map.shape[0])
     return torch.where(inside, expert_map[index.clamp(0, expert_map.shape[0] - 1)], -1)
 
