@@ -1,7 +1,8 @@
 """CPU time, first-call time and memory of calls: `python -m benchmarks.host [--against REVISION] [--out DIR]`.
 
-- CPU time of one eager call: the host clock over a batch of calls without a wait. A batch launches fewer kernels than
-  the GPU's queue holds and starts with an empty queue, so the GPU never holds the host up.
+- CPU time of one eager call, and of the `deep_gemm` drop-in beside our function that it stands for: the host clock over
+  a batch of calls without a wait. A batch launches fewer kernels than the GPU's queue holds and starts with an empty
+  queue, so the GPU never holds the host up.
 - First call: in a fresh process with an empty kernel cache, then in another with that cache.
 - Memory: the peak over one call less its output, and what is still held when the output is gone.
 
@@ -25,7 +26,8 @@ from benchmarks import calls, command, compare, operands, timing
 from benchmarks.calls import Case
 from benchmarks.report import Threshold, format_table
 from benchmarks.shapes import DENSE_SHAPES
-from fp8moe import gemm
+from fp8moe import FP8Tensor, gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked, mqa_logits, paged_mqa_logits
+from fp8moe.integrations import deep_gemm
 
 NAMES = {"gemm": "gemm", "grouped_gemm": "grouped_gemm", "linear": "FP8Linear", "experts": "GroupedExperts"}
 BATCHES = 15
@@ -37,7 +39,7 @@ FIRST_CALL_REPEATS = 2
 MEMORY_CALLS = ((1, 7168, 16384), (4096, 576, 7168), (4096, 7168, 16384))
 # The allocator rounds every tensor up to this.
 ALLOCATION_BYTES = 512
-CPU_COLUMNS = ("case", "us")
+CPU_COLUMNS = ("case", "us", "native_us", "extra_us")
 OLD_AND_NEW = ("case", "old_us", "new_us", "ratio")
 COLUMNS = ("what", "m", "n", "k", "ms", "second_ms", "import_ms", "extra_bytes", "kept_bytes")
 
@@ -64,6 +66,57 @@ def cpu_rows() -> list[dict]:
     for case in cases():
         us = host_us(calls.build(case, calls.Operands()))
         rows.append({"what": NAMES[case.op], "case": case.name, **case.sizes, "us": us})
+    return rows
+
+
+def drop_in_calls(device: str = "cuda") -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """By the name of a function of DeepGEMM: our function, and the drop-in's, on the same operands."""
+    make = calls.Operands(device)
+    a, b, offsets = make.rows(64, 1024), make.weights(4, 512, 1024), make.integers([0, 16, 32, 48, 64])
+    one, layout = FP8Tensor(b.data[0], b.scale[0]), make.integers([row // 16 for row in range(64)])
+    places, counts = FP8Tensor(a.data.view(4, 16, 1024), make.uniform(4, 16, 8, mean=1.0)), make.integers([16] * 4)
+    d, masked = (make.zeros(*shape, dtype=torch.bfloat16) for shape in ((64, 512), (4, 16, 512)))
+    x, y, ks = make.rows(512, 1024), make.rows(256, 1024), make.integers([256] * 4)
+    columns = [(data.t(), scale.t()) for data, scale in (x, y)]
+    dw, ends = make.zeros(4, 512, 256, dtype=torch.float32), make.integers([256 * group for group in range(5)])
+    q, kv, heads = (
+        make.codes(16, 32, 128),
+        (make.codes(256, 128), make.uniform(256, mean=1.0)),
+        make.uniform(16, 32, mean=1.0),
+    )
+    ranges = make.integers([0] * 16), make.integers([256] * 16)
+    pages = make.codes(16, 1, 32, 128), make.kv_cache(16, 128), heads, ranges[1], make.integers([range(4)] * 16)
+    return {
+        "fp8_gemm_nt": (lambda: gemm(a, one, out=d), lambda: deep_gemm.fp8_gemm_nt(a, one, d)),
+        "m_grouped_fp8_gemm_nt_contiguous": (
+            lambda: grouped_gemm(a, b, offsets, out=d),
+            lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout),
+        ),
+        "m_grouped_fp8_gemm_nt_masked": (
+            lambda: grouped_gemm_masked(places, b, counts, expected_m=16, out=masked),
+            lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(places, b, masked, counts, 16),
+        ),
+        "k_grouped_fp8_gemm_tn_contiguous": (
+            lambda: grouped_gemm_k(x, y, ends, out=dw),
+            lambda: deep_gemm.k_grouped_fp8_gemm_tn_contiguous(*columns, dw, None, ks),
+        ),
+        "fp8_mqa_logits": (
+            lambda: mqa_logits(q, kv, heads, *ranges),
+            lambda: deep_gemm.fp8_mqa_logits(q, kv, heads, *ranges),
+        ),
+        "fp8_paged_mqa_logits": (
+            lambda: paged_mqa_logits(*pages, max_context_len=256),
+            lambda: deep_gemm.fp8_paged_mqa_logits(*pages, None, 256, True),
+        ),
+    }
+
+
+def drop_in_rows() -> list[dict]:
+    """CPU time of `drop_in_calls`, and what the drop-in takes beyond our function."""
+    rows = []
+    for name, (native, drop_in) in drop_in_calls().items():
+        native_us, us = host_us(native), host_us(drop_in)
+        rows.append({"what": "deep_gemm", "case": name, "us": us, "native_us": native_us, "extra_us": us - native_us})
     return rows
 
 
@@ -125,6 +178,7 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
         Threshold("CPU time of a gemm call", worst("gemm", "us"), 25, 18, unit="us"),
         Threshold("CPU time of an FP8Linear call", worst("FP8Linear", "us"), 45, 32, unit="us"),
         Threshold("CPU time of a GroupedExperts call", worst("GroupedExperts", "us"), 180, 120, unit="us"),
+        Threshold("CPU time of the drop-in beyond our function", worst("deep_gemm", "extra_us"), 10, unit="us"),
         Threshold("first call of a new kernel", worst("first call, empty cache", "ms"), 1000, 400, unit="ms"),
         Threshold("first call from the disk cache", worst("first call, from the disk cache", "ms"), 50, unit="ms"),
         Threshold(
@@ -137,7 +191,7 @@ def thresholds(rows: Sequence[dict]) -> list[Threshold]:
 def run() -> dict:
     """Measures everything; {"gpu", "rows", "thresholds"}."""
     gpu = command.start()
-    rows = memory_rows() + cpu_rows() + first_call_rows()
+    rows = memory_rows() + cpu_rows() + drop_in_rows() + first_call_rows()
     return command.result(gpu, rows, thresholds(rows))
 
 

@@ -43,6 +43,27 @@ def flat_groups(rows, sizes, seed=0, *, device="cpu"):
     return (flat, quantized.scale), dequantize(quantized, dtype=torch.float64)
 
 
+def along_k(rows, sizes, form, seed=0, *, device="cpu"):
+    """Groups of any size along K in the psum layout: an operand of form "nt" or "tn", and each group's values, float64.
+
+    Zeros fill each group up to the next multiple of 128.
+    """
+    _, slices = by_ends(sizes)
+    k = align(slices[-1].stop, 128)
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.zeros(k, rows, device=device)
+    for group in slices:
+        x[group] = torch.randn(group.stop - group.start, rows, device=device, generator=generator)
+    data, scale = quantized = quantize_128x1(x)
+    values = dequantize(quantized, dtype=torch.float64)
+    parts = [values[:, group] for group in slices]
+    if form == "tn":
+        return (data.t(), scale.t()), parts
+    padded = data.view(torch.uint8).split([align(size, 128) for size in sizes], dim=1)
+    flat = torch.cat([part.reshape(-1) for part in padded]).view(torch.float8_e4m3fn)
+    return (flat, scale), parts
+
+
 def by_group(a, b, sizes):
     """The product in float64 of each group of columns of a and b."""
     ends = list(accumulate(sizes, initial=0))

@@ -99,12 +99,14 @@ def test_host_thresholds_take_the_worst_shape():
         {"what": "gemm", "us": 26.0},
         {"what": "FP8Linear", "us": 30.0},
         {"what": "GroupedExperts", "us": 181.0},
+        {"what": "deep_gemm", "us": 30.0, "extra_us": 9.0},
+        {"what": "deep_gemm", "us": 30.0, "extra_us": 11.0},
         {"what": "first call, empty cache", "ms": 400.0},
         {"what": "first call, from the disk cache", "ms": 60.0},
         {"what": "memory", "extra_bytes": 0, "kept_bytes": 0},
         {"what": "memory", "extra_bytes": 4096, "kept_bytes": 0},
     ]
-    assert [one.passed for one in host.thresholds(rows)] == [False, True, False, True, False, False, True]
+    assert [one.passed for one in host.thresholds(rows)] == [False, True, False, False, True, False, False, True]
 
 
 def test_cpu_time_is_measured_of_every_kind_of_call(monkeypatch):
@@ -117,6 +119,16 @@ def test_cpu_time_is_measured_of_every_kind_of_call(monkeypatch):
         *(("gemm", 6.0), ("FP8Linear", 6.0), ("grouped_gemm", 6.0), ("GroupedExperts", 6.0)),
     ]
     assert [tuple(result.shape) for result in measured] == [(1, 576), (1, 576), (16, 1024), (1, 1024)]
+
+
+def test_cpu_time_of_the_drop_in_is_measured_on_calls_of_one_result(monkeypatch):
+    for native, drop_in in host.drop_in_calls("cpu").values():
+        expected, found = native(), drop_in()
+        assert found is None or torch.equal(found, expected)
+    times = iter(range(100))
+    monkeypatch.setattr(host, "drop_in_calls", lambda: {"one": (None, None), "other": (None, None)})
+    monkeypatch.setattr(host, "host_us", lambda call: float(next(times) ** 2))
+    assert [(row["us"], row["native_us"], row["extra_us"]) for row in host.drop_in_rows()] == [(1, 0, 1), (9, 4, 5)]
 
 
 @pytest.mark.parametrize("ratio, status", [(1.25, 0), (0.8, 1)])

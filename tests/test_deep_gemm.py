@@ -1,6 +1,7 @@
 """DeepGEMM's dense functions, layouts, casts, settings and test helpers on the drop-in, against float64 on the CPU."""
 
 import inspect
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -141,6 +142,33 @@ def test_other_layouts_are_views_of_k_major_data_only(prefix, layout):
     copies = [(x.data.contiguous(), x.scale) for x in views]
     with pytest.raises(NotImplementedError, match="K-major"):
         function(*copies, d)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("splits", [(16, 8, 8), (8, 24, 0), (0, 3, 34), (136, 0, 0)])
+def test_skip_head_mid(splits, dtype):
+    left, mid, right = splits
+    heads, n = 4, 4 * (left + right)
+    a, b = operands(70, n, 272)
+    d = torch.full((70, heads * sum(splits)), float("nan"), dtype=dtype)
+    assert deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, d, splits) is None
+    wanted = d.view(70, heads, -1)
+    found = torch.cat([wanted[..., :left], wanted[..., left + mid :]], -1)
+    assert error_in_its_dtype(found.reshape(70, n), exact(a, b)) < TOLERANCE[dtype]
+    assert wanted[..., left : left + mid].isnan().all()
+
+
+def test_skip_head_mid_wrong_arguments():
+    a, b = operands(8, 16, 128)
+    for splits, columns, match in (
+        ((5, 8, 5), 24, "head_splits: expected"),
+        ((16, -8, 16), 24, "head_splits: expected"),
+        ((0, 8, 0), 24, "head_splits: expected"),
+        ((8, 8), 24, "head_splits: expected"),
+        ((8, 4, 8), 16, "d: expected shape"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, torch.zeros(8, columns), splits)
 
 
 def test_nothing_is_recorded_for_gradients():
@@ -336,6 +364,38 @@ def test_calc_diff():
     assert deep_gemm.calc_diff(x, y) == pytest.approx(expected)
 
 
+def test_bitwise_equal():
+    x = torch.tensor([[0.0, float("nan")]])
+    deep_gemm.testing.assert_bitwise_equal(x.t(), x.t().clone())
+    for other in (-x, x.view(2), x.double()):
+        with pytest.raises(AssertionError):
+            deep_gemm.testing.assert_bitwise_equal(x, other)
+
+
+def test_decorators_by_a_condition(monkeypatch, capsys):
+    monkeypatch.setenv("FP8MOE_A_NAME", "1")
+    runs, ignored, seen = True, False, []
+
+    @deep_gemm.testing.ignore_env("FP8MOE_A_NAME", lambda: ignored)
+    @deep_gemm.testing.test_filter(lambda: runs)
+    def function(value):
+        seen.append((value, os.environ.get("FP8MOE_A_NAME")))
+
+    function(1)
+    ignored = True
+    function(2)
+    runs = False
+    function(3)
+    assert seen == [(1, "1"), (2, None)] and os.environ["FP8MOE_A_NAME"] == "1"
+    assert capsys.readouterr().out.startswith("function: ")
+
+
+@pytest.mark.parametrize("name", ["cast_back_from_fp4", "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor"])
+def test_helpers_of_other_gpus_are_refused(name):
+    with pytest.raises(NotImplementedError, match=f"{name}: .*Hopper"):
+        getattr(deep_gemm.utils, name)(torch.zeros(1), torch.zeros(1))
+
+
 def test_count_bytes():
     a, b = operands(8, 16, 128)
     assert deep_gemm.testing.count_bytes(a, [b, None], torch.zeros(3)) == 8 * 128 + 8 * 4 + 16 * 128 + 4 + 12
@@ -362,10 +422,13 @@ SIGNATURES = {
     "fp8_fp4_gemm_nt": "a, b, d, c=None, recipe=None, compiled_dims='nk', disable_ue8m0_cast=False, recipe_a=None, "
     "recipe_b=None",
     "m_grouped_fp8_gemm_nt_contiguous": "a, b, d, grouped_layout, recipe=None, compiled_dims='nk', "
-    "disable_ue8m0_cast=False, use_psum_layout=False, expected_m_for_psum_layout=None, recipe_a=None, recipe_b=None",
+    "disable_ue8m0_cast=False, use_psum_layout=False, expected_m_for_psum_layout=None, recipe_a=None, recipe_b=None, "
+    "ensure_zero_padding=False",
     "fp8_m_grouped_gemm_nt_masked": "a, b, d, masked_m, expected_m, recipe=None, compiled_dims='nk', "
     "disable_ue8m0_cast=False, recipe_a=None, recipe_b=None",
-    "k_grouped_fp8_gemm_nt_contiguous": "a, b, d, ks, ks_tensor, c=None, recipe=(1, 1, 128), compiled_dims='mn'",
+    "k_grouped_fp8_gemm_nt_contiguous": "a, b, d, ks, ks_tensor, c=None, recipe=(1, 1, 128), compiled_dims='mn', "
+    "use_psum_layout=False",
+    "fp8_gemm_nt_skip_head_mid": "a, b, d, head_splits, recipe=None, compiled_dims='nk', disable_ue8m0_cast=False",
     "fp8_mqa_logits": "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0, "
     "logits_dtype=torch.float32, schedule_meta=None",
     "fp8_paged_mqa_logits": "q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, "

@@ -34,6 +34,36 @@ def test_bfloat16(name, layout, dtype):
     assert torch.equal(inside, d)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cublaslt_of_fp8(layout, dtype, invariant, request):
+    if invariant:
+        request.getfixturevalue("deterministic")
+    a, b = (x.to(torch.float8_e4m3fn) for x in matrices((72, 128), (144, 128)))
+    expected, d = a.double() @ b.double().T, torch.full((72, 144), float("nan"), dtype=dtype)
+    operands = (a.t() if layout[0] == "t" else a, b.t() if layout[1] == "n" else b)
+    function, tolerance = getattr(deep_gemm, f"cublaslt_gemm_{layout}"), 1e-5 if dtype is torch.float32 else 3e-3
+    function(*operands, d)
+    assert relative_error(d, expected) < tolerance
+    function(*operands, d, d)
+    assert relative_error(d, 2 * expected) < 2 * tolerance
+    wide = torch.full((72, 200), float("nan"), dtype=dtype)
+    function(*operands, wide[:, :144])
+    assert relative_error(wide[:, :144], expected) < tolerance and wide[:, 144:].isnan().all()
+
+
+def test_cublaslt_of_fp8_wrong_arguments():
+    a, b = (x.to(torch.float8_e4m3fn) for x in matrices((72, 128), (144, 128)))
+    d = torch.zeros(72, 144)
+    with pytest.raises(NotImplementedError, match="a, b: expected K-major"):
+        deep_gemm.cublaslt_gemm_nt(a, b.t().contiguous().t(), d)
+    with pytest.raises(ValueError, match="b: expected N and K"):
+        deep_gemm.cublaslt_gemm_nt(a, b[:136], d[:, :136])
+    with pytest.raises(TypeError, match="b: expected float8_e4m3fn"):
+        deep_gemm.cublaslt_gemm_nt(a, b.bfloat16(), d)
+
+
 def test_bfloat16_wrong_arguments():
     a, b = matrices((72, 128), (136, 128))
     d = torch.zeros(72, 136, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from fp8moe.kernels.gemm.layouts import join_spec, ranges_spec
 from fp8moe.kernels.gemm.reference import group_ranges
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
-from tests.deep_gemm_cases import by_ends, by_group, by_rows, flat_groups, packed
+from tests.deep_gemm_cases import along_k, by_ends, by_group, by_rows, flat_groups, packed
 from tests.errors import error_in_its_dtype, relative_error
 from tests.gemm_cases import activations, int32, offsets, weights
 from tests.ptxas import compile_report
@@ -96,6 +96,25 @@ def test_psum(align, alignment):
     a, b, d = activations(m, 272), weights(4, 136, 272), nans(m, 136)
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout, use_psum_layout=True, expected_m_for_psum_layout=60)
     check(d, a, b, groups)
+
+
+@pytest.mark.parametrize("psum", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_zero_padding(bf16, psum):
+    layout, groups = by_ends(SIZES) if psum else by_rows(SIZES, (2, 0, 3, 1), behind=9)
+    m = int(layout[-1]) + 9 if psum else len(layout)
+    a, b, d = activations(m, 272), weights(4, 136, 272), nans(m, 136)
+    x, w = dequantize(a, dtype=torch.float64), dequantize(b, dtype=torch.float64)
+    options = {"use_psum_layout": psum, "ensure_zero_padding": True}
+    if bf16:
+        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x.bfloat16(), w.bfloat16(), d, layout, **options)
+    else:
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout, **options)
+    expected = torch.zeros(m, 136, dtype=torch.float64)
+    for group, rows in enumerate(groups):
+        expected[rows] = x[rows] @ w[group].T
+    assert relative_error(d, expected) < (4e-3 if bf16 else 3e-3)
+    assert torch.equal(d.any(1), expected.any(1))
 
 
 def test_contiguous_scales_as_callers_bring_them():
@@ -211,6 +230,29 @@ def columns(flat, rows, ks):
     parts = data.view(torch.uint8).split([rows * k for k in ks])
     matrix = torch.cat([part.view(rows, -1) if part.numel() else part.view(rows, 0) for part in parts], dim=1)
     return matrix.view(torch.float8_e4m3fn).t(), scale.t()
+
+
+@pytest.mark.parametrize("form", ["nt", "tn"])
+@pytest.mark.parametrize("c", [False, True])
+def test_along_k_by_ends(form, c):
+    """Groups of any size, filled up with zeros."""
+    sizes, m, n = [100, 0, 384, 5, 200], 70, 136
+    layout, d = by_ends(sizes)[0], nans(5, m, n, dtype=torch.float32)
+    (a, x), (b, y) = along_k(m, sizes, form), along_k(n, sizes, form, seed=1)
+    expected = torch.stack([one @ other.T for one, other in zip(x, y, strict=True)])
+    addend = torch.randn(5, m, n) if c else None
+    function = getattr(deep_gemm, f"k_grouped_fp8_gemm_{form}_contiguous")
+    assert function(a, b, d, [] if c else None, layout, addend, use_psum_layout=True) is None
+    assert relative_error(d, expected + (addend.double() if c else 0)) < 3e-4
+
+
+def test_along_k_by_ends_wants_whole_blocks(alignment):
+    alignment(64)
+    (a, _), (b, _) = flat_groups(8, [128]), flat_groups(16, [128])
+    with pytest.raises(NotImplementedError, match="use_psum_layout: expected an alignment of 128"):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(
+            a, b, torch.zeros(1, 8, 16), None, int32([128]), use_psum_layout=True
+        )
 
 
 def test_along_k_of_casts():

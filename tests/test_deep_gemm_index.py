@@ -55,6 +55,17 @@ def test_each_row_from_its_start(form):
         assert form != "cleaned" or out[row, length:].isneginf().all()
 
 
+def test_bfloat16_scores_are_rounded_ones():
+    q, kv, w = index_operands(9, 70)
+    ranges = int32([0, 5, 69, 70, 3, 20, 0, 1, 60]), int32([50, 6, 70, 70, 2, 70, 0, 44, 99])
+    whole = deep_gemm.fp8_mqa_logits(q, kv, w, *ranges)
+    out = deep_gemm.fp8_mqa_logits(q, kv, w, *ranges, logits_dtype=torch.bfloat16)
+    assert out.stride() == (512, 1) and torch.equal(out, whole.bfloat16())
+    compressed = deep_gemm.fp8_mqa_logits(q, kv, w, *ranges, max_seqlen_k=50, logits_dtype=torch.bfloat16)
+    assert compressed.shape == (9, 50) and compressed.stride() == (512, 1)
+    assert torch.equal(compressed, deep_gemm.fp8_mqa_logits(q, kv, w, *ranges, max_seqlen_k=50).bfloat16())
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(0, 70), (3, 0), (0, 0)])
 def test_empty(queries, keys):
     q, w, ranges = torch.zeros(queries, 32, 64).to(torch.float8_e4m3fn), torch.zeros(queries, 32), int32([0] * queries)
@@ -103,6 +114,8 @@ def test_paged_mqa_logits(pair, per_query):
         assert row[length:].isneginf().all()
         loose = function(*arguments)[b * next_n + j]
         assert torch.equal(loose[:length], row[:length])
+    rounded = function(*arguments, True, torch.bfloat16)
+    assert rounded.stride() == (512, 1) and torch.equal(rounded, out.bfloat16())
 
 
 def test_nothing_is_recorded_for_gradients():
@@ -126,7 +139,7 @@ def test_index_scores_wrong_arguments():
     for options, error, match in (
         ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: expected 0 to"),
         ({"clean_logits": 2.0}, TypeError, "max_seqlen_k: expected an int"),
-        ({"logits_dtype": torch.bfloat16}, NotImplementedError, "logits_dtype: expected float32"),
+        ({"logits_dtype": torch.float16}, NotImplementedError, "logits_dtype: expected float32 or bfloat16"),
     ):
         with pytest.raises(error, match=match):
             deep_gemm.fp8_mqa_logits(q, kv, w, *ranges, **options)

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks import host
 from benchmarks.operands import rounded_error
 from fp8moe import gemm, grouped_gemm, grouped_gemm_masked, mqa_logits
 from fp8moe.integrations import deep_gemm
@@ -40,6 +41,7 @@ int32 = partial(gemm_cases.int32, device=DEVICE)
 by_rows = partial(deep_gemm_cases.by_rows, device=DEVICE)
 by_ends = partial(deep_gemm_cases.by_ends, device=DEVICE)
 flat_groups = partial(deep_gemm_cases.flat_groups, device=DEVICE)
+along_k = partial(deep_gemm_cases.along_k, device=DEVICE)
 
 
 def nans(*shape, dtype=torch.bfloat16):
@@ -123,6 +125,33 @@ def test_psum(sizes):
     check(d, a, b, groups)
 
 
+@pytest.mark.parametrize("psum", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_zero_padding(sizes, psum):
+    layout, groups = by_ends(SIZES[sizes]) if psum else by_rows(SIZES[sizes], behind=50)
+    m = int(layout[-1]) + 50 if psum else len(layout)
+    a, b, d = activations(m, 272), weights(len(groups), 136, 272), nans(m, 136)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout, use_psum_layout=psum, ensure_zero_padding=True)
+    outside = torch.ones(m, dtype=torch.bool, device=DEVICE)
+    for rows in groups:
+        outside[rows] = False
+    assert not d[outside].any()
+    d[outside] = NAN
+    check(d, a, b, groups)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [(128, 64, 128), (64, 8, 0), (0, 3, 8)])
+def test_skip_head_mid(splits, dtype):
+    left, mid, right = splits
+    a, b = activations(70, 512), FP8Tensor(*(part[0] for part in weights(1, 16 * (left + right), 512)))
+    d = nans(70, 16 * sum(splits), dtype=dtype)
+    deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, d, splits)
+    heads = d.view(70, 16, -1)
+    found = torch.cat([heads[..., :left], heads[..., left + mid :]], -1).reshape(70, -1)
+    assert rounded_error(found, exact(a, b)) <= TOLERANCE and heads[..., left : left + mid].isnan().all()
+
+
 def test_contiguous_is_the_native_function():
     sizes = [512, 1024, 768, 2048]
     layout, _ = by_rows(sizes)
@@ -187,6 +216,17 @@ def test_along_k(m, n, blocks, form):
     assert relative_error(total, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("form", ["nt", "tn"])
+def test_along_k_by_ends(form, sizes):
+    sizes = SIZES[sizes]
+    (a, x), (b, y) = along_k(136, sizes, form), along_k(104, sizes, form, seed=1)
+    d, ends = nans(len(sizes), 136, 104, dtype=torch.float32), by_ends(sizes)[0]
+    getattr(deep_gemm, f"k_grouped_fp8_gemm_{form}_contiguous")(a, b, d, None, ends, use_psum_layout=True)
+    expected = torch.stack([one @ other.T for one, other in zip(x, y, strict=True)])
+    assert torch.equal(d, expected.float()) if not any(sizes) else relative_error(d, expected) <= TOLERANCE
+
+
 def test_joined_groups():
     sizes = [384, 0, 128, 1280]
     (a, _), (b, _) = flat_groups(70, sizes), flat_groups(9, sizes, seed=1)
@@ -221,6 +261,17 @@ def test_bfloat16():
         batches = nans(4, 50, 136, dtype=dtype)
         deep_gemm.m_grouped_bf16_gemm_nt_masked(a.view(4, 50, 512), b.expand(4, -1, -1), batches, int32([50] * 4), 50)
         assert relative_error(batches.view(200, 136), expected) < tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cublaslt_of_fp8(dtype):
+    a, b = (torch.randn(rows, 512, device=DEVICE).to(torch.float8_e4m3fn) for rows in (200, 144))
+    expected, d = a.double() @ b.double().T, nans(200, 144, dtype=dtype)
+    # The tensor cores keep about 14 bits of a sum.
+    deep_gemm.cublaslt_gemm_nt(a, b, d)
+    assert relative_error(d, expected) < 3e-3
+    deep_gemm.cublaslt_gemm_nt(a, b, d, d)
+    assert relative_error(d, 2 * expected) < 5e-3
 
 
 def test_deterministic_bfloat16():
@@ -263,6 +314,8 @@ def test_index_scores(keys):
     assert shifted.stride() == (256, 1)
     for row, start in enumerate(starts.tolist()):
         assert torch.equal(shifted[row], whole[row, start : start + 200])
+    rounded = deep_gemm.fp8_mqa_logits(q, kv, heads, starts, ends, logits_dtype=torch.bfloat16)
+    assert torch.equal(rounded, whole.bfloat16()) and rounded.stride() == (1024, 1)
 
 
 # ---- graphs, waiting, CPU time ----
@@ -272,10 +325,12 @@ def calls(m=1024, groups=4, n=512, k=1024):
     """Each function on operands of its own: its results, its calls, and the tensor that says what its groups are."""
     a, b, masked = activations(m, k), weights(groups, n, k), activations(groups, 64, k)
     one = FP8Tensor(b.data[0], b.scale[0])
+    half = FP8Tensor(one.data[: n // 2], one.scale[: n // 256])
     layout, ends = by_rows([m // groups - 5] * groups)[0], by_ends([m // groups - 5] * groups)[0]
     (x, _), (y, _) = flat_groups(136, [256] * groups), flat_groups(72, [256] * groups)
     d, places, along = nans(m, n), nans(groups, 64, n), torch.zeros(groups, 136, 72, device=DEVICE)
     sizes, masked_m = int32([256] * groups), int32([64, 0, 7, 1])
+    along_ends = by_ends([256] * (groups - 1) + [250])[0]
     bf16 = torch.randn(m, 64, device=DEVICE).bfloat16(), torch.randn(groups, 72, 64, device=DEVICE).bfloat16()
     rounded = nans(m, 72)
     q = torch.randn(8, 32, 128, device=DEVICE).to(torch.float8_e4m3fn)
@@ -297,6 +352,8 @@ def calls(m=1024, groups=4, n=512, k=1024):
         (d, lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, ends, use_psum_layout=True)),
         (places, lambda: deep_gemm.fp8_m_grouped_gemm_nt_masked(masked, b, places, masked_m, 16)),
         (along, lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(x, y, along, [256] * groups, sizes)),
+        (along, lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(x, y, along, [], along_ends, use_psum_layout=True)),
+        (d, lambda: deep_gemm.fp8_gemm_nt_skip_head_mid(a, half, d, (64, 128, 64))),
         (rounded, lambda: deep_gemm.m_grouped_bf16_gemm_nt_contiguous(*bf16, rounded, layout)),
         (scores, lambda: scores.copy_(deep_gemm.fp8_mqa_logits(q, kv, heads, starts, stops))),
         (scores, lambda: scores.copy_(deep_gemm.fp8_mqa_logits(q, kv, heads, starts, stops, False, 256))),
@@ -340,20 +397,10 @@ def microseconds(call):
 
 
 def test_cpu_time():
-    a, b = activations(64, 1024), weights(4, 512, 1024)
-    one, d, masked_m = FP8Tensor(b.data[0], b.scale[0]), nans(64, 512), int32([16] * 4)
-    masked, places = activations(4, 16, 1024), nans(4, 16, 512)
-    pairs = (
-        (lambda: gemm(a, one, out=d), lambda: deep_gemm.fp8_gemm_nt(a, one, d)),
-        (
-            lambda: grouped_gemm_masked(masked, b, masked_m, expected_m=16, out=places),
-            lambda: deep_gemm.fp8_m_grouped_gemm_nt_masked(masked, b, places, masked_m, 16),
-        ),
-    )
-    for native, ours in pairs:
-        native_time, time_here = microseconds(native), microseconds(ours)
+    for name, (native, drop_in) in host.drop_in_calls().items():
+        native_time, time_here = microseconds(native), microseconds(drop_in)
         loaded = max(1.0, native_time / 40)  # an idle CPU takes 30 us
-        assert time_here < native_time + 10 * loaded, (native_time, time_here)
+        assert time_here < native_time + 10 * loaded, (name, native_time, time_here)
 
 
 def test_bench_kineto_finds_the_kernel():

@@ -19,6 +19,7 @@ from fp8moe.integrations.deep_gemm.settings import *
 from fp8moe.integrations.deep_gemm.testing import bench_kineto, calc_diff
 from fp8moe.integrations.deep_gemm.utils.layout import (
     get_col_major_tma_aligned_tensor,
+    get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
     get_mn_major_tma_aligned_packed_ue8m0_tensor,
     get_mn_major_tma_aligned_tensor,
     get_tma_aligned_size,
@@ -31,6 +32,7 @@ __all__ = [
     "bench_kineto",
     "calc_diff",
     "get_col_major_tma_aligned_tensor",
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
     "get_tma_aligned_size",

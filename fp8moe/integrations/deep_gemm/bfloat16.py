@@ -1,4 +1,6 @@
-"""bfloat16 GEMMs, by PyTorch: so that programs run which call DeepGEMM for these too."""
+"""bfloat16 GEMMs, and those by cuBLASLt, by PyTorch: so that programs run which call DeepGEMM for these too."""
+
+import functools
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ __all__ = [
     "m_grouped_bf16_gemm_nt_masked",
 ]
 
+_FP8 = torch.float8_e4m3fn
+
 
 def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
     """``d = c + a @ b.T``, or ``a @ b.T`` without c.
@@ -34,19 +38,7 @@ def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compi
     a (M, K), b (N, K) bfloat16; d (M, N) bfloat16 or float32, written; c like d. Any strides. compiled_dims: no effect.
     After `use_deterministic_algorithms` a row's bits do not depend on the rows beside it.
     """
-    a, b = _matrix("a", a, 2), _matrix("b", b, 2)
-    check_addend(c, d)
-    _check_product(d, (a.shape[0], b.shape[0]), a, b)
-    if not config.settings.batch_invariant:
-        _multiply(a, b, d, c)
-        return
-
-    def product(*rows: Tensor) -> Tensor:
-        out = d.new_empty((len(rows[0]), len(b)))
-        _multiply(rows[0], b, out, *rows[1:])
-        return out
-
-    d.copy_(by_fixed_rows(product, a, *(() if c is None else (c,))))
+    _dense(_matrix("a", a, 2), _matrix("b", b, 2), d, c)
 
 
 def bf16_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
@@ -64,10 +56,36 @@ def bf16_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compi
     bf16_gemm_nt(a.mT, b, d, c)
 
 
-cublaslt_gemm_nt = bf16_gemm_nt  # PyTorch's products are cuBLASLt's
-cublaslt_gemm_nn = bf16_gemm_nn
-cublaslt_gemm_tn = bf16_gemm_tn
-cublaslt_gemm_tt = bf16_gemm_tt
+def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
+    """`bf16_gemm_nt`, by PyTorch and so by cuBLASLt; also of a and b float8_e4m3fn, which have no scales.
+
+    FP8 operands are K-major, with K and N multiples of 16.
+    """
+    if not isinstance(a, Tensor) or a.dtype is not _FP8:
+        bf16_gemm_nt(a, b, d, c)
+        return
+    a, b = _matrix("a", a, 2, _FP8), _matrix("b", b, 2, _FP8)
+    (n, k), rows = b.shape, (a.stride(1), b.stride(1))
+    if n % 16 or k % 16:
+        raise ValueError(f"b: expected N and K that are multiples of 16 of FP8 operands, got shape {(n, k)}")
+    if k > 1 and rows != (1, 1):
+        raise NotImplementedError(f"a, b: expected K-major data, all that Hopper multiplies in FP8, got strides {rows}")
+    _dense(a, b, d, c)
+
+
+def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "nk") -> None:
+    """`cublaslt_gemm_nt` with b (K, N)."""
+    cublaslt_gemm_nt(a, b.mT, d, c)
+
+
+def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
+    """`cublaslt_gemm_nt` with a (K, M) and b (K, N)."""
+    cublaslt_gemm_nt(a.mT, b.mT, d, c)
+
+
+def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, compiled_dims: str = "mn") -> None:
+    """`cublaslt_gemm_nt` with a (K, M)."""
+    cublaslt_gemm_nt(a.mT, b, d, c)
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -78,11 +96,13 @@ def m_grouped_bf16_gemm_nt_contiguous(
     compiled_dims: str = "nk",
     use_psum_layout: bool = False,
     expected_m_for_psum_layout: int | None = None,
+    ensure_zero_padding: bool = False,
 ) -> None:
     """``d[i] = a[i] @ b[group of i].T`` for every row i that has a group; other rows of d are left alone.
 
     a (M, K), b (E, N, K) bfloat16; d (M, N) bfloat16 or float32, of values rounded to bfloat16 in both. grouped_layout:
     as for `m_grouped_fp8_gemm_nt_contiguous`, with groups in any order and any number of places.
+    ensure_zero_padding: rows that have no group become zero.
     """
     a, b = _matrix("a", a, 2), _matrix("b", b, 3)
     check_tensor("grouped_layout", grouped_layout)
@@ -92,7 +112,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     key, order = groups.sort(stable=True)
     ends = torch.searchsorted(key, torch.arange(b.shape[0], device=a.device), right=True)
     product = grouped_mm(a[order], b.mT, offs=ends.int()).to(d.dtype)
-    d[order] = torch.where((key < b.shape[0])[:, None], product, d[order])
+    d[order] = torch.where((key < b.shape[0])[:, None], product, 0 if ensure_zero_padding else d[order])
 
 
 def m_grouped_bf16_gemm_nn_contiguous(
@@ -115,12 +135,29 @@ def m_grouped_bf16_gemm_nt_masked(
     _multiply(a, b, d)
 
 
-def _matrix(name: str, value: Tensor, dimensions: int) -> Tensor:
+def _matrix(name: str, value: Tensor, dimensions: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     check_tensor(name, value)
-    check_dtype(name, value, torch.bfloat16)
+    check_dtype(name, value, dtype)
     if value.dim() != dimensions:
         raise ValueError(f"{name}: expected {dimensions} dimensions, got shape {tuple(value.shape)}")
     return detached(value)
+
+
+def _dense(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None) -> None:
+    """``d = c + a @ b.T`` of two matrices of one dtype, with a row's bits its own where they are to be."""
+    check_addend(c, d)
+    _check_product(d, (a.shape[0], b.shape[0]), a, b)
+    multiply = _multiply_fp8 if a.dtype is _FP8 else _multiply
+    if not config.settings.batch_invariant:
+        multiply(a, b, d, c)
+        return
+
+    def product(*rows: Tensor) -> Tensor:
+        out = d.new_empty((len(rows[0]), len(b)))
+        multiply(rows[0], b, out, *rows[1:])
+        return out
+
+    d.copy_(by_fixed_rows(product, a, *(() if c is None else (c,))))
 
 
 def _check_product(d: Tensor, shape: tuple[int, ...], a: Tensor, b: Tensor) -> None:
@@ -145,6 +182,15 @@ def _multiply(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
     if d.dtype is torch.float32:
         a, b = a.float(), b.float()
     torch.baddbmm(d if c is None else c, a, b.mT, beta=0 if c is None else 1, out=d)
+
+
+def _multiply_fp8(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    one = torch.ones((), device=a.device)
+    multiply = functools.partial(torch._scaled_mm, a.contiguous(), b.contiguous().t(), one, one)
+    if c is None and d.is_contiguous():
+        multiply(out_dtype=d.dtype, out=d)
+    else:
+        torch.add(multiply(out_dtype=torch.float32), 0 if c is None else c, out=d)
 
 
 def _group_of_rows(layout: Tensor, rows: int, groups: int, psum: bool) -> Tensor:

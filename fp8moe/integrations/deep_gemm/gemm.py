@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from fp8moe.integrations.deep_gemm.utils.layout import float32_scale
 from fp8moe.kernels.gemm import gemm, grouped_gemm_k, grouped_gemm_masked
+from fp8moe.kernels.gemm.checks import RESULTS
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
 from fp8moe.quant.checks import check_vector, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
@@ -24,6 +25,7 @@ __all__ = [
     "fp8_fp4_gemm_tt",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
+    "fp8_gemm_nt_skip_head_mid",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp8_m_grouped_gemm_nt_masked",
@@ -118,6 +120,38 @@ def fp8_gemm_tt(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, *arg
     fp8_gemm_nt(_transposed("a", a), b, d, c, *args, **options)
 
 
+def fp8_gemm_nt_skip_head_mid(
+    a: Operand,
+    b: Operand,
+    d: Tensor,
+    head_splits: Sequence[int],
+    recipe: Recipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """``a @ b.T`` for d whose heads have columns in their middle that the product lacks; those are left alone.
+
+    head_splits: (left, mid, right) columns of a head of d, (M, heads * (left + mid + right)) bfloat16 or float32; b has
+        heads * (left + right) rows. The others: as for `fp8_gemm_nt`. The product is made apart and copied.
+
+    Raises as `fp8_gemm_nt`; ValueError for head_splits that do not divide the columns of b and d.
+    """
+    a, b = _fp8("a", a), _fp8("b", b)
+    check_tensor("d", d)
+    n = b.data.shape[0]
+    left, mid, right = head_splits if len(head_splits) == 3 else (0, 0, 0)
+    if min(left, mid, right) < 0 or not left + right or n % (left + right):
+        expected = f"(left, mid, right) columns of a head, left + right of which divide the {n} rows of b"
+        raise ValueError(f"head_splits: expected {expected}, got {tuple(head_splits)}")
+    heads = n // (left + right)
+    check_like("d", d, RESULTS, (a.data.shape[0], heads * sum(head_splits)), a.data.device, "a")
+    product = torch.empty((d.shape[0], n), dtype=d.dtype, device=d.device)
+    fp8_gemm_nt(a, b, product, recipe=recipe)
+    found, wanted = product.unflatten(1, (heads, left + right)), d.unflatten(1, (heads, left + mid + right))
+    wanted[..., :left].copy_(found[..., :left])
+    wanted[..., left + mid :].copy_(found[..., left:])
+
+
 def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: Tensor) -> None:
     """`fp8_gemm_nt` by its name of 2025."""
     fp8_gemm_nt(lhs, rhs, out)
@@ -141,6 +175,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     expected_m_for_psum_layout: int | None = None,
     recipe_a: Recipe | None = None,
     recipe_b: Recipe | None = None,
+    ensure_zero_padding: bool = False,
 ) -> None:
     """``d[i] = a[i] @ b[group of i].T`` of dequantized operands for every row i that has a group.
 
@@ -151,6 +186,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         together, anywhere, and groups come in any order. With use_psum_layout (E,), where each group ends; it begins at
         the next multiple of `get_mk_alignment_for_contiguous_layout` behind the end before it.
     expected_m_for_psum_layout: about how many rows a group has; only the speed depends on it.
+    ensure_zero_padding: rows between groups and behind them become zero; d is filled with zeros first.
 
     Raises as `fp8_gemm_nt`.
     """
@@ -163,6 +199,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
         rows, groups = a.data.shape[0], b.data.shape[0]
         # Without what padding a group can have at most.
         expected_m = max(rows - groups * (alignment - 1), ceil_div(rows, alignment), groups) // max(groups, 1)
+    if ensure_zero_padding:
+        check_tensor("d", d)
+        d.zero_()
     used = alignment if use_psum_layout else None
     grouped_gemm_by_layout(a, b, grouped_layout, d, alignment=used, expected_m=expected_m)
 
@@ -219,6 +258,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     c: Tensor | None = None,
     recipe: Recipe = (1, 1, 128),
     compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
 ) -> None:
     """``d[e] = c[e] + a_e @ b_e.T`` of dequantized operands for every group e along K; without c, the product alone.
 
@@ -226,15 +266,22 @@ def k_grouped_fp8_gemm_nt_contiguous(
         (M, K/128) float32, or (K/128, M). b: likewise with N, a multiple of 8.
     d: (E, M, N) float32, or bfloat16 without c; contiguous. c: like d; d itself, or memory of its own.
     ks: the size of each group, multiples of 128, K together; checked where it is there, and read nowhere else.
-    ks_tensor: the same, int32 (E,) on the device.
+    ks_tensor: the same, int32 (E,) on the device. With use_psum_layout where each group ends along K, anywhere: it
+        begins at the next multiple of `get_mk_alignment_for_contiguous_layout` behind the end before it, and zeros
+        fill both operands up to there, as the casts write them. ks is not read then.
 
-    Raises as `fp8_gemm_nt`; ValueError for other ks.
+    Raises as `fp8_gemm_nt`; ValueError for other ks; NotImplementedError with use_psum_layout where the alignment is
+    not a multiple of 128.
     """
     _check_groups(d, ks_tensor, recipe)
     _, m, n = d.shape
     a, b = _with_rows(_fp8("a", a), m), _with_rows(_fp8("b", b), n)
-    _check_sizes(ks, len(ks_tensor), a.scale.shape[-1] * BLOCK)
-    _write_sum(lambda out, add: grouped_gemm_k_flat(a, b, ks_tensor, out, accumulate=add), c, d)
+    if use_psum_layout:
+        sizes = _offsets_of_ends(ks_tensor).diff()
+    else:
+        sizes = ks_tensor
+        _check_sizes(ks, len(sizes), a.scale.shape[-1] * BLOCK)
+    _write_sum(lambda out, add: grouped_gemm_k_flat(a, b, sizes, out, accumulate=add), c, d)
 
 
 @named(out="d")
@@ -247,6 +294,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     c: Tensor | None = None,
     recipe: Recipe = (1, 1, 128),
     compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
 ) -> None:
     """`k_grouped_fp8_gemm_nt_contiguous` of operands that are one matrix of all groups, from `per_channel_cast_to_fp8`.
 
@@ -254,8 +302,12 @@ def k_grouped_fp8_gemm_tn_contiguous(
     """
     _check_groups(d, ks_tensor, recipe)
     a, b = _fp8("a", _transposed("a", a)), _fp8("b", _transposed("b", b))
-    _check_sizes(ks, len(ks_tensor), a.data.shape[-1])
-    offsets = pad(ks_tensor.cumsum(0, dtype=torch.int32), (1, 0))
+    if use_psum_layout:
+        offsets = _offsets_of_ends(ks_tensor)
+    else:
+        _check_sizes(ks, len(ks_tensor), a.data.shape[-1])
+        offsets = torch.zeros(len(ks_tensor) + 1, dtype=torch.int32, device=ks_tensor.device)
+        torch.cumsum(ks_tensor, 0, dtype=torch.int32, out=offsets[1:])
     _write_sum(lambda out, add: grouped_gemm_k(a, b, offsets, out=out, accumulate=add), c, d)
 
 
@@ -285,6 +337,14 @@ def _with_rows(operand: FP8Tensor, rows: int) -> FP8Tensor:
     data, scale = operand
     turned = scale.dim() == 2 and scale.shape[1] == rows and (scale.shape[0] != rows or scale.stride(1) == 1)
     return FP8Tensor(data, scale.t() if turned else scale)
+
+
+def _offsets_of_ends(ends: Tensor) -> Tensor:
+    """Where the groups of a psum layout begin along K, and where the last one's padding ends (E + 1,)."""
+    alignment = get_mk_alignment_for_contiguous_layout()
+    if alignment % BLOCK:
+        raise NotImplementedError(f"use_psum_layout: expected an alignment of {BLOCK} along K, got {alignment}")
+    return pad((ends + alignment - 1) // alignment * alignment, (1, 0))
 
 
 def _check_sizes(ks: Sequence[int] | None, groups: int, k: int) -> None:

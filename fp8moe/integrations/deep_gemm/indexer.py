@@ -21,7 +21,7 @@ __all__ = [
 
 Query = tuple[Tensor, Tensor | None]
 
-_PITCH = 256  # columns: rows of scores begin at multiples of 1 KB, as DeepGEMM's and as top-k kernels want it
+_PITCH_BYTES = 1024  # at multiples of which rows of scores begin, as DeepGEMM's and as top-k kernels want it
 
 
 @named(starts="cu_seq_len_k_start", ends="cu_seq_len_k_end")
@@ -36,26 +36,27 @@ def fp8_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     schedule_meta: Tensor | None = None,
 ) -> Tensor:
-    """`fp8moe.mqa_logits`: (S, T) float32; clean_logits writes -inf outside of the ranges, which are undefined without.
+    """`fp8moe.mqa_logits`: (S, T) float32 or bfloat16; outside of the ranges -inf by clean_logits, otherwise undefined.
 
     q (S, H, D) float8_e4m3fn, kv data (T, D) with scale (T,), weights (S, H) float32, starts and ends (S,) int32.
     max_seqlen_k: the longest range or more, for scores (S, max_seqlen_k) in which each row begins with its own range.
         Where an int stands in the place of clean_logits, as in DeepGEMM's newest signature, it is this, without -inf.
+    logits_dtype: float32, or bfloat16, to which a further kernel rounds the scores.
     schedule_meta: not read. Rows of the result lie a multiple of 1 KB apart.
 
-    Raises NotImplementedError for another logits_dtype than float32.
+    Raises NotImplementedError for another logits_dtype.
     """
     if not isinstance(clean_logits, bool):
         clean_logits, max_seqlen_k = False, clean_logits
     row_length("max_seqlen_k", max_seqlen_k)
-    _check_dtype(logits_dtype)
+    pitch = _pitch(logits_dtype)
     for name, value in (("q", q), ("weights", weights), ("starts", cu_seq_len_k_start), ("ends", cu_seq_len_k_end)):
         check_tensor(name, value)
     values = q, *fp8_operand("kv", kv), weights, cu_seq_len_k_start, cu_seq_len_k_end
     operands = Prefill(*map(detached, values))
     columns = max_seqlen_k or prefill(operands)[1]
-    options = {"columns": align(columns, _PITCH), "from_starts": max_seqlen_k > 0, "fill_masked": clean_logits}
-    return scores(operands._replace(**options))[:, :columns]
+    options = {"columns": align(columns, pitch), "from_starts": max_seqlen_k > 0, "fill_masked": clean_logits}
+    return scores(operands._replace(**options)).to(logits_dtype)[:, :columns]
 
 
 def fp8_paged_mqa_logits(
@@ -70,7 +71,7 @@ def fp8_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """`fp8moe.paged_mqa_logits`: (B * next_n, max_context_len) float32.
+    """`fp8moe.paged_mqa_logits`: (B * next_n, max_context_len) float32 or bfloat16.
 
     q (B, next_n, H, D) float8_e4m3fn, kv_cache (num_blocks, 64, 1, D + 4) uint8, weights (B * next_n, H) float32,
     context_lens (B,) or (B, next_n), block_table (B, max_blocks) int32. clean_logits: as for `fp8_mqa_logits`, as are
@@ -78,12 +79,12 @@ def fp8_paged_mqa_logits(
 
     Raises NotImplementedError for indices, which Hopper has no kernel for.
     """
-    _check_dtype(logits_dtype)
+    pitch = _pitch(logits_dtype)
     _check_indices(indices)
     row_length("max_context_len", max_context_len)
-    options = {"max_context_len": align(max_context_len, _PITCH), "fill_masked": clean_logits}
+    options = {"max_context_len": align(max_context_len, pitch), "fill_masked": clean_logits}
     logits = paged_mqa_logits(q, kv_cache, detached(weights), context_lens, block_table, **options)
-    return logits[:, :max_context_len]
+    return logits.to(logits_dtype)[:, :max_context_len]
 
 
 def get_paged_mqa_logits_metadata(
@@ -119,9 +120,11 @@ def _values(q: Query) -> Tensor:
     return values
 
 
-def _check_dtype(logits_dtype: torch.dtype) -> None:
-    if logits_dtype is not torch.float32:
-        raise NotImplementedError(f"logits_dtype: expected float32, that of scores on Hopper, got {logits_dtype}")
+def _pitch(logits_dtype: torch.dtype) -> int:
+    """Columns at multiples of which rows of scores end."""
+    if logits_dtype not in (torch.float32, torch.bfloat16):
+        raise NotImplementedError(f"logits_dtype: expected float32 or bfloat16, got {logits_dtype}")
+    return _PITCH_BYTES // logits_dtype.itemsize
 
 
 def _check_indices(indices: Tensor | None) -> None:

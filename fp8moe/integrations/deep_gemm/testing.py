@@ -1,11 +1,15 @@
 """What DeepGEMM's tests and its users' compare and time with."""
 
+import functools
+import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+P = ParamSpec("P")
 
 _L2_BYTES = 256 << 20  # more than any L2 holds
 
@@ -15,6 +19,48 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
     x, y = x.double(), y.double()
     size = (x * x + y * y).sum()
     return (1 - 2 * (x * y).sum() / size).item() if size != 0 else 0.0
+
+
+def assert_bitwise_equal(x: Tensor, y: Tensor) -> None:
+    """AssertionError unless both have one dtype, one shape and the same bits, of NaN and of zeros too."""
+    assert x.dtype is y.dtype and x.shape == y.shape, f"{x.dtype} {tuple(x.shape)}, {y.dtype} {tuple(y.shape)}"
+    one, other = (value.reshape(-1).contiguous().view(torch.uint8) for value in (x, y))
+    differ = (one != other).sum().item()
+    assert not differ, f"{differ} of {x.nbytes} bytes differ"
+
+
+def test_filter(condition: Callable[[], bool]) -> Callable[[Callable[P, Any]], Callable[P, None]]:
+    """A decorator: the function runs where condition() holds as it is called; otherwise a line says that it did not."""
+
+    def decorate(function: Callable[P, Any]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> None:
+            if condition():
+                function(*args, **options)
+            else:
+                print(f"{function.__name__}: left out by its condition")
+
+        return call
+
+    return decorate
+
+
+def ignore_env(name: str, condition: Callable[[], bool]) -> Callable[[Callable[P, Any]], Callable[P, None]]:
+    """A decorator: where condition() holds the function runs without the environment variable `name`."""
+
+    def decorate(function: Callable[P, Any]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> None:
+            value = os.environ.pop(name, None) if condition() else None
+            try:
+                function(*args, **options)
+            finally:
+                if value is not None:
+                    os.environ[name] = value
+
+        return call
+
+    return decorate
 
 
 def count_bytes(*tensors: Tensor | Iterable | None) -> int:

@@ -13,6 +13,7 @@ from fp8moe.quant.reference import up_to_power_of_two
 from fp8moe.runtime.checks import check_dtype
 
 __all__ = [
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mk_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
@@ -55,6 +56,13 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor) -> Tensor:
     exponents = (up_to_power_of_two(sf.contiguous()).view(torch.int32) >> 23).to(torch.uint8)
     words = pad(exponents, (0, -sf.shape[-1] % _PER_WORD)).view(torch.int32)
     return empty_mn_major(words.shape, device=sf.device).view(torch.int32).copy_(words)
+
+
+def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(*args: object, **options: object) -> Tensor:
+    """Raise NotImplementedError: packed scales of groups along K are of SM100; Hopper's are float32."""
+    raise NotImplementedError(
+        "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor: scales of groups along K are float32 on Hopper"
+    )
 
 
 def transform_sf_into_required_layout(

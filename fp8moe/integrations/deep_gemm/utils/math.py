@@ -13,6 +13,7 @@ from fp8moe.quant.reference import up_to_power_of_two as ceil_to_ue8m0
 
 __all__ = [
     "align",
+    "cast_back_from_fp4",
     "ceil_div",
     "ceil_to_ue8m0",
     "per_block_cast_to_fp8",
@@ -61,6 +62,11 @@ def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool 
     scale = block_scale(x.abs().amax([dim for dim in range(x.dim()) if dim not in kept], keepdim=True), use_ue8m0)
     data = (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return data, scale.view([x.shape[dim] for dim in sorted(kept)])
+
+
+def cast_back_from_fp4(*args: object, **options: object) -> Tensor:
+    """Raise NotImplementedError: Hopper has no kernels for FP4."""
+    raise NotImplementedError("cast_back_from_fp4: Hopper has no kernels for FP4")
 
 
 def _check_block(gran_k: int) -> None:
