@@ -164,7 +164,7 @@ REFUSED = [
     ({"input_ids": prompts(1, 4)[0], "max_new_tokens": 0}, "^max_new_tokens: expected at least 1, got 0"),
     ({"input_ids": prompts(1, 4)[0]}, "missing a required argument: 'max_new_tokens'"),
     ({"input_ids": prompts(1, 4)[0], "max_new_tokens": 3, "beams": 2}, "unexpected keyword argument 'beams'"),
-    ({"input_ids": prompts(1, 4)[0], "max_new_tokens": 3, "streamer": Puts()}, "^streamer: run yields whole answers"),
+    ({"input_ids": prompts(1, 4)[0], "max_new_tokens": 3, "streamer": print}, "^streamer: expected put and end"),
     ({"input_ids": torch.tensor([5, 0, 7]), "max_new_tokens": 3, "pad_token_id": 0}, "^attention_mask: .* left only"),
     ({"input_ids": prompts(1, 4)[0], "max_new_tokens": 3, "top_k": 3}, "^top_k: 3 has no effect without sampling"),
     (prompts(1, 4)[0], "^requests: expected dicts of generate's arguments, got"),
@@ -272,6 +272,63 @@ def test_newcomers_are_read_together_where_their_lengths_are_similar(decoder, mo
     monkeypatch.setattr(requests, "FEW_TOKENS", 0)
     assert len(dict(decoder.run(given))) == 5
     assert read == [(3, 40), (2, 12)]
+
+
+def test_streamers_get_the_prompt_and_each_token(decoder, readback):
+    tokenizer = byte_level_tokenizer()
+    given = [*mixed(9, seed=5)]
+    given[4] |= {"stop_strings": ["o", "t"], "tokenizer": tokenizer}
+    streamers = [Puts() if index % 4 else None for index in range(len(given))]
+    found = dict(decoder.run([request | {"streamer": puts} for request, puts in zip(given, streamers, strict=True)]))
+    for index, (request, puts) in enumerate(zip(given, streamers, strict=True)):
+        assert torch.equal(found[index], alone(decoder, request)), index
+        if puts is not None:
+            prompt, *tokens = puts.values
+            assert torch.equal(prompt, request["input_ids"][None]) and torch.equal(torch.cat(tokens), found[index])
+            assert puts.ended == 1
+
+
+def test_a_streamer_that_fails_ends_all_streams_and_frees_the_rows(decoder):
+    given, streamers = [*mixed(9)], [Puts(fail_at=3), *(Puts() for _ in range(8))]
+    given[0] |= {"max_new_tokens": 9, "eos_token_id": ()}
+    with pytest.raises(OSError, match="the reader went away"):
+        [*decoder.run(request | {"streamer": puts} for request, puts in zip(given, streamers, strict=True))]
+    assert all(puts.ended == 1 for puts in streamers if puts.values)
+    assert decoder.generate(prompts(1, 5), max_new_tokens=3).shape == (1, 8)
+
+
+@torch.no_grad()
+def test_requests_that_join_and_are_cancelled(decoder, readback, monkeypatch):
+    """They go on in a step with a row for each, and then in a smaller one again."""
+    replays = []
+    for size, step in decoder.steps.items():
+        monkeypatch.setattr(step, "replay", lambda size=size, replay=step.replay: replays.append(size) or replay())
+    given = [request | {"max_new_tokens": 20, "eos_token_id": ()} for request in mixed(8, seed=7)]
+    expected = [alone(decoder, request) for request in given]
+    replays.clear()
+    streamers = [Puts() for _ in given]
+    pairs = enumerate(zip(given, streamers, strict=True))
+    joining = [requests.parse_request(decoder, request | {"streamer": puts}, index) for index, (request, puts) in pairs]
+    scheduler = requests.BatchScheduler(decoder)
+    found = {}
+    scheduler.add(joining[0])
+    for _ in range(4):
+        found |= dict(scheduler.advance())
+    for request in joining[1:]:
+        scheduler.add(request)
+    for _ in range(4):
+        found |= dict(scheduler.advance())
+    joining[1].cancelled = joining[7].cancelled = True  # one in a row, one that waits for one
+    while scheduler.busy:
+        found |= dict(scheduler.advance())
+    scheduler.close()
+    assert sorted(found) == [0, *range(2, 7)]
+    for index, new in found.items():
+        assert torch.equal(new, expected[index]) and torch.equal(torch.cat(streamers[index].values[1:]), new)
+    seen = torch.cat(streamers[1].values[1:])
+    assert 2 <= len(seen) <= 5 and torch.equal(seen, expected[1][: len(seen)])
+    assert not streamers[7].values and [puts.ended for puts in streamers] == [1] * 8
+    assert [size for size, _ in itertools.groupby(replays)] == [1, 5, 2, 1] and replays[:4] == [1] * 4
 
 
 def test_progress(decoder, capsys):

@@ -243,8 +243,9 @@ class GraphDecoder:
     ) -> Iterator[tuple[int, Result]]:
         """Serve many requests over the rows of the largest batch: one that ends frees its row for one that waits.
 
-        requests: dicts of `generate`'s arguments, each for one prompt, input_ids (length,), and without a streamer.
-            The iterable may be lazy and have no end: no more are taken than can wait.
+        requests: dicts of `generate`'s arguments, each for one prompt, input_ids (length,). The iterable may be lazy
+            and have no end: no more are taken than can wait. A streamer gets its prompt, then its tokens one by one;
+            what it raises ends the run.
         progress: True for a bar on standard error; or a function, given the number of results and of requests, None
             where that is not known.
 
