@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder, prefill, probe
-from fp8moe.integrations.decode.step import Capabilities
+import fp8moe
+from fp8moe.integrations.decode import GraphDecoder, attention, prefill, probe
+from fp8moe.integrations.decode.step import Capabilities, Step
 from fp8moe.runtime.jit import KernelSpec
 from tests import linear_attention_models
 from tests.decode_models import tiny_mixtral
@@ -69,6 +70,31 @@ def test_a_model_that_forgets_between_chunks_reads_prompts_in_one_piece():
     with pytest.raises(ValueError, match="JambaForCausalLM forgets its states of linear attention when it reads sever"):
         probe.check_step(model, CPU, False, Capabilities(chunked_prefill=True))
     assert probe.find_capabilities(model, CPU, False, None) == (Capabilities(ragged=True), "")
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_padded_prompts_move_left_where_kernels_read_the_cache(batch_invariant, monkeypatch):
+    model = tiny_mixtral(head_dim=64).bfloat16()
+    ids, lengths = prompts(3, 21), [21, 1, 16]
+    step = Step(model, 4, MAX_LENGTH, CPU, Capabilities(attention.NAME, ragged=True, chunked_prefill=True))
+    mask = left_padded(ids, *(21 - length for length in lengths))
+    if batch_invariant:  # the same kernel then reads all prompts
+        monkeypatch.setattr(attention, "_flash_attention", lambda query, *others: query)
+    with torch.no_grad(), fp8moe.batch_invariant(batch_invariant):
+        step.start(3, 21, mask, [], 0)
+        logits = step.prefill(ids, mask)
+        if batch_invariant:
+            assert step.columns.tolist() == [21] * 4 and step.begin.tolist() == [0, 20, 5, 0]
+            return
+        assert step.columns.tolist() == [*lengths, 21] and not step.begin.any() and step.mask.all()
+        for _ in range(4):
+            for row, length in enumerate(lengths):
+                expected = model(ids[row : row + 1, -length:]).logits[0, -1]
+                assert torch.nn.functional.cosine_similarity(logits[row].float(), expected.float(), dim=0) > 0.999
+            step.accept(logits)
+            ids = torch.cat([ids, step.tokens[:3]], dim=1)
+            lengths = [length + 1 for length in lengths]
+            logits = step.read()
 
 
 GPU, GIB = torch.device("cuda"), 2**30

@@ -8,7 +8,7 @@ import torch
 
 from fp8moe.integrations.decode import GraphDecoder, prefill
 from fp8moe.integrations.decode import decoder as decoder_module
-from fp8moe.integrations.decode.prefill import COLUMNS, FEW_TOKENS, ShortPrompts, _Graph
+from fp8moe.integrations.decode.prefill import COLUMNS, MOST_GRAPH_TOKENS, ShortPrompts, _Graph
 from fp8moe.integrations.decode.step import Step
 from tests.decode_models import VOCABULARY, tiny_mixtral
 from tests.transformers_models import prompts
@@ -113,9 +113,9 @@ def test_what_reads_values_on_the_host_is_not_captured():
 
 
 def test_columns_that_have_a_graph():
-    assert ShortPrompts(1, None, None, None).most == max(COLUMNS) == FEW_TOKENS
-    assert ShortPrompts(8, None, None, None).most == 256
-    assert ShortPrompts(FEW_TOKENS, None, None, None).most == 0
+    assert ShortPrompts(1, None, None, None).most == max(COLUMNS) == MOST_GRAPH_TOKENS
+    assert ShortPrompts(8, None, None, None).most == 512
+    assert ShortPrompts(MOST_GRAPH_TOKENS, None, None, None).most == 0
     tokens, mask = ShortPrompts(8, None, None, None).fit(torch.ones(2, 100, dtype=torch.int64), None, 128)
     assert tokens.shape == mask.shape == (2, 128) and mask.sum() == 200 and mask[:, 28:].all()
     assert ShortPrompts(1, 100, None, None).most == 96  # prompts that are read in chunks have none

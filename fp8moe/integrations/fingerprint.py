@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -27,10 +27,13 @@ class Fingerprint:
         return self._generation == master.generation() and self._stamps == stamps
 
 
+_PLAIN = (nn.Parameter, Tensor)
+
+
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor, and those that a wrapper has its memory from: the local tensor of a DTensor. Each has a version."""
     yield tensor
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
             if isinstance(part, Tensor):  # not a DTensor's mesh

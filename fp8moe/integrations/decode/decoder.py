@@ -14,11 +14,10 @@ from fp8moe.integrations.decode.arguments import Call, GenerateArguments, intege
 from fp8moe.integrations.decode.attention import NAME as FLASH
 from fp8moe.integrations.decode.cache import has_states
 from fp8moe.integrations.decode.generation import Generation
-from fp8moe.integrations.decode.model_use import ModelState, TurnLock, ranks_of
-from fp8moe.integrations.decode.prefill import FEW_TOKENS, Prefix, compile_for_prompts
+from fp8moe.integrations.decode.model_use import ModelState, TurnLock, check_eval, ranks_of
+from fp8moe.integrations.decode.prefill import MOST_GRAPH_TOKENS, Prefix, compile_for_prompts
 from fp8moe.integrations.decode.probe import (
     check_batch_invariance,
-    check_eval,
     check_model,
     device_of,
     find_capabilities,
@@ -359,7 +358,7 @@ class GraphDecoder:
         """Return the step that reads short prompts from graphs for `run`; None where none can be captured."""
         if self._pool is not None and self._reader is None:
             size = ceil_div(self.batch_sizes[-1], ROWS_PER_NEWCOMER)
-            self._reader = self.step_of(size, FEW_TOKENS // size)
+            self._reader = self.step_of(size, MOST_GRAPH_TOKENS // size)
             self._reader.keep_short_prompts(capture_stream(torch.cuda.current_device()), self._pool)
         return None if self._reader is None or self._reader.short_prompts is None else self._reader
 

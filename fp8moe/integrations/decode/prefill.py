@@ -24,9 +24,9 @@ FREE_MEMORY_FRACTION = 0.5
 """The part of the free memory that a piece may take."""
 _RECEIVED, _SUM = 1.1, 4  # bytes of a quantized token's column with its scale, and of a partial sum's
 
-FEW_TOKENS = 2048
-"""Tokens of a batch: with more, the GPU takes as long to run the kernels of a prompt as the host to launch them."""
-COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+MOST_GRAPH_TOKENS = 4096
+"""Tokens of a batch: with twice as many, the GPU takes longer to run the kernels of a prompt than the host to launch them."""
+COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Numbers of columns that prompts from graphs are padded to."""
 
 
@@ -98,7 +98,7 @@ class ShortPrompts:
 
     def __init__(self, size: int, chunk: int | None, stream: torch.cuda.Stream, pool: tuple[int, int]):
         self._stream, self._pool = stream, pool
-        most = min(FEW_TOKENS // size, chunk or FEW_TOKENS)
+        most = min(MOST_GRAPH_TOKENS // size, chunk or MOST_GRAPH_TOKENS)
         self.columns = [columns for columns in COLUMNS if columns <= most]
         self._graphs: dict[int, _Graph | None] = {}  # None: seen once
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fp8moe.integrations import transformers_versions
 from fp8moe.integrations.decode.cache import STATES
+from fp8moe.integrations.decode.model_use import check_eval
 from fp8moe.integrations.decode.step import PLAIN, Capabilities, Step, positions_of, vocabulary
 from fp8moe.integrations.decode.transfers import HostReads
 from fp8moe.integrations.models import Optimized
@@ -84,12 +85,6 @@ def _check_scales(model: Any) -> None:
             "fp8moe.integrations.transformers.load_model, or take quantization_config from model.config if its weights "
             "are right"
         )
-
-
-def check_eval(model: nn.Module) -> None:
-    training = next((path for path, module in model.named_modules() if module.training), None)
-    if training is not None:
-        raise ValueError(f"model: call model.eval() first, {training or 'it'} is in training mode")
 
 
 def check_batch_invariance(model: Any, attention: str, states: bool) -> None:

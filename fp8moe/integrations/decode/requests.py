@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from fp8moe.integrations.decode.arguments import Call, GenerateArguments, Tail, check_zeros_on_the_left, parse
 from fp8moe.integrations.decode.generation import NaNLogits
-from fp8moe.integrations.decode.prefill import FEW_TOKENS, MOST_TOKENS
+from fp8moe.integrations.decode.prefill import MOST_TOKENS
 from fp8moe.integrations.decode.stats import Record
 from fp8moe.integrations.decode.step import Step
 from fp8moe.integrations.decode.transfers import Readback, integers_on
@@ -24,6 +24,7 @@ STEPS_PER_ROW_CHECK = 2
 """Steps between two checks of which rows have ended. A check does not stall the GPU: see `Readback`."""
 ROWS_PER_NEWCOMER = 8
 """Newcomers are read when one of so many rows is free: reading several at once costs little more than one."""
+FEW_TOKENS = 2048
 MOST_PADDING = 1.25
 """Newcomers are read together if their columns are no more than MOST_PADDING times their tokens, or FEW_TOKENS."""
 

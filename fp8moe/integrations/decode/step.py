@@ -1,14 +1,14 @@
 """The decode step of one batch size: one token for each sequence, with nothing that depends on the host."""
 
 import inspect
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8moe.integrations import transformers_versions
 from fp8moe.integrations.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows, used_by
@@ -18,6 +18,7 @@ from fp8moe.integrations.decode.prefill import Prefix, ShortPrompts, columns_at_
 from fp8moe.integrations.decode.transfers import integers_on
 from fp8moe.integrations.models import Optimized
 from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState, sample
+from fp8moe.runtime import config
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
 
 WARM_UP_RUNS = 3
@@ -162,9 +163,10 @@ class Step:
         known = 0 if prefix is None else prefix.length
         count = tokens.shape[1]
         at_a_time = self._chunk(known + count)
-        graphs = self.short_prompts
-        if graphs is not None and padded and prefix is None and count <= at_a_time and count in graphs.columns:
-            return graphs.read(tokens, lambda piece: self.read_several(piece, 0, 0, True))
+        if padded and prefix is None and count <= at_a_time:
+            graphs = self.short_prompts
+            graphed = graphs is not None and count in graphs.columns
+            return graphs.read(tokens, self.read_padded) if graphed else self.read_padded(tokens)
         for first in range(0, count, at_a_time):
             piece = tokens[:, first : first + at_a_time]
             logits = self.read_several(piece, None if start is None else start + first, known + first, padded)
@@ -198,6 +200,25 @@ class Step:
         self.columns.add_(count)
         return logits
 
+    def read_padded(self, tokens: Tensor) -> Tensor:
+        """Read whole prompts (B, T), of which `begin` says how many columns are padding.
+
+        Where kernels read the cache, prompts move to the left of their padding, which then ends up in columns that are
+        still to come: their attention is plainly causal, and cuDNN's takes half the time of one that knows lengths.
+        """
+        if self.capabilities.attention is None or not self.capabilities.ragged or config.settings.batch_invariant:
+            return self.read_several(tokens, 0, 0, True)
+        count = tokens.shape[1]
+        self.position.next_call(count, 0, count)
+        column = torch.arange(count, device=tokens.device)
+        last = count - 1 - self.begin[:, None]
+        tokens = tokens.gather(1, (column + self.begin[:, None]).clamp(max=count - 1))
+        self.begin.zero_()
+        self.mask.fill_(True)
+        logits = self._run(tokens, column.expand(self.size, count), None, whole=True, last=last)
+        self.columns.add_(last[:, 0] + 1)
+        return logits
+
     def replay(self) -> None:
         """Decode one more token for each sequence."""
         if self.graph is None:
@@ -216,16 +237,30 @@ class Step:
         self.columns.add_(~self.finished if self.capabilities.ragged else 1)
         return logits
 
-    def _run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, *, whole: bool = False) -> Tensor:
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        *,
+        whole: bool = False,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """The logits (B, vocabulary) after the last token of each row, or after token last[b, 0], last (B, 1)."""
         options = {transformers_versions.cache_name(self.model.forward): self.cache, "use_cache": True}
-        if tokens.shape[1] > 1 and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+        if (
+            last is None
+            and tokens.shape[1] > 1
+            and "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        ):
             options["logits_to_keep"] = 1
         configs = (self.model.config, self.model.config.get_text_config(decoder=True))
-        if any(getattr(config, "output_router_logits", False) for config in configs):
+        if any(getattr(one, "output_router_logits", False) for one in configs):
             options["output_router_logits"] = False  # the loss of routers wants a mask of the tokens alone
         self.metadata.next_call(whole=whole)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
-        with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows():
+        rows = nullcontext() if last is None else _head_reads(self.model, last)
+        with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows(), rows:
             output = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options)
         return output.logits[:, -1]
 
@@ -310,6 +345,22 @@ class Step:
             self.graph = None
         if self.short_prompts is not None:
             self.short_prompts.release()
+
+
+@contextmanager
+def _head_reads(model: Any, rows: Tensor) -> Iterator[None]:
+    """Let the output layer read one token of each sequence only; rows (B, 1) int64: which."""
+    head = model.get_output_embeddings()
+
+    def choose(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *others = inputs
+        return hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1])), *others
+
+    hook = head.register_forward_pre_hook(choose, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 _ROW_TENSORS = (
