@@ -25,7 +25,7 @@ FREE_MEMORY_FRACTION = 0.5
 _RECEIVED, _SUM = 1.1, 4  # bytes of a quantized token's column with its scale, and of a partial sum's
 
 MOST_GRAPH_TOKENS = 4096
-"""Tokens of a batch: with twice as many, the GPU takes longer to run the kernels of a prompt than the host to launch them."""
+"""Tokens of a batch: of twice as many, the kernels take the GPU longer to run than the host to launch."""
 COLUMNS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Numbers of columns that prompts from graphs are padded to."""
 
