@@ -15,8 +15,8 @@ of the others, after a fill that empties the L2 cache. Times are medians in micr
 Results are compared with ours: `difference`. One that is off counts as failed, as does one that raises.
 
 With `--whole-model` instead: decode steps and a prefill of Qwen3-30B-A3B's sizes with random weights in milliseconds,
-of this checkout (`fp8moe`), of another revision of it (`--against DIRECTORY`: `before`) and of vLLM's engine where it
-is installed, one process after the other.
+of this checkout (`fp8moe`), of another revision of it (`--against DIRECTORY`: `before`), and, where they are installed,
+of vLLM's engine and of the same with integrations/vllm (`vllm_fp8moe`), one process after the other.
 
 The file has the digest of what the GPU runs, card, clocks and versions. Rows of the same digest, card and versions stay
 in it unless --only names them: a run can be made in pieces.
@@ -387,11 +387,11 @@ def whole_model(tree: Path) -> list[dict]:
         return json.loads((Path(out) / "decode.json").read_text())["rows"]
 
 
-def vllm_engine() -> list[dict]:
+def vllm_engine(*options: str) -> list[dict]:
     """The same rows of vLLM's engine, in a process of its own."""
     with tempfile.TemporaryDirectory() as out:
         file = Path(out) / "rows.json"
-        _run_in(ROOT, "benchmarks.vllm_engine", str(file))
+        _run_in(ROOT, "benchmarks.vllm_engine", str(file), *options)
         return json.loads(file.read_text())
 
 
@@ -561,6 +561,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sources["before"] = partial(whole_model, args.against.resolve())
     if adapters.installed("vllm"):
         sources["vllm"] = vllm_engine
+        if adapters.installed("fp8moe_vllm"):
+            sources["vllm_fp8moe"] = partial(vllm_engine, "--quantization", "fp8moe")
 
     def asked(name: str) -> bool:
         if args.only:

@@ -1,10 +1,16 @@
-"""vLLM's engine on the whole model of `benchmarks.peers`, in its own process: `python -m benchmarks.vllm_engine FILE`.
+"""vLLM's engine on the whole model of `benchmarks.peers`, in its own process.
+
+    python -m benchmarks.vllm_engine FILE [--quantization fp8moe] [--kernels]
 
 Decode steps and a prefill of Qwen3-30B-A3B's sizes in FP8 blocks, random weights with the spread of real ones, greedy.
-vLLM chooses its kernels. It has CUDA graphs of the batches that are measured and no prefix cache, and its scheduler
-runs in this process, so that each step can be timed.
+vLLM chooses its kernels, or with `--quantization fp8moe` those of integrations/vllm run; FP8MOE_VLLM_QUANTIZER=own then
+quantizes the input of linears with fp8moe's kernel in place of vLLM's. It has CUDA graphs of the batches that are
+measured and no prefix cache, and its scheduler runs in this process, so that each step can be timed. Rows say how many
+kernels fp8moe compiled while they were measured; what it compiled before is printed. `--kernels` prints where the time
+of the steps goes, after the measurement.
 """
 
+import argparse
 import json
 import os
 import random
@@ -12,14 +18,17 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import fp8moe
 from benchmarks.peers import PREFILL, STEPS
 from benchmarks.report import write_json
 from benchmarks.whole_models import CONFIGS
+from fp8moe.runtime import jit
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -70,12 +79,13 @@ def fill(model: Any) -> None:
 class Engine:
     """vLLM on the model, and prompts for it."""
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, quantization: str | None):
         from vllm import LLM
 
         write_config(Path(directory))
         self.llm = LLM(
             model=directory,
+            quantization=quantization,
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
@@ -138,28 +148,90 @@ class Engine:
         return statistics.median(run() for _ in range(REPEATS))
 
 
-def measure() -> list[dict]:
-    """Rows as those of `benchmarks.decode`."""
-    rows = []
+class Compilations:
+    """How many kernels fp8moe compiles in this process, or takes from its cache on the disk, in each phase of a run."""
+
+    def __init__(self) -> None:
+        self.phase, self.compiled, self.loaded = "start", Counter[str](), Counter[str]()
+        self._compile, self._load = jit.compile_spec, jit._load_cubin
+        jit.compile_spec, jit._load_cubin = self.compile_spec, self.load_cubin
+
+    def compile_spec(self, spec: jit.KernelSpec) -> jit.Compiled:
+        self.compiled[self.phase] += 1
+        return self._compile(spec)
+
+    def load_cubin(self, code: bytes, name: str) -> Any:
+        self.loaded[self.phase] += 1
+        return self._load(code, name)
+
+    def while_warming(self, warm: Any) -> Any:
+        """`fp8moe.warm` as a phase of its own; the start goes on after it."""
+
+        def warmed(*shapes: Any, **options: Any) -> None:
+            self.phase = "warm"
+            begin = time.perf_counter()
+            warm(*shapes, **options)
+            print(f"fp8moe.warm: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+            self.phase = "after warm"
+
+        return warmed
+
+
+def measure(quantization: str | None, kernels: bool) -> list[dict]:
+    """Rows as those of `benchmarks.decode`, each with the number of kernels that were compiled for it."""
+    rows: list[dict] = []
+    compilations = Compilations()
+    fp8moe.warm = compilations.while_warming(fp8moe.warm)
+
+    def add(what: str, batch: int, prompt: int, seconds: float, tokens: int) -> None:
+        compiled = compilations.compiled[compilations.phase]
+        row = {"what": what, "batch": batch, "prompt": prompt, "ms": 1e3 * seconds, "tokens_s": tokens / seconds}
+        rows.append(row | {"compiled": compiled})
+        print(rows[-1], file=sys.stderr, flush=True)
+
     with tempfile.TemporaryDirectory() as directory:
-        engine = Engine(directory)
+        begin = time.perf_counter()
+        engine = Engine(directory, quantization)
+        print(f"engine: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
         for batch, prompt in STEPS:
-            engine.step_seconds(batch, prompt, 4)  # compiles
-            step = engine.step_seconds(batch, prompt, TIMED)
-            rates = {"ms": 1e3 * step, "tokens_s": batch / step}
-            rows.append({"what": "decode", "batch": batch, "prompt": prompt, **rates})
+            compilations.phase = f"decode {batch}"
+            engine.step_seconds(batch, prompt, 4)  # compiles what vLLM compiles at first use
+            add("decode", batch, prompt, engine.step_seconds(batch, prompt, TIMED), batch)
         batch, prompt = PREFILL
-        spent = engine.prefill_seconds(batch, prompt)
-        rates = {"ms": 1e3 * spent, "tokens_s": batch * prompt / spent}
-        rows.append({"what": "prefill", "batch": batch, "prompt": prompt, **rates})
+        compilations.phase = "prefill"
+        add("prefill", batch, prompt, engine.prefill_seconds(batch, prompt), batch * prompt)
+        for done, counts in (("compiled", compilations.compiled), ("loaded", compilations.loaded)):
+            print(f"kernels of fp8moe {done}: {dict(counts)}", file=sys.stderr, flush=True)
+        if kernels:
+            for batch, prompt in STEPS:
+                print_kernels(f"decode {batch}", lambda one=(batch, prompt): engine.step_seconds(*one, 16))
+            print_kernels("prefill", lambda: engine.prefill_seconds(*PREFILL))
     return rows
 
 
+def print_kernels(what: str, run: Any) -> None:
+    """The kernels that take most of the GPU's time in a run, which has prompts in it too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
+    total = sum(one.self_device_time_total for one in found)
+    print(f"{what}: {total / 1e3:.1f} ms of kernels", file=sys.stderr)
+    for one in found[:25]:
+        share, each = one.self_device_time_total / total, one.self_device_time_total / one.count
+        print(f"  {share:6.1%} {one.count:6} x {each:8.2f} us  {one.key[:110]}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_engine", description="vLLM's engine, whole model")
+    parser.add_argument("file", type=Path, help="for the rows, as JSON")
+    parser.add_argument("--quantization", choices=["fp8moe"], help="fp8moe's kernels, by integrations/vllm")
+    parser.add_argument("--kernels", action="store_true", help="print which kernels take the time")
+    args = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    rows = measure()
-    Path(sys.argv[1]).write_text(json.dumps(rows))
+    rows = measure(args.quantization, args.kernels)
+    args.file.write_text(json.dumps(rows))
     sys.stdout.flush()
     os._exit(0)  # the engine takes long to end
 

@@ -1,0 +1,205 @@
+"""Experts: fp8moe behind vLLM's modular kernels, and the method that holds a layer's weights."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+
+import fp8moe
+from fp8moe_vllm.versions import not_here
+
+if TYPE_CHECKING:
+    from fp8moe_vllm.config import Fp8moeConfig
+
+
+def refusal(moe: FusedMoEConfig) -> str | None:
+    """Why fp8moe does not run these experts; None if it does."""
+    parallel = moe.moe_parallel_config
+    if why := not_here():
+        return why
+    if parallel.use_all2all_kernels or parallel.dp_size > 1 or parallel.pcp_size > 1:
+        return f"data parallel attention over {parallel.all2all_backend} is refused until tried on two GPUs"
+    if moe.has_bias:
+        return "experts with biases"
+    if moe.swiglu_limit is not None:
+        return f"SwiGLU with a limit of {moe.swiglu_limit}"
+    experts = experts_class(parallel)
+    able, why = experts.is_supported_config(
+        experts, moe, kFp8Static128BlockSym, kFp8Dynamic128Sym, experts.activation_format()
+    )
+    return None if able else why
+
+
+def experts_class(parallel: FusedMoEParallelConfig) -> type[mk.FusedMoEExpertsModular]:
+    return Fp8moeBatchedExperts if parallel.use_batched_activation_format else Fp8moeExperts
+
+
+class _Experts(mk.FusedMoEExpertsModular):
+    """What fp8moe answers to vLLM in both layouts."""
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return not_here() is None
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key, activation_key) -> bool:
+        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation == MoEActivation.SILU
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
+        return True  # `refusal` has asked
+
+    @staticmethod
+    def _supports_shape(hidden_dim: int) -> bool:
+        return hidden_dim % 16 == 0
+
+
+class Fp8moeExperts(_Experts):
+    """`fp8moe.experts`: rows in any order, ids over all experts, -1 and those elsewhere add nothing."""
+
+    expects_unquantized_inputs = True  # the layer's first kernel quantizes
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True
+
+    def workspace_shapes(self, M, N, K, topk, *more):  # noqa: N803
+        return (0,), (0,), (M, K)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def run(
+        self,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        up, down = (w1, self.w1_scale), (w2, self.w2_scale)
+        return fp8moe.experts(hidden_states, topk_ids, topk_weights, up, down, out=out, expert_map=expert_map)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        if apply_router_weight_on_input:  # whoever prepared them has multiplied
+            topk_weights = torch.ones_like(topk_weights)
+        self.run(hidden_states, w1, w2, topk_weights, topk_ids, expert_map, output)
+
+
+class Fp8moeBatchedExperts(_Experts):
+    """`fp8moe.experts_masked`: E4M3 rows in a fixed place for each expert, the layout of DeepEP's low latency."""
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def workspace_shapes(self, M, N, K, topk, global_num_experts, local_num_experts, *more):  # noqa: N803
+        return (0,), (0,), (local_num_experts, self.max_num_tokens * self.num_dispatchers, K)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate()
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        rows, up, down = (hidden_states, a1q_scale), (w1, self.w1_scale), (w2, self.w2_scale)
+        fp8moe.experts_masked(rows, expert_tokens_meta.expert_num_tokens, up, down, out=output)
+
+
+class Fp8moeMoEMethod(Fp8MoEMethod):
+    """Experts of a layer on fp8moe. Weights are created and loaded as vLLM does it, and stay as they are loaded."""
+
+    def __init__(self, quant_config: "Fp8moeConfig", layer: RoutedExperts):
+        FusedMoEMethodBase.__init__(self, layer.moe_config)  # Fp8MoEMethod's own would choose among vLLM's kernels
+        self.quant_config = quant_config
+        self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size
+        self.block_quant, self.per_act_token_quant, self.weight_scale_refine = True, False, None
+        self.weight_scale_name = "weight_scale_inv"
+        self.fp8_backend = Fp8MoeBackend.TRITON  # under this name vLLM leaves weights and scales untouched
+        self.experts_cls = experts_class(self.moe.moe_parallel_config)
+
+    def create_weights(self, layer: RoutedExperts, num_experts: int, hidden_size: int, *args, **more) -> None:
+        super().create_weights(layer, num_experts, hidden_size, *args, **more)
+        shape = num_experts, layer.w2_weight.shape[2], hidden_size, self.moe.experts_per_token
+        self.quant_config.taken("experts", shape, self.moe.max_num_tokens)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        super().process_weights_after_loading(layer)
+        self.quant_config.warm()
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts=None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """Run the experts, where no tokens are exchanged straight into a new tensor: the modular kernel would copy."""
+        if not isinstance(self.moe_kernel.prepare_finalize, MoEPrepareAndFinalizeNoDPEPModular):
+            return super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+        if layer.apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(f"apply_router_weight_on_input: expected one expert a token, got {topk_ids.shape[1]}")
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        run = self.moe_kernel.fused_experts.run
+        return run(x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.expert_map)

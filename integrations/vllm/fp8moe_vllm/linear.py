@@ -1,0 +1,123 @@
+"""FP8 linears: vLLM's method with fp8moe's GEMM."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+    validate_fp8_block_shape,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.model_executor.parameter import BlockQuantScaleParameter
+
+import fp8moe
+from fp8moe_vllm.versions import not_here
+
+if TYPE_CHECKING:
+    from fp8moe_vllm.config import Fp8moeConfig
+
+
+class Fp8moeLinearKernel(Fp8BlockScaledMMLinearKernel):
+    """fp8moe.gemm on activations that vLLM's QuantFP8 quantizes, which its passes fuse into norms and activations.
+
+    own_quantizer: fp8moe.quantize_1x128 in its place, for any K that is a multiple of 16. FP8MOE_VLLM_QUANTIZER=own
+    asks for it everywhere, to measure.
+    """
+
+    def __init__(self, config: FP8ScaledMMLinearLayerConfig, own_quantizer: bool | None = None):
+        super().__init__(config)
+        if own_quantizer is None:
+            own_quantizer = os.environ.get("FP8MOE_VLLM_QUANTIZER") == "own" or config.weight_shape[1] % 128 != 0
+        self.apply_input_quant = not own_quantizer
+        # Scales as fp8moe has them, M along the fast axis in rows of 16 bytes: others would be copied.
+        self.quant_fp8 = QuantFP8(
+            static=False,
+            group_shape=GroupShape(1, 128),
+            column_major_scales=True,
+            tma_aligned_scales=True,
+            use_ue8m0=False,
+        )
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        why = not_here()
+        return why is None, why
+
+    @classmethod
+    def can_implement(cls, config: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        n, k = config.weight_shape
+        if n % 8 or k % 16:
+            return False, f"it takes multiples of 8 output and 16 input features, not {n} and {k}"
+        if config.out_dtype != torch.bfloat16:
+            return False, f"its results are bfloat16, not {config.out_dtype}"
+        return super().can_implement(config)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: weights and float32 scales stay as the checkpoint has them."""
+
+    def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:  # noqa: N803
+        a = (A, As) if self.apply_input_quant else fp8moe.quantize_1x128(A)
+        return fp8moe.gemm(a, (B, Bs))
+
+
+@register_weight_loader_v2_supported_method  # vLLM chooses the loader by the name of the class
+class Fp8moeLinearMethod(Fp8LinearMethod):
+    """A linear on fp8moe, or where it cannot be, as vLLM would have it."""
+
+    def __init__(self, quant_config: "Fp8moeConfig", prefix: str):
+        super().__init__(quant_config)
+        self.kind = prefix.rpartition(".")[2]
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable | None = None,
+        **more,
+    ) -> None:
+        k, n = input_size_per_partition, sum(output_partition_sizes)
+        config = FP8ScaledMMLinearLayerConfig(
+            weight_quant_key=self.weight_quant_key,
+            activation_quant_key=self.activation_quant_key,
+            weight_shape=(n, k),
+            input_dtype=self.input_dtype,
+            out_dtype=self.out_dtype,
+        )
+        for able, why in (Fp8moeLinearKernel.is_supported(), Fp8moeLinearKernel.can_implement(config)):
+            if not able:
+                self.quant_config.leave_to_vllm(self.kind, why)
+                sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
+                super().create_weights(layer, *sizes, params_dtype, weight_loader=weight_loader, **more)
+                return
+
+        # As Fp8LinearMethod does it, which would then choose among vLLM's kernels.
+        block = self.weight_block_size
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition, layer.output_size_per_partition = k, n
+        layer.orig_dtype, layer.weight_block_size = params_dtype, block
+        validate_fp8_block_shape(layer, input_size, output_size, k, output_partition_sizes, block)
+        layer.register_parameter("weight", create_fp8_weight_parameter(n, k, weight_loader))
+        scale = create_fp8_scale_parameter(BlockQuantScaleParameter, output_partition_sizes, k, block, weight_loader)
+        layer.register_parameter("weight_scale_inv", scale)
+        self.use_deep_gemm = False  # nothing rewrites the scales, and MLA may read them
+        self.fp8_linear = Fp8moeLinearKernel(config)
+        max_tokens = get_current_vllm_config().scheduler_config.max_num_batched_tokens
+        self.quant_config.taken(self.kind, (n, k), max_tokens)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        self.quant_config.warm()
