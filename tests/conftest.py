@@ -11,8 +11,9 @@ from tests.compilers import without_graph_caches
 settings.register_profile("fp8moe", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("fp8moe")
 
-# Of several processes each has its share of the CPUs.
+# Of several processes each has its share of the CPUs, and so have those that it starts.
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
+os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
 SLOW = (

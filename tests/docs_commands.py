@@ -5,11 +5,13 @@ there is no GPU forked from one that has imported PyTorch and transformers alrea
 """
 
 import os
+import pickle
 import re
 import runpy
 import shutil
 import sys
 import tomllib
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from tests.processes import HOST, WITHOUT_MULTICAST, meeting_place, start_proces
 ROOT = Path(__file__).parent.parent
 DOWNLOADED = ".downloaded"  # in the working directory: the model that every repository has
 OUTPUT = ".output"  # there, too: what processes have written
+FOUND = ".found"  # and the kernels that warmup finds
 FEW = 4
 
 
@@ -34,10 +37,18 @@ def _fp8moe(arguments: list[str]) -> int:
 
     if not torch.cuda.is_available():  # to import PyTorch in each process and to compile all kernels takes minutes
         kernels = warmup._kernels
-        warmup._kernels = lambda *given: sorted(kernels(*given), key=str)[:FEW]
+        warmup._kernels = lambda *given: _once(lambda: sorted(kernels(*given), key=str)[:FEW])
         warmup.get_context = lambda _: mp.get_context("fork")
         warmup.in_own_process = _forked
     return main(arguments)
+
+
+def _once(find: Callable) -> list:
+    """What is found, by the first command of a page: the others ask for the same."""
+    found = Path(FOUND)
+    if not found.exists():
+        found.write_bytes(pickle.dumps(find()))
+    return pickle.loads(found.read_bytes())
 
 
 def _forked(work, *arguments):

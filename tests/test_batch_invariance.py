@@ -24,7 +24,7 @@ from fp8moe.runtime.fixed_rows import ROWS, linears_by_fixed_rows
 from fp8moe.runtime.launch import planned
 from tests.experts_cases import make, route
 from tests.gemm_cases import operands
-from tests.gemm_variants import faults, one_of_each
+from tests.gemm_variants import faults, largest, one_of_each
 
 SMS = 132
 WEIGHTS = ((576, 7168), (2112, 7168), (4096, 7168), (24576, 1536), (32768, 512), (7168, 2048), (5120, 2048), (136, 144))
@@ -88,7 +88,7 @@ def test_variants_that_sum_parts_compile_without_spills(k, parts, dtype):
     tiles = one_of_each(tiles)
     assert {tile.keeps_parts for tile, _, _ in tiles} == {True, False}
     assert {(256, 64), (128, 96), (128, 128), (128, 160)} <= {(tile.block_m, tile.block_n) for tile, _, _ in tiles}
-    assert not faults(tiles, PlainStore(dtype))
+    assert not faults(tiles if parts == 3 else largest(tiles), PlainStore(dtype))
 
 
 def test_memory_for_the_sums_of_parts():

@@ -108,16 +108,15 @@ def test_backward_raises():
             out.sum().backward()
 
 
-# ---- operator ----
-
-
 # ---- kernels ----
 
 
-@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, FLOATING, FLOATING)), ids=str)
-def test_every_variant_compiles_without_spills(dtypes):
-    for hidden in (8, 576, 7168):
-        report = compile_report(kernel_spec(hidden, Dtypes(*dtypes)))
+@pytest.mark.parametrize("turn,dtypes", list(enumerate(itertools.product(Y_DTYPES, FLOATING, FLOATING))), ids=str)
+def test_variants_compile_without_spills(turn, dtypes):
+    """Rows in any order, or in that of the assignments: all pairs of dtypes, sizes and orders."""
+    for i, index_dtype in enumerate((None, torch.int32, torch.int64)):
+        hidden = (8, 576, 7168)[(turn + i) % 3]
+        report = compile_report(kernel_spec(hidden, Dtypes(*dtypes, index_dtype)))
         assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
         # 32 warps or more on an SM of 65536 registers, each with 4 KB of loads in flight.
         assert report.registers <= 64
@@ -144,12 +143,3 @@ def test_what_is_normalized_besides():
         (1, 2048, same._replace(index=torch.int64), False),
     ):
         assert joins_norm(tokens, hidden, dtypes) == joins
-
-
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("dtypes", list(itertools.product(Y_DTYPES, FLOATING, FLOATING)), ids=str)
-def test_rows_in_the_order_of_assignments_compile_as_well(dtypes, index_dtype):
-    for hidden in (8, 576, 7168):
-        report = compile_report(kernel_spec(hidden, Dtypes(*dtypes, index_dtype)))
-        assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
-        assert report.registers <= 64

@@ -255,13 +255,13 @@ def test_real_model_keeps_its_perplexity_in_fp8_and_as_a_mixture():
     model, tokenizer = smollm2.load(dense)
     tokens = tokenizer(measure.passage(), return_tensors="pt")["input_ids"][0]
     assert 3000 < len(tokens) < 4000
-    windows = tokens.split(measure.WINDOW)[:2]
+    windows = [window[:512] for window in tokens.split(measure.WINDOW)[:2]]
     model.float()
     before = measure.perplexity(model, windows)
     assert before < 30  # a wrong conversion of the weights gives hundreds
     assert len(replace_linears(model, skip=smollm2.kept_in_bf16(30))) == 27 * 6
     assert report.weights(model).fp8 / report.weights(model).projections > 0.87
-    assert measure.perplexity(model, windows) / before == pytest.approx(1, abs=0.015)
+    assert measure.perplexity(model, windows) / before == pytest.approx(1, abs=0.01)
 
     moe = load_model(smollm2.prepare_mixture(dense), dtype=torch.float32)
     mlps = [(layer.mlp, there.mlp.experts) for layer, there in zip(model.model.layers, moe.model.layers, strict=True)]

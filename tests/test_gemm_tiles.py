@@ -210,8 +210,13 @@ def test_every_variant_keeps_to_its_registers():
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_a_matrix_that_is_added_spills_behind_the_main_loop_of_the_largest_tiles(out_dtype):
-    for config, (memory, complaints, static, registers) in faults(largest(variants()), AddAndStore(out_dtype)).items():
-        assert config.block_m * config.block_n == 128 * 256 and max(memory) <= 60, (config, memory)
+    """Those of 128x256; of the others every second is compiled with each dtype."""
+    most, others = [], []
+    for variant in largest(variants()):
+        (most if variant[0].block_m * variant[0].block_n == 128 * 256 else others).append(variant)
+    assert most and not faults(others[out_dtype == torch.float32 :: 2], AddAndStore(out_dtype))
+    for config, (memory, complaints, static, registers) in faults(most, AddAndStore(out_dtype)).items():
+        assert max(memory) <= 60, (config, memory)
         assert not complaints and not static and registers == 168, (config, complaints, static, registers)
 
 
