@@ -19,6 +19,7 @@ from fp8moe import __version__
 from fp8moe.cli import main
 from fp8moe.commands import warmup
 from fp8moe.runtime import config, progress
+from tests.processes import forkserver
 from tests.small_checkpoints import unquantized, write
 
 ROOT = Path(fp8moe.__file__).parent.parent
@@ -136,6 +137,7 @@ def test_missing_kernels_in_json(tmp_path, capsys, monkeypatch):
     from tests.test_warmup import SPECS
 
     monkeypatch.setattr(warmup, "_kernels", lambda *_: SPECS)
+    monkeypatch.setattr(warmup, "get_context", lambda _: forkserver)
     command = ["warmup", "--model-type", "mixtral", "--jobs", "1", "--output", tmp_path]
     status, report = run(capsys, *command, "--check", "--json")
     assert status == 1 and (report["directory"], report["kernels"]) == (str(tmp_path), 2)

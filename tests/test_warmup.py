@@ -191,7 +191,7 @@ def test_what_warm_compiles_is_kept(tmp_path, monkeypatch, forked):
         ([(2000, 16, 16, 1)], [1], ValueError, "^num_experts: expected at most 1024, got 2000"),
     ],
 )
-def test_shapes_that_warm_refuses(shapes, counts, error, message):
+def test_shapes_that_warm_refuses(shapes, counts, error, message, forked):
     with pytest.raises(error, match=message):
         fp8moe.warm(shapes, counts)
 
