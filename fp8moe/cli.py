@@ -28,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = lambda message, *_: print(f"{options.prog}: warning: {message}", file=sys.stderr)
         try:
             with _ctrl_c_ends():
-                command = import_module(f"fp8moe.commands.{options.command}")
+                run = getattr(import_module(f"fp8moe.commands.{options.module}"), options.function)
             with _ctrl_c_ends():
                 import_module("fp8moe.runtime.config").reload()
-                status = command.run(options)
+                status = run(options)
             sys.stdout.flush()
         except KeyboardInterrupt:
             print(f"{options.prog}: interrupted{options.after_interrupt}", file=sys.stderr)
@@ -79,10 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fp8moe", description="FP8 layers for mixture-of-experts models on PyTorch")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.set_defaults(after_interrupt="")
-    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
-    for add in (_add_quantize, _add_convert, _add_inspect, _add_warmup, _add_info):
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add, module, function in (
+        (_add_quantize, "checkpoints", "quantize"),
+        (_add_convert, "checkpoints", "convert"),
+        (_add_inspect, "checkpoints", "inspect"),
+        (_add_serve, "serve", "run"),
+        (_add_warmup, "warmup", "run"),
+        (_add_info, "info", "run"),
+    ):
         command = add(commands)
-        command.set_defaults(prog=command.prog)
+        command.set_defaults(prog=command.prog, module=module, function=function)
     return parser
 
 
@@ -140,6 +147,26 @@ def _add_inspect(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("directory", metavar="DIR", help="directory of the checkpoint, with its safetensors files")
     _add_json(parser)
+    return parser
+
+
+def _add_serve(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP with the API of OpenAI",
+        description="Serve a model to many clients at once: POST /v1/chat/completions and /v1/completions, GET "
+        "/v1/models and /health. Ctrl-C ends it when the answers that run have ended, or after 10 s.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a checkpoint, in FP8 or not, or its name on the Hugging Face Hub")
+    add("--host", default="127.0.0.1", help="address to listen at; default: %(default)s, for this machine alone")
+    add("--port", type=_port, default=8000, help="0 for a free one, which is printed; default: %(default)s")
+    add("--slots", type=_count, default=64, metavar="N", help="answers that run at once; default: %(default)s")
+    most = "most tokens of a prompt with its answer; default: 4096, or the model's positions"
+    add("--max-length", type=_count, metavar="L", help=most)
+    add("--device", metavar="D", help="such as cuda:1 or cpu; default: a GPU if there is one")
+    _add_json(parser, "when clients can come, ")
+    _add_quiet(parser)
     return parser
 
 
@@ -221,6 +248,12 @@ def _add_quiet(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port, 0 to 65535, got {text!r}")
     return int(text)
 
 

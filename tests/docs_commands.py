@@ -32,9 +32,12 @@ def fp8moe(arguments: list[str]) -> int:
 
 
 def _fp8moe(arguments: list[str]) -> int:
-    from fp8moe.cli import main
+    from fp8moe.cli import _parser, main
     from fp8moe.commands import warmup
 
+    if arguments[0] == "serve":  # it would run for ever
+        _parser().parse_args(arguments)
+        return 0
     if not torch.cuda.is_available():  # to import PyTorch in each process and to compile all kernels takes minutes
         kernels = warmup._kernels
         warmup._kernels = lambda *given: _once(lambda: sorted(kernels(*given), key=str)[:FEW])

@@ -322,7 +322,7 @@ def test_an_interrupt_that_pytorch_takes_for_a_wrong_argument_is_one(src, dst, m
         def __getitem__(self, index):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("fp8moe.commands.quantize.quantize_checkpoint", lambda *_, **__: torch.tensor(Sequence()))
+    monkeypatch.setattr("fp8moe.commands.checkpoints.quantize_checkpoint", lambda *_, **__: torch.tensor(Sequence()))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(ValueError, match="could not determine the shape"):
@@ -419,7 +419,7 @@ def test_ctrl_c_is_one_line(src, capsys, monkeypatch):
     def stop(directory):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fp8moe.commands.inspect.inspect_checkpoint", stop)
+    monkeypatch.setattr("fp8moe.commands.checkpoints.inspect_checkpoint", stop)
     assert main(["inspect", str(src)]) == 130
     assert capsys.readouterr().err == "fp8moe inspect: interrupted\n"
 

@@ -129,7 +129,7 @@ def test_every_import_is_a_dependency(wheel_files):
         requirement.name
         for requirement in requirements
         if requirement.marker is None
-        or any(requirement.marker.evaluate({"extra": extra}) for extra in ("transformers", "peft"))
+        or any(requirement.marker.evaluate({"extra": extra}) for extra in ("transformers", "serve", "peft"))
     }
     names = {name for path in (ROOT / "fp8moe").rglob("*.py") for name in imported(path)}
     names -= set(sys.stdlib_module_names) | {"fp8moe"}

@@ -2,6 +2,10 @@
 
 
 def write_tiny_tokenizer(directory):
+    tiny_tokenizer().save_pretrained(directory)
+
+
+def tiny_tokenizer():
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -11,4 +15,4 @@ def write_tiny_tokenizer(directory):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", unk_token="<unk>")
     fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    fast.save_pretrained(directory)
+    return fast
