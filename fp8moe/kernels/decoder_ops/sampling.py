@@ -213,10 +213,12 @@ def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     penalized = _penalized(raw, state)
     scaled = penalized / state.temperature[:, None]
     largest = scaled.amax(1, keepdim=True)
-    scores = scaled + gumbel_noise(state.seed, state.step, logits.shape[1])
-    drawn = torch.where(kept(scaled, largest, state), scores, -torch.inf).argmax(1)
     greedy = (state.temperature == 0) | (state.top_k == 1) | ~largest[:, 0].isfinite()
-    tokens = torch.where(greedy, penalized.argmax(1), drawn)
+    tokens = penalized.argmax(1)
+    if not (greedy.is_cpu and greedy.all()):  # a GPU is not asked
+        scores = scaled + gumbel_noise(state.seed, state.step, logits.shape[1])
+        drawn = torch.where(kept(scaled, largest, state), scores, -torch.inf).argmax(1)
+        tokens = torch.where(greedy, tokens, drawn)
     logprobs = raw.log_softmax(1).gather(1, tokens[:, None])[:, 0]
 
     valid = _valid_parameters(state) & raw.amax(1).isfinite() & penalized.amax(1).isfinite()
