@@ -201,6 +201,11 @@ QUANTIZERS = {
         lambda draw: (draw.normal(2, draw.rows, draw.hidden), "float32"),
         bad={"w": ((1, BAD_ROW, 130), lambda a: [(1, slice(128), slice(128, 256)), (1, 0, 1)])},
     ),
+    "quantize_128x128_out": Case(
+        lambda draw: (draw.normal(2, draw.rows, draw.hidden), "ue8m0", *draw.weights(2, draw.rows, draw.hidden)),
+        bad={"w": ((1, BAD_ROW, 130), lambda a: [(1, slice(128), slice(128, 256)), (1, 0, 1)])},
+        names={"data": r"out\.data", "scale": r"out\.scale"},
+    ),
     "quantize_128x1": Case(
         lambda draw: (draw.normal(draw.rows, draw.hidden, dtype=torch.float16),),
         bad={"x": ((BAD_ROW, 130), lambda a: [(130, slice(128)), (130, 0)])},
@@ -235,6 +240,13 @@ QUANTIZERS = {
         lambda draw: (draw.normal(2, draw.rows, draw.hidden),),
         bad={"weight": ((1, BAD_ROW, 130), lambda a: [(1, slice(128), slice(128, 256)), (1, 0, 1)])},
         names={"weight": "w"},
+    ),
+    "quantized_gate_up": Case(
+        lambda draw: (draw.normal(2, draw.rows, draw.hidden), draw.normal(2, draw.rows, draw.hidden)),
+        bad={
+            "gate": ((1, BAD_ROW, 130), lambda a: [(1, slice(min(128, a.gate.shape[1])), slice(128, 256)), (1, 0, 1)])
+        },
+        exempt={"wrong operands": INTERNAL, "ranks are refused": INTERNAL},
     ),
     "swiglu_quantize": Case(
         _swiglu,
@@ -781,20 +793,21 @@ def _experts_training(draw: Draw) -> tuple:
     index, weights = draw.routing()
     order = RowOrder.of_tokens(index, EXPERTS, EXPERTS)
     x = draw.normal(draw.rows, draw.hidden)
-    return x, None, *order, weights, *layer, "silu", up, down, torch.bfloat16, torch.bfloat16
+    return x, None, *order, weights, *layer, "silu", up, down, None, torch.bfloat16, torch.bfloat16
 
 
 def _shard_training(draw: Draw) -> tuple:
     x, index, weights, *layer = _tokens(draw, activation="gelu")
     order = RowOrder.of_tokens(2 * index, EXPERTS, 6, first_expert=1, num_rows=TOP_K * draw.rows)
-    return x, None, *order, weights, *layer, "gelu", None, None, torch.bfloat16, torch.float32
+    return x, None, *order, weights, *layer, "gelu", None, None, None, torch.bfloat16, torch.float32
 
 
-def _rows_training(draw: Draw, activation: str = "silu") -> tuple:
+def _rows_training(draw: Draw, activation: str = "silu", apart: bool = False) -> tuple:
     *layer, up, down = _masters(draw, draw.hidden, draw.size)
+    gate, up = (part.contiguous() for part in up.chunk(2, 1)) if apart else (None, up)
     order = RowOrder(draw.offsets(), whole=(2 * draw.rows, 6))
     x = draw.normal(draw.rows, draw.hidden)
-    return x, None, *order, None, *layer, activation, up, down, torch.bfloat16, torch.bfloat16
+    return x, None, *order, None, *layer, activation, up, down, gate, torch.bfloat16, torch.bfloat16
 
 
 def _training_backward(draw: Draw, training: Callable[[Draw], tuple], routing_grad: bool) -> tuple:
@@ -986,6 +999,11 @@ LAYERS = {
         lambda a, results: _kept_defined(a.groups, results),
         exempt=SAVED,
     ),
+    "experts_training, gate and up apart": Case(
+        lambda draw: _rows_training(draw, apart=True),
+        lambda a, results: _kept_defined(a.groups, results),
+        exempt=SAVED | {"bad values": "those of the rows, whose forward is the same"},
+    ),
     "experts_training_backward": Case(
         lambda draw: _training_backward(draw, _experts_training, True),
         sums=(1,),
@@ -996,7 +1014,17 @@ LAYERS = {
         bad={
             "grad": (
                 (BAD_ROW, 5),
-                lambda a: [BAD_ROW, None, group_of(a.groups, BAD_ROW), (group_of(a.groups, BAD_ROW), 5)],
+                lambda a: [BAD_ROW, None, group := group_of(a.groups, BAD_ROW), (group, 5), None],
+            )
+        },
+        exempt=SAVED,
+    ),
+    "experts_training_backward, gate and up apart": Case(
+        lambda draw: _training_backward(draw, lambda draw: _rows_training(draw, apart=True), False),
+        bad={
+            "grad": (
+                (BAD_ROW, 5),
+                lambda a: [BAD_ROW, None, group := group_of(a.groups, BAD_ROW), (group, 5), group],
             )
         },
         exempt=SAVED,

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts import backward as kernels
 from fp8moe.kernels.experts import experts, experts_rows, experts_training
+from fp8moe.layers.experts import experts_rows_training
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from tests.errors import relative_error
@@ -119,6 +121,53 @@ def test_gradients_are_those_of_a_layer_with_one_expert_a_token(variant, sizes, 
     for name, value in zip(("x", "up", "down"), torch.autograd.grad(whole, (x, *masters), grad), strict=True):
         assert torch.equal(got[name], value), name
     assert not got["x"][:3].any() and not got["x"][37:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gate_and_up_apart_have_the_bits_of_one_weight(sizes, dtype):
+    hidden, size = SIZES[sizes]
+    layer = make_trained(4, hidden, size, master_dtype=dtype)
+    rows, grad = random_rows(hidden=hidden).requires_grad_(), random_rows(hidden=hidden)
+    whole = layer.forward_rows(rows, offsets())
+    expected = torch.autograd.grad(whole, (rows, layer.gate_up_proj, layer.down_proj), grad)
+    gate, up = (part.detach().contiguous().requires_grad_() for part in layer.gate_up_proj.chunk(2, 1))
+    down = layer.down_proj.detach().requires_grad_()
+    out = experts_rows_training(rows, offsets(), gate, up, down)
+    assert out.dtype is rows.dtype and torch.equal(out, whole)
+    d_rows, d_gate, d_up, d_down = torch.autograd.grad(out, (rows, gate, up, down), grad)
+    assert torch.equal(torch.cat([d_gate, d_up], 1), expected[1])
+    assert torch.equal(d_rows, expected[0]) and torch.equal(d_down, expected[2])
+    assert torch.equal(experts_rows_training(rows.detach(), offsets(), *(w.detach() for w in (gate, up, down))), out)
+    for frozen in (gate, up):
+        leaves = [weight for weight in (gate, up, down) if weight is not frozen]
+        frozen.requires_grad_(False)
+        gradients = torch.autograd.grad(experts_rows_training(rows, offsets(), gate, up, down), leaves, grad)
+        assert torch.equal(gradients[0], d_up if frozen is gate else d_gate)
+        frozen.requires_grad_()
+    out = experts_rows_training(rows, offsets(), gate, up, down)
+    with torch.no_grad():
+        gate.mul_(2)
+    with pytest.raises(RuntimeError, match="gate_proj, shape .* has been changed in place"):
+        out.backward(grad)
+
+
+def test_gate_and_up_that_are_refused():
+    rows, gate, down = random_rows(), torch.zeros(4, 96, 144), torch.zeros(4, 144, 96)
+
+    def check(error, match, **change):
+        with pytest.raises(error, match=match):
+            experts_rows_training(
+                **({"rows": rows, "group_offsets": offsets(), "gate": gate, "up": gate, "down": down} | change)
+            )
+
+    check(TypeError, "^gate: expected bfloat16 or float32, got torch.float16", gate=gate.half())
+    check(TypeError, "^down: expected a torch.Tensor", down=None)
+    check(TypeError, "^rows: expected a torch.Tensor", rows=quantize_1x128(rows))
+    check(ValueError, r"^up: expected shape \(4, 96, 144\) like gate", up=gate[:, :95])
+    check(ValueError, "^up: expected three dimensions", up=gate[0])
+    check(ValueError, r"^down_proj: expected shape \(4, 144, 96\)", down=down[:3])
+    check(ValueError, "^activation: expected one with a gate", activation=Activation(gated=False))
 
 
 def test_rows_of_no_expert_give_no_gradient():
@@ -237,6 +286,7 @@ def test_errors():
         check(ValueError, r"^whole: expected at least the 40 rows and 4 groups that are a part, got \(", whole=whole)
     master = torch.zeros(4, 3, requires_grad=True)
     with pytest.raises(
-        ValueError, match=r"^up_master: expected shape \(4, 192, 144\) like the FP8 weight, got \(4, 3\)"
+        ValueError,
+        match=r"^up_master: expected shape \(4, 192, 144\) or \(4, 96, 144\) like the FP8 weight, got \(4, 3\)",
     ):
         experts_rows(rows, offsets(), up, down, activation=layer.activation, up_master=master)

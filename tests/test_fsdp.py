@@ -46,10 +46,10 @@ def quantizations():
     """A list that every master that is quantized is added to, but for those that a compiler traces."""
     weights, quantize = [], master.quantize_128x128
 
-    def watched(weight):
+    def watched(weight, **options):
         if not isinstance(weight, FakeTensor):
             weights.append(weight)
-        return quantize(weight)
+        return quantize(weight, **options)
 
     master.quantize_128x128 = watched
     try:

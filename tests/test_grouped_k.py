@@ -56,6 +56,32 @@ def test_products_of_each_group(blocks, start, rest, m, n):
     assert torch.equal(grouped_gemm_k(a, b, group_offsets, out=poisoned), out)
 
 
+@pytest.mark.parametrize("sizes", [(20, 20), (8, 1, 31), (40,)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_several_results_take_the_rows_of_a(sizes, accumulate):
+    a, b, group_offsets = operand(40, 512, 0), operand(24, 512, 1), offsets((1, 0, 2), 1)
+    outs = [torch.randn(3, size, 24) for size in sizes]
+    expected = torch.cat(outs, 1)
+    grouped_gemm_k(a, b, group_offsets, out=expected, accumulate=accumulate)
+    found = grouped_gemm_k(a, b, group_offsets, out=outs, accumulate=accumulate)
+    assert all(one is other for one, other in zip(found, outs, strict=True))
+    assert relative_error(torch.cat(found, 1), expected.double()) < 1e-6
+
+
+def test_several_results_that_are_refused():
+    a, b, group_offsets = operand(40, 512, 0), operand(24, 512, 1), offsets((1, 0, 2), 1)
+    for shapes in (((3, 20, 24), (3, 19, 24)), ((3, 20, 24), (20, 24)), ()):
+        outs = [torch.zeros(shape) for shape in shapes]
+        with pytest.raises(ValueError, match=r"out: expected \(E, M_i, N\) with the rows of a \(40, 512\) together"):
+            grouped_gemm_k(a, b, group_offsets, out=outs)
+    outs = [torch.zeros(3, 20, 24), torch.zeros(3, 20, 32)]
+    with pytest.raises(ValueError, match="out: expected shape"):
+        grouped_gemm_k(a, b, group_offsets, out=outs)
+    assert not outs[0].any()
+    with pytest.raises(TypeError, match="out: expected a torch.Tensor"):
+        grouped_gemm_k(a, b, group_offsets, out=[outs[0], None])
+
+
 def test_one_group_is_the_weight_gradient_of_a_linear_layer():
     x, grad = torch.randn(256, 48), torch.randn(256, 32)
     gradient = grouped_gemm_k(quantize_128x1(grad), quantize_128x1(x), int32([0, 256]))[0]

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8moe import FP8Linear, GroupedExperts, replace_linears
 from fp8moe.layers import master
+from fp8moe.layers.experts import experts_rows_training
 from tests.compilers import INDUCTOR
 from tests.errors import relative_error
 from tests.test_fsdp import quantizations
@@ -59,6 +60,46 @@ def test_a_compiled_graph_quantizes_masters_once(backend, fresh_compiler):
         for _ in range(3):
             run(torch.randn(8, 256)).sum().backward()
     assert len(weights) == 4  # of two linears, and the experts' up and down
+
+
+class GateUp(master.MasterModule):
+    """Masters of another library's names, gate and up apart."""
+
+    trainable = True
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in {"w1": (2, 128, 256), "w3": (2, 128, 256), "w2": (2, 256, 128)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 16))
+
+    def forward(self, x):
+        offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+        return experts_rows_training(x, offsets, self.w1, self.w3, self.w2)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gate_and_up_are_quantized_once(backend, fresh_compiler):
+    experts = GateUp()
+    run = experts if backend is None else torch.compile(experts, backend=backend)
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+    x = torch.randn(8, 256)
+    for change, count in (
+        (lambda: None, 3),
+        (optimizer.step, 3),
+        (lambda: (experts.w3.data.mul_(2), master.invalidate()), 3),
+        (lambda: setattr(experts, "w3", nn.Parameter(experts.w3.data)), 2),
+        (lambda: setattr(experts, "w1", nn.Parameter(experts.w1.data)), 2),
+    ):
+        change()
+        with quantizations() as weights:
+            for _ in range(3):
+                out = run(x)
+                out.sum().backward()
+        assert len(weights) == count
+        expected = GateUp()
+        for name, weight in experts.named_parameters():
+            setattr(expected, name, nn.Parameter(weight.detach().clone()))
+        assert torch.equal(out, expected(x))
 
 
 def exchanged(model):

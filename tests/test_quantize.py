@@ -177,6 +177,41 @@ def test_128x128_layout(shape):
         assert torch.equal(alone.data.float(), expert_data.float()) and torch.equal(alone.scale, expert_scale)
 
 
+@pytest.mark.parametrize("shape", [(2, 130, 264), (3, 128, 131), (2, 1, 8)])
+@pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
+def test_two_weights_in_one(shape, scale_format):
+    """Such as gate and up: views that are no contiguous memory."""
+    experts, rows, columns = shape
+    both = torch.full((experts, 2, rows, columns), 7.0).to(torch.float8_e4m3fn)
+    scales = torch.zeros(experts, 2, -(-rows // 128), -(-columns // 128))
+    weights = random(*shape), random(*shape, dtype=torch.bfloat16)
+    for half, weight in enumerate(weights):
+        out = quantize_128x128(weight, scale_format=scale_format, out=(both[:, half], scales[:, half]))
+        assert out.data.data_ptr() == both[:, half].data_ptr() and out.scale.data_ptr() == scales[:, half].data_ptr()
+    for half, weight in enumerate(weights):
+        expected = quantize_128x128(weight, scale_format=scale_format)
+        whole = quantize_128x128(weight, scale_format=scale_format, out=tuple(map(torch.empty_like, expected)))
+        for found in (FP8Tensor(both[:, half], scales[:, half]), whole):
+            assert torch.equal(found.data.float(), expected.data.float()) and torch.equal(found.scale, expected.scale)
+
+
+def test_out_that_is_refused():
+    w = random(2, 130, 264)
+    data, scale = quantize_128x128(w)
+    for out, error, match in (
+        (data, TypeError, "out: expected an FP8Tensor or a"),
+        ((data.float(), scale), TypeError, "out.data: expected float8_e4m3fn"),
+        ((data[:, :129], scale), ValueError, "out.data: expected shape"),
+        ((data, scale[:, :1]), ValueError, "out.scale: expected shape"),
+        ((data, scale.double()), TypeError, "out.scale: expected float32"),
+        ((w.view(torch.float8_e4m3fn)[..., :264], scale), ValueError, "out.data: expected memory of its own"),
+    ):
+        with pytest.raises(error, match=match):
+            quantize_128x128(w, out=out)
+    with pytest.raises(RuntimeError, match="out= has no automatic differentiation, but out.scale"):
+        quantize_128x128(w, out=(data, scale.requires_grad_()))
+
+
 @pytest.mark.parametrize("k,m", [(300, 7), (128, 1), (1, 5), (129, 64)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_128x1_is_1x128_of_the_transpose(k, m, dtype):

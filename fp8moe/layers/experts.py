@@ -13,13 +13,13 @@ from fp8moe.kernels.experts.checks import MAX_EXPERTS
 from fp8moe.kernels.experts.operands import Biases, Norm, row_dtype
 from fp8moe.kernels.experts.operator import experts, experts_rows
 from fp8moe.layers import experts_source
-from fp8moe.layers.master import MasterModule, check_master_dtype, part_of, quantized
+from fp8moe.layers.master import MASTER_DTYPES, MasterModule, check_master_dtype, part_of, quantized, quantized_gate_up
 from fp8moe.layers.parameters import frozen, local
 from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
-from fp8moe.runtime.checks import FLOATING, check_int, check_like, check_tensor
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_like, check_tensor
 
 _NAME = "fp8moe.GroupedExperts"
 
@@ -460,6 +460,63 @@ class GroupedExperts(MasterModule):
             if value is not None:
                 text += f", {name}={value}"
         return text
+
+
+def experts_rows_training(
+    rows: Tensor,
+    group_offsets: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation = Activation(),  # noqa: B008 (immutable)
+) -> Tensor:
+    """``down_e(activation(gate_e(rows[r]), up_e(rows[r])))`` for the rows r of every expert e, with a backward.
+
+    This is `GroupedExperts.forward_rows` for modules of other libraries that keep gate and up apart.
+
+    rows: (R, H) bfloat16, float16 or float32, in the order of experts.
+    group_offsets: (E+1,) int32 on the device of rows: expert e has rows ``group_offsets[e]`` up to
+        ``group_offsets[e+1]``. Any sizes; nothing waits for them.
+    gate, up, down: masters (E, I, H), (E, I, H) and (E, H, I), bfloat16 or float32, or DTensors, of which each rank's
+        part is taken. Parameters of a `fp8moe.layers.master.MasterModule`, which drops FP8 copies when FSDP2 frees the
+        weights that they were made of. Both projections of the rows get one FP8 copy (E, 2I, H).
+    activation: between the projections, one with a gate; see `GroupedExperts`.
+    Returns (R, H) in the dtype of rows; zeros in rows of no expert. Where no gradients are recorded the bits are the
+    same. Equal inputs give equal bits, as do the gradients, of rows and of masters, each in its own tensor.
+
+    Method, what is kept for the backward and when FP8 copies are made anew: as for `GroupedExperts`.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or device or an activation without a gate;
+    the backward RuntimeError if a master has changed in place since the forward.
+    """
+    name = "fp8moe.experts_rows_training"
+    parameters = {"gate": gate, "up": up, "down": down}
+    for argument, master in parameters.items():
+        check_tensor(argument, master)
+        check_dtype(argument, master, *MASTER_DTYPES)
+        if master.dim() != 3:
+            raise ValueError(f"{argument}: expected three dimensions, got shape {tuple(master.shape)}")
+    if not activation.gated:
+        raise ValueError("activation: expected one with a gate")
+    check_tensor("rows", rows)
+    masters = [part_of(f"{name}: {argument}", master) for argument, master in parameters.items()]
+    check_derivatives(name, rows, *masters)
+    if masters[0].shape != masters[1].shape:
+        raise ValueError(f"up: expected shape {tuple(masters[0].shape)} like gate, got {tuple(masters[1].shape)}")
+    gate_part, up_part, down_part = masters
+    out = experts_rows(
+        rows,
+        group_offsets,
+        quantized_gate_up(gate_part.detach(), up_part.detach(), parameters=(gate, up)),
+        quantized(down_part.detach(), parameter=down),
+        activation=activation,
+        row_dtype=row_dtype(rows.dtype),
+        gate_master=gate_part,
+        up_master=up_part,
+        down_master=down_part,
+        training=True,
+    )
+    return out.to(rows.dtype)
 
 
 def flattened(

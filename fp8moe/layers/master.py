@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe.layers.parameters import frozen, local
-from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_128x128
 from fp8moe.runtime.autograd import recorded
 from fp8moe.runtime.checks import FLOATING
@@ -35,12 +35,13 @@ _master_generation = 0  # calls of invalidate_masters, of which invalidate makes
 class _Copies:
     """The FP8 copies of the weights in one storage.
 
-    by_layout: (offset, shape, strides, dtype) of a weight -> its copy, and versions and generation when it was made.
+    by_layout: (offset, shape, strides, dtype) of a weight, or of two that have one copy -> the copy, and the versions,
+        the other weight's copies and the generation when it was made.
     captured: a CUDA graph quantizes or changes one of the weights. Its replays change no version.
     """
 
     def __init__(self):
-        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple[int, int | None, int]]] = {}
+        self.by_layout: dict[tuple, tuple[FP8Tensor, tuple]] = {}
         self.captured = False
 
 
@@ -57,7 +58,17 @@ def quantized(weight: Tensor, *, parameter: Tensor | None = None) -> FP8Tensor:
     """
     if torch.compiler.is_compiling():
         return FP8Tensor(*torch.ops.fp8moe.quantized_master(weight.detach()))
-    return _quantized(weight, parameter)
+    return _quantized((weight,), (parameter,))
+
+
+def quantized_gate_up(gate: Tensor, up: Tensor, *, parameters: tuple[Tensor, Tensor]) -> FP8Tensor:
+    """Two masters (E, I, H) in FP8 as the rows of one (E, 2I, H), from the last call if neither has changed since.
+
+    parameters: what they are this rank's parts of. Scales (E, 2 * ceil(I/128), ceil(H/128)); see `quantized`.
+    """
+    if torch.compiler.is_compiling():
+        return FP8Tensor(*torch.ops.fp8moe.quantized_gate_up(gate.detach(), up.detach()))
+    return _quantized((gate, up), parameters)
 
 
 def part_of(name: str, weight: nn.Parameter) -> Tensor:
@@ -109,12 +120,16 @@ WEIGHT_SCALES = ("block", "channel")
 class MasterModule(nn.Module):
     """Base of the modules whose weights are in FP8 and frozen or, where `trainable` says so, masters.
 
-    weight_names: of each weight and then its scale. _ways_out: what to do instead of loading a state dict with weights
-    of another kind, where they are in FP8 here, and where they are masters.
+    It drops the FP8 copies of masters whose memory gets other values: when FSDP2 or a caller puts another Parameter in
+    their place, when a state dict is loaded, and between train and eval mode. A module of another library that trains
+    masters inherits it with ``trainable = True`` and no weight_names.
+
+    weight_names: of each FP8 weight and then its scale. _ways_out: what to do instead of loading a state dict with
+    weights of another kind, where they are in FP8 here, and where they are masters.
     """
 
     trainable: bool
-    weight_names: tuple[str, ...]
+    weight_names: tuple[str, ...] = ()
     _ways_out: tuple[str, str]
 
     def train(self, mode: bool = True) -> Self:
@@ -245,42 +260,61 @@ class _Part(torch.autograd.Function):
         return grad, None
 
 
-def _quantized(weight: Tensor, parameter: Tensor | None = None) -> FP8Tensor:
+def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...] = ()) -> FP8Tensor:
     try:
-        copies = _copies(weight.untyped_storage())
+        copies, *others = [_copies(weight.untyped_storage()) for weight in weights]
     except NotImplementedError:  # under torch.func.vmap
-        return _quantize(weight)
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        copies.captured = True
-    if copies.captured or weight.is_inference():  # inference tensors have no version
+        return _quantize(*weights)
+    if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        for each in (copies, *others):
+            each.captured = True
+    # Inference tensors have no version.
+    if any(each.captured for each in (copies, *others)) or any(weight.is_inference() for weight in weights):
         copies.by_layout.clear()
-        return _quantize(weight)
-    layout = (weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
-    state = (weight._version, None if parameter is None else parameter._version, _master_generation)
+        return _quantize(*weights)
+    layout = tuple((weight.storage_offset(), weight.shape, weight.stride(), weight.dtype) for weight in weights)
+    versions = [None if value is None else value._version for value in (*weights, *parameters)]
+    state = (versions, others, _master_generation)
     copy, copied_state = copies.by_layout.get(layout, (None, None))
     if copied_state != state:
         copy = None
         copies.by_layout.pop(layout, None)  # frees its memory, for the new copy to take
-        copy = _quantize(weight)
+        copy = _quantize(*weights)
         copies.by_layout[layout] = copy, state
     return copy
 
 
-def _quantize(weight: Tensor) -> FP8Tensor:
+def _quantize(*weights: Tensor) -> FP8Tensor:
     with torch.inference_mode(False):  # the backward of a later call may save the copy
-        return quantize_128x128(weight)
+        if len(weights) == 1:
+            return quantize_128x128(*weights)
+        data, scale = _empty_gate_up(*weights)
+        for half, weight in enumerate(weights):
+            out = (part.unflatten(1, (2, -1))[:, half] for part in (data, scale))
+            quantize_128x128(weight, out=FP8Tensor(*out))
+        return FP8Tensor(data, scale)
 
 
-def _quantized_op(weight: Tensor) -> tuple[Tensor, Tensor]:
-    if not hasattr(weight.untyped_storage(), _ATTRIBUTE):  # a value that the compiled graph has computed
-        return tuple(_quantize(weight))
-    data, scale = _quantized(weight)
+def _empty_gate_up(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    experts, rows, columns = gate.shape
+    data = gate.new_empty((experts, 2 * rows, columns), dtype=torch.float8_e4m3fn)
+    blocks = experts, 2 * ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
+    return data, gate.new_empty(blocks, dtype=torch.float32)
+
+
+def _quantized_op(*weights: Tensor) -> tuple[Tensor, Tensor]:
+    if not all(hasattr(weight.untyped_storage(), _ATTRIBUTE) for weight in weights):  # computed by the compiled graph
+        return tuple(_quantize(*weights))
+    data, scale = _quantized(weights)
     return data.clone(), scale.clone()
 
 
 define(
     "quantized_master(Tensor weight) -> (Tensor, Tensor)", _quantized_op, lambda weight: tuple(quantize_128x128(weight))
 )
+define("quantized_gate_up(Tensor gate, Tensor up) -> (Tensor, Tensor)", _quantized_op, _empty_gate_up)
 
 # Selective checkpointing must not expect the same quantizations again: a recomputation may make more, or fewer.
-getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set()).add(torch.ops.fp8moe.quantize_128x128.default)
+getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set()).update(
+    {torch.ops.fp8moe.quantize_128x128.default, torch.ops.fp8moe.quantize_128x128_out.default}
+)

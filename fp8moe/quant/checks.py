@@ -84,10 +84,14 @@ def check_padded(rows: int, groups: int) -> None:
         raise ValueError(f"expected fewer than 2**31 rows with every group padded to a multiple of 128, got {rows}")
 
 
-def mn_major(activation_scale: Tensor) -> Tensor:
-    """``activation_scale`` (M, K blocks) MN-major and 16-byte aligned: itself where it lies so, otherwise a copy."""
+def mn_major(activation_scale: Tensor, *, of_more_rows: bool = False) -> Tensor:
+    """``activation_scale`` (M, K blocks) MN-major and 16-byte aligned: itself where it lies so, otherwise a copy.
+
+    of_more_rows: columns may lie further apart, as where the rows are some of more.
+    """
     m = activation_scale.shape[0]
     row, column = activation_scale.stride()
-    if (row == 1 or m == 1) and column == align(m, 4) and not activation_scale.data_ptr() % 16:
+    fits = column == align(m, 4) or (of_more_rows and column > m and not column % 4)
+    if (row == 1 or m == 1) and fits and not activation_scale.data_ptr() % 16:
         return activation_scale
     return empty_mn_major(activation_scale.shape, device=activation_scale.device).copy_(activation_scale)

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import math
 import operator as operators
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ from fp8moe.quant.formats import (
     empty_quantized,
     has_channel_scales,
 )
-from fp8moe.runtime.autograd import detached
-from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_tensor
+from fp8moe.runtime.autograd import check_out, detached
+from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, check_tensor, overlap
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import operator
@@ -57,17 +58,25 @@ def quantize_1x128(x: Tensor, *, scale_format: str = "float32") -> FP8Tensor:
     return FP8Tensor(*_quantize_1x128(detached(x), scale_format))
 
 
-def quantize_128x128(w: Tensor, *, scale_format: str = "float32") -> FP8Tensor:
+def quantize_128x128(w: Tensor, *, scale_format: str = "float32", out: FP8Tensor | None = None) -> FP8Tensor:
     """Quantize weights, one scale per block of 128x128.
 
     w: (..., N, K) bfloat16, float16 or float32, any strides.
     scale_format: "float32", or "ue8m0" for scales rounded up to powers of two.
-    Returns data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), both contiguous.
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or scale_format.
+    out: FP8Tensor or (data, scale) of the result's shapes, to write to. Where it is no contiguous memory, such as the
+        gate's rows of a gate_up_proj, FP8 values are copied there.
+    Returns ``out``, or data (..., N, K) and scale (..., ceil(N/128), ceil(K/128)), both contiguous.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or scale_format, or an ``out`` that does not
+    fit or overlaps w.
     """
     check_tensor("w", w)
     _check_scale_format(scale_format)
-    return FP8Tensor(*_quantize_128x128(detached(w), scale_format))
+    if out is None:
+        return FP8Tensor(*_quantize_128x128(detached(w), scale_format))
+    data, scale = out = FP8Tensor(*fp8_operand("out", out))
+    check_out("fp8moe.quantize_128x128", ("out.data", "out.scale"), out)
+    _quantize_128x128_out(detached(w), scale_format, data, scale)
+    return out
 
 
 def quantize_128x1(x: Tensor) -> FP8Tensor:
@@ -249,6 +258,39 @@ def _empty_128x128(w: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
     return w.new_empty(w.shape, dtype=torch.float8_e4m3fn), scale
 
 
+def _check_out(w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> None:
+    _check_input("w", w, 2)
+    *lead, n, k = w.shape
+    check_like("out.data", data, FLOAT8[:1], w.shape, w.device, "w")
+    check_like("out.scale", scale, (torch.float32,), (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK)), w.device, "w")
+
+
+def _write_128x128(quantize: Callable[..., object], w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> None:
+    """quantize(w, scale_format, results) writes to contiguous results."""
+    for name, value in (("data", data), ("scale", scale)):
+        if overlap(value, w):
+            raise ValueError(f"out.{name}: expected memory of its own, got a tensor that overlaps w")
+    if data.is_contiguous() and scale.is_contiguous() and not data.data_ptr() % 16:
+        quantize(w, scale_format, (data, scale))
+        return
+    found = quantize(w, scale_format, _empty_128x128(w, scale_format))
+    # Eight values at a time, where rows of eights lie so.
+    pitches = (data.shape[-1], data.storage_offset(), *data.stride()[:-1])
+    wide = torch.int64 if data.stride(-1) == 1 and not any(pitch % 8 for pitch in pitches) else torch.uint8
+    data.view(wide).copy_(found[0].view(wide))
+    scale.copy_(found[1])
+
+
+def _launch_128x128(w: Tensor, scale_format: str, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return _launch("quantize_128x128", _matrices(w), scale_format, results)
+
+
+def _copy_128x128(w: Tensor, scale_format: str, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    for result, value in zip(results, _reference_128x128(w, scale_format), strict=True):
+        result.copy_(value)
+    return results
+
+
 def _empty_128x1(x: Tensor) -> tuple[Tensor, Tensor]:
     return _empty_1x128(x.t(), "float32")
 
@@ -263,11 +305,16 @@ _quantize_1x128 = operator(
 _quantize_128x128 = operator(
     "quantize_128x128(Tensor w, str scale_format) -> (Tensor, Tensor)",
     check=lambda w, scale_format: _check_input("w", w, 2),
-    cuda=lambda w, scale_format: _launch(
-        "quantize_128x128", _matrices(w), scale_format, _empty_128x128(w, scale_format)
-    ),
+    cuda=lambda w, scale_format: _launch_128x128(w, scale_format, _empty_128x128(w, scale_format)),
     reference=_reference_128x128,
     fake=_empty_128x128,
+)
+_quantize_128x128_out = operator(
+    "quantize_128x128_out(Tensor w, str scale_format, Tensor(a!) data, Tensor(b!) scale) -> ()",
+    check=_check_out,
+    cuda=functools.partial(_write_128x128, _launch_128x128),
+    reference=functools.partial(_write_128x128, _copy_128x128),
+    fake=lambda *_: None,
 )
 _quantize_128x1 = operator(
     "quantize_128x1(Tensor x) -> (Tensor, Tensor)",

@@ -1,4 +1,4 @@
-"""Experts with a backward: `experts_training`, and `experts_rows_training` of rows in the order of experts."""
+"""Experts with a backward: `experts_training`, and `train_rows` of rows in the order of experts."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -89,7 +89,7 @@ def experts_training(
     return _train(TrainingOperands(hidden_states, None, order, top_k_weights, layer, masters, *dtypes))
 
 
-def experts_rows_training(operands: RowOperands, masters: Masters) -> Tensor:
+def train_rows(operands: RowOperands, masters: Masters) -> Tensor:
     """`experts_rows` with a backward."""
     checks.sorted_rows(operands)
     checks.masters(operands.layer, masters)
@@ -216,7 +216,7 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     layer = operands.layer.padded(BLOCK)
     x = operands.x if operands.x_scale is None else FP8Tensor(operands.x, operands.x_scale)
     empty = [layer.up.data.new_empty(0) for _ in range(4)]
-    a, x_columns, _ = order.gather(x, layer.down.data.shape[1], None, masters.up_master is not None)
+    a, x_columns, _ = order.gather(x, layer.down.data.shape[1], None, masters.of_up)
     projected = order.multiply(a, layer.up, torch.bfloat16)
     del a
     h, h_columns = activate(projected, order.groups, layer.activation, size, masters.down_master is not None)
@@ -226,12 +226,12 @@ def _forward(operands: TrainingOperands) -> tuple[Tensor, ...]:
     return out, projected, *(x_columns or empty[:2]), *(h_columns or empty[2:])
 
 
-def _backward(operands: BackwardOperands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, top_k_weights and both masters, empty where nothing asks for them."""
+def _backward(operands: BackwardOperands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, top_k_weights and the masters, empty where nothing asks for them."""
     grad, order, top_k_weights, layer, masters, saved, input_dtype, routing_grad = operands
     hidden, size = layer.down.data.shape[1:]
     layer = layer.padded(BLOCK)
-    d_x, d_weights, d_up, d_down = (grad.new_empty(0) for _ in range(4))
+    d_x, d_weights, d_up, d_down, d_gate = (grad.new_empty(0) for _ in range(5))
     if order.rows is None:
         row_weights = torch.ones(grad.shape[0], dtype=torch.float32, device=grad.device)
     else:
@@ -241,7 +241,7 @@ def _backward(operands: BackwardOperands) -> tuple[Tensor, Tensor, Tensor, Tenso
     # the gradient of the weights is the product of one with its unweighted result.
     columns = layer.down.data.shape[1]
     grad_rows, grad_columns, offsets = order.gather(grad, columns, row_weights, masters.down_master is not None)
-    beyond = input_dtype is not None or routing_grad or masters.up_master is not None
+    beyond = input_dtype is not None or routing_grad or masters.of_up
     if beyond:
         d_h = order.multiply(grad_rows, transpose_fp8(layer.down), torch.bfloat16)
     del grad_rows
@@ -250,10 +250,10 @@ def _backward(operands: BackwardOperands) -> tuple[Tensor, Tensor, Tensor, Tenso
         d_down = _weight_gradient(grad_columns, saved.h_columns, offsets, shape, masters.down_master.dtype)
     del grad_columns
     if not beyond:
-        return d_x, d_weights, d_up, d_down
+        return d_x, d_weights, d_up, d_down, d_gate
 
     d_rows, d_columns, offsets, dots = activate_backward(
-        saved.projected, d_h, row_weights, order.groups, layer.activation, masters.up_master is not None
+        saved.projected, d_h, row_weights, order.groups, layer.activation, masters.of_up
     )
     del d_h
     if routing_grad:
@@ -265,11 +265,20 @@ def _backward(operands: BackwardOperands) -> tuple[Tensor, Tensor, Tensor, Tenso
         d_x = without_padding(order.sum(dx, None, input_dtype), hidden)
         del dx
     del d_rows
-    if masters.up_master is not None:
-        # Last, after the temporary tensors of the others: it is the largest.
-        shape = (2 if layer.activation.gated else 1, size, hidden)
+    # Last, after the temporary tensors of the others: these are the largest.
+    both = 2 if layer.activation.gated else 1
+    if masters.up_master is not None and masters.up_master.shape[1] == both * size:
+        shape = (both, size, hidden)
         d_up = _weight_gradient(d_columns, saved.x_columns, offsets, shape, masters.up_master.dtype)
-    return d_x, d_weights, d_up, d_down
+    elif masters.of_up:
+        halves = zip((masters.gate_master, masters.up_master), *(part.chunk(2) for part in d_columns), strict=True)
+        d_gate, d_up = (
+            grad.new_empty(0)
+            if master is None
+            else _weight_gradient(FP8Tensor(*half), saved.x_columns, offsets, (1, size, hidden), master.dtype)
+            for master, *half in halves
+        )
+    return d_x, d_weights, d_up, d_down, d_gate
 
 
 def activate(
@@ -366,13 +375,13 @@ def _differentiate(ctx, grad, *_) -> tuple[Tensor | None, ...]:
         ctx.input_dtype if needed["x"] else None,
         needed["top_k_weights"],
     )
-    d_x, d_weights, d_up, d_down = _training_backward(*_BACKWARD.pack(operands))
-    grads = {"x": d_x, "top_k_weights": d_weights, "up_master": d_up, "down_master": d_down}
+    d_x, d_weights, *of_masters = _training_backward(*_BACKWARD.pack(operands))
+    grads = {"x": d_x, "top_k_weights": d_weights} | dict(zip(Masters._fields, of_masters, strict=True))
     return tuple(grads.get(name) if need else None for name, need in needed.items())
 
 
 def _check_unchanged(masters: Masters, versions: list[int | None], gated: bool) -> None:
-    names = ("gate_up_proj" if gated else "up_proj", "down_proj")
+    names = ("gate_up_proj" if gated and masters.gate_master is None else "up_proj", "down_proj", "gate_proj")
     for name, master, version in zip(names, masters, versions, strict=True):
         if master is not None and master._version != version:
             raise RuntimeError(
@@ -388,7 +397,7 @@ def no_double_backward(ctx, *grads):
 # Both are made of operators that have fakes of their own.
 _TRAINING, _BACKWARD = Signature(TrainingOperands), Signature(BackwardOperands)
 _training_backward = define(
-    "experts_training_backward -> (Tensor, Tensor, Tensor, Tensor)",
+    "experts_training_backward -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward,
     backward=no_double_backward,

@@ -123,9 +123,14 @@ def masters(layer: Layer, given: Masters) -> None:
     check_no_channels("down_proj_scale_inv", layer.down)
     if any(bias is not None for bias in layer.biases):
         raise ValueError("biases: expected None for gradients, which there are for experts without biases only")
-    for name, master, weight in zip(given._fields, given, (layer.up, layer.down), strict=True):
-        if master is not None and master.shape != weight.data.shape:
-            expected = f"{tuple(weight.data.shape)} like the FP8 weight"
+    count, hidden, size = layer.down.data.shape
+    half = (count, size, hidden)  # of gate or up where they are apart
+    shapes = {"up_master": (tuple(layer.up.data.shape), half), "down_master": ((count, hidden, size),)}
+    if layer.activation.gated:
+        shapes["gate_master"] = (half,)
+    for name, master in given._asdict().items():
+        if master is not None and tuple(master.shape) not in shapes.get(name, ()):
+            expected = f"{' or '.join(map(str, shapes[name]))} like the FP8 weight" if name in shapes else "no gate"
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(master.shape)}")
 
 

@@ -58,15 +58,26 @@ class Layer(NamedTuple):
 
 
 class Masters(NamedTuple):
-    """What the FP8 weights were quantized from, where that gets gradients."""
+    """What the FP8 weights were quantized from, where that gets gradients.
+
+    gate_master, up_master: (E, I, H) where the two are apart; otherwise up_master has the rows of both.
+    """
 
     up_master: Tensor | None = None
     down_master: Tensor | None = None
+    gate_master: Tensor | None = None
 
     @classmethod
-    def recorded(cls, up_master: Tensor | None, down_master: Tensor | None) -> "Masters":
+    def recorded(
+        cls, up_master: Tensor | None, down_master: Tensor | None, gate_master: Tensor | None = None
+    ) -> "Masters":
         """Those that get a gradient now."""
-        return cls(*(master if recorded(master) else None for master in (up_master, down_master)))
+        return cls(*(master if recorded(master) else None for master in (up_master, down_master, gate_master)))
+
+    @property
+    def of_up(self) -> bool:
+        """Whether one of the first projection gets a gradient."""
+        return self.up_master is not None or self.gate_master is not None
 
 
 class Shard(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
 from fp8moe.kernels.experts import checks, workspace
-from fp8moe.kernels.experts.backward import experts_rows_training
+from fp8moe.kernels.experts.backward import train_rows
 from fp8moe.kernels.experts.combine import Dtypes, combine, joins_norm
 from fp8moe.kernels.experts.operands import (
     Biases,
@@ -168,6 +168,7 @@ def experts_rows(
     whole: tuple[int, int] | None = None,
     up_master: Tensor | None = None,
     down_master: Tensor | None = None,
+    gate_master: Tensor | None = None,
     training: bool = False,
 ) -> Tensor:
     """``down_e(activation(up_e(rows[r])))`` for the rows r of every expert e, which lie one group after the other.
@@ -180,7 +181,7 @@ def experts_rows(
     row_dtype: bfloat16 or float32, of the result.
     whole: rows and experts of a layer of which these are a part, on other ranks as well: each row has the bits that it
         would have there. None: this is all of it.
-    up_master, down_master: as for `experts_training`.
+    up_master, down_master: as for `experts_training`. gate_master: (E, I, H); up_master is then of the same shape.
     training: compute as with gradients, also where none are recorded: the result of GEMM 1 is rounded to bfloat16.
     Returns (R, H) in row_dtype; rows of no expert are zeros. Equal inputs give equal bits.
 
@@ -191,11 +192,11 @@ def experts_rows(
     """
     data, scale = (rows, None) if isinstance(rows, Tensor) else fp8_operand("rows", rows)
     check_tensor("group_offsets", group_offsets)
-    masters = Masters.recorded(up_master, down_master)
+    masters = Masters.recorded(up_master, down_master, gate_master)
     layer = Layer(FP8Tensor(*up_proj), FP8Tensor(*down_proj), activation, biases)
     operands = RowOperands(data, scale, group_offsets, layer, row_dtype, whole)
     if training or recorded(data, *masters):
-        return experts_rows_training(operands, masters)
+        return train_rows(operands, masters)
     return run_rows(operands, "fp8moe.GroupedExperts.forward_rows")
 
 

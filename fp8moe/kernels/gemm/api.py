@@ -1,6 +1,7 @@
 """GEMMs of FP8 operands, of one matrix, of groups of rows and along K: the public functions and their operators."""
 
-from typing import Annotated, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from fp8moe.runtime.checks import aligned, check_like, check_tensor, overlap, ro
 from fp8moe.runtime.launch import current_stream, device_guard
 from fp8moe.runtime.operator import Signature, Written, define, operator
 
+Pair = FP8Tensor | tuple[Tensor, Tensor]
 NAMES = ("a.data", "a.scale", "b.data", "b.scale")
 _PLAIN = {dtype: PlainStore(dtype) for dtype in checks.RESULTS}
 
@@ -479,14 +481,26 @@ _swiglu_op = operator(
 # ---- groups along K ----
 
 
+@overload
 def grouped_gemm_k(
-    a: FP8Tensor | tuple[Tensor, Tensor],
-    b: FP8Tensor | tuple[Tensor, Tensor],
+    a: Pair, b: Pair, group_offsets: Tensor, *, out: Tensor | None = None, accumulate: bool = False
+) -> Tensor: ...
+
+
+@overload
+def grouped_gemm_k(
+    a: Pair, b: Pair, group_offsets: Tensor, *, out: Sequence[Tensor], accumulate: bool = False
+) -> tuple[Tensor, ...]: ...
+
+
+def grouped_gemm_k(
+    a: Pair,
+    b: Pair,
     group_offsets: Tensor,
     *,
-    out: Tensor | None = None,
+    out: Tensor | Sequence[Tensor] | None = None,
     accumulate: bool = False,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, ...]:
     """``dequantize(a)[:, columns of e] @ dequantize(b)[:, columns of e].T`` for every group e of columns.
 
     For a weight gradient a is the gradient of the layer's output and b the layer's input, both transposed: their
@@ -498,8 +512,10 @@ def grouped_gemm_k(
     group_offsets: (E+1,) int32, on the device of the operands: group e has columns ``group_offsets[e]`` up to
         ``group_offsets[e+1]``. Both are multiples of 128: pad each group with zeros. They are clamped to [0, K].
     out: (E, M, N) float32, or bfloat16, to which the sums are then rounded; contiguous, in memory that no operand uses.
+        Or several, (E, M_i, N), which take the rows of a one after the other, such as those of gate and up.
     accumulate: add to what ``out`` holds, which is float32; a group without columns then leaves its part of it alone.
-    Returns ``out``, or a new (E, M, N) float32 tensor. Groups without columns give zeros. Equal inputs give equal bits.
+    Returns ``out``, several as a tuple, or a new (E, M, N) float32 tensor. Groups without columns give zeros. Equal
+    inputs give equal bits.
 
     On the CUDA backend the host neither knows nor waits for the group sizes, so that a call can be captured in a CUDA
     graph. A group that does not begin and end at multiples of 128 gives NaN there, and ValueError on the reference
@@ -515,10 +531,28 @@ def grouped_gemm_k(
         if accumulate:
             raise ValueError("accumulate: expected out, the sums to add to, got None")
         return autograd.run(_along_k_op, "fp8moe.grouped_gemm_k", *operands, group_offsets)
+    if not isinstance(out, Tensor) and isinstance(out, Sequence):
+        parts = _rows_of_outs(FP8Tensor(*operands[:2]), out)
+        for part, target in zip(parts, out, strict=True):
+            _along_k_out_fake(part, FP8Tensor(*operands[2:]), group_offsets, target, accumulate)
+        for part, target in zip(parts, out, strict=True):
+            grouped_gemm_k(part, b, group_offsets, out=target, accumulate=accumulate)
+        return tuple(out)
     check_tensor("out", out)
     autograd.check_out("fp8moe.grouped_gemm_k", (*NAMES, "group_offsets", "out"), (*operands, group_offsets, out))
     _along_k_out_op(*operands, group_offsets, out, accumulate)
     return out
+
+
+def _rows_of_outs(a: FP8Tensor, outs: Sequence[Tensor]) -> list[FP8Tensor]:
+    """The rows of a (M, K) for each of several results (E, M_i, N)."""
+    for target in outs:
+        check_tensor("out", target)
+    sizes = [target.shape[1] if target.dim() == 3 else -1 for target in outs]
+    if a.data.dim() != 2 or a.scale.dim() != 2 or min(sizes, default=-1) < 0 or sum(sizes) != len(a.data):
+        shapes = [tuple(target.shape) for target in outs]
+        raise ValueError(f"out: expected (E, M_i, N) with the rows of a {tuple(a.data.shape)} together, got {shapes}")
+    return [FP8Tensor(*part) for part in zip(a.data.split(sizes), a.scale.split(sizes), strict=True)]
 
 
 def weight_gradients(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -533,7 +567,7 @@ def _multiply_along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Te
     if not use_cuda(a.data):
         reference.grouped_gemm_k_reference(a, b, group_offsets, out, accumulate)
     elif out.numel() and a.data.shape[1]:
-        a, b = (FP8Tensor(row_major(data), mn_major(scale)) for data, scale in (a, b))
+        a, b = (FP8Tensor(row_major(data), mn_major(scale, of_more_rows=True)) for data, scale in (a, b))
         launch.run_along_k(a, b, group_offsets.contiguous(), out, accumulate)
     elif not accumulate:
         out.zero_()
