@@ -1,6 +1,6 @@
 """What every operator promises, as functions of an operator and its row in tests/operators.py.
 
-Each raises where the promise is broken. They hold on the CPU and on a GPU; `graph_replays` on a GPU alone.
+Each raises where the promise is broken. They hold on the CPU and on a GPU; those of graphs and streams on a GPU alone.
 """
 
 import re
@@ -317,6 +317,24 @@ def graph_replays_with_other_operands(op, case: Case, rows: int, large: bool) ->
             _integers(value).fill_(MARK)
         graph.replay()
         assert_same(call.defined(arguments, results), call.run())
+
+
+def streams_do_not_meet(op, case: Case, rows: int, large: bool) -> None:
+    """Calls of two streams at a time, each behind what writes its operands, give the bits of one alone."""
+    calls = [Call(op, case, "cuda", rows=rows, seed=seed, large=large) for seed in range(2)]
+    expected = [call.run() for call in calls]
+    streams, found = [torch.cuda.Stream() for _ in calls], []
+    torch.cuda.synchronize()
+    for repeat in range(5):
+        for stream, call, wanted in zip(streams, calls, expected, strict=True):
+            with torch.cuda.stream(stream):
+                if not repeat:
+                    torch.cuda._sleep(10_000_000)  # milliseconds, in which nothing is in the stream's memory yet
+                arguments = call.copied()
+                found.append((call, arguments, listed(op(*arguments)), wanted))
+    torch.cuda.synchronize()
+    for call, arguments, results, wanted in found:
+        assert_same(call.defined(arguments, results), wanted)
 
 
 def _overwrite(old: Any, new: Any) -> None:

@@ -89,7 +89,9 @@ class Draw:
         return rows
 
     def routing(self) -> tuple[Tensor, Tensor]:
+        """Of each token; one of them has fewer experts than the others."""
         weights, index = self.uniform(self.rows, EXPERTS).topk(TOP_K, dim=-1)
+        index[BAD_ROW + 1 : BAD_ROW + 2, 0] = EXPERTS
         return index, weights
 
 
@@ -160,6 +162,12 @@ def _kept_defined(groups: Tensor, results: list[Tensor]) -> list[Tensor]:
     for columns in (results[-4:-2], results[-2:]):
         kept += both_ways(columns, end) if columns[0].dim() == 2 else columns
     return [*results[:-4], *kept]
+
+
+def _tokens_kept_defined(a: SimpleNamespace, results: list[Tensor]) -> list[Tensor]:
+    """Of assignments that have an expert, the rows that a forward keeps."""
+    out, rows, *others = results
+    return _kept_defined(a.groups, [out, rows[: a.groups[-1]], *others])
 
 
 def _used_rows(a: SimpleNamespace, results: list[Tensor]) -> list[Tensor]:
@@ -970,12 +978,12 @@ LAYERS = {
     ),
     "experts_training": Case(
         _experts_training,
-        lambda a, results: _kept_defined(a.groups, results),
+        _tokens_kept_defined,
         exempt=SAVED | {"bad values": IN_LAYERS},
     ),
     "experts_training, shard": Case(
         _shard_training,
-        lambda a, results: _kept_defined(a.groups, [results[0], results[1][: a.groups[-1]], *results[2:]]),
+        _tokens_kept_defined,
         exempt=SAVED,
     ),
     "experts_training, rows": Case(

@@ -36,22 +36,6 @@ def test_layers(tokens, hidden, size, form):
     bias_cases.check_layer(DEVICE, tokens, hidden, size, form, weight_scales="channel", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("tokens", [1, 300])
-def test_repeats_and_graphs(tokens):
-    layer = make_layer(DEVICE, 4, 2880, 2880, **FORMS["gpt-oss"])
-    x, index, routing = inputs(tokens, 2880)
-    first = layer(x, index, routing)
-    assert all(torch.equal(layer(x, index, routing), first) for _ in range(20))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer(x, index, routing)
-    x.mul_(-0.5)
-    layer.gate_up_proj_bias.mul_(2)
-    layer.down_proj_bias.neg_()
-    graph.replay()
-    assert torch.equal(out, layer(x, index, routing)) and not torch.equal(out, first)
-
-
 @pytest.mark.parametrize("options", [{}, {"weight_scales": "channel"}], ids=str)
 def test_any_address(options):
     layer = make_layer(DEVICE, 4, 144, 96, **options)
@@ -87,16 +71,6 @@ def test_batch_invariance():
         whole = layer(x, index, routing)
         for rows in (slice(5, 6), slice(100, 117), slice(0, 300)):
             assert torch.equal(layer(x[rows], index[rows], routing[rows]), whole[rows])
-
-
-def test_a_nan_stays_in_its_column():
-    layer = make_layer(DEVICE, 4, 2880, 2880)
-    x, index, routing = inputs(70, 2880)
-    layer.down_proj_bias[2, 2877] = torch.nan
-    out = layer(x, index, routing)
-    hit = (index == 2).any(1)
-    assert out[hit, 2877].isnan().all() and out[~hit].isfinite().all()
-    assert out[:, torch.arange(2880, device=DEVICE) != 2877].isfinite().all()
 
 
 def test_one_matrix():

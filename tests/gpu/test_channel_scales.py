@@ -28,8 +28,6 @@ def test_groups(sizes, n, k):
 @pytest.mark.parametrize("tokens", [1, 9, 300])
 def test_layers(tokens, hidden, size):
     layer, x, index, routing = channel_cases.check_layers("cuda", tokens, 8, hidden, size)
-    first = layer(x, index, routing)
-    assert all(torch.equal(layer(x, index, routing), first) for _ in range(20))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layer(x, index, routing)

@@ -189,20 +189,6 @@ def test_results_beyond_the_range_of_the_output():
             assert_matches(y, rows, torch.full((1, 2), weight, device="cuda"), out_dtype)
 
 
-def test_operator_on_strided_operands():
-    wide, weights, rows = random(60, 304, 2), random(8, 50), random_rows(8, 50, 60)
-    for y in (
-        wide[..., 1],
-        wide[:, :80, 0],
-        wide[3:, 4:204, 0],
-        wide.flatten(1)[:, 1:401],
-        wide[:, 0, :1].expand(-1, 64),
-    ):
-        for w, r in ((weights, rows), (weights.t(), rows.t()), (weights[:, 3:20], rows[:, 3:20])):
-            torch.full((50 * 400 * 4,), MARK, dtype=torch.uint8, device="cuda")
-            assert torch.equal(combine(y, r, w, torch.float32), reference.combine(y, r, w, torch.float32))
-
-
 @pytest.mark.parametrize("tokens,hidden,top_k,num_rows", [(0, 128, 8, 0), (3, 0, 2, 6), (3, 32, 0, 4), (3, 32, 2, 0)])
 def test_empty(tokens, hidden, top_k, num_rows):
     rows = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")

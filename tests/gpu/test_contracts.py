@@ -1,4 +1,4 @@
-"""Every operator keeps every contract, on the CUDA backend, and in CUDA graphs."""
+"""Every operator keeps every contract, on the CUDA backend, in CUDA graphs, and on other streams."""
 
 import itertools
 
@@ -10,6 +10,7 @@ from tests.contracts import (
     bad_values_stay_where_they_belong,
     graph_replays_with_other_operands,
     repeats_have_equal_bits,
+    streams_do_not_meet,
 )
 from tests.operators import BAD_ROW, CASES, overload
 from tests.test_contracts import DOUBLED, define, doubled, doubled_fake
@@ -51,6 +52,11 @@ def test_graph_of_large_sizes(name, rows):
     graph_replays_with_other_operands(overload(name), CASES[name], rows, large=True)
 
 
+@pytest.mark.parametrize("name,rows", LARGE)
+def test_streams(name, rows):
+    streams_do_not_meet(overload(name), CASES[name], rows, large=True)
+
+
 def _reads_back(x):
     return doubled(x) if x.sum().item() else doubled_fake(x)
 
@@ -69,5 +75,17 @@ def test_a_broken_operator_is_found(run):
     torch.cuda.synchronize()
 
 
+def _on_the_first_stream(x):
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        return doubled(x)
+
+
+def test_an_operator_on_another_stream_is_found():
+    with pytest.raises(AssertionError):
+        streams_do_not_meet(define(_on_the_first_stream), DOUBLED, 300, True)
+    torch.cuda.synchronize()
+
+
 def test_a_sound_operator_passes():
     graph_replays_with_other_operands(define(doubled), DOUBLED, 7, False)
+    streams_do_not_meet(define(doubled), DOUBLED, 7, False)

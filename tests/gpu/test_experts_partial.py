@@ -149,21 +149,6 @@ def test_bad_value_touches_its_token_only(quantized):
         assert torch.equal(out, clean)
 
 
-def test_memory_that_held_nan_does_not_show():
-    """Rows without tokens, and what pads a tile, keep whatever was in memory before."""
-    layer = make()
-    x, (index, weights) = random(64), route(64, 8, 2)
-    arguments = (layer, x, index, weights, 2, 5)
-    options = {"first_row": 10, "num_rows": 90}
-    clean = part(*arguments, **options)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    for _ in range(3):
-        junk = [torch.full((1 << i,), 0xFF, dtype=torch.uint8, device=DEVICE) for i in range(9, 25)]
-        del junk
-        assert torch.equal(part(*arguments, **options), clean)
-
-
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16, 200])
 def test_graph_replays_with_other_routing(tokens, quantized):

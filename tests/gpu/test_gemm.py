@@ -137,34 +137,6 @@ def test_out_writes_its_elements_only(m, dtype):
     assert (parent == 7).all()
 
 
-def test_two_streams():
-    problems = [operands(m, 576, 1536, seed) for seed, m in enumerate((64, 64, 300, 300))]
-    expected = [gemm(*problem) for problem in problems]
-    outs = [[torch.full_like(value, float("nan")) for _ in range(10)] for value in expected]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    for i in range(10):
-        for j, problem in enumerate(problems):
-            with torch.cuda.stream(streams[j % 2]):
-                gemm(*problem, out=outs[j][i])
-    torch.cuda.synchronize()
-    for value, repeats in zip(expected, outs, strict=True):
-        assert all(torch.equal(out, value) for out in repeats)
-
-
-def test_runs_on_the_current_stream():
-    a, b = operands(64, 576, 1536)
-    expected = gemm(a, b)
-    static = FP8Tensor(torch.zeros_like(a.data.view(torch.uint8)).view(a.data.dtype), a.scale.clone())
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(50_000_000)
-        static.data.copy_(a.data)
-        out = gemm(static, b)
-    torch.cuda.synchronize()
-    assert torch.equal(out, expected)
-
-
 @pytest.mark.skipif("torch.cuda.device_count() < 2")
 def test_device_that_is_not_current():
     a, b = operands(64, 136, 576)

@@ -151,21 +151,6 @@ def test_into_memory_of_the_caller():
         assert (columns[:, m:].contiguous().view(torch.uint8) == 0xAB).all()
 
 
-def test_two_streams():
-    inputs = [random(2000, 4096, dtype=torch.bfloat16, seed=seed) for seed in range(2)]
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(5):
-        for stream, x in zip(streams, inputs, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((x, quantize_1x128(x), quantize_128x128(x)))
-    torch.cuda.synchronize()
-    for x, rows, tiles in results:
-        assert_same_bits(rows, reference_1x128(x))
-        assert_same_bits(tiles, reference_128x128(x))
-
-
 @pytest.mark.parametrize("rows,columns", [((1 << 19) + 13, 4096), (130, (1 << 24) + 256)])
 def test_past_two_to_the_31_elements(rows, columns):
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")

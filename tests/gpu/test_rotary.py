@@ -55,16 +55,6 @@ def test_against_float64(batch, tokens, form, dtype):
     assert close(query, expected[0]) and close(given[5], expected[1]) and torch.equal(given[6].double(), expected[2])
 
 
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_separate_and_strided_inputs(dtype):
-    given, columns, weights = on_gpu(2, 9, (6, 2, 64, 64, True), dtype)
-    expected = reference(given, columns, weights)
-    given[0] = given[0].contiguous()
-    given[1] = given[1].transpose(1, 2).contiguous().transpose(1, 2)
-    given[3] = torch.stack([given[3], given[3]], dim=-1)[..., 0]
-    assert close(rotary(*given, columns=columns, **weights), expected[0]) and close(given[5], expected[1])
-
-
 def test_places_outside_are_not_written_and_nan_stays_in_its_head():
     given, _, weights = on_gpu(3, 4, FORMS[0], torch.bfloat16)
     columns = torch.tensor([-2, 5, 2**40], device="cuda")

@@ -120,20 +120,6 @@ def test_index_outside_of_32_bits_is_of_no_expert():
     assert_matches(torch.tensor([[limits.max, limits.min, 1]], dtype=torch.int32, device="cuda"), 2)
 
 
-def test_two_streams():
-    indices = [random_index(20000, 8, 256, seed=seed) for seed in range(2)]
-    streams = [torch.cuda.Stream() for _ in indices]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(5):
-        for stream, index in zip(streams, indices, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((index, sort_by_expert(index, 256)))
-    torch.cuda.synchronize()
-    for index, got in results:
-        assert all(map(torch.equal, got, reference.sort_by_expert(index, 256, None)))
-
-
 @pytest.mark.parametrize("tokens,hidden", [(1, 7168), (5, 576), (700, 1040), (3000, 2064)])
 def test_chain_over_memory_of_the_caller(tokens, hidden):
     """Sort, permute and combine, each started before the one ahead has ended, over one buffer and many times over."""

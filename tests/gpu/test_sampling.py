@@ -129,16 +129,6 @@ def test_penalties_beyond_float32():
         assert_all_match(logits, seen=seen, presence_penalty=penalty, temperature=0.0)
 
 
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_strided_and_unaligned_logits(dtype):
-    wide = random_logits(24, 4104, dtype).cuda()
-    for view in (wide[:, :4096], wide[:, 8:2056], wide[:, 1:4097], wide[::3, 5:3000], wide[:, ::2], wide.t()):
-        state = random_state(*view.shape, device="cuda")
-        assert_matches(view, state)
-    seen = torch.zeros(2 * 800 + 1, dtype=torch.uint8, device="cuda")[1:].view(2, 800)
-    assert_matches(wide[:2, :800], make_state(2, 800, device="cuda", **FULL)._replace(seen=seen))
-
-
 def test_equals_the_reference_on_the_cpu():
     logits, state = random_logits(20, 10_000, torch.bfloat16), random_state(20, 10_000)
     on_gpu = SamplingState(*(value.cuda() for value in state))

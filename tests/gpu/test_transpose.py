@@ -207,24 +207,6 @@ def test_order_of_tiles_does_not_matter(strip, monkeypatch):
     assert_matches(random(50, 1040), groups, torch.randint(0, 50, (500,), dtype=torch.int32, device="cuda"))
 
 
-def test_two_streams():
-    inputs = [random(2000, 2048, seed=seed) for seed in range(2)]
-    groups = offsets_of((0, 999, 2000))
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(5):
-        for stream, x in zip(streams, inputs, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((x, quantize_with_transpose(x, groups)))
-    torch.cuda.synchronize()
-    for x, t in results:
-        rows, row_scale, columns, column_scale, _ = reference.quantize_with_transpose(x, groups, None, None)
-        assert torch.equal(bits(t.rows.data), bits(rows)) and torch.equal(t.rows.scale, row_scale)
-        assert torch.equal(bits(t.columns.data)[:, :2048], bits(columns)[:, :2048])
-        assert torch.equal(t.columns.scale[:, :16], column_scale[:, :16])
-
-
 @pytest.mark.parametrize("rows,features", [((1 << 19) + 13, 4096), (130, (1 << 24) + 256)])
 def test_past_two_to_the_31_elements(rows, features):
     x = torch.empty(rows, features, dtype=torch.bfloat16, device="cuda")
