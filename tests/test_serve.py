@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -15,18 +16,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8moe import FP8Linear, GroupedExperts
 from fp8moe.cli import main
 from fp8moe.commands import serve
+from fp8moe.integrations.checkpoints import quantize_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
 from tests.decode_models import tiny_mixtral
+from tests.tiny_moe_models import MODELS
 from tests.tiny_tokenizer import tiny_tokenizer
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi", reason="serving needs fp8moe[serve]")
 uvicorn = pytest.importorskip("uvicorn", reason="serving needs fp8moe[serve]")
 openai = pytest.importorskip("openai", reason="serving needs fp8moe[serve]")
 
-from transformers import ContinuousBatchingConfig  # noqa: E402
 from transformers.cli.serving.utils import GenerationState  # noqa: E402
 
 from fp8moe.integrations import serving  # noqa: E402
@@ -243,7 +246,7 @@ def test_what_runs_at_the_end_is_cancelled(decoder, tokenizer):
 
 
 def test_models_without_a_decoder(tokenizer, decoder, monkeypatch):
-    few = ContinuousBatchingConfig(num_blocks=8, block_size=32, max_batch_tokens=64)
+    few = transformers.ContinuousBatchingConfig(num_blocks=8, block_size=32, max_batch_tokens=64)
     monkeypatch.setattr(GenerationState.__init__, "__defaults__", (False, False, few))  # else it takes all memory
     with running(serving.make_app(NAME, tiny_model(), tokenizer, None)) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
@@ -270,9 +273,9 @@ def test_the_command(directory, capsys, monkeypatch):
         got.append(client.completions.create(model=str(directory), prompt="a", max_tokens=3).usage.completion_tokens)
         os.kill(os.getpid(), signal.SIGINT)
 
-    def announce_and_ask(options, listener, decoder):
-        announce(options, listener, decoder)
-        threading.Thread(target=ask, args=[f"http://127.0.0.1:{listener.getsockname()[1]}/v1"]).start()
+    def announce_and_ask(options, port, decoder):
+        announce(options, port, decoder)
+        threading.Thread(target=ask, args=[f"http://127.0.0.1:{port}/v1"]).start()
 
     monkeypatch.setattr(serve, "_announce", announce_and_ask)
     assert main(["serve", str(directory), "--port", "0", "--slots", "3", "--max-length", "32", "--json"]) == 130
@@ -285,22 +288,40 @@ def test_the_command(directory, capsys, monkeypatch):
     assert got == [3] and output.err == "fp8moe serve: interrupted\n"
 
 
-def test_what_cannot_be_served(directory, monkeypatch):
-    def refusal(*arguments):
+def test_what_cannot_be_served(directory, tmp_path, monkeypatch):
+    def refusal(*arguments, model=directory):
         with pytest.raises(SystemExit) as stopped:
-            main(["serve", str(directory), "--port", "0", *arguments])
+            main(["serve", str(model), "--port", "0", *arguments])
         return stopped.value.code
 
     assert refusal("--max-length", "9999") == "fp8moe serve: --max-length 9999: the model has 128 positions"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert refusal("--port", port) == (
-            f"fp8moe serve: cannot listen at 127.0.0.1, port {port}: Address already in use"
-        )
+        assert re.match(rf"fp8moe serve: .*Address already in use.*{port}", refusal("--port", port))
+    config = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert refusal(model=tmp_path).startswith("fp8moe serve: model: expected a causal language model, got T5For")
     monkeypatch.setattr(serve, "PACKAGES", ("transformers", "no_such_package"))
     assert refusal() == (
         "fp8moe serve: no_such_package: not installed, and needed to serve: pip install 'fp8moe[serve]'"
     )
+
+
+def test_a_checkpoint_in_fp8_stays_in_fp8(directory, tmp_path):
+    quantize_checkpoint(directory, tmp_path / "fp8")
+    tiny_tokenizer().save_pretrained(tmp_path / "fp8")
+    model, _ = serve.load(tmp_path / "fp8", "cpu")
+    assert {type(module) for module in model.modules()} >= {GroupedExperts, FP8Linear}
+    assert serve.make_decoder(model, 2, None).max_length == model.config.max_position_embeddings
+
+
+def test_models_that_nothing_serves(tokenizer):
+    model = MODELS["Llama4ForCausalLM"].build()
+    with pytest.raises(
+        ValueError, match="^model: layer 0 keeps a Static.*; nor does transformers' continuous batching"
+    ):
+        serve.make_decoder(model, 2, None)
 
 
 def test_what_64_clients_got():

@@ -1,6 +1,7 @@
 """`fp8moe serve`: an OpenAI-compatible server of one model."""
 
 import argparse
+import copy
 import json
 import socket
 import warnings
@@ -26,35 +27,33 @@ def run(options: argparse.Namespace) -> int:
         raise RuntimeError(f"{', '.join(missing)}: not installed, and needed to serve: pip install 'fp8moe[serve]'")
     import uvicorn
     from huggingface_hub import snapshot_download
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from fp8moe.integrations.serving import DecoderManager, make_app
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with _bind(options.host, options.port) as listener:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.create_server((options.host, options.port), family=family) as listener:
         with shown(not options.quiet), still_running("loading the model"):
-            directory = Path(options.model) if Path(options.model).is_dir() else Path(snapshot_download(options.model))
-            tokenizer = AutoTokenizer.from_pretrained(directory)
-            if not tokenizer.is_fast:
-                raise ValueError(
-                    f"{options.model}: its tokenizer is not a fast one (tokenizer.json), which serve needs"
-                )
-            model = load(directory, options.device)
+            directory = options.model if Path(options.model).is_dir() else snapshot_download(options.model)
+            model, tokenizer = load(directory, options.device)
             decoder = make_decoder(model, options.slots, options.max_length)
         app = make_app(options.model, model, tokenizer, DecoderManager(decoder) if decoder else None)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_FINISH)
-        listener.listen()
-        _announce(options, listener, decoder)
+        _announce(options, listener.getsockname()[1], decoder)
         uvicorn.Server(config).run(sockets=[listener])
     return 0
 
 
-def load(directory: Path, device: str | None) -> Any:
-    """Load a model, its experts on fp8moe. device: None for a GPU if there is one."""
-    from transformers import AutoModelForCausalLM
+def load(directory: str, device: str | None) -> tuple[Any, Any]:
+    """Load a model, its experts on fp8moe, and its tokenizer. device: None for a GPU if there is one.
 
+    Raises ValueError for a checkpoint of which there is no such model or tokenizer.
+    """
+    import transformers
+
+    from fp8moe.integrations.architecture import reason_of
     from fp8moe.integrations.transformers import load_model, register
 
     register()
@@ -62,17 +61,25 @@ def load(directory: Path, device: str | None) -> Any:
     stored = find_format(directory)
     if not stored.loads:
         raise ValueError(f"{directory}: {stored.reason}")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        architecture = getattr(transformers, transformers.AutoConfig.from_pretrained(directory).architectures[0])
+    except Exception as error:  # broken files make transformers raise anything
+        raise ValueError(f"{directory}: transformers cannot read it ({reason_of(error)})") from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"{directory}: its tokenizer is not a fast one (tokenizer.json), which serve needs")
     if stored.scales != "none":
-        return load_model(directory, dtype="auto", device=device)
+        return load_model(directory, dtype="auto", device=device), tokenizer
     options = {"dtype": "auto", "device_map": device, "experts_implementation": "fp8moe"}
-    return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    return architecture.from_pretrained(directory, **options).eval(), tokenizer
 
 
 def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
-    """Return a GraphDecoder that serves so many sequences at once; None, with a warning, for a model that has none.
+    """Return a GraphDecoder for so many sequences at once; None, with a warning, where transformers has to generate.
 
-    Raises ValueError for what is no causal language model, and for more tokens than it has positions.
+    Raises ValueError for a model that neither serves, and for more tokens than it has positions.
     """
+    from fp8moe.integrations.architecture import reason_of
     from fp8moe.integrations.decode import GraphDecoder
 
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or MAX_LENGTH
@@ -86,29 +93,25 @@ def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
     except TypeError as error:
         raise ValueError(str(error)) from error
     except ValueError as error:
-        warnings.warn(
-            f"{error}; so transformers' continuous batching serves it with fp8moe's experts, --slots and --max-length "
-            "do not apply, and requests cannot set sampling or stop strings",
-            stacklevel=2,
-        )
-        return None
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reason = str(error)
     try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
-    return listener
+        model.init_continuous_batching(copy.deepcopy(model.generation_config))
+    except Exception as error:
+        raise ValueError(
+            f"{reason}; nor does transformers' continuous batching serve it: {reason_of(error)}"
+        ) from error
+    warnings.warn(
+        f"{reason}; transformers' continuous batching serves it, with fp8moe's experts, without --slots and "
+        "--max-length, and requests cannot set sampling or stop strings",
+        stacklevel=2,
+    )
+    return None
 
 
-def _announce(options: argparse.Namespace, listener: socket.socket, decoder: Any) -> None:
+def _announce(options: argparse.Namespace, port: int, decoder: Any) -> None:
     """Say that clients can come."""
     host = f"[{options.host}]" if ":" in options.host else options.host
-    facts = {"model": options.model, "url": f"http://{host}:{listener.getsockname()[1]}/v1", "runs": "transformers"}
+    facts = {"model": options.model, "url": f"http://{host}:{port}/v1", "runs": "transformers"}
     if decoder is not None:
         facts |= {"runs": "GraphDecoder", "slots": decoder.batch_sizes[-1], "max_length": decoder.max_length}
     if options.json:

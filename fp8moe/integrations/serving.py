@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.model_manager import ModelManager, TimedModel
 from transformers.cli.serving.utils import BaseGenerateManager, CBStreamer, GenerationState, _StreamError
 
 from fp8moe.integrations.decode import GraphDecoder
@@ -274,7 +274,10 @@ def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | No
     class Completion(_Strict, CompletionHandler):
         pass
 
-    state, models = _State(manager), _OneModel(name, model, tokenizer)
+    state, models = _State(manager), ModelManager()
+    models.force_model = name
+    models.loaded_models[models.process_model_name(name)] = TimedModel(model, -1, tokenizer)
+    listed = {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "fp8moe serve"}]}
 
     @asynccontextmanager
     async def lifespan(app):
@@ -306,7 +309,7 @@ def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | No
     app = FastAPI(title="fp8moe serve", lifespan=lifespan)
     app.post("/v1/chat/completions")(serve_with(Chat(models, state)))
     app.post("/v1/completions")(serve_with(Completion(models, state)))
-    app.get("/v1/models")(lambda: {"object": "list", "data": models.list_models()})
+    app.get("/v1/models")(lambda: listed)
     app.get("/health")(lambda: JSONResponse({}, 200 if state.is_cb_alive() else 503))
     for error_type, answer in {
         ValueError: lambda _, error: refuse(400, str(error)),
@@ -339,20 +342,6 @@ class _State(GenerationState):
 
     def shutdown(self) -> None:
         self.manager.stop() if self.manager else super().shutdown()
-
-
-class _OneModel(ModelManager):
-    """Has one model, which is loaded already."""
-
-    def __init__(self, name: str, model: Any, tokenizer: Any):
-        self._model, self._tokenizer = model, tokenizer
-        super().__init__(force_model=name)
-
-    def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model
-
-    def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tokenizer
 
 
 _UNSERVED = {
