@@ -4,12 +4,15 @@ import re
 from collections.abc import Iterable
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.epilogue import Columns, Epilogue
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_columns
 from fp8moe.kernels.gemm.source import kernel_spec
+from fp8moe.runtime import compilers
+from fp8moe.runtime.jit import KernelSpec, full_source
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM
 from tests.ptxas import compile_report
 
@@ -59,6 +62,20 @@ def faults(
         if any(memory) or complaints or report.static_smem or report.registers > share:
             found[config] = (memory, complaints, report.static_smem, report.registers)
     return found
+
+
+def counts_shared_memory_alike(spec: KernelSpec, nbytes: int) -> bool:
+    """Whether a kernel lays out so many bytes, and says so of 8 less. Errors keep the compiler from making code."""
+    text, size = full_source(spec), f"SHARED_BYTES = {nbytes};"
+    assert size in text
+    wrong = text.replace(size, f"SHARED_BYTES = {nbytes - 8};")
+    errors = []
+    for source in (text, wrong):
+        with pytest.raises(compilers.CompileError) as error:
+            compilers.compile_source(f'{source}\nstatic_assert(false, "the end");', "gemm.cu", "nvrtc")
+        errors.append(str(error.value))
+    assert all("the end" in error for error in errors)
+    return ["counts otherwise" in error for error in errors] == [False, True]
 
 
 def without_gpu(monkeypatch, num_sms: int = 132) -> list:

@@ -88,7 +88,8 @@ def environment_of_one_in(processes: int) -> dict[str, str]:
 def run_tests(root: Path) -> dict:
     """The GPU tests, in a process for each core but two: most of their time is the CPU's."""
     processes = max(1, (os.cpu_count() or 1) - 2)
-    return run_alone(root, _pytest(root, "-n", str(processes), "--dist", "worksteal", "tests/gpu", processes=processes))
+    spread = ("-n", str(processes), "--dist", "worksteal") if processes > 1 else ()
+    return run_alone(root, _pytest(root, *spread, "tests/gpu", processes=processes))
 
 
 def run_alone(root: Path, beside_others: dict) -> dict:

@@ -1,6 +1,7 @@
 """RMSNorm in front of a router, and the router's logits: ``norm_logits``."""
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,16 @@ from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import operator
 
 _MAX_TOKENS, _MAX_BYTES = 2, 16 << 10  # of x: every thread block reads and normalizes all of it
+
+
+class Operands(NamedTuple):
+    x: Tensor
+    norm_weight: Tensor
+    residual: Tensor
+    weight: Tensor
+    eps: float
+    quantized: bool
+    dtype: torch.dtype
 
 
 def norm_logits(
@@ -42,7 +53,7 @@ def norm_logits(
     for name, value in (("x", x), ("norm_weight", norm_weight), ("weight", weight), ("residual", residual)):
         check_tensor(name, value)
     check_number("eps", eps)
-    operands = x, norm_weight, residual, weight, eps, quantized, dtype
+    operands = Operands(x, norm_weight, residual, weight, eps, quantized, dtype)
     total, values, data, scale, logits = autograd.run(_op, "fp8moe.kernels.decoder_ops.norm_logits", *operands)
     return Normed(total, values, FP8Tensor(data, scale) if quantized else None), logits
 
@@ -84,64 +95,36 @@ def launcher(
     )
 
 
-def _check(
-    x: Tensor,
-    norm_weight: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    quantized: bool,
-    dtype: torch.dtype,
-) -> None:
-    check_logits(x, weight, dtype)
+def _check(operands: Operands) -> None:
+    x = operands.x
+    check_logits(x, operands.weight, operands.dtype)
     if x.shape[1] > MAX_HIDDEN:
         raise ValueError(f"x: expected shape (T, H) with H up to {MAX_HIDDEN}, got {tuple(x.shape)}")
-    check_like("norm_weight", norm_weight, (x.dtype,), (x.shape[1],), x.device, "x")
-    check_like("residual", residual, (x.dtype,), x.shape, x.device, "x")
+    check_like("norm_weight", operands.norm_weight, (x.dtype,), (x.shape[1],), x.device, "x")
+    check_like("residual", operands.residual, (x.dtype,), x.shape, x.device, "x")
 
 
-def _launch(
-    x: Tensor,
-    norm_weight: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    quantized: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+def _launch(operands: Operands) -> tuple[Tensor, ...]:
+    x, norm_weight, residual, weight, eps, quantized, dtype = operands
     (tokens, hidden), experts, device_index = x.shape, len(weight), x.get_device()
     if not by_one_kernel(tokens, experts, hidden * x.itemsize):
-        return _by_two(x, norm_weight, residual, weight, eps, quantized, dtype)
-    results = total, values, data, scale, logits = _empty(x, norm_weight, residual, weight, eps, quantized, dtype)
+        return _by_two(operands)
+    results = total, values, data, scale, logits = _empty(operands)
     launch = launcher(device_index, tokens, experts, hidden, eps, (x.dtype, dtype))
-    operands = map(aligned, (x, residual, norm_weight, weight))
-    launch(*operands, total, values, *((data, scale) if quantized else (None, None)), logits)
+    given = map(aligned, (x, residual, norm_weight, weight))
+    launch(*given, total, values, *((data, scale) if quantized else (None, None)), logits)
     return results
 
 
-def _by_two(
-    x: Tensor,
-    norm_weight: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    quantized: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+def _by_two(operands: Operands) -> tuple[Tensor, ...]:
+    x, norm_weight, residual, weight, eps, quantized, dtype = operands
     total, values, fp8 = rms_norm(x, norm_weight, eps, residual=residual, quantized=quantized)
     return total, values, *(fp8 or (x.new_empty(0), x.new_empty(0))), router_logits(values, weight, dtype=dtype)
 
 
-def _empty(
-    x: Tensor,
-    norm_weight: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    quantized: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+def _empty(operands: Operands) -> tuple[Tensor, ...]:
     """Uninitialized sum, values, data, scale and logits; data and scale of no elements where they are not wanted."""
+    x, weight, quantized, dtype = operands.x, operands.weight, operands.quantized, operands.dtype
     fp8 = empty_quantized(x, *x.shape) if quantized else (x.new_empty(0), x.new_empty(0))
     return x.new_empty(x.shape), x.new_empty(x.shape), *fp8, x.new_empty((x.shape[0], len(weight)), dtype=dtype)
 
