@@ -45,7 +45,8 @@ from fp8moe.checkpoints.tensor_layout import low_fp8_fraction
 from fp8moe.checkpoints.untrusted import MAX_BYTES, printable
 from fp8moe.checkpoints.write import Checksum, ShardWriter, Stamp, index_of, json_bytes, write_bytes
 from fp8moe.layers.replaced import DEFAULT_SKIP, as_patterns, matches
-from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
+from fp8moe.quant.checks import check_scale_format
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.runtime.progress import progress, still_running
 
@@ -170,8 +171,7 @@ def quantize(
     verify: bool,
 ) -> None:
     """Quantize a checkpoint as `quantize_checkpoint` does. find_fit: asked what those who load it can have in FP8."""
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
+    check_scale_format(scale_format)
     skip = as_patterns("skip", skip)
     source, target = open_checkpoint(src_dir), Path(dst_dir)
     _check_target(target, source)

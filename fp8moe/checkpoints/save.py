@@ -31,7 +31,8 @@ from fp8moe.checkpoints.tensor_layout import StoredTensor, groups, low_fp8_fract
 from fp8moe.checkpoints.untrusted import printable
 from fp8moe.checkpoints.write import ShardWriter, index_of, json_bytes, write_bytes
 from fp8moe.layers.parameters import is_sharded
-from fp8moe.quant.formats import SCALE_FORMATS, has_channel_scales
+from fp8moe.quant.checks import check_scale_format
+from fp8moe.quant.formats import has_channel_scales
 
 
 def save(
@@ -97,8 +98,7 @@ def _check(directory: Path | None, state: Mapping[str, Tensor], experts: str, sc
     """Check the options and the model. directory: None where another process writes."""
     if experts not in ("separate", "fused"):
         raise ValueError(f"experts: expected 'separate' or 'fused', got {experts!r}")
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
+    check_scale_format(scale_format)
     for name in (SINGLE, INDEX):
         if directory is not None and (directory / name).exists():
             raise ValueError(f"directory: {directory} already holds a checkpoint ({name}); give another one")

@@ -19,7 +19,7 @@ from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
-from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_like, check_tensor
+from fp8moe.runtime.checks import check_dtype, check_floating, check_int, check_like, check_tensor
 
 _NAME = "fp8moe.GroupedExperts"
 
@@ -143,8 +143,7 @@ class GroupedExperts(MasterModule):
         bias: bool = False,
     ):
         super().__init__()
-        if dtype not in FLOATING:
-            raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+        check_floating(dtype)
         check_master_dtype(master_dtype)
         if bias and master_dtype is not None:
             raise ValueError("bias: expected False with a master_dtype, got True: experts with biases are not trained")

@@ -22,7 +22,7 @@ from fp8moe.layers.replaced import (
 from fp8moe.quant.formats import BLOCK, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
-from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_tensor
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_floating, check_int, check_tensor
 
 
 class FP8Linear(MasterModule):
@@ -83,8 +83,7 @@ class FP8Linear(MasterModule):
     ):
         super().__init__()
         check_master_dtype(master_dtype)
-        if dtype not in FLOATING:
-            raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+        check_floating(dtype)
         self.in_features = in_features
         self.out_features = out_features
         for name, size in (("in_features", in_features), ("out_features", out_features)):

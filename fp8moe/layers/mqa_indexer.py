@@ -11,9 +11,10 @@ from fp8moe.kernels.indexer.mqa_cache import BLOCK_TOKENS, HEAD_DIMS, append_kv,
 from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
 from fp8moe.kernels.indexer.reference import tokens_seen
 from fp8moe.layers.linear import FP8Linear
-from fp8moe.quant.formats import SCALE_FORMATS, FP8Tensor
+from fp8moe.quant.checks import check_scale_format
+from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
-from fp8moe.runtime.checks import FLOATING, check_device, check_int, check_tensor, describe
+from fp8moe.runtime.checks import FLOATING, check_device, check_floating, check_int, check_tensor, describe
 
 LOGITS_AT_A_TIME = 1 << 28
 """How many logits a long prefill holds at a time: 1 GiB of float32."""
@@ -69,8 +70,7 @@ class FP8MQAIndexer(nn.Module):
         scale_format: str = "float32",
     ):
         super().__init__()
-        if dtype not in FLOATING:
-            raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+        check_floating(dtype)
         positive = {"hidden_size": hidden_size, "q_lora_rank": q_lora_rank, "top_k": top_k}
         heads = {"num_heads": num_heads, "head_dim": head_dim, "rope_head_dim": rope_head_dim}
         for name, size in positive.items():
@@ -84,8 +84,7 @@ class FP8MQAIndexer(nn.Module):
             raise ValueError(
                 f"rope_head_dim: expected an even number, at most the head_dim {head_dim}, got {rope_head_dim}"
             )
-        if scale_format not in SCALE_FORMATS:
-            raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
+        check_scale_format(scale_format)
         self.hidden_size = hidden_size
         self.q_lora_rank = q_lora_rank
         self.num_heads = num_heads

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fp8moe.quant.formats import (
     BLOCK,
+    SCALE_FORMATS,
     FP8Tensor,
     align,
     ceil_div,
@@ -52,6 +53,11 @@ def check_weight_scale(name: str, weight: FP8Tensor, device: torch.device, proje
         check_scale(name, scale, (*lead, projections * ceil_div(n // projections, BLOCK), ceil_div(k, BLOCK)), device)
         return
     check_scale(name, scale, (*data.shape[:-1], 1), device)
+
+
+def check_scale_format(scale_format: str) -> None:
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
 
 
 def check_no_channels(name: str, weight: FP8Tensor) -> None:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from fp8moe.quant import reference
-from fp8moe.quant.checks import FLOAT8, fp8_operand
+from fp8moe.quant.checks import FLOAT8, check_scale_format, fp8_operand
 from fp8moe.quant.formats import (
     BLOCK,
     FP8_MAX,
     SCALE_DEFINES,
-    SCALE_FORMATS,
     FP8Tensor,
     align,
     ceil_div,
@@ -54,7 +53,7 @@ def quantize_1x128(x: Tensor, *, scale_format: str = "float32") -> FP8Tensor:
     Raises TypeError for a wrong type or dtype, ValueError for a wrong rank or scale_format.
     """
     check_tensor("x", x)
-    _check_scale_format(scale_format)
+    check_scale_format(scale_format)
     return FP8Tensor(*_quantize_1x128(detached(x), scale_format))
 
 
@@ -70,7 +69,7 @@ def quantize_128x128(w: Tensor, *, scale_format: str = "float32", out: FP8Tensor
     fit or overlaps w.
     """
     check_tensor("w", w)
-    _check_scale_format(scale_format)
+    check_scale_format(scale_format)
     if out is None:
         return FP8Tensor(*_quantize_128x128(detached(w), scale_format))
     data, scale = out = FP8Tensor(*fp8_operand("out", out))
@@ -205,11 +204,6 @@ def _check_matrix(x: Tensor) -> None:
     check_dtype("x", x, *FLOATING)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (K, M), got {tuple(x.shape)}")
-
-
-def _check_scale_format(scale_format: str) -> None:
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -20,6 +20,12 @@ def check_int(name: str, value: int, at_least: int | None = None) -> None:
         raise ValueError(f"{name}: expected at least {at_least}, got {value}")
 
 
+def check_floating(dtype: torch.dtype) -> None:
+    """The argument ``dtype`` of a module."""
+    if dtype not in FLOATING:
+        raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+
+
 def check_dtype(name: str, value: Tensor, *dtypes: torch.dtype) -> None:
     if value.dtype not in dtypes:
         *first, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -43,10 +49,28 @@ def check_like(
     check_device(name, value, device, like)
 
 
+def check_contiguous(name: str, value: Tensor) -> None:
+    if not value.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {value.stride()}")
+
+
+def check_address(name: str, value: Tensor) -> None:
+    """Not for fake tensors, which have none."""
+    if (address := value.data_ptr()) % 16:
+        raise ValueError(f"{name}: expected to start at a multiple of 16 bytes, got address {address:#x}")
+
+
+def check_out(
+    out: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device, like: str
+) -> None:
+    """`check_like`, and that it is contiguous."""
+    check_like("out", out, dtypes, shape, device, like)
+    check_contiguous("out", out)
+
+
 def check_own_memory(out: Tensor, operands: dict[str, Tensor | None]) -> None:
     """The address of ``out``, and that it shares no memory with an operand."""
-    if out.data_ptr() % 16:
-        raise ValueError(f"out: expected to start at a multiple of 16 bytes, got address {out.data_ptr():#x}")
+    check_address("out", out)
     for name, value in operands.items():
         if value is not None and overlap(out, value):
             raise ValueError(f"out: expected memory of its own, got a tensor that overlaps {name}")

@@ -10,7 +10,7 @@ from fp8moe.kernels.decoder_ops import rotary
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized
 from fp8moe.quant.quantize import quantize_1x128, quantizer_defines
 from fp8moe.runtime import autograd, config
-from fp8moe.runtime.checks import aligned, check_device, check_dtype, check_int, check_like, check_tensor
+from fp8moe.runtime.checks import aligned, check_address, check_dtype, check_int, check_like, check_tensor
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, num_sms, planned
 from fp8moe.runtime.operator import Written, operator
@@ -244,42 +244,27 @@ def _check(operands: Operands) -> None:
         raise ValueError(f"keys: expected shape (B, key heads, L, D) for {heads} query heads, got {tuple(keys.shape)}")
     key_heads, length = keys.shape[1:3]
     like = (q.dtype,)
-    for name, cache in (("keys", keys), ("values", values)):
-        check_like(name, cache, like, (batch, key_heads, length, size), q.device, "q")
-        if not cache.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {cache.stride()}")
+    rotary.check_cache(keys, values, q, (batch, key_heads, length, size))
     for name, places in (("begin", begin), ("columns", columns)):
         check_like(name, places, (torch.int64,), (batch,), q.device, "q")
     if k is None:
         return
     check_like("k", k, like, (batch, key_heads, size), q.device, "q")
     check_like("v", v, like, (batch, key_heads, size), q.device, "q")
-    rotated = cos.shape[-1] if cos.dim() == 2 else 0
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_dtype(name, table, *like)
-        if table.dim() != 2 or table.shape[0] not in (1, batch) or table.shape[1] != rotated:
-            raise ValueError(f"{name}: expected shape (1 or {batch}, R), got {tuple(table.shape)}")
-        check_device(name, table, q.device, "q")
-    if cos.shape != sin.shape:
-        raise ValueError(f"sin: expected shape {tuple(cos.shape)} like cos, got {tuple(sin.shape)}")
+    rotated = rotary.check_tables(cos, sin, q)
     if not rotary.serves(size, rotated):
         raise ValueError(
             f"cos: expected a multiple of {rotary.MULTIPLE} up to the {size} values of a head, got {rotated} of them"
         )
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight: expected it with k_weight, or neither")
-    if q_weight is not None:
-        check_like("q_weight", q_weight, like, (size,), q.device, "q")
-        check_like("k_weight", k_weight, like, (size,), q.device, "q")
+    rotary.check_head_norms(q_weight, k_weight, q)
 
 
 def _launch(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     out, data, scale = results = _empty(operands)
     if not operands.q.numel():
         return results
-    for name in ("keys", "values"):
-        if (address := getattr(operands, name).data_ptr()) % _VECTOR_BYTES:
-            raise ValueError(f"{name}: expected to start at a multiple of 16 bytes, got {address:#x}")
+    check_address("keys", operands.keys)
+    check_address("values", operands.values)
     quantizes = operands.quantized and operands.heads().quantizes
     values = None if quantizes else out if not operands.quantized else operands.q.new_empty(_shape(operands))
     loaded = {name: _rows(getattr(operands, name)) for name in ("q", "k", "v")}

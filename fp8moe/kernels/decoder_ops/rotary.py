@@ -10,7 +10,16 @@ from fp8moe.kernels.decoder_ops.rms_norm import normalized
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import input_defines
 from fp8moe.runtime import autograd
-from fp8moe.runtime.checks import FLOATING, aligned, check_device, check_dtype, check_like, check_tensor
+from fp8moe.runtime.checks import (
+    FLOATING,
+    aligned,
+    check_address,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_like,
+    check_tensor,
+)
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import Written, operator
@@ -157,31 +166,46 @@ def _check(operands: Operands) -> None:
     like = (q.dtype,)
     for name, value in (("k", k), ("v", v)):
         check_like(name, value, like, (batch, tokens, key_heads, size), q.device, "q")
-    rotated = cos.shape[-1] if cos.dim() == 3 else 0
-    for name, value in (("cos", cos), ("sin", sin)):
-        check_dtype(name, value, *like)
-        if value.dim() != 3 or value.shape[0] not in (1, batch) or value.shape[1:] != (tokens, rotated):
-            raise ValueError(f"{name}: expected shape (1 or {batch}, {tokens}, R), got {tuple(value.shape)}")
-        check_device(name, value, q.device, "q")
-    if cos.shape != sin.shape:
-        raise ValueError(f"sin: expected shape {tuple(cos.shape)} like cos, got {tuple(sin.shape)}")
+    rotated = check_tables(cos, sin, q, tokens)
     if not serves(size, rotated):
         raise ValueError(
             f"q: expected heads of a multiple of 8 up to {MAX_HEAD} values, of which a multiple of {MULTIPLE} are "
             f"rotated, got {size} and {rotated}"
         )
     length = keys.shape[2] if keys.dim() == 4 else 0
-    for name, value in (("keys", keys), ("values", values)):
-        check_like(name, value, like, (batch, key_heads, length, size), q.device, "q")
-        if not value.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {value.stride()}")
+    check_cache(keys, values, q, (batch, key_heads, length, size))
     if columns is not None:
         check_like("columns", columns, (torch.int64,), (batch,), q.device, "q")
+    check_head_norms(q_weight, k_weight, q)
+
+
+def check_tables(cos: Tensor, sin: Tensor, q: Tensor, *tokens: int) -> int:
+    """cos and sin (1 or B, *tokens, R) beside q (B, ...); returns R."""
+    batch, rotated = q.shape[0], cos.shape[-1] if cos.dim() == len(tokens) + 2 else 0
+    for name, value in (("cos", cos), ("sin", sin)):
+        check_dtype(name, value, q.dtype)
+        if value.shape[:1] not in ((1,), (batch,)) or value.shape[1:] != (*tokens, rotated):
+            expected = ", ".join(map(str, (f"1 or {batch}", *tokens, "R")))
+            raise ValueError(f"{name}: expected shape ({expected}), got {tuple(value.shape)}")
+        check_device(name, value, q.device, "q")
+    if cos.shape != sin.shape:
+        raise ValueError(f"sin: expected shape {tuple(cos.shape)} like cos, got {tuple(sin.shape)}")
+    return rotated
+
+
+def check_cache(keys: Tensor, values: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
+    for name, cache in (("keys", keys), ("values", values)):
+        check_like(name, cache, (q.dtype,), shape, q.device, "q")
+        check_contiguous(name, cache)
+
+
+def check_head_norms(q_weight: Tensor | None, k_weight: Tensor | None, q: Tensor) -> None:
+    """Both of the values of a head, or neither."""
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight: expected it with k_weight, or neither")
     if q_weight is not None:
-        check_like("q_weight", q_weight, like, (size,), q.device, "q")
-        check_like("k_weight", k_weight, like, (size,), q.device, "q")
+        check_like("q_weight", q_weight, (q.dtype,), q.shape[-1:], q.device, "q")
+        check_like("k_weight", k_weight, (q.dtype,), q.shape[-1:], q.device, "q")
 
 
 def _launch(operands: Operands) -> Tensor:
@@ -189,9 +213,8 @@ def _launch(operands: Operands) -> Tensor:
     q, k, v, cos, sin, keys, values, *others, _ = operands
     if not (q.numel() or k.numel()):
         return query
-    for name, cache in (("keys", keys), ("values", values)):
-        if cache.data_ptr() % _VECTOR_BYTES:
-            raise ValueError(f"{name}: expected to start at a multiple of 16 bytes, got {cache.data_ptr():#x}")
+    check_address("keys", keys)
+    check_address("values", values)
     q, k, v, cos, sin = _rows(q), _rows(k), _rows(v), aligned(cos), aligned(sin)
     columns, q_weight, k_weight = (x if x is None else aligned(x) for x in others)
     launch = launcher(q.get_device(), operands._replace(q=q, k=k, v=v, cos=cos, sin=sin))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8moe.quant.quantize import input_defines
 from fp8moe.runtime.autograd import check_derivatives, detached
-from fp8moe.runtime.checks import FLOATING, check_dtype, check_like, check_tensor, describe
+from fp8moe.runtime.checks import FLOATING, check_contiguous, check_dtype, check_like, check_tensor, describe
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import Written, operator
@@ -93,8 +93,7 @@ def check(logits: Tensor, state: SamplingState) -> None:
     for name, value in state._asdict().items():
         shape = logits.shape if name == "seen" else logits.shape[:1]
         check_like(f"state.{name}", value, (_DTYPES.get(name, torch.float32),), shape, logits.device, "logits")
-        if not value.is_contiguous():
-            raise ValueError(f"state.{name}: expected a contiguous tensor, got strides {value.stride()}")
+        check_contiguous(f"state.{name}", value)
 
 
 MASS_BITS = 40

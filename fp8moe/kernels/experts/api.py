@@ -16,7 +16,7 @@ from fp8moe.quant.checks import check_scale, check_vector, fp8_data, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime import autograd
-from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_like, check_own_memory, check_tensor
+from fp8moe.runtime.checks import FLOATING, check_dtype, check_int, check_out, check_own_memory, check_tensor
 from fp8moe.runtime.operator import Signature, Written, define
 from fp8moe.runtime.operator import operator as declare
 
@@ -192,9 +192,7 @@ def _check_out(call: _Out) -> None:
     operands, out = call
     checks.partial(operands)
     x = operands.hidden_states
-    check_like("out", out, FLOATING, x.shape, x.device, "x")
-    if not out.is_contiguous():
-        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    check_out(out, FLOATING, x.shape, x.device, "x")
 
 
 def _write(call: _Out, compute: Callable[[Operands], Tensor], in_place: bool) -> None:
@@ -246,9 +244,7 @@ def _check_rows_out(call: _RowsOut) -> None:
     checks.sorted_rows(call.operands)
     if rows.shape[1] % 16:
         raise ValueError(f"rows: expected an H that is a multiple of 16 beside out, got {rows.shape[1]}")
-    check_like("out", out, (call.operands.row_dtype,), rows.shape, rows.device, "rows")
-    if not out.is_contiguous():
-        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    check_out(out, (call.operands.row_dtype,), rows.shape, rows.device, "rows")
 
 
 def _write_rows(call: _RowsOut) -> None:
@@ -326,9 +322,7 @@ def _masked_out(call: _MaskedOut) -> None:
 
 def _check_masked_out(call: _MaskedOut) -> None:
     x = call.operands.x.data
-    check_like("out", call.out, (torch.bfloat16, torch.float32), _check_masked(call.operands), x.device, "x.data")
-    if not call.out.is_contiguous():
-        raise ValueError(f"out: expected a contiguous tensor, got strides {call.out.stride()}")
+    check_out(call.out, (torch.bfloat16, torch.float32), _check_masked(call.operands), x.device, "x.data")
 
 
 def _multiply_masked(operands: MaskedOperands, out: Tensor) -> None:

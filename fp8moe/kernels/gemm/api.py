@@ -15,7 +15,7 @@ from fp8moe.quant.checks import fp8_operand, mn_major
 from fp8moe.quant.formats import FP8Tensor, empty_quantized
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import aligned, check_like, check_tensor, overlap, row_major
+from fp8moe.runtime.checks import aligned, check_like, check_out, check_tensor, overlap, row_major
 from fp8moe.runtime.launch import current_stream, device_guard
 from fp8moe.runtime.operator import Signature, Written, define, operator
 
@@ -591,9 +591,7 @@ def _along_k_out(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Written
 
 def _along_k_out_fake(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool) -> None:
     dtypes = (torch.float32,) if accumulate else (torch.float32, torch.bfloat16)
-    check_like("out", out, dtypes, checks.along_k(a, b, group_offsets), a.data.device, "a.data")
-    if not out.is_contiguous():
-        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    check_out(out, dtypes, checks.along_k(a, b, group_offsets), a.data.device, "a.data")
 
 
 _along_k_op = define("grouped_gemm_k -> Tensor", _along_k, _along_k_fake, forward_only=True)

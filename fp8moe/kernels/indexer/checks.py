@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.quant.formats import SCALE_FORMATS
-from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_int
+from fp8moe.quant.checks import check_scale_format
+from fp8moe.runtime.checks import FLOATING, check_contiguous, check_device, check_dtype, check_int
 from fp8moe.runtime.operator import Written
 
 NUM_HEADS = (32, 64)
@@ -99,15 +99,8 @@ def cache(kv_cache: Tensor) -> tuple[int, int]:
     if len(shape) != 4 or shape[1] != BLOCK_TOKENS or shape[2] != 1 or shape[3] - SCALE_BYTES not in HEAD_DIMS:
         expected = f"(num_blocks, {BLOCK_TOKENS}, 1, D + {SCALE_BYTES}) with D one of {HEAD_DIMS}"
         raise ValueError(f"kv_cache: expected shape {expected}, got {tuple(shape)}")
-    if not kv_cache.is_contiguous():
-        raise ValueError(f"kv_cache: expected a contiguous tensor, got strides {kv_cache.stride()}")
+    check_contiguous("kv_cache", kv_cache)
     return shape[0], shape[3] - SCALE_BYTES
-
-
-def cache_address(kv_cache: Tensor) -> None:
-    """Not for fake tensors, which have no address."""
-    if kv_cache.data_ptr() % 16:
-        raise ValueError(f"kv_cache: expected to start at a multiple of 16 bytes, got address {kv_cache.data_ptr():#x}")
 
 
 def append(kv_cache: Written, k: Tensor, slots: Tensor, scale_format: str) -> None:
@@ -118,8 +111,7 @@ def append(kv_cache: Written, k: Tensor, slots: Tensor, scale_format: str) -> No
         raise ValueError(f"k: expected shape (T, {head_dim}) to match the cache, got {tuple(k.shape)}")
     check_device("k", k, kv_cache.device, "kv_cache")
     cache_slots(slots, k.shape[0], kv_cache.device)
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"scale_format: expected one of {SCALE_FORMATS}, got {scale_format!r}")
+    check_scale_format(scale_format)
 
 
 def cache_slots(slots: Tensor, tokens: int | None, device: torch.device) -> None:

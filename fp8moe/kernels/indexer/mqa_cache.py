@@ -11,7 +11,7 @@ from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, HEAD_DIMS, SCALE_BYTES
 from fp8moe.quant.formats import FP8Tensor, ceil_div
 from fp8moe.quant.quantize import quantizer_defines
 from fp8moe.runtime.autograd import detached
-from fp8moe.runtime.checks import check_tensor, row_major
+from fp8moe.runtime.checks import check_address, check_tensor, row_major
 from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, planned
 from fp8moe.runtime.operator import operator
@@ -108,14 +108,14 @@ def _ready(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> Cal
 
 
 def _launch(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
-    checks.cache_address(kv_cache)
+    check_address("kv_cache", kv_cache)
     if k.shape[0] and kv_cache.shape[0]:
         k, slots = row_major(k), slots.contiguous()
         launcher(k.get_device(), kv_cache, k, slots, scale_format)(k, slots, kv_cache)
 
 
 def _reference(kv_cache: Tensor, k: Tensor, slots: Tensor, scale_format: str) -> None:
-    checks.cache_address(kv_cache)
+    check_address("kv_cache", kv_cache)
     reference.append_kv(kv_cache, k, slots, scale_format == "ue8m0")
 
 

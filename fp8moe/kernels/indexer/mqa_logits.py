@@ -13,7 +13,7 @@ from fp8moe.kernels.indexer.sm90 import TILE, Arguments, MqaConfig, kernel_spec,
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.runtime import autograd, config
-from fp8moe.runtime.checks import aligned, check_tensor, row_major
+from fp8moe.runtime.checks import aligned, check_address, check_tensor, row_major
 from fp8moe.runtime.jit import load
 from fp8moe.runtime.launch import Launcher, TensorMap, current_stream, device_guard, num_sms, planned, tensor_map
 from fp8moe.runtime.operator import operator
@@ -246,7 +246,7 @@ def _empty_paged(operands: Paged) -> Tensor:
 
 
 def _paged_scores(operands: Paged, write: Callable[[Paged, Tensor], None]) -> Tensor:
-    checks.cache_address(operands.kv_cache)
+    check_address("kv_cache", operands.kv_cache)
     out = _empty_paged(operands)
     if out.numel():
         write(operands, out)
