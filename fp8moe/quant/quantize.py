@@ -259,7 +259,9 @@ def _check_out(w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> Non
     check_like("out.scale", scale, (torch.float32,), (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK)), w.device, "w")
 
 
-def _write_128x128(quantize: Callable[..., object], w: Tensor, scale_format: str, data: Tensor, scale: Tensor) -> None:
+def _write_128x128(
+    quantize: Callable[..., tuple[Tensor, Tensor]], w: Tensor, scale_format: str, data: Tensor, scale: Tensor
+) -> None:
     """quantize(w, scale_format, results) writes to contiguous results."""
     for name, value in (("data", data), ("scale", scale)):
         if overlap(value, w):
