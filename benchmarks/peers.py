@@ -506,6 +506,8 @@ def measure_whole_models(file: File, sources: Mapping[str, Callable[[], list[dic
                 row["ms"][name], row["tokens_s"][name] = one["ms"], one["tokens_s"]
                 if "kernels" in one:
                     row["kernels_a_step"][name] = one["kernels"]
+                if one.get("compiled"):
+                    row["failed"][name] = f"{one['compiled']} kernels were compiled while it was measured"
             else:
                 row["failed"][name] = why
             file.put(row)

@@ -114,17 +114,20 @@ def count_of_tokens(count: int) -> str:
 
 
 def whole_model(peers: dict) -> str:
-    """GraphDecoder beside vLLM's engine; empty where neither was measured."""
+    """GraphDecoder beside vLLM's engine, and that with integrations/vllm; empty where none was measured."""
     rows = select(peers["rows"], "decode") + select(peers["rows"], "prefill")
 
     def line(row: dict) -> tuple[str, ...]:
         batch, prompt, ms = row["batch"], row["prompt"], row["ms"]
         what = f"a step, batch {batch}" if row["what"] == "decode" else f"prompts of {batch} x {prompt} tokens"
-        ratio = f"{ms['vllm'] / ms['fp8moe']:.2f}" if {"vllm", "fp8moe"} <= ms.keys() else ""
-        times = [f"{ms[name]:.1f} ms" if name in ms else "" for name in ("fp8moe", "vllm")]
-        return what, *times, ratio, str(row["kernels_a_step"].get("fp8moe", ""))
+        times = [f"{ms[name]:.1f} ms" if name in ms else "" for name in ("fp8moe", "vllm", "vllm_fp8moe")]
+        ratios = [
+            f"{ms['vllm'] / ms[name]:.2f}" if {"vllm", name} <= ms.keys() else "" for name in ("fp8moe", "vllm_fp8moe")
+        ]
+        return what, *times, *ratios, str(row["kernels_a_step"].get("fp8moe", ""))
 
-    header = ("Qwen3-30B-A3B's sizes, random weights", "fp8moe", "vLLM", "vLLM's time / ours", "our kernels a step")
+    times = ("fp8moe", "vLLM", "vLLM with fp8moe", "vLLM's time / ours", "vLLM's time / that with fp8moe")
+    header = ("Qwen3-30B-A3B's sizes, random weights", *times, "our kernels a step")
     return table(header, map(line, rows)) if rows else ""
 
 

@@ -3,11 +3,10 @@
     python -m benchmarks.vllm_engine FILE [--quantization fp8moe] [--kernels]
 
 Decode steps and a prefill of Qwen3-30B-A3B's sizes in FP8 blocks, random weights with the spread of real ones, greedy.
-vLLM chooses its kernels, or with `--quantization fp8moe` those of integrations/vllm run; FP8MOE_VLLM_QUANTIZER=own then
-quantizes the input of linears with fp8moe's kernel in place of vLLM's. It has CUDA graphs of the batches that are
-measured and no prefix cache, and its scheduler runs in this process, so that each step can be timed. Rows say how many
-kernels fp8moe compiled while they were measured; what it compiled before is printed. `--kernels` prints where the time
-of the steps goes, after the measurement.
+vLLM chooses its kernels, or with `--quantization fp8moe` those of integrations/vllm run. It has CUDA graphs of the
+batches that are measured and no prefix cache, and its scheduler runs in this process, so that each step can be timed.
+Rows say how many kernels fp8moe compiled while they were measured; what it compiled before is printed. `--kernels`
+prints where the time of the steps goes, after the measurement.
 """
 
 import argparse
@@ -230,6 +229,7 @@ def main() -> None:
     args = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ["FP8MOE_STRICT"] = "1"  # what would run on other kernels is an error
     rows = measure(args.quantization, args.kernels)
     args.file.write_text(json.dumps(rows))
     sys.stdout.flush()

