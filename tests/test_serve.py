@@ -128,14 +128,25 @@ def test_an_answer_without_a_limit_takes_the_room_that_is_left(client, decoder, 
     assert text.startswith(answer.choices[0].text)
 
 
+def test_the_pad_token_in_a_prompt_is_a_token(client, decoder, tokenizer):
+    """Of letters that the tokenizer does not know."""
+    ids = torch.tensor([tokenizer("éaé")["input_ids"]])
+    assert (ids == decoder.model.generation_config.pad_token_id).sum() == 2
+    tokens = decoder.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)[0, 3:]
+    answer = client.completions.create(model=NAME, prompt="éaé", max_tokens=8)
+    assert answer.choices[0].text == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
 def test_sampling_is_each_requests_own(client, decoder, tokenizer):
     how = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
+    generator = torch.get_rng_state()
     first, again = (
         client.completions.create(model=NAME, prompt="dice", max_tokens=12, presence_penalty=0.5, **how)
         for _ in range(2)
     )
     text = expected(decoder, tokenizer, "dice", 12, do_sample=True, presence_penalty=0.5, **how)
     assert first.choices[0].text == again.choices[0].text == text
+    assert torch.equal(torch.get_rng_state(), generator), "a seed is nothing to other requests"
 
 
 def test_stop_strings_end_the_text_and_are_not_in_it(client, decoder, tokenizer):

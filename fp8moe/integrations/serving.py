@@ -6,6 +6,7 @@ chat templates and tool calls are transformers'.
 
 import asyncio
 import json
+import logging
 import threading
 import uuid
 from collections.abc import Callable
@@ -104,9 +105,9 @@ class DecoderManager(BaseGenerateManager):
         tokens = torch.tensor(inputs["input_ids"], dtype=torch.int64)
         if config.max_new_tokens is None:
             config.max_new_tokens = max(1, min(NEW_TOKENS, self.decoder.max_length - len(tokens)))
+        config.pad_token_id = None  # in a prompt it is a token like others
         arguments = {
             "input_ids": tokens,
-            "attention_mask": torch.ones_like(tokens),  # in a prompt the pad token is one like others
             "max_new_tokens": config.max_new_tokens,
             "do_sample": bool(config.do_sample),
             "presence_penalty": getattr(config, "presence_penalty", None),
@@ -132,6 +133,7 @@ class DecoderManager(BaseGenerateManager):
             while (request := self._inbox.get()) is not None:
                 self._serve(request)
         except Exception as error:
+            logging.getLogger(__name__).exception("the decoder has failed")
             self.error = error
             self._loop.call_soon_threadsafe(self._fail)
 
@@ -261,7 +263,8 @@ def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | No
 
     manager: of a decoder of the model; None: continuous batching of transformers. It stops with the application.
     """
-    from fastapi import FastAPI, HTTPException, Request
+    from fastapi import FastAPI, HTTPException
+    from fastapi import Request as HTTPRequest
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from jinja2 import TemplateError
@@ -286,7 +289,7 @@ def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | No
         models.shutdown()
 
     def serve_with(handler):
-        async def endpoint(request: Request, body: dict):
+        async def endpoint(request: HTTPRequest, body: dict):
             answer = asyncio.create_task(handler.handle_request(body, str(uuid.uuid4())))
             gone = asyncio.create_task(_client_goes(request))
             try:
@@ -372,7 +375,8 @@ class _Strict:
                 raise ValueError(f"{name}: this model is served with the settings of its generation_config only")
 
     def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
-        config = super()._build_generation_config(body, model_generation_config, use_cb=use_cb)
+        # Without the seed, which would become PyTorch's, and so that of other clients.
+        config = super()._build_generation_config(body | {"seed": None}, model_generation_config, use_cb=use_cb)
         if float(body.get("temperature") or 0):  # transformers samples only where the model's configuration says so
             config.do_sample = True
         config.seed, config.presence_penalty = body.get("seed"), body.get("presence_penalty")

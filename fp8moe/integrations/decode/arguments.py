@@ -130,7 +130,7 @@ class Call:
             return [None] * len(self.tokens)
         window = self.stop.window
         before = [] if self.prefix is None else self.prefix.tokens[-window:].tolist()
-        last = self.tokens[:, -window:] if self.mask is None else self.tokens.masked_fill(~self.mask, -1)
+        last = self.given[:, -window:] if self.mask is None else self.tokens.masked_fill(~self.mask, -1)
         return [Tail(self.stop, before + [token for token in prompt if token >= 0]) for prompt in last.tolist()]
 
 

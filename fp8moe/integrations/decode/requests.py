@@ -365,8 +365,9 @@ def parse_request(decoder: Any, request: Any, key: Any, generation_config: Any =
         raise ValueError(f"input_ids: expected one prompt of shape (length,), got {describe(ids)}")
     arguments = replace(arguments, input_ids=ids[None], attention_mask=mask[None] if isinstance(mask, Tensor) else mask)
     call = parse(decoder, arguments, generation_config or decoder.model.generation_config)
+    tails = call.tails()
     if call.mask is not None:
         check_zeros_on_the_left(call.mask)
         padding = int((~call.mask).sum())
         call = replace(call, tokens=call.tokens[:, padding:], mask=None)
-    return Request(key, call, *call.tails())
+    return Request(key, call, *tails)
