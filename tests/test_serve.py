@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fp8moe
 from fp8moe import FP8Linear, GroupedExperts
 from fp8moe.cli import main
 from fp8moe.commands import serve
@@ -327,12 +328,14 @@ def test_a_checkpoint_in_fp8_stays_in_fp8(directory, tmp_path):
     assert serve.make_decoder(model, 2, None).max_length == model.config.max_position_embeddings
 
 
-def test_models_that_nothing_serves(tokenizer):
+def test_models_that_nothing_serves():
     model = MODELS["Llama4ForCausalLM"].build()
     with pytest.raises(
         ValueError, match="^model: layer 0 keeps a Static.*; nor does transformers' continuous batching"
     ):
         serve.make_decoder(model, 2, None)
+    with fp8moe.batch_invariant(), pytest.raises(ValueError, match="cannot be batch invariant, as it is without flash"):
+        serve.make_decoder(tiny_model(), 2, 32)
 
 
 def test_what_64_clients_got():

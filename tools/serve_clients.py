@@ -73,7 +73,7 @@ async def ask_all(url: str) -> list[str | None]:
 
 def tensor_bytes() -> int:
     gc.collect()
-    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return sum({found.untyped_storage().data_ptr(): found.untyped_storage().nbytes() for found in tensors}.values())
 
 

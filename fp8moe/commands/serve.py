@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fp8moe.checkpoints.find_format import find_format
+from fp8moe.runtime import config
 from fp8moe.runtime.progress import shown, still_running
 
 PACKAGES = ("transformers", "fastapi", "uvicorn", "openai")
@@ -40,9 +41,9 @@ def run(options: argparse.Namespace) -> int:
             model, tokenizer = load(directory, options.device)
             decoder = make_decoder(model, options.slots, options.max_length)
         app = make_app(options.model, model, tokenizer, DecoderManager(decoder) if decoder else None)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_FINISH)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_FINISH))
         _announce(options, listener.getsockname()[1], decoder)
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
     return 0
 
 
@@ -93,6 +94,8 @@ def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
     except TypeError as error:
         raise ValueError(str(error)) from error
     except ValueError as error:
+        if config.settings.batch_invariant:  # which transformers' is not
+            raise
         reason = str(error)
     try:
         model.init_continuous_batching(copy.deepcopy(model.generation_config))
