@@ -18,7 +18,7 @@ import fp8moe.integrations.peft
 import fp8moe.kernels
 import fp8moe.layers
 import fp8moe.quant
-from fp8moe.kernels.decoder_ops.sampling import SamplingState
+from fp8moe.kernels.decoder_ops.sampling import SamplingState, Sequences
 from fp8moe.kernels.experts.backward import RowOrder
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.swiglu import Beside
@@ -406,6 +406,18 @@ def _sampling(draw: Draw) -> tuple:
     return logits, *sampling_cases.random_state(draw.rows, vocab, seed=draw.seed)
 
 
+def _sequences(draw: Draw) -> tuple:
+    """Some have ended, some end with their next token, by its limit or by its kind."""
+    logits, *state = _sampling(draw)
+    rows, vocab = logits.shape
+    count = draw.integers(0, 4, rows).long()
+    finished = draw.integers(0, 4, rows) == 0
+    ends = draw.integers(0, 2, rows, vocab).bool()
+    generated, logprobs = draw.integers(0, vocab, rows, 5).long(), draw.normal(rows, 5, dtype=torch.float32)
+    noted = count.new_zeros(rows), generated, logprobs, count, finished, finished & (count == 1)
+    return logits, *state, *noted, count + draw.integers(1, 3, rows).long(), ends, count.new_tensor([7])
+
+
 DECODER = {
     "rms_norm": Case(lambda draw: (*_norm(draw), None, 1e-6, True, False)),
     "rms_norm, residual and quantized": Case(
@@ -495,6 +507,15 @@ DECODER = {
         bad={"logits": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW, BAD_ROW, BAD_ROW])},
         names={name: f"state.{name}" for name in SamplingState._fields},
         fixed=SamplingState._fields,
+        rows=(1, 64),
+    ),
+    "sample_next": Case(
+        _sequences,
+        names={
+            **{name: f"state.{name}" for name in SamplingState._fields},
+            **{name: f"sequences.{name}" for name in Sequences._fields},
+        },
+        fixed=(*SamplingState._fields, *Sequences._fields[:-1]),
         rows=(1, 64),
     ),
 }

@@ -2,6 +2,7 @@
 and form, so that each kernel and each of its variants is among them."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 
 import torch
@@ -16,7 +17,7 @@ from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import rotary
 from fp8moe.kernels.decoder_ops.router import route, router_logits
-from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
+from fp8moe.kernels.decoder_ops.sampling import SamplingState, Sequences, sample, sample_next
 from fp8moe.kernels.experts import combine, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
@@ -382,6 +383,12 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         state = [make.zeros(2, dtype=field) for field in dtypes]
         state = SamplingState(*state, make.zeros(2, vocabulary, dtype=torch.uint8))
         yield lambda logits=logits, state=state: sample(logits, state)
+        integers, booleans = (partial(make.zeros, dtype=dtype) for dtype in (torch.int64, torch.bool))
+        sequences = Sequences(
+            *(integers(2), integers(2, 9), make.zeros(2, 9, dtype=torch.float32), integers(2), booleans(2)),
+            *(booleans(2), integers(2), booleans(2, vocabulary), integers(1)),
+        )
+        yield lambda logits=logits, state=state, noted=sequences: sample_next(logits, state, noted)
 
 
 def all_calls(make: Operands) -> Iterator[Callable[[], object]]:

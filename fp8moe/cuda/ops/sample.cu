@@ -1,4 +1,4 @@
-// Draws the next token of each row of logits.
+// Draws the next token of each row of logits, and notes it with what the row's sequence has generated.
 //
 // A cluster of thread blocks takes a row, which stays in L2 between passes:
 //
@@ -22,6 +22,17 @@ constexpr int THREADS = WARPS * WARP;
 constexpr u32 EVERYTHING = THREADS * CLUSTER * PER_VECTOR;  // tokens that a cluster takes at a time
 constexpr float LOWEST = -0x1.FFFFFEp127f;
 
+// What sequences have generated, if it is to be noted; otherwise null pointers.
+struct Sequences {
+  i64 *tokens, *generated;  // the last of each; (rows, longest)
+  float* logprobs;          // likewise
+  i64* count;
+  u8 *finished, *failed;
+  const i64* limit;
+  const u8* ends;  // (rows, vocab)
+  const i64* pad;
+};
+
 struct Operands {
   const Element* logits;  // (rows, vocab), rows logits_stride apart
   const float* temperature;
@@ -30,10 +41,11 @@ struct Operands {
   const i64* seed;
   i64* step;
   u8* seen;     // (rows, vocab)
-  i64* tokens;  // what comes out, as `logprobs`
+  i64* tokens;  // what comes out, as `logprobs`, where nothing is noted
   float* logprobs;
+  Sequences sequences;
   i64 logits_stride;
-  u32 vocab;
+  u32 vocab, longest;
 };
 static_assert(sizeof(Operands) == OPERANDS_BYTES);
 
@@ -317,13 +329,36 @@ __device__ u64 draw(Candidates& candidates, float min_p, float largest, GumbelNo
   return best;
 }
 
+// Notes the token of a sequence, -1 if there was none to choose.
+__device__ void note(const Operands& operands, u32 index, i64 token, float logprob) {
+  const Sequences& sequences = operands.sequences;
+  if (sequences.count == nullptr) {
+    operands.tokens[index] = token;
+    operands.logprobs[index] = logprob;
+    return;
+  }
+  const bool finished = sequences.finished[index];
+  const bool stopped = finished || token < 0;
+  if (stopped != finished) sequences.failed[index] = 1;
+  const i64 noted = stopped ? *sequences.pad : token;
+  i64 count = sequences.count[index];
+  sequences.tokens[index] = noted;
+  if (count < operands.longest) {
+    sequences.generated[index * i64{operands.longest} + count] = noted;
+    sequences.logprobs[index * i64{operands.longest} + count] = stopped ? 0.0f : logprob;
+  }
+  if (!stopped) ++count;
+  sequences.count[index] = count;
+  sequences.finished[index] =
+      stopped || sequences.ends[i64{index} * operands.vocab + token] || count >= sequences.limit[index];
+}
+
 // The token that was chosen: its logprob and marks. For one thread.
 __device__ void finish(const Operands& operands, u32 index, const Summary& raw, u32 token) {
   const float logit = Input::value(operands.logits[index * operands.logits_stride + token]);
-  operands.tokens[index] = token;
-  operands.logprobs[index] = (logit - raw.largest) - rounded_log(raw.sum);
   operands.seen[i64{index} * operands.vocab + token] |= GENERATED;
   operands.step[index] += 1;
+  note(operands, index, token, (logit - raw.largest) - rounded_log(raw.sum));
 }
 
 // Grid: a cluster for each row.
@@ -342,10 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) sample(const __grid_con
   summarize_row(shared, mine, whole);
   const float penalized = packed_value(whole.best);
   if (!(parameters.valid() && is_finite(whole.largest) && is_finite(penalized))) {
-    if (finishes) {
-      operands.tokens[index] = -1;
-      operands.logprobs[index] = __int_as_float(0x7FC00000);
-    }
+    if (finishes) note(operands, index, -1, __int_as_float(0x7FC00000));
     return;
   }
   const float largest = __fdiv_rn(penalized, parameters.temperature);

@@ -17,7 +17,7 @@ from fp8moe.integrations.decode.model_use import ranks_of
 from fp8moe.integrations.decode.prefill import Prefix, ShortPrompts, columns_at_a_time
 from fp8moe.integrations.decode.transfers import integers_on
 from fp8moe.integrations.models import Optimized
-from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState, sample
+from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState, Sequences, sample_next
 from fp8moe.runtime import config
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
 
@@ -105,8 +105,12 @@ class Step:
         self.finished = booleans(size)
         self.failed = booleans(size)
         self.ends = booleans(size, vocabulary(model))
-        self.pad = integers(())
+        self.pad = integers(1)
         self.sampling = empty_state(size, vocabulary(model), device)
+        self.sequences = Sequences(
+            self.tokens.squeeze(1),
+            *(self.generated, self.logprobs, self.count, self.finished, self.failed, self.limit, self.ends, self.pad),
+        )
         self.metadata = AttentionMetadataBuilder(self.begin, self.columns, max_length, self.ranks.key_heads)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.short_prompts: ShortPrompts | None = None
@@ -266,16 +270,7 @@ class Step:
 
     def accept(self, logits: Tensor) -> None:
         """Choose the next token of each sequence."""
-        chosen, logprobs = sample(logits, self.sampling)
-        stopped = self.finished | (chosen < 0)
-        self.failed.logical_or_(stopped ^ self.finished)
-        torch.where(stopped, self.pad, chosen, out=self.tokens[:, 0])
-        column = self.count[:, None]
-        self.generated.scatter_(1, column, self.tokens)
-        self.logprobs.scatter_(1, column, logprobs.masked_fill_(stopped, 0)[:, None])
-        self.count.add_(~stopped)
-        ended = self.ends.gather(1, self.tokens)[:, 0]
-        torch.logical_or(stopped | ended, self.count >= self.limit, out=self.finished)
+        sample_next(logits, self.sampling, self.sequences)
 
     def rows(self, values: Tensor) -> Tensor:
         """Pad (batch, ...) to (size, ...) with copies of row 0."""

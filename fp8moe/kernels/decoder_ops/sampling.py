@@ -1,4 +1,4 @@
-"""The next token of each sequence: ``sample``."""
+"""The next token of each sequence: ``sample``, and ``sample_next``, which notes it with what was generated before."""
 
 import ctypes
 from typing import Annotated, NamedTuple
@@ -43,6 +43,26 @@ class SamplingState(NamedTuple):
     seen: Annotated[Tensor, "Tensor(b!)"]
 
 
+class Sequences(NamedTuple):
+    """What B sequences have generated, on the device of the logits.
+
+    tokens: (B,) int64, the last of each. generated, logprobs: (B, L) int64 and float32, of row b the first count[b].
+    count: (B,) int64. finished: (B,) bool, the sequence has ended; failed: because there was no token to choose.
+    limit: (B,) int64, of count, at most L. ends: (B, V) bool, tokens that end the sequence.
+    pad: (1,) int64, the token of a sequence that has ended.
+    """
+
+    tokens: Annotated[Tensor, "Tensor(c!)"]
+    generated: Annotated[Tensor, "Tensor(d!)"]
+    logprobs: Annotated[Tensor, "Tensor(e!)"]
+    count: Annotated[Tensor, "Tensor(f!)"]
+    finished: Annotated[Tensor, "Tensor(g!)"]
+    failed: Annotated[Tensor, "Tensor(h!)"]
+    limit: Tensor
+    ends: Tensor
+    pad: Tensor
+
+
 class Sampled(NamedTuple):
     """tokens: (B,) int64. logprobs: (B,) float32, the log-softmax of the logits as they came at these tokens."""
 
@@ -82,7 +102,21 @@ def sample(logits: Tensor, state: SamplingState) -> Sampled:
     return Sampled(*_op(detached(logits), *state))
 
 
+def sample_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
+    """Choose a token for each row of logits as `sample` does, and write it into `sequences`, in place.
+
+    logits, state: as for `sample`. sequences: its tensors are contiguous.
+
+    A sequence that has ended gets `pad`; so does one without a token to choose, which ends as failed. Another is longer
+    by its token, and ends with one of `ends` or when `limit` are there.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or layout.
+    """
+    _next_op(logits, *state, *sequences)
+
+
 _DTYPES = {"top_k": torch.int32, "seed": torch.int64, "step": torch.int64, "seen": torch.uint8}  # others are float32
+_BOOLEANS, _FLOATS = ("finished", "failed", "ends"), ("logprobs",)  # of Sequences; others are int64
 
 
 def check(logits: Tensor, state: SamplingState) -> None:
@@ -94,6 +128,21 @@ def check(logits: Tensor, state: SamplingState) -> None:
         shape = logits.shape if name == "seen" else logits.shape[:1]
         check_like(f"state.{name}", value, (_DTYPES.get(name, torch.float32),), shape, logits.device, "logits")
         check_contiguous(f"state.{name}", value)
+
+
+def check_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
+    """Dtypes, shapes, devices and layouts of the arguments of `sample_next`."""
+    check(logits, state)
+    rows, vocab = logits.shape
+    if sequences.generated.dim() != 2:
+        raise ValueError(f"sequences.generated: expected shape (B, L), got {tuple(sequences.generated.shape)}")
+    longest = sequences.generated.shape[1]
+    shapes = {"generated": (rows, longest), "logprobs": (rows, longest), "ends": (rows, vocab), "pad": (1,)}
+    for name, value in sequences._asdict().items():
+        dtype = torch.bool if name in _BOOLEANS else torch.float32 if name in _FLOATS else torch.int64
+        check_like(f"sequences.{name}", value, (dtype,), shapes.get(name, (rows,)), logits.device, "logits")
+        if not value.is_contiguous():
+            raise ValueError(f"sequences.{name}: expected a contiguous tensor, got strides {value.stride()}")
 
 
 MASS_BITS = 40
@@ -119,7 +168,7 @@ _WORD = 0xFFFFFFFF
 
 _CLUSTER = MAX_BLOCKS_PER_PORTABLE_CLUSTER  # thread blocks of a row
 _WARPS = 16  # of a thread block
-_POINTERS = 1 + len(SamplingState._fields) + 2
+_POINTERS = 1 + len(SamplingState._fields) + 2 + len(Sequences._fields)
 
 
 class _Operands(ctypes.Structure):
@@ -128,6 +177,7 @@ class _Operands(ctypes.Structure):
         ("pointers", ctypes.c_int64 * _POINTERS),
         ("logits_stride", ctypes.c_int64),
         ("vocab", ctypes.c_uint32),
+        ("longest", ctypes.c_uint32),
     )
 
 
@@ -167,30 +217,49 @@ def _array(values: tuple[float, ...]) -> str:
 
 @planned
 def launcher(
-    device_index: int, rows: int, vocab: int, logits_stride: int, dtype: torch.dtype, vector: bool
+    device_index: int, rows: int, vocab: int, logits_stride: int, longest: int, dtype: torch.dtype, vector: bool
 ) -> PointerLauncher:
-    """The launcher for logits, the tensors of the state, tokens and logprobs; vector: see `kernel_spec`."""
+    """The launcher for logits, the tensors of the state, tokens and logprobs, and those of sequences or None for each.
+
+    longest: columns of what is generated. vector: see `kernel_spec`.
+    """
     return PointerLauncher(
         load(kernel_spec(dtype, vector)),
         grid=rows * _CLUSTER,
         block=_WARPS * WARP,
         cluster=_CLUSTER,
         pdl=True,
-        args=(_Operands(vocab=vocab, logits_stride=logits_stride),),
+        args=(_Operands(vocab=vocab, logits_stride=logits_stride, longest=longest),),
     )
 
 
 def _launch(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     tokens, logprobs = _empty(logits, state)
-    rows, vocab = logits.shape
-    if rows:
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
-        stride, size = logits.stride(0), logits.itemsize
-        vector = not (logits.data_ptr() | state.seen.data_ptr() | vocab * size | stride * size) % 16
-        launch = launcher(logits.get_device(), rows, vocab, stride, logits.dtype, vector)
-        launch(logits, *state, tokens, logprobs)
+    _choose(logits, state, tokens, logprobs, (None,) * len(Sequences._fields), 0)
     return tokens, logprobs
+
+
+def _launch_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
+    _choose(logits, state, None, None, sequences, sequences.generated.shape[1])
+
+
+def _choose(
+    logits: Tensor,
+    state: SamplingState,
+    tokens: Tensor | None,
+    logprobs: Tensor | None,
+    sequences: tuple[Tensor | None, ...],
+    longest: int,
+) -> None:
+    rows, vocab = logits.shape
+    if not rows:
+        return
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    stride, size = logits.stride(0), logits.itemsize
+    vector = not (logits.data_ptr() | state.seen.data_ptr() | vocab * size | stride * size) % 16
+    launch = launcher(logits.get_device(), rows, vocab, stride, longest, logits.dtype, vector)
+    launch(logits, *state, tokens, logprobs, *sequences)
 
 
 def _empty(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
@@ -225,6 +294,21 @@ def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     state.seen[rows, tokens] |= GENERATED * valid.to(torch.uint8)
     state.step.add_(valid)
     return torch.where(valid, tokens, -1), torch.where(valid, logprobs, torch.nan)
+
+
+def reference_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
+    """What `sample_next` writes."""
+    chosen, logprobs = reference(logits, state)
+    tokens, finished, failed, count = sequences.tokens, sequences.finished, sequences.failed, sequences.count
+    stopped = finished | (chosen < 0)
+    failed.logical_or_(stopped ^ finished)
+    torch.where(stopped, sequences.pad, chosen, out=tokens)
+    column = count[:, None]
+    sequences.generated.scatter_(1, column, tokens[:, None])
+    sequences.logprobs.scatter_(1, column, logprobs.masked_fill_(stopped, 0)[:, None])
+    count.add_(~stopped)
+    ended = sequences.ends.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
+    torch.logical_or(stopped | ended, count >= sequences.limit, out=finished)
 
 
 def _valid_parameters(state: SamplingState) -> Tensor:
@@ -343,4 +427,12 @@ _op = operator(
     cuda=_launch,
     reference=reference,
     fake=_empty,
+)
+_next_op = operator(
+    "sample_next -> ()",
+    check=check_next,
+    cuda=_launch_next,
+    reference=reference_next,
+    fake=lambda logits, state, sequences: None,
+    forward_only=True,
 )
