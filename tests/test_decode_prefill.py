@@ -69,7 +69,9 @@ def test_a_model_that_forgets_between_chunks_reads_prompts_in_one_piece():
     model = MODELS["JambaForCausalLM"].build()
     with pytest.raises(ValueError, match="JambaForCausalLM forgets its states of linear attention when it reads sever"):
         probe.check_step(model, CPU, False, Capabilities(chunked_prefill=True))
-    assert probe.find_capabilities(model, CPU, False, None) == (Capabilities(ragged=True), "")
+    capabilities, refusals = probe.find_capabilities(model, CPU, False, None)
+    assert capabilities == Capabilities(ragged=True)
+    assert list(refusals) == ["chunked_prefill"] and "forgets its states" in refusals["chunked_prefill"]
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

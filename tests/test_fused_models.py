@@ -354,8 +354,9 @@ def test_a_forward_of_an_earlier_version_is_known(tmp_path):
 def test_a_decoder_says_that_it_cannot_fuse(monkeypatch):
     from fp8moe.integrations.decode import decoder
 
-    monkeypatch.setattr(decoder, "find_capabilities", lambda *arguments: (decoder.Capabilities(), ""))
-    with pytest.warns(UserWarning, match="^GraphDecoder: Qwen3MoeForCausalLM runs unfused"):
+    found = decoder.Capabilities(), {"fused": "the step raised: out of registers"}
+    monkeypatch.setattr(decoder, "find_capabilities", lambda *arguments: found)
+    with pytest.warns(UserWarning, match="^GraphDecoder: Qwen3MoeForCausalLM runs unfused: .*out of registers$"):
         made = decoder.GraphDecoder(MODELS[NAME].build(), max_length=16)
     assert made.fused == ()
 

@@ -159,6 +159,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     yield from peer_calls(make)
     yield from column_calls(make)
     yield from block_calls(make)
+    yield from held_calls(make)
 
 
 def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
@@ -235,6 +236,27 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
         yield _backward(experts_training, (x, index, routing, *weights), options, grad)
     index = make.zeros(100, 4, dtype=torch.int64)
     yield lambda: torch.ops.fp8moe.sort_by_expert(index, 64, None, 32, 50, 200)
+
+
+def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
+    """Of experts for callers that hold the weights."""
+    layer = make.weights(16, 1024, 1024), make.weights(16, 1024, 512)
+    for tokens in (1, 200):
+        x, rows = make.normal(tokens, 1024), make.rows(tokens, 1024)
+        routing = make.zeros(tokens, 4, dtype=torch.int32), make.uniform(tokens, 4, mean=1.0)
+        offsets = make.integers([tokens * group // 16 for group in range(17)])
+        masked = fp8moe.FP8Tensor(*(part.unflatten(0, (16, tokens)) for part in make.rows(16 * tokens, 1024)))
+        sizes, places = make.zeros(16, dtype=torch.int32), {"expert_map": make.zeros(32, dtype=torch.int32)}
+        for of, operands, options in (
+            (fp8moe.experts, (x, *routing), {"first_expert": 8, "num_experts": 32}),
+            (fp8moe.experts, (rows, *routing), places),
+            (fp8moe.experts_rows, (x, offsets), {}),
+            (fp8moe.experts_rows, (rows, offsets), {}),
+            (fp8moe.experts_masked, (masked, sizes), {"expected_m": 8}),
+        ):
+            shape = getattr(operands[0], "data", x).shape
+            for out in (None, make.zeros(*shape, dtype=torch.bfloat16), make.zeros(*shape, dtype=torch.float32)):
+                yield lambda of=of, operands=operands, more={**options, "out": out}: of(*operands, *layer, **more)
 
 
 def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:

@@ -405,13 +405,12 @@ class GraphDecoder:
         """Find the model's capabilities, with flash attention where it serves the model."""
         flash = FLASH if self.device.type == "cuda" else None
         fused = (find_fused(self.model) or None) if fuse else None
-        capabilities, refusal = find_capabilities(self.model, self.device, self.captured, flash, fused)
+        capabilities, refusals = find_capabilities(self.model, self.device, self.captured, flash, fused)
         if fused and not capabilities.fused:
             name = type(self.model).__name__
-            text = f"GraphDecoder: {name} runs unfused, as a step with its known parts fused has other logits than it"
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(f"GraphDecoder: {name} runs unfused: {refusals['fused']}", stacklevel=3)
         own = self.model.config.get_text_config(decoder=True)._attn_implementation
-        self.attention = "flash" if capabilities.attention else f"{own}: {refusal or 'on a GPU only'}"
+        self.attention = "flash" if capabilities.attention else f"{own}: {refusals.get('attention', 'on a GPU only')}"
         return capabilities
 
     def _capture(self) -> None:

@@ -106,8 +106,8 @@ def _is_experts(module: nn.Module) -> bool:
 
 def find_capabilities(
     model: Any, device: torch.device, captured: bool, flash: str | None, fused: Optimized | None = None
-) -> tuple[Capabilities, str]:
-    """Find capabilities with which the model gives the right logits, and why flash attention is not among them, or "".
+) -> tuple[Capabilities, dict[str, str]]:
+    """Find capabilities with which the model gives the right logits, and why those that were tried are not among them.
 
     flash: the name of the attention to try. fused: modules to try in fp8moe's kernels.
     Raises the ValueError of `check_step` if the model is not even right with none: its own forwards and attention, rows
@@ -115,17 +115,17 @@ def find_capabilities(
     """
     best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
     if _refusal(model, device, captured, best) is None:
-        return best, ""
-    capabilities, reason = PLAIN, ""
+        return best, {}
+    capabilities, refusals = PLAIN, {}
     check_step(model, device, captured, capabilities)
     for name, value in best._asdict().items():
         better = capabilities._replace(**{name: value})
         refusal = None if better == capabilities else _refusal(model, device, captured, better)
         if refusal is None:
             capabilities = better
-        elif name == "attention":
-            reason = str(refusal)
-    return capabilities, reason
+        else:
+            refusals[name] = str(refusal)
+    return capabilities, refusals
 
 
 def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Capabilities) -> ValueError | None:
