@@ -150,6 +150,8 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
         yield lambda index=index, options=(experts_count, capacity): ops.sort_by_expert(index, *options)
     for n, k in ((16, 16), (200, 131)):
         yield lambda shape=(3, n, k): ops.transpose_fp8(*make.weights(*shape))
+    halves = fp8moe.FP8Tensor(*(part[:, len(part[0]) // 2 :] for part in make.weights(3, 512, 320)))
+    yield lambda: fp8moe.quantize_128x128(make.normal(3, 256, 320), out=halves)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         operands = make.normal(200, 64, dtype=torch.float32), make.zeros(40, 4, dtype=torch.int32)
         yield lambda operands=operands, dtype=dtype: ops.combine(*operands, make.uniform(40, 4, mean=1.0), dtype)
