@@ -62,14 +62,13 @@ class DecoderManager(BaseGenerateManager):
         max_new_tokens gets what holds. Raises ValueError for a request that `GraphDecoder.run` refuses.
         """
         tokenizer = getattr(processor, "tokenizer", processor)
-        queue = _TextQueue()
-        answer = _Answer(self._news, queue=queue)
-        request = self._parse(inputs, gen_config, tokenizer, answer)
-        queue.begin = lambda: self._submit(request)
-        queue.stops = [] if response_parser else _strings(gen_config.stop_strings)
+        answer = _Answer(self._news)
+        request = self._parse(inputs, gen_config, tokenizer, answer, streams=True)
+        queue = _TextQueue(lambda: self._submit(request), [] if response_parser else _strings(gen_config.stop_strings))
         loop = asyncio.get_running_loop()
-        answer.streamer = CBStreamer(self, request, tokenizer._tokenizer, loop, queue, response_parser)
-        return queue, answer.streamer
+        streamer = CBStreamer(self, request, tokenizer._tokenizer, loop, queue, response_parser)
+        answer.stream(queue, streamer)
+        return queue, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
@@ -79,8 +78,8 @@ class DecoderManager(BaseGenerateManager):
         Arguments and errors are those of `generate_streaming`. Raises RuntimeError, too, for logits that became NaN, a
         decoder that failed and a manager that was stopped. Cancelling the task cancels the request.
         """
-        answer = _Answer(self._news, future=asyncio.get_running_loop().create_future())
-        request = self._parse(inputs, gen_config, getattr(processor, "tokenizer", processor), answer)
+        answer = _Answer(self._news)
+        request = self._parse(inputs, gen_config, getattr(processor, "tokenizer", processor), answer, streams=False)
         self._submit(request)
         try:
             tokens = await answer.future
@@ -101,7 +100,7 @@ class DecoderManager(BaseGenerateManager):
         self._thread.join()
         self._fail()
 
-    def _parse(self, inputs: dict[str, Any], config: Any, tokenizer: Any, answer: "_Answer") -> Request:
+    def _parse(self, inputs: dict, config: Any, tokenizer: Any, answer: "_Answer", *, streams: bool) -> Request:
         tokens = torch.tensor(inputs["input_ids"], dtype=torch.int64)
         if config.max_new_tokens is None:
             config.max_new_tokens = max(1, min(NEW_TOKENS, self.decoder.max_length - len(tokens)))
@@ -113,7 +112,7 @@ class DecoderManager(BaseGenerateManager):
             "presence_penalty": getattr(config, "presence_penalty", None),
             "seed": getattr(config, "seed", None),
             "tokenizer": tokenizer,
-            "streamer": answer if answer.queue is not None else None,
+            "streamer": answer if streams else None,
         }
         try:
             return parse_request(self.decoder, arguments, answer, config)
@@ -159,7 +158,7 @@ class DecoderManager(BaseGenerateManager):
     def _tell(self, news: _News) -> None:
         for function, argument in news:
             function(argument)
-        self._open = {answer for answer in self._open if not answer.finished}
+        self._open = {answer for answer in self._open if not answer.future.done()}
 
     def _fail(self) -> None:
         reason = f"the decoder has failed: {self.error}" if self.error else "the server is shutting down"
@@ -169,18 +168,20 @@ class DecoderManager(BaseGenerateManager):
 
 
 class _Answer:
-    """What a client gets: with a queue its text as it comes, with a future all tokens at the end.
+    """What a client gets: all tokens at the end, in `future`, or their text as it comes, in a queue.
 
     To the scheduler it is the request's streamer, whose calls become news for the event loop; the rest is called there.
     generated_tokens: all so far, as CBStreamer reads them.
     """
 
-    def __init__(self, news: _News, *, queue: asyncio.Queue | None = None, future: asyncio.Future | None = None):
-        self.queue, self.future = queue, future
-        self.streamer: CBStreamer | None = None
+    def __init__(self, news: _News):
+        self.future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self.generated_tokens: list[int] = []
-        self.finished = False
         self._news, self._prompt_came = news, False
+
+    def stream(self, queue: asyncio.Queue, streamer: CBStreamer) -> None:
+        self.queue, self.streamer = queue, streamer
+        self.future.add_done_callback(self._end)
 
     def put(self, value: torch.Tensor) -> None:
         if self._prompt_came:
@@ -193,55 +194,53 @@ class _Answer:
     def _read(self, tokens: list[int]) -> None:
         self.generated_tokens += tokens
         try:
-            if not self.finished:
-                self.streamer.put(self)
+            self.streamer.put(self)
         except Exception as error:  # of the tokenizer, or of the parser of answers: other clients go on
             self.streamer.cancel()
             self.finish(error)
 
-    def finish(self, result: Any) -> None:
-        """result: the tokens (n,), or the error that ended it."""
-        if self.finished:
+    def finish(self, result: torch.Tensor | Exception) -> None:
+        """result: the tokens (n,), or what ended it."""
+        if self.future.done():
             return
-        self.finished = True
-        failed = isinstance(result, Exception)
-        if self.queue is not None and failed:
-            self.queue.put_nowait(_StreamError(json.dumps(str(result))[1:-1]))  # transformers puts it between quotes
-        elif self.queue is not None:
+        if isinstance(result, Exception):
+            self.future.set_exception(RuntimeError(str(result)))
+        else:
+            self.future.set_result(result.tolist())
+
+    def _end(self, future: asyncio.Future) -> None:
+        if error := future.exception():
+            self.queue.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))  # transformers puts it between quotes
+        else:
             self.streamer.end()
-        elif not self.future.done():  # it is, if the client has gone
-            if failed:
-                self.future.set_exception(RuntimeError(str(result)))
-            else:
-                self.future.set_result(result.tolist())
 
 
 class _TextQueue(asyncio.Queue):
     """A queue whose text ends before the first stop string; text that may be the beginning of one is held back.
 
-    begin: called once, when it is first read.
+    begin: called when it is first read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], None], stops: list[str]):
         super().__init__()
-        self.begin: Callable[[], None] | None = None
-        self.stops: list[str] = []
+        self._begin: Callable[[], None] | None = begin
+        self._stops, self._most_held = stops, max(map(len, stops), default=1) - 1
         self._held, self._stopped = "", False
 
     async def get(self) -> Any:
-        if self.begin is not None:
-            begin, self.begin = self.begin, None
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
             begin()
         return await super().get()
 
     def put_nowait(self, item: Any) -> None:
         is_end = item is None
-        if self.stops and (is_end or isinstance(item, str)):
+        if self._stops and (is_end or isinstance(item, str)):
             text = "" if self._stopped else self._held + (item or "")
-            end = _end(text, self.stops)
+            end = _end(text, self._stops)
             self._stopped |= end < len(text)
             if not (self._stopped or is_end):
-                end = max(0, end + 1 - max(map(len, self.stops)))
+                end = max(0, end - self._most_held)
             item, self._held = text[:end], text[end:]
         if item:
             super().put_nowait(item)
