@@ -33,6 +33,7 @@ NAMES = {
     "transformers_bf16": "transformers in bfloat16",
     "deep_gemm_two_gemms": "DeepGEMM's two GEMMs alone",
 }
+WHOLE_MODEL = {"fp8moe": "GraphDecoder", "vllm_fp8moe": "vLLM, `--quantization fp8moe`"}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -232,6 +233,11 @@ def decode(rows: Sequence[dict], requests: Sequence[dict]) -> str:
     return table(header, found)
 
 
+def whole_models(rows: Sequence[dict], what: str) -> list[dict]:
+    """The rows of decode steps or of prefill, with their times as those of kernels are."""
+    return [row | {"us": row["ms"]} for row in select(rows, what)]
+
+
 def headline(benchmarks: dict) -> str:
     """What README begins with: the layer, the GEMMs and a whole model of one run, each mean with its worst case."""
     peers = benchmarks["peers"]
@@ -252,6 +258,15 @@ def headline(benchmarks: dict) -> str:
         for what, some, names in compared
         for name in names
         if ratios(some, name)
+    ]
+    found += [
+        (f"{WHOLE_MODEL[name]}: {what}", "vLLM's default", mean_and_worst(timed, "vllm", name))
+        for what, timed in (
+            ("a decode step of Qwen3-30B-A3B's size, batch 1, 8, 64", whole_models(rows, "decode")),
+            ("prompts of 4 x 4096 tokens", whole_models(rows, "prefill")),
+        )
+        for name in WHOLE_MODEL
+        if ratios(timed, "vllm", name)
     ]
     whole = f"A decode step of Qwen3-30B-A3B's size for 1, 8 and 64 sequences takes {times} ms.\n" if steps else ""
     head = ("", "beside", "times as fast, mean (worst)")
