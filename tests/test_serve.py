@@ -330,6 +330,11 @@ def test_a_checkpoint_in_fp8_stays_in_fp8(directory, tmp_path):
 
 def test_models_that_nothing_serves():
     model = MODELS["Llama4ForCausalLM"].build()
+
+    def init(generation_config):  # transformers 5.17 finds out later
+        raise ValueError("Invalid layer type: chunked_attention")
+
+    model.init_continuous_batching = init
     with pytest.raises(
         ValueError, match="^model: layer 0 keeps a Static.*; nor does transformers' continuous batching"
     ):
