@@ -15,8 +15,14 @@ WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 # One process imports what takes seconds, and every process of a group is forked from it.
+IMPORTED = (
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "networkx"),
+    *("transformers", "transformers.generation", "transformers.models.mixtral.modeling_mixtral"),
+    *("fp8moe", "fp8moe.integrations.decode", "fp8moe.integrations.transformers", "fp8moe.commands.warmup"),
+    *("pytest", "hypothesis"),
+)
 forkserver = mp.get_context("forkserver")
-forkserver.set_forkserver_preload(["torch", "torch.distributed.fsdp", "fp8moe", "transformers"])
+forkserver.set_forkserver_preload([*IMPORTED])
 
 
 def in_processes(work: Callable, *arguments, world: int = 2, backend: str = "gloo"):
