@@ -1,5 +1,6 @@
 """DeepGEMM's functions on the drop-in, on a GPU: float64, other layouts, graphs, no waiting, CPU time, transformers."""
 
+import sys
 import time
 from functools import partial
 
@@ -316,6 +317,40 @@ def test_index_scores(keys):
         assert torch.equal(shifted[row], whole[row, start : start + 200])
     rounded = deep_gemm.fp8_mqa_logits(q, kv, heads, starts, ends, logits_dtype=torch.bfloat16)
     assert torch.equal(rounded, whole.bfloat16()) and rounded.stride() == (1024, 1)
+
+
+# ---- torchao ----
+
+
+def test_torchaos_experts_in_blocks(monkeypatch):
+    """Which multiply by deep_gemm where it is there."""
+    blockwise = pytest.importorskip("torchao.prototype.moe_training.blockwise_fp8.grouped_mm")
+    from torchao.prototype.blockwise_fp8_training import deepgemm_grouped_kernels as found
+
+    with monkeypatch.context() as patch:
+        for name, module in [("deep_gemm", deep_gemm), ("deep_gemm.utils", deep_gemm.utils)]:
+            patch.setitem(sys.modules, name, module)
+        found._clear_deepgemm_capability_cache()
+        assert found._get_deepgemm_capabilities().k_grouped_gemm is deep_gemm.k_grouped_fp8_gemm_nt_contiguous
+        offsets, (a, b) = (
+            int32([128, 128, 512]),
+            (torch.randn(*shape, device=DEVICE) for shape in ((512, 256), (3, 384, 256))),
+        )
+        a, b = (x.bfloat16().requires_grad_() for x in (a, b))
+        out = blockwise._to_fp8_blockwise_then_scaled_grouped_mm(
+            a, b.mT, offsets, pad_token_groups_for_grouped_mm=False
+        )
+        grad = torch.randn_like(out)
+        gradients = torch.autograd.grad(out, (a, b), grad)
+        groups = (slice(0, 128), slice(128, 128), slice(128, 512))
+        for group, rows in enumerate(groups):
+            x, w, d = (value.detach().double() for value in (a[rows], b[group], grad[rows]))
+            if not len(x):
+                assert not gradients[1][group].any()
+                continue
+            assert relative_error(gradients[1][group], d.T @ x) < 0.06
+            assert relative_error(out[rows], x @ w.T) < 0.06 and relative_error(gradients[0][rows], d @ w) < 0.06
+    found._clear_deepgemm_capability_cache()
 
 
 # ---- graphs, waiting, CPU time ----

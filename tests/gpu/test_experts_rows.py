@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fp8moe.kernels.experts import experts, experts_rows, experts_training
+from fp8moe.layers.experts import experts_rows_training
 from fp8moe.quant.quantize import quantize_1x128
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, make_trained, quantized_weights, weights_of
@@ -185,3 +186,20 @@ def test_nothing_waits_for_the_gpu():
     step()
     with no_waiting():
         step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [208, 256])
+def test_gate_and_up_apart_are_one_weight(size, dtype):
+    """Their gradients come from two launches, of tiles of fewer rows."""
+    layer = make_trained(4, 272, size, device=DEVICE, master_dtype=dtype)
+    offsets, count = OFFSETS[2]
+    rows, grad = random(count).requires_grad_(), random(count)
+    whole = layer.forward_rows(rows, groups(offsets))
+    expected = torch.autograd.grad(whole, (rows, layer.gate_up_proj, layer.down_proj), grad)
+    gate, up = (part.detach().contiguous().requires_grad_() for part in layer.gate_up_proj.chunk(2, 1))
+    down = layer.down_proj.detach().requires_grad_()
+    out = experts_rows_training(rows, groups(offsets), gate, up, down)
+    d_rows, d_gate, d_up, d_down = torch.autograd.grad(out, (rows, gate, up, down), grad)
+    assert torch.equal(out, whole) and torch.equal(d_rows, expected[0]) and torch.equal(d_down, expected[2])
+    assert relative_error(torch.cat([d_gate, d_up], 1), expected[1]) <= GRADIENTS

@@ -60,6 +60,18 @@ def test_against_float64(blocks, size):
         assert relative_error(total, sums) <= TOLERANCE
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("sizes", [(128, 64), (130, 62)])
+def test_several_results_take_the_rows_of_a(sizes, accumulate):
+    """Scales of the second one's rows begin at a multiple of 16 bytes, or behind 130 rows of the first at none."""
+    a, b, group_offsets = operand(192, 8, 0), operand(136, 8, 1), offsets((3, 0, 5))
+    outs = [torch.randn(3, size, 136, device=DEVICE) for size in sizes]
+    expected = torch.cat(outs, 1)
+    grouped_gemm_k(a, b, group_offsets, out=expected, accumulate=accumulate)
+    grouped_gemm_k(a, b, group_offsets, out=outs, accumulate=accumulate)
+    assert relative_error(torch.cat(outs, 1), expected.double()) < 1e-6
+
+
 def test_large_result():
     """More than 2^31 bytes, more tiles than blocks."""
     blocks = [1, 3, 0, 2, 1, 1, 2, 1]

@@ -47,6 +47,19 @@ def assert_all_match(x):
         assert_same_bits(quantize_128x1(x), reference_1x128(x.t()))
 
 
+@pytest.mark.parametrize("shape", [(3, 130, 264), (2, 256, 131)])
+def test_two_weights_in_one(shape):
+    experts, rows, columns = shape
+    both = torch.empty(experts, 2, rows, columns, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.empty(experts, 2, -(-rows // 128), -(-columns // 128), device="cuda")
+    for half in range(2):
+        w = torch.randn(shape, device="cuda")
+        quantize_128x128(w, out=(both[:, half], scales[:, half]))
+        expected = quantize_128x128(w)
+        assert_same_bits((both[:, half], scales[:, half]), expected)
+        assert_same_bits(quantize_128x128(w, out=tuple(map(torch.empty_like, expected))), expected)
+
+
 def poison(numel: int) -> None:
     """Leaves freed memory full of ones where the next outputs go."""
     for size in (numel, 4 * numel):
