@@ -516,6 +516,7 @@ DECODER = {
             **{name: f"sequences.{name}" for name in Sequences._fields},
         },
         fixed=(*SamplingState._fields, *Sequences._fields[:-1]),
+        exempt={"bad values": "test_decode_requests.py: a NaN ends its own sequence"},
         rows=(1, 64),
     ),
 }
