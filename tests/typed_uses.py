@@ -31,6 +31,7 @@ from fp8moe.integrations.transformers import ModuleReport, load_model, optimize,
 def operations(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
     a = fp8moe.quantize_1x128(x, scale_format="ue8m0")
     b = fp8moe.quantize_128x128(weight)
+    assert_type(fp8moe.quantize_128x128(weight, out=b), fp8moe.FP8Tensor)
     assert_type(a, fp8moe.FP8Tensor)
     assert_type(a.scale, Tensor)
     assert_type(fp8moe.quantize_128x1(x), fp8moe.FP8Tensor)
@@ -43,6 +44,7 @@ def operations(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
     assert_type(fp8moe.experts_rows(offsets, offsets, b, b, out=offsets), Tensor)
     assert_type(fp8moe.experts_masked(a, offsets, b, b, expected_m=3), Tensor)
     assert_type(fp8moe.grouped_gemm_k((a.data, a.scale), b, offsets, out=product, accumulate=True), Tensor)
+    assert_type(fp8moe.grouped_gemm_k(a, b, offsets, out=[product, product]), tuple[Tensor, ...])
     assert_type(fp8moe.mqa_logits(x, (a.data, a.scale), weight, offsets, offsets, fill_masked=False), Tensor)
     assert_type(fp8moe.mqa_logits(x, a, weight, offsets, offsets, max_range=64), Tensor)
     assert_type(fp8moe.paged_mqa_logits(x, x, weight, offsets, offsets, max_context_len=64), Tensor)
