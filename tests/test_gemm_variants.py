@@ -48,7 +48,7 @@ def test_grouped(epilogue):
 
 
 def test_rows_for_other_gpus():
-    """The tiles that TMA would write are none: all variants compile, and are those that are launched."""
+    """The tiles that TMA would write are none of them; tests/test_grouped_tiles.py compiles those without."""
     n, k, groups, epilogue = 2048, 768, 8, PeerStore(torch.bfloat16, 2, 100)
     variants = Family(n, k, groups, epilogue).variants(8 * MOST, SMS)
     for rows in (1, 8, 64, 1000, 8000, 8 * MOST):
@@ -56,7 +56,7 @@ def test_rows_for_other_gpus():
         if rows in (8 * MOST, 1):
             assert chosen.tma_store == (rows > 1)
         assert kernel_spec(without_tma_store(chosen, k), n, k, epilogue) in variants
-    assert 4 < len(variants) < 25 and all(jit.compile_spec(spec).cubin for spec in variants)
+    assert 4 < len(variants) < 25
 
 
 def test_a_part_counts_with_the_rows_of_the_whole(monkeypatch):
