@@ -1,7 +1,6 @@
 """RMSNorm and a router's logits in one: reference backend, errors, autograd, which kernels, and the compiled ones."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -45,15 +44,6 @@ def test_is_the_two_operations(dtypes, tokens, experts, hidden):
         assert torch.equal(logits, router_logits(expected.values, weight, dtype=out_dtype))
         limit = 1e-6 if out_dtype is torch.float32 else 1e-3
         assert error_in_its_dtype(logits, normed.values.double() @ weight.double().t()) < limit
-
-
-def test_nan_and_infinity_stay_in_their_rows():
-    x, norm_weight, weight, residual = operands(4, 8, 256, torch.bfloat16)
-    _, expected = norm_logits(x, norm_weight, EPS, weight, residual=residual, dtype=torch.float32)
-    x[1, 3], residual[2, 200] = math.nan, math.inf
-    normed, logits = norm_logits(x, norm_weight, EPS, weight, residual=residual, dtype=torch.float32)
-    assert normed.values[1].isnan().all() and logits[1:3].isnan().all()
-    assert torch.equal(logits[[0, 3]], expected[[0, 3]])
 
 
 def test_errors():
