@@ -7,6 +7,8 @@ import torch
 
 from tests.contracts import (
     CONTRACTS,
+    Call,
+    assert_same,
     bad_values_stay_where_they_belong,
     graph_replays_with_other_operands,
     repeats_have_equal_bits,
@@ -55,6 +57,14 @@ def test_graph_of_large_sizes(name, rows):
 @pytest.mark.parametrize("name,rows", LARGE)
 def test_streams(name, rows):
     streams_do_not_meet(overload(name), CASES[name], rows, large=True)
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2")
+@pytest.mark.parametrize("name", CASES)
+def test_device_that_is_not_current(name):
+    there, here = (Call(overload(name), CASES[name], device).run() for device in ("cuda:1", "cuda:0"))
+    assert all(value.get_device() == 1 for value in there)
+    assert_same([value.cpu() for value in there], [value.cpu() for value in here])
 
 
 def _reads_back(x):

@@ -371,11 +371,3 @@ def test_compile(fresh_compiler):
     for tokens in (3, 9, 20):
         x, routing = torch.randn(tokens, 131, device=DEVICE), route(tokens, 8, 2)
         assert torch.equal(compiled(x, *routing), layer(x, *routing))
-
-
-@pytest.mark.skipif("torch.cuda.device_count() < 2")
-def test_device_that_is_not_current():
-    layer = make()
-    x, routing = torch.randn(9, 272, device=DEVICE), route(9, 8, 2)
-    out = copy.deepcopy(layer).to("cuda:1")(x.to("cuda:1"), *(t.to("cuda:1") for t in routing))
-    assert out.device == torch.device("cuda:1") and torch.equal(out.to(DEVICE), layer(x, *routing))

@@ -301,16 +301,6 @@ def test_swiglu_is_quantized_with_the_bits_of_the_quantizer(sizes, bad):
 # Streams, graphs, memory.
 
 
-@pytest.mark.skipif("torch.cuda.device_count() < 2")
-def test_device_that_is_not_current():
-    a, b = activations(64, 576), weights(4, 136, 576)
-    group_offsets = int32([0, 9, 9, 40, 64])
-    other = [[t.to("cuda:1") for t in pair] for pair in (a, b)]
-    out = grouped_gemm(*other, group_offsets.to("cuda:1"))
-    assert out.device == torch.device("cuda:1")
-    assert torch.equal(out.to(DEVICE), grouped_gemm(a, b, group_offsets))
-
-
 def test_memory_of_a_call_is_its_result():
     a, b = activations(512, 1536), weights(8, 2112, 1536)
     group_offsets = offsets([64] * 8)
