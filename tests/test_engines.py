@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import vllm_serving
+from tools import sglang_hooks, vllm_serving
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,7 +37,18 @@ def test_what_vllm_served():
         assert len(row["log"]) == 3 and all(line.endswith("on fp8moe") for line in row["log"])
 
 
-def test_the_readme_of_vllm_has_the_commands_that_ran():
-    install, serve = vllm_serving.commands()
-    assert install == ["pip", "install", ".", "./integrations/vllm"]
-    assert serve == ["vllm", "serve", "MODEL", "--quantization", "fp8moe"]
+def test_what_sglang_was_tried_with():
+    tests = json.loads(sglang_hooks.FILE.read_text())["tests"]
+    assert list(tests) == [*sglang_hooks.VERSIONS] and all(set(counts) == {"passed"} for counts in tests.values())
+
+
+@pytest.mark.parametrize(
+    ("tool", "engine", "last"),
+    [
+        (vllm_serving, "vllm", ["vllm", "serve", "MODEL", "--quantization", "fp8moe"]),
+        (sglang_hooks, "sglang", ["FP8MOE_SGLANG=1", "python", "-m", "sglang.launch_server", "--model-path", "MODEL"]),
+    ],
+)
+def test_the_readmes_have_the_commands_that_ran(tool, engine, last):
+    install = ["pip", "install", ".", f"./integrations/{engine}"]
+    assert vllm_serving.commands_of(tool.README) == (install, last)

@@ -8,6 +8,7 @@ import logging
 import sys
 import types
 from importlib.machinery import ModuleSpec
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +25,17 @@ DISTRIBUTION = Path(__file__).parent.parent / "integrations/sglang"
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 128, 8, 2
 
 
+class Anything(type):
+    """Classes with any attribute, each such a class."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (), {})
+
+
 class Missing:
-    """Finds modules that are not installed: any name in them is an empty class."""
+    """Finds modules that are not installed, in which any name is `Anything`."""
 
     def __init__(self, *names):
         self.names = [name for name in names if find_spec(name) is None]
@@ -34,13 +44,9 @@ class Missing:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.names else None
 
     def create_module(self, spec):
-        def get(name):
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return vars(module).setdefault(name, type(name, (), {}))
-
         module = types.ModuleType(spec.name)
-        module.__getattr__ = get
+        module.__version__ = "0"
+        module.__getattr__ = lambda name: getattr(Anything(spec.name, (), {}), name)
         return module
 
     def exec_module(self, module):
@@ -50,7 +56,6 @@ class Missing:
 @pytest.fixture(scope="module")
 def sglang():
     """SGLang's modules in this process, with the hooks applied as its load_plugins does."""
-    importlib.import_module("transformers.image_utils")  # which looks for torchvision
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "meta_path", [*sys.meta_path, Missing("torchvision", "IPython", "datasets")])
         patch.syspath_prepend(str(DISTRIBUTION))
@@ -76,6 +81,16 @@ def log(sglang, caplog):
     yield lambda: [record.getMessage() for record in caplog.records if record.name == "sglang.fp8moe"]
 
 
+def test_sglang_finds_the_plugin(sglang):
+    import fp8moe_sglang
+
+    found = entry_points(group="sglang.srt.plugins", name="fp8moe")
+    if not found:
+        pytest.skip("the distribution fp8moe-sglang is not installed")
+    assert found["fp8moe"].load().__module__ == fp8moe_sglang.__name__
+    assert importlib.import_module("sglang.srt.plugins").GENERAL_PLUGINS_GROUP == "sglang.srt.plugins"
+
+
 def quantized(*shape):
     return fp8moe.quantize_128x128(torch.randn(shape) * shape[-1] ** -0.5)
 
@@ -94,7 +109,8 @@ def dispatched(sglang, tokens):
 
 
 def config(sglang, **options):
-    return sglang.base.MoeRunnerConfig(num_experts=EXPERTS, num_local_experts=EXPERTS, **options)
+    """One of two ranks."""
+    return sglang.base.MoeRunnerConfig(num_experts=2 * EXPERTS, num_local_experts=EXPERTS, **options)
 
 
 def fused(sglang):

@@ -82,31 +82,35 @@ def main() -> None:
     sys.exit(f"above {MAX_MEDIAN_DIFFERENCE}: {failed}" if failed else 0)
 
 
-def commands() -> tuple[list[str], list[str]]:
-    """The README's two commands."""
-    install, serve = re.search(r"```\n(.+)\n(.+)\n```", README.read_text()).groups()
+def commands_of(readme: Path) -> tuple[list[str], list[str]]:
+    """The two commands that a README of integrations/ begins with."""
+    install, serve = re.search(r"```\n(.+)\n(.+)\n```", readme.read_text()).groups()
     return shlex.split(install), shlex.split(serve)
+
+
+def make_environment(environment: Path, torch_requirement: str) -> None:
+    venv.create(environment, with_pip=True)
+    pip(environment, "install", *shlex.split(torch_requirement))
+
+
+def pip(environment: Path, *arguments: str) -> None:
+    print("pip", *arguments, flush=True)
+    subprocess.run([environment / "bin/python", "-m", "pip", "-q", *arguments], cwd=ROOT, check=True)
 
 
 def install(environment: Path, torch_requirement: str, work: Path) -> None:
     """vLLM into a new environment, and fp8moe as the README says."""
-    venv.create(environment, with_pip=True)
     vllm, broken = VLLM
     (work / "vllm.txt").write_text(vllm)
-
-    def pip(*arguments: str) -> None:
-        print("pip", *arguments, flush=True)
-        subprocess.run([environment / "bin/python", "-m", "pip", "-q", *arguments], cwd=ROOT, check=True)
-
-    pip("install", *shlex.split(torch_requirement))
-    pip("download", "--no-deps", "--require-hashes", "-r", str(work / "vllm.txt"), "-d", str(work))
-    pip("install", *map(str, work.glob("*.whl")))
-    pip("uninstall", "-y", *broken.split())
+    make_environment(environment, torch_requirement)
+    pip(environment, "download", "--no-deps", "--require-hashes", "-r", f"{work}/vllm.txt", "-d", str(work))
+    pip(environment, "install", *map(str, work.glob("*.whl")))
+    pip(environment, "uninstall", "-y", *broken.split())
     # The command `vllm` asks for the version of a distribution of that name, which this build is not.
     metadata = next(environment.glob("lib/python*/site-packages")) / "vllm-0.32.0+cpu.dist-info/METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    pip(*commands()[0][1:])
+    pip(environment, *commands_of(README)[0][1:])
 
 
 def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dict]:
@@ -159,7 +163,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    readme = [str(work / "fp8") if word == "MODEL" else word for word in commands()[1]]
+    readme = [str(work / "fp8") if word == "MODEL" else word for word in commands_of(README)[1]]
     more = [
         "--host",
         "127.0.0.1",

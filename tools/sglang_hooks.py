@@ -1,0 +1,66 @@
+"""`python -m tools.sglang_hooks`: tests/test_sglang.py in empty environments; the result is validation/sglang.json.
+
+In each there is a supported version of SGLang, pinned by its hash, without the CUDA builds that it asks for, and what
+its modules for experts and linears import; fp8moe is installed as the README of integrations/sglang says. No server
+runs: SGLang's kernels for a CPU need AMX. It takes about ten minutes and 3 GB.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.report import write_json
+from tools.vllm_serving import ROOT, commands_of, make_environment, pip
+
+FILE = ROOT / "validation" / "sglang.json"
+README = ROOT / "integrations/sglang/README.md"
+VERSIONS = {  # of SGLang: the hash of its wheel for Python 3.11, and transformers as it pins them
+    "0.5.13": ("9d26266ab7e99165098f9e173f4a5a0ef6a0b64a6f30ef0b5ee859eead37e75a", "5.8.1"),
+    "0.5.23": ("00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937", "5.19.0"),
+}
+IMPORTED = (
+    *("orjson", "gguf", "psutil", "pybase64", "triton", "pillow", "starlette", "msgspec", "pyzmq", "aiohttp", "dill"),
+    *("apache-tvm-ffi", "sentencepiece", "compressed-tensors", "einops", "openai", "partial-json-parser", "requests"),
+    *("pytest", "hypothesis"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.sglang_hooks", description=__doc__.splitlines()[0])
+    parser.add_argument("--torch", default="torch==2.13.0", help="pip requirement and options of its CPU build")
+    parser.add_argument("--out", type=Path, default=FILE, metavar="FILE")
+    args = parser.parse_args()
+    rows = {}
+    for version, (digest, transformers) in VERSIONS.items():
+        with tempfile.TemporaryDirectory() as directory:
+            environment = Path(directory) / "environment"
+            make_environment(environment, args.torch)
+            (Path(directory) / "sglang.txt").write_text(f"sglang=={version} --hash=sha256:{digest}")
+            pip(environment, "install", f"transformers=={transformers}", *IMPORTED)
+            pip(environment, "install", "--no-deps", "--require-hashes", "-r", f"{directory}/sglang.txt")
+            pip(environment, *commands_of(README)[0][1:])
+            rows[version] = run_tests(environment)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(args.out, {"date": date, "python": sys.version.split()[0], "torch": args.torch, "tests": rows})
+
+
+def run_tests(environment: Path) -> dict[str, int]:
+    """How many passed. RuntimeError with the output if any failed or was skipped."""
+    command = [environment / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_sglang.py"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    found = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
+    print(json.dumps(found), flush=True)
+    if done.returncode or set(found) != {"passed"}:
+        raise RuntimeError(f"{found}: {done.stdout[-4000:]}{done.stderr[-1000:]}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
