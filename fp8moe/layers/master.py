@@ -260,7 +260,7 @@ class _Part(torch.autograd.Function):
         return grad, None
 
 
-def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...] = ()) -> FP8Tensor:
+def _quantized(weights: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...]) -> FP8Tensor:
     try:
         copies, *others = [_copies(weight.untyped_storage()) for weight in weights]
     except NotImplementedError:  # under torch.func.vmap
@@ -305,7 +305,7 @@ def _empty_gate_up(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def _quantized_op(*weights: Tensor) -> tuple[Tensor, Tensor]:
     if not all(hasattr(weight.untyped_storage(), _ATTRIBUTE) for weight in weights):  # computed by the compiled graph
         return tuple(_quantize(*weights))
-    data, scale = _quantized(weights)
+    data, scale = _quantized(weights, (None,) * len(weights))  # as from eager code
     return data.clone(), scale.clone()
 
 
