@@ -1,22 +1,33 @@
-"""torchtitan's debug MoE in bfloat16 against FP8, on CPUs: `python -m tools.titan_training [OUT.json] [NAME ...]`.
+"""`python -m tools.titan_training`: integrations/torchtitan in whole runs on the CPU; the result is
+validation/torchtitan.json.
 
-It runs `examples.titan.debug_moe` with torchtitan 0.3.0, 20 steps each, in one process and in two, sharded by FSDP2,
-with expert and with tensor parallelism, compiled, and resumed from a checkpoint. The losses are in
-validation/torchtitan.json. One in FP8 that is further from that in bfloat16 than BAR fails it, as do one that falls by
-less than FALL, and linears under tensor parallelism that are not refused. Ten minutes on two cores.
+In an empty environment it installs PyTorch, torchtitan 0.3.0 and what the README of integrations/torchtitan says. There
+`examples.titan.debug_moe` runs for 20 steps each, in bfloat16 and in FP8, in one process and in two, sharded by FSDP2,
+with expert and with tensor parallelism, compiled, and resumed from a checkpoint. A loss in FP8 that is further from the
+one in bfloat16 than BAR fails it, as do one that falls by less than FALL, and linears under tensor parallelism that are
+not refused. It takes a quarter of an hour on two cores, and 3 GB.
 """
 
-import importlib.metadata
+import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+import venv
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.report import write_json
+
 ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "validation/torchtitan.json"
+README = ROOT / "integrations/torchtitan/README.md"
+TORCHTITAN = ("torchtitan==0.3.0", "triton")  # it imports triton, which PyTorch's CPU build lacks
+PACKAGES = ("fp8moe", "fp8moe-torchtitan", "torchtitan", "torch")
 BAR, FALL, STEPS = 0.005, 0.1, 20
 EXPERTS, LINEARS = "fp8moe_torchtitan.experts", "fp8moe_torchtitan.linears"
 TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
@@ -31,25 +42,58 @@ RUNS = {
 LOSS = re.compile(r"step:\s*(\d+).*?loss:\s*([\d.]+)")
 
 
-def run(processes: int, options: Sequence[str], in_fp8: Sequence[str] = ()) -> tuple[list[float], str]:
-    """The losses of a run, and all that it printed."""
-    program = ["-m", "examples.titan.debug_moe", "--training.steps", str(STEPS), *options]
-    if in_fp8:
-        program += ["--override.imports", *in_fp8]
-    launch = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    paths = [str(ROOT), str(ROOT / "integrations/torchtitan"), os.environ.get("PYTHONPATH", "")]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, *launch, *program]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    printed = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
-    return list(dict(LOSS.findall(printed)).values()), printed
+def install(environment: Path, torch_requirement: str) -> None:
+    """torchtitan into a new environment, and fp8moe as the README says."""
+    venv.create(environment, with_pip=True)
+    command = re.search(r"```\n(pip .+)\n", README.read_text())[1]
+    for arguments in (f"pip install {torch_requirement}", f"pip install {' '.join(TORCHTITAN)}", command):
+        print(arguments, flush=True)
+        subprocess.run([environment / "bin/python", "-m", *shlex.split(arguments), "-q"], cwd=ROOT, check=True)
 
 
-def losses(*arguments) -> list[float]:
-    found, printed = run(*arguments)
-    if not found:
-        raise RuntimeError(f"no losses of {arguments}:\n{printed[-4000:]}")
-    return [float(value) for value in found]
+def versions(python: Path) -> dict[str, str]:
+    program = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {PACKAGES}}}))"
+    return json.loads(subprocess.check_output([python, "-c", program], text=True))
+
+
+class Runs:
+    """Runs of the example in an environment."""
+
+    def __init__(self, python: Path):
+        self.python = python
+
+    def run(self, processes: int, options: Sequence[str], in_fp8: Sequence[str] = ()) -> tuple[list[float], str]:
+        """The losses of a run, and all that it printed."""
+        program = ["-m", "examples.titan.debug_moe", "--training.steps", str(STEPS), *options]
+        if in_fp8:
+            program += ["--override.imports", *in_fp8]
+        several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [self.python, *(several if processes > 1 else ()), *program]
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        printed = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
+        return [float(loss) for loss in dict(LOSS.findall(printed)).values()], printed
+
+    def losses(self, *arguments) -> list[float]:
+        found, printed = self.run(*arguments)
+        if not found:
+            raise RuntimeError(f"no losses of {arguments}:\n{printed[-4000:]}")
+        return found
+
+    def resumed(self) -> list[dict]:
+        """FP8 from step 10 of a run in FP8, which must have the same losses, and in bfloat16."""
+        with tempfile.TemporaryDirectory() as directory:
+            checkpoint = ("--dump_folder", directory, "--checkpoint.enable", "--checkpoint.interval", "10")
+            whole = self.losses(1, checkpoint, (EXPERTS, LINEARS))[10:]
+            again = (*checkpoint, "--checkpoint.load_step", "10")
+            in_fp8, in_bfloat16 = (self.losses(1, again, chosen) for chosen in ((EXPERTS, LINEARS), ()))
+        same = compare("FP8 resumed in FP8", whole, in_fp8)
+        return [same | {"passed": in_fp8 == whole}, compare("FP8 resumed in bfloat16", in_bfloat16, whole)]
+
+    def refused(self) -> dict:
+        _, printed = self.run(2, TENSOR_PARALLEL, (EXPERTS, LINEARS))
+        message = re.search(r"NotImplementedError: (fp8moe_torchtitan\.linears: .*)", printed)
+        return {"name": "linears under tensor parallelism", "refused": message and message[1], "passed": bool(message)}
 
 
 def compare(name: str, plain: Sequence[float], fp8: Sequence[float], **more: object) -> dict:
@@ -61,36 +105,26 @@ def compare(name: str, plain: Sequence[float], fp8: Sequence[float], **more: obj
     return row
 
 
-def resumed() -> list[dict]:
-    """FP8 from step 10 of a run in FP8, which must have the same losses, and in bfloat16."""
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoint = ("--dump_folder", directory, "--checkpoint.enable", "--checkpoint.interval", "10")
-        whole = losses(1, checkpoint, (EXPERTS, LINEARS))
-        again = (*checkpoint, "--checkpoint.load_step", "10")
-        rest = [losses(1, again, in_fp8) for in_fp8 in ((EXPERTS, LINEARS), ())]
-    rows = [compare("FP8 resumed in FP8", whole[10:], rest[0]), compare("FP8 resumed in bfloat16", rest[1], whole[10:])]
-    rows[0]["passed"] = rest[0] == whole[10:]
-    return rows
-
-
-def refused() -> dict:
-    _, printed = run(2, TENSOR_PARALLEL, (EXPERTS, LINEARS))
-    message = re.search(r"NotImplementedError: (fp8moe_torchtitan\.linears: .*)", printed)
-    return {"name": "linears under tensor parallelism", "refused": message and message[1], "passed": bool(message)}
-
-
 def main() -> int:
-    out, *names = sys.argv[1:] or [ROOT / "validation/torchtitan.json"]
-    rows = []
-    for name, (processes, options, in_fp8) in RUNS.items():
-        if not names or name in names:
-            plain, fp8 = (losses(processes, options, chosen) for chosen in ((), in_fp8))
+    parser = argparse.ArgumentParser(prog="python -m tools.titan_training", description=__doc__.splitlines()[0])
+    parser.add_argument("--torch", default="torch==2.13.0", help="pip requirement and options of its CPU build")
+    parser.add_argument("--environment", type=Path, help="a directory to install into, or where all is installed")
+    parser.add_argument("--out", type=Path, default=FILE, metavar="FILE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        environment = args.environment or Path(directory) / "environment"
+        if not environment.exists():
+            install(environment, args.torch)
+        python = environment.absolute() / "bin/python"
+        runs, rows = Runs(python), []
+        for name, (processes, options, in_fp8) in RUNS.items():
+            plain, fp8 = (runs.losses(processes, options, chosen) for chosen in ((), in_fp8))
             rows.append(compare(name, plain, fp8, processes=processes, in_fp8=list(in_fp8)))
-    if not names or "resume" in names:
-        rows += [*resumed(), refused()]
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchtitan")}
-    result = {"versions": versions, "bars": {"apart": BAR, "fall": FALL}, "rows": rows}
-    Path(out).write_text(json.dumps(result, indent=1) + "\n")
+        rows += [*runs.resumed(), runs.refused()]
+        installed = versions(python)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    bars = {"apart": BAR, "fall": FALL}
+    write_json(args.out, {"date": date, "versions": installed, "bars": bars, "rows": rows})
     return int(not all(row["passed"] for row in rows))
 
 

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import types
@@ -37,7 +38,10 @@ def prepare() -> None:
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda kind: device
     torch.distributed.set_timeout = lambda timeout, group=None: None  # newer than PyTorch 2.13
-    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 29511}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     for name, value in defaults.items():
         os.environ.setdefault(name, str(value))
 
