@@ -136,14 +136,32 @@ def test_experts(checkpoint, tokens):
     assert (out - expected).norm() <= 0.06 * expected.norm()
 
 
-def test_experts_of_another_rank_add_nothing(checkpoint):
-    layer = experts_layer(checkpoint)
-    here = torch.tensor([-1, 2, -1, 0, 7, 1, -1, -1], dtype=torch.int32)
-    layer.register_buffer("_expert_map", here)
-    x, weights, ids = routed(9)
-    expected = dense(layer, x, weights, here[ids])
+ELSEWHERE = [-1] * 4
+
+
+@pytest.mark.parametrize(
+    ("here", "first"),
+    [
+        ([*ELSEWHERE, 0, 1, 2, 3, 4, 5, 6, 7, *ELSEWHERE], 4),
+        ([*ELSEWHERE, 0, 2, 1, 3, 4, 5, 6, 7, *ELSEWHERE], None),
+        ([0, 1, 2, *ELSEWHERE, 3, 4, 5, *ELSEWHERE, 6, 7], None),
+    ],
+)
+def test_experts_of_another_rank_add_nothing(checkpoint, monkeypatch, here, first):
+    layer = experts_layer(checkpoint, loaded=False)
+    layer.register_buffer("_expert_map", torch.tensor(here, dtype=torch.int32))
+    layer.quant_method.process_weights_after_loading(layer)
+    x, weights, _ = routed(9)
+    ids = torch.rand(9, len(here)).argsort(1)[:, :TOP_K].int()
+    expected = dense(layer, x, weights, layer.expert_map[ids])
+    asked, op = [], fp8moe.experts
+    monkeypatch.setattr(fp8moe, "experts", lambda *args, **more: asked.append(more) or op(*args, **more))
     out = layer.forward_modular(x, weights, ids)
     assert 0 < (out - expected).norm() <= 0.06 * expected.norm()
+    assert asked[0].get("first_expert") == first and ("expert_map" in asked[0]) == (first is None)
+    layer.register_buffer("_expert_map", layer.expert_map.flip(0))  # as when there are more ranks later
+    moved = layer.forward_modular(x, weights, ids)
+    assert torch.equal(moved, op(x, ids, weights, *weights_of(layer), expert_map=layer.expert_map))
 
 
 def test_router_weights_on_the_input(checkpoint):

@@ -93,6 +93,15 @@ class Fp8moeExperts(_Experts):
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
 
+    first_expert: tuple[Tensor, int] | None = None
+    """A map of experts in which those here are a range, and the first of it: with it the layer takes fewer kernels."""
+
+    def look_at(self, expert_map: Tensor | None, count: int) -> None:
+        """Find out whether the experts here, so many, are a range; once, while the model is loaded."""
+        here = [] if expert_map is None else (expert_map >= 0).nonzero()[:, 0].tolist()
+        if here and expert_map[here[0] : here[0] + count].tolist() == list(range(count)):
+            self.first_expert = expert_map, here[0]
+
     def run(
         self,
         hidden_states: Tensor,
@@ -103,8 +112,11 @@ class Fp8moeExperts(_Experts):
         expert_map: Tensor | None,
         out: Tensor | None = None,
     ) -> Tensor:
-        up, down = (w1, self.w1_scale), (w2, self.w2_scale)
-        return fp8moe.experts(hidden_states, topk_ids, topk_weights, up, down, out=out, expert_map=expert_map)
+        up, down, place = (w1, self.w1_scale), (w2, self.w2_scale), {"expert_map": expert_map}
+        known, first = self.first_expert or (None, 0)
+        if expert_map is not None and expert_map is known:
+            place = {"first_expert": first, "num_experts": known.shape[0]}
+        return fp8moe.experts(hidden_states, topk_ids, topk_weights, up, down, out=out, **place)
 
     def apply(
         self,
@@ -183,6 +195,7 @@ class Fp8moeMoEMethod(Fp8MoEMethod):
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         super().process_weights_after_loading(layer)
+        self.moe_kernel.fused_experts.look_at(layer.expert_map, layer.w13_weight.shape[0])
         self.quant_config.warm()
 
     def apply(
