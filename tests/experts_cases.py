@@ -11,7 +11,7 @@ from fp8moe.kernels.experts.permute import permute_quantize
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.quant.formats import FP8Tensor
-from fp8moe.quant.quantize import quantize_128x128
+from fp8moe.quant.quantize import dequantize, quantize_128x128
 
 VARIANTS = {
     "plain": {},
@@ -132,4 +132,14 @@ def from_intermediate(layer, index, weights, intermediate):
         tokens, k = torch.where(index == expert)
         y = intermediate[tokens, k] @ exact(FP8Tensor(down[expert], down_scale[expert])).T
         out.index_add_(0, tokens, y * weights[tokens, k, None].double())
+    return out
+
+
+def dense(up, down, x, weights, ids):
+    """SwiGLU experts over FP8 weights in float32, token by token; an id below zero adds nothing."""
+    up, down = (dequantize(FP8Tensor(*each)) for each in (up, down))
+    out = torch.zeros(x.shape)
+    for token, k in (ids >= 0).nonzero().tolist():
+        gate, value = (up[ids[token, k]] @ x[token].float()).chunk(2)
+        out[token] += weights[token, k] * (down[ids[token, k]] @ (F.silu(gate) * value))
     return out

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import fp8moe
+from tests.experts_cases import dense
 
 if find_spec("sglang") is None:
     pytest.skip("sglang is not installed; its Python files and orjson are enough", allow_module_level=True)
@@ -131,16 +132,6 @@ def test_experts(sglang, log, monkeypatch, tokens, scaling):
     expected = dense(up, down, x, weights * (scaling or 1.0), ids)
     assert (result.hidden_states - expected).norm() <= 0.06 * expected.norm()
     assert log() == ["fp8moe: experts (8, 128, 256, 2): on fp8moe"]
-
-
-def dense(up, down, x, weights, ids):
-    """The layer in float32, each token through each of its experts; an id below zero adds nothing."""
-    up, down = fp8moe.dequantize(up), fp8moe.dequantize(down)
-    out = torch.zeros(x.shape)
-    for token, k in (ids >= 0).nonzero().tolist():
-        gate, value = (up[ids[token, k]] @ x[token].float()).chunk(2)
-        out[token] += weights[token, k] * (down[ids[token, k]] @ (torch.nn.functional.silu(gate) * value))
-    return out
 
 
 def test_other_runners_are_sglangs(sglang):

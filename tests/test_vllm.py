@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fp8moe
+from tests.experts_cases import dense
 
 if find_spec("vllm") is None:
     pytest.skip("vllm is not installed; its Python files are enough", allow_module_level=True)
@@ -115,16 +116,6 @@ def weights_of(layer):
     return (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
 
 
-def dense(layer, x, weights, ids):
-    """The layer in float32, each token through each of its experts; an id below zero adds nothing."""
-    up, down = (fp8moe.dequantize(fp8moe.FP8Tensor(*each)) for each in weights_of(layer))
-    out = torch.zeros(x.shape)
-    for token, k in (ids >= 0).nonzero().tolist():
-        gate, value = (up[ids[token, k]] @ x[token].float()).chunk(2)
-        out[token] += weights[token, k] * (down[ids[token, k]] @ (torch.nn.functional.silu(gate) * value))
-    return out
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_experts(checkpoint, tokens):
     layer = experts_layer(checkpoint)
@@ -132,7 +123,7 @@ def test_experts(checkpoint, tokens):
     ids[tokens // 2 :, 0] = -1  # of padding
     out = layer.forward_modular(x, weights, ids)
     assert torch.equal(out, fp8moe.experts(x, ids, weights, *weights_of(layer))) and out.dtype == torch.bfloat16
-    expected = dense(layer, x, weights, ids)
+    expected = dense(*weights_of(layer), x, weights, ids)
     assert (out - expected).norm() <= 0.06 * expected.norm()
 
 
@@ -153,7 +144,7 @@ def test_experts_of_another_rank_add_nothing(checkpoint, monkeypatch, here, firs
     layer.quant_method.process_weights_after_loading(layer)
     x, weights, _ = routed(9)
     ids = torch.rand(9, len(here)).argsort(1)[:, :TOP_K].int()
-    expected = dense(layer, x, weights, layer.expert_map[ids])
+    expected = dense(*weights_of(layer), x, weights, layer.expert_map[ids])
     asked, op = [], fp8moe.experts
     monkeypatch.setattr(fp8moe, "experts", lambda *args, **more: asked.append(more) or op(*args, **more))
     out = layer.forward_modular(x, weights, ids)
@@ -167,7 +158,7 @@ def test_experts_of_another_rank_add_nothing(checkpoint, monkeypatch, here, firs
 def test_router_weights_on_the_input(checkpoint):
     layer = experts_layer(checkpoint, top_k=1, apply_router_weight_on_input=True)
     x, weights, ids = routed(5, top_k=1)
-    expected = dense(layer, (x * weights).bfloat16(), torch.ones(5, 1), ids)
+    expected = dense(*weights_of(layer), (x * weights).bfloat16(), torch.ones(5, 1), ids)
     for out in (layer.forward_modular(x, weights, ids), modular_kernel(layer, x, weights, ids)):
         assert (out - expected).norm() <= 0.06 * expected.norm()
     layer = experts_layer(checkpoint, apply_router_weight_on_input=True)
@@ -227,7 +218,7 @@ def test_batched_experts(checkpoint):
     )
     for expert, count in enumerate(counts.tolist()):
         ids, ones = torch.full((count, 1), expert), torch.ones(count, 1)
-        expected = dense(layer, rows[expert, :count], ones, ids)
+        expected = dense(*weights_of(layer), rows[expert, :count], ones, ids)
         assert (out[expert, :count] - expected).norm() <= 0.06 * expected.norm()
 
 
