@@ -283,10 +283,12 @@ def reference(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     largest = scaled.amax(1, keepdim=True)
     greedy = (state.temperature == 0) | (state.top_k == 1) | ~largest[:, 0].isfinite()
     tokens = penalized.argmax(1)
-    if not (greedy.is_cpu and greedy.all()):  # a GPU is not asked
-        scores = scaled + gumbel_noise(state.seed, state.step, logits.shape[1])
-        drawn = torch.where(kept(scaled, largest, state), scores, -torch.inf).argmax(1)
-        tokens = torch.where(greedy, tokens, drawn)
+    # On the CPU noise is for rows that take it; a GPU is not asked which these are.
+    some = (~greedy).nonzero()[:, 0] if greedy.is_cpu else slice(None)
+    options, scaled = SamplingState(*(value[some] for value in state)), scaled[some]
+    scores = scaled + gumbel_noise(options.seed, options.step, logits.shape[1])
+    drawn = torch.where(kept(scaled, largest[some], options), scores, -torch.inf).argmax(1)
+    tokens[some] = torch.where(greedy[some], tokens[some], drawn)
     logprobs = raw.log_softmax(1).gather(1, tokens[:, None])[:, 0]
 
     valid = _valid_parameters(state) & raw.amax(1).isfinite() & penalized.amax(1).isfinite()
