@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8moe import FP8Linear, GroupedExperts
-from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.layers import master
+from fp8moe.layers.master import Fingerprint
 from tests.errors import relative_error
 from tests.transformers_models import BASE, modules_named, random_model
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.kernels.linear.forward import linear
+from fp8moe.layers.master import Fingerprint
 from fp8moe.quant.formats import BLOCK
 
 

@@ -10,13 +10,15 @@ In a compiled graph only storages of modules' Parameters have copies: the graph 
 after the other, into the same storage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Self
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8moe.layers.parameters import frozen, local
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
@@ -94,11 +96,6 @@ def invalidate_masters() -> None:
     """`invalidate` for the copies of masters only: after events that may have changed these alone."""
     global _master_generation
     _master_generation += 1
-
-
-def generation() -> int:
-    """A number that every call of `invalidate` raises: what was made at another generation is not valid."""
-    return _generation
 
 
 @register_optimizer_step_post_hook
@@ -318,3 +315,39 @@ define("quantized_gate_up(Tensor gate, Tensor up) -> (Tensor, Tensor)", _quantiz
 getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set()).update(
     {torch.ops.fp8moe.quantize_128x128.default, torch.ops.fp8moe.quantize_128x128_out.default}
 )
+
+
+class Fingerprint:
+    """The state of some tensors at one time, without reading them: where they lie, and what their version counters say.
+
+    After `invalidate`, called for writes that change no version, it no longer matches.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        parts = [part for tensor in tensors for part in _parts(tensor)]
+        self._generation = _generation
+        self._stamps = [_stamp(part) for part in parts]
+        # Weak references keep no memory alive, but while they exist no new storage gets the address of an old one.
+        self._storages = [StorageWeakRef(part.untyped_storage()) for part in parts]
+
+    def matches(self, tensors: Iterable[Tensor]) -> bool:
+        stamps = [_stamp(part) for tensor in tensors for part in _parts(tensor)]
+        return self._generation == _generation and self._stamps == stamps
+
+
+_PLAIN = (nn.Parameter, Tensor)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, and those that a wrapper has its memory from: the local tensor of a DTensor. Each has a version."""
+    yield tensor
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor):  # not a DTensor's mesh
+                yield from _parts(part)
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int, int | None]:
+    version = None if tensor.is_inference() else tensor._version
+    return tensor.untyped_storage()._cdata, tensor.data_ptr(), version

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8moe.integrations.fingerprint import Fingerprint
+from fp8moe.layers.master import Fingerprint
 
 
 class Ranks(NamedTuple):

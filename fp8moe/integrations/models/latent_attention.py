@@ -10,12 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.integrations.models import known_forwards, linears, norms
 from fp8moe.integrations.models.attention import WITHOUT_EFFECT, attention_interface
 from fp8moe.integrations.models.known_forwards import called, form_of, runs_as_written
 from fp8moe.integrations.transformers_versions import update_cache
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.layers.master import Fingerprint
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 

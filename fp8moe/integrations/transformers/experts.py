@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.integrations import NAME
-from fp8moe.integrations.fingerprint import Fingerprint
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.kernels.experts.operands import Norm
 from fp8moe.layers import experts_source
 from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.master import Fingerprint
 from fp8moe.layers.parameters import local
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import autograd
