@@ -13,6 +13,7 @@ __all__ = [
     "FP8MQAIndexer",
     "FP8Tensor",
     "GroupedExperts",
+    "RefitReport",
     "batch_invariant",
     "dequantize",
     "experts",
@@ -27,12 +28,15 @@ __all__ = [
     "quantize_1x128",
     "quantize_128x1",
     "quantize_128x128",
+    "refit",
+    "refitting",
     "replace_linears",
     "warm",
 ]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fp8moe.integrations.refit import RefitReport, refit, refitting
     from fp8moe.kernels.experts.api import experts, experts_masked, experts_rows
     from fp8moe.kernels.gemm import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
     from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
@@ -47,6 +51,7 @@ else:
         "layers",
         "quant",
         "runtime.config",
+        "integrations.refit",
     )
 
     def __getattr__(name):
@@ -64,5 +69,5 @@ else:
     # program will need them. That imports PyTorch, two seconds that the commands `fp8moe` and `python -m fp8moe`, here
     # "-m", do without until they have work to do: `fp8moe --help` answers at once.
     if Path(*sys.argv[:1]).name not in ("fp8moe", "-m"):
-        for _name in __all__:
-            __getattr__(_name)
+        for _module in _DEFINED_IN[:-1]:  # the last has none
+            import_module(f"{__name__}.{_module}")

@@ -119,9 +119,15 @@ def check_troubleshooting(names):
     assert names["before"].any()
 
 
+def check_rl(names):
+    assert len(names["rewards"]) == 3 and not names["report"].left
+    assert not names["model"]._forward_pre_hooks
+
+
 CHECKS = {
     "deep_gemm.md": check_deep_gemm,
     "README.md": check_readme,
+    "rl.md": check_rl,
     "operations.md": check_operations,
     "distributed.md": check_distributed,
     "finetuning.md": check_finetuning,

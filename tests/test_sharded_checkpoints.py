@@ -11,14 +11,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fp8moe import GroupedExperts
+from fp8moe import GroupedExperts, refit, refitting
 from fp8moe.checkpoints import save
 from fp8moe.checkpoints.read import INDEX, TensorReader
 from fp8moe.distributed import ExpertParallel
 from fp8moe.integrations.checkpoints import CheckpointError, load_fp8_checkpoint, save_fp8_checkpoint
 from tests.processes import in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_both, shard_experts
-from tests.small_checkpoints import HIDDEN, INTERMEDIATE, Model, bits, interrupt, write
+from tests.small_checkpoints import HIDDEN, INTERMEDIATE, Model, bits, interrupt, unquantized, write
 from tests.transformers_models import BASE, random_model
 
 MIXTRAL = {"num_local_experts": 4, "hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2}
@@ -76,6 +76,31 @@ def one_checkpoint(directory):
         model = shard(model)
         load_fp8_checkpoint(model, directory / f"{name}-fused")
         equal(model, whole)
+        refits(model)
+
+
+def refits(model):
+    """Each rank takes its part of new weights, one by one or fused, whose bits are those of one process."""
+    for fused in (False, True):
+        tensors, expected = unquantized(3, fused=fused), Model()
+        refit(expected, tensors)
+        refit(model, tensors.items())
+        equal(model, expected.state_dict())
+        refit(model, expected.state_dict())
+        equal(model, expected.state_dict())
+
+
+def one_rank_cannot_refit(directory):
+    model, tensors = shard_all(Model(), init_device_mesh("cpu", (dist.get_world_size(),))), unquantized(3)
+    wrong = dict(tensors) if dist.get_rank() else {name: tensors[name] for name in list(tensors)[1:]}
+    assert "rank 0: the refit failed" in sentence_of(ValueError, refit, model, wrong.items())
+    assert "embed_tokens.weight: missing" in sentence_of(ValueError, refit, model, list(tensors.items())[1:])
+    tensors["layers.0.q_proj.weight"][199, 0] = torch.nan  # which the last rank has
+    assert "layers.0.q_proj.weight: holds a NaN" in sentence_of(ValueError, refit, model, tensors)
+    with pytest.raises(ValueError, match="rank 1: not readable"), refitting(model):
+        if dist.get_rank() == 1:
+            fails()
+    refits(model)
 
 
 def reads_only_its_part(directory):
@@ -206,6 +231,7 @@ def one_failure_is_that_of_all(directory):
     each_rank_sees_the_scales_of_its_experts(directory)
     one_rank_cannot_save(directory)
     is_the_model_of_transformers(directory)
+    one_rank_cannot_refit(directory)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -44,6 +44,7 @@ CALLS = {
     ),
     "FP8MQAIndexer.from_transformers": (fp8moe.FP8MQAIndexer.from_transformers, {"indexer": None}),
     "FP8Tensor": None,  # a pair, whatever is in it
+    "RefitReport": None,
     "batch_invariant": None,
     "GroupedExperts": (EXPERTS, {"hidden_states": X, "top_k_index": INDEX, "top_k_weights": WEIGHTS}),
     "GroupedExperts.from_experts": (fp8moe.GroupedExperts.from_experts, {"module": EXPERTS}),
@@ -94,6 +95,8 @@ CALLS = {
     "quantize_1x128": (fp8moe.quantize_1x128, {"x": X}),
     "quantize_128x1": (fp8moe.quantize_128x1, {"x": X}),
     "quantize_128x128": (fp8moe.quantize_128x128, {"w": X}),
+    "refit": (fp8moe.refit, {"model": nn.Sequential(), "tensors": {}}),
+    "refitting": None,  # a context: test_refit.py
     "replace_linears": (fp8moe.replace_linears, {"model": nn.Sequential()}),
     # Not at the top of the package, but for callers too.
     "append_kv": (append_kv, {"kv_cache": CACHE, "k": torch.ones(1, 32), "slots": int32([0])}),
@@ -109,7 +112,7 @@ CALLS = {
     "warm": None,  # it takes no tensors: test_warmup.py
 }
 OPTIONAL = ("bias", "c", "expert_map", "out", "group_offsets of quantize_with_transpose", "tokens")
-OTHERS = ("max_context_len", "num_rows", "num_experts", "out_dtype")
+OTHERS = ("tensors", "max_context_len", "num_rows", "num_experts", "out_dtype")
 BAD = {"None": None, "list": [[1.0, 2.0], [3.0, 4.0]], "array": np.ones((2, 2)), "number": 1.5, "string": "x"}
 
 

@@ -76,6 +76,9 @@ def layers(model: nn.Module, x: Tensor, index: Tensor) -> None:
     assert_type(experts.forward_rows(fp8moe.quantize_1x128(x), index), Tensor)
     assert_type(experts.down_proj, nn.Parameter)
     assert_type(fp8moe.replace_linears(model, skip=["lm_head", "*.gate"]), list[str])
+    with fp8moe.refitting(model, names=["weight"]):
+        assert_type(fp8moe.refit(model, [("weight", x)], strict=False), fp8moe.RefitReport)
+    assert_type(fp8moe.refit(model, Path("checkpoint")).left, tuple[str, ...])
     indexer = fp8moe.FP8MQAIndexer(
         hidden_size=256, q_lora_rank=64, num_heads=32, head_dim=32, rope_head_dim=16, top_k=8
     )
@@ -85,6 +88,7 @@ def layers(model: nn.Module, x: Tensor, index: Tensor) -> None:
     fp8moe.FP8Linear("128", 256)  # type: ignore[arg-type]
     fp8moe.GroupedExperts(8, 128, 256)  # type: ignore[call-arg]
     experts.forward(x, index)  # type: ignore[call-arg]
+    fp8moe.refit(model, 3)  # type: ignore[arg-type]
     fp8moe.replace_linears(model, skip=3)  # type: ignore[arg-type]
     ExpertParallel("gather")  # type: ignore[call-arg]
 

@@ -31,6 +31,15 @@ def in_rows(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
+def tensor_in_rows(name: str, stored: Tensor) -> Tensor:
+    """A weight of GPT-OSS's experts, or the bias of gate and up, as `in_rows` sees it; any other tensor as it is."""
+    fused = parse_fused(name.removesuffix("_bias"), (0, 0, 0))
+    if fused is None:
+        return stored
+    values = stored if name.endswith("_bias") else stored.transpose(1, 2)
+    return _gate_then_up(values) if fused.projection == GATE_UP else values
+
+
 def as_stored(checkpoint: Checkpoint, modules: Collection[str] | None = None) -> Checkpoint:
     """Undo `in_rows` for the experts of these modules, or of all."""
     tensors = dict(checkpoint.tensors)

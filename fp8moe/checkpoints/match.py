@@ -18,6 +18,7 @@ from fp8moe.checkpoints.formats import (
     FP8,
     SCALE,
     SCALE_DTYPES,
+    TensorSpec,
     as_float,
     fits_scale,
     scale_name,
@@ -103,7 +104,7 @@ def plan_load(
             extra.append(name)
             continue
         other = plan.sources[destination.key].setdefault(destination.part, name)
-        problem = _mismatch(info, destination, state) if other == name else f"the checkpoint has it also as {other}"
+        problem = mismatch(info, destination, state) if other == name else f"the checkpoint has it also as {other}"
         if problem:
             plan.problems.append(f"{name}: {problem}")
             plan.wrong.add(destination.key)
@@ -122,7 +123,7 @@ def plan_load(
         ]
         plan.problems += scale_problems(checkpoint, scales)
     if not checkpoint.incomplete:
-        plan.problems += _missing(plan, state)
+        plan.problems += missing(plan, state)
     return plan
 
 
@@ -157,7 +158,7 @@ def _destination_of_expert(name: str, state: Mapping[str, Tensor]) -> Destinatio
     return Destination(key, (size, target.shape[2]), Part(tensor.expert, first))
 
 
-def _mismatch(info: TensorInfo, destination: Destination, state: Mapping[str, Tensor]) -> str | None:
+def mismatch(info: TensorInfo | TensorSpec, destination: Destination, state: Mapping[str, Tensor]) -> str | None:
     """What keeps this tensor from its place, or None."""
     target = state[destination.key].dtype
     if target == torch.float8_e4m3fn:
@@ -253,7 +254,8 @@ def _equal(checkpoint: Checkpoint, *names: str) -> bool:
         return torch.equal(*(reader.read(name).flatten().view(torch.uint8) for name in names))
 
 
-def _missing(plan: LoadPlan, state: Mapping[str, Tensor]) -> list[str]:
+def missing(plan: LoadPlan, state: Mapping[str, Tensor]) -> list[str]:
+    """What the model has, and no tensor of the plan is for."""
     problems = []
     for keys in ties(state):
         found = next((key for key in keys if plan.sources.get(key)), None)

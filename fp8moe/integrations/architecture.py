@@ -103,31 +103,41 @@ def empty_model(config: Any) -> Any:
         raise ValueError(f"config.json: transformers cannot make the model ({reason_of(error)})") from error
 
 
-def locate(model: Any, names: Iterable[str]) -> dict[str, Location]:
-    """Where each tensor of a checkpoint goes in this model, in the manner of transformers' from_pretrained."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+class Locator:
+    """Tells where a tensor of a checkpoint goes in a model of transformers, in the manner of its from_pretrained."""
 
-    conversions = get_model_conversion_mapping(model)
-    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-    renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state = state_of(model)
-    prefix = model.base_model_prefix
-    locations = {}
-    for name in sorted(names, key=dot_natural_key):  # some renamings depend on the names before
-        key, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        expert = parse_expert(rename_source_key(name, renamings, [])[0])
-        if key not in state and name in state:
-            locations[name] = Location(name, name)
-        elif pattern is None:
-            locations[name] = Location(key, key)
-        elif expert is not None and _merges(by_pattern[pattern], key):
+    def __init__(self, model: Any):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        conversions = get_model_conversion_mapping(model)
+        self._converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        self._renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
+        self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._state = state_of(model)
+        self._prefix = model.base_model_prefix
+
+    def locate(self, name: str) -> Location:
+        from transformers.core_model_loading import rename_source_key
+
+        key, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
+        expert = parse_expert(rename_source_key(name, self._renamings, [])[0])
+        if key not in self._state and name in self._state:
+            return Location(name, name)
+        if pattern is None:
+            return Location(key, key)
+        if expert is not None and _merges(self._by_pattern[pattern], key):
             own_name = f"{key.rpartition('.')[0]}.{expert.expert}.{expert.projection}.weight"
-            locations[name] = Location(own_name, key)
-        else:
-            locations[name] = Location(key, key, by_pattern[pattern], pattern)
-    return locations
+            return Location(own_name, key)
+        return Location(key, key, self._by_pattern[pattern], pattern)
+
+
+def locate(model: Any, names: Iterable[str]) -> dict[str, Location]:
+    """Where each tensor of a checkpoint goes in this model."""
+    from transformers.core_model_loading import dot_natural_key
+
+    locator = Locator(model)
+    return {name: locator.locate(name) for name in sorted(names, key=dot_natural_key)}  # some depend on those before
 
 
 def _merges(converter: Any, key: str) -> bool:
@@ -156,11 +166,15 @@ def convert(model: Any, sources: Mapping[str, Location], values: Mapping[str, Te
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether this is a model of transformers, which is imported where there is one."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
 def find_expert_names(model: nn.Module) -> ExpertNames | None:
     """DeepSeek's names, or for transformers' own models what its registry says; None if it says fused experts."""
-    transformers = sys.modules.get("transformers")
-    own = transformers is not None and isinstance(model, transformers.PreTrainedModel)
-    if not own or not class_of(model).__module__.startswith("transformers."):
+    if not is_of_transformers(model) or not class_of(model).__module__.startswith("transformers."):
         return ExpertNames()
     from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8moe.kernels.linear.forward import linear
@@ -74,5 +74,15 @@ def _float_scale(scale: Tensor) -> Tensor:
         return scale.float()
     cached = _float_scales.get(scale)
     if cached is None or not cached[0].matches([scale]):
-        cached = _float_scales[scale] = (Fingerprint([scale]), scale.detach().float())
+        values = scale.detach().float()
+        if cached is not None and cached[1].shape == values.shape and cached[1].device == values.device:
+            values = cached[1].copy_(values)  # graphs may read it
+        cached = _float_scales[scale] = (Fingerprint([scale]), values)
     return cached[1]
+
+
+def refresh(module: nn.Module) -> None:
+    """Bring copies of scales of this module up to date."""
+    for value in module._parameters.values():
+        if value is not None and value in _float_scales:
+            _float_scale(value)

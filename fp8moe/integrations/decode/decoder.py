@@ -14,7 +14,7 @@ from fp8moe.integrations.decode.arguments import Call, GenerateArguments, intege
 from fp8moe.integrations.decode.attention import NAME as FLASH
 from fp8moe.integrations.decode.cache import has_states
 from fp8moe.integrations.decode.generation import Generation
-from fp8moe.integrations.decode.model_use import ModelState, TurnLock, check_eval, ranks_of
+from fp8moe.integrations.decode.model_use import ModelState, TurnLock, check_eval, ranks_of, refits_of
 from fp8moe.integrations.decode.prefill import MOST_GRAPH_TOKENS, Prefix, compile_for_prompts
 from fp8moe.integrations.decode.probe import (
     check_batch_invariance,
@@ -55,9 +55,9 @@ class GraphDecoder:
     logarithms of probabilities whatever else is in its batch; it is to be called inside too. That needs flash
     attention. torch.autocast changes nothing in it.
 
-    The graphs read the weights where they lay at the capture: after moving or changing them, make a new decoder;
-    `generate` raises RuntimeError until then. Threads may share a decoder: their calls take turns. A stream or run
-    holds its turn until it ends or is closed.
+    The graphs read the weights where they lay at the capture: `fp8moe.refit` puts new ones there. After moving or
+    changing them otherwise make a new decoder; `generate` raises RuntimeError until then. Threads may share a decoder:
+    their calls take turns. A stream or run holds its turn until it ends or is closed.
 
     ``model.generate(..., custom_generate=decoder)`` works too: see `__call__`.
 
@@ -133,6 +133,7 @@ class GraphDecoder:
             self._capture()
             compile_for_prompts(self.device.index, self.batch_sizes[-1] * self.max_length)
         self._state = ModelState(model)
+        refits_of(model).captures.add(self._state)
 
     def generate(
         self,
@@ -186,7 +187,8 @@ class GraphDecoder:
         captured batch, padding on the right; ValueError for settings of ``model.generation_config`` that would change
         tokens and are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), or if the model is in
         training mode; NaNLogits, a ValueError with what was generated, if the logits of a sequence become NaN.
-        RuntimeError if the weights have changed since the capture, or the decoder is closed.
+        RuntimeError if the weights have changed since the capture otherwise than by a complete `fp8moe.refit`, or
+        change meanwhile, or the decoder is closed.
         """
         arguments = GenerateArguments(
             input_ids=input_ids,
@@ -346,6 +348,8 @@ class GraphDecoder:
                 made = "inside" if self._batch_invariant else "outside"
                 raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
             check_eval(self.model)
+            refits = refits_of(self.model)
+            refits.check(refits.count)
             if self.captured and (change := self._state.change(self.model)):
                 raise RuntimeError(f"{change} since the capture: make a new GraphDecoder")
             yield

@@ -1,9 +1,9 @@
-"""The use of a model: by which ranks, by which thread, and whether it is still the model it was."""
+"""The use of a model: by which ranks, by which thread, whether it is still the model it was, or gets other weights."""
 
 import threading
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-from weakref import ref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,76 @@ class TurnLock:
         self._lock.release()
 
 
+class Refits:
+    """The refits of a model (`fp8moe.refit`): how many have begun, and whether it is closed until one is complete.
+
+    captures: states of the model in CUDA graphs, which a complete refit leaves valid.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.closed = False
+        self.captures: WeakSet[ModelState] = WeakSet()
+        self._valid: list[ModelState] = []
+
+    def close(self, model: nn.Module) -> None:
+        if not self.closed:
+            self._valid = [state for state in self.captures if state.change(model) is None]
+        self.closed = True
+        self.count += 1
+
+    def open(self, model: nn.Module) -> None:
+        for state in self._valid:
+            state.renew(model)
+        self._valid = []
+        self.closed = False
+
+    def check(self, begun: int) -> None:
+        """Raise RuntimeError if the model is closed, or has been refitted since `begun`, the count at that time."""
+        if self.closed:
+            _refuse()
+        if self.count != begun:
+            raise RuntimeError("the model's weights were refitted since these sequences began: generate them again")
+
+
+_refits: WeakKeyDictionary[nn.Module, Refits] = WeakKeyDictionary()
+
+
+def refits_of(model: nn.Module) -> Refits:
+    found = _refits.get(model)
+    return _refits.setdefault(model, Refits()) if found is None else found
+
+
+def close(model: nn.Module) -> bool:
+    """Let the model, its modules and its decoders raise RuntimeError where they run; return whether they did before."""
+    closed = refits_of(model).closed
+    for module in model.modules():
+        if _refuse not in module._forward_pre_hooks.values():  # a copy of a closed model has it, too
+            module.register_forward_pre_hook(_refuse, prepend=True)
+        if module is model or module in _refits:
+            refits_of(module).close(module)
+    return closed
+
+
+def open_again(model: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
+    """Undo `close`; CUDA graphs that were valid before are valid with the weights that there are now.
+
+    refresh: brings what is made of a module's weights up to date; the model opens after the modules in it.
+    """
+    for module in reversed([*model.modules()]):
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _refuse]:
+            del module._forward_pre_hooks[key]
+        refresh(module)
+        if module in _refits:
+            _refits[module].open(module)
+
+
+def _refuse(*call: object) -> NoReturn:
+    raise RuntimeError(
+        "the model's weights are being replaced by fp8moe.refit: end that, or if it failed make a complete one, first"
+    )
+
+
 class ModelState:
     """Where a model's weights lie and what they held at one time, and which adapters of peft were active, how much.
 
@@ -104,11 +174,18 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module):
-        self._weights = Fingerprint(_weights(model))
+        self.renew(model)
         self._adapters = [(ref(module), _active(module)) for module in model.modules() if _has_adapters(module)]
+
+    def renew(self, model: nn.Module) -> None:
+        """Take what the weights hold now for what they held then."""
+        self._weights = Fingerprint(_weights(model))
+        self._refits = refits_of(model).count
 
     def change(self, model: nn.Module) -> str | None:
         """Return what has changed in the model since: the beginning of a sentence, or None."""
+        if refits_of(model).count != self._refits:
+            return "the model's weights were refitted"
         if not self._weights.matches(_weights(model)):
             return "the model's weights have moved or changed"
         if any(module() is None or _active(module()) != active for module, active in self._adapters):

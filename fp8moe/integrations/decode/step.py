@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8moe.integrations import transformers_versions
 from fp8moe.integrations.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows, used_by
 from fp8moe.integrations.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
-from fp8moe.integrations.decode.model_use import ranks_of
+from fp8moe.integrations.decode.model_use import ranks_of, refits_of
 from fp8moe.integrations.decode.prefill import Prefix, ShortPrompts, columns_at_a_time
 from fp8moe.integrations.decode.transfers import integers_on
 from fp8moe.integrations.models import Optimized
@@ -71,6 +71,7 @@ class Step:
     finished (B,): the row has ended. failed (B,): because its logits were NaN.
     sampling: how the next token is chosen. prefill_chunk: columns of a prompt at a time; None: as the memory allows.
     graph: of the step. short_prompts: those of prompts. None without graphs.
+    refits: of the model. begun: their count when the sequences began.
     """
 
     def __init__(
@@ -114,6 +115,8 @@ class Step:
         self.metadata = AttentionMetadataBuilder(self.begin, self.columns, max_length, self.ranks.key_heads)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.short_prompts: ShortPrompts | None = None
+        self.refits = refits_of(model)
+        self.begun = self.refits.count
 
     def start(
         self,
@@ -129,6 +132,7 @@ class Step:
         Copies choose the same tokens and experts, so they read no further weights. samplings: of each sequence; ():
         greedy.
         """
+        self.begun = self.refits.count
         reset(self.cache, masked=self.capabilities.attention is None)  # a NaN that is masked would stay
         self.mask.fill_(True)
         if mask is None:
@@ -158,6 +162,7 @@ class Step:
 
         Raises ValueError for a prefix that this model or these prompts cannot follow.
         """
+        self.refits.check(self.begun)
         tokens = self.rows(tokens)
         self._note_prompts(tokens, None if mask is None else self.rows(mask), prefix)
         start: int | None = 0
@@ -225,6 +230,7 @@ class Step:
 
     def replay(self) -> None:
         """Decode one more token for each sequence."""
+        self.refits.check(self.begun)
         if self.graph is None:
             self.advance()
         else:
@@ -282,6 +288,7 @@ class Step:
 
         length: no sequence of them has a token in that column or after it.
         """
+        self.begun = min(self.begun, source.begun)
         copy_rows(self.cache, self.size, rows, source.cache, chosen, length)
         self.mask.index_fill_(0, rows, True)
         copied = [(getattr(self, name), getattr(source, name)) for name in _ROW_TENSORS]

@@ -188,3 +188,10 @@ def _dequantized(linear: nn.Module, weights: linears.Weights, dtype: torch.dtype
         values = cached.values.copy_(values)  # graphs may read it
     _weight_cache[linear] = _CachedWeight(values, Fingerprint(sources))
     return values
+
+
+def refresh(linear: nn.Module) -> None:
+    """Bring the copy of this linear's weight up to date, if there is one."""
+    cached, parts = _weight_cache.get(linear), linears.weights(linear)
+    if cached is not None and parts is not None:
+        _dequantized(linear, parts, cached.values.dtype)

@@ -61,6 +61,18 @@ def cached_layer(module: nn.Module) -> GroupedExperts:
     return cached.layer
 
 
+@torch.no_grad()
+def refresh(module: nn.Module) -> None:
+    """Bring the layer that is cached beside a module up to date, in its own memory, which graphs may read."""
+    cached = module.__dict__.get("_fp8moe")
+    if cached is None or cached.layer is None or cached.is_of(module):
+        return
+    for old, new in zip(cached.layer.parameters(), grouped_experts(module).parameters(), strict=True):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+    cached.weights = Fingerprint(_weights(module))
+
+
 class _CachedLayer:
     """A GroupedExperts beside the module that it was made from. Copies and files of that module leave it out."""
 

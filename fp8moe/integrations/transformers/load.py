@@ -91,7 +91,7 @@ def load_model(
         config, generation_config = read_config(stored), read_generation_config(stored)
         dtype = _dtype(dtype, config, stored)
         quantization = _without_quantization(config)  # or transformers would quantize by itself
-        patterns += _predicted_layers(config)
+        patterns += predicted_layers(config)
         matched = _match(blocks, empty_model(config), patterns, found.unused)
         if any(problem.endswith(TIED) for problem in matched.problems):  # then transformers does not tie them
             config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
@@ -175,7 +175,7 @@ def _parts(config: Any) -> list[Any]:
     return [config, *(part for part in parts if part is not None)]
 
 
-def _predicted_layers(config: Any) -> tuple[str, ...]:
+def predicted_layers(config: Any) -> tuple[str, ...]:
     """Patterns of the layers for multi-token prediction, behind the others, which transformers' models do not have."""
     config = config.get_text_config(decoder=True)
     count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)

@@ -1,0 +1,508 @@
+"""New weights into the memory of a model that runs, as reinforcement learning needs after every step of its trainer."""
+
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.checkpoints.as_blocks import as_blocks, inexact_weights
+from fp8moe.checkpoints.expert_names import DOWN, GATE_UP, parse_fused
+from fp8moe.checkpoints.formats import (
+    CHANNEL_SCALE,
+    DTYPE_NAMES,
+    FLOATS,
+    FP8,
+    SCALE,
+    TensorSpec,
+    scale_name,
+    weight_of,
+)
+from fp8moe.checkpoints.gpt_oss import in_rows, tensor_in_rows
+from fp8moe.checkpoints.load import ignored_names
+from fp8moe.checkpoints.match import (
+    WHOLE,
+    Destination,
+    LoadPlan,
+    Part,
+    find_destination,
+    mismatch,
+    missing,
+    state_of,
+    ties,
+)
+from fp8moe.checkpoints.read import Checkpoint, CheckpointError, open_checkpoint, unmappable
+from fp8moe.checkpoints.sharded import Ranks, held
+from fp8moe.integrations import finegrained
+from fp8moe.integrations.architecture import Location, Locator, convert, is_of_transformers
+from fp8moe.integrations.decode.model_use import close, open_again
+from fp8moe.integrations.models import latent_attention
+from fp8moe.integrations.transformers import experts as cached_experts
+from fp8moe.integrations.transformers.load import predicted_layers
+from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.master import invalidate_masters
+from fp8moe.layers.parameters import is_sharded
+from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
+from fp8moe.quant.quantize import quantize_128x128, quantize_channels
+from fp8moe.runtime.checks import FLOATING, describe
+
+_SHOWN = 8  # problems that an error names
+_OF_VLLM = re.compile(rf"(?<=\.)(w13|w2)_weight(?=$|{SCALE}$)")
+
+Source = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | nn.Module | str | os.PathLike
+
+
+class RefitReport(NamedTuple):
+    """What a refit has done, by names of the model's state dict, of tied tensors the first.
+
+    updated: that have got values. left: that have not, or of fused experts the single ones that have not.
+    """
+
+    updated: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitReport:
+    """Put new weights into a model in its own memory, in FP8 where the model is.
+
+    No pointer changes: CUDA graphs, a `GraphDecoder` and compiled kernels go on with the new weights. The bits are
+    those of quantizing the whole checkpoint anew (``fp8moe quantize``) and loading it. What is made of the weights
+    (scales in other formats, copies beside transformers' experts, fused projections) follows. A decoder's prefix raises
+    ValueError from then on; its sequences that had begun raise RuntimeError.
+
+    model: with `FP8Linear`, `GroupedExperts` or `FP8MQAIndexer` in it, or of transformers; the one that decoders were
+        made for, or one around it.
+    tensors: (name, tensor) in any order, as the model's checkpoint has them: linears and norms by name, experts one by
+        one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and what else transformers converts.
+        bfloat16, float16 or float32; or float8_e4m3fn and, before it or after, its scale. A DTensor is gathered: all
+        ranks give the same then. An iterable is read once, and the memory of a tensor may be used again when the next
+        one is asked for. Or a mapping; a checkpoint's directory, of any format that `find_format` says loads; or a
+        module that trains, with masters or unquantized, whose state dict is taken.
+    strict: every tensor of the model must come. False leaves the others as they are, but not after a refit that failed.
+    Returns what came and what did not. Within `refitting` this is one of several pieces, whose end judges what is
+    missing.
+
+    From the first tensor to the last the model's forward and those of its modules, `GraphDecoder` and transformers'
+    generate raise RuntimeError; after an error they do so until a refit is complete. A CUDA graph of your own, and what
+    torch.compile made of the model before, cannot be stopped: do not run them meanwhile.
+
+    Memory takes no second copy of the weights: at most one tensor beside those of ``tensors`` (transformers'
+    conversions keep the tensors that they put together until they have all). Scales are float32, or powers of two where
+    the model has them in E8M0.
+
+    On a model of sharded parameters (DTensors, of FSDP2 or `fp8moe.distributed.ExpertParallel`) all ranks of the
+    default group call this with whole tensors; each takes what it holds, and an error of one is raised on all.
+
+    Raises ValueError, before the tensor is written, for one that is unknown, came before, or has another shape or
+    dtype; at the end, naming the tensors, for those that are missing, hold a NaN or an infinity, or differ though the
+    model ties them. CheckpointError (a ValueError) for a directory that cannot be read, TypeError for other arguments,
+    and RuntimeError while another refit of the model is under way.
+    """
+    _check_model(model)
+    work = _under_way.get(model)
+    if work is not None and work.thread == threading.get_ident():
+        before = work.came
+        work.take(_opened(tensors))
+        return work.report(before)
+    source = _opened(tensors)
+    with _work(model, source.names, strict) as work:
+        work.take(source)
+    return work.report()
+
+
+@contextmanager
+def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterator[None]:
+    """Refit a model in pieces: within this context each `refit` by this thread adds to the same one.
+
+    Its end raises ValueError unless every tensor of the model has come: the model runs again only after a complete one.
+    names: of all tensors that will come. Those that are unknown, twice or missing raise ValueError here, with the model
+        as it was; so does, in `refit`, a tensor that is not among them.
+    """
+    _check_model(model)
+    if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
+        raise TypeError(f"names: expected an iterable of names, got {describe(names)}")
+    with _work(model, names, strict=True):
+        yield
+
+
+_lock = threading.Lock()
+_under_way: WeakKeyDictionary[nn.Module, "_Refit"] = WeakKeyDictionary()
+_places: WeakKeyDictionary[nn.Module, dict[str, tuple[Location, Destination]]] = WeakKeyDictionary()
+"""Where the tensors of a checkpoint go in each model, as found at earlier refits."""
+
+
+class _Source(NamedTuple):
+    """names: of all tensors, None where they are not known before. as_published: GPT-OSS's experts are in columns."""
+
+    tensors: Iterable[tuple[str, Tensor]]
+    names: Iterable[str] | None
+    as_published: bool
+
+
+@contextmanager
+def _work(model: nn.Module, names: Iterable[str] | None, strict: bool) -> Iterator["_Refit"]:
+    with _lock:
+        if model in _under_way:
+            raise RuntimeError("model: another refit of it is under way; end that one first")
+        work = _under_way[model] = _Refit(model)
+    try:
+        with work.ranks.step():
+            if names is not None:
+                work.expect(names, strict)
+        failed_before = close(model)
+        with work.ranks.step():
+            yield work
+            work.finish(strict or failed_before)
+        open_again(model, _refresh)
+    finally:
+        del _under_way[model]
+
+
+class _Refit:
+    """One refit of a model. plan: what has come, and what of the model it is."""
+
+    def __init__(self, model: nn.Module):
+        self.thread = threading.get_ident()
+        self.state = state_of(model)
+        self.ranks = Ranks(self.state.values())
+        self.plan = LoadPlan([])
+        self._model = model
+        self._first = {key: keys[0] for keys in ties(self.state) for key in keys}
+        self._expected: set[str] | None = None
+        self._places = _places.setdefault(model, {})
+        self._parts: dict[str, dict[str, Tensor]] = {}  # of what transformers makes of several tensors, by its key
+        self._codes: dict[str, Destination] = {}  # FP8 weights that came as such
+        self._differ: dict[str, Tensor] = {}  # whether tensors differ from those that the model ties them to
+        config = getattr(model, "config", None)
+        self._is_gpt_oss = getattr(config, "model_type", None) == "gpt_oss"
+        self._ignored = ignored_names(model, predicted_layers(config) if is_of_transformers(model) else (), ())
+
+    @property
+    def came(self) -> set[str]:
+        """The entries of the state dict that something came for."""
+        return {key for key, parts in self.plan.sources.items() if parts}
+
+    def expect(self, names: Iterable[str], strict: bool) -> None:
+        """Raise ValueError unless tensors of these names are for this model, and with `strict` all that it needs."""
+        names, plan, problems = [*names], LoadPlan([]), []
+        for name in names:
+            location, destination = self._place(name)
+            try:
+                if destination is None:
+                    self._check_ignored(name)
+                elif not (
+                    self._has_twin(plan, destination) or (location.converter and self._claimant(plan, destination))
+                ):
+                    self._claim(plan, name, destination)
+            except ValueError as error:
+                problems.append(str(error))
+        for name, destination in plan.destinations.items():
+            scale = self._scale_of(destination)  # which is made of the weight, if none comes
+            if scale is not None and self._claimant(plan, scale) is None:
+                plan.sources[scale.key][scale.part] = name
+        problems += self._missing(plan) if strict else ()
+        _raise("cannot refit, the model is unchanged", problems)
+        self._expected = {*names}
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take(self, source: _Source) -> None:
+        for item in source.tensors:
+            if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
+                raise TypeError(f"tensors: expected pairs of a name and a tensor, got {describe(item)}")
+            name, tensor = item
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {describe(tensor)}")
+            if self._expected is not None and name not in self._expected:
+                raise ValueError(f"{name}: is not among the names that the refit began with")
+            tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
+            if self._is_gpt_oss and source.as_published and tensor.dtype in FLOATING:
+                tensor = tensor_in_rows(name, tensor)
+            location, destination = self._place(name)
+            if destination is None:
+                self._check_ignored(name)
+            elif location.converter is None or (tensor.dtype not in FLOATING and tensor.shape == destination.shape):
+                self._write(name, destination, tensor)
+            else:
+                self._convert(name, location, tensor)
+
+    @torch.no_grad()
+    def finish(self, strict: bool) -> None:
+        """Judge what has come."""
+        problems = [f"{next(iter(parts))}: came without others that make {key}" for key, parts in self._parts.items()]
+        if strict:
+            problems += self._missing(self.plan)
+        for name, destination in self._codes.items():
+            scale = self._scale_of(destination)
+            if not strict and scale is not None and not self._claimant(self.plan, scale):
+                problems.append(f"{name}: came in FP8 without its scale")
+        problems += self._bad_values()
+        _raise("the refit failed, and the model does not run before a complete one", problems)
+        invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
+
+    def report(self, before: Iterable[str] = ()) -> RefitReport:
+        """before: entries of the state dict that are not to be in `updated`."""
+        came = self.came.difference(before)
+        left = [problem.partition(":")[0] for problem in self._missing(self.plan)]
+        return RefitReport(tuple(key for key in self.state if key in came), tuple(left))
+
+    def _missing(self, plan: LoadPlan) -> list[str]:
+        """A line for each tensor that has not come; a weight's is enough, it may come without a scale."""
+        lines = {line.partition(":")[0]: line for line in missing(plan, self.state)}
+        return [line for name, line in lines.items() if weight_of(name) not in lines]
+
+    def _place(self, name: str) -> tuple[Location, Destination | None]:
+        found = self._places.get(name)
+        if found is not None and found[1].key in self.state:
+            return found
+        location, destination = self._find_place(name)
+        if destination is not None:
+            self._places[name] = location, destination
+        return location, destination
+
+    def _find_place(self, name: str) -> tuple[Location, Destination | None]:
+        name = _OF_VLLM.sub(lambda found: GATE_UP if found[1] == "w13" else DOWN, name)
+        weight = name.removesuffix(CHANNEL_SCALE) if name.endswith(f".weight{CHANNEL_SCALE}") else weight_of(name)
+        if weight is not None:
+            scale = scale_name(self._locate(weight).name)
+            destination = find_destination(scale, self.state)
+            if destination is not None:
+                return Location(scale, destination.key), destination
+        location = self._locate(name)
+        return location, find_destination(location.name, self.state)
+
+    def _locate(self, name: str) -> Location:
+        return Location(name, name) if self._locator is None else self._locator.locate(name)
+
+    @cached_property
+    def _locator(self) -> Locator | None:
+        return Locator(self._model) if is_of_transformers(self._model) else None
+
+    def _check_ignored(self, name: str) -> None:
+        if not self._ignored(name):
+            raise ValueError(f"{name}: unknown, the model has no such tensor")
+
+    def _claimant(self, plan: LoadPlan, destination: Destination) -> str | None:
+        """The tensor that came for a place, or for a part of it."""
+        parts = plan.sources[self._first[destination.key]]
+        if destination.part == WHOLE:
+            return next(iter(parts.values()), None)
+        return parts.get(destination.part) or parts.get(WHOLE)
+
+    def _has_twin(self, plan: LoadPlan, destination: Destination) -> bool:
+        """Whether a tensor came that the model ties to this one."""
+        first = plan.sources[self._first[destination.key]].get(WHOLE)
+        return first is not None and plan.destinations[first].key != destination.key
+
+    def _claim(self, plan: LoadPlan, name: str, destination: Destination) -> None:
+        """Note that a tensor is there. Raises ValueError if it came before."""
+        other = self._claimant(plan, destination)
+        if other is not None:
+            raise ValueError(f"{name}: came before" + (f", as {other}" if other != name else ""))
+        plan.sources[self._first[destination.key]][destination.part] = name
+        plan.destinations[name] = destination
+
+    def _scale_of(self, destination: Destination) -> Destination | None:
+        """Where the scale of a weight goes; None for what is no weight in FP8 with a scale."""
+        weight, key = self.state[destination.key], scale_name(destination.key)
+        scale = self.state.get(key)
+        if weight.dtype != torch.float8_e4m3fn or scale is None:
+            return None
+        if destination.part == WHOLE:
+            return Destination(key, tuple(scale.shape))
+        expert, row = destination.part
+        size = scale.shape[1] * destination.shape[0] // weight.shape[1]
+        return Destination(key, (size, scale.shape[2]), Part(expert, size if row else 0))
+
+    def _write(self, name: str, destination: Destination, tensor: Tensor) -> None:
+        target = self.state[destination.key]
+        scale = self._scale_of(destination) if tensor.dtype in FLOATING else None
+        if scale is not None:
+            problem = _unfit(destination, scale, tensor)
+        elif target.dtype == torch.float8_e4m3fn != tensor.dtype:
+            problem = f"dtype {_dtype(tensor)}, expected {FP8}, BF16, F16 or F32"
+        else:
+            problem = mismatch(TensorSpec(_dtype(tensor), tuple(tensor.shape)), destination, self.state)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
+        local, part = destination.held_by(target)
+        if self._has_twin(self.plan, destination) and name not in self._differ:
+            self._differ[name] = (local != tensor[part].to(local)).any()
+            return
+        if scale is not None:
+            self._claim(self.plan, name, scale)
+            self._claim(self.plan, name, destination)
+            self._quantize(destination, scale, tensor)
+            return
+        self._claim(self.plan, name, destination)
+        if target.dtype == torch.float8_e4m3fn:
+            self._codes[name] = destination
+        local.copy_(tensor.reshape(destination.shape)[part])  # a scale may have other sizes of one
+
+    def _quantize(self, destination: Destination, scale_destination: Destination, tensor: Tensor) -> None:
+        data, part = destination.held_by(self.state[destination.key])
+        scale, scale_part = scale_destination.held_by(self.state[scale_destination.key])
+        if not data.numel() and not scale.numel():
+            return
+        if tensor.dim() == 3 and part[0] == scale_part[0]:  # only experts of this rank
+            tensor, part, scale_part = tensor[part[0]], (slice(None), *part[1:]), (slice(None), *scale_part[1:])
+        tensor = tensor.to(data.device)
+        if _has_channels(destination, scale_destination):
+            for index in range(len(tensor)) if tensor.dim() == 3 else [...]:
+                values = quantize_channels(tensor[index])
+                data[index].copy_(values.data[part[-2:]])
+                scale[index].copy_(values.scale[scale_part[-2:]])
+            return
+        matrices = _matrices(destination)
+        halves = tensor.unflatten(-2, (matrices, -1))
+        all_here = data.shape == tensor.shape and scale.shape[-2:] == scale_destination.shape[-2:]
+        if all_here and scale.dtype == torch.float32:
+            out = (value.unflatten(-2, (matrices, -1)) for value in (data, scale))
+            quantize_128x128(halves, out=FP8Tensor(*out))
+            return
+        values = quantize_128x128(halves, scale_format="float32" if scale.dtype == torch.float32 else "ue8m0")
+        data.copy_(values.data.flatten(-3, -2)[part])
+        scale.copy_(values.scale.flatten(-3, -2)[scale_part])
+
+    def _convert(self, name: str, location: Location, tensor: Tensor) -> None:
+        """Write what transformers makes of this tensor and others, if they are all there, and keep it otherwise."""
+        if tensor.dtype not in FLOATING:
+            steps = ", ".join(type(step).__name__ for step in location.converter.operations)
+            raise ValueError(
+                f"{name}: dtype {_dtype(tensor)}, but transformers makes {location.key} of it by {steps}, which takes "
+                "BF16, F16 or F32"
+            )
+        parts = self._parts.setdefault(location.key, {})
+        if name in parts or self.plan.sources[self._first[location.key]]:
+            raise ValueError(f"{name}: came before")
+        parts[name] = tensor
+        locations = {other: self._place(other)[0] for other in parts}
+        try:
+            tried = convert(self._model, locations, {other: value.to("meta") for other, value in parts.items()})
+            complete = all(value.shape == self.state[key].shape for key, value in tried.items())
+        except Exception:  # transformers' operations raise anything, given too few tensors
+            complete = False
+        if not complete:
+            parts[name] = tensor.clone()
+            return
+        for key, value in convert(self._model, locations, self._parts.pop(location.key)).items():
+            self._write(key, Destination(key, tuple(value.shape)), value)
+
+    def _bad_values(self) -> list[str]:
+        """What is wrong with the values of tensors. Waits for the device once, unless something is."""
+        flags = {key: self._flag(key, held(self.state[key])[0]) for key in self.came}
+        flags = {key: flag for key, flag in flags.items() if flag is not None} | self._differ
+        raised = torch.stack([*flags.values()]).tolist() if flags else []
+        problems = []
+        for key in [key for key, bad in zip(flags, raised, strict=True) if bad]:
+            if key in self._differ:
+                problems.append(f"{key}: differs from another tensor that came, but the model ties the two")
+                continue
+            for name in dict.fromkeys(self.plan.sources[key].values()):
+                destination = self.plan.destinations[name]
+                if destination.key != key:  # of a scale that was made of the weight
+                    destination = self._scale_of(destination) or Destination(key, tuple(self.state[key].shape))
+                flag = self._flag(key, destination.held_by(self.state[key])[0])
+                if flag is not None and flag:
+                    problems.append(f"{name}: holds a NaN or an infinity, or scales that are not positive")
+        return problems
+
+    def _flag(self, key: str, values: Tensor) -> Tensor | None:
+        """Whether values of an entry of the state dict are not finite, or scales not positive; None without a check."""
+        if not values.numel() or not values.dtype.is_floating_point:
+            return None
+        if values.dtype == torch.float8_e8m0fnu:
+            return values.view(torch.uint8).amax() == 255
+        if values.dtype == torch.float8_e4m3fn:
+            copied = any(destination.key == key for destination in self._codes.values())
+            return (values.view(torch.uint8) & 127).amax() == 127 if copied else None
+        least, most = values.aminmax()
+        weight = self.state.get(key.removesuffix(SCALE))
+        is_scale = weight is not None and weight.dtype == torch.float8_e4m3fn
+        return ~((least > (0 if is_scale else -torch.inf)) & (most < torch.inf))
+
+
+def _refresh(module: nn.Module) -> None:
+    """Bring up to date what is made of a module's weights."""
+    for kind in (finegrained, latent_attention, cached_experts):
+        kind.refresh(module)
+
+
+def _matrices(destination: Destination) -> int:
+    """How many matrices with blocks of their own lie one below the other: gate and up of fused experts."""
+    return 2 if len(destination.shape) == 3 and destination.key.endswith(f".{GATE_UP}") else 1
+
+
+def _has_channels(weight: Destination, scale: Destination) -> bool:
+    return weight.shape[-2] > 2 and scale.shape[-2:] == (weight.shape[-2], 1)
+
+
+def _unfit(weight: Destination, scale: Destination, tensor: Tensor) -> str | None:
+    """Why a tensor cannot be quantized for its place, or None."""
+    if tensor.shape != weight.shape:
+        return f"shape {tuple(tensor.shape)}, expected {weight.shape}"
+    matrices = _matrices(weight)
+    blocks = matrices * ceil_div(weight.shape[-2] // matrices, BLOCK), ceil_div(weight.shape[-1], BLOCK)
+    if scale.shape[-2:] != blocks and not _has_channels(weight, scale):
+        return f"the model's scale has shape {scale.shape}, expected one for each {BLOCK}x{BLOCK} or each channel"
+    return None
+
+
+def _dtype(tensor: Tensor) -> str:
+    return DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+
+
+def _raise(what: str, problems: list[str]) -> None:
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ValueError(f"{what}: {'; '.join(problems[:_SHOWN])}{more}")
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {describe(model)}")
+
+
+def _opened(source: Source) -> _Source:
+    if isinstance(source, nn.Module):
+        state = state_of(source)
+        return _Source(state.items(), state, not any(isinstance(part, GroupedExperts) for part in source.modules()))
+    if isinstance(source, str | os.PathLike):
+        checkpoint = _open(source)
+        return _Source(_read(checkpoint), checkpoint.tensors, False)
+    if isinstance(source, Mapping):
+        return _Source(source.items(), source, True)
+    if isinstance(source, Tensor) or not isinstance(source, Iterable):
+        raise TypeError(
+            "tensors: expected pairs of a name and a tensor, a mapping, a module or a checkpoint's directory, got "
+            f"{describe(source)}"
+        )
+    return _Source(source, None, True)
+
+
+def _open(directory: str | os.PathLike) -> Checkpoint:
+    """A checkpoint in blocks. Raises CheckpointError unless all of it can be read."""
+    checkpoint, found = as_blocks(open_checkpoint(directory))
+    problems = checkpoint.problems + unmappable(checkpoint)
+    problems += inexact_weights(found) if not problems else ()
+    if problems:
+        raise CheckpointError(f"cannot refit from {directory}, the model is unchanged", problems)
+    infos = checkpoint.tensors.items()
+    fused = [name for name, info in infos if info.dtype in FLOATS and parse_fused(name, info.shape)]
+    checkpoint = in_rows(checkpoint, fused)
+    for name in found.unused:
+        checkpoint.tensors.pop(name, None)
+    return checkpoint
+
+
+def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    with checkpoint.reader() as reader:
+        for tensors in checkpoint.by_file.values():
+            for name in tensors:
+                yield name, reader.read(name)
