@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8moe import FP8Linear, GroupedExperts, dequantize
+from fp8moe import FP8Linear, GroupedExperts, dequantize, refit
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
 from fp8moe.integrations.transformers import load_model
 from tests.errors import relative_error
+from tests.small_checkpoints import same
 from tests.transformers_models import TOKENS
 
 transformers = pytest.importorskip("transformers")
@@ -69,6 +70,15 @@ def dequantized(model):
     return values
 
 
+def refitted_to_the_same_bits(model, tensors):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for value in model.parameters():
+            value.zero_()
+    refit(model, reversed(tensors.items()))
+    same(model.state_dict(), before)
+
+
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name in MODELS])
 def test_what_is_quantized_loads(name, tmp_path):
     """Every weight is where it was, to the rounding of E4M3, and logits are the same whoever loads it."""
@@ -91,6 +101,7 @@ def test_what_is_quantized_loads(name, tmp_path):
     assert not any(info.values())
     assert torch.allclose(logits(ours), logits(theirs), rtol=1e-5, atol=1e-5)
     assert torch.cosine_similarity(logits(ours).flatten(), logits(model).flatten(), dim=0) > 0.85
+    refitted_to_the_same_bits(ours, load_file(tmp_path / "source" / "model.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from fp8moe.checkpoints.formats import (
 )
 from fp8moe.checkpoints.read import Checkpoint, Derived, TensorInfo, unmappable
 from fp8moe.checkpoints.sharded import Box, held, inside, overlap, whole
+from fp8moe.layers.parameters import is_sharded
 
 TIED = "but the model ties the two"  # the end of the line about tensors that differ
 EXTRA = "extra, the model has no such tensor"  # the end of the line about such a tensor
@@ -59,6 +60,10 @@ class Destination:
 
     def held_by(self, target: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
         """What this process has of the tensor in ``target``, which is ``state[key]``, and which part of it that is."""
+        if not is_sharded(target):  # quickly: a model may have tens of thousands of such parts
+            expert, row = self.part
+            local = target if self.part == WHOLE else target[expert, row : row + self.shape[0]]
+            return local, tuple(slice(0, size) for size in self.shape)
         local, box = held(target)
         part = overlap(self.box, box)
         local, index = local[inside(part, box)], inside(part, self.box)

@@ -53,6 +53,7 @@ from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
 
 _SHOWN = 8  # problems that an error names
+_FUSED = {"w13": GATE_UP, "w2": DOWN}  # by vLLM's names
 _OF_VLLM = re.compile(rf"(?<=\.)(w13|w2)_weight(?=$|{SCALE}$)")
 
 Source = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | nn.Module | str | os.PathLike
@@ -190,25 +191,24 @@ class _Refit:
 
     def expect(self, names: Iterable[str], strict: bool) -> None:
         """Raise ValueError unless tensors of these names are for this model, and with `strict` all that it needs."""
-        names, plan, problems = [*names], LoadPlan([]), []
+        self._expected, problems = set(), []
         for name in names:
+            self._expected.add(name)
             location, destination = self._place(name)
             try:
                 if destination is None:
                     self._check_ignored(name)
-                elif not (
-                    self._has_twin(plan, destination) or (location.converter and self._claimant(plan, destination))
-                ):
-                    self._claim(plan, name, destination)
+                elif not (self._has_twin(destination) or location.converter and self._claimant(destination)):
+                    self._claim(name, destination)
             except ValueError as error:
                 problems.append(str(error))
-        for name, destination in plan.destinations.items():
+        for name, destination in self.plan.destinations.items():
             scale = self._scale_of(destination)  # which is made of the weight, if none comes
-            if scale is not None and self._claimant(plan, scale) is None:
-                plan.sources[scale.key][scale.part] = name
-        problems += self._missing(plan) if strict else ()
+            if scale is not None and self._claimant(scale) is None:
+                self.plan.sources[scale.key][scale.part] = name
+        problems += self._missing() if strict else ()
         _raise("cannot refit, the model is unchanged", problems)
-        self._expected = {*names}
+        self.plan = LoadPlan([])
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -234,14 +234,17 @@ class _Refit:
 
     @torch.no_grad()
     def finish(self, strict: bool) -> None:
-        """Judge what has come."""
+        """Raise ValueError if something is missing, or has values that cannot be."""
         problems = [f"{next(iter(parts))}: came without others that make {key}" for key, parts in self._parts.items()]
         if strict:
-            problems += self._missing(self.plan)
-        for name, destination in self._codes.items():
-            scale = self._scale_of(destination)
-            if not strict and scale is not None and not self._claimant(self.plan, scale):
-                problems.append(f"{name}: came in FP8 without its scale")
+            problems += self._missing()
+        else:
+            scales = {name: self._scale_of(destination) for name, destination in self._codes.items()}
+            problems += [
+                f"{name}: came in FP8 without its scale"
+                for name, scale in scales.items()
+                if scale is not None and self._claimant(scale) is None
+            ]
         problems += self._bad_values()
         _raise("the refit failed, and the model does not run before a complete one", problems)
         invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
@@ -249,12 +252,12 @@ class _Refit:
     def report(self, before: Iterable[str] = ()) -> RefitReport:
         """before: entries of the state dict that are not to be in `updated`."""
         came = self.came.difference(before)
-        left = [problem.partition(":")[0] for problem in self._missing(self.plan)]
+        left = [line.partition(":")[0] for line in self._missing()]
         return RefitReport(tuple(key for key in self.state if key in came), tuple(left))
 
-    def _missing(self, plan: LoadPlan) -> list[str]:
-        """A line for each tensor that has not come; a weight's is enough, it may come without a scale."""
-        lines = {line.partition(":")[0]: line for line in missing(plan, self.state)}
+    def _missing(self) -> list[str]:
+        """A line for each tensor that has not come; that of a weight is enough, it may come without a scale."""
+        lines = {line.partition(":")[0]: line for line in missing(self.plan, self.state)}
         return [line for name, line in lines.items() if weight_of(name) not in lines]
 
     def _place(self, name: str) -> tuple[Location, Destination | None]:
@@ -262,12 +265,13 @@ class _Refit:
         if found is not None and found[1].key in self.state:
             return found
         location, destination = self._find_place(name)
+        if destination is None:
+            location, destination = self._find_place(_OF_VLLM.sub(lambda match: _FUSED[match[1]], name))
         if destination is not None:
             self._places[name] = location, destination
         return location, destination
 
     def _find_place(self, name: str) -> tuple[Location, Destination | None]:
-        name = _OF_VLLM.sub(lambda found: GATE_UP if found[1] == "w13" else DOWN, name)
         weight = name.removesuffix(CHANNEL_SCALE) if name.endswith(f".weight{CHANNEL_SCALE}") else weight_of(name)
         if weight is not None:
             scale = scale_name(self._locate(weight).name)
@@ -288,25 +292,25 @@ class _Refit:
         if not self._ignored(name):
             raise ValueError(f"{name}: unknown, the model has no such tensor")
 
-    def _claimant(self, plan: LoadPlan, destination: Destination) -> str | None:
+    def _claimant(self, destination: Destination) -> str | None:
         """The tensor that came for a place, or for a part of it."""
-        parts = plan.sources[self._first[destination.key]]
+        parts = self.plan.sources[self._first[destination.key]]
         if destination.part == WHOLE:
             return next(iter(parts.values()), None)
         return parts.get(destination.part) or parts.get(WHOLE)
 
-    def _has_twin(self, plan: LoadPlan, destination: Destination) -> bool:
+    def _has_twin(self, destination: Destination) -> bool:
         """Whether a tensor came that the model ties to this one."""
-        first = plan.sources[self._first[destination.key]].get(WHOLE)
-        return first is not None and plan.destinations[first].key != destination.key
+        first = self.plan.sources[self._first[destination.key]].get(WHOLE)
+        return first is not None and self.plan.destinations[first].key != destination.key
 
-    def _claim(self, plan: LoadPlan, name: str, destination: Destination) -> None:
+    def _claim(self, name: str, destination: Destination) -> None:
         """Note that a tensor is there. Raises ValueError if it came before."""
-        other = self._claimant(plan, destination)
+        other = self._claimant(destination)
         if other is not None:
             raise ValueError(f"{name}: came before" + (f", as {other}" if other != name else ""))
-        plan.sources[self._first[destination.key]][destination.part] = name
-        plan.destinations[name] = destination
+        self.plan.sources[self._first[destination.key]][destination.part] = name
+        self.plan.destinations[name] = destination
 
     def _scale_of(self, destination: Destination) -> Destination | None:
         """Where the scale of a weight goes; None for what is no weight in FP8 with a scale."""
@@ -331,18 +335,19 @@ class _Refit:
             problem = mismatch(TensorSpec(_dtype(tensor), tuple(tensor.shape)), destination, self.state)
         if problem is not None:
             raise ValueError(f"{name}: {problem}")
-        local, part = destination.held_by(target)
-        if self._has_twin(self.plan, destination) and name not in self._differ:
+        if self._has_twin(destination) and name not in self._differ:
+            local, part = destination.held_by(target)
             self._differ[name] = (local != tensor[part].to(local)).any()
             return
         if scale is not None:
-            self._claim(self.plan, name, scale)
-            self._claim(self.plan, name, destination)
+            self._claim(name, scale)
+            self._claim(name, destination)
             self._quantize(destination, scale, tensor)
             return
-        self._claim(self.plan, name, destination)
+        self._claim(name, destination)
         if target.dtype == torch.float8_e4m3fn:
             self._codes[name] = destination
+        local, part = destination.held_by(target)
         local.copy_(tensor.reshape(destination.shape)[part])  # a scale may have other sizes of one
 
     def _quantize(self, destination: Destination, scale_destination: Destination, tensor: Tensor) -> None:
@@ -359,16 +364,14 @@ class _Refit:
                 data[index].copy_(values.data[part[-2:]])
                 scale[index].copy_(values.scale[scale_part[-2:]])
             return
-        matrices = _matrices(destination)
-        halves = tensor.unflatten(-2, (matrices, -1))
+        parts = _halves if _matrices(destination) == 2 else lambda value: value
         all_here = data.shape == tensor.shape and scale.shape[-2:] == scale_destination.shape[-2:]
         if all_here and scale.dtype == torch.float32:
-            out = (value.unflatten(-2, (matrices, -1)) for value in (data, scale))
-            quantize_128x128(halves, out=FP8Tensor(*out))
+            quantize_128x128(parts(tensor), out=FP8Tensor(parts(data), parts(scale)))
             return
-        values = quantize_128x128(halves, scale_format="float32" if scale.dtype == torch.float32 else "ue8m0")
-        data.copy_(values.data.flatten(-3, -2)[part])
-        scale.copy_(values.scale.flatten(-3, -2)[scale_part])
+        values = quantize_128x128(parts(tensor), scale_format="float32" if scale.dtype == torch.float32 else "ue8m0")
+        data.copy_(values.data.view(tensor.shape)[part])
+        scale.copy_(values.scale.view(*tensor.shape[:-2], *scale_destination.shape[-2:])[scale_part])
 
     def _convert(self, name: str, location: Location, tensor: Tensor) -> None:
         """Write what transformers makes of this tensor and others, if they are all there, and keep it otherwise."""
@@ -396,9 +399,15 @@ class _Refit:
 
     def _bad_values(self) -> list[str]:
         """What is wrong with the values of tensors. Waits for the device once, unless something is."""
-        flags = {key: self._flag(key, held(self.state[key])[0]) for key in self.came}
-        flags = {key: flag for key, flag in flags.items() if flag is not None} | self._differ
-        raised = torch.stack([*flags.values()]).tolist() if flags else []
+        codes = {destination.key for destination in self._codes.values()}
+        entries = {key: held(self.state[key])[0] for key in self.came}
+        flags = {
+            key: self._flag(key, values)
+            for key, values in entries.items()
+            if values.numel() and values.is_floating_point() and (values.dtype != torch.float8_e4m3fn or key in codes)
+        } | self._differ
+        device = next((flag.device for flag in flags.values()), None)
+        raised = torch.stack([flag.to(device) for flag in flags.values()]).tolist() if flags else []
         problems = []
         for key in [key for key, bad in zip(flags, raised, strict=True) if bad]:
             if key in self._differ:
@@ -408,23 +417,20 @@ class _Refit:
                 destination = self.plan.destinations[name]
                 if destination.key != key:  # of a scale that was made of the weight
                     destination = self._scale_of(destination) or Destination(key, tuple(self.state[key].shape))
-                flag = self._flag(key, destination.held_by(self.state[key])[0])
-                if flag is not None and flag:
+                values, _ = destination.held_by(self.state[key])
+                if values.numel() and self._flag(key, values):
                     problems.append(f"{name}: holds a NaN or an infinity, or scales that are not positive")
         return problems
 
-    def _flag(self, key: str, values: Tensor) -> Tensor | None:
-        """Whether values of an entry of the state dict are not finite, or scales not positive; None without a check."""
-        if not values.numel() or not values.dtype.is_floating_point:
-            return None
+    def _flag(self, key: str, values: Tensor) -> Tensor:
+        """Whether values of an entry of the state dict are not finite, or scales not positive."""
         if values.dtype == torch.float8_e8m0fnu:
             return values.view(torch.uint8).amax() == 255
         if values.dtype == torch.float8_e4m3fn:
-            copied = any(destination.key == key for destination in self._codes.values())
-            return (values.view(torch.uint8) & 127).amax() == 127 if copied else None
-        least, most = values.aminmax()
+            return (values.view(torch.uint8) & 127).amax() == 127
         weight = self.state.get(key.removesuffix(SCALE))
         is_scale = weight is not None and weight.dtype == torch.float8_e4m3fn
+        least, most = values.aminmax()
         return ~((least > (0 if is_scale else -torch.inf)) & (most < torch.inf))
 
 
@@ -437,6 +443,11 @@ def _refresh(module: nn.Module) -> None:
 def _matrices(destination: Destination) -> int:
     """How many matrices with blocks of their own lie one below the other: gate and up of fused experts."""
     return 2 if len(destination.shape) == 3 and destination.key.endswith(f".{GATE_UP}") else 1
+
+
+def _halves(value: Tensor) -> Tensor:
+    """(E, 2N, K), gate above up, as (E, 2, N, K)."""
+    return value.unflatten(1, (2, -1))
 
 
 def _has_channels(weight: Destination, scale: Destination) -> bool:
