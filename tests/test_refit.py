@@ -428,6 +428,26 @@ def test_no_model_runs_after_a_refit_that_failed(tiny):
     assert torch.equal(generate()[1], wanted[1])
 
 
+def test_a_compiled_model():
+    torch._dynamo.reset()
+    model = nn.Sequential(FP8Linear(128, 128), torch.compile(nn.Linear(128, 4), backend="eager"))
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(2, 128)
+    weights = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 4)).state_dict()
+    with torch.no_grad():
+        before, _ = compiled(x), model(x)
+        frames = torch._dynamo.utils.counters["frames"]["ok"]
+        with pytest.raises(ValueError, match="missing"):
+            refit(compiled, [])
+        for call in (compiled, model, model[1]):
+            with pytest.raises(RuntimeError, match=CLOSED):
+                call(x)
+        assert refit(compiled, weights).updated == tuple(
+            f"0.{key}" for key in ("weight", "weight_scale_inv", "bias")
+        ) + (*("1.weight", "1.bias"),)
+        assert torch.equal(compiled(x), model(x)) and not torch.equal(compiled(x), before)
+    assert torch._dynamo.utils.counters["frames"]["ok"] == frames
+
+
 def test_copies_of_a_closed_model_are_closed():
     import copy
 

@@ -90,8 +90,8 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
     missing.
 
     From the first tensor to the last the model's forward and those of its modules, `GraphDecoder` and transformers'
-    generate raise RuntimeError; after an error they do so until a refit is complete. A CUDA graph of your own, and what
-    torch.compile made of the model before, cannot be stopped: do not run them meanwhile.
+    generate raise RuntimeError; after an error they do so until a refit is complete. A CUDA graph of your own, and a
+    module of torch.compile around the model that is given here, cannot be stopped: do not run them meanwhile.
 
     Memory takes no second copy of the weights: at most one tensor beside those of ``tensors`` (transformers'
     conversions keep the tensors that they put together until they have all). Scales are float32, or powers of two where
@@ -170,10 +170,10 @@ class _Refit:
 
     def __init__(self, model: nn.Module):
         self.thread = threading.get_ident()
-        self.state = state_of(model)
+        self.state = {key.replace("_orig_mod.", ""): value for key, value in state_of(model).items()}  # compiled
         self.ranks = Ranks(self.state.values())
         self.plan = LoadPlan([])
-        self._model = model
+        self._model = model = getattr(model, "_orig_mod", model)
         self._first = {key: keys[0] for keys in ties(self.state) for key in keys}
         self._expected: set[str] | None = None
         self._places = _places.setdefault(model, {})
