@@ -428,6 +428,30 @@ def test_no_model_runs_after_a_refit_that_failed(tiny):
     assert torch.equal(generate()[1], wanted[1])
 
 
+def test_experts_of_gpt_oss(tmp_path):
+    """Its unquantized checkpoints have them in columns, with gate and up in turns."""
+    pytest.importorskip("transformers")
+    from fp8moe.integrations.checkpoints import quantize_checkpoint
+    from fp8moe.integrations.transformers import load_model
+    from tests.tiny_moe_models import MODELS
+
+    theirs = MODELS["GptOssForCausalLM"].build(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "bf16")
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / "fp8")
+    fresh, model = (load_model(tmp_path / "fp8") for _ in range(2))
+    for source in (tmp_path / "bf16", tensors_of(tmp_path / "bf16"), theirs, tmp_path / "fp8", fresh):
+        with torch.no_grad():
+            for value in model.parameters():
+                value.zero_()
+        refit(model, source)
+        same(model.state_dict(), fresh.state_dict())
+    with pytest.raises(ValueError, match="F8_E4M3; refit GPT-OSS in FP8 from a directory or module"):
+        refit(model, fresh.state_dict())
+    refit(theirs, tmp_path / "bf16")
+    stored = tensors_of(tmp_path / "bf16")
+    same(theirs.state_dict(), {name: stored[name] for name in theirs.state_dict()})
+
+
 def test_a_compiled_model():
     torch._dynamo.reset()
     model = nn.Sequential(FP8Linear(128, 128), torch.compile(nn.Linear(128, 4), backend="eager"))

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.checkpoints.as_blocks import as_blocks, inexact_weights
-from fp8moe.checkpoints.expert_names import DOWN, GATE_UP, parse_fused
+from fp8moe.checkpoints.expert_names import DOWN, GATE_UP
 from fp8moe.checkpoints.formats import (
     CHANNEL_SCALE,
     DTYPE_NAMES,
-    FLOATS,
     FP8,
     SCALE,
     TensorSpec,
     scale_name,
     weight_of,
 )
-from fp8moe.checkpoints.gpt_oss import in_rows, tensor_in_rows
+from fp8moe.checkpoints.gpt_oss import tensor_in_rows
 from fp8moe.checkpoints.load import ignored_names
 from fp8moe.checkpoints.match import (
     WHOLE,
@@ -81,6 +80,7 @@ def refit(model: nn.Module, tensors: Source, *, strict: bool = True) -> RefitRep
         made for, or one around it.
     tensors: (name, tensor) in any order, as the model's checkpoint has them: linears and norms by name, experts one by
         one (gate_proj or w1...) or fused (gate_up_proj, vLLM's w13_weight), and what else transformers converts.
+        GPT-OSS's experts are in columns, in FP8 only from a directory or module.
         bfloat16, float16 or float32; or float8_e4m3fn and, before it or after, its scale. A DTensor is gathered: all
         ranks give the same then. An iterable is read once, and the memory of a tensor may be used again when the next
         one is asked for. Or a mapping; a checkpoint's directory, of any format that `find_format` says loads; or a
@@ -180,9 +180,8 @@ class _Refit:
         self._parts: dict[str, dict[str, Tensor]] = {}  # of what transformers makes of several tensors, by its key
         self._codes: dict[str, Destination] = {}  # FP8 weights that came as such
         self._differ: dict[str, Tensor] = {}  # whether tensors differ from those that the model ties them to
-        config = getattr(model, "config", None)
-        self._is_gpt_oss = getattr(config, "model_type", None) == "gpt_oss"
-        self._ignored = ignored_names(model, predicted_layers(config) if is_of_transformers(model) else (), ())
+        layers = predicted_layers(model.config) if is_of_transformers(model) else ()
+        self._ignored = ignored_names(model, layers, ())
 
     @property
     def came(self) -> set[str]:
@@ -222,15 +221,23 @@ class _Refit:
             if self._expected is not None and name not in self._expected:
                 raise ValueError(f"{name}: is not among the names that the refit began with")
             tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
-            if self._is_gpt_oss and source.as_published and tensor.dtype in FLOATING:
-                tensor = tensor_in_rows(name, tensor)
             location, destination = self._place(name)
+            if destination is not None and source.as_published and self._is_of_gpt_oss(destination.key):
+                if tensor.dtype not in FLOATING:
+                    raise ValueError(f"{name}: dtype {_dtype(tensor)}; refit GPT-OSS in FP8 from a directory or module")
+                tensor = tensor_in_rows(name, tensor)
             if destination is None:
                 self._check_ignored(name)
             elif location.converter is None or (tensor.dtype not in FLOATING and tensor.shape == destination.shape):
                 self._write(name, destination, tensor)
             else:
                 self._convert(name, location, tensor)
+
+    def _is_of_gpt_oss(self, key: str) -> bool:
+        """Whether this is a tensor of experts that GPT-OSS's checkpoints have in another layout."""
+        model_type = getattr(getattr(self._model, "config", None), "model_type", None)
+        path = key.rpartition(".")[0]
+        return model_type == "gpt_oss" and isinstance(self._model.get_submodule(path), GroupedExperts)
 
     @torch.no_grad()
     def finish(self, strict: bool) -> None:
@@ -485,8 +492,7 @@ def _opened(source: Source) -> _Source:
         state = state_of(source)
         return _Source(state.items(), state, not any(isinstance(part, GroupedExperts) for part in source.modules()))
     if isinstance(source, str | os.PathLike):
-        checkpoint = _open(source)
-        return _Source(_read(checkpoint), checkpoint.tensors, False)
+        return _of_directory(source)
     if isinstance(source, Mapping):
         return _Source(source.items(), source, True)
     if isinstance(source, Tensor) or not isinstance(source, Iterable):
@@ -497,23 +503,18 @@ def _opened(source: Source) -> _Source:
     return _Source(source, None, True)
 
 
-def _open(directory: str | os.PathLike) -> Checkpoint:
-    """A checkpoint in blocks. Raises CheckpointError unless all of it can be read."""
+def _of_directory(directory: str | os.PathLike) -> _Source:
+    """The tensors of a checkpoint in blocks. Raises CheckpointError unless all of them can be read."""
     checkpoint, found = as_blocks(open_checkpoint(directory))
     problems = checkpoint.problems + unmappable(checkpoint)
     problems += inexact_weights(found) if not problems else ()
     if problems:
         raise CheckpointError(f"cannot refit from {directory}, the model is unchanged", problems)
-    infos = checkpoint.tensors.items()
-    fused = [name for name, info in infos if info.dtype in FLOATS and parse_fused(name, info.shape)]
-    checkpoint = in_rows(checkpoint, fused)
-    for name in found.unused:
-        checkpoint.tensors.pop(name, None)
-    return checkpoint
+    names = [name for tensors in checkpoint.by_file.values() for name in tensors if name not in found.unused]
+    return _Source(_read(checkpoint, names), names, as_published=not found.weights)
 
 
-def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def _read(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     with checkpoint.reader() as reader:
-        for tensors in checkpoint.by_file.values():
-            for name in tensors:
-                yield name, reader.read(name)
+        for name in names:
+            yield name, reader.read(name)
