@@ -77,17 +77,13 @@ def _ratio(row: dict, other: str = "deep_gemm") -> float | None:
     return found[0] if found else None
 
 
-def _layers(peers: dict) -> list[dict]:
-    return [row for row in select(peers["rows"], "layer") if "routing" not in row]
-
-
 def _card(peers: dict) -> str:
     return peers["versions"]["gpu"].removeprefix("NVIDIA ")
 
 
 def draw_overview(peers: dict, path: Path) -> None:
     """How many times faster the experts layer is than others, by tokens; tokens a second of a whole model."""
-    rows = _layers(peers)
+    rows = tables.layers(peers)
     tokens = sorted({row["tokens"] for row in rows})
     series = {"vllm": OURS, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": "#56B4E9"}
     series = {name: colour for name, colour in series.items() if tables.ratios(rows, name)}
@@ -278,7 +274,7 @@ def _stages_panel(axes: plt.Axes, rows: Sequence[dict]) -> None:
 
 def draw_experts(peers: dict, path: Path) -> None:
     """For each model: times of the layer and of others over the tokens, and below where our time goes."""
-    rows = [row for row in _layers(peers) if "kernels" in row]
+    rows = [row for row in tables.layers(peers) if "kernels" in row]
     names = list(dict.fromkeys(row["model"] for row in rows))
     title = f"Experts layer on an {_card(peers)}, cold L2; below where our time goes"
     with _picture(path, title, (4.2 * len(names), 6.8), 2, len(names), below=0.07, height_ratios=(3, 2)) as (
@@ -357,10 +353,10 @@ OF_KERNELS = {"quantize": draw_quantize, "training": draw_training}
 
 
 def draw(out: Path, peers: dict | None, benchmarks: dict) -> None:
-    """All pictures; peers: a run of `benchmarks.peers`; benchmarks: the results of `tools.validate`."""
+    """All pictures that have rows; peers: a run of `benchmarks.peers`; benchmarks: results of `tools.validate`."""
     for name, picture in OF_PEERS.items():
         path = out / f"{name}.png"
-        if peers is None:
+        if peers is None or name not in tables.drawn(peers):
             path.unlink(missing_ok=True)
         else:
             picture(peers, path)

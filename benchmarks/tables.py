@@ -25,6 +25,7 @@ BESIDE = {
 """Benchmarks that `tools.validate` does not run."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
 NO_PEERS = "Not measured yet with what the GPU runs now; `python -m benchmarks.peers` on a Hopper GPU does.\n"
+NO_LAYERS = "The experts layer was not measured in this run: beside it vLLM's experts failed.\n"
 NAMES = {
     "deep_gemm": "DeepGEMM",
     "cublas_block": "cuBLAS, block scales",
@@ -96,7 +97,9 @@ def gemms(peers: dict) -> str:
 
 def layer(peers: dict) -> str:
     """The experts layer beside others, of all models, by tokens."""
-    rows = [row for row in select(peers["rows"], "layer") if "routing" not in row]
+    rows = layers(peers)
+    if not rows:
+        return NO_LAYERS
     tokens = sorted({row["tokens"] for row in rows})
     others = ("vllm", "transformers_bf16", "deep_gemm_two_gemms")
     by_tokens = [[row for row in rows if row["tokens"] == count] for count in tokens]
@@ -244,12 +247,12 @@ def headline(benchmarks: dict) -> str:
     if not peers:
         return NO_PEERS
     rows = peers["rows"]
-    layers, dense = select(rows, "layer"), select(rows, "gemm")
+    dense = select(rows, "gemm")
     grouped = [row for row in rows if row["what"] in ("contiguous", "masked")]
     steps = [row["ms"] for row in select(rows, "decode")]
     times = ", ".join(f"{ms['fp8moe']:.1f}" for ms in steps)
     compared = (
-        ("experts layer of four models, 1 to 8192 tokens", layers, ("vllm", "transformers_bf16")),
+        ("experts layer of four models, 1 to 8192 tokens", select(rows, "layer"), ("vllm", "transformers_bf16")),
         ("dense FP8 GEMMs", dense, ("deep_gemm", "cublas_block")),
         ("grouped FP8 GEMMs", grouped, ("deep_gemm",)),
     )
@@ -270,7 +273,8 @@ def headline(benchmarks: dict) -> str:
     ]
     whole = f"A decode step of Qwen3-30B-A3B's size for 1, 8 and 64 sequences takes {times} ms.\n" if steps else ""
     head = ("", "beside", "times as fast, mean (worst)")
-    return f"{measured_with(peers)} {whole}\n{table(head, found)}\n{pictures('docs/images/', 'overview')[0]}"
+    shown = pictures("docs/images/", "overview") if layers(peers) else [NO_LAYERS]
+    return "\n".join([f"{measured_with(peers)} {whole}", table(head, found), *shown])
 
 
 def figures(benchmarks: dict) -> str:
@@ -284,7 +288,7 @@ def figures(benchmarks: dict) -> str:
     passes = training(benchmarks["training"]["rows"])
     model = decode(benchmarks["decode"]["rows"], benchmarks["requests"]["rows"])
     return "\n".join(
-        [*others_there, passes, model, others(benchmarks), *(pictures("images/", *PICTURES) if peers else ())]
+        [*others_there, passes, model, others(benchmarks), *(pictures("images/", *drawn(peers)) if peers else ())]
     )
 
 
@@ -295,6 +299,17 @@ PICTURES = {
     "grouped_gemm": "Grouped GEMMs",
     "mqa": "Index scores",
 }
+
+
+def layers(peers: dict) -> list[dict]:
+    """Those that were measured, with random routing."""
+    return [row for row in select(peers["rows"], "layer") if "routing" not in row and row["us"]]
+
+
+def drawn(peers: dict) -> list[str]:
+    """The pictures of which there are rows."""
+    of_layers = ("overview", "experts")
+    return [name for name in PICTURES if name not in of_layers or layers(peers)]
 
 
 def pictures(folder: str, *names: str) -> list[str]:

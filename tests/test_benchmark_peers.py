@@ -336,16 +336,26 @@ def test_pictures_of_peers_are_drawn_of_a_run_or_removed(tmp_path):
     benchmarks = {"quantize": {"rows": quantized, "gpu": "a"}, "training": {"rows": [layer, linear], "gpu": "a"}}
     plots.draw(tmp_path, stored_run(), benchmarks)
     assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_PEERS, *plots.OF_KERNELS}
+    without = stored_run()
+    without["rows"] = [row for row in without["rows"] if row["what"] != "layer"]
+    plots.draw(tmp_path, without, benchmarks)
+    assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_PEERS, *plots.OF_KERNELS} - {"overview", "experts"}
+    assert tables.NO_LAYERS in tables.headline({"peers": without})
     plots.draw(tmp_path, None, benchmarks)
     assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_KERNELS}
 
 
-def test_a_stored_run_is_whole_and_of_what_the_gpu_runs():
+NOT_MEASURED = {"layer", "host"}
+"""vLLM's experts ended the stored run at its first layer, with an illegal memory access; the tables say so."""
+
+
+def test_a_stored_run_is_whole_but_for_layers_and_of_what_the_gpu_runs():
     if tables.PEERS.exists():
         content = json.loads(tables.PEERS.read_text())
         kernels = json.loads(tables.VALIDATION.read_text())
         assert content["digest"] == kernels["digest"], "run `python -m benchmarks.peers` on a Hopper GPU"
-        assert {row["case"] for row in content["rows"]} >= {case.name for case in peers.CASES}
+        missing = {case.name for case in peers.CASES} - {row["case"] for row in content["rows"]}
+        assert {name.partition(" ")[0] for name in missing} <= NOT_MEASURED
 
 
 class FakeEngine:
