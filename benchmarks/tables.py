@@ -25,7 +25,7 @@ BESIDE = {
 """Benchmarks that `tools.validate` does not run."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
 NO_PEERS = "Not measured yet with what the GPU runs now; `python -m benchmarks.peers` on a Hopper GPU does.\n"
-NO_LAYERS = "The experts layer was not measured in this run: beside it vLLM's experts failed.\n"
+NO_LAYERS = "The experts layer was not measured in this run.\n"
 NAMES = {
     "deep_gemm": "DeepGEMM",
     "cublas_block": "cuBLAS, block scales",

@@ -164,7 +164,10 @@ def measure_in_turn(calls: Sequence[Callable[[], object]], *, repeats: int, rest
 
 
 def capture(call: Callable[[], object]) -> Callable[[], None]:
-    """The replay of a CUDA graph of a call, which may run a backward, after runs on another stream, as PyTorch asks."""
+    """The replay of a CUDA graph of a call, which may run a backward, after runs on another stream, as PyTorch asks.
+
+    It holds the call, and with it operands that nothing else may hold: the graph has only their addresses.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -174,7 +177,7 @@ def capture(call: Callable[[], object]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return lambda held=call: graph.replay()
 
 
 def elapsed(calls: Sequence[Callable[[], object]], *, rests: Sequence[float] | None = None) -> list[float]:

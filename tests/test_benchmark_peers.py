@@ -346,7 +346,7 @@ def test_pictures_of_peers_are_drawn_of_a_run_or_removed(tmp_path):
 
 
 NOT_MEASURED = {"layer", "host"}
-"""vLLM's experts ended the stored run at its first layer, with an illegal memory access; the tables say so."""
+"""The stored run ended at its first layer: a graph read operands that nothing held any more. The tables say so."""
 
 
 def test_a_stored_run_is_whole_but_for_layers_and_of_what_the_gpu_runs():

@@ -2,7 +2,10 @@
 
 import json
 import math
+import weakref
+from contextlib import nullcontext
 from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -423,3 +426,18 @@ def test_candidates_are_timed_in_turn(monkeypatch):
     monkeypatch.setattr(timing, "measure", measure)
     assert choice.time_in_turn(problem, configs, 132, rounds=3) == dict(zip(configs, (2.0, 8.0), strict=True))
     assert timed == configs * 3
+
+
+def test_a_graph_holds_the_call_whose_operands_it_reads(monkeypatch):
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda of: nullcontext())
+    call = partial(int)
+    held = weakref.ref(call)
+    replay = timing.capture(call)
+    del call
+    assert held() is not None
+    replay()
+    del replay
+    assert held() is None
