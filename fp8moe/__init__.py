@@ -69,5 +69,6 @@ else:
     # program will need them. That imports PyTorch, two seconds that the commands `fp8moe` and `python -m fp8moe`, here
     # "-m", do without until they have work to do: `fp8moe --help` answers at once.
     if Path(*sys.argv[:1]).name not in ("fp8moe", "-m"):
-        for _module in _DEFINED_IN[:-1]:  # the last has none
-            import_module(f"{__name__}.{_module}")
+        for _name in __all__:
+            if _name not in ("RefitReport", "refit", "refitting"):  # no operators, and much to import
+                __getattr__(_name)

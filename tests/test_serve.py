@@ -276,7 +276,7 @@ def directory(tmp_path_factory):
     return path
 
 
-def test_the_command(directory, capsys, monkeypatch):
+def test_the_command(directory, capsys, monkeypatch, request):
     """It says where it is, answers, and ends at Ctrl-C."""
     announce, got = serve._announce, []
 
@@ -290,6 +290,8 @@ def test_the_command(directory, capsys, monkeypatch):
         threading.Thread(target=ask, args=[f"http://127.0.0.1:{port}/v1"]).start()
 
     monkeypatch.setattr(serve, "_announce", announce_and_ask)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what is in the background ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     assert main(["serve", str(directory), "--port", "0", "--slots", "3", "--max-length", "32", "--json"]) == 130
     output = capsys.readouterr()
     facts = json.loads(output.out)
