@@ -99,6 +99,20 @@ def test_padded_prompts_move_left_where_kernels_read_the_cache(batch_invariant, 
             logits = step.read()
 
 
+def test_padded_prompts_of_a_model_that_does_not_call_its_output_layer(monkeypatch):
+    model = tiny_mixtral(head_dim=64).bfloat16()
+    ids, mask = prompts(2, 9), torch.arange(9) >= torch.tensor([[0], [4]])
+    found = []
+    for head in (model.lm_head, torch.nn.Identity()):
+        monkeypatch.setattr(model, "get_output_embeddings", lambda head=head: head)
+        step = Step(model, 2, MAX_LENGTH, CPU, Capabilities(attention.NAME, ragged=True, chunked_prefill=True))
+        with torch.no_grad():
+            step.start(2, 9, mask, [], 0)
+            found.append(step.prefill(ids, mask))
+    assert found[0].shape == found[1].shape
+    assert torch.nn.functional.cosine_similarity(*(logits.float() for logits in found)).min() > 0.999
+
+
 GPU, GIB = torch.device("cuda"), 2**30
 
 

@@ -271,8 +271,10 @@ class Step:
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)
         with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows(), rows:
-            output = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options)
-        return output.logits[:, -1]
+            logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options).logits
+        if last is not None and logits.shape[1] > 1:  # the model does not call its output layer as a module
+            return logits.gather(1, last[..., None].expand(-1, -1, logits.shape[-1]))[:, 0]
+        return logits[:, -1]
 
     def accept(self, logits: Tensor) -> None:
         """Choose the next token of each sequence."""
