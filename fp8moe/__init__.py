@@ -33,7 +33,7 @@ __all__ = [
     "replace_linears",
     "warm",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from fp8moe.integrations.refit import RefitReport, refit, refitting

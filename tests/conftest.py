@@ -1,6 +1,8 @@
-"""Shared by all tests: reproducible hypothesis runs, seeds, GPU tests skipped where they cannot run, and fixtures."""
+"""Shared by all tests: reproducible hypothesis runs, seeds, GPU tests left out where they cannot run, and fixtures."""
 
 import os
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,9 @@ SLOW = (
 )
 """Modules whose tests or fixtures take ten seconds. They come first, so that no process ends with one of them alone."""
 
+DESELECTED = "deselected GPU tests"
+WHY = pytest.StashKey[str]()
+
 
 def why_no_hopper() -> str | None:
     """The reason why GPU tests cannot run here, or None."""
@@ -38,13 +43,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_no_hopper() if gpu_items else None
     if reason:
-        # Of each function one is skipped, and says so: five thousand of them take seconds.
-        skipped = {(item.path, item.originalname): item for item in gpu_items}.values()
-        for item in skipped:
-            item.add_marker(pytest.mark.skip(reason=reason))
-        others = set(gpu_items).difference(skipped)
-        config.hook.pytest_deselected(items=[*others])
-        items[:] = [item for item in items if item not in others]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        _deselect(config, gpu_items, reason)
+        if hasattr(config, "workeroutput"):  # a process of pytest-xdist tells the one that counts
+            config.workeroutput[DESELECTED] = len(gpu_items), reason
+
+
+def _deselect(config: pytest.Config, items: Sequence, reason: str) -> None:
+    config.hook.pytest_deselected(items=items)
+    config.stash[WHY] = f"{len(items)} GPU tests deselected: {reason}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """Count what the processes of pytest-xdist, which all collect the same, have deselected."""
+    if WHY not in node.config.stash and DESELECTED in getattr(node, "workeroutput", {}):
+        count, reason = node.workeroutput[DESELECTED]
+        _deselect(node.config, [SimpleNamespace()] * count, reason)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if WHY in config.stash:
+        terminalreporter.write_line(config.stash[WHY])
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ def test_entry_points_import_nothing_heavy(engine, group):
     """Every process of an engine loads them, also where nobody asked for fp8moe; SGLang's then does nothing."""
     distribution = ROOT / "integrations" / engine
     content = tomllib.loads((distribution / "pyproject.toml").read_text())
-    assert content["project"]["version"] == "0.1.0" and content["project"]["dependencies"] == ["fp8moe"]
+    assert content["project"]["version"] == "0.1.0" and content["project"]["dependencies"] == ["fp8moe>=0.2"]
     module, name = content["project"]["entry-points"][group]["fp8moe"].split(":")
     call = f"{module}.{name}()" if engine == "sglang" else f"callable({module}.{name}) or 1 / 0"
     code = f"import sys, {module}; {call}; print({{'torch', 'fp8moe', 'vllm', 'sglang'}} & set(sys.modules))"

@@ -3,10 +3,12 @@
 import copy
 import json
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests import conftest
 from tools import validate
 
 CLEAN = {
@@ -199,3 +201,26 @@ def test_without_a_gpu_it_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(validate.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="Hopper"):
         validate.main([])
+
+
+def test_gpu_tests_are_counted_as_deselected(monkeypatch):
+    """By pytest itself, and by the process that counts where others collect."""
+
+    def config(**more):
+        counted = []
+        hook = SimpleNamespace(pytest_deselected=lambda items: counted.append(len(items)))
+        return SimpleNamespace(hook=hook, stash=pytest.Stash(), counted=counted, **more)
+
+    def item(marked):
+        return SimpleNamespace(path=Path("tests/gpu/test_x.py"), get_closest_marker=lambda name: marked)
+
+    monkeypatch.setattr(conftest, "why_no_hopper", lambda: "no GPU")
+    items, worker, counting = [item(True), item(False), item(True)], config(workeroutput={}), config()
+    conftest.pytest_collection_modifyitems(worker, items)
+    assert len(items) == 1 and worker.counted == [2]
+    for _ in range(2):  # of two processes, each has collected all
+        conftest.pytest_testnodedown(SimpleNamespace(config=counting, workeroutput=worker.workeroutput), None)
+    assert counting.counted == [2]
+    written = []
+    conftest.pytest_terminal_summary(SimpleNamespace(write_line=written.append), counting)
+    assert written == ["2 GPU tests deselected: no GPU"]
