@@ -34,6 +34,7 @@ NAMES = {
     "transformers_bf16": "transformers in bfloat16",
     "deep_gemm_two_gemms": "DeepGEMM's two GEMMs alone",
 }
+LAYERS = ("vllm", "transformers_bf16", "deep_gemm_two_gemms")
 WHOLE_MODEL = {"fp8moe": "GraphDecoder", "vllm_fp8moe": "vLLM, `--quantization fp8moe`"}
 
 
@@ -52,12 +53,12 @@ def ratios(rows: Iterable[dict], other: str, ours: str = "fp8moe") -> list[float
 
 
 def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst: Callable = min) -> str:
-    """The geometric mean of the ratios and the worst; where cases have none, because they failed, how many have."""
+    """The geometric mean of the ratios and, of several, the worst; how many have one where others have failed."""
     found = ratios(rows, other, ours)
     if not found:
         return ""
-    some = "" if len(found) == len(rows) else f", {len(found)} of {len(rows)}"
-    return f"{geomean(found):.2f} ({worst(found):.2f}{some})"
+    some = "" if len(found) == len(rows) else f", {len(found)} of {len(rows)} cases"
+    return f"{geomean(found):.2f}" if len(rows) == 1 else f"{geomean(found):.2f} ({worst(found):.2f}{some})"
 
 
 def measured_with(peers: dict) -> str:
@@ -101,13 +102,12 @@ def layer(peers: dict) -> str:
     if not rows:
         return NO_LAYERS
     tokens = sorted({row["tokens"] for row in rows})
-    others = ("vllm", "transformers_bf16", "deep_gemm_two_gemms")
     by_tokens = [[row for row in rows if row["tokens"] == count] for count in tokens]
     inside = "our two GEMMs in the layer / alone", "gemms_in_layer", "fp8moe_two_gemms"
     return table(
         ("experts layer, four models: time over fp8moe's", *map(count_of_tokens, tokens)),
         [
-            *((NAMES[name], *(mean_and_worst(some, name) for some in by_tokens)) for name in others),
+            *((NAMES[name], *(mean_and_worst(some, name) for some in by_tokens)) for name in LAYERS),
             (inside[0], *(mean_and_worst(some, *inside[1:], worst=max) for some in by_tokens)),
         ],
     )
@@ -242,39 +242,37 @@ def whole_models(rows: Sequence[dict], what: str) -> list[dict]:
 
 
 def headline(benchmarks: dict) -> str:
-    """What README begins with: the layer, the GEMMs and a whole model of one run, each mean with its worst case."""
+    """What README begins with: a whole model, the layer and the GEMMs of one run, each mean with its worst case."""
     peers = benchmarks["peers"]
     if not peers:
         return NO_PEERS
     rows = peers["rows"]
-    dense = select(rows, "gemm")
     grouped = [row for row in rows if row["what"] in ("contiguous", "masked")]
-    steps = [row["ms"] for row in select(rows, "decode")]
-    times = ", ".join(f"{ms['fp8moe']:.1f}" for ms in steps)
     compared = (
-        ("experts layer of four models, 1 to 8192 tokens", select(rows, "layer"), ("vllm", "transformers_bf16")),
-        ("dense FP8 GEMMs", dense, ("deep_gemm", "cublas_block")),
+        ("experts layer of four models, 1 to 8192 tokens", layers(peers), LAYERS),
+        ("dense FP8 GEMMs", select(rows, "gemm"), ("deep_gemm", "cublas_block")),
         ("grouped FP8 GEMMs", grouped, ("deep_gemm",)),
     )
     found = [
-        (what, NAMES[name], mean_and_worst(some, name))
-        for what, some, names in compared
-        for name in names
-        if ratios(some, name)
-    ]
-    found += [
         (f"{WHOLE_MODEL[name]}: {what}", "vLLM's default", mean_and_worst(timed, "vllm", name))
         for what, timed in (
-            ("a decode step of Qwen3-30B-A3B's size, batch 1, 8, 64", whole_models(rows, "decode")),
+            ("decode steps, batch 1, 8, 64", whole_models(rows, "decode")),
             ("prompts of 4 x 4096 tokens", whole_models(rows, "prefill")),
         )
         for name in WHOLE_MODEL
         if ratios(timed, "vllm", name)
     ]
-    whole = f"A decode step of Qwen3-30B-A3B's size for 1, 8 and 64 sequences takes {times} ms.\n" if steps else ""
-    head = ("", "beside", "times as fast, mean (worst)")
+    found += [
+        (what, NAMES[name], mean_and_worst(some, name))
+        for what, some, names in compared
+        for name in names
+        if ratios(some, name)
+    ]
+    steps = ", ".join(f"{row['ms']['fp8moe']:.1f}" for row in select(rows, "decode"))
+    whole = f"\nWhole models are of Qwen3-30B-A3B's size: 1, 8, 64 sequences take {steps} ms a step.\n" if steps else ""
     shown = pictures("docs/images/", "overview") if layers(peers) else [NO_LAYERS]
-    return "\n".join([f"{measured_with(peers)} {whole}", table(head, found), *shown])
+    head = ("", "beside", "times as fast, mean (worst)")
+    return "\n".join([f"{measured_with(peers)}{whole}", table(head, found), *shown])
 
 
 def figures(benchmarks: dict) -> str:
@@ -416,7 +414,7 @@ def others_of_two(rows: Sequence[dict]) -> str:
     layers = [row for row in select(rows, "layer") if "equal" in row]
     rounded, exact = ([row["equal"] for row in layers if ("exact" in row["method"]) == kind] for kind in (False, True))
     lines = [
-        ("values equal to one GPU's, the least of all methods", f"{min(rounded):.4%}"),
+        ("values equal to one GPU's, worst of all methods", f"{min(rounded):.4%}"),
         ("the same, `exact=True`", f"{min(exact):.4%}"),
     ]
     lines += [
@@ -499,12 +497,12 @@ def stored() -> dict:
     return kernels["benchmarks"] | models["models"] | beside | {"peers": stored_peers()}
 
 
-def with_tables(text: str, tables: str | None) -> str:
+def with_tables(text: str, tables: str | None, begin: str = BEGIN, end: str = END) -> str:
     """The text of a file, with these tables between its marks, or those it has. ValueError unless it has each once."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in rest or END in before + after:
-        raise ValueError(f"expected {BEGIN.strip()!r} and then {END.strip()!r}, once each")
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended) or begin in rest or end in before + after:
+        raise ValueError(f"expected {begin.strip()!r} and then {end.strip()!r}, once each")
     return text if tables is None else before + begin + tables + end + after
 
 

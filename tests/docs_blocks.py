@@ -6,6 +6,7 @@ block, an HTML comment says what is special about it:
     <!-- needs a GPU -->                elsewhere it is compiled, and its names are looked up
     <!-- needs a C++ compiler -->       where AOTInductor cannot package, likewise
     <!-- needs transformers X.Y -->     left out where transformers is older
+    <!-- needs the package NAME -->     left out where it is not installed
     <!-- save as NAME.py -->            a script, which a later sh block starts
 """
 
@@ -14,7 +15,7 @@ import builtins
 import re
 import shlex
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,6 +68,9 @@ def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
     for block in blocks(page):
         newer = block.mark("needs transformers ")
         if newer is not None and _version(metadata.version("transformers")) < _version(newer):
+            continue
+        package = block.mark("needs the package ")
+        if package is not None and util.find_spec(package) is None:
             continue
         script = block.mark("save as ")
         if script is not None:

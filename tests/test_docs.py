@@ -155,3 +155,10 @@ def test_messages_of_the_troubleshooting_page_exist():
     for message in messages:
         pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))
         assert any(re.search(pattern, source, flags=re.DOTALL) for source in sources), message
+
+
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 180
+    benchmarks = text.partition(tables.BEGIN)[2].partition(tables.END)[0]
+    assert len(re.findall(r"[\w.%-]+", benchmarks)) <= 350

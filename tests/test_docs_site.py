@@ -126,7 +126,7 @@ def test_links_between_pages_and_the_repository():
     expected = "[a](gemm.md#b) ![p](images/x.png) [c](changelog.md) d [e](https://f) [g](#h)"
     assert with_links(text, "", "") == expected
     text = "[a](../../README.md#use) [b](../gemm.md) [c](layers.md)"
-    assert with_links(text, "docs/reference", "reference") == "[a](../index.md#use) [b](../gemm.md) [c](layers.md)"
+    assert with_links(text, "docs/reference", "reference") == "[a](../readme.md#use) [b](../gemm.md) [c](layers.md)"
 
 
 def test_docstrings_become_markdown():

@@ -1,0 +1,196 @@
+"""GB in FP8 and GPUs of models that people know: `python -m tools.model_sizes` writes the table of README.
+
+Each model is of transformers' class, on the meta device, with the numbers of its published config.json. Experts and
+linears count as `fp8moe quantize` writes them, a byte for each weight and a float32 scale for each 128x128 block;
+everything else, such as embeddings, output layer, norms and routers, counts as bfloat16. Layers for multi-token
+prediction are left out, as transformers leaves them out. What works is from docs/models.md. With DIR..., it prints the
+sizes of these checkpoints' models.
+"""
+
+import argparse
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from benchmarks.tables import table, with_tables
+from fp8moe.checkpoints.expert_names import parse_fused
+from fp8moe.checkpoints.formats import scale_shape
+from fp8moe.layers.replaced import DEFAULT_SKIP, matches
+from tools.model_matrix import MARK as MATRIX
+from tools.model_matrix import PAGE as MATRIX_PAGE
+from tools.model_matrix import read_page
+
+PAGE = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- tools.model_sizes writes what follows -->\n", "<!-- up to here -->\n"
+GPUS = {"H100 80 GB": 80e9, "H200 141 GB": 141e9}
+FULL = 0.85
+"""The part of a GPU's memory that weights may take: keys, values and activations need the rest."""
+COUNTS = (1, 2, 4, 8, 16)
+WORKS = {
+    "quantize": "`fp8moe quantize`",
+    "load_model": "loading",
+    "GraphDecoder": "`GraphDecoder`",
+    "train": "training",
+}
+
+
+class Published(NamedTuple):
+    """A model: the numbers of its config.json, the billions of parameters that its authors say, how it is published."""
+
+    model_type: str
+    billions: float
+    formats: str
+    numbers: dict = {}
+    instead: str = ""
+    """What works, where it is not what docs/models.md says of the class."""
+
+
+_GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552}
+_QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128}
+MODELS = {
+    "Qwen3-30B-A3B": Published(
+        *("qwen3_moe", 30.5, "bfloat16, FP8"),
+        {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768}
+        | _QWEN3,
+    ),
+    "Qwen3-235B-A22B": Published(
+        *("qwen3_moe", 235, "bfloat16, FP8"),
+        {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536}
+        | _QWEN3,
+    ),
+    "Qwen3-Next-80B-A3B": Published("qwen3_next", 80, "bfloat16, FP8"),
+    "DeepSeek-V3, R1": Published("deepseek_v3", 671, "FP8"),
+    "DeepSeek-V3.2": Published("deepseek_v32", 671, "FP8"),
+    "DeepSeek-V4-Flash": Published("deepseek_v4", 284, "FP8 with FP4 experts"),
+    "DeepSeek-V4-Pro": Published(
+        *("deepseek_v4", 1600, "FP8 with FP4 experts"),
+        {
+            **{"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536},
+            **{"n_routed_experts": 384, "moe_intermediate_size": 3072, "o_groups": 16},
+        },
+    ),
+    "GLM-4.5, 4.6": Published(
+        *("glm4_moe", 355, "bfloat16, FP8"),
+        {
+            **{"hidden_size": 5120, "num_hidden_layers": 92, "intermediate_size": 12288, "first_k_dense_replace": 3},
+            **{"n_routed_experts": 160, "moe_intermediate_size": 1536, "attention_bias": True, "use_qk_norm": True},
+        }
+        | _GLM,
+    ),
+    "GLM-4.5-Air": Published(
+        *("glm4_moe", 106, "bfloat16, FP8"),
+        {
+            **{"hidden_size": 4096, "num_hidden_layers": 46, "intermediate_size": 10944, "first_k_dense_replace": 1},
+            **{"n_routed_experts": 128, "moe_intermediate_size": 1408, "attention_bias": True, "use_qk_norm": False},
+        }
+        | _GLM,
+    ),
+    "GPT-OSS-20b": Published("gpt_oss", 20.9, "MXFP4", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "GPT-OSS-120b": Published("gpt_oss", 116.8, "MXFP4"),
+    "MiniMax-M2": Published("minimax_m2", 229, "FP8"),
+    "Mixtral-8x7B": Published("mixtral", 46.7, "bfloat16"),
+    "Mixtral-8x22B": Published(
+        *("mixtral", 141, "bfloat16"),
+        {"hidden_size": 6144, "num_hidden_layers": 56, "num_attention_heads": 48, "intermediate_size": 16384},
+    ),
+    "Kimi-K2": Published(
+        *("deepseek_v3", 1026, "FP8"),
+        {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
+        | {"vocab_size": 163840, "n_group": 1, "topk_group": 1},
+        "not in transformers, which has no `kimi_k2`",
+    ),
+}
+
+
+class Sizes(NamedTuple):
+    """Bytes of a model in FP8, of its routed experts and of everything else, and the number of its parameters."""
+
+    experts: int
+    rest: int
+    parameters: int
+
+    def gpus(self, memory: float) -> int | None:
+        """The fewest GPUs that hold their part of the experts and everything else; None if COUNTS has not so many."""
+        return next((count for count in COUNTS if self.experts / count + self.rest <= FULL * memory), None)
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    """The configuration of one of MODELS; what its numbers leave out transformers' defaults have."""
+    model = MODELS[name]
+    return AutoConfig.for_model(model.model_type, **model.numbers)
+
+
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model without memory for its parameters."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@functools.cache
+def published(name: str) -> Sizes:
+    """The sizes of one of MODELS."""
+    return sizes(on_meta(config_of(name)))
+
+
+def sizes(model: nn.Module) -> Sizes:
+    """What the module's docstring counts, of each parameter once."""
+    experts = rest = parameters = 0
+    for name, weight in model.named_parameters():
+        module, _, last = name.rpartition(".")
+        fused = parse_fused(name, tuple(weight.shape)) is not None
+        linear = last == "weight" and type(model.get_submodule(module)) is nn.Linear
+        size = 2 * weight.numel()
+        if fused or (linear and not matches(module, DEFAULT_SKIP)):
+            rows, columns = scale_shape(name, tuple(weight.shape))[-2:]
+            matrices = weight.shape[0] if fused else 1
+            size = weight.numel() + 4 * matrices * rows * columns
+        experts, rest = (experts + size, rest) if fused else (experts, rest + size)
+        parameters += weight.numel()
+    return Sizes(experts, rest, parameters)
+
+
+def works(name: str, matrix: dict[str, dict[str, str]]) -> str:
+    """What docs/models.md says of the class of a model, in words."""
+    if MODELS[name].instead:
+        return MODELS[name].instead
+    kind = AutoModelForCausalLM._model_mapping[type(config_of(name))].__name__
+    missing = [words for column, words in WORKS.items() if not matrix[kind][column].startswith("yes")]
+    return f"all but {' and '.join(missing)}" if missing else "all"
+
+
+def lines(found: Iterable[tuple[str, Sizes]]) -> Iterable[list[str]]:
+    for name, size in found:
+        count = [str(size.gpus(memory) or f"more than {COUNTS[-1]}") for memory in GPUS.values()]
+        yield [name, f"{size.parameters / 1e9:.0f}", f"{(size.experts + size.rest) / 1e9:.0f}", *count]
+
+
+HEADER = ("", "billions", "GB in FP8", *GPUS)
+
+
+def readme() -> str:
+    """The table of README."""
+    _, matrix = read_page(MATRIX_PAGE.read_text(encoding="utf-8").partition(MATRIX)[2])
+    found = lines((name, published(name)) for name in MODELS)
+    rows = [[name, *cells, MODELS[name].formats, works(name, matrix)] for name, *cells in found]
+    return table((*HEADER, "published in", "works"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.model_sizes", description=__doc__.partition("\n")[0])
+    parser.add_argument("directories", nargs="*", metavar="DIR", help="with a config.json that transformers knows")
+    directories = parser.parse_args().directories
+    if directories:
+        configs = ((name, AutoConfig.from_pretrained(name)) for name in directories)
+        print(table(HEADER, lines((name, sizes(on_meta(config))) for name, config in configs)), end="")
+    else:
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(with_tables(text, readme(), BEGIN, END), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
