@@ -6,6 +6,7 @@ removed. The others are from validation/kernels.json.
 """
 
 import argparse
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,16 +37,26 @@ STYLE = {
 }
 
 
+def hash_of(result: dict) -> str:
+    """SHA-256 of a stored result: what a picture of it has as its "Source"."""
+    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+
+
 @contextmanager
-def _picture(path: Path, title: str, size: tuple[float, float], *grid: int, below: float = 0, **options) -> Iterator:
-    """A figure and its axes, written to `path` at the end; `below` is the part of its height that a legend takes."""
+def _picture(
+    result: dict, path: Path, title: str, size: tuple[float, float], *grid: int, below: float = 0, **options
+) -> Iterator:
+    """A figure and its axes, written to `path` at the end with the hash of the `result` that it shows.
+
+    below: the part of its height that a legend takes.
+    """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(*grid, figsize=size, squeeze=False, **options)
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         yield figure, axes
         figure.tight_layout(rect=(0, below, 1, 0.99))
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Source": hash_of(result)})
         plt.close(figure)
 
 
@@ -88,7 +99,7 @@ def draw_overview(peers: dict, path: Path) -> None:
     series = {"vllm": OURS, "transformers_bf16": BFLOAT16, "deep_gemm_two_gemms": "#56B4E9"}
     series = {name: colour for name, colour in series.items() if tables.ratios(rows, name)}
     width = 0.81 / len(series)
-    with _picture(path, f"fp8moe on an {_card(peers)}", (10, 3.9), 1, 2, below=0.1, width_ratios=(3, 2)) as (
+    with _picture(peers, path, f"fp8moe on an {_card(peers)}", (10, 3.9), 1, 2, below=0.1, width_ratios=(3, 2)) as (
         figure,
         grid,
     ):
@@ -153,7 +164,7 @@ def draw_gemm(peers: dict, path: Path) -> None:
     """One panel for each m."""
     rows = [row for row in select(peers["rows"], "gemm") if "fp8moe" in row["us"]]
     title = f"Dense FP8 GEMM on an {_card(peers)}, cold L2"
-    with _picture(path, title, (13.2, 9.2), 2, 3, below=0.03) as (figure, grid):
+    with _picture(peers, path, title, (13.2, 9.2), 2, 3, below=0.03) as (figure, grid):
         for axes, m in zip(grid.flat, DENSE_M, strict=True):
             if some := [row for row in rows if row["m"] == m]:
                 _gemm_panel(axes, some)
@@ -173,7 +184,10 @@ def draw_quantize(result: dict, path: Path) -> None:
     rows, gpu = result["rows"], result["gpu"].removeprefix("NVIDIA ")
     large = [row for row in rows if row["m"] > 64]
     small = [row for row in rows if row["m"] <= 64 and row["op"] == "quantize_1x128"]
-    with _picture(path, f"Quantization of bfloat16 on an {gpu}", (9.6, 3.4), 1, 2, width_ratios=(3, 2)) as (_, grid):
+    with _picture(result, path, f"Quantization of bfloat16 on an {gpu}", (9.6, 3.4), 1, 2, width_ratios=(3, 2)) as (
+        _,
+        grid,
+    ):
         left, right = grid[0]
         values = [row["gbps"] / 1e3 for row in large]
         left.barh(range(len(large)), values, 0.62, color=OURS)
@@ -223,7 +237,7 @@ def draw_grouped(peers: dict, path: Path) -> None:
         ("along_k", "grouped_gemm_k, accumulate=True", "{groups} × {m} × {n}"),
     )
     panels = [one for one in panels if tables.ratios(select(peers["rows"], one[0]), "deep_gemm")]
-    with _picture(path, title, (4.7 * len(panels), 4.2), 1, len(panels), below=0.06) as (figure, grid):
+    with _picture(peers, path, title, (4.7 * len(panels), 4.2), 1, len(panels), below=0.06) as (figure, grid):
         for axes, (what, shown, label) in zip(grid[0], panels, strict=True):
             _ratios_panel(axes, select(peers["rows"], what), label)
             axes.set_title(shown)
@@ -277,7 +291,7 @@ def draw_experts(peers: dict, path: Path) -> None:
     rows = [row for row in tables.layers(peers) if "kernels" in row]
     names = list(dict.fromkeys(row["model"] for row in rows))
     title = f"Experts layer on an {_card(peers)}, cold L2; below where our time goes"
-    with _picture(path, title, (4.2 * len(names), 6.8), 2, len(names), below=0.07, height_ratios=(3, 2)) as (
+    with _picture(peers, path, title, (4.2 * len(names), 6.8), 2, len(names), below=0.07, height_ratios=(3, 2)) as (
         figure,
         grid,
     ):
@@ -322,7 +336,7 @@ def draw_training(result: dict, path: Path) -> None:
     rows, gpu = result["rows"], result["gpu"].removeprefix("NVIDIA ")
     layer, linear = select(rows, "experts"), select(rows, "linear")
     titles = "experts of {model}, {tokens} tokens", "linear ({rows}, {in_features}) × ({out_features}, {in_features})"
-    with _picture(path, f"Training on an {gpu}, cold L2", (9.6, 3.4), 1, 2) as (_, grid):
+    with _picture(result, path, f"Training on an {gpu}, cold L2", (9.6, 3.4), 1, 2) as (_, grid):
         for axes, found, title in zip(grid[0], (layer, linear), titles, strict=True):
             _pass_panel(axes, found, title.format(**found[0]))
 
@@ -330,7 +344,7 @@ def draw_training(result: dict, path: Path) -> None:
 def draw_mqa(peers: dict, path: Path) -> None:
     """Index scores against DeepGEMM's, of prefill and decoding."""
     title = f"Index scores of sparse attention on an {_card(peers)}, cold L2"
-    with _picture(path, title, (11.2, 3.4), 1, 2) as (_, grid):
+    with _picture(peers, path, title, (11.2, 3.4), 1, 2) as (_, grid):
         left, right = grid[0]
         scores = [row for row in select(peers["rows"], "mqa_logits") if row["fill"]]
         _ratios_panel(left, scores, "{queries} × {tokens}", lambda row: f"{row['us']['fp8moe']:.0f} µs")
@@ -352,23 +366,29 @@ OF_PEERS = {
 OF_KERNELS = {"quantize": draw_quantize, "training": draw_training}
 
 
-def draw(out: Path, peers: dict | None, benchmarks: dict) -> None:
-    """All pictures that have rows; peers: a run of `benchmarks.peers`; benchmarks: results of `tools.validate`."""
-    for name, picture in OF_PEERS.items():
+def shown(benchmarks: dict) -> dict[str, dict]:
+    """The names of the pictures that have rows, each with the result that it shows; benchmarks: `tables.stored`."""
+    peers = benchmarks["peers"]
+    of_peers = {name: peers for name in OF_PEERS if peers and name in tables.drawn(peers)}
+    return of_peers | {name: benchmarks[name] for name in OF_KERNELS}
+
+
+def draw(out: Path, benchmarks: dict) -> None:
+    """All pictures that have rows; those that have none any more are removed."""
+    results = shown(benchmarks)
+    for name, picture in (OF_PEERS | OF_KERNELS).items():
         path = out / f"{name}.png"
-        if peers is None or name not in tables.drawn(peers):
-            path.unlink(missing_ok=True)
+        if name in results:
+            picture(results[name], path)
         else:
-            picture(peers, path)
-    for name, picture in OF_KERNELS.items():
-        picture(benchmarks[name], out / f"{name}.png")
+            path.unlink(missing_ok=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="draw the stored results")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), metavar="DIR")
     args = parser.parse_args(argv)
-    draw(args.out, tables.stored_peers(), json.loads(tables.VALIDATION.read_text())["benchmarks"])
+    draw(args.out, tables.stored())
 
 
 if __name__ == "__main__":

@@ -334,14 +334,14 @@ def test_pictures_of_peers_are_drawn_of_a_run_or_removed(tmp_path):
     layer = {"what": "experts", "model": "dsv3", "tokens": 8, **passed}
     linear = {"what": "linear", "rows": 8, "in_features": 8, "out_features": 8, **passed}
     benchmarks = {"quantize": {"rows": quantized, "gpu": "a"}, "training": {"rows": [layer, linear], "gpu": "a"}}
-    plots.draw(tmp_path, stored_run(), benchmarks)
+    plots.draw(tmp_path, benchmarks | {"peers": stored_run()})
     assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_PEERS, *plots.OF_KERNELS}
     without = stored_run()
     without["rows"] = [row for row in without["rows"] if row["what"] != "layer"]
-    plots.draw(tmp_path, without, benchmarks)
+    plots.draw(tmp_path, benchmarks | {"peers": without})
     assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_PEERS, *plots.OF_KERNELS} - {"overview", "experts"}
     assert tables.NO_LAYERS in tables.headline({"peers": without})
-    plots.draw(tmp_path, None, benchmarks)
+    plots.draw(tmp_path, benchmarks | {"peers": None})
     assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_KERNELS}
 
 

@@ -9,8 +9,9 @@ from importlib import import_module, util
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from benchmarks import tables
+from benchmarks import plots, tables
 from fp8moe.cli import _parser
 from fp8moe.runtime.config import Settings
 
@@ -126,6 +127,12 @@ def test_figures_are_those_of_the_stored_files(name):
     benchmarks = tables.stored()
     text = (ROOT / name).read_text(encoding="utf-8")
     assert tables.with_tables(text, tables.FILES[name](benchmarks)) == text, "run python -m benchmarks.tables"
+
+
+def test_pictures_are_of_the_files_that_the_tables_are_of():
+    results = plots.shown(tables.stored())
+    drawn = {path.stem: Image.open(path).info.get("Source") for path in (ROOT / "docs/images").glob("*.png")}
+    assert drawn == {name: plots.hash_of(result) for name, result in results.items()}, "run python -m benchmarks.plots"
 
 
 def test_tables_need_their_place():

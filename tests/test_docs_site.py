@@ -121,6 +121,27 @@ def test_the_search_finds_functions(site):
     assert any("Environment variables" in title for title in titles)
 
 
+FOUND = {
+    **dict.fromkeys(("per-channel FP8", "compressed-tensors", "ModelOpt", "MXFP4"), "formats.html"),
+    **dict.fromkeys(("vLLM", "SGLang", "torchtitan"), "engines.html"),
+    **dict.fromkeys(("TRL", "verl"), "rl.html"),
+}
+"""What people look for, and the page that has it."""
+
+
+@pytest.mark.parametrize(("query", "page"), FOUND.items())
+def test_the_search_finds_what_people_look_for(query, page, site):
+    """In one section of the page, as the search asks for: all words, which end at spaces and hyphens."""
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    assert index["config"]["separator"] == r"[\s\-]+"
+
+    def words(text):
+        return {word.strip(".,:;()`") for word in re.split(r"[\s\-]+", re.sub(r"<[^>]*>", " ", text).lower())}
+
+    sections = [entry for entry in index["docs"] if words(query) <= words(f"{entry['title']} {entry['text']}")]
+    assert page in {entry["location"].partition("#")[0] for entry in sections}
+
+
 def test_links_between_pages_and_the_repository():
     text = "[a](docs/gemm.md#b) ![p](docs/images/x.png) [c](CHANGELOG.md) [d](fp8moe/cli.py) [e](https://f) [g](#h)"
     expected = "[a](gemm.md#b) ![p](images/x.png) [c](changelog.md) d [e](https://f) [g](#h)"
