@@ -1,0 +1,1 @@
+"""Reinforcement learning; see `__main__`."""
