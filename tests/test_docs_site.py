@@ -142,6 +142,22 @@ def test_the_search_finds_what_people_look_for(query, page, site):
     assert page in {entry["location"].partition("#")[0] for entry in sections}
 
 
+@pytest.mark.parametrize(
+    "words, page",
+    [
+        *((words, "formats.html") for words in ("per-channel FP8", "compressed-tensors", "ModelOpt", "MXFP4")),
+        *((words, "engines.html") for words in ("vLLM", "SGLang", "torchtitan")),
+        *((words, "recipes.html") for words in ("TRL", "verl", "lm_eval", "chat template")),
+    ],
+)
+def test_the_search_finds_what_people_look_for(words, page, site):
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    found = [
+        entry["location"] for entry in index["docs"] if words.lower() in f"{entry['title']} {entry['text']}".lower()
+    ]
+    assert page in {location.partition("#")[0] for location in found}
+
+
 def test_links_between_pages_and_the_repository():
     text = "[a](docs/gemm.md#b) ![p](docs/images/x.png) [c](CHANGELOG.md) [d](fp8moe/cli.py) [e](https://f) [g](#h)"
     expected = "[a](gemm.md#b) ![p](images/x.png) [c](changelog.md) d [e](https://f) [g](#h)"
