@@ -125,6 +125,8 @@ FOUND = {
     **dict.fromkeys(("per-channel FP8", "compressed-tensors", "ModelOpt", "MXFP4"), "formats.html"),
     **dict.fromkeys(("vLLM", "SGLang", "torchtitan"), "engines.html"),
     **dict.fromkeys(("TRL", "verl"), "rl.html"),
+    **dict.fromkeys(("chat template", "Trainer", "lm_eval"), "recipes.html"),
+    **dict.fromkeys(("Mixtral", "DeepSeek-V3", "GPT-OSS", "Qwen3-30B-A3B"), "readme.html"),
 }
 """What people look for, and the page that has it."""
 
@@ -140,22 +142,6 @@ def test_the_search_finds_what_people_look_for(query, page, site):
 
     sections = [entry for entry in index["docs"] if words(query) <= words(f"{entry['title']} {entry['text']}")]
     assert page in {entry["location"].partition("#")[0] for entry in sections}
-
-
-@pytest.mark.parametrize(
-    "words, page",
-    [
-        *((words, "formats.html") for words in ("per-channel FP8", "compressed-tensors", "ModelOpt", "MXFP4")),
-        *((words, "engines.html") for words in ("vLLM", "SGLang", "torchtitan")),
-        *((words, "recipes.html") for words in ("TRL", "verl", "lm_eval", "chat template")),
-    ],
-)
-def test_the_search_finds_what_people_look_for(words, page, site):
-    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
-    found = [
-        entry["location"] for entry in index["docs"] if words.lower() in f"{entry['title']} {entry['text']}".lower()
-    ]
-    assert page in {location.partition("#")[0] for location in found}
 
 
 def test_links_between_pages_and_the_repository():
