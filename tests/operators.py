@@ -552,6 +552,12 @@ def _flat(draw: Draw) -> tuple:
     return a.view(-1), a_scale, b.view(-1), b_scale, group_offsets.diff(), out, False
 
 
+def _by_columns(draw: Draw) -> tuple:
+    *operands, group_offsets = _along_k(draw)
+    out = draw.normal(EXPERTS, len(operands[0]), draw.columns, dtype=torch.float32)
+    return *(part.t() for part in operands), group_offsets.diff(), out, True
+
+
 def _by_layout(draw: Draw) -> tuple:
     """The expert of each row, in groups at multiples of 128 rows."""
     blocks = 2 * EXPERTS
@@ -675,12 +681,13 @@ GEMMS = {
     "grouped_gemm_by_layout": Case(_by_layout, bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW])}, fixed=("out",)),
     "grouped_gemm_by_layout, ends of groups": Case(_by_ends, fixed=("out",)),
     "grouped_gemm_k": Case(_along_k, bad={"a": ((BAD_ROW, 5), lambda a: [(group_of(a.group_offsets, 5), BAD_ROW)])}),
-    "grouped_gemm_k_flat": Case(
+    "grouped_gemm_k_by_sizes": Case(
         _flat,
         bad={"a": ((5,), lambda a: [(int(a.sizes.nonzero()[0]), 0)])},
         fixed=("out",),
         names={"a_scale": r"a\.(scale|data)"},
     ),
+    "grouped_gemm_k_by_sizes, one matrix": Case(_by_columns, fixed=("out",)),
     "grouped_gemm_k_out": Case(
         lambda draw: (
             *(along := _along_k(draw)),

@@ -129,9 +129,10 @@ def test_cpu_time_of_the_drop_in_is_measured_on_calls_of_one_result(monkeypatch)
         expected, found = native(), drop_in()
         assert found is None or torch.equal(found, expected)
     times = iter(range(100))
+    monkeypatch.setattr(host, "BATCHES", 3)
     monkeypatch.setattr(host, "drop_in_calls", lambda: {"one": (None, None), "other": (None, None)})
-    monkeypatch.setattr(host, "host_us", lambda call: float(next(times) ** 2))
-    assert [(row["us"], row["native_us"], row["extra_us"]) for row in host.drop_in_rows()] == [(1, 0, 1), (9, 4, 5)]
+    monkeypatch.setattr(host, "host_us", lambda call, batches: float(next(times) ** 2))
+    assert [(row["us"], row["native_us"], row["extra_us"]) for row in host.drop_in_rows()] == [(9, 4, 5), (81, 64, 17)]
 
 
 @pytest.mark.parametrize("ratio, status", [(1.25, 0), (0.8, 1)])

@@ -7,7 +7,7 @@ import torch
 
 from fp8moe.integrations import deep_gemm
 from fp8moe.kernels.gemm.api import grouped_gemm
-from fp8moe.kernels.gemm.layouts import join_spec, ranges_spec
+from fp8moe.kernels.gemm.layouts import grouped_gemm_k_by_sizes, join_spec, ranges_spec
 from fp8moe.kernels.gemm.reference import group_ranges
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128
@@ -299,6 +299,21 @@ def test_along_k_wrong_arguments(change, error, match, c):
     with pytest.raises(error, match=match):
         deep_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments)
     assert arguments["d"].isnan().all()
+
+
+def test_along_k_takes_each_form_by_its_name():
+    """Of sizes that either form could have."""
+    (flat, scale), _ = flat_groups(256, [256])
+    d, ks = nans(1, 256, 256, dtype=torch.float32), ([256], int32([256]))
+    with pytest.raises(ValueError, match=r"a\.data: expected shape \(rows \* K\)"):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous((flat.view(256, 256), scale), (flat, scale), d, *ks)
+    with pytest.raises(ValueError, match=r"a\.data: expected shape \(K, columns\)"):
+        deep_gemm.k_grouped_fp8_gemm_tn_contiguous((flat, scale), (flat, scale), d, *ks)
+    (flat, scale), _ = flat_groups(8, [1024])
+    by_columns, d = FP8Tensor(*columns((flat, scale), 8, [1024])), d[:, :8, :8].contiguous()
+    with pytest.raises(ValueError, match=r"b\.data: expected as many dimensions as a\.data"):
+        grouped_gemm_k_by_sizes(by_columns, FP8Tensor(flat, scale), int32([1024]), d)
+    assert d.isnan().all()
 
 
 # ---- bfloat16 ----

@@ -24,7 +24,7 @@ from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.operands import Biases
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.swiglu import Beside
-from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
+from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.peer_table import Targets
@@ -194,7 +194,7 @@ def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
         k, sizes = 128 * groups, make.integers([128] * groups)
         a, b = ((make.codes(size * k), make.rows(size, k).scale) for size in (m, n))
         out = make.zeros(groups, m, n, dtype=torch.float32)
-        yield lambda call=(a, b, sizes, out), add=add: grouped_gemm_k_flat(*call, accumulate=add)
+        yield lambda call=(a, b, sizes, out), add=add: grouped_gemm_k_by_sizes(*call, accumulate=add)
 
 
 def share_calls(make: Operands) -> Iterator[Callable[[], object]]:

@@ -51,9 +51,9 @@ def check_out(name: str, arguments: Sequence[str], tensors: Sequence[Tensor | No
     check_derivatives(name, *tensors)
     if _transformed() and any(_wrapped(value) for value in tensors if value is not None):
         raise RuntimeError(f"{name}: out= does not work under torch.func or vmap; call it without out")
-    for argument, value in zip(arguments, tensors, strict=True):
-        if recorded(value):
-            raise RuntimeError(f"{name}: out= has no automatic differentiation, but {argument} requires a gradient")
+    if recorded(*tensors):
+        argument = next(argument for argument, value in zip(arguments, tensors, strict=True) if recorded(value))
+        raise RuntimeError(f"{name}: out= has no automatic differentiation, but {argument} requires a gradient")
 
 
 def _transformed() -> bool:

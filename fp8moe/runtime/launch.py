@@ -418,6 +418,11 @@ def _device_index(device_index: int, *others: object) -> int:
     return device_index
 
 
+def layout_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What of a tensor a plan depends on."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
 def _layouts(values: Iterable[Any]) -> list:
     """What of the values a plan depends on."""
     layouts: list[Any] = []

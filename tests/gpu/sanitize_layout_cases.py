@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.operands import rounded_error
 from fp8moe import FP8Tensor
-from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
+from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.gemm.reference import group_ranges
 from tests.deep_gemm_cases import by_ends, by_rows, flat_groups
 from tests.gpu.sanitize_moe_cases import groups_error, on_cpu, random_experts, random_rows
@@ -34,7 +34,7 @@ def flat_error(sizes: tuple[int, ...], m: int, n: int) -> float:
     (a, a_values), (b, b_values) = flat_groups(m, sizes), flat_groups(n, sizes, seed=1)
     before = torch.randn(len(sizes), m, n)
     out, on_gpu = before.cuda(), [FP8Tensor(data.cuda(), scale.cuda()) for data, scale in (a, b)]
-    grouped_gemm_k_flat(*on_gpu, torch.tensor(sizes, dtype=torch.int32).cuda(), out, accumulate=True)
+    grouped_gemm_k_by_sizes(*on_gpu, torch.tensor(sizes, dtype=torch.int32).cuda(), out, accumulate=True)
     parts = zip(a_values.split(sizes, dim=1), b_values.split(sizes, dim=1), strict=True)
     return rounded_error(out.cpu(), before.double() + torch.stack([x @ y.T for x, y in parts]))
 

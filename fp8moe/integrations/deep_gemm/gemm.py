@@ -6,16 +6,14 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from fp8moe.integrations.deep_gemm.utils.layout import float32_scale
 from fp8moe.kernels.gemm import gemm, grouped_gemm_k, grouped_gemm_masked
 from fp8moe.kernels.gemm.checks import RESULTS
-from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_flat
-from fp8moe.quant.checks import check_vector, fp8_operand
+from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
+from fp8moe.quant.checks import check_vector, fp8_data, fp8_operand
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.runtime.autograd import recorded
 from fp8moe.runtime.checks import check_like, check_tensor
 
 __all__ = [
@@ -98,8 +96,8 @@ def fp8_gemm_nt(
         check_tensor("d", d)
         if d.dim() != 2:
             raise ValueError(f"d: expected shape (M, N), got {tuple(d.shape)}")
-        # Made on the device: all of K in one group.
-        whole = torch.arange(2, dtype=torch.int32, device=d.device).mul_(a.data.shape[-1])
+        k = max(a.data.shape[-1], 1)
+        whole = torch.arange(0, k + 1, k, dtype=torch.int32, device=d.device)  # all of K in one group
         _write_sum(lambda out, add: grouped_gemm_k(a, b, whole, out=out.unsqueeze(0), accumulate=add), c, d)
     else:
         gemm(a, b, c=c, out=d)
@@ -275,13 +273,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
     """
     _check_groups(d, ks_tensor, recipe)
     _, m, n = d.shape
-    a, b = _with_rows(_fp8("a", a), m), _with_rows(_fp8("b", b), n)
-    if use_psum_layout:
-        sizes = _offsets_of_ends(ks_tensor).diff()
-    else:
-        sizes = ks_tensor
-        _check_sizes(ks, len(sizes), a.scale.shape[-1] * BLOCK)
-    _write_sum(lambda out, add: grouped_gemm_k_flat(a, b, sizes, out, accumulate=add), c, d)
+    a, b = _with_rows("a", a, m), _with_rows("b", b, n)
+    sizes = _sizes(ks, ks_tensor, a.scale.shape[-1] * BLOCK, use_psum_layout)
+    _write_sum(lambda out, add: grouped_gemm_k_by_sizes(a, b, sizes, out, accumulate=add), c, d)
 
 
 @named(out="d")
@@ -301,14 +295,9 @@ def k_grouped_fp8_gemm_tn_contiguous(
     a: data (K, M), scale (K/128, M); b: data (K, N), scale (K/128, N). On Hopper the data is K-major: transposed views.
     """
     _check_groups(d, ks_tensor, recipe)
-    a, b = _fp8("a", _transposed("a", a)), _fp8("b", _transposed("b", b))
-    if use_psum_layout:
-        offsets = _offsets_of_ends(ks_tensor)
-    else:
-        _check_sizes(ks, len(ks_tensor), a.data.shape[-1])
-        offsets = torch.zeros(len(ks_tensor) + 1, dtype=torch.int32, device=ks_tensor.device)
-        torch.cumsum(ks_tensor, 0, dtype=torch.int32, out=offsets[1:])
-    _write_sum(lambda out, add: grouped_gemm_k(a, b, offsets, out=out, accumulate=add), c, d)
+    a, b = _fp8("a", a, by_columns=True), _fp8("b", b, by_columns=True)
+    sizes = _sizes(ks, ks_tensor, a.data.shape[0], use_psum_layout)
+    _write_sum(lambda out, add: grouped_gemm_k_by_sizes(a, b, sizes, out, accumulate=add), c, d)
 
 
 # Names for FP8 or FP4 operands: of FP8 they are the same functions.
@@ -332,44 +321,52 @@ def _check_groups(d: Tensor, ks_tensor: Tensor, recipe: Recipe) -> None:
         raise ValueError(f"d: expected shape (E, M, N), got {tuple(d.shape)}")
 
 
-def _with_rows(operand: FP8Tensor, rows: int) -> FP8Tensor:
-    """The operand with its scale as (rows, K blocks)."""
-    data, scale = operand
+def _with_rows(name: str, operand: Operand, rows: int) -> FP8Tensor:
+    """The operand (rows * K,) with its scale as (rows, K blocks)."""
+    data, scale = _fp8(name, operand)
+    fp8_data(f"{name}.data", data, "(rows * K)")
     turned = scale.dim() == 2 and scale.shape[1] == rows and (scale.shape[0] != rows or scale.stride(1) == 1)
     return FP8Tensor(data, scale.t() if turned else scale)
 
 
-def _offsets_of_ends(ends: Tensor) -> Tensor:
-    """Where the groups of a psum layout begin along K, and where the last one's padding ends (E + 1,)."""
-    alignment = get_mk_alignment_for_contiguous_layout()
-    if alignment % BLOCK:
-        raise NotImplementedError(f"use_psum_layout: expected an alignment of {BLOCK} along K, got {alignment}")
-    return pad((ends + alignment - 1) // alignment * alignment, (1, 0))
-
-
-def _check_sizes(ks: Sequence[int] | None, groups: int, k: int) -> None:
-    if ks is None:
-        return
-    if len(ks) != groups or sum(ks) != k or any(size < 0 or size % BLOCK for size in ks):
+def _sizes(ks: Sequence[int] | None, ks_tensor: Tensor, k: int, psum: bool) -> Tensor:
+    """The sizes of the groups along K, checked where the host knows them; psum: ks_tensor has their ends."""
+    if psum:
+        alignment = get_mk_alignment_for_contiguous_layout()
+        if alignment % BLOCK:
+            raise NotImplementedError(f"use_psum_layout: expected an alignment of {BLOCK} along K, got {alignment}")
+        ends = ks_tensor - ks_tensor % -alignment  # where the next one begins
+        sizes = ends.clone()
+        sizes[1:] -= ends[:-1]
+        return sizes
+    groups = len(ks_tensor)
+    if ks is not None and (len(ks) != groups or sum(ks) != k or any(size < 0 or size % BLOCK for size in ks)):
         expected = f"{groups} multiples of {BLOCK}, as many as ks_tensor has, and K = {k} together"
         raise ValueError(f"ks: expected {expected}, got {list(ks)}")
+    return ks_tensor
 
 
-def _fp8(name: str, operand: Operand) -> FP8Tensor:
+def _fp8(name: str, operand: Operand, *, by_columns: bool = False) -> FP8Tensor:
     """The operand ``(data, scale)`` with float32 scales. Nothing that is done with it is recorded for gradients.
 
+    by_columns: K is the first dimension.
     NotImplementedError for what DeepGEMM's Hopper kernels do not take either: FP4 values, and data that is not K-major.
     """
     data, scale = fp8_operand(name, operand)
     if data.dtype in _FP4:
         raise NotImplementedError(f"{name}: expected float8_e4m3fn, as Hopper has no kernel for FP4, got {data.dtype}")
-    k = data.shape[-1] if data.dim() else 0
-    if k > 1 and data.stride(-1) != 1:
+    if by_columns and data.dim() != 2:
+        raise ValueError(f"{name}.data: expected shape (K, columns), got {tuple(data.shape)}")
+    axis = 0 if by_columns else -1
+    k = data.shape[axis] if data.dim() else 0
+    if k > 1 and data.stride()[axis] != 1:
         expected = "K-major data, the only layout that Hopper multiplies in FP8"
         raise NotImplementedError(f"{name}: expected {expected}, got strides {data.stride()}")
-    if recorded(data, scale):
+    if data.requires_grad or scale.requires_grad:
         data, scale = data.detach(), scale.detach()
-    return FP8Tensor(data, float32_scale(name, scale, k))
+    if scale.dtype is not torch.float32:
+        scale = float32_scale(name, scale.mT, k).mT if by_columns else float32_scale(name, scale, k)
+    return FP8Tensor(data, scale)
 
 
 def _transposed(name: str, operand: Operand) -> Operand:

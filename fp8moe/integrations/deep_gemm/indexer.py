@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from fp8moe.integrations.deep_gemm.gemm import named
-from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, Prefill, prefill, row_length
+from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, Prefill, row_length
 from fp8moe.kernels.indexer.mqa_logits import paged_mqa_logits, scores
 from fp8moe.quant.checks import fp8_operand
 from fp8moe.quant.formats import align
-from fp8moe.runtime.autograd import detached
+from fp8moe.runtime.autograd import detached, recorded
 from fp8moe.runtime.checks import check_tensor
 
 __all__ = [
@@ -52,11 +52,13 @@ def fp8_mqa_logits(
     pitch = _pitch(logits_dtype)
     for name, value in (("q", q), ("weights", weights), ("starts", cu_seq_len_k_start), ("ends", cu_seq_len_k_end)):
         check_tensor(name, value)
-    values = q, *fp8_operand("kv", kv), weights, cu_seq_len_k_start, cu_seq_len_k_end
-    operands = Prefill(*map(detached, values))
-    columns = max_seqlen_k or prefill(operands)[1]
-    options = {"columns": align(columns, pitch), "from_starts": max_seqlen_k > 0, "fill_masked": clean_logits}
-    return scores(operands._replace(**options)).to(logits_dtype)[:, :columns]
+    keys, scale = fp8_operand("kv", kv)
+    values = q, keys, scale, weights, cu_seq_len_k_start, cu_seq_len_k_end
+    if recorded(*values):
+        values = tuple(value.detach() for value in values)
+    columns = max_seqlen_k or (keys.shape[0] if keys.dim() else 0)
+    operands = Prefill(*values, align(columns, pitch), max_seqlen_k > 0, clean_logits)
+    return _finished(scores(operands), logits_dtype, columns)
 
 
 def fp8_paged_mqa_logits(
@@ -84,7 +86,7 @@ def fp8_paged_mqa_logits(
     row_length("max_context_len", max_context_len)
     options = {"max_context_len": align(max_context_len, pitch), "fill_masked": clean_logits}
     logits = paged_mqa_logits(q, kv_cache, detached(weights), context_lens, block_table, **options)
-    return logits.to(logits_dtype)[:, :max_context_len]
+    return _finished(logits, logits_dtype, max_context_len)
 
 
 def get_paged_mqa_logits_metadata(
@@ -125,6 +127,13 @@ def _pitch(logits_dtype: torch.dtype) -> int:
     if logits_dtype not in (torch.float32, torch.bfloat16):
         raise NotImplementedError(f"logits_dtype: expected float32 or bfloat16, got {logits_dtype}")
     return _PITCH_BYTES // logits_dtype.itemsize
+
+
+def _finished(logits: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    """So many columns of the logits, in a dtype."""
+    if logits.dtype is not dtype:
+        logits = logits.to(dtype)
+    return logits if logits.shape[1] == columns else logits[:, :columns]
 
 
 def _check_indices(indices: Tensor | None) -> None:

@@ -101,14 +101,20 @@ def swiglu(a: FP8Tensor, gate_up: FP8Tensor, groups: Tensor, max_m: int | None) 
 
 def along_k(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor) -> tuple[int, int, int]:
     """Dtypes, shapes and devices of the operands of ``grouped_gemm_k``. Returns E, M and N."""
+    shape = matrices_along_k(a, b)
+    if group_offsets.dim() != 1 or not group_offsets.shape[0]:
+        raise ValueError(f"group_offsets: expected shape (E + 1,), got {tuple(group_offsets.shape)}")
+    _groups("group_offsets", group_offsets, tuple(group_offsets.shape), "(E + 1,)", a.data)
+    return group_offsets.shape[0] - 1, *shape
+
+
+def matrices_along_k(a: FP8Tensor, b: FP8Tensor) -> tuple[int, int]:
+    """Dtypes, shapes and devices of the operands of ``grouped_gemm_k``, without the groups. Returns M and N."""
     m, k = fp8_data("a.data", a.data, "(M, K)")
     (n,) = _weights("b.data", b.data, "(N, K)", a.data, multiple=128)
     check_scale("a.scale", a.scale, (m, k // 128), a.data.device)
     check_scale("b.scale", b.scale, (n, k // 128), a.data.device)
-    if group_offsets.dim() != 1 or not group_offsets.shape[0]:
-        raise ValueError(f"group_offsets: expected shape (E + 1,), got {tuple(group_offsets.shape)}")
-    _groups("group_offsets", group_offsets, tuple(group_offsets.shape), "(E + 1,)", a.data)
-    return group_offsets.shape[0] - 1, m, n
+    return m, n
 
 
 def expected_rows(expected_m: int | None) -> None:

@@ -1,23 +1,36 @@
-"""Grouped GEMMs of operands as DeepGEMM lays them out: `grouped_gemm_by_layout` and `grouped_gemm_k_flat`."""
+"""Grouped GEMMs of operands as DeepGEMM lays them out: `grouped_gemm_by_layout` and `grouped_gemm_k_by_sizes`."""
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8moe.kernels.gemm import checks, reference
-from fp8moe.kernels.gemm.api import NAMES, grouped_gemm_k, multiply_groups
+from fp8moe.kernels.gemm import checks, launch, reference
+from fp8moe.kernels.gemm.api import NAMES, multiply_groups
+from fp8moe.kernels.gemm.epilogue import PlainStore
+from fp8moe.kernels.gemm.launch import Operands
 from fp8moe.kernels.gemm.tiles import Grouping
-from fp8moe.quant.checks import check_scale, check_vector, fp8_data
+from fp8moe.quant.checks import check_vector, mn_major
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import aligned, check_device, check_like
+from fp8moe.runtime.checks import aligned, check_out, row_major
 from fp8moe.runtime.jit import KernelSpec, load
-from fp8moe.runtime.launch import PointerLauncher, planned, resident_blocks
+from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, layout_of, planned, resident_blocks
 from fp8moe.runtime.operator import Written, define
 from fp8moe.runtime.sm90 import WARP
+
+
+class _Launchers(NamedTuple):
+    """Of operands that lie as the kernels read them: what runs ahead of the GEMM, and new tensors that it writes."""
+
+    ahead: PointerLauncher
+    new: tuple[Callable[[], Tensor], ...]
+    gemm: launch.GemmLauncher
+
 
 # ---- groups of rows in any order ----
 
@@ -74,11 +87,42 @@ class _ByLayout(NamedTuple):
     out: Written
 
 
+@planned
+def _layout_launchers(
+    device_index: int, operands: Operands, alignment: int | None, expected_m: int, out: Tensor
+) -> _Launchers:
+    """With the layout as groups of the operands. Ahead: the ranges."""
+    groups = operands.b.shape[0]
+    new_ranges = partial(torch.empty_strided, (groups, 2), (2, 1), dtype=torch.int32, device=out.device)
+    how = PlainStore(out.dtype), Grouping(expected_m), None if out.is_contiguous() else out
+    return _Launchers(
+        _ranges_launcher(device_index, len(operands.groups), groups, alignment),
+        (new_ranges,),
+        launch.grouped(device_index, operands._replace(groups=new_ranges()), *how),
+    )
+
+
 def _by_layout(call: _ByLayout) -> None:
     a, b, layout, alignment, expected_m, out = call
-    _by_layout_fake(call)
+    operands, index = Operands(*a, *b, groups=layout), layout.get_device()
+    found = launch.find(_layout_launchers, operands, alignment, expected_m, layout_of(out))
+    if layout.data_ptr() % 16:
+        found = None
+    if found is None:
+        _by_layout_fake(call)
     checks.own_memory(out, a, b, layout=layout)
-    multiply_groups(a, b, group_ranges(layout, b.data.shape[0], alignment), out, Grouping(expected_m))
+    if found is None:
+        if not (use_cuda(a.data) and out.numel() and b.data.numel()):
+            multiply_groups(a, b, group_ranges(layout, b.data.shape[0], alignment), out, Grouping(expected_m))
+            return
+        a, weights = checks.activations(*a), (aligned(b.data), checks.weight_scale(*b))
+        operands = Operands(*a, *weights, groups=aligned(layout))
+        found = _layout_launchers(index, operands, alignment, expected_m, out)
+    (new_ranges,) = found.new
+    ranges = new_ranges()
+    with device_guard(index):
+        found.ahead.launch(current_stream(index), operands.groups.data_ptr(), ranges.data_ptr())
+    launch.run(found.gemm, Operands(*operands[:4], groups=ranges), out)
 
 
 def _by_layout_fake(call: _ByLayout) -> None:
@@ -94,29 +138,32 @@ def _by_layout_fake(call: _ByLayout) -> None:
 _by_layout_op = define("grouped_gemm_by_layout -> ()", _by_layout, _by_layout_fake, forward_only=True)
 
 
-# ---- groups along K, each a matrix of its own ----
+# ---- groups along K of these sizes ----
 
 _JOIN_WARPS = 8  # of a thread block
 _JOIN_BLOCKS_PER_SM = 8
 _JOIN_ROWS = 32  # that a warp takes of a block of 128 columns
 
 
-def grouped_gemm_k_flat(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
+def grouped_gemm_k_by_sizes(
+    a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, *, accumulate: bool = False
+) -> None:
     """``out[e] (+)= a_e @ b_e.T`` of dequantized operands, for every group e along K.
 
     a: data (M * K,) float8_e4m3fn: the matrices (M, sizes[e]) of all groups, row-major, one behind the other; scale
-        (M, K/128) float32, a column for each 128 of all groups. b: likewise with N instead of M, a multiple of 8.
+        (M, K/128) float32, a column for each 128 of all groups. Or one matrix by columns: data (K, M), scale
+        (K/128, M), both views of what lies transposed; others are copied. b: likewise with N, a multiple of 8.
     sizes: (E,) int32, on the device of the operands, multiples of 128. Their sum is at most K.
     out: (E, M, N) float32, or bfloat16 unless accumulate; contiguous, in memory that no operand uses.
     accumulate: add to what ``out`` holds. Otherwise groups without columns give zeros.
 
-    On the CUDA backend the host neither knows nor waits for the sizes. Both operands are copied to one matrix each.
-    Groups that do not lie within K at multiples of 128 are uninitialized or NaN there, and ValueError on the reference
-    backend.
+    On the CUDA backend the host neither knows nor waits for the sizes. Groups one behind the other are copied to one
+    matrix for each operand. Those that do not lie within K at multiples of 128 are uninitialized or NaN there, and
+    ValueError on the reference backend.
     """
     operands = (*a, *b, sizes)
-    autograd.check_out("fp8moe.grouped_gemm_k_flat", (*NAMES, "sizes", "out"), (*operands, out))
-    _flat_op(*operands, out, accumulate)
+    autograd.check_out("fp8moe.grouped_gemm_k_by_sizes", (*NAMES, "sizes", "out"), (*operands, out))
+    _by_sizes_op(*operands, out, accumulate)
 
 
 class _JoinSizes(ctypes.Structure):
@@ -131,8 +178,11 @@ def join_spec(groups: int) -> KernelSpec:
 
 
 @planned
-def _join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> PointerLauncher:
-    """The launcher for a, b, sizes, both joined matrices and offsets."""
+def join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> PointerLauncher:
+    """The launcher for a (m * k,), b (n * k,), sizes, the joined a (m, k) and b (n, k), and the offsets (E + 1,).
+
+    Without any rows it makes the offsets alone.
+    """
     units = (ceil_div(m, _JOIN_ROWS) + ceil_div(n, _JOIN_ROWS)) * (k // BLOCK)
     return PointerLauncher(
         load(join_spec(groups)),
@@ -143,44 +193,96 @@ def _join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> Po
     )
 
 
-def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """a (m * k,) and b (n * k,), 16-byte aligned, as matrices (m, k) and (n, k), and the groups' offsets (E + 1,)."""
-    groups = sizes.shape[0]
-    joined = tuple(torch.empty((rows, k), dtype=a.dtype, device=a.device) for rows in (m, n))
-    offsets = torch.empty(groups + 1, dtype=torch.int32, device=a.device)
-    if not groups:
-        return *joined, offsets.zero_()
-    _join_launcher(sizes.get_device(), groups, m, n, k)(a, b, sizes, *joined, offsets)
-    return *joined, offsets
+class _BySizes(NamedTuple):
+    a: FP8Tensor
+    b: FP8Tensor
+    sizes: Tensor
+    out: Written
+    accumulate: bool
 
 
-def _flat(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Written, accumulate: bool) -> None:
-    _flat_fake(a, b, sizes, out, accumulate)
-    checks.own_memory(out, a, b, sizes=sizes)
-    shape = *out.shape[1:], a.scale.shape[1] * BLOCK
-    if use_cuda(a.data):
-        a_data, b_data, offsets = join_groups(aligned(a.data), aligned(b.data), sizes.contiguous(), *shape)
+@planned
+def _sizes_launchers(device_index: int, operands: Operands, accumulate: bool, out: Tensor) -> _Launchers:
+    """With the sizes as groups of the operands. Ahead: the offsets, and one matrix of groups one behind the other."""
+    a, a_scale, b, b_scale, *_ = operands
+    (groups, m, n), k = out.shape, a.shape[0]
+    new = partial(torch.empty_strided, device=out.device)
+    new_joined, joined_rows = (), (0, 0)
+    if a.dim() == 1:
+        k, joined_rows = k // m, (m, n)
+        new_joined = tuple(partial(new, (rows, k), (k, 1), dtype=a.dtype) for rows in joined_rows)
+        a, b = (make() for make in new_joined)
     else:
-        a_data, b_data, offsets = reference.join_groups(a.data.contiguous(), b.data.contiguous(), sizes, *shape)
-    grouped_gemm_k(FP8Tensor(a_data, a.scale), FP8Tensor(b_data, b.scale), offsets, out=out, accumulate=accumulate)
+        a, a_scale, b, b_scale = a.t(), a_scale.t(), b.t(), b_scale.t()
+    return _Launchers(
+        join_launcher(device_index, groups, *joined_rows, k),
+        (partial(new, (groups + 1,), (1,), dtype=torch.int32), *new_joined),
+        launch.along_k(device_index, FP8Tensor(a, a_scale), FP8Tensor(b, b_scale), out, accumulate),
+    )
 
 
-def _flat_fake(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, accumulate: bool) -> None:
-    device = a.data.device
-    check_vector("sizes", sizes, torch.int32, None, device)
-    dtypes = (torch.float32,) if accumulate else (torch.float32, torch.bfloat16)
+def _by_sizes(call: _BySizes) -> None:
+    a, b, sizes, out, accumulate = call
+    operands, index = Operands(*a, *b, groups=sizes), sizes.get_device()
+    found = launch.find(_sizes_launchers, operands, accumulate, layout_of(out))
+    if b.scale.data_ptr() % 16:
+        found = None
+    if found is None:
+        _by_sizes_fake(call)
+    checks.own_memory(out, a, b, sizes=sizes)
+    if found is None:
+        if not use_cuda(a.data):
+            reference.grouped_gemm_k_by_sizes(a, b, sizes, out, accumulate)
+            return
+        if not (out.numel() and a.data.numel()):
+            if not accumulate:
+                out.zero_()
+            return
+        operands = Operands(*_as_read(a), *_as_read(b), groups=sizes.contiguous())
+        found = _sizes_launchers(index, operands, accumulate, out)
+    a, a_scale, b, b_scale, _, _, sizes = operands
+    offsets, *joined = [make() for make in found.new]
+    matrices, out_address = [x.data_ptr() for x in joined or (a, b)], out.data_ptr()
+    a_address, b_address = matrices
+    mapped = a_address, a_scale.data_ptr(), b_address, b_scale.data_ptr(), out_address, out_address
+    groups = offsets.data_ptr()
+    with device_guard(index):
+        stream = current_stream(index)
+        found.ahead.launch(stream, a.data_ptr(), b.data_ptr(), sizes.data_ptr(), *matrices, groups)
+        found.gemm.launch(stream, mapped, (groups,))
+
+
+def _as_read(operand: FP8Tensor) -> FP8Tensor:
+    """Itself where it lies as kernels read it, otherwise a copy."""
+    data, scale = operand
+    if data.dim() == 1:
+        return FP8Tensor(aligned(data), mn_major(scale, of_more_rows=True))
+    return FP8Tensor(row_major(data.t()).t(), mn_major(scale.t(), of_more_rows=True).t())
+
+
+def _by_sizes_fake(call: _BySizes) -> None:
+    a, b, sizes, out, accumulate = call
+    check_vector("sizes", sizes, torch.int32, None, a.data.device)
     if out.dim() != 3:
         raise ValueError(f"out: expected shape (E, M, N), got {tuple(out.shape)}")
-    check_like("out", out, dtypes, (sizes.shape[0], *out.shape[1:]), device, "a.data")
     _, m, n = out.shape
-    blocks = a.scale.shape[-1] if a.scale.dim() else 0
-    for name, (data, scale), rows in (("a", a, m), ("b", b, n)):
-        (length,) = fp8_data(f"{name}.data", data, "(rows * K)")
-        if length != rows * blocks * BLOCK:
-            expected = f"({rows} * {blocks * BLOCK},) to match out {tuple(out.shape)} and the scales of a"
-            raise ValueError(f"{name}.data: expected shape {expected}, got {tuple(data.shape)}")
-        check_device(f"{name}.data", data, device, "a.data")
-        check_scale(f"{name}.scale", scale, (rows, blocks), device)
+    k = a.scale.shape[-1] * BLOCK if a.scale.dim() else 0
+    shape = checks.matrices_along_k(_matrix("a", a, m, k), _matrix("b", b, n, k))
+    if a.data.dim() != b.data.dim():
+        raise ValueError(f"b.data: expected as many dimensions as a.data, got {tuple(b.data.shape)}")
+    dtypes = (torch.float32,) if accumulate else (torch.float32, torch.bfloat16)
+    check_out(out, dtypes, (sizes.shape[0], *shape), a.data.device, "a.data")
 
 
-_flat_op = define("grouped_gemm_k_flat -> ()", _flat, _flat_fake, forward_only=True)
+def _matrix(name: str, operand: FP8Tensor, rows: int, k: int) -> FP8Tensor:
+    """A matrix of the operand's layout; k: of groups one behind the other."""
+    data, scale = operand
+    if data.dim() != 1:
+        return FP8Tensor(*(part.mT if part.dim() > 1 else part for part in operand))
+    if data.shape[0] != rows * k:
+        expected = f"({rows} * {k},) to match out and the scales of a"
+        raise ValueError(f"{name}.data: expected shape {expected}, got {tuple(data.shape)}")
+    return FP8Tensor(data.view(rows, k), scale)
+
+
+_by_sizes_op = define("grouped_gemm_k_by_sizes -> ()", _by_sizes, _by_sizes_fake, forward_only=True)

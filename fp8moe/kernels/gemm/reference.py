@@ -131,7 +131,7 @@ def group_rows(groups: Tensor, m: int, max_m: int | None) -> Iterator[tuple[int,
 
 
 def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
-    """First row and end of each group (groups, 2), of a layout as ``row_layout.grouped_gemm_by_layout`` takes it.
+    """First row and end of each group (groups, 2), of a layout as `layouts.grouped_gemm_by_layout` takes it.
 
     ValueError where rows of a group lie between those of others.
     """
@@ -178,22 +178,40 @@ def grouped_gemm_k_reference(a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, 
         out[group] = total
 
 
+def grouped_gemm_k_by_sizes(a: FP8Tensor, b: FP8Tensor, sizes: Tensor, out: Tensor, accumulate: bool) -> None:
+    """`layouts.grouped_gemm_k_by_sizes` of checked arguments."""
+    if a.data.dim() == 2:
+        a, b = (FP8Tensor(data.t(), scale.t()) for data, scale in (a, b))
+        offsets = offsets_of_sizes(sizes, a.data.shape[1])
+    else:
+        a_data, b_data, offsets = join_groups(a.data, b.data, sizes, *out.shape[1:], a.scale.shape[1] * BLOCK)
+        a, b = FP8Tensor(a_data, a.scale), FP8Tensor(b_data, b.scale)
+    grouped_gemm_k_reference(a, b, offsets, out, accumulate)
+
+
+def offsets_of_sizes(sizes: Tensor, k: int) -> Tensor:
+    """Where groups of these sizes begin (E + 1,) int32. ValueError where they are more than k together."""
+    offsets = torch.nn.functional.pad(sizes.long().clamp(min=0).cumsum(0), (1, 0))
+    if offsets[-1] > k:
+        expected = f"groups that fill at most the {k} columns of the operands"
+        raise ValueError(f"sizes: expected {expected}, got {int(offsets[-1])}")
+    return offsets.int()
+
+
 def join_groups(a: Tensor, b: Tensor, sizes: Tensor, m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Groups along K one behind the other, a (m * k,) and b (n * k,), as matrices (m, k), (n, k), and offsets (E + 1,).
 
     sizes: (E,) of the groups. Columns behind the last are zeros. ValueError where they are more than k.
     """
-    offsets = torch.nn.functional.pad(sizes.long().clamp(min=0).cumsum(0), (1, 0))
+    offsets = offsets_of_sizes(sizes, k)
     bounds = offsets.tolist()
-    if bounds[-1] > k:
-        raise ValueError(f"sizes: expected groups that fill at most the {k} columns of the operands, got {bounds[-1]}")
     joined = []
     for flat, rows in ((a, m), (b, n)):
-        flat, matrix = flat.view(torch.uint8), torch.zeros(rows, k, dtype=torch.uint8, device=flat.device)
+        flat, matrix = flat.contiguous().view(torch.uint8), torch.zeros(rows, k, dtype=torch.uint8, device=flat.device)
         for start, end in zip(bounds, bounds[1:], strict=False):
             matrix[:, start:end] = flat[rows * start : rows * end].view(rows, end - start)
         joined.append(matrix.view(torch.float8_e4m3fn))
-    return *joined, offsets.int()
+    return *joined, offsets
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
