@@ -70,6 +70,24 @@ LARGEST_DIFFERENCE = 1e-5  # of load_model's logits from those of from_pretraine
 TIMEOUT_S = 300
 
 MARK = "<!-- python -m tools.model_matrix writes what follows -->"
+WORDS = {
+    "its experts stay unquantized|its experts are not in FP8": "experts stay in bfloat16",
+    "transposed or interleaved": "experts are stored transposed, or gate and up take turns: not to train",
+    "its forward does not go through": "experts have code of their own, which fp8moe does not replace",
+    "cannot tell its activation|expected no norm": "experts compute more than a gated activation",
+    "expected fused experts|but of JetMoe": "experts are modules of a kind of their own",
+    "there is no FP8 checkpoint": "it cannot be quantized, so there is nothing to load",
+    "cannot load this model with FP8 weights": "transformers itself cannot load it in FP8",
+    "transformers cannot load it": "transformers itself cannot load it in this format",
+    "transformers' own model fails": "the code of transformers fails",
+    "from_pretrained would compute without|would not run": "transformers would leave out scales or weights; load_model reads them, or says why not",
+    "by Concatenate|by Ernie|ties it to": "transformers puts FP8 and other weights together",
+    "shape .* expected|expected shape": "experts are stored in another layout",
+    "routes a token by others": "the routing of a token depends on other tokens of the batch",
+    "cache|keeps a|decode step": "its cache is of a kind that GraphDecoder does not have",
+    "of the unquantized checkpoint": "transformers' FP8 experts have no biases; load_model's do",
+}
+"""What reasons mean, by a pattern that is found in them; others name layouts in which models are published."""
 _PACKAGE = str(Path(fp8moe.__file__).parent)
 
 
@@ -380,15 +398,20 @@ def page(table: dict[str, dict[str, str]], version: str) -> str:
     ]
     for name, row in sorted(table.items(), key=lambda item: item[0].lower()):
         lines.append(f"| {name} | " + " | ".join(_cell_text(row[column], notes) for column in COLUMNS) + " |")
-    lines += ["", "Reasons:", "", *(f"{number}. `{text}`" for text, number in notes.items())]
+    lines += ["", "Reasons:", "", *(f"{number}. {in_words(text)}: `{text}`" for text, number in notes.items())]
     lines += ["", "Left out:", "", *(f"- {name}: {LEFT_OUT[name]}" for name in sorted(moe_classes() - set(table)))]
     return "\n".join(lines) + "\n"
+
+
+def in_words(reason: str) -> str:
+    """What a reason means to someone who does not know the code."""
+    return next((words for pattern, words in WORDS.items() if re.search(pattern, reason)), "published layout")
 
 
 def read_page(text: str) -> tuple[str, dict[str, dict[str, str]]]:
     """The version of transformers and the table of a page."""
     version = re.search(r"^transformers (\S+),", text, re.MULTILINE).group(1)
-    notes = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.MULTILINE))
+    notes = dict(re.findall(r"^(\d+)\. [^`]*: `(.*)`$", text, re.MULTILINE))
     table = {}
     for line in re.findall(r"^\| (\w+ \|.*) \|$", text, re.MULTILINE):
         name, *cells = line.split(" | ")
