@@ -1,7 +1,7 @@
 """The code blocks of README.md and docs/*.md, and how they run: as written, page by page, in a directory of their own.
 
-Python blocks of a page share one namespace; a line of an ``sh`` block is a command; ``text`` is no code. Before a
-block, an HTML comment says what is special about it:
+Python blocks of a page share one namespace; a line of an ``sh`` block is a command; ``text`` is no code. README's, and
+the first of each section, run by themselves too. Before a block, an HTML comment says what is special about it:
 
     <!-- needs a GPU -->                elsewhere it is compiled, and its names are looked up
     <!-- needs a C++ compiler -->       where AOTInductor cannot package, likewise
@@ -14,6 +14,7 @@ import ast
 import builtins
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -35,6 +36,7 @@ _BLOCK = re.compile(r"((?:^<!-- .* -->\n)*)^```(.*)\n((?:.*\n)*?)^```$", re.MULT
 @dataclass(frozen=True)
 class Block:
     page: Path
+    section: int  # how many headings are above it
     line: int
     language: str
     text: str
@@ -58,14 +60,25 @@ def blocks(page: Path) -> list[Block]:
     found = []
     for match in _BLOCK.finditer(text):
         marks = tuple(re.findall(r"<!-- (.*) -->", match[1]))
-        found.append(Block(page, 1 + text.count("\n", 0, match.end(1)), match[2], match[3], marks))
+        section = len(re.findall("^#", _BLOCK.sub("", text[: match.start()]), re.MULTILINE))
+        found.append(Block(page, section, 1 + text.count("\n", 0, match.end(1)), match[2], match[3], marks))
     return found
 
 
-def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
-    """Run the blocks of a page in the working directory ``directory``. Returns the names that they define."""
+def lone_blocks(page: Path) -> list[Block]:
+    """Python blocks that run by themselves: all of README, elsewhere the first below each heading.
+
+    Scripts, as commands, run in processes of their own anyway.
+    """
+    code = [block for block in blocks(page) if block.language != "text"]
+    first = {block.line if page.name == "README.md" else block.section: block for block in reversed(code)}
+    return [block for block in first.values() if block.language == "python" and block.mark("save as ") is None]
+
+
+def run_blocks(found: Sequence[Block], directory: Path, has_gpu: bool) -> dict[str, Any]:
+    """Run blocks in the working directory ``directory``. Returns the names that they define."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks(page):
+    for block in found:
         newer = block.mark("needs transformers ")
         if newer is not None and _version(metadata.version("transformers")) < _version(newer):
             continue
@@ -79,7 +92,7 @@ def run_blocks(page: Path, directory: Path, has_gpu: bool) -> dict[str, Any]:
         elif not _can_run(block, has_gpu):
             assert unresolved(block.tree(), names) == [], block.place
         elif block.language == "python":
-            exec(compile(block.tree(), str(page), "exec"), names)
+            exec(compile(block.tree(), str(block.page), "exec"), names)
         elif block.language == "sh":
             _run_commands(block, directory / OUTPUT)
     return names

@@ -1,8 +1,11 @@
 """The pages with code, each with the models that it needs and a check of what its blocks leave behind."""
 
 import functools
+import io
+import os
 import shutil
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
@@ -44,9 +47,18 @@ def run_page(page, directory, has_gpu):
     """Run a page in the working directory ``directory``, with the models that it needs, and check what it leaves."""
     for name in MODELS.get(page.name, (MODEL, FP8_MODEL)):
         shutil.copytree(Path(models().name, name.replace(DOWNLOADED, MODEL)), directory / name)
-    names = run_blocks(page, directory, has_gpu)
+    names = run_blocks(blocks(page), directory, has_gpu)
     if page.name in CHECKS:
         CHECKS[page.name](names)
+
+
+def run_alone(rank, block, directory):
+    """What a process runs in which modules were imported, and nothing else was done."""
+    os.chdir(directory)
+    torch.set_num_threads(1)
+    torch.cuda.is_available = lambda: False
+    with redirect_stdout(io.StringIO()):
+        run_blocks([block], directory, has_gpu=False)
 
 
 def check_operations(names):

@@ -1,13 +1,15 @@
 """Every code block of README.md and docs/*.md runs as written; tests/docs_blocks.py says how."""
 
 import ast
+import shutil
 
 import pytest
 import torch
 
-from tests.docs_blocks import LANGUAGES, PAGES, blocks, run_blocks, unresolved
+from tests.docs_blocks import LANGUAGES, PAGES, blocks, lone_blocks, run_blocks, unresolved
 from tests.docs_commands import COMMANDS
-from tests.docs_pages import WITH_CODE, run_page
+from tests.docs_pages import WITH_CODE, models, run_alone, run_page
+from tests.processes import start_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -18,6 +20,16 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # tests/gpu/test_docs.py runs them on a GPU
     run_page(page, tmp_path, has_gpu=False)
+
+
+@pytest.mark.parametrize(
+    "block", [block for page in PAGES for block in lone_blocks(page)], ids=lambda block: block.place
+)
+def test_a_block_runs_alone(block, tmp_path):
+    """Pasted into a new interpreter: a process forked from one that has imported torch, transformers and fp8moe."""
+    pytest.importorskip("transformers")
+    shutil.copytree(models().name, tmp_path, dirs_exist_ok=True)
+    start_processes(run_alone, (block, tmp_path), 1)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -50,7 +62,7 @@ def test_a_failing_block_fails_its_page(tmp_path, monkeypatch):
     }.items():
         page.write_text(text + "\n")
         with pytest.raises(error):
-            run_blocks(page, tmp_path, has_gpu=False)
+            run_blocks(blocks(page), tmp_path, has_gpu=False)
 
 
 @pytest.mark.parametrize(
