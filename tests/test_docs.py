@@ -169,3 +169,13 @@ def test_readme_is_short():
     assert len(text.splitlines()) <= 180
     benchmarks = text.partition(tables.BEGIN)[2].partition(tables.END)[0]
     assert len(re.findall(r"[\w.%-]+", benchmarks)) <= 350
+
+
+def test_readme_names_the_versions_of_transformers_that_are_tested():
+    """The oldest that may be installed, and that of docs/models.md."""
+    readme, models = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/models.md"))
+    oldest, newest = re.search(
+        r"^\| transformers \(optional\) \|.*\| (\S+), (\S+) \|$", readme, flags=re.MULTILINE
+    ).groups()
+    assert f"transformers>={oldest},<6" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"\ntransformers {newest}." in models

@@ -1,4 +1,4 @@
-"""The release: what sdist and wheel hold, their metadata, the changelog, and README's first block from the wheel."""
+"""The release: what sdist and wheel hold, their metadata, the changelog, and README's blocks from the wheel."""
 
 import ast
 import os
@@ -137,7 +137,7 @@ def test_every_import_is_a_dependency(wheel_files):
     assert {IMPORTED_AS.get(name, name) for name in names} - declared == set()
 
 
-def test_readmes_first_block_runs_from_the_wheel(wheel, tree, tmp_path):
+def test_readmes_blocks_run_from_the_wheel(wheel, tree, tmp_path):
     """In an environment that has the dependencies of this one and, of fp8moe, nothing but the wheel."""
     pytest.importorskip("transformers")
     environment = tmp_path / "environment"
@@ -150,7 +150,7 @@ def test_readmes_first_block_runs_from_the_wheel(wheel, tree, tmp_path):
         archive.extractall(packages)  # pure Python: as pip lays it out
     work = tmp_path / "work"
     matrix.without_package(tree, work / "tree")
-    matrix.run_first_block(str(environment / "bin" / "python"), work)
+    matrix.run_readme(str(environment / "bin" / "python"), work)
 
 
 def test_a_kernel_compiles_from_the_wheel(wheel, tmp_path):
@@ -178,7 +178,7 @@ def test_the_matrix_tries_both_ends():
     assert matrix.ends("torch") == ["torch==2.11.*", "torch"]
     assert matrix.ends("transformers") == ["transformers==5.17.*", "transformers"]
     assert matrix.interpreters([sys.executable, "python3.no"]) == [sys.executable]
-    assert matrix.first_block().startswith("import torch\n") and "register()" in matrix.first_block()
+    assert matrix.readme_blocks().startswith("import torch\n") and "register()" in matrix.readme_blocks()
     assert all((ROOT / "tests" / f"test_{name}.py").is_file() for name in matrix.TESTS)
 
 

@@ -3,9 +3,9 @@
     python tools/matrix.py                                            every Python that is here, oldest and newest
     python tools/matrix.py --python python3.12 --torch torch==2.13.0 --transformers transformers==5.17.* transformers
 
-Each environment gets the wheel with its extra "transformers" from the package index, runs README's first block and a
-few tests, all without the source tree. PyTorch's CUDA builds take gigabytes: PIP_EXTRA_INDEX_URL may name an index of
-CPU builds.
+Each environment gets the wheel with its extra "transformers" from the package index, runs README's blocks and a few
+tests, all without the source tree. PyTorch's CUDA builds take gigabytes: PIP_EXTRA_INDEX_URL may name an index of CPU
+builds.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TESTS = ("import", "quantize", "gemm", "linear", "experts", "transformers", "transformers_formats", "export")
 MODEL = "Qwen3-30B-A3B-FP8"
-"""What README's first block loads: here a tiny model."""
+"""What README's second block loads: here a tiny model."""
 
 _MAKE_MODEL = f"""
 import shutil, sys
@@ -32,7 +32,7 @@ from tests.docs_pages import models
 with models() as folder:
     shutil.copytree(folder + "/{MODEL}", sys.argv[1] + "/{MODEL}")
 """
-_AFTER_BLOCK = """
+_AFTER_BLOCKS = """
 import fp8moe
 assert "site-packages" in fp8moe.__file__, fp8moe.__file__
 assert model.config._experts_implementation == "fp8moe"
@@ -101,7 +101,7 @@ def try_out(tree: Path, environment: Path, python: str, requirements: list[str])
     run([python, "-m", "pip", "install", "-q", f"{wheel}[transformers]", *requirements, *tests])
     run([python, "-m", "pip", "check"])
     without_package(tree, work / "tree")
-    run_first_block(python, work)
+    run_readme(python, work)
     files = [f"tests/test_{name}.py" for name in TESTS]
     run([python, "-m", "pytest", "-q", "-x", "-k", "not sample_of_the_rows", *files], cwd=work / "tree")
     versions = "; ".join(f"print('{name}', metadata.version('{name}'))" for name in ("fp8moe", "torch", "transformers"))
@@ -113,16 +113,17 @@ def without_package(tree: Path, target: Path) -> None:
     shutil.copytree(tree, target, ignore=lambda folder, _: ["fp8moe"] if Path(folder) == tree else [])
 
 
-def run_first_block(python: str, work: Path) -> None:
-    """README's first block in ``work``, beside a tiny model; ``work / "tree"`` is of `without_package`."""
+def run_readme(python: str, work: Path) -> None:
+    """README's Python blocks in ``work``, beside a tiny model; ``work / "tree"`` is of `without_package`."""
     run([python, "-c", _MAKE_MODEL, work], cwd=work / "tree")
-    (work / "block.py").write_text(first_block() + _AFTER_BLOCK)
+    (work / "block.py").write_text(readme_blocks() + _AFTER_BLOCKS)
     run([python, "-I", "block.py"], cwd=work)
 
 
-def first_block() -> str:
-    """The first Python block of README."""
-    return re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)[1]
+def readme_blocks() -> str:
+    """The Python blocks of README, one after the other."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
 
 
 def run(command: list, cwd: Path | None = None) -> str:

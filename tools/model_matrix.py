@@ -80,7 +80,7 @@ WORDS = {
     "cannot load this model with FP8 weights": "transformers itself cannot load it in FP8",
     "transformers cannot load it": "transformers itself cannot load it in this format",
     "transformers' own model fails": "the code of transformers fails",
-    "from_pretrained would compute without|would not run": "transformers would leave out scales or weights; load_model reads them, or says why not",
+    "would compute without|would not run": "transformers would leave out scales or weights; load_model reads them",
     "by Concatenate|by Ernie|ties it to": "transformers puts FP8 and other weights together",
     "shape .* expected|expected shape": "experts are stored in another layout",
     "routes a token by others": "the routing of a token depends on other tokens of the batch",
