@@ -678,16 +678,18 @@ GEMMS = {
         bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW, BAD_ROW])},
         names={"b": r"gate_up(\.data)?", "b_scale": r"gate_up\.scale"},
     ),
-    "grouped_gemm_by_layout": Case(_by_layout, bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW])}, fixed=("out",)),
-    "grouped_gemm_by_layout, ends of groups": Case(_by_ends, fixed=("out",)),
+    "grouped_gemm_by_layout": Case(
+        _by_layout, bad={"a": ((BAD_ROW, 5), lambda a: [BAD_ROW])}, fixed=("out",), names={"groups": "layout"}
+    ),
+    "grouped_gemm_by_layout, ends of groups": Case(_by_ends, fixed=("out",), names={"groups": "layout"}),
     "grouped_gemm_k": Case(_along_k, bad={"a": ((BAD_ROW, 5), lambda a: [(group_of(a.group_offsets, 5), BAD_ROW)])}),
     "grouped_gemm_k_by_sizes": Case(
         _flat,
-        bad={"a": ((5,), lambda a: [(int(a.sizes.nonzero()[0]), 0)])},
+        bad={"a": ((5,), lambda a: [(int(a.groups.nonzero()[0]), 0)])},
         fixed=("out",),
-        names={"a_scale": r"a\.(scale|data)"},
+        names={"a_scale": r"a\.(scale|data)", "groups": "sizes"},
     ),
-    "grouped_gemm_k_by_sizes, one matrix": Case(_by_columns, fixed=("out",)),
+    "grouped_gemm_k_by_sizes, one matrix": Case(_by_columns, fixed=("out",), names={"groups": "sizes"}),
     "grouped_gemm_k_out": Case(
         lambda draw: (
             *(along := _along_k(draw)),

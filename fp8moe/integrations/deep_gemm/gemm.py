@@ -355,16 +355,16 @@ def _fp8(name: str, operand: Operand, *, by_columns: bool = False) -> FP8Tensor:
     data, scale = fp8_operand(name, operand)
     if data.dtype in _FP4:
         raise NotImplementedError(f"{name}: expected float8_e4m3fn, as Hopper has no kernel for FP4, got {data.dtype}")
-    if by_columns and data.dim() != 2:
+    strides, axis = data.stride(), 0 if by_columns else -1
+    if by_columns and len(strides) != 2:
         raise ValueError(f"{name}.data: expected shape (K, columns), got {tuple(data.shape)}")
-    axis = 0 if by_columns else -1
-    k = data.shape[axis] if data.dim() else 0
-    if k > 1 and data.stride()[axis] != 1:
+    if strides and strides[axis] != 1 and data.shape[axis] > 1:
         expected = "K-major data, the only layout that Hopper multiplies in FP8"
-        raise NotImplementedError(f"{name}: expected {expected}, got strides {data.stride()}")
+        raise NotImplementedError(f"{name}: expected {expected}, got strides {strides}")
     if data.requires_grad or scale.requires_grad:
         data, scale = data.detach(), scale.detach()
     if scale.dtype is not torch.float32:
+        k = data.shape[axis] if strides else 0
         scale = float32_scale(name, scale.mT, k).mT if by_columns else float32_scale(name, scale, k)
     return FP8Tensor(data, scale)
 

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from fp8moe.runtime.jit import KernelSpec, load
 from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, layout_of, planned, resident_blocks
 from fp8moe.runtime.operator import Written, define
 from fp8moe.runtime.sm90 import WARP
+
+_Grouped = Annotated[Operands, (*Operands._fields[:4], "groups")]
 
 
 class _Launchers(NamedTuple):
@@ -78,15 +80,6 @@ def group_ranges(layout: Tensor, groups: int, alignment: int | None) -> Tensor:
     return ranges
 
 
-class _ByLayout(NamedTuple):
-    a: FP8Tensor
-    b: FP8Tensor
-    layout: Tensor
-    alignment: int | None
-    expected_m: int
-    out: Written
-
-
 @planned
 def _layout_launchers(
     device_index: int, operands: Operands, alignment: int | None, expected_m: int, out: Tensor
@@ -102,34 +95,38 @@ def _layout_launchers(
     )
 
 
-def _by_layout(call: _ByLayout) -> None:
-    a, b, layout, alignment, expected_m, out = call
-    operands, index = Operands(*a, *b, groups=layout), layout.get_device()
+def _by_layout(operands: _Grouped, alignment: int | None, expected_m: int, out: Written) -> None:
+    a, a_scale, b, b_scale, _, _, layout = operands
+    index, pairs = out.get_device(), (FP8Tensor(a, a_scale), FP8Tensor(b, b_scale))
     found = launch.find(_layout_launchers, operands, alignment, expected_m, layout_of(out))
     if layout.data_ptr() % 16:
         found = None
     if found is None:
-        _by_layout_fake(call)
-    checks.own_memory(out, a, b, layout=layout)
+        _by_layout_fake(operands, alignment, expected_m, out)
+    checks.own_memory(out, *pairs, layout=layout)
     if found is None:
-        if not (use_cuda(a.data) and out.numel() and b.data.numel()):
-            multiply_groups(a, b, group_ranges(layout, b.data.shape[0], alignment), out, Grouping(expected_m))
+        if not (use_cuda(a) and out.numel() and b.numel()):
+            multiply_groups(*pairs, group_ranges(layout, b.shape[0], alignment), out, Grouping(expected_m))
             return
-        a, weights = checks.activations(*a), (aligned(b.data), checks.weight_scale(*b))
-        operands = Operands(*a, *weights, groups=aligned(layout))
+        operands = Operands(*checks.activations(a, a_scale), aligned(b), checks.weight_scale(b, b_scale))
+        operands = operands._replace(groups=aligned(layout))
         found = _layout_launchers(index, operands, alignment, expected_m, out)
-    (new_ranges,) = found.new
+        a, a_scale, b, b_scale, _, _, layout = operands
+    (new_ranges,), address = found.new, out.data_ptr()
     ranges = new_ranges()
+    groups = ranges.data_ptr()
     with device_guard(index):
-        found.ahead.launch(current_stream(index), operands.groups.data_ptr(), ranges.data_ptr())
-    launch.run(found.gemm, Operands(*operands[:4], groups=ranges), out)
+        stream = current_stream(index)
+        found.ahead.launch(stream, layout.data_ptr(), groups)
+        mapped = a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), address
+        found.gemm.launch(stream, mapped, (b_scale.data_ptr(), 0, address, out.stride(0)), groups)
 
 
-def _by_layout_fake(call: _ByLayout) -> None:
-    a, b, layout, alignment, expected_m, out = call
-    m, n = checks.rows_of_experts(a, b)
-    checks.result(out, (m, n), a.data.device)
-    check_vector("layout", layout, torch.int32, m if alignment is None else b.data.shape[0], a.data.device)
+def _by_layout_fake(operands: Operands, alignment: int | None, expected_m: int, out: Tensor) -> None:
+    a, a_scale, b, b_scale, _, _, layout = operands
+    m, n = checks.rows_of_experts(FP8Tensor(a, a_scale), FP8Tensor(b, b_scale))
+    checks.result(out, (m, n), a.device)
+    check_vector("layout", layout, torch.int32, m if alignment is None else b.shape[0], a.device)
     checks.expected_rows(expected_m)
     if alignment is not None and alignment < 1:
         raise ValueError(f"alignment: expected a number of rows, got {alignment}")
@@ -193,14 +190,6 @@ def join_launcher(device_index: int, groups: int, m: int, n: int, k: int) -> Poi
     )
 
 
-class _BySizes(NamedTuple):
-    a: FP8Tensor
-    b: FP8Tensor
-    sizes: Tensor
-    out: Written
-    accumulate: bool
-
-
 @planned
 def _sizes_launchers(device_index: int, operands: Operands, accumulate: bool, out: Tensor) -> _Launchers:
     """With the sizes as groups of the operands. Ahead: the offsets, and one matrix of groups one behind the other."""
@@ -221,64 +210,61 @@ def _sizes_launchers(device_index: int, operands: Operands, accumulate: bool, ou
     )
 
 
-def _by_sizes(call: _BySizes) -> None:
-    a, b, sizes, out, accumulate = call
-    operands, index = Operands(*a, *b, groups=sizes), sizes.get_device()
+def _by_sizes(operands: _Grouped, out: Written, accumulate: bool) -> None:
+    a, a_scale, b, b_scale, _, _, sizes = operands
+    index, pairs = out.get_device(), (FP8Tensor(a, a_scale), FP8Tensor(b, b_scale))
     found = launch.find(_sizes_launchers, operands, accumulate, layout_of(out))
-    if b.scale.data_ptr() % 16:
+    if b_scale.data_ptr() % 16:
         found = None
     if found is None:
-        _by_sizes_fake(call)
-    checks.own_memory(out, a, b, sizes=sizes)
+        _by_sizes_fake(operands, out, accumulate)
+    checks.own_memory(out, *pairs, sizes=sizes)
     if found is None:
-        if not use_cuda(a.data):
-            reference.grouped_gemm_k_by_sizes(a, b, sizes, out, accumulate)
+        if not use_cuda(a):
+            reference.grouped_gemm_k_by_sizes(*pairs, sizes, out, accumulate)
             return
-        if not (out.numel() and a.data.numel()):
+        if not (out.numel() and a.numel()):
             if not accumulate:
                 out.zero_()
             return
-        operands = Operands(*_as_read(a), *_as_read(b), groups=sizes.contiguous())
+        operands = Operands(*_as_read(*pairs[0]), *_as_read(*pairs[1]), groups=sizes.contiguous())
         found = _sizes_launchers(index, operands, accumulate, out)
-    a, a_scale, b, b_scale, _, _, sizes = operands
-    offsets, *joined = [make() for make in found.new]
-    matrices, out_address = [x.data_ptr() for x in joined or (a, b)], out.data_ptr()
-    a_address, b_address = matrices
-    mapped = a_address, a_scale.data_ptr(), b_address, b_scale.data_ptr(), out_address, out_address
-    groups = offsets.data_ptr()
+        a, a_scale, b, b_scale, _, _, sizes = operands
+    offsets, *joined = [new() for new in found.new]
+    a_joined, b_joined = (x.data_ptr() for x in joined or (a, b))
+    groups, address = offsets.data_ptr(), out.data_ptr()
+    mapped = a_joined, a_scale.data_ptr(), b_joined, b_scale.data_ptr(), address, address
     with device_guard(index):
         stream = current_stream(index)
-        found.ahead.launch(stream, a.data_ptr(), b.data_ptr(), sizes.data_ptr(), *matrices, groups)
+        found.ahead.launch(stream, a.data_ptr(), b.data_ptr(), sizes.data_ptr(), a_joined, b_joined, groups)
         found.gemm.launch(stream, mapped, (groups,))
 
 
-def _as_read(operand: FP8Tensor) -> FP8Tensor:
-    """Itself where it lies as kernels read it, otherwise a copy."""
-    data, scale = operand
+def _as_read(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """An operand as the kernels read it: itself where it lies so, otherwise a copy."""
     if data.dim() == 1:
-        return FP8Tensor(aligned(data), mn_major(scale, of_more_rows=True))
-    return FP8Tensor(row_major(data.t()).t(), mn_major(scale.t(), of_more_rows=True).t())
+        return aligned(data), mn_major(scale, of_more_rows=True)
+    return row_major(data.t()).t(), mn_major(scale.t(), of_more_rows=True).t()
 
 
-def _by_sizes_fake(call: _BySizes) -> None:
-    a, b, sizes, out, accumulate = call
-    check_vector("sizes", sizes, torch.int32, None, a.data.device)
+def _by_sizes_fake(operands: Operands, out: Tensor, accumulate: bool) -> None:
+    a, a_scale, b, b_scale, _, _, sizes = operands
+    check_vector("sizes", sizes, torch.int32, None, a.device)
     if out.dim() != 3:
         raise ValueError(f"out: expected shape (E, M, N), got {tuple(out.shape)}")
     _, m, n = out.shape
-    k = a.scale.shape[-1] * BLOCK if a.scale.dim() else 0
-    shape = checks.matrices_along_k(_matrix("a", a, m, k), _matrix("b", b, n, k))
-    if a.data.dim() != b.data.dim():
-        raise ValueError(f"b.data: expected as many dimensions as a.data, got {tuple(b.data.shape)}")
+    k = a_scale.shape[-1] * BLOCK if a_scale.dim() else 0
+    shape = checks.matrices_along_k(_matrix("a", a, a_scale, m, k), _matrix("b", b, b_scale, n, k))
+    if a.dim() != b.dim():
+        raise ValueError(f"b.data: expected as many dimensions as a.data, got {tuple(b.shape)}")
     dtypes = (torch.float32,) if accumulate else (torch.float32, torch.bfloat16)
-    check_out(out, dtypes, (sizes.shape[0], *shape), a.data.device, "a.data")
+    check_out(out, dtypes, (sizes.shape[0], *shape), a.device, "a.data")
 
 
-def _matrix(name: str, operand: FP8Tensor, rows: int, k: int) -> FP8Tensor:
+def _matrix(name: str, data: Tensor, scale: Tensor, rows: int, k: int) -> FP8Tensor:
     """A matrix of the operand's layout; k: of groups one behind the other."""
-    data, scale = operand
     if data.dim() != 1:
-        return FP8Tensor(*(part.mT if part.dim() > 1 else part for part in operand))
+        return FP8Tensor(*(part.mT if part.dim() > 1 else part for part in (data, scale)))
     if data.shape[0] != rows * k:
         expected = f"({rows} * {k},) to match out and the scales of a"
         raise ValueError(f"{name}.data: expected shape {expected}, got {tuple(data.shape)}")
