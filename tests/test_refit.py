@@ -2,6 +2,7 @@
 
 import random
 import threading
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -404,6 +405,37 @@ def test_sequences_that_had_begun_end_with_a_refit(tiny):
         with pytest.raises(RuntimeError, match="were refitted since these sequences began: generate them again"):
             next(going)
     decoder.generate(ids, max_new_tokens=2)
+
+
+def test_no_answer_comes_of_a_step_that_a_refit_interrupts(tiny):
+    """Of another thread, which begins after the step was allowed: here of this thread, in a forward."""
+    decoder, sources = tiny
+    model, ids = decoder.model, torch.arange(3, 9)[None]
+    how = {"max_new_tokens": 3}
+
+    @contextmanager
+    def refit_in_forward(number):
+        def count(*call):
+            calls.append(call)
+            if len(calls) == number:
+                refit(model, sources[0])
+
+        calls, hook = [], model.lm_head.register_forward_pre_hook(count)
+        yield
+        hook.remove()
+        assert len(calls) == number
+
+    for call in (
+        lambda: decoder.generate(ids, **how),
+        lambda: [*decoder.stream(ids, **how)],
+        lambda: [*decoder.run([{"input_ids": ids[0], **how}])],
+    ):
+        with refit_in_forward(3), pytest.raises(RuntimeError, match="were refitted since these sequences began"):
+            call()
+    with refit_in_forward(1):
+        prefix = decoder.prefix(ids)
+    with pytest.raises(ValueError, match="prefix: the model's weights were refitted since it was made"):
+        decoder.generate(ids, prefix=prefix, **how)
 
 
 def test_no_model_runs_after_a_refit_that_failed(tiny):

@@ -69,6 +69,7 @@ class Generation:
                 if len(all_ended) > all_ended.lag and all_ended.pop()[1]:
                     break
         self.lengths = self.step.count[: self.batch].tolist()
+        self.step.check_weights()
 
     def follow(self) -> Iterator[Tensor]:
         """Decode and yield the tokens (B,) of each step, on the prompts' device, padded after the end of a sequence.
@@ -124,6 +125,7 @@ class Generation:
     def _read(self, readback: Readback, alive: dict[int, Tail | None]) -> Iterator[Tensor]:
         """Yield the next step's tokens, if any sequence got one; those that end with it are taken from `alive`."""
         device, host = readback.pop()
+        self.step.check_weights()
         tokens, finished, failed = host.tolist()
         for row in range(self.batch):
             if row not in alive or failed[row]:

@@ -165,12 +165,12 @@ class Prefix:
         self.tokens = tokens[0]
         self.length = tokens.shape[1]
         self._decoder = weakref.ref(decoder)
+        self._state = ModelState(decoder.model)
         step = decoder.step_of(1, self.length)
         step.start(1, self.length, None, [], 0)
         step.prefill(tokens, None)
         self.pads = step.capabilities.ragged and not has_states(step.cache)
         self._cache = step.cache
-        self._state = ModelState(decoder.model)
 
     def check(self, decoder: Any) -> None:
         """Raise ValueError if the decoder cannot continue it."""

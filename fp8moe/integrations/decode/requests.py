@@ -161,6 +161,7 @@ class BatchScheduler:
 
         The requests' streamers are called here.
         """
+        self._step.check_weights()
         self._drop_cancelled()
         self._resize()
         while self._admit():
@@ -284,6 +285,7 @@ class BatchScheduler:
         self._reported.append([(request, request.row) for request in self._alive])
         while len(self._reports) > self._reports.lag:
             count, finished, tokens = self._reports.pop()[1].tolist()
+            step.check_weights()
             ended = []
             for request, row in self._reported.popleft():
                 if request.row is None:
@@ -317,8 +319,10 @@ class BatchScheduler:
         """Make results of the copies from before the last step, or all if there was none."""
         while self._left and (self._left[0][0] < self._record.steps or not self._alive):
             _, requests = self._left.popleft()
-            for request, *copies in zip(requests, *self._copies.pop(), strict=True):
-                self._end(request, *copies)
+            copies = self._copies.pop()
+            self._step.check_weights()
+            for request, *values in zip(requests, *copies, strict=True):
+                self._end(request, *values)
 
     def _end(self, request: Request, device: Tensor, host: Tensor) -> None:
         """Make its result of what `_release` copied."""

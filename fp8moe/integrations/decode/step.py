@@ -150,6 +150,13 @@ class Step:
         for tensor, greedy in zip(self.sampling, empty_state(1, vocabulary(self.model), self.pad.device), strict=True):
             tensor.copy_(greedy.expand_as(tensor))
 
+    def check_weights(self) -> None:
+        """Raise RuntimeError if the model has been refitted since the sequences began, or is being refitted.
+
+        Before a step, and where what it made has been read: another thread may have begun a refit while it ran.
+        """
+        self.refits.check(self.begun)
+
     def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
         """Pad prompts (batch, length) and their mask for `start` and `prefill`, where these have a graph for it.
 
@@ -162,7 +169,7 @@ class Step:
 
         Raises ValueError for a prefix that this model or these prompts cannot follow.
         """
-        self.refits.check(self.begun)
+        self.check_weights()
         tokens = self.rows(tokens)
         self._note_prompts(tokens, None if mask is None else self.rows(mask), prefix)
         start: int | None = 0
@@ -230,7 +237,7 @@ class Step:
 
     def replay(self) -> None:
         """Decode one more token for each sequence."""
-        self.refits.check(self.begun)
+        self.check_weights()
         if self.graph is None:
             self.advance()
         else:
