@@ -2,6 +2,7 @@
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,6 +27,7 @@ SHAPES = {
     "deepseek_v3": {"hidden_size": 128},
 }
 CLOSED = "the model's weights are being replaced by fp8moe.refit"
+ANOTHER_THREAD = "another thread"
 GATE, UP, DOWN = (f"layers.0.experts.1.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
@@ -342,12 +344,12 @@ def test_copies_of_the_weights_follow():
 
 
 def faults(tensors, chance):
-    """A list of pairs with one fault, and a function that may raise on the way."""
+    """Pairs with one fault, which may stand where another thread is to refit the model."""
     items = [*tensors.items()]
     chance.shuffle(items)
     index = chance.randrange(len(items))
     name, value = items[index]
-    kind = chance.choice(["missing", "twice", "misshapen", "unknown", "nan", "exception"])
+    kind = chance.choice(["missing", "twice", "misshapen", "unknown", "nan", "exception", "thread"])
     if kind == "missing":
         del items[index]
     elif kind == "twice":
@@ -361,7 +363,7 @@ def faults(tensors, chance):
         value.view(-1)[chance.randrange(value.numel())] = chance.choice([torch.nan, torch.inf, -torch.inf])
         items[index] = name, value
     else:
-        items[index] = None
+        items[index] = None if kind == "exception" else ANOTHER_THREAD
     return items
 
 
@@ -447,9 +449,12 @@ def test_no_model_runs_after_a_refit_that_failed(tiny):
         refit(model, source)
         wanted.append(generate()[1])
     assert not torch.equal(*wanted)
+    pool = ThreadPoolExecutor(1)
     for trial in range(200):
-        with pytest.raises((ValueError, TypeError)), refitting(model):
+        with pytest.raises((ValueError, TypeError, RuntimeError)), refitting(model):
             for piece in given(faults(sources[trial % 2], chance), chance):
+                if ANOTHER_THREAD in piece:
+                    pool.submit(refit, model, sources[trial % 2]).result()
                 refit(model, piece)
         for call in (generate, lambda: model(ids)):
             with pytest.raises(RuntimeError, match=CLOSED):

@@ -16,6 +16,7 @@ from fp8moe.checkpoints import save
 from fp8moe.checkpoints.read import INDEX, TensorReader
 from fp8moe.distributed import ExpertParallel
 from fp8moe.integrations.checkpoints import CheckpointError, load_fp8_checkpoint, save_fp8_checkpoint
+from fp8moe.integrations.decode import GraphDecoder
 from tests.processes import in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_both, shard_experts
 from tests.small_checkpoints import HIDDEN, INTERMEDIATE, Model, bits, interrupt, unquantized, write
@@ -147,6 +148,39 @@ def is_the_model_of_transformers(directory):
     assert b"block_sparse_moe.experts.3.w2.weight_scale_inv" in files_of(directory / "mixtral")["model.safetensors"]
 
 
+def decodes_and_runs_after_a_refit():
+    """Experts spread by ExpertParallel, all else by FSDP2, weights of a trainer in FSDP2: the bits of one process."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, spread = (random_model("mixtral", BASE | MIXTRAL, dtype=torch.bfloat16) for _ in range(2))
+    for model in (whole, spread):
+        for layer in model.model.layers:
+            layer.mlp.experts = GroupedExperts.from_experts(layer.mlp.experts)
+    parallelize_module(spread, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+    ids = torch.arange(3, 15).view(2, 6)
+    decoders = [GraphDecoder(model, batch_sizes=(2,), max_length=16) for model in (whole, spread)]
+
+    def trainer(seed):
+        model, generator = random_model("mixtral", BASE | MIXTRAL), torch.Generator().manual_seed(seed)
+        for value in model.parameters():
+            value.data = torch.randn(value.shape, generator=generator) * 0.2
+        return model
+
+    fully_shard(source := trainer(1), mesh=mesh)
+    refit(whole, trainer(1))
+    refit(spread, source)
+    results = [decoder.generate(ids, max_new_tokens=4, return_logprobs=True) for decoder in decoders]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+    experts = {value for value in spread.parameters() if isinstance(value, DTensor)}
+    fully_shard(spread, mesh=mesh, ignored_params=experts)
+    fully_shard(source := trainer(2), mesh=mesh)
+    with torch.no_grad():
+        before, _ = spread(ids).logits, source(ids)  # both have gathered weights now
+        refit(whole, trainer(2))
+        refit(spread, source.state_dict().items())
+        assert torch.equal(spread(ids).logits, whole(ids).logits) and not torch.equal(spread(ids).logits, before)
+
+
 def one_rank_cannot_load(directory):
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
     model = shard_experts(Model(), mesh)
@@ -232,6 +266,7 @@ def one_failure_is_that_of_all(directory):
     one_rank_cannot_save(directory)
     is_the_model_of_transformers(directory)
     one_rank_cannot_refit(directory)
+    decodes_and_runs_after_a_refit()
 
 
 @pytest.mark.parametrize("world", [2, 4])
