@@ -281,10 +281,13 @@ def _missing_parts(key: str, parts: Mapping[Part, str], target: Tensor) -> list[
     experts, rows = target.shape[:2]
     module, _, parameter = key.rpartition(".")
     suffix = "weight" + (SCALE if parameter.endswith(SCALE) else "")
+    projections = _projections(parameter.removesuffix(SCALE), rows)
+    if len(parts) == experts * len(projections):
+        return []
     return [
         f"{module}.{expert}.{projection}.{suffix}: missing"
         for expert in range(experts)
-        for projection, start in _projections(parameter.removesuffix(SCALE), rows).items()
+        for projection, start in projections.items()
         if Part(expert, start) not in parts
     ]
 

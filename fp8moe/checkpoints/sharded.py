@@ -18,14 +18,14 @@ def whole(shape: Iterable[int]) -> Box:
     return tuple(map(range, shape))
 
 
-@torch.no_grad()
 def held(tensor: Tensor) -> tuple[Tensor, Box]:
     """The memory that this process has of a tensor, and the box of the tensor that is in it."""
     if not is_sharded(tensor):
         return tensor, whole(tensor.shape)
     chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
     box = tuple(range(first, first + size) for first, size in zip(chunks[0].offsets, chunks[0].sizes, strict=True))
-    return local(tensor), box
+    with torch.no_grad():
+        return local(tensor), box
 
 
 def overlap(box: Box, other: Box) -> Box:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from fp8moe.checkpoints.as_blocks import as_blocks, inexact_weights
 from fp8moe.checkpoints.expert_names import DOWN, GATE_UP
@@ -48,7 +49,7 @@ from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.master import invalidate_masters
 from fp8moe.layers.parameters import is_sharded
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
-from fp8moe.quant.quantize import quantize_128x128, quantize_channels
+from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
 
 _SHOWN = 8  # problems that an error names
@@ -134,8 +135,29 @@ def refitting(model: nn.Module, *, names: Iterable[str] | None = None) -> Iterat
 
 _lock = threading.Lock()
 _under_way: WeakKeyDictionary[nn.Module, "_Refit"] = WeakKeyDictionary()
-_places: WeakKeyDictionary[nn.Module, dict[str, tuple[Location, Destination]]] = WeakKeyDictionary()
+_places: WeakKeyDictionary[nn.Module, dict[str, "_Place"]] = WeakKeyDictionary()
 """Where the tensors of a checkpoint go in each model, as found at earlier refits."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor goes; `destination` is None if the model has no place for it."""
+
+    location: Location
+    destination: Destination | None
+
+
+class _Again(NamedTuple):
+    """A weight that an earlier refit has quantized: where it and its scale went, into what memory, and how."""
+
+    weight: Destination
+    scale: Destination
+    memory: tuple[tuple, tuple]
+    halves: bool
+    quantize: Requantizer
+
+
+_again: WeakKeyDictionary[nn.Module, dict[str, _Again]] = WeakKeyDictionary()
+"""By the names of tensors. A model has tens of thousands of experts' matrices, so the host's time for each counts."""
 
 
 class _Source(NamedTuple):
@@ -160,7 +182,8 @@ def _work(model: nn.Module, names: Iterable[str] | None, strict: bool) -> Iterat
         with work.ranks.step():
             yield work
             work.finish(strict or failed_before)
-        open_again(model, _refresh)
+        with torch.no_grad():
+            open_again(model, _refresh)
     finally:
         del _under_way[model]
 
@@ -174,11 +197,17 @@ class _Refit:
         self.ranks = Ranks(self.state.values())
         self.plan = LoadPlan([])
         self._model = model = getattr(model, "_orig_mod", model)
-        self._first = {key: keys[0] for keys in ties(self.state) for key in keys}
+        names = ties(self.state)
+        self._first = {key: keys[0] for keys in names for key in keys}
+        self._tied = {key for keys in names if len(keys) > 1 for key in keys}
         self._expected: set[str] | None = None
         self._places = _places.setdefault(model, {})
+        self._again = _again.setdefault(model, {})
+        self._memory: dict[str, tuple] = {}  # address and layout of entries of the state dict
         self._parts: dict[str, dict[str, Tensor]] = {}  # of what transformers makes of several tensors, by its key
         self._codes: dict[str, Destination] = {}  # FP8 weights that came as such
+        self._scales: set[str] = set()  # of which scales came as such
+        self._left: list[str] | None = None  # what is missing at the end
         self._differ: dict[str, Tensor] = {}  # whether tensors differ from those that the model ties them to
         layers = predicted_layers(model.config) if is_of_transformers(model) else ()
         self._ignored = ignored_names(model, layers, ())
@@ -220,18 +249,45 @@ class _Refit:
                 raise TypeError(f"{name}: expected a tensor, got {describe(tensor)}")
             if self._expected is not None and name not in self._expected:
                 raise ValueError(f"{name}: is not among the names that the refit began with")
+            if self._write_again(name, tensor):
+                continue
+            as_given = None if is_sharded(tensor) else name
             tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
             location, destination = self._place(name)
-            if destination is not None and source.as_published and self._is_of_gpt_oss(destination.key):
-                if tensor.dtype not in FLOATING:
+            if destination is not None and self._is_of_gpt_oss(destination.key):
+                as_given = None
+                if source.as_published and tensor.dtype not in FLOATING:
                     raise ValueError(f"{name}: dtype {_dtype(tensor)}; refit GPT-OSS in FP8 from a directory or module")
-                tensor = tensor_in_rows(name, tensor)
+                tensor = tensor_in_rows(name, tensor) if source.as_published else tensor
             if destination is None:
                 self._check_ignored(name)
             elif location.converter is None or (tensor.dtype not in FLOATING and tensor.shape == destination.shape):
-                self._write(name, destination, tensor)
+                self._write(name, destination, tensor, as_given)
             else:
                 self._convert(name, location, tensor)
+
+    def _write_again(self, name: str, tensor: Tensor) -> bool:
+        """Quantize a tensor as an earlier refit did one of this name; return False where it cannot be so."""
+        again = self._again.get(name)
+        if again is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != again.weight.shape:
+            return False
+        tensor = _halves(tensor) if again.halves else tensor
+        memory = self._memory_of(again.weight.key), self._memory_of(again.scale.key)
+        if memory != again.memory or not again.quantize.takes(tensor):
+            return False
+        self._claim(name, again.scale)
+        self._claim(name, again.weight)
+        again.quantize(tensor)
+        return True
+
+    def _memory_of(self, key: str) -> tuple:
+        found = self._memory.get(key)
+        if found is None:
+            value = self.state.get(key)
+            usable = value is not None and key not in self._tied and not is_sharded(value)
+            found = (value.data_ptr(), value.dtype, value.shape, value.stride()) if usable else ()
+            self._memory[key] = found
+        return found
 
     def _is_of_gpt_oss(self, key: str) -> bool:
         """Whether this is a tensor of experts that GPT-OSS's checkpoints have in another layout."""
@@ -243,8 +299,9 @@ class _Refit:
     def finish(self, strict: bool) -> None:
         """Raise ValueError if something is missing, or has values that cannot be."""
         problems = [f"{next(iter(parts))}: came without others that make {key}" for key, parts in self._parts.items()]
+        self._left = self._missing()
         if strict:
-            problems += self._missing()
+            problems += self._left
         else:
             scales = {name: self._scale_of(destination) for name, destination in self._codes.items()}
             problems += [
@@ -252,14 +309,15 @@ class _Refit:
                 for name, scale in scales.items()
                 if scale is not None and self._claimant(scale) is None
             ]
-        problems += self._bad_values()
-        _raise("the refit failed, and the model does not run before a complete one", problems)
+        increment_version([value for value in map(self.state.get, self.came) if not value.is_inference()])
         invalidate_masters()  # weights that FSDP2 gathers have versions that do not change
+        problems += self._bad_values() if self._any_bad() else ()
+        _raise("the refit failed, and the model does not run before a complete one", problems)
 
     def report(self, before: Iterable[str] = ()) -> RefitReport:
         """before: entries of the state dict that are not to be in `updated`."""
         came = self.came.difference(before)
-        left = [line.partition(":")[0] for line in self._missing()]
+        left = [line.partition(":")[0] for line in (self._missing() if self._left is None else self._left)]
         return RefitReport(tuple(key for key in self.state if key in came), tuple(left))
 
     def _missing(self) -> list[str]:
@@ -267,26 +325,26 @@ class _Refit:
         lines = {line.partition(":")[0]: line for line in missing(self.plan, self.state)}
         return [line for name, line in lines.items() if weight_of(name) not in lines]
 
-    def _place(self, name: str) -> tuple[Location, Destination | None]:
+    def _place(self, name: str) -> _Place:
         found = self._places.get(name)
-        if found is not None and found[1].key in self.state:
+        if found is not None and found.destination.key in self.state:
             return found
-        location, destination = self._find_place(name)
-        if destination is None:
-            location, destination = self._find_place(_OF_VLLM.sub(lambda match: _FUSED[match[1]], name))
-        if destination is not None:
-            self._places[name] = location, destination
-        return location, destination
+        found = self._find_place(name)
+        if found.destination is None:
+            found = self._find_place(_OF_VLLM.sub(lambda match: _FUSED[match[1]], name))
+        if found.destination is not None:
+            self._places[name] = found
+        return found
 
-    def _find_place(self, name: str) -> tuple[Location, Destination | None]:
+    def _find_place(self, name: str) -> _Place:
         weight = name.removesuffix(CHANNEL_SCALE) if name.endswith(f".weight{CHANNEL_SCALE}") else weight_of(name)
         if weight is not None:
             scale = scale_name(self._locate(weight).name)
             destination = find_destination(scale, self.state)
             if destination is not None:
-                return Location(scale, destination.key), destination
+                return _Place(Location(scale, destination.key), destination)
         location = self._locate(name)
-        return location, find_destination(location.name, self.state)
+        return _Place(location, find_destination(location.name, self.state))
 
     def _locate(self, name: str) -> Location:
         return Location(name, name) if self._locator is None else self._locator.locate(name)
@@ -331,7 +389,8 @@ class _Refit:
         size = scale.shape[1] * destination.shape[0] // weight.shape[1]
         return Destination(key, (size, scale.shape[2]), Part(expert, size if row else 0))
 
-    def _write(self, name: str, destination: Destination, tensor: Tensor) -> None:
+    def _write(self, name: str, destination: Destination, tensor: Tensor, as_given: str | None = None) -> None:
+        """as_given: the name of a tensor that nothing was made of before, so that the next one is written likewise."""
         target = self.state[destination.key]
         scale = self._scale_of(destination) if tensor.dtype in FLOATING else None
         if scale is not None:
@@ -349,21 +408,26 @@ class _Refit:
         if scale is not None:
             self._claim(name, scale)
             self._claim(name, destination)
-            self._quantize(destination, scale, tensor)
+            self._quantize(destination, scale, tensor, as_given)
             return
         self._claim(name, destination)
         if target.dtype == torch.float8_e4m3fn:
             self._codes[name] = destination
+        elif self._is_scale(destination.key):
+            self._scales.add(destination.key)
         local, part = destination.held_by(target)
         local.copy_(tensor.reshape(destination.shape)[part])  # a scale may have other sizes of one
 
-    def _quantize(self, destination: Destination, scale_destination: Destination, tensor: Tensor) -> None:
+    def _quantize(
+        self, destination: Destination, scale_destination: Destination, tensor: Tensor, as_given: str | None
+    ) -> None:
         data, part = destination.held_by(self.state[destination.key])
         scale, scale_part = scale_destination.held_by(self.state[scale_destination.key])
         if not data.numel() and not scale.numel():
             return
         if tensor.dim() == 3 and part[0] == scale_part[0]:  # only experts of this rank
             tensor, part, scale_part = tensor[part[0]], (slice(None), *part[1:]), (slice(None), *scale_part[1:])
+        as_given = as_given if tensor.device == data.device else None
         tensor = tensor.to(data.device)
         if _has_channels(destination, scale_destination):
             for index in range(len(tensor)) if tensor.dim() == 3 else [...]:
@@ -374,7 +438,12 @@ class _Refit:
         parts = _halves if _matrices(destination) == 2 else lambda value: value
         all_here = data.shape == tensor.shape and scale.shape[-2:] == scale_destination.shape[-2:]
         if all_here and scale.dtype == torch.float32:
-            quantize_128x128(parts(tensor), out=FP8Tensor(parts(data), parts(scale)))
+            out = FP8Tensor(parts(data), parts(scale))
+            quantize_128x128(parts(tensor), out=out)
+            memory = self._memory_of(destination.key), self._memory_of(scale_destination.key)
+            if as_given is not None and all(memory):
+                again = Requantizer(parts(tensor), out)
+                self._again[as_given] = _Again(destination, scale_destination, memory, parts is _halves, again)
             return
         values = quantize_128x128(parts(tensor), scale_format="float32" if scale.dtype == torch.float32 else "ue8m0")
         data.copy_(values.data.view(tensor.shape)[part])
@@ -404,8 +473,19 @@ class _Refit:
         for key, value in convert(self._model, locations, self._parts.pop(location.key)).items():
             self._write(key, Destination(key, tuple(value.shape)), value)
 
+    def _any_bad(self) -> bool:
+        """Whether some of the values that came cannot be. Waits for the device once."""
+        entries = {key: held(self.state[key])[0] for key in self.came}
+        entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
+        judged = {destination.key for destination in self._codes.values()} | self._scales
+        flags = [*self._differ.values(), *(self._flag(key, entries[key]) for key in judged & {*entries})]
+        wide = [values for values in entries.values() if values.element_size() > 1]
+        if wide:
+            flags.append(~nn.utils.get_total_norm(wide, torch.inf).isfinite())
+        return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
+
     def _bad_values(self) -> list[str]:
-        """What is wrong with the values of tensors. Waits for the device once, unless something is."""
+        """What is wrong with the values of tensors, by the names of these."""
         codes = {destination.key for destination in self._codes.values()}
         entries = {key: held(self.state[key])[0] for key in self.came}
         flags = {
@@ -413,10 +493,8 @@ class _Refit:
             for key, values in entries.items()
             if values.numel() and values.is_floating_point() and (values.dtype != torch.float8_e4m3fn or key in codes)
         } | self._differ
-        device = next((flag.device for flag in flags.values()), None)
-        raised = torch.stack([flag.to(device) for flag in flags.values()]).tolist() if flags else []
         problems = []
-        for key in [key for key, bad in zip(flags, raised, strict=True) if bad]:
+        for key in [key for key, flag in flags.items() if flag]:
             if key in self._differ:
                 problems.append(f"{key}: differs from another tensor that came, but the model ties the two")
                 continue
@@ -435,10 +513,12 @@ class _Refit:
             return values.view(torch.uint8).amax() == 255
         if values.dtype == torch.float8_e4m3fn:
             return (values.view(torch.uint8) & 127).amax() == 127
-        weight = self.state.get(key.removesuffix(SCALE))
-        is_scale = weight is not None and weight.dtype == torch.float8_e4m3fn
         least, most = values.aminmax()
-        return ~((least > (0 if is_scale else -torch.inf)) & (most < torch.inf))
+        return ~((least > (0 if self._is_scale(key) else -torch.inf)) & (most < torch.inf))
+
+    def _is_scale(self, key: str) -> bool:
+        weight = self.state.get(key.removesuffix(SCALE)) if key.endswith(SCALE) else None
+        return weight is not None and weight.dtype == torch.float8_e4m3fn
 
 
 def _refresh(module: nn.Module) -> None:

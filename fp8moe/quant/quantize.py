@@ -27,9 +27,10 @@ from fp8moe.quant.formats import (
     has_channel_scales,
 )
 from fp8moe.runtime.autograd import check_out, detached
+from fp8moe.runtime.backend import use_cuda
 from fp8moe.runtime.checks import FLOATING, check_device, check_dtype, check_like, check_tensor, overlap
 from fp8moe.runtime.jit import KernelSpec, load
-from fp8moe.runtime.launch import PointerLauncher, planned
+from fp8moe.runtime.launch import PointerLauncher, current_stream, device_guard, planned
 from fp8moe.runtime.operator import operator
 from fp8moe.runtime.sm90 import WARP
 
@@ -76,6 +77,38 @@ def quantize_128x128(w: Tensor, *, scale_format: str = "float32", out: FP8Tensor
     check_out("fp8moe.quantize_128x128", ("out.data", "out.scale"), out)
     _quantize_128x128_out(detached(w), scale_format, data, scale)
     return out
+
+
+class Requantizer:
+    """``quantize_128x128(w, out=out)`` of one tensor after the other into the same memory, in one launch each.
+
+    like, out: of a `quantize_128x128`, which has checked them. It counts no new version of `out`.
+    """
+
+    def __init__(self, like: Tensor, out: FP8Tensor):
+        data, scale = out
+        self._layout = like.dtype, like.device, like.shape, like.stride()
+        self._device, self._size = like.get_device(), like.numel() * like.element_size()
+        self._data, self._scale = data.data_ptr(), scale.data_ptr()
+        self._data_end, self._scale_end = self._data + data.numel(), self._scale + 4 * scale.numel()
+        contiguous = like.is_contiguous() and data.is_contiguous() and scale.is_contiguous()
+        self._launcher = None
+        if use_cuda(like) and like.numel() and contiguous and has_vector_rows(like) and not self._data % 16:
+            self._launcher = launcher(self._device, "quantize_128x128", _matrices(like), True)
+
+    def takes(self, w: Tensor) -> bool:
+        """Whether it can: not a tensor of another layout than `like`, or one that overlaps `out`."""
+        if self._launcher is None or (w.dtype, w.device, w.shape, w.stride()) != self._layout:
+            return False
+        start = w.data_ptr()
+        end = start + self._size
+        apart = (end <= self._data or self._data_end <= start) and (end <= self._scale or self._scale_end <= start)
+        return apart and not start % 16
+
+    def __call__(self, w: Tensor) -> None:
+        """Quantize a tensor that it `takes`."""
+        with device_guard(self._device):
+            self._launcher.launch(current_stream(self._device), w.data_ptr(), self._data, self._scale)
 
 
 def quantize_128x1(x: Tensor) -> FP8Tensor:

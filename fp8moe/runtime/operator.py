@@ -7,6 +7,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fp8moe.runtime.backend import use_cuda
 
@@ -165,6 +166,20 @@ def _tensor(operand: Any) -> Tensor:
     return operand
 
 
+def _counted(implementation: Callable[..., Any], written: list[int]) -> Callable[..., Any]:
+    """Count a new version of the arguments at these places, as PyTorch's operations do of what they write to."""
+
+    def run(*arguments: Any) -> Any:
+        result = implementation(*arguments)
+        for index in written:
+            tensor = arguments[index]
+            if tensor is not None and not tensor.is_inference():
+                increment_version(tensor)
+        return result
+
+    return run
+
+
 def define(
     schema: str,
     implementation: Callable[..., Any],
@@ -185,7 +200,10 @@ def define(
         signature = signature or Signature(implementation)
         schema = signature.complete(schema)
         implementation, fake = signature.of_arguments(implementation), signature.of_arguments(fake)
-    name, _, _ = schema.partition("(")
+    name, _, rest = schema.partition("(")
+    written = [index for index, argument in enumerate(rest.split(" -> ")[0].split(", ")) if "!)" in argument]
+    if written:
+        implementation = _counted(implementation, written)
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     if forward_only:

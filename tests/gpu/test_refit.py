@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from fp8moe import GroupedExperts, refit, refitting, replace_linears
+from fp8moe import FP8Tensor, GroupedExperts, quantize_128x128, refit, refitting, replace_linears
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.transformers import register
 from fp8moe.runtime import jit
+from tests.small_checkpoints import Model, same, unquantized
 from tests.transformers_models import BASE, MLA, modules_named, prompts, random_model
 
 transformers = pytest.importorskip("transformers")
@@ -92,14 +93,54 @@ def test_memory_and_reads_of_the_device():
 
 
 def test_what_a_gpu_quantizes_has_the_bits_of_a_cpu():
-    from tests.small_checkpoints import Model, same, unquantized
-
+    """Names that came before, too: the second time only their kernels are launched."""
     model, other = Model().cuda(), Model()
-    for tensors in (unquantized(1), unquantized(2, fused=True)):
-        refit(model, tensors)
-        refit(other, tensors)
-        same(model.cpu().state_dict(), other.state_dict())
-        model.cuda()
+    for tensors in (unquantized(1), unquantized(2), unquantized(3, fused=True), unquantized(4, fused=True)):
+        for source in (tensors, {name: value.cuda() for name, value in tensors.items()}):
+            refit(model, {name: torch.zeros_like(value) for name, value in source.items()})
+            refit(model, source)
+            refit(other, tensors)
+            same({name: value.cpu() for name, value in model.state_dict().items()}, other.state_dict())
     tensors["layers.0.experts.gate_up_proj"][1, 3, 3] = torch.nan
     with pytest.raises(ValueError, match="layers.0.experts.gate_up_proj: holds a NaN or an infinity"):
         refit(model, tensors)
+
+
+def test_names_that_came_before_are_checked_again():
+    model, tensors = Model().cuda(), {name: value.cuda() for name, value in unquantized(1).items()}
+    name = next(name for name in tensors if name.endswith("experts.1.up_proj.weight"))
+    for _ in range(2):
+        refit(model, tensors)
+    right = {key: value.clone() for key, value in model.state_dict().items()}
+    versions = {key: value._version for key, value in model.state_dict(keep_vars=True).items()}
+    storage = torch.empty(tensors[name].numel() + 1, dtype=tensors[name].dtype, device="cuda")
+    at_no_multiple = storage[1:].view(tensors[name].shape).copy_(tensors[name])
+    in_columns = tensors[name].t().contiguous().t()
+    for value in (at_no_multiple, in_columns, tensors[name].float(), tensors[name].cpu()):
+        refit(model, {key: torch.zeros_like(value) for key, value in tensors.items()})
+        refit(model, tensors | {name: value})
+        same(model.state_dict(), right)
+    assert all(value._version > versions[key] for key, value in model.state_dict(keep_vars=True).items())
+
+    with pytest.raises(ValueError, match=f"{name}: came before"):
+        refit(model, [*tensors.items(), (name, tensors[name])])
+    with pytest.raises(ValueError, match=f"{name}: shape"):
+        refit(model, tensors | {name: tensors[name][:-1]})
+    with pytest.raises(ValueError, match=f"{name}: holds a NaN or an infinity"):
+        refit(model, tensors | {name: tensors[name].index_fill(0, torch.zeros(1, dtype=int, device="cuda"), torch.nan)})
+    quantized = Model().cuda()
+    refit(quantized, tensors)
+    for _ in range(2):  # in FP8 after bfloat16
+        refit(model, quantized)
+        same(model.state_dict(), right)
+    model = model.cpu().cuda()  # in other memory
+    refit(model, tensors)
+    same(model.state_dict(), right)
+
+
+def test_a_kernel_that_writes_to_a_tensor_counts_a_version():
+    x = torch.randn(256, 256, device="cuda")
+    out = FP8Tensor(*(torch.empty_like(value) for value in quantize_128x128(x)))
+    versions = [value._version for value in out]
+    quantize_128x128(x, out=out)
+    assert [value._version for value in out] == [version + 1 for version in versions]

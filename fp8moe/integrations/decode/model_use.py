@@ -130,6 +130,8 @@ class Refits:
 
 
 _refits: WeakKeyDictionary[nn.Module, Refits] = WeakKeyDictionary()
+_CLOSED = -1
+"""The key of the hook that refuses, which no handle of PyTorch has."""
 
 
 def refits_of(model: nn.Module) -> Refits:
@@ -140,9 +142,9 @@ def refits_of(model: nn.Module) -> Refits:
 def close(model: nn.Module) -> bool:
     """Let the model, its modules and its decoders raise RuntimeError where they run; return whether they did before."""
     closed = refits_of(model).closed
-    for module in model.modules():
-        if _refuse not in module._forward_pre_hooks.values():  # a copy of a closed model has it, too
-            module.register_forward_pre_hook(_refuse, prepend=True)
+    for module in _modules(model):
+        module._forward_pre_hooks[_CLOSED] = _refuse  # as register_forward_pre_hook does, which takes ten times as long
+        module._forward_pre_hooks.move_to_end(_CLOSED, last=False)
         if module is model or module in _refits:
             refits_of(module).close(module)
     return closed
@@ -153,9 +155,8 @@ def open_again(model: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
 
     refresh: brings what is made of a module's weights up to date; the model opens after the modules in it.
     """
-    for module in reversed([*model.modules()]):
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _refuse]:
-            del module._forward_pre_hooks[key]
+    for module in reversed([*_modules(model)]):
+        module._forward_pre_hooks.pop(_CLOSED, None)
         refresh(module)
         if module in _refits:
             _refits[module].open(module)

@@ -61,9 +61,11 @@ def cached_layer(module: nn.Module) -> GroupedExperts:
     return cached.layer
 
 
-@torch.no_grad()
 def refresh(module: nn.Module) -> None:
-    """Bring the layer that is cached beside a module up to date, in its own memory, which graphs may read."""
+    """Bring the layer that is cached beside a module up to date, in its own memory, which graphs may read.
+
+    Call it under torch.no_grad.
+    """
     cached = module.__dict__.get("_fp8moe")
     if cached is None or cached.layer is None or cached.is_of(module):
         return
