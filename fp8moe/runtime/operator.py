@@ -2,6 +2,7 @@
 
 import typing
 from collections.abc import Callable, Collection
+from itertools import compress
 from types import NoneType
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -166,13 +167,12 @@ def _tensor(operand: Any) -> Tensor:
     return operand
 
 
-def _counted(implementation: Callable[..., Any], written: list[int]) -> Callable[..., Any]:
-    """Count a new version of the arguments at these places, as PyTorch's operations do of what they write to."""
+def _counted(implementation: Callable[..., Any], written: list[bool]) -> Callable[..., Any]:
+    """Count a new version of each argument that is written, as PyTorch's operations do of what they write to."""
 
     def run(*arguments: Any) -> Any:
         result = implementation(*arguments)
-        for index in written:
-            tensor = arguments[index]
+        for tensor in compress(arguments, written):
             if tensor is not None and not tensor.is_inference():
                 increment_version(tensor)
         return result
@@ -201,8 +201,8 @@ def define(
         schema = signature.complete(schema)
         implementation, fake = signature.of_arguments(implementation), signature.of_arguments(fake)
     name, _, rest = schema.partition("(")
-    written = [index for index, argument in enumerate(rest.split(" -> ")[0].split(", ")) if "!)" in argument]
-    if written:
+    written = ["!)" in argument for argument in rest.split(" -> ")[0].split(", ")]
+    if any(written):
         implementation = _counted(implementation, written)
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
