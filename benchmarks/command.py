@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.report import Threshold, format_thresholds, write_json
+from benchmarks.report import Threshold, digest, format_thresholds, write_json
 from fp8moe.runtime.sm90 import CAPABILITY
+
+ROOT = Path(__file__).parent.parent
 
 
 def start() -> str:
@@ -35,6 +37,6 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def finish(path: Path, result: dict, *tables: str) -> None:
-    """Writes a result, and prints the tables and its thresholds."""
-    write_json(path, result)
+    """Writes a result with the digest of what the GPU has run, and prints the tables and its thresholds."""
+    write_json(path, {"digest": digest(ROOT)} | result)
     print(*tables, format_thresholds(result["thresholds"]), sep="\n\n")

@@ -47,7 +47,7 @@ from torch import Tensor
 from benchmarks import adapters, command, mqa_cases, operands, roofline, shapes, timing
 from benchmarks.adapters import Call
 from benchmarks.calls import group_sizes
-from benchmarks.report import format_value, write_json
+from benchmarks.report import digest, format_value, write_json
 from benchmarks.shapes import MODELS, Model
 from fp8moe import (
     FP8Tensor,
@@ -60,7 +60,6 @@ from fp8moe import (
     paged_mqa_logits,
 )
 from fp8moe.quant.formats import BLOCK, ceil_div, empty_mn_major
-from tools.digest import digest
 from tools.validate import versions
 
 ROOT = Path(__file__).resolve().parent.parent

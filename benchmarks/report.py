@@ -1,8 +1,10 @@
-"""What every benchmark reports: means, thresholds, tables and files."""
+"""What every benchmark reports: means, thresholds, tables and files, with the digest of what the GPU has run."""
 
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,3 +98,18 @@ def write_json(path: Path, content: dict) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)
+
+
+def digest(root: Path) -> str:
+    """What `tools.digest` prints for the checkout at `root`. RuntimeError with its output if that fails."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.digest"],
+        cwd=root,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"no digest of {root}:\n{done.stderr}")
+    return done.stdout.split()[-1]

@@ -1,9 +1,9 @@
 """The figures of README.md and of pages in docs/: `python -m benchmarks.tables` writes them.
 
-What compares fp8moe with other libraries is from validation/peers.json alone, one run of `benchmarks.peers`; where
-there is none of what the GPU runs now, the tables say so. The rest is from validation/kernels.json, models.json and the
-files beside them that BESIDE names: where one of these is not there, what is written stays. The tables stand between
-BEGIN and END in their file; a test keeps them as these files have them.
+What compares fp8moe with other libraries is from validation/peers.json alone, one run of `benchmarks.peers`. The rest
+is from validation/kernels.json, models.json and the files beside them that BESIDE names. What is not there, or was
+measured with other kernels than kernels.json, counts for nothing, and the tables say so. They stand between BEGIN and
+END in their file; a test keeps them as these files have them.
 """
 
 import argparse
@@ -24,7 +24,8 @@ BESIDE = {
 }
 """Benchmarks that `tools.validate` does not run."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
-NO_PEERS = "Not measured yet with what the GPU runs now; `python -m benchmarks.peers` on a Hopper GPU does.\n"
+NOT_MEASURED = "Not measured yet with what the GPU runs now; `python -m benchmarks.{}` on a Hopper GPU does.\n"
+NO_PEERS = NOT_MEASURED.format("peers")
 NO_LAYERS = "The experts layer was not measured in this run.\n"
 NAMES = {
     "deep_gemm": "DeepGEMM",
@@ -315,9 +316,15 @@ def pictures(folder: str, *names: str) -> list[str]:
     return [f"![{PICTURES[name]} beside others]({folder}{name}.png)\n" for name in names]
 
 
+def on(result: dict) -> str:
+    """Where a benchmark ran, as the beginning of its tables."""
+    return f"On an {result['gpu']}:\n\n"
+
+
 def lora(benchmarks: dict) -> str:
     rows = [row for row in benchmarks["lora"]["rows"] if row["impl"] == "lora"]
-    return table(
+    goal = next(one["limit"] for one in benchmarks["lora"]["thresholds"] if "frozen experts" in one["name"])
+    found = table(
         ("", "tokens", "rank", "forward and backward", "over frozen experts", "forward alone", "memory of a step"),
         [
             (
@@ -327,12 +334,14 @@ def lora(benchmarks: dict) -> str:
             for row in rows
         ],
     )
+    return f"{on(benchmarks['lora'])}{found}\nThe goal is at most {goal:g} times the time of frozen experts.\n"
 
 
-def batch_invariance(benchmarks: dict) -> str | None:
+def batch_invariance(benchmarks: dict) -> str:
     if "batch_invariance" not in benchmarks:
-        return None
-    rows = benchmarks["batch_invariance"]["rows"]
+        return NOT_MEASURED.format("batch_invariance")
+    result = benchmarks["batch_invariance"]
+    rows = result["rows"]
     tokens = sorted({row["m"] for row in select(rows, "gemm")})
     ratios: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -340,7 +349,12 @@ def batch_invariance(benchmarks: dict) -> str | None:
         what = f"{row['n']} x {row['k']}" if dense else f"experts, {row['model']}"
         ratios.setdefault((what, str(row["parts"]) if dense else "1"), []).append(f"{row['ratio']:.2f}")
     header = ("weights", "parts of K", *(f"{count} token{'s' * (count > 1)}" for count in tokens))
-    return table(header, [(*what, *found) for what, found in ratios.items()])
+    goals = [
+        (one["name"].removeprefix("batch invariance, "), f"{one['value']:.2f}", f"{one['limit']:g}")
+        for one in result["thresholds"]
+    ]
+    found = table(header, [(*what, *found) for what, found in ratios.items()])
+    return f"{on(result)}{found}\n{table(('over all', 'measured', 'goal'), goals)}"
 
 
 def roofline(benchmarks: dict) -> str:
@@ -439,9 +453,9 @@ def others_of_two(rows: Sequence[dict]) -> str:
     return table(("two GPUs", ""), lines)
 
 
-def distributed(benchmarks: dict) -> str | None:
+def distributed(benchmarks: dict) -> str:
     if "distributed" not in benchmarks:
-        return None
+        return NOT_MEASURED.format("distributed")
     rows = benchmarks["distributed"]["rows"]
     sent = {"gather": "gather", "all_to_all, eager": "all_to_all", "all_to_all, exact, eager": "exact"}
     alone = {"local": "experts alone"}
@@ -453,12 +467,12 @@ def distributed(benchmarks: dict) -> str | None:
         shown = alone | sent | ({} if ranks <= NODE else {"gather": "gather, NCCL"})
         title = f"{ranks} GPUs, predicted"
         parts.append(by_method(title, [row for row in found if row["ranks"] == ranks], shown))
-    return "\n".join(parts)
+    return on(benchmarks["distributed"]) + "\n".join(parts)
 
 
-def warmup(benchmarks: dict) -> str | None:
+def warmup(benchmarks: dict) -> str:
     if "warmup" not in benchmarks:
-        return None
+        return NOT_MEASURED.format("warmup")
     header = ("batches of 1, 8, 64", "CPUs", "kernels", "time", "on disk", "compiled by the model afterwards")
     return table(
         header,
@@ -472,7 +486,7 @@ def warmup(benchmarks: dict) -> str | None:
     )
 
 
-FILES: dict[str, Callable[[dict], str | None]] = {
+FILES: dict[str, Callable[[dict], str]] = {
     "README.md": headline,
     "docs/benchmarks.md": figures,
     "docs/batch-invariance.md": batch_invariance,
@@ -484,26 +498,26 @@ FILES: dict[str, Callable[[dict], str | None]] = {
 }
 
 
-def stored_peers() -> dict | None:
-    """The run of `benchmarks.peers`; None if there is none, or it is of other kernels than validation/kernels.json."""
-    found = json.loads(PEERS.read_text()) if PEERS.exists() else None
-    return found if found and found["digest"] == json.loads(VALIDATION.read_text())["digest"] else None
+def of_these_kernels(path: Path) -> dict | None:
+    """A stored result; None if there is none, or it is of other kernels than validation/kernels.json."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found if found.get("digest") == json.loads(VALIDATION.read_text())["digest"] else None
 
 
 def stored() -> dict:
     """The results of the benchmarks by their names; "peers": a run of `benchmarks.peers`, or None."""
-    beside = {name: json.loads(path.read_text()) for name, path in BESIDE.items() if path.exists()}
+    beside = {name: found for name, path in BESIDE.items() if (found := of_these_kernels(path))}
     kernels, models = (json.loads(path.read_text()) for path in (VALIDATION, WHOLE_MODELS))
-    return kernels["benchmarks"] | models["models"] | beside | {"peers": stored_peers()}
+    return kernels["benchmarks"] | models["models"] | beside | {"peers": of_these_kernels(PEERS)}
 
 
-def with_tables(text: str, tables: str | None, begin: str = BEGIN, end: str = END) -> str:
-    """The text of a file, with these tables between its marks, or those it has. ValueError unless it has each once."""
+def with_tables(text: str, tables: str, begin: str = BEGIN, end: str = END) -> str:
+    """The text of a file, with these tables between its marks. ValueError unless it has each once."""
     before, found, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
     if not (found and ended) or begin in rest or end in before + after:
         raise ValueError(f"expected {begin.strip()!r} and then {end.strip()!r}, once each")
-    return text if tables is None else before + begin + tables + end + after
+    return before + begin + tables + end + after
 
 
 def main() -> None:

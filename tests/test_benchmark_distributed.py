@@ -281,7 +281,7 @@ def a_result():
     rows.append(
         {"what": "decode", "model": "a-model", "batch": 64, "ms": 8.0, "one_gpu_ms": 10.7, "over_one_gpu": 0.75}
     )
-    return {"rows": rows}
+    return {"gpu": "NVIDIA H200", "rows": rows}
 
 
 def test_tables_of_a_result():

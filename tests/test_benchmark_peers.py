@@ -299,7 +299,7 @@ def test_tables_are_of_one_run():
     run = stored_run()
     mean = geomean([0.9, *[1.2] * 19])
     lines = tables.gemms(run).splitlines()
-    assert lines[2] == f"| dense GEMM, m = 1, 16, 64 | {mean:.2f} (0.90, 20 of 21) | 1.50 (1.50) | 0.80 (0.80) |"
+    assert lines[2] == f"| dense GEMM, m = 1, 16, 64 | {mean:.2f} (0.90, 20 of 21 cases) | 1.50 (1.50) | 0.80 (0.80) |"
     assert lines[-1] == "| `paged_mqa_logits` | 1.20 (1.20) | 1.50 (1.50) | 0.80 (0.80) |"
     lines = tables.layer(run).splitlines()
     assert [line.split(" | ")[:2] for line in lines[2:]] == [
@@ -318,10 +318,10 @@ def test_a_run_of_other_kernels_is_not_shown(monkeypatch, tmp_path):
     (tmp_path / "kernels.json").write_text(json.dumps({"digest": "d"}))
     monkeypatch.setattr(tables, "VALIDATION", tmp_path / "kernels.json")
     monkeypatch.setattr(tables, "PEERS", tmp_path / "peers.json")
-    assert tables.stored_peers() is None
+    assert tables.of_these_kernels(tables.PEERS) is None
     for digest, there in (("d", True), ("e", False)):
         tables.PEERS.write_text(json.dumps(stored_run() | {"digest": digest}))
-        assert (tables.stored_peers() is not None) == there
+        assert (tables.of_these_kernels(tables.PEERS) is not None) == there
     assert tables.roofline({"peers": None}) == tables.NO_PEERS
 
 

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.report import digest
 from fp8moe.runtime import jit
-from tools.digest import digest, fingerprint, normalize_cuda, normalize_unit
+from tools.digest import fingerprint, normalize_cuda, normalize_unit
 from tools.validate import problems
 
 ROOT = Path(__file__).resolve().parent.parent

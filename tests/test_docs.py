@@ -138,7 +138,6 @@ def test_pictures_are_of_the_files_that_the_tables_are_of():
 def test_tables_need_their_place():
     text = f"a\n{tables.BEGIN}old\n{tables.END}b\n"
     assert tables.with_tables(text, "new\n") == text.replace("old", "new")
-    assert tables.with_tables(text, None) == text
     for wrong in ("a\n", tables.BEGIN, tables.END + tables.BEGIN, text + text):
         with pytest.raises(ValueError, match="once each"):
             tables.with_tables(wrong, "new\n")

@@ -11,13 +11,10 @@ import argparse
 import functools
 import hashlib
 import json
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -145,21 +142,6 @@ def _changed(before: list[dict], after: list[dict]) -> str:
         if parts or moved:
             found.append(f"{kernel['name']}: {', '.join([*moved, *sorted(parts)])}")
     return "; ".join(found)
-
-
-def digest(root: Path) -> str:
-    """The digest of the checkout at `root`, in a process of its own. RuntimeError with its output if that fails."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FP8MOE_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.digest"],
-        cwd=root,
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"no digest of {root}:\n{done.stderr}")
-    return done.stdout.split()[-1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

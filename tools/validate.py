@@ -29,9 +29,8 @@ from xml.etree import ElementTree
 import torch
 
 import fp8moe
-from benchmarks.report import write_json
+from benchmarks.report import digest, write_json
 from fp8moe.runtime import config, sm90
-from tools.digest import digest
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
