@@ -107,6 +107,7 @@ class Requantizer:
 
     def __call__(self, w: Tensor) -> None:
         """Quantize a tensor that it `takes`."""
+        assert self._launcher is not None
         with device_guard(self._device):
             self._launcher.launch(current_stream(self._device), w.data_ptr(), self._data, self._scale)
 
