@@ -46,12 +46,15 @@ class Measurement(NamedTuple):
 
 def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
     """peft's LoRA layer around it, with values in all factors."""
-    from peft import LoraConfig
+    from peft import LoraConfig, get_peft_model
 
-    from fp8moe.integrations.peft.experts import LoraExperts
+    from fp8moe.integrations.peft import register
 
-    config = LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False)
-    return LoraExperts(layer, "default", config, r=rank, lora_alpha=rank, target_name="experts")
+    model = nn.ModuleDict({"experts": layer})
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=rank, lora_alpha=rank, target_parameters=targets, init_lora_weights=False)
+    adapted = get_peft_model(model, register(config, model), autocast_adapter_dtype=False)
+    return adapted.get_submodule("base_model.model.experts")
 
 
 def passes(model: Model, tokens: int, rank: int, *, device: str = "cuda") -> dict[str, Pass]:

@@ -17,17 +17,16 @@ from torch import Tensor
 from examples.demo import measure, smollm2
 from examples.demo.__main__ import pick_device
 from examples.demo.smollm2 import SetupError
-from fp8moe import GroupedExperts
 from fp8moe.integrations.peft import merge_and_unload, register
 from fp8moe.integrations.transformers import load_model
 from fp8moe.runtime import config
 from fp8moe.runtime.progress import progress, still_running
 
 ATTENTION = ["q_proj", "k_proj", "o_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 TRAINED = 0.8  # of the passage
 WINDOW = 256  # tokens of a step
 STEPS = {"cuda": 40, "cpu": 6}
-DROPOUT = 0.05
 
 
 class Result(NamedTuple):
@@ -49,9 +48,10 @@ def finetune(model: Any, tokens: Tensor, out: Path, *, steps: int, rank: int, le
     windows, rest = tokens[:length].split(WINDOW), tokens[length:].split(measure.WINDOW)
     before = score(model, rest)
 
-    options = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": DROPOUT, "task_type": "CAUSAL_LM"}
-    experts = [name for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
-    adapted = get_peft_model(model, register(LoraConfig(target_modules=ATTENTION + experts, **options), model))
+    lora = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=ATTENTION, target_parameters=EXPERTS, task_type="CAUSAL_LM"
+    )
+    adapted = get_peft_model(model, register(lora, model))
     trained, total = adapted.get_nb_trainable_parameters()
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate)

@@ -18,29 +18,44 @@ def scaled(layer, factor):
 
 def adapted(base=None, *, r=4, alpha=8, adapter="default", device="cpu", **options):
     """A LoRA layer in training mode around experts, with values in all factors."""
-    from peft import LoraConfig
+    from peft import LoraConfig, get_peft_model
 
-    from fp8moe.integrations.peft.experts import LoraExperts
+    from fp8moe.integrations.peft import register
 
-    base = (make() if base is None else base).to(device).train()
-    config = LoraConfig(r=r, lora_alpha=alpha, target_modules=["experts"], init_lora_weights=False, **options)
+    base = (make() if base is None else base).to(device)
+    model = nn.ModuleDict({"experts": base})
+    targets = [f"experts.{name}" for name in (base.up_name, "down_proj")]
+    config = LoraConfig(r=r, lora_alpha=alpha, target_parameters=targets, init_lora_weights=False, **options)
     torch.manual_seed(1)
-    return LoraExperts(base, adapter, config, r=r, lora_alpha=alpha, target_name="experts").train()
+    peft_model = get_peft_model(model, register(config, model), adapter_name=adapter, autocast_adapter_dtype=False)
+    return peft_model.base_model.model["experts"].train()
+
+
+def by_projection(layer):
+    """The layers of the first projection and of the second, by the prefix of their parameters."""
+    return {"base_layer.": layer.base_layer, "": layer}
 
 
 def additions(layer, adapters=None):
-    """B @ A of the active adapters by name of the projection, (E, rows, columns) float64, and what they came from."""
+    """B @ A of the active adapters by projection, (E, rows, columns) float64, and what they came from, by expert."""
+    count = layer.get_base_layer().num_experts
     factors = {
-        name: value.detach().double().requires_grad_() for name, value in layer.named_parameters() if "lora_" in name
+        name: by_expert(name, value.detach().double(), count).requires_grad_()
+        for name, value in layer.named_parameters()
+        if "lora_" in name
     }
     names = layer.active_adapters if adapters is None else adapters
 
-    def added(weight):
-        parts = ((factors[f"lora_B.{name}.{weight}"], factors[f"lora_A.{name}.{weight}"], name) for name in names)
-        return sum(layer.scaling[name] * (b @ a) for b, a, name in parts)
+    def added(prefix, one):
+        parts = ((factors[f"{prefix}lora_{x}.{name}.weight"] for x in "BA") for name in names)
+        return sum(one.scaling[name] * (b @ a) for name, (b, a) in zip(names, parts, strict=True))
 
-    base = layer.get_base_layer()
-    return (added(base.up_name), added("down_proj")), factors
+    return tuple(added(prefix, one) for prefix, one in by_projection(layer).items()), factors
+
+
+def by_expert(name, value, count):
+    """A factor, or its gradient, (E, ...)."""
+    return value.unflatten(0, (count, -1)) if "lora_A" in name else value
 
 
 def expected(layer, x, index, weights, grad, *, dropped=None, mask=None, as_in_fp8=False):
@@ -82,7 +97,8 @@ def run(layer, x, index, weights, grad):
     layer.zero_grad()
     out = layer(x, index, weights)
     out.backward(grad)
-    factors = {name: value.grad for name, value in layer.named_parameters() if "lora_" in name}
+    count = layer.get_base_layer().num_experts
+    factors = {name: by_expert(name, value.grad, count) for name, value in layer.named_parameters() if "lora_" in name}
     return out.detach(), {"x": x.grad, "routing": weights.grad} | factors
 
 

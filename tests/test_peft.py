@@ -4,6 +4,7 @@ import copy
 import logging
 import subprocess
 import sys
+import warnings
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +27,7 @@ from tests.processes import in_processes
 
 peft = pytest.importorskip("peft")
 from fp8moe.integrations.peft import merge_and_unload, register  # noqa: E402
-from tests.peft_reference import Model, adapted, additions, expected, run, scaled  # noqa: E402
+from tests.peft_reference import Model, adapted, additions, by_projection, expected, run, scaled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,7 +38,7 @@ STRAIGHT = 6e-2
 QUANTIZED = 4e-2
 # And where a limit clamps: a value rounded to the other side of it has a gradient that the exact one has not.
 CLAMPED = {"straight": 0.4, "quantized": 0.12}
-UP, DOWN = "gate_up_proj", "down_proj"
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def check(layer, *arguments, straight=STRAIGHT, quantized=QUANTIZED, **masks):
@@ -53,8 +55,10 @@ def check(layer, *arguments, straight=STRAIGHT, quantized=QUANTIZED, **masks):
 def model(**options):
     """An adapted `Model` with values in all factors, and the one that it was."""
     base = Model()
-    options = {"r": 4, "lora_alpha": 8, "target_modules": ["proj", "experts"], "init_lora_weights": False} | options
-    return peft.get_peft_model(copy.deepcopy(base), register(peft.LoraConfig(**options), base)), base
+    targets = {"target_modules": ["proj"], "target_parameters": EXPERTS}
+    options = {"r": 4, "lora_alpha": 8, **targets, "init_lora_weights": False} | options
+    twin = copy.deepcopy(base)
+    return peft.get_peft_model(twin, register(peft.LoraConfig(**options), twin)), base
 
 
 X = torch.randn(2, 20, 144, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -237,49 +241,77 @@ def test_compile(backend, fresh_compiler):
     out, grads = run(layer, *arguments)
     again, grads_again = run(torch.compile(layer, backend=backend, fullgraph=True), *arguments)
     assert torch.equal(again, out)
-    for name, grad in grads.items():
-        assert torch.equal(grads_again[name.replace("lora", "_orig_mod.lora")], grad), name
+    grads_again = {name.removeprefix("_orig_mod."): grad for name, grad in grads_again.items()}
+    assert grads_again.keys() == grads.keys() and all(torch.equal(grads_again[name], grads[name]) for name in grads)
 
 
 # Several adapters.
 
 
+def both(layer):
+    """The layers of both projections, which peft switches and merges together."""
+    return by_projection(layer).values()
+
+
 def second_adapter(layer, **options):
     options = {"r": 3, "lora_alpha": 3, "init_lora_weights": False} | options
-    config = peft.LoraConfig(target_modules=["experts"], **options)
-    layer.update_layer("second", options["r"], lora_alpha=options["lora_alpha"], config=config)
+    config = peft.LoraConfig(target_parameters=EXPERTS, **options)
+    for one in both(layer):
+        one.update_layer("second", options["r"], lora_alpha=options["lora_alpha"], config=config)
 
 
 def test_two_active_adapters_add_up():
     layer = adapted()
     second_adapter(layer)
-    layer.set_adapter(["default", "second"])
+    for one in both(layer):
+        one.set_adapter(["default", "second"])
     _, grads = check(layer, *inputs())
     assert all(grad.any() for grad in grads.values())
 
 
 def test_adapters_are_switched_disabled_and_deleted():
-    layer, (x, index, weights, grad) = adapted(), inputs()
-    base, one = layer.base_layer(x.requires_grad_(), index, weights), layer(x, index, weights)
-    second_adapter(layer)
-    assert torch.equal(layer(x, index, weights), one)
-    layer.set_adapter("second")
-    assert all(value.requires_grad == ("second" in name) for name, value in layer.named_parameters())
-    check(layer, x, index, weights, grad)
-    layer.enable_adapters(False)
-    assert torch.equal(layer(x, index, weights), base)
-    layer.enable_adapters(True)
-    layer.delete_adapter("second")
-    layer.set_adapter("default")
-    assert torch.equal(layer(x, index, weights), one)
-    layer.set_adapter([])
-    assert torch.equal(layer(x, index, weights), base)
+    adapted_model, base = model()
+    one = adapted_model(X)
+    with adapted_model.disable_adapter():
+        none = adapted_model(X)
+    config = register(peft.LoraConfig(r=3, target_modules=["proj"], target_parameters=EXPERTS), base)
+    adapted_model.add_adapter("second", config)
+    assert torch.equal(adapted_model(X), one)
+    adapted_model.set_adapter("second")
+    assert all(value.requires_grad == ("second" in name) for name, value in adapted_model.named_parameters())
+    assert torch.equal(adapted_model(X), base(X))  # B is zero
+    adapted_model.set_adapter("default")
+    assert torch.equal(adapted_model(X), one)
+    adapted_model.delete_adapter("second")
+    assert torch.equal(adapted_model(X), one)
+    adapted_model.base_model.set_adapter([])
+    with pytest.warns(UserWarning, match="^forward without adapters: default loaded, but .* made none active"):
+        assert torch.equal(adapted_model(X), none)
+
+
+def test_one_projection_alone():
+    """The other gets nothing, and no layer of its own."""
+    for name, other in (EXPERTS, EXPERTS[::-1]):
+        adapted_model, base = model(target_modules=[], target_parameters=[name])
+        layer = adapted_model.base_model.model.experts
+        assert not hasattr(layer.base_layer, "base_layer") and layer.name == name
+        merged = copy.deepcopy(base)
+        weight = merged.experts.get_parameter(name.rpartition(".")[2])
+        assert weight.shape[1:] == (layer.out_features, layer.in_features)
+        before, out = base(X), adapted_model(X)
+        with torch.no_grad():
+            merged, errors = merge_and_unload(adapted_model)
+        assert errors.keys() == {name}
+        assert relative_error(out.detach() - before.detach(), merged(X).detach() - before.detach()) < 0.3
+        unchanged = other.rpartition(".")[2]
+        assert equal([merged.experts.get_parameter(unchanged)], [base.experts.get_parameter(unchanged)])
 
 
 def test_active_adapters_with_other_dropouts_are_refused():
     layer = adapted()
     second_adapter(layer, lora_dropout=0.5)
-    layer.set_adapter(["default", "second"])
+    for one in both(layer):
+        one.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match="lora_dropout: expected the same of all active adapters.*0.0, 0.5"):
         layer(*inputs()[:3])
     layer.eval()(*inputs()[:3])
@@ -293,21 +325,17 @@ def test_scales_are_set_and_reset():
         assert torch.equal(adapted_model(X), base(X))
     assert torch.equal(adapted_model(X), before)
     layer = adapted()
-    layer.set_scale("default", 0.25)
-    assert layer.scaling == {"default": 0.5}
+    layer.base_layer.set_scale("default", 0.25)
+    assert layer.base_layer.scaling == {"default": 0.5} and layer.scaling == {"default": 2}
     check(layer, *inputs())
 
 
-def test_weighted_adapters_of_experts_are_refused():
+def test_weighted_adapters_of_experts_are_refused_by_peft():
     adapted_model, base = model()
-    config = register(peft.LoraConfig(r=4, target_modules=["proj", "experts"], init_lora_weights=False), base)
-    adapted_model.add_adapter("second", config)
-    before = adapted_model(X)
-    with pytest.raises(AttributeError, match="add_weighted_adapter: expected adapters of single matrices, got those"):
+    config = peft.LoraConfig(r=4, target_modules=["proj"], target_parameters=EXPERTS)
+    adapted_model.add_adapter("second", register(config, base))
+    with pytest.raises(ValueError, match="add_weighted_adapter does not support targeting nn.Parameter"):
         adapted_model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "both", combination_type="linear")
-    adapted_model.delete_adapter("both")
-    assert torch.equal(adapted_model(X), before)
-    assert adapted_model.base_model.model.experts.r.keys() == {"default", "second"}
 
 
 # Through peft.
@@ -320,10 +348,11 @@ def test_a_new_adapter_changes_nothing_and_only_it_is_trained():
         assert torch.equal(adapted_model(X), base(X))
     trained = {name for name, value in adapted_model.named_parameters() if value.requires_grad}
     assert len(trained) == 6 and all("lora_" in name for name in trained)
-    factors = adapted_model.base_model.model.experts.lora_A["default"]
-    assert factors.gate_up_proj.shape == (4, 4, 144) and factors.down_proj.shape == (4, 4, 80)
+    shapes = {name: tuple(value.shape) for name, value in adapted_model.state_dict().items() if "experts.lora" in name}
+    prefix = "base_model.model.experts.lora"
+    assert shapes == {f"{prefix}_A.default.weight": (16, 80), f"{prefix}_B.default.weight": (144, 16)}
     assert {value.dtype for value in adapted_model.parameters() if value.requires_grad} == {torch.float32}
-    config = register(peft.LoraConfig(target_modules=["proj", "experts"]), base)
+    config = register(peft.LoraConfig(target_modules=["proj"], target_parameters=EXPERTS), base)
     plain = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
     assert {value.dtype for value in plain.parameters() if value.requires_grad} == {torch.bfloat16}
 
@@ -343,12 +372,13 @@ def test_a_linear_is_w_plus_ba():
 
 
 def test_adapters_are_saved_and_loaded(tmp_path):
-    adapted_model, base = model(rank_pattern={"experts": 6}, lora_dropout=0.1)
+    adapted_model, base = model(rank_pattern={EXPERTS[1]: 6}, lora_dropout=0.1)
     adapted_model.save_pretrained(tmp_path)
     config = register(peft.LoraConfig.from_pretrained(tmp_path), base)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path, config=config, is_trainable=True)
     experts = loaded.base_model.model.experts
-    assert experts.r == {"default": 6} and experts.lora_dropout["default"].p == 0.1
+    assert experts.r == {"default": 6} and experts.base_layer.r == {"default": 4}
+    assert experts.lora_dropout["default"].p == 0.1
     for (name, value), other in zip(adapted_model.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(value.float(), other.float()), name
     assert torch.equal(loaded.eval()(X), adapted_model.eval()(X))
@@ -383,10 +413,10 @@ def test_an_adapter_is_trained_and_the_router_with_it():
 
 def merged_weights(layer):
     """W + BA in float64 by name, from before the merge."""
-    (up, down), _ = additions(layer)
     base = layer.get_base_layer()
     found = {}
-    for name, added, parts in ((base.up_name, up, 2), ("down_proj", down, 1)):
+    for one, added, parts in zip(both(layer), additions(layer)[0], (2, 1), strict=True):
+        name = one.parameter_name
         data, scale = getattr(base, name), getattr(base, f"{name}_scale_inv")
         rows = data.shape[1] // parts
         blocks = -(-rows // 128)
@@ -414,20 +444,23 @@ def stored_weights(layer):
 
 def test_merging_rounds_the_sum_and_says_how_much():
     layer = adapted()
-    sums, before = merged_weights(layer), [value.clone() for value in layer.base_layer.parameters()]
-    layer.merge()
-    stored = stored_weights(layer)
-    assert all(relative_error(stored[name], sums[name]) < 3e-2 for name in sums)
-    error = norm(stored[name] - sums[name] for name in sums)
-    assert layer.merge_error.weight == pytest.approx(error / norm(sums.values()), rel=1e-3)
-    assert layer.merge_error.adapter == pytest.approx(error / norm(additions(layer)[0]), rel=1e-3)
-    assert layer.merged_adapters == ["default"]
-    arguments = inputs()
-    assert torch.equal(layer(*arguments[:3]), layer.base_layer(*arguments[:3]))
-    layer.unmerge()
-    assert equal(before, layer.base_layer.parameters())
-    assert not layer.merged and not layer._before_merge
-    layer.unmerge()
+    base = layer.get_base_layer()
+    sums, before = merged_weights(layer), [value.clone() for value in base.parameters()]
+    for one, added in zip(both(layer), additions(layer)[0], strict=True):
+        one.merge()
+        total, stored = sums[one.parameter_name], stored_weights(layer)[one.parameter_name]
+        error = (stored - total).norm()
+        assert error < 3e-2 * total.norm()
+        assert one.merge_error.weight == pytest.approx(float(error / total.norm()), rel=1e-3)
+        assert one.merge_error.adapter == pytest.approx(float(error / added.norm()), rel=1e-3)
+        assert one.merged_adapters == ["default"]
+    arguments = inputs()[:3]
+    assert torch.equal(layer(*arguments), base(*arguments))
+    for one in both(layer):
+        one.unmerge()
+        assert not one.merged and not one._before_merge
+        one.unmerge()
+    assert equal(before, base.parameters())
 
 
 def test_merged_adapters_serve_until_they_are_disabled():
@@ -459,9 +492,11 @@ def test_two_adapters_are_rounded_once():
         for name, value in one.named_parameters():
             if "second" in name:
                 value.data.uniform_(-0.1, 0.1)
-    layer.set_adapter(["default", "second"])
+    for one in both(layer):
+        one.set_adapter(["default", "second"])
     sums = merged_weights(layer)
-    layer.merge()
+    for one in both(layer):
+        one.merge()
     assert all(relative_error(stored_weights(layer)[name], sums[name]) < 2.8e-2 for name in sums)
     other.merge(adapter_names=["default"])
     before = other._before_merge
@@ -469,7 +504,7 @@ def test_two_adapters_are_rounded_once():
         other.merge(adapter_names=["second"])
     assert other.merged_adapters == ["default", "second"] and other._before_merge is before
     other.unmerge()
-    assert torch.equal(other.base_layer.down_proj.float(), make().down_proj.float())
+    assert torch.equal(other.get_base_layer().down_proj.float(), make().down_proj.float())
 
 
 def test_merge_and_unload(caplog):
@@ -481,11 +516,10 @@ def test_merge_and_unload(caplog):
         assert type(merged) is Model and {type(merged.proj), type(merged.experts)} == {FP8Linear, GroupedExperts}
         assert not any("lora" in name for name in merged.state_dict())
         assert relative_error(before - base(X), merged(X) - base(X)) < 0.3
-    assert errors.keys() == {"proj", "experts"}
+    assert errors.keys() == {"proj", *EXPERTS}
     assert all(2e-2 < error.weight < 3e-2 < error.adapter < 1 for error in errors.values())
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "merged ['default'] into proj",
-        "merged ['default'] into experts",
+        f"merged ['default'] into {name}" for name in ("proj", *EXPERTS[::-1])
     ]
 
 
@@ -494,16 +528,15 @@ def test_unload_leaves_the_weights_alone():
     assert equal(adapted_model.unload().parameters(), base.parameters())
 
 
-@pytest.mark.parametrize("name", ["experts.lora_B.default.down_proj", "proj.lora_A.default.weight"])
+@pytest.mark.parametrize("name", ["experts.lora_B.default.weight", "proj.lora_A.default.weight"])
 def test_what_is_not_finite_is_not_merged_safely(name):
     adapted_model, _ = model()
     adapted_model.get_parameter(f"base_model.model.{name}").data.flatten()[7] = float("inf")
-    module = name.split(".")[0]
-    layer = adapted_model.get_submodule(f"base_model.model.{module}")
-    before = [value.clone() for value in layer.base_layer.parameters()]
-    with pytest.raises(ValueError, match=f"^{module}: safe_merge: expected finite W"):
+    layer = adapted_model.get_submodule(f"base_model.model.{name.split('.')[0]}")
+    before = [value.clone() for value in layer.get_base_layer().parameters()]
+    with pytest.raises(ValueError, match=f"^{layer.name}: safe_merge: expected finite W"):
         layer.merge(safe_merge=True)
-    assert equal(before, layer.base_layer.parameters())
+    assert equal(before, layer.get_base_layer().parameters())
     assert not layer.merged
 
 
@@ -519,27 +552,29 @@ def test_adapters_that_only_some_modules_have():
 
 def test_nothing_is_merged_where_one_module_is_not_finite():
     adapted_model, base = model()
-    adapted_model.base_model.model.experts.lora_A["default"].gate_up_proj.data[2, 0, 0] = float("nan")
-    with pytest.raises(ValueError, match="^experts: safe_merge"):
+    adapted_model.base_model.model.experts.base_layer.lora_A["default"].weight.data[9, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"^experts.gate_up_proj: safe_merge: .* \(matrix 2\)"):
         merge_and_unload(adapted_model, safe_merge=True)
     assert equal(adapted_model.unload().parameters(), base.parameters())
 
 
 def test_powers_of_two_stay_powers_of_two():
     layer = adapted(GroupedExperts.from_experts(make_trained(), scale_format="ue8m0"))
-    layer.merge()
+    for one in both(layer):
+        one.merge()
     for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
-        assert (torch.frexp(getattr(layer.base_layer, name))[0] == 0.5).all()
+        assert (torch.frexp(getattr(layer.get_base_layer(), name))[0] == 0.5).all()
 
 
 def test_masters_are_added_to():
     layer = adapted(make_trained())
     arguments = inputs()
     before = layer(*arguments[:3]).detach()
-    master = layer.base_layer.down_proj.detach().clone()
-    layer.merge()
-    assert layer.merge_error.weight < 1e-6
-    assert relative_error(layer.base_layer.down_proj.detach() - master, additions(layer)[0][1].detach()) < 1e-5
+    master = layer.get_base_layer().down_proj.detach().clone()
+    for one in both(layer):
+        one.merge()
+        assert one.merge_error.weight < 1e-6
+    assert relative_error(layer.get_base_layer().down_proj.detach() - master, additions(layer)[0][1].detach()) < 1e-5
     assert relative_error(layer(*arguments[:3]).detach(), before) < 0.1
 
 
@@ -550,6 +585,67 @@ def test_peft_is_imported_when_it_is_used():
     script = "import sys, fp8moe.integrations.peft; print('peft' in sys.modules, 'transformers' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert output.split() == ["False", "False"]
+
+
+EXPERTS_B = "base_model.model.experts.lora_B.weight"
+PROJ_A = "base_model.model.proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda factors: factors.update({EXPERTS_B: factors[EXPERTS_B][:, :12].contiguous()}),
+            r"^experts.down_proj: lora_B of 4 experts, rank 4: expected \(144, 16\) in the adapter, got \(144, 12\)$",
+        ),
+        (
+            lambda factors: factors.update({PROJ_A: factors[PROJ_A].T.contiguous()}),
+            r"^proj: lora_A: expected \(4, 144\) in the adapter, got \(144, 4\)$",
+        ),
+        (
+            lambda factors: factors.pop(EXPERTS_B),
+            "^experts.down_proj: lora_B of 4 experts, rank 4: expected it in the adapter, found none$",
+        ),
+        (
+            lambda factors: [factors.pop(key) for key in list(factors) if "experts" in key],
+            r"^experts.gate_up_proj: lora_A of 4 experts, rank 4: expected .* none \(and 3 more\)$",
+        ),
+        (
+            lambda factors: factors.update({"base_model.model.more.lora_A.weight": torch.zeros(4, 144)}),
+            "^more.lora_A.weight: the adapter has this, but the model has nothing for it$",
+        ),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused_before_anything_is_written(change, message, tmp_path):
+    model()[0].save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    factors = load_file(file)
+    change(factors)
+    save_file(factors, file)
+    adapted_model, base = model()
+    before = copy.deepcopy(adapted_model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        peft.set_peft_model_state_dict(adapted_model, factors)
+    assert equal(before.values(), adapted_model.state_dict().values())
+    for low_cpu_mem_usage in (False, True):
+        other = Model()
+        config = register(peft.LoraConfig.from_pretrained(tmp_path), other)
+        with pytest.raises(ValueError, match=message):
+            peft.PeftModel.from_pretrained(other, tmp_path, config=config, low_cpu_mem_usage=low_cpu_mem_usage)
+
+
+def test_a_forward_without_a_loaded_adapter_says_so_once(recwarn):
+    warnings.simplefilter("default")
+    adapted_model, _ = model()
+    with adapted_model.disable_adapter():
+        adapted_model(X)
+    adapted_model.base_model.set_adapter([])
+    assert not recwarn.list
+    for _ in range(2):
+        adapted_model(X)
+    assert [str(warning.message) for warning in recwarn.list] == [
+        "forward without adapters: default loaded, but set_adapter has made none active"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -563,7 +659,9 @@ def test_peft_is_imported_when_it_is_used():
             {"layer_replication": [[0, 1]]},
             r"layer_replication: expected none for the FP8 weights of proj, got \[\[0, 1",
         ),
-        ({"target_modules": [], "target_parameters": ["experts.down_proj"]}, "target_parameters: down_proj of experts"),
+        ({"target_modules": ["experts"]}, r"target_modules: .* \['experts.gate_up_proj', 'experts.down_proj'\]"),
+        ({"target_parameters": ["proj.weight"]}, "target_parameters: expected projections of experts, got proj.weight"),
+        ({"target_parameters": ["down_proj_scale_inv"]}, "target_parameters: expected projections of experts, got exp"),
         ({"lora_dropout": 1.0}, "lora_dropout: expected at least 0 and below 1 for proj, got 1.0"),
         (
             {"target_modules": ["proj"], "modules_to_save": ["experts"]},
@@ -574,20 +672,27 @@ def test_peft_is_imported_when_it_is_used():
 )
 def test_more_than_plain_lora_is_refused_before_anything_is_changed(options, message):
     base = Model()
-    options = {"target_modules": ["gate", "proj", "experts"]} | options
+    options = {"target_modules": ["gate", "proj"], "target_parameters": EXPERTS} | options
     with pytest.raises(ValueError, match=message):
         register(peft.LoraConfig(**options), base)
     with pytest.raises(ValueError, match=message):  # of a model that has adapters
         register(peft.LoraConfig(**options), model()[0].base_model.model)
 
 
+def test_adapters_that_were_not_registered_are_refused():
+    for name, layer in (("proj.weight", "FP8Linear"), ("experts.down_proj", "GroupedExperts")):
+        adapted_model = peft.get_peft_model(Model(), peft.LoraConfig(target_parameters=[name]))
+        with pytest.raises(RuntimeError, match=f"^fp8moe.{layer}: a parametrization cannot change FP8 weights; for ad"):
+            adapted_model(X)
+
+
 def test_more_than_plain_lora_is_left_to_other_layers():
     base = Model()
     adapted_model = peft.get_peft_model(base, register(peft.LoraConfig(target_modules=["gate"], use_dora=True), base))
     assert adapted_model.base_model.model.gate.use_dora["default"]
-    changed = register(peft.LoraConfig(target_modules=["experts"]), Model())
+    changed = register(peft.LoraConfig(target_parameters=EXPERTS), Model())
     changed.use_dora = True
-    with pytest.raises(ValueError, match="use_dora: expected none for the FP8 weights of experts"):
+    with pytest.raises(ValueError, match="use_dora: expected none for the FP8 weights of experts.gate_up"):
         peft.get_peft_model(Model(), changed)
 
 
@@ -597,7 +702,8 @@ def test_shared_weights_are_refused():
         base = Model()
         base.other_experts = share(base)
         with pytest.raises(ValueError, match="^other_experts: expected weights of its own to adapt, got those of exp"):
-            register(peft.LoraConfig(target_modules=["experts", "other_experts"]), base)
+            config = peft.LoraConfig(target_parameters=[*EXPERTS, "other_experts.down_proj"])
+            register(config, base)
         register(peft.LoraConfig(target_modules=["proj"]), base)
 
 
@@ -608,24 +714,25 @@ def sharing(module):
 
 def test_layers_that_were_spread_are_not_merged():
     layer = adapted()
-    before = [value.clone() for value in layer.base_layer.parameters()]
-    layer.base_layer.parallel = object()
-    with pytest.raises(ValueError, match="^experts: expected a layer that is whole on this rank"):
+    base = layer.get_base_layer()
+    before = [value.clone() for value in base.parameters()]
+    base.parallel = object()
+    with pytest.raises(ValueError, match=r"^experts.down_proj: expected a layer that is whole on this rank"):
         layer.merge()
-    assert equal(before, layer.base_layer.parameters()) and not layer.merged
+    assert equal(before, base.parameters()) and not layer.merged
 
 
 def refused_on_ranks():
     mesh = init_device_mesh("cpu", (2,))
-    message = "^experts: expected a layer that is whole on this rank to adapt, got GroupedExperts spread over"
+    message = "^experts.*: expected a layer that is whole on this rank to adapt, got GroupedExperts spread over"
     base = Model()
-    config = register(peft.LoraConfig(target_modules=["experts"]), base)
+    config = register(peft.LoraConfig(target_parameters=EXPERTS), base)
     whole = peft.get_peft_model(copy.deepcopy(base), config)
     parallelize_module(base, mesh, {"experts": ExpertParallel()})
     with pytest.raises(ValueError, match=message):
         peft.get_peft_model(base, config)
     assert base.experts.parallel is not None and type(base.experts) is GroupedExperts
-    parallelize_module(whole, mesh, {"base_model.model.experts.base_layer": ExpertParallel()})
+    parallelize_module(whole, mesh, {"base_model.model.experts.base_layer.base_layer": ExpertParallel()})
     with pytest.raises(ValueError, match=message):
         whole(X)
 
@@ -637,7 +744,7 @@ def test_layers_on_several_ranks_are_refused():
 
 def test_adapters_by_sequence_are_refused_for_experts():
     adapted_model, _ = model()
-    with pytest.raises(ValueError, match="adapter_names: expected none for the experts experts, got 2"):
+    with pytest.raises(ValueError, match="adapter_names: expected none for the experts experts.down_proj, got 2"):
         adapted_model.eval()(X, adapter_names=["default", "__base__"])
 
 
@@ -646,7 +753,7 @@ def test_other_configs_and_models_are_refused():
         register(peft.IA3Config(), Model())
     with pytest.raises(ValueError, match="model: expected FP8Linear or GroupedExperts.*found none in Linear"):
         register(peft.LoraConfig(), torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="r: expected a rank of at least 1 for experts, got 0"):
+    with pytest.raises(ValueError, match="r: expected a rank of at least 1 for experts.gate_up_proj, got 0"):
         second_adapter(adapted(), r=0)
 
 

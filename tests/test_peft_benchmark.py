@@ -43,6 +43,6 @@ def test_adapters_are_compared_with_merged_weights():
     out, *grads = lora.step(passes["lora"])
     assert out.shape == (40, 144) and len(grads) == 5
     with torch.no_grad():
-        passes["lora"].layer.lora_B["default"].down_proj.mul_(-1)
+        passes["lora"].layer.lora_B["default"].weight.mul_(-1)
     with pytest.raises(RuntimeError, match="adapters: .* from merged weights, must be <= 0.15"):
         lora.check(passes)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from examples.demo import smollm2
+from tests.docs_blocks import ROOT, blocks, unresolved
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -41,10 +42,16 @@ def test_the_loss_falls(dense, tmp_path, monkeypatch, capsys):
     assert result.merged < 0.7 * result.before
     assert 2e-2 < result.weight_error < 3e-2 and result.adapter_error > 0
     saved = peft.PeftConfig.from_pretrained(tmp_path / "lora")
-    assert saved.r == 4 and "model.layers.1.mlp.experts" in saved.target_modules
+    assert saved.r == 4 and set(saved.target_parameters) == {"experts.gate_up_proj", "experts.down_proj"}
     printed = capsys.readouterr().out
     assert re.search(r"trained \d+\.\d% of the parameters: loss .* in the first step, \d+\.\d+ in the last", printed)
     assert f"adapters: {tmp_path / 'lora'}" in printed
+
+
+def test_each_block_of_the_page_stands_alone():
+    """But for the files that another has written."""
+    page = [block for block in blocks(ROOT / "docs/finetuning.md") if block.language == "python"]
+    assert len(page) == 4 and [unresolved(block.tree(), {}) for block in page] == [[]] * 4
 
 
 def test_bad_arguments_are_refused(dense, capsys):

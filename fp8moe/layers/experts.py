@@ -14,7 +14,7 @@ from fp8moe.kernels.experts.operands import Biases, Norm, row_dtype
 from fp8moe.kernels.experts.operator import experts, experts_rows
 from fp8moe.layers import experts_source
 from fp8moe.layers.master import MASTER_DTYPES, MasterModule, check_master_dtype, part_of, quantized, quantized_gate_up
-from fp8moe.layers.parameters import frozen, local
+from fp8moe.layers.parameters import check_not_parametrized, frozen, local
 from fp8moe.layers.replaced import check_no_hooks
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
@@ -419,6 +419,7 @@ class GroupedExperts(MasterModule):
         """The FP8 weights and biases that are on this rank, and the masters."""
         parameters = [getattr(self, name) for name in self.weight_names]
         if not self.trainable:
+            check_not_parametrized(_NAME, self)
             up, up_scale, down, down_scale = map(local, parameters)
             biases = (getattr(self, name) for name in self.bias_names)
             biases = Biases(*(bias if bias is None else local(bias) for bias in biases))

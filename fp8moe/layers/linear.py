@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fp8moe.kernels.linear.forward import linear
 from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, quantized
-from fp8moe.layers.parameters import check_not_sharded, frozen
+from fp8moe.layers.parameters import check_not_parametrized, check_not_sharded, frozen
 from fp8moe.layers.replaced import (
     as_patterns,
     check_no_casts,
@@ -162,6 +162,7 @@ class FP8Linear(MasterModule):
         check_tensor("x", x)
         weight = self.weight
         if scale is not None:
+            check_not_parametrized("fp8moe.FP8Linear", self)
             return linear(x, weight, scale, self.bias)
         check_derivatives("fp8moe.FP8Linear", x, weight, self.bias)
         if recorded(weight):

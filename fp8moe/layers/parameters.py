@@ -20,6 +20,15 @@ def is_sharded(value: Tensor) -> bool:
     return hasattr(value, "to_local")
 
 
+def check_not_parametrized(name: str, module: nn.Module) -> None:
+    """RuntimeError where something is added to FP8 weights in each call, as peft does to parameters: wrong results."""
+    if "parametrizations" in module._modules:
+        raise RuntimeError(
+            f"{name}: a parametrization cannot change FP8 weights; for adapters of peft, call "
+            "fp8moe.integrations.peft.register(config, model) before the model is adapted"
+        )
+
+
 def check_not_sharded(name: str, value: Tensor) -> None:
     """ValueError for a DTensor: what a rank holds of it need not be whole blocks."""
     if is_sharded(value):

@@ -144,7 +144,8 @@ def test_a_step_in_a_cuda_graph():
 
 def test_dropout():
     layer, x, index, weights, grad = cases()
-    layer.lora_dropout["default"].p = 0.5
+    for one in (layer, layer.base_layer):
+        one.lora_dropout["default"].p = 0.5
     torch.manual_seed(3)
     out, grads = run(layer, x, index, weights, grad)
     torch.manual_seed(3)
@@ -155,8 +156,9 @@ def test_dropout():
 
 def test_a_model_from_training_to_merging():
     base = Model(DEVICE)
-    config = register(peft.LoraConfig(r=16, target_modules=["proj", "experts"]), base)
-    model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=16, target_modules=["proj"], target_parameters=experts)
+    model = peft.get_peft_model(base, register(config, base), autocast_adapter_dtype=False)
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randn(4, 50, 144, generator=generator, device=DEVICE).bfloat16()
     with torch.no_grad():
@@ -174,4 +176,4 @@ def test_a_model_from_training_to_merging():
         change = model(x) - before
         merged, errors = merge_and_unload(model, safe_merge=True)
         assert relative_error(merged(x) - before, change) < 0.3
-    assert errors.keys() == {"proj", "experts"} and all(error.weight < 3e-2 for error in errors.values())
+    assert errors.keys() == {"proj", *experts} and all(error.weight < 3e-2 for error in errors.values())

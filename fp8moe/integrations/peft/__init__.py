@@ -18,25 +18,30 @@ def register(config: Any, model: nn.Module) -> Any:
     """Have peft adapt the FP8 linears and experts of a model that a LoraConfig targets; returns the config.
 
     config: peft's LoraConfig, for `get_peft_model`, `PeftModel.add_adapter` or `PeftModel.from_pretrained(...,
-        config=config)`. What it targets by `target_modules` may be any of
+        config=config)`, with names as for the bfloat16 model:
 
-        - FP8Linear and GroupedExperts, and
-        - transformers' FP8 linears and, under experts_implementation="fp8moe", its experts modules, quantized or not.
+        - target_modules: FP8Linear and transformers' FP8 linears, beside what peft knows itself.
+        - target_parameters: the projections of experts, "experts.gate_up_proj" (or "experts.up_proj", where there is no
+          gate) and "experts.down_proj" in most models, of GroupedExperts and, under experts_implementation="fp8moe",
+          of transformers' experts modules, quantized or not. One adapter of a projection has a rank for each expert.
 
-        The module of all experts is one target: "experts" in most models.
     model: the one to adapt. Its FP8 weights stay as they are, in FP8, and frozen.
 
-    peft stores the registration in the config object, not in the file of the adapter: register the config that
-    ``LoraConfig.from_pretrained(directory)`` reads, too. Adapters are plain LoRA: r, lora_alpha, rank_pattern,
-    alpha_pattern, use_rslora, lora_dropout and init_lora_weights True, False or "gaussian" (LoRA: arXiv:2106.09685).
+    Adapters are saved as peft saves those of the bfloat16 model, and loaded from what it has saved. peft stores the
+    registration in the config object, not in the file: register the config that ``LoraConfig.from_pretrained(
+    directory)`` reads, too. Adapters are plain LoRA: r, lora_alpha, rank_pattern, alpha_pattern, use_rslora,
+    lora_dropout (which peft itself refuses for parameters) and init_lora_weights True, False or "gaussian" (LoRA:
+    arXiv:2106.09685).
 
     Raises ImportError without peft, TypeError for another config, and ValueError, with nothing changed, for a model
     without such modules, for more than plain LoRA on one of them, and for a target that is spread over several ranks
-    or shares its weights with another. What changes later is refused as the model is adapted.
+    or shares its weights with another. What changes later is refused as the model is adapted. From now on the model's
+    load_state_dict raises ValueError, with nothing written, for factors of an adapter that are missing, of another
+    shape, or of no layer of the model.
     """
     from peft import LoraConfig
 
-    from fp8moe.integrations.peft.layer import check_targets
+    from fp8moe.integrations.peft.layer import check_loaded, check_targets
 
     if not isinstance(config, LoraConfig):
         raise TypeError(f"config: expected a peft.LoraConfig, got {type(config).__name__}")
@@ -44,7 +49,7 @@ def register(config: Any, model: nn.Module) -> Any:
     for name, module in model.named_modules(remove_duplicate=False):
         if (layer := _adapter_of(module)) is not None:
             kinds[type(module)] = layer
-            modules[name.removesuffix(".base_layer")] = module  # of a model that is adapted already
+            modules[name.replace(".base_layer", "")] = module, layer  # of a model that is adapted already
     if not kinds:
         raise ValueError(
             f"model: expected FP8Linear or GroupedExperts, or transformers' FP8 linears or experts on {NAME!r}, found "
@@ -52,17 +57,19 @@ def register(config: Any, model: nn.Module) -> Any:
         )
     check_targets(config, modules)
     config._register_custom_module(kinds)
+    if not any(hook.hook is check_loaded for hook in model._load_state_dict_pre_hooks.values()):
+        model.register_load_state_dict_pre_hook(check_loaded)
     return config
 
 
 def merge_and_unload(
     model: Any, *, safe_merge: bool = False, adapter_names: list[str] | None = None
 ) -> tuple[nn.Module, "dict[str, MergeError]"]:
-    """peft's `merge_and_unload`, and by name of each FP8 module the error of its rounded weights.
+    """peft's `merge_and_unload`, and by name the error of its rounded weights.
 
     model: a PeftModel. safe_merge, adapter_names: as for peft's.
-    Returns the base model, and `MergeError` of each module that was merged: relative to W + BA, which E4M3 makes 2.6e-2
-    for normally distributed weights, and to BA.
+    Returns the base model, and `MergeError` of each linear and each projection of experts that was merged: relative to
+    W + BA, which E4M3 makes 2.6e-2 for normally distributed weights, and to BA.
 
     With safe_merge, raises ValueError for an FP8 module where W + BA is not finite, before anything is merged.
     """

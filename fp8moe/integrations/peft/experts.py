@@ -1,4 +1,4 @@
-"""peft's LoRA layer for experts, and the FP8 experts with a low-rank addition to each weight that it runs.
+"""peft's LoRA layers for experts, and the FP8 experts with a low-rank addition to each weight that it runs.
 
 From ranks to H or I the FP8 GEMMs add the product to their sums, before these are rounded. To ranks, and to the
 gradients of factors, two kernels read rows in the order of experts, or tokens where these lie, so that there is no
@@ -7,12 +7,11 @@ matrix (R, H) beside those of the FP8 layer (`kernels.experts.lora`).
 
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
 from fp8moe.integrations.peft.layer import FP8LoraLayer, Stored, check_base, check_config
@@ -45,37 +44,57 @@ class Factors(NamedTuple):
     down_b: Tensor
 
 
-class ExpertFactors(nn.Module):
-    """A, or B, of both projections of all experts, under their names: (E, r, in), or (E, out, r)."""
+class ExpertsB(nn.Module):
+    """B of all experts: (E, out, r), in state dicts (out, r * E), as peft's ParamWrapper has it: experts innermost."""
 
-    def __init__(self, shapes: dict[str, tuple[int, int, int]], device: torch.device, dtype: torch.dtype):
+    def __init__(self, count: int, rows: int, rank: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.weight = nn.Parameter(torch.empty(count, rows, rank, device=device, dtype=dtype))
 
-    def __getattr__(self, name: str):
-        if name == "weight":
-            raise AttributeError(
-                "add_weighted_adapter: expected adapters of single matrices, got those of experts; make several "
-                "adapters active instead, with set_scale for their weights, and delete the new one"
-            )
-        return super().__getattr__(name)
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        count, rows, rank = self.weight.shape
+        return rows, rank * count
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        weight = self.weight if keep_vars else self.weight.detach()
+        destination[f"{prefix}weight"] = weight.permute(1, 2, 0).flatten(1)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        key = f"{prefix}weight"
+        if key in state_dict and state_dict[key].shape == self.stored_shape:
+            by_expert = state_dict[key].unflatten(1, (-1, len(self.weight))).permute(2, 0, 1)
+            state_dict[key] = by_expert.contiguous()
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
-class LoraExperts(nn.Module, FP8LoraLayer):
-    """Experts whose weights, frozen and in FP8, have ``scaling * B @ A`` beside them, of rank r for each expert.
+class LoraExperts(FP8LoraLayer, ParamWrapper):
+    """peft's layer for a projection of experts whose weights, frozen and in FP8, have ``scaling * B @ A`` beside them.
 
-    LoRA: arXiv:2106.09685.
+    LoRA: arXiv:2106.09685. As peft's own layers for parameters do, that of the second projection holds that of the
+    first as its base_layer, if both have adapters. The outer one runs the experts, for both.
 
-    lora_A[adapter], lora_B[adapter]: `ExpertFactors` with gate_up_proj, of which A serves gate and up, or up_proj, and
-    with down_proj; in bfloat16, or the dtype of unquantized weights. They are multiplied in bfloat16 with sums in
-    float32 whatever their dtype, those of all active adapters at once. Dropout acts on each token for the first
-    projection, on each row of an expert for the second.
+    lora_A[adapter].weight: (E * r, in), r rows of each expert; A of the first projection serves gate and up.
+    lora_B[adapter].weight: `ExpertsB`. They are in bfloat16, or the dtype of unquantized weights, and multiplied in
+    bfloat16 with sums in float32 whatever their dtype, those of all active adapters at once. Dropout acts on each token
+    for the first projection, on each row of an expert for the second.
     """
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config, r: int = 0, lora_alpha: int = 1, **kwargs):
+    by_parameter = True
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config,
+        r: int = 0,
+        lora_alpha: int = 1,
+        parameter_name: str | None = None,
+        **kwargs,
+    ):
         nn.Module.__init__(self)
-        self._start(base_layer, adapter_name, config, kwargs)
+        self._start(base_layer, adapter_name, config, {**kwargs, "parameter_name": parameter_name})
+        self.parameter_name = parameter_name
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
@@ -84,33 +103,35 @@ class LoraExperts(nn.Module, FP8LoraLayer):
         check_config(self.name, config)
         if r <= 0:
             raise ValueError(f"r: expected a rank of at least 1 for {self.name}, got {r}")
-        down = self.get_base_layer().down_proj
-        dtype = down.dtype if down.dtype in FLOATING else torch.bfloat16
-        shapes = {name: weight.shape for name, weight in self._weights().items()}
-        inner = {name: (count, r, columns) for name, (count, _, columns) in shapes.items()}
-        outer = {name: (count, rows, r) for name, (count, rows, _) in shapes.items()}
+        weight = self.get_param()
+        count, rows, columns = weight.shape
+        dtype = weight.dtype if weight.dtype in FLOATING else torch.bfloat16
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.use_rslora[adapter_name] = config.use_rslora
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout)
-        self.lora_A[adapter_name] = ExpertFactors(inner, down.device, dtype)
-        self.lora_B[adapter_name] = ExpertFactors(outer, down.device, dtype)
+        self.lora_A[adapter_name] = nn.Linear(columns, count * r, bias=False, device=weight.device, dtype=dtype)
+        self.lora_B[adapter_name] = ExpertsB(count, rows, r, weight.device, dtype)
         self._reset(adapter_name, config.init_lora_weights)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     @torch.no_grad()
     def _reset(self, adapter_name: str, how: bool | str) -> None:
         """Initialize as peft does linears: True or "gaussian" of A, with zeros for B; False for values of both."""
-        for weight in self.lora_A[adapter_name].parameters():
-            if how == "gaussian":
-                weight.normal_(std=1 / self.r[adapter_name])
-            else:
-                weight.uniform_(-1, 1).mul_(weight.shape[-1] ** -0.5)
-        for weight in self.lora_B[adapter_name].parameters():
-            if how is False:
-                weight.uniform_(-1, 1).mul_(weight.shape[-1] ** -0.5)
-            else:
-                weight.zero_()
+        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
+        if how == "gaussian":
+            a.normal_(std=1 / self.r[adapter_name])
+        else:
+            a.uniform_(-1, 1).mul_(a.shape[-1] ** -0.5)
+        if how is False:
+            b.uniform_(-1, 1).mul_(b.shape[-1] ** -0.5)
+        else:
+            b.zero_()
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Move what peft has loaded. Its own layer would cast it to the dtype of the weights, FP8."""
+        for part in (self.lora_A, self.lora_B):
+            part[adapter_name].to(self.get_param().device if device is None else device)
 
     def forward(
         self,
@@ -129,16 +150,16 @@ class LoraExperts(nn.Module, FP8LoraLayer):
             raise ValueError(
                 f"adapter_names: expected none for the experts {self.name}, got {len(adapter_names)} names"
             )
-        if self.disable_adapters and self.merged:
-            self.unmerge()
-        active = [name for name in self.active_adapters if name in self.r]
-        if self.disable_adapters or self.merged or not active:
-            added = {} if residual is None else {"residual": residual}
-            return self.base_layer(hidden_states, top_k_index, top_k_weights, **added)
+        layers = [layer for layer in (self, self.base_layer) if isinstance(layer, LoraExperts)]
+        running = [(layer, layer.running()) for layer in layers]
+        added = {layer.parameter_name: (layer, adapters) for layer, adapters in running if adapters}
+        if not added:
+            more = {} if residual is None else {"residual": residual}
+            return self.get_base_layer()(hidden_states, top_k_index, top_k_weights, **more)
         x, index, weights, _ = flattened(hidden_states, top_k_index, top_k_weights, None)
-        dropout = self._dropout(active)
+        dropout = self._dropout(added.values())
         with torch.autocast(x.device.type, enabled=False):
-            layer, factors = self._layer(), self._factors(active)
+            layer, factors = self._layer(), self._factors(added)
             checks.experts(Operands(x, index, weights, layer))
             inputs = x, F.dropout(x, dropout) if dropout else None, weights
             options = layer.activation, dropout
@@ -147,29 +168,20 @@ class LoraExperts(nn.Module, FP8LoraLayer):
         return out if residual is None else residual + out
 
     def stored(self, adapters: Iterable[str]) -> list[Stored]:
-        base, names = self.get_base_layer(), list(adapters)
+        names = list(adapters)
 
-        def added(weight_name: str, expert: int) -> Tensor:
-            factors = ((name, self.lora_B[name], self.lora_A[name]) for name in names)
-            return sum(
-                self.scaling[name] * (getattr(b, weight_name)[expert].float() @ getattr(a, weight_name)[expert].float())
-                for name, b, a in factors
-            )
+        def added(expert: int) -> Tensor:
+            factors = ((self.scaling[name], *self.factors_of(name)) for name in names)
+            return sum(scaling * (b[expert].float() @ a[expert].float()) for scaling, a, b in factors)
 
-        weights = []
-        for name, weight in self._weights().items():
-            scale = getattr(base, f"{name}_scale_inv", None)
-            matrices = 2 if name == "gate_up_proj" else 1
-            weights.append(
-                Stored(weight.detach(), scale if scale is None else scale.detach(), matrices, partial(added, name))
-            )
-        return weights
+        weight, scale = self.get_param(), getattr(self.get_base_layer(), f"{self.parameter_name}_scale_inv", None)
+        matrices = 2 if self.parameter_name == "gate_up_proj" else 1
+        return [Stored(weight.detach(), scale if scale is None else scale.detach(), matrices, added)]
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The first projection and the second of the base layer, by name."""
-        base = self.get_base_layer()
-        gated = getattr(base, "has_gate", hasattr(base, "gate_up_proj"))
-        return {name: getattr(base, name) for name in ("gate_up_proj" if gated else "up_proj", "down_proj")}
+    def factors_of(self, adapter_name: str) -> tuple[Tensor, Tensor]:
+        """A (E, r, in) and B (E, out, r)."""
+        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
+        return a.unflatten(0, (len(b), -1)), b
 
     def _layer(self) -> Layer:
         """The FP8 weights of the base layer, or of the copy that transformers' unquantized experts run on."""
@@ -179,39 +191,56 @@ class LoraExperts(nn.Module, FP8LoraLayer):
         weights = layer.whole_weights()
         return Layer(weights.up, weights.down, layer.activation)
 
-    def _factors(self, adapters: list[str]) -> Factors:
+    def _factors(self, added: dict[str, tuple["LoraExperts", list[str]]]) -> Factors:
         """Those of the adapters side by side, with zeros to sizes that kernels want."""
-        (up, _), (down, down_weight) = self._weights().items()
-        hidden, size = down_weight.shape[1:]
-        rank = sum(self.r[name] for name in adapters)
-        more_ranks, more_hidden, more_columns = -rank % 16, -hidden % 16, -size % BLOCK
+        base = self.get_base_layer()
+        hidden, size = base.down_proj.shape[1:]
+        (up_a, up_b), (down_a, down_b) = (
+            added[name][0].joined(added[name][1]) if name in added else _no_factors(getattr(base, name))
+            for name in projections(base)
+        )
+        more_hidden, more_columns = -hidden % 16, -size % BLOCK
+        up_b = _pad(up_b.unflatten(1, (-1, size)), (0, 0, 0, more_columns)).flatten(1, 2)
+        up_a, down_b = _pad(up_a, (0, more_hidden)), _pad(down_b, (0, 0, 0, more_hidden))
+        return Factors(up_a, up_b, _pad(down_a, (0, more_columns)), down_b)
 
-        def inner(weight_name: str) -> Tensor:
-            parts = [getattr(self.lora_A[name], weight_name).bfloat16() for name in adapters]
-            return _pad(_join(parts, 1), (0, 0, 0, more_ranks))
+    def joined(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
+        """A and scaled B of the adapters in bfloat16, side by side, of a rank that is a multiple of 16."""
+        parts = [(*self.factors_of(name), self.scaling[name]) for name in adapters]
+        more = -sum(self.r[name] for name in adapters) % 16
+        a = _join([a.bfloat16() for a, _, _ in parts], 1)
+        b = _join([(b * scaling).bfloat16() for _, b, scaling in parts], 2)
+        return _pad(a, (0, 0, 0, more)), _pad(b, (0, more))
 
-        def outer(weight_name: str) -> Tensor:
-            parts = [(getattr(self.lora_B[name], weight_name) * self.scaling[name]).bfloat16() for name in adapters]
-            return _pad(_join(parts, 2), (0, more_ranks))
-
-        up_b = _pad(outer(up).unflatten(1, (-1, size)), (0, 0, 0, more_columns)).flatten(1, 2)
-        up_a, down_b = _pad(inner(up), (0, more_hidden)), _pad(outer(down), (0, 0, 0, more_hidden))
-        return Factors(up_a, up_b, _pad(inner(down), (0, more_columns)), down_b)
-
-    def _dropout(self, adapters: list[str]) -> float:
+    def _dropout(self, added: Iterable[tuple["LoraExperts", list[str]]]) -> float:
         """The probability in training, otherwise 0; ValueError where it differs between the active adapters."""
-        values = {self.lora_dropout[name].p for name in adapters if self.training}
+        values = {layer.lora_dropout[name].p for layer, names in added for name in names if layer.training}
         if len(values) > 1:
             raise ValueError(
                 f"lora_dropout: expected the same of all active adapters of {self.name}, got {sorted(values)}"
             )
         return values.pop() if values else 0.0
 
-    def _get_in_out_features(self, module: nn.Module) -> tuple[None, None]:
-        return None, None  # there are two projections
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        _, rows, columns = self.get_param().shape
+        return columns, rows
 
-    def __repr__(self) -> str:
-        return "lora." + super().__repr__()
+
+# By this name peft finds the layer in which to put the next adapter of the parameter.
+LoraExperts.__name__ = ParamWrapper.__name__
+
+
+def projections(base: nn.Module) -> tuple[str, str]:
+    """The names of both projections of experts."""
+    gated = getattr(base, "has_gate", hasattr(base, "gate_up_proj"))
+    return "gate_up_proj" if gated else "up_proj", "down_proj"
+
+
+def _no_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a projection without adapters."""
+    count, rows, columns = weight.shape
+    options = {"dtype": torch.bfloat16, "device": weight.device}
+    return torch.zeros(count, 16, columns, **options), torch.zeros(count, rows, 16, **options)
 
 
 def _join(parts: list[Tensor], dim: int) -> Tensor:

@@ -1,6 +1,7 @@
 """peft's LoRA layers on FP8 weights: merging, which rounds, unmerging, which must not, and what cannot be adapted."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from fp8moe.quant.quantize import dequantize, quantize_128x128
 _log = logging.getLogger(__name__)
 
 _INITIALIZATIONS = (True, False, "gaussian")
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 _NOT_PLAIN = ("lora_bias", "fan_in_fan_out", "use_qalora", "layer_replication")
 
 
@@ -83,12 +85,15 @@ class Stored:
 class FP8LoraLayer(LoraLayer):
     """A layer of peft around one whose weights are stored in blocks of FP8, or run so.
 
-    name: of the module. merge_error: of the last merge, None before it.
+    by_parameter: whether configs name its weights in target_parameters, as peft has it for experts, and not the module
+        in target_modules. name: of the module, or of the parameter. merge_error: of the last merge, None before it.
     """
 
+    by_parameter = False
     name: str
     merge_error: MergeError | None = None
     _before_merge: Sequence[tuple[Tensor, Tensor | None]] = ()
+    _said_idle = False
 
     def stored(self, adapters: Iterable[str]) -> list[Stored]:
         """The weights of the base layer, with what these adapters add to them."""
@@ -126,7 +131,23 @@ class FP8LoraLayer(LoraLayer):
         adapters = self.unmerged(adapter_names) if merge else []
         if adapters:
             self._merge(safe_merge, adapters)
-        return self.get_base_layer()
+        if isinstance(self.base_layer, FP8LoraLayer):
+            return self.base_layer.unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
+        return self.base_layer
+
+    def running(self) -> list[str]:
+        """The adapters that this forward adds to what the base layer computes; warns once if none of them is active."""
+        if self.disable_adapters:
+            self.unmerge()
+            return []
+        active = [name for name in self.active_adapters if name in self.r]
+        if self.r and not active and not self._said_idle:
+            self._said_idle = True
+            found = ", ".join(self.active_adapters) or "none"
+            # Python shows a text of one place once, and this is that of all layers.
+            text = f"forward without adapters: {', '.join(self.r)} loaded, but set_adapter has made {found} active"
+            warnings.warn(text, stacklevel=1)
+        return [] if self.merged else active
 
     def unmerged(self, adapter_names: list[str] | None) -> list[str]:
         """Those of the adapters, by default the active ones, that this layer has and that are not merged."""
@@ -169,8 +190,9 @@ class FP8LoraLayer(LoraLayer):
     def _start(self, base_layer: nn.Module, adapter_name: str, config, kwargs: dict) -> None:
         """Refuse what does not work, before anything is made."""
         self.name = kwargs.get("target_name") or type(base_layer).__name__
-        check_config(self.name, config, kwargs.get("parameter_name"))
-        check_base(self.name, base_layer)
+        check_target(self.name, type(self), kwargs.get("parameter_name"))
+        check_config(self.name, config)
+        check_base(self.name, base_layer.get_base_layer() if isinstance(base_layer, FP8LoraLayer) else base_layer)
 
 
 class LoraFP8Linear(FP8LoraLayer, Linear):
@@ -183,6 +205,10 @@ class LoraFP8Linear(FP8LoraLayer, Linear):
     def __init__(self, base_layer: nn.Module, adapter_name: str, config, **kwargs) -> None:
         self._start(base_layer, adapter_name, config, kwargs)
         Linear.__init__(self, base_layer, adapter_name, config, **kwargs)
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        self.running()
+        return super().forward(x, *args, **kwargs)
 
     def stored(self, adapters: Iterable[str]) -> list[Stored]:
         linear, names = self.get_base_layer(), list(adapters)
@@ -204,28 +230,32 @@ class LoraFP8Linear(FP8LoraLayer, Linear):
         return base_layer.weight.device, torch.bfloat16 if unquantized is None else unquantized.dtype
 
 
-def check_targets(config: Any, modules: Mapping[str, nn.Module]) -> None:
+def check_targets(config: Any, modules: Mapping[str, tuple[nn.Module, type[FP8LoraLayer]]]) -> None:
     """ValueError for what would be refused, or left without its adapter, once peft has changed a part of the model.
 
-    config: a LoraConfig. modules: by every name that it has in the model, each that `register` has adapters for.
+    config: a LoraConfig. modules: by every name that it has in the model, each that `register` has adapters for, and
+        the class of these.
     """
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         raise ValueError(
             "target_modules: 'all-linear' leaves out FP8Linear and experts; expected the names of modules, such as "
             f"{next(iter(modules))}"
         )
-    parameters = config.target_parameters or ()
     owners: dict[int, str] = {}
-    for name, module in modules.items():
-        for parameter in module._parameters:
-            if any(f".{name}.{parameter}".endswith(f".{target}") for target in parameters):
-                check_config(name, config, parameter)
-        saved = any(f".{name}".endswith(f".{target}") for target in config.modules_to_save or ())
-        if saved and any(weight.dtype == torch.float8_e4m3fn for weight in module.parameters(recurse=False)):
-            raise ValueError(f"modules_to_save: {name} is in FP8, which is not trained; expected it in target_modules")
+    for name, (module, layer) in modules.items():
+        parameters = [value for value in module._parameters if _ends(f"{name}.{value}", config.target_parameters)]
+        if _ends(name, config.modules_to_save) and any(
+            weight.dtype == torch.float8_e4m3fn for weight in module.parameters(recurse=False)
+        ):
+            raise ValueError(f"modules_to_save: {name} is in FP8, which is not trained")
         # Without target_modules peft takes those that it knows for the model: they are checked when they are adapted.
-        if config.target_modules is None or not check_target_module_exists(config, name):
+        targeted = config.target_modules is not None and check_target_module_exists(config, name)
+        if not targeted and not parameters:
             continue
+        if targeted:
+            check_target(name, layer, None)
+        for parameter in parameters:
+            check_target(f"{name}.{parameter}", layer, parameter)
         check_config(name, config)
         check_base(name, module)
         for weight in module.parameters(recurse=False):
@@ -233,16 +263,26 @@ def check_targets(config: Any, modules: Mapping[str, nn.Module]) -> None:
                 raise ValueError(f"{name}: expected weights of its own to adapt, got those of {owner}")
 
 
-def check_config(name: str, config: Any, parameter_name: str | None = None) -> None:
-    """ValueError for a LoraConfig that asks for more than LoRA by the side of weights that stay as they are.
+def _ends(name: str, targets: Iterable[str] | None) -> bool:
+    return any(f".{name}".endswith(f".{target}") for target in targets or ())
 
-    parameter_name: of one of `target_parameters`, as peft hands it over.
-    """
-    if parameter_name is not None:
+
+def check_target(name: str, layer: type[FP8LoraLayer], parameter_name: str | None) -> None:
+    """ValueError for experts in target_modules, and for parameters that are not the projections of experts."""
+    if layer.by_parameter and parameter_name is None:
+        module = name.rpartition(".")[2]
         raise ValueError(
-            f"target_parameters: {parameter_name} of {name} is in FP8, to which no adapter can be added in each call; "
-            "expected the module in target_modules instead"
+            f"target_modules: expected the projections of the experts {name} in target_parameters, as in "
+            f"['{module}.gate_up_proj', '{module}.down_proj']"
         )
+    if parameter_name is not None and not (layer.by_parameter and parameter_name in PROJECTIONS):
+        raise ValueError(
+            f"target_parameters: expected projections of experts, got {name}; linears are named in target_modules"
+        )
+
+
+def check_config(name: str, config: Any) -> None:
+    """ValueError for a LoraConfig that asks for more than LoRA by the side of weights that stay as they are."""
     variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
     for field in (*variants, *_NOT_PLAIN):
         value = getattr(config, field, None)  # older versions of peft lack some
@@ -278,3 +318,46 @@ def check_base(name: str, module: nn.Module) -> None:
         reason = finegrained.refusal(weight, module.block_size, getattr(module, "activation_scale", None))
         if reason is not None:
             raise ValueError(f"{name}: expected FP8 weights that fp8moe runs, got {reason}")
+
+
+def check_loaded(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_) -> None:
+    """Refuse, with nothing written, an adapter that does not fit: `load_state_dict` of the model calls it first.
+
+    Raises ValueError, which names the layer, for factors that are missing, of another shape, or of no layer here. peft
+    would leave out the first and the last.
+    """
+    given = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items() if ".lora_" in key}
+    if not given:
+        return
+    factors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    expected = {key: value for key, value in factors if ".lora_" in key}
+    unknown = [key for key in given if key not in expected]
+    if unknown:
+        raise ValueError(f"{unknown[0]}: the adapter has this, but the model has nothing for it{_more(unknown)}")
+    adapters = {_adapter(key) for key in given}
+    missing = [key for key in expected if key not in given and _adapter(key) in adapters]
+    if missing:
+        raise ValueError(f"{_said(model, missing[0])}: expected it in the adapter, found none{_more(missing)}")
+    for key, shape in given.items():
+        wanted = getattr(model.get_submodule(key.rpartition(".")[0]), "stored_shape", tuple(expected[key].shape))
+        if shape != wanted:
+            raise ValueError(f"{_said(model, key)}: expected {wanted} in the adapter, got {shape}")
+
+
+def _adapter(key: str) -> str:
+    """The adapter's name in that of its factor, ``layer.lora_A.name.weight``."""
+    return key.rpartition(".lora_")[2].split(".")[1]
+
+
+def _said(model: nn.Module, key: str) -> str:
+    """The factor's layer, as peft's configs name it, which factor it is, and for experts their number and the rank."""
+    path, _, factor = key.rpartition(".lora_")
+    layer = model.get_submodule(path)
+    if not isinstance(layer, FP8LoraLayer):
+        return key
+    size = f" of {len(layer.get_param())} experts, rank {layer.r[_adapter(key)]}" if layer.by_parameter else ""
+    return f"{layer.name}: lora_{factor[0]}{size}"
+
+
+def _more(keys: Sequence[str]) -> str:
+    return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
