@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fp8moe
-from fp8moe import FP8Linear, GroupedExperts, RefitReport, refit, refitting
+from fp8moe import FP8Linear, GroupedExperts, RefitReport, quantize_128x128, refit, refitting
 from fp8moe.integrations.checkpoints import CheckpointError
 from tests.small_checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, Model, bits, expected_fp8, same, unquantized, write
 
@@ -27,6 +27,7 @@ SHAPES = {
     "deepseek_v3": {"hidden_size": 128},
 }
 CLOSED = "the model's weights are being replaced by fp8moe.refit"
+TINY = {"num_hidden_layers": 1, "num_local_experts": 2, "hidden_size": 32, "intermediate_size": 32}
 ANOTHER_THREAD = "another thread"
 GATE, UP, DOWN = (f"layers.0.experts.1.{name}_proj.weight" for name in ("gate", "up", "down"))
 
@@ -380,8 +381,7 @@ def tiny():
     from fp8moe.integrations.decode import GraphDecoder
     from tests.decode_models import tiny_mixtral
 
-    shape = {"num_hidden_layers": 1, "num_local_experts": 2, "hidden_size": 32, "intermediate_size": 32}
-    model, sources = tiny_mixtral(**shape), []
+    model, sources = tiny_mixtral(**TINY), []
     for _ in range(2):
         sources.append({name: torch.randn_like(value) for name, value in model.state_dict().items()})
     fp8moe.replace_linears(model)
@@ -520,3 +520,28 @@ def test_copies_of_a_closed_model_are_closed():
         twin["a"](torch.ones(2))
     refit(twin, nn.ModuleDict({"a": nn.Linear(2, 2)}))
     assert twin["a"](torch.ones(2)).shape == (2,)
+
+
+def test_a_trainer_with_adapters(tiny):
+    """Merged, under the names of the model without them, as docs/rl.md has it."""
+    peft = pytest.importorskip("peft")
+    from tests.decode_models import tiny_mixtral
+
+    decoder, _ = tiny
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(tiny_mixtral(**TINY), config)
+    with pytest.raises(ValueError, match="unchanged: base_model.model.model.embed_tokens.weight: unknown"):
+        refit(decoder.model, adapted)
+    adapted.merge_adapter()
+    assert not refit(
+        decoder.model,
+        (
+            (name.removeprefix("base_model.model.").replace(".base_layer", ""), value)
+            for name, value in adapted.state_dict().items()
+            if "lora_" not in name
+        ),
+    ).left
+    adapted.unmerge_adapter()
+    found, name = decoder.model.state_dict(), "model.layers.0.self_attn.q_proj.weight"
+    wanted = quantize_128x128(adapted.merge_and_unload().state_dict()[name])
+    assert torch.equal(bits(found[name]), bits(wanted.data)) and torch.equal(found[f"{name}_scale_inv"], wanted.scale)

@@ -54,13 +54,16 @@ def test_rewards_and_advantages():
 def test_recorded_runs_learn():
     """python -m examples.rl --seed 0 1 2 --out validation/rl.json, on any device."""
     found = json.loads(RECORDED.read_text())
+    page = (RECORDED.parent.parent / "docs/rl.md").read_text(encoding="utf-8")
     assert "the CPU" in found
-    for device in found.values():
-        assert len(device["seeds"]) >= 3
-        for steps in device["seeds"].values():
-            assert len(steps["reward"]) >= 50
-            assert fmean(steps["reward"][-10:]) > fmean(steps["reward"][:10])
+    for device, run in found.items():
+        assert len(run["seeds"]) >= 3
+        for seed, steps in run["seeds"].items():
+            first, last = fmean(steps["reward"][:10]), fmean(steps["reward"][-10:])
+            assert len(steps["reward"]) >= 50 and last > first
             assert max(steps["apart"]) < ROUNDING
+            apart, most = fmean(steps["apart"]), max(steps["most_apart"])
+            assert f"| {device} | {seed} | {first:.3f} | {last:.3f} | {apart:.4f} | {most:.2f} |\n" in page
 
 
 def test_bad_arguments_are_refused(capsys):
