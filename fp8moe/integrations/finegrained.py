@@ -83,6 +83,6 @@ def _float_scale(scale: Tensor) -> Tensor:
 
 def refresh(module: nn.Module) -> None:
     """Bring copies of scales of this module up to date."""
-    for value in module._parameters.values():
+    for value in module._parameters.values() if _float_scales else ():
         if value is not None and value in _float_scales:
             _float_scale(value)

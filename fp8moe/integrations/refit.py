@@ -479,7 +479,7 @@ class _Refit:
         entries = {key: values for key, values in entries.items() if values.numel() and values.is_floating_point()}
         judged = {destination.key for destination in self._codes.values()} | self._scales
         flags = [*self._differ.values(), *(self._flag(key, entries[key]) for key in judged & {*entries})]
-        wide = [values for values in entries.values() if values.element_size() > 1]
+        wide = [values.detach() for values in entries.values() if values.element_size() > 1]  # of Parameters one by one
         if wide:
             flags.append(~nn.utils.get_total_norm(wide, torch.inf).isfinite())
         return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())

@@ -141,12 +141,12 @@ def refits_of(model: nn.Module) -> Refits:
 
 def close(model: nn.Module) -> bool:
     """Let the model, its modules and its decoders raise RuntimeError where they run; return whether they did before."""
-    closed = refits_of(model).closed
+    closed, known = refits_of(model).closed, {*_refits}
     for module in _modules(model):
         module._forward_pre_hooks[_CLOSED] = _refuse  # as register_forward_pre_hook does, which takes ten times as long
         module._forward_pre_hooks.move_to_end(_CLOSED, last=False)
-        if module is model or module in _refits:
-            refits_of(module).close(module)
+        if module in known:
+            _refits[module].close(module)
     return closed
 
 
@@ -155,10 +155,11 @@ def open_again(model: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
 
     refresh: brings what is made of a module's weights up to date; the model opens after the modules in it.
     """
+    known = {*_refits}
     for module in reversed([*_modules(model)]):
         module._forward_pre_hooks.pop(_CLOSED, None)
         refresh(module)
-        if module in _refits:
+        if module in known:
             _refits[module].open(module)
 
 

@@ -192,7 +192,7 @@ def _dequantized(linear: nn.Module, weights: linears.Weights, dtype: torch.dtype
 
 def refresh(linear: nn.Module) -> None:
     """Bring the copy of this linear's weight up to date, if there is one."""
-    cached = _weight_cache.get(linear)
+    cached = _weight_cache.get(linear) if _weight_cache else None
     parts = None if cached is None else linears.weights(linear)
     if parts is not None:
         _dequantized(linear, parts, cached.values.dtype)
