@@ -3,6 +3,7 @@ environment variables. Their code blocks run in tests/test_docs_examples.py.
 """
 
 import ast
+import json
 import re
 from dataclasses import fields
 from importlib import import_module, util
@@ -178,3 +179,13 @@ def test_readme_names_the_versions_of_transformers_that_are_tested():
     ).groups()
     assert f"transformers>={oldest},<6" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f"\ntransformers {newest}." in models
+
+
+def test_readme_has_what_the_demo_has_measured():
+    """`python -m examples.demo --json validation/demo.json` writes it."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    demo = json.loads((ROOT / "validation/demo.json").read_text())
+    plain, *others = demo["perplexity"].values()
+    fp8, mixture = (f"{other / plain - 1:.1%}" for other in others)
+    assert f"whose perplexity rises by {fp8} in FP8 and by {mixture}" in text
+    assert f"The demo takes {demo['memory_gb']} GB of memory" in text
