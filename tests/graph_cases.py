@@ -165,6 +165,10 @@ def _layer_inputs(tokens: int) -> tuple:
     return (_normal(tokens, HIDDEN),)
 
 
+def _linear_inputs(tokens: int) -> tuple:
+    return _normal(tokens, HIDDEN), fp8moe.quantize_128x128(_normal(72, HIDDEN)), _normal(72)
+
+
 def _experts_inputs(tokens: int) -> tuple:
     return *_layer_inputs(tokens), *_routing(tokens)
 
@@ -215,6 +219,7 @@ CASES = {
     "dequantize": Case(fp8moe.dequantize, lambda tokens: (_activations(tokens),)),
     "gemm, bias": Case(lambda a, b, bias: fp8moe.gemm(a, b, bias=bias), _gemm),
     "gemm, c and out": Case(lambda a, b, out: fp8moe.gemm(a, b, c=out, out=out), _gemm_adding),
+    "linear": Case(fp8moe.linear, _linear_inputs),
     "grouped_gemm": Case(fp8moe.grouped_gemm, _grouped),
     "experts": Case(fp8moe.experts, _held_experts),
     "experts, out and expert_map": Case(_experts_out, _held_experts_out),

@@ -6,7 +6,7 @@ import torch
 from fp8moe.integrations import deep_gemm
 from fp8moe.integrations.transformers.experts import experts_forward
 from fp8moe.kernels.gemm import gemm
-from fp8moe.kernels.linear.forward import linear
+from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.quant.quantize import quantize_1x128
 from tests.errors import relative_error
 from tests.transformers_models import BASE, TOKENS, modules_named, random_model, write_checkpoints

@@ -14,7 +14,7 @@ from torch import nn
 from fp8moe.kernels.gemm import launch
 from fp8moe.kernels.gemm.api import gemm
 from fp8moe.kernels.linear import forward
-from fp8moe.kernels.linear.forward import linear
+from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 from fp8moe.runtime import launch as runtime_launch

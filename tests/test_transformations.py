@@ -15,7 +15,7 @@ from fp8moe import (
     quantize_128x1,
 )
 from fp8moe.kernels.experts.combine import combine
-from fp8moe.kernels.linear.forward import linear
+from fp8moe.kernels.linear.forward import apply as linear
 from tests.gemm_cases import activations, int32, weights
 from tests.mqa_cases import random_fp8
 

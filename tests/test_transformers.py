@@ -12,7 +12,7 @@ from fp8moe.integrations import finegrained
 from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint, save_fp8_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.integrations.transformers import experts, load_model, register
-from fp8moe.kernels.linear.forward import linear
+from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.layers import master
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear

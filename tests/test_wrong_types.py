@@ -82,6 +82,7 @@ CALLS = {
         fp8moe.grouped_gemm_masked,
         {"a": tuple(t.unflatten(0, (2, 2)) for t in A), "b": B, "masked_m": MASK, "out": torch.ones(2, 2, 24)},
     ),
+    "linear": (fp8moe.linear, {"x": X, "weight": (B.data[0], B.scale[0]), "bias": torch.ones(24)}),
     "mqa_logits": (
         fp8moe.mqa_logits,
         {"q": random_fp8(4, 32, 32), "kv": (random_fp8(6, 32), torch.ones(6)), "weights": torch.ones(4, 32)}

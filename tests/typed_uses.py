@@ -38,6 +38,7 @@ def operations(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
     assert_type(fp8moe.dequantize((a.data, a.scale), dtype=torch.bfloat16), Tensor)
     product = fp8moe.gemm(a, (b.data, b.scale), out_dtype=torch.float32)
     assert_type(fp8moe.gemm(a, b, bias=None, c=product, out=product), Tensor)
+    assert_type(fp8moe.linear(x, (b.data, b.scale), bias=product), Tensor)
     assert_type(fp8moe.grouped_gemm((a.data, a.scale), b, offsets), Tensor)
     assert_type(fp8moe.grouped_gemm_masked(a, (b.data, b.scale), offsets, expected_m=3), Tensor)
     assert_type(fp8moe.experts(a, offsets, offsets, b, b, expert_map=offsets), Tensor)

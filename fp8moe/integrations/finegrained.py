@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8moe.kernels.linear.forward import linear
+from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.layers.master import Fingerprint
 from fp8moe.quant.formats import BLOCK
 

@@ -12,23 +12,28 @@ from fp8moe.kernels.gemm.checks import bias_vector, weight_scale
 from fp8moe.kernels.gemm.launch import Operands
 from fp8moe.kernels.linear.training import check, linear_training
 from fp8moe.quant import reference
-from fp8moe.quant.formats import align, ceil_div, has_channel_scales
+from fp8moe.quant.checks import fp8_operand
+from fp8moe.quant.formats import FP8Tensor, align, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import has_vector_rows, unit_stride
 from fp8moe.quant.quantize import launcher as quantizer
 from fp8moe.runtime import autograd
 from fp8moe.runtime.backend import use_cuda
-from fp8moe.runtime.checks import row_major
+from fp8moe.runtime.checks import check_tensor, row_major
 from fp8moe.runtime.launch import current_stream, device_guard, planned
 from fp8moe.runtime.operator import define
 
 
-def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ dequantize(weight).T + bias`` with x quantized to FP8 by blocks of 1x128.
+def linear(x: Tensor, weight: FP8Tensor | tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
+    """``x @ dequantize(weight).T + bias`` with x quantized to FP8 by blocks of 1x128: `FP8Linear` as a function.
 
     x: (..., K) bfloat16, float16 or float32; any K.
-    weight: (N, K) float8_e4m3fn; any N. weight_scale_inv: (ceil(N/128), ceil(K/128)) float32.
+    weight: FP8Tensor or (data, scale). data (N, K) float8_e4m3fn; any N. scale float32, (ceil(N/128), ceil(K/128)) of
+        blocks or (N, 1) of output channels.
     bias: (N,) bfloat16, float16 or float32, or None.
     Returns (..., N) in the dtype of x, rounded once from float32.
+
+    The result has the bits of ``gemm(quantize_1x128(x), weight, bias=bias)`` in less time: the GEMM fetches weights
+    while the input is quantized.
 
     Where K is not a multiple of 16 or N not of 8, the call pads copies of the operands with zeros. x and bias get
     gradients, as `linear_training` describes them. An FP8 weight has none: where it requires one, the backward raises
@@ -37,6 +42,14 @@ def linear(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | N
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError under forward-mode
     differentiation and the derivatives of torch.func.
     """
+    check_tensor("x", x)
+    if bias is not None:
+        check_tensor("bias", bias)
+    return apply(x, *fp8_operand("weight", weight), bias)
+
+
+def apply(x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` of a weight's values and scales."""
     autograd.check_derivatives("fp8moe.FP8Linear", x, weight, bias)
     if autograd.recorded(weight, weight_scale_inv):
         name = "fp8moe.FP8Linear with an FP8 weight that requires a gradient, not a master_dtype,"
