@@ -141,7 +141,7 @@ class FP8LoraLayer(LoraLayer):
             self.unmerge()
             return []
         active = [name for name in self.active_adapters if name in self.r]
-        if self.r and not active and not self._said_idle:
+        if self.r and not active and not self.merged and not self._said_idle:
             self._said_idle = True
             found = ", ".join(self.active_adapters) or "none"
             # Python shows a text of one place once, and this is that of all layers.
@@ -337,11 +337,11 @@ def check_loaded(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str
     adapters = {_adapter(key) for key in given}
     missing = [key for key in expected if key not in given and _adapter(key) in adapters]
     if missing:
-        raise ValueError(f"{_said(model, missing[0])}: expected it in the adapter, found none{_more(missing)}")
+        raise ValueError(f"{_named(model, missing[0])}: expected it in the adapter, found none{_more(missing)}")
     for key, shape in given.items():
         wanted = getattr(model.get_submodule(key.rpartition(".")[0]), "stored_shape", tuple(expected[key].shape))
         if shape != wanted:
-            raise ValueError(f"{_said(model, key)}: expected {wanted} in the adapter, got {shape}")
+            raise ValueError(f"{_named(model, key)}: expected {wanted} in the adapter, got {shape}")
 
 
 def _adapter(key: str) -> str:
@@ -349,7 +349,7 @@ def _adapter(key: str) -> str:
     return key.rpartition(".lora_")[2].split(".")[1]
 
 
-def _said(model: nn.Module, key: str) -> str:
+def _named(model: nn.Module, key: str) -> str:
     """The factor's layer, as peft's configs name it, which factor it is, and for experts their number and the rank."""
     path, _, factor = key.rpartition(".lora_")
     layer = model.get_submodule(path)
