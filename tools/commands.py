@@ -1,0 +1,118 @@
+"""What README says of `make demo` and `make test`: `python -m tools.commands`, on an idle machine without a GPU.
+
+In a fresh clone of what is committed, with a home directory of its own: seconds and peak memory of making .venv and of
+both commands, and the disk that they and an installation take, into validation/commands.json and README. Memory is that
+of all processes of a command at one time, looked at once a second; what they share counts once.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+import fp8moe
+from benchmarks.report import write_json
+from benchmarks.tables import with_tables
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "validation" / "commands.json"
+README = ROOT / "README.md"
+TARGETS = (".venv/.installed", "demo", "test")
+BEGIN, END = "<!-- tools.commands writes what follows -->\n", "<!-- that was tools.commands -->\n"
+
+
+def measure(target: str, clone: Path, environment: dict[str, str]) -> dict[str, float]:
+    """Seconds and peak memory of `make target`. SystemExit with the end of its output if it fails."""
+    print("make", target, flush=True)
+    output = clone.parent / "output"
+    command = ["make", target, f"PYTHON={getattr(sys, '_base_executable', sys.executable)}"]
+    begin, peak = time.perf_counter(), 0
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=clone, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        while process.poll() is None:
+            peak = max(peak, memory_of_session(process.pid))
+            time.sleep(1)
+    seconds = time.perf_counter() - begin
+    if process.returncode:
+        raise SystemExit(f"{output.read_text()[-3000:]}\nmake {target} ended with {process.returncode}")
+    return {"seconds": round(seconds, 1), "peak_gb": round(peak / 1e9, 2)}
+
+
+def memory_of_session(session: int) -> int:
+    """Bytes that all processes of a session hold, each its share of the pages that several have."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) == session:
+                total += 1024 * int(re.search(r"^Pss: +(\d+)", (process / "smaps_rollup").read_text(), re.M)[1])
+        except (OSError, TypeError):  # it has ended meanwhile
+            continue
+    return total
+
+
+def disk_gb(directory: Path) -> float:
+    """What the files of a directory take on the disk."""
+    sizes = (path.lstat().st_blocks * 512 for path in directory.rglob("*") if not path.is_symlink())
+    return round(sum(sizes) / 1e9, 2)
+
+
+def record() -> dict:
+    """The content of the file."""
+    with tempfile.TemporaryDirectory() as directory:
+        home, clone = Path(directory), Path(directory, "fp8moe")
+        subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("FP8MOE_", "PYTHON"))}
+        environment |= {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
+        commands = {target: measure(target, clone, environment) for target in TARGETS}
+        torch_version = torch.__version__.partition("+")[0]
+        install = [clone / ".venv/bin/python", "-m", "pip", "install", "-q", "--target", home / "installed"]
+        subprocess.run([*install, f"torch=={torch_version}", f"{clone}[transformers]"], env=environment, check=True)
+        places = {"installed": home / "installed", "venv": clone / ".venv", "cache": home / ".cache" / "fp8moe"}
+        return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {"fp8moe": fp8moe.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "cpus": len(os.sched_getaffinity(0)),
+            "commands": commands,
+            "disk_gb": {name: disk_gb(place) for name, place in places.items()},
+        }
+
+
+def sentences() -> str:
+    """What README says of the file; nothing while there is none."""
+    if not FILE.exists():
+        return ""
+    recorded = json.loads(FILE.read_text())
+    environment, demo, test = (recorded["commands"][target] for target in TARGETS)
+    disk = recorded["disk_gb"]
+    build = "build for CPUs" if recorded["versions"]["torch"].endswith("+cpu") else "CUDA build"
+
+    def took(row: dict[str, float]) -> str:
+        return f"{row['seconds'] / 60:.1f} minutes and {row['peak_gb']:.1f} GB of memory"
+
+    return (
+        f"On {recorded['cpus']} CPU cores `make demo` took {took(demo)}, `make test` {took(test)}; `.venv`, which the"
+        f" first of them makes, {environment['seconds'] / 60:.1f} minutes beside the download. With PyTorch's {build}"
+        f" `.venv` takes {disk['venv']:.1f} GB on the disk, and `pip install '.[transformers]'` alone"
+        f" {disk['installed']:.1f} GB; the demo keeps {disk['cache']:.1f} GB in the cache directory.\n"
+    )
+
+
+def main() -> None:
+    argparse.ArgumentParser(prog="python -m tools.commands", description=__doc__.partition(":")[0]).parse_args()
+    write_json(FILE, record())
+    README.write_text(with_tables(README.read_text(encoding="utf-8"), sentences(), BEGIN, END), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
