@@ -152,7 +152,6 @@ def test_run_from_end_to_end(monkeypatch, tmp_path, tiny_model, capsys, graphs):
     written = json.loads((tmp_path / "demo.json").read_text())
     assert list(written["perplexity"]) == ["bf16", "FP8", "FP8 MoE"]
     assert list(written["perplexity"].values()) == pytest.approx(perplexities, abs=1e-3)
-    assert written["seconds"] >= 0 and written["memory_gb"] > 0
     assert perplexities[1:] == pytest.approx(perplexities[:1] * 2, rel=0.2)
     assert perplexities[2] == pytest.approx(perplexities[1], rel=0.05)
     if graphs:

