@@ -428,7 +428,9 @@ class File:
 
     def put(self, row: dict) -> None:
         self.rows[row["case"]] = row
-        write_json(self.path, self.head | {"rows": list(self.rows.values())})
+        order = {case.name: place for place, case in enumerate([*CASES, *WHOLE_MODEL])}
+        rows = sorted(self.rows.values(), key=lambda row: order.get(row["case"], len(order)))
+        write_json(self.path, self.head | {"rows": rows})
         print(line(row), flush=True)
 
 

@@ -345,17 +345,12 @@ def test_pictures_of_peers_are_drawn_of_a_run_or_removed(tmp_path):
     assert {path.stem for path in tmp_path.iterdir()} == {*plots.OF_KERNELS}
 
 
-NOT_MEASURED = {"layer", "host"}
-"""The stored run ended at its first layer: a graph read operands that nothing held any more. The tables say so."""
-
-
-def test_a_stored_run_is_whole_but_for_layers_and_of_what_the_gpu_runs():
+def test_a_stored_run_is_whole_and_of_what_the_gpu_runs():
     if tables.PEERS.exists():
         content = json.loads(tables.PEERS.read_text())
         kernels = json.loads(tables.VALIDATION.read_text())
         assert content["digest"] == kernels["digest"], "run `python -m benchmarks.peers` on a Hopper GPU"
-        missing = {case.name for case in peers.CASES} - {row["case"] for row in content["rows"]}
-        assert {name.partition(" ")[0] for name in missing} <= NOT_MEASURED
+        assert not {case.name for case in peers.CASES} - {row["case"] for row in content["rows"]}
 
 
 class FakeEngine:
