@@ -20,7 +20,8 @@ VALIDATION = ROOT / "validation" / "kernels.json"
 WHOLE_MODELS = VALIDATION.with_name("models.json")
 PEERS = VALIDATION.with_name("peers.json")
 BESIDE = {
-    name: VALIDATION.with_name(f"{name}.json") for name in ("distributed", "batch_invariance", "choice", "warmup")
+    name: VALIDATION.with_name(f"{name}.json")
+    for name in ("distributed", "batch_invariance", "choice", "warmup", "serve_gpu", "titan")
 }
 """Benchmarks that `tools.validate` does not run."""
 BEGIN, END = "<!-- benchmarks.tables writes what follows -->\n", "<!-- to here -->\n"
@@ -486,6 +487,38 @@ def warmup(benchmarks: dict) -> str:
     )
 
 
+def serving(benchmarks: dict) -> str:
+    if "serve_gpu" not in benchmarks:
+        return NOT_MEASURED.format("serve")
+    *rows, clients = benchmarks["serve_gpu"]["rows"]
+    ways = {"run": "`GraphDecoder.run`", "whole": "the server's scheduler, whole answers", "stream": "token by token"}
+    header = (f"{rows[0]['requests']} requests, {rows[0]['slots']} slots", "new tokens/s", "of `run`")
+    done = table(header, [(ways[row["how"]], f"{row['tokens_s']:.0f}", f"{row['of_run']:.2f}") for row in rows])
+    equal = f"{clients['equal']} of {clients['clients']} clients, {clients['gone']} of which left early"
+    return f"{on(benchmarks['serve_gpu'])}{done}\nBatch-invariant, {equal}, got the tokens of `generate`.\n"
+
+
+def titan(benchmarks: dict) -> str:
+    if "titan" not in benchmarks:
+        return NOT_MEASURED.format("titan")
+    rows = {row["variant"]: row for row in benchmarks["titan"]["rows"] if not row.get("failed")}
+    names = {"bf16": "bfloat16", "torchao": "torchao's rowwise FP8", "fp8moe": "fp8moe"}
+    header = ("four layers of Qwen3-30B-A3B's size, compiled", "tokens/s", "of bfloat16", "memory")
+    return on({"gpu": rows["bf16"]["gpu"]}) + table(
+        header,
+        [
+            (
+                name,
+                f"{row['tokens_s']:.0f}",
+                f"{row['tokens_s'] / rows['bf16']['tokens_s']:.2f}",
+                f"{row['peak_gib']:.0f} GiB",
+            )
+            for kind, name in names.items()
+            if (row := rows.get(kind))
+        ],
+    )
+
+
 FILES: dict[str, Callable[[dict], str]] = {
     "README.md": headline,
     "docs/benchmarks.md": figures,
@@ -495,6 +528,8 @@ FILES: dict[str, Callable[[dict], str]] = {
     "docs/mqa.md": mqa,
     "docs/distributed.md": distributed,
     "docs/warmup.md": warmup,
+    "docs/serving.md": serving,
+    "docs/engines.md": titan,
 }
 
 

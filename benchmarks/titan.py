@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from benchmarks.report import digest, write_json
+
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ("bf16", "fp8moe", "torchao")
 SIZES = {"layers": 4, "dim": 2048, "heads": 32, "kv_heads": 4, "experts": 128, "top_k": 8, "inter": 768}
@@ -206,7 +208,7 @@ def main() -> int:
         command = [sys.executable, "-m", "benchmarks.titan", part.absolute(), *sys.argv[2:], "--only", variant]
         done = subprocess.run(command, cwd=ROOT)
         rows.append(json.loads(part.read_text()) if not done.returncode else {"variant": variant, "failed": True})
-        arguments.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        write_json(arguments.out, {"digest": digest(ROOT), "rows": rows})
         print(rows[-1], flush=True)
     return any("failed" in row for row in rows)
 
