@@ -414,11 +414,15 @@ class File:
     """The rows of a run, written after each of them."""
 
     def __init__(self, path: Path, head: Mapping[str, Any]):
-        """Rows that the file has stay if it has the same digest, card and versions; if it has others, it says so."""
+        """Rows that the file has stay if it has the same digest, card and versions; if it has others, it says so.
+
+        Of fp8moe it is the digest that counts, not the version's name.
+        """
         self.path = path
         stored = json.loads(path.read_text()) if path.exists() else {}
         known = stored.get("versions", {})
-        changed = {name for name in known.keys() & head["versions"].keys() if known[name] != head["versions"][name]}
+        both = (known.keys() & head["versions"].keys()) - {"fp8moe"}
+        changed = {name for name in both if known[name] != head["versions"][name]}
         if stored and (stored["digest"] != head["digest"] or changed):
             what = ", ".join(sorted(changed)) or "the digest"
             print(f"{path}: the rows there are of other sources or versions ({what}) and are dropped", flush=True)

@@ -184,6 +184,9 @@ def test_a_run_can_be_made_in_pieces(tmp_path, monkeypatch):
     assert ran == [2, 1, 3, 3]
     run(HEAD, "m=1")
     assert ran[4:] == [1]
+    for name in ("2", "3"):
+        found = run(HEAD | {"versions": {"gpu": "an H100", "fp8moe": name}}, "m=2")
+        assert len(found["rows"]) == 3 and found["versions"]["fp8moe"] == name
     for other in ({"digest": "e"}, {"versions": {"gpu": "an H200"}}):
         assert len(run(HEAD | other, "m=1")["rows"]) == 1
         path.write_text(json.dumps(content))
