@@ -17,6 +17,7 @@ from fp8moe.checkpoints.read import INDEX, TensorReader
 from fp8moe.distributed import ExpertParallel
 from fp8moe.integrations.checkpoints import CheckpointError, load_fp8_checkpoint, save_fp8_checkpoint
 from fp8moe.integrations.decode import GraphDecoder
+from tests.errors import relative_error
 from tests.processes import in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_both, shard_experts
 from tests.small_checkpoints import HIDDEN, INTERMEDIATE, Model, bits, interrupt, unquantized, write
@@ -83,7 +84,7 @@ def one_checkpoint(directory):
 def refits(model):
     """Each rank takes its part of new weights, one by one or fused, whose bits are those of one process."""
     for fused in (False, True):
-        tensors, expected = unquantized(3, fused=fused), Model()
+        tensors, expected = unquantized(3, fused=fused), Model().to(model.steps.device)
         refit(expected, tensors)
         refit(model, tensors.items())
         equal(model, expected.state_dict())
@@ -148,28 +149,35 @@ def is_the_model_of_transformers(directory):
     assert b"block_sparse_moe.experts.3.w2.weight_scale_inv" in files_of(directory / "mixtral")["model.safetensors"]
 
 
-def decodes_and_runs_after_a_refit():
-    """Experts spread by ExpertParallel, all else by FSDP2, weights of a trainer in FSDP2: the bits of one process."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole, spread = (random_model("mixtral", BASE | MIXTRAL, dtype=torch.bfloat16) for _ in range(2))
+def decodes_and_runs_after_a_refit(device="cpu"):
+    """Experts spread by ExpertParallel, all else by FSDP2, weights of a trainer in FSDP2: the bits of one process.
+
+    On GPUs those of the weights: sums of two ranks are rounded in another order.
+    """
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    whole, spread = (random_model("mixtral", BASE | MIXTRAL, dtype=torch.bfloat16).to(device) for _ in range(2))
     for model in (whole, spread):
         for layer in model.model.layers:
             layer.mlp.experts = GroupedExperts.from_experts(layer.mlp.experts)
     parallelize_module(spread, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
-    ids = torch.arange(3, 15).view(2, 6)
+    ids = torch.arange(3, 15, device=device).view(2, 6)
     decoders = [GraphDecoder(model, batch_sizes=(2,), max_length=16) for model in (whole, spread)]
 
     def trainer(seed):
         model, generator = random_model("mixtral", BASE | MIXTRAL), torch.Generator().manual_seed(seed)
         for value in model.parameters():
             value.data = torch.randn(value.shape, generator=generator) * 0.2
-        return model
+        return model.to(device)
+
+    def alike(first, second):
+        return torch.equal(first, second) or (device != "cpu" and relative_error(first, second) < 0.2)
 
     fully_shard(source := trainer(1), mesh=mesh)
     refit(whole, trainer(1))
     refit(spread, source)
     results = [decoder.generate(ids, max_new_tokens=4, return_logprobs=True) for decoder in decoders]
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    equal(spread, whole.state_dict())
+    assert device != "cpu" or all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
     experts = {value for value in spread.parameters() if isinstance(value, DTensor)}
     fully_shard(spread, mesh=mesh, ignored_params=experts)
@@ -178,7 +186,8 @@ def decodes_and_runs_after_a_refit():
         before, _ = spread(ids).logits, source(ids)  # both have gathered weights now
         refit(whole, trainer(2))
         refit(spread, source.state_dict().items())
-        assert torch.equal(spread(ids).logits, whole(ids).logits) and not torch.equal(spread(ids).logits, before)
+        assert alike(spread(ids).logits, whole(ids).logits) and not alike(spread(ids).logits, before)
+    equal(spread, whole.state_dict())
 
 
 def one_rank_cannot_load(directory):
