@@ -192,6 +192,53 @@ def test_the_modular_kernel_gives_the_same_bits(checkpoint, tokens, mapped):
     assert torch.equal(modular_kernel(layer, x, weights, ids), layer.forward_modular(x, weights, ids))
 
 
+@pytest.mark.parametrize("first", [0, EXPERTS])
+def test_data_parallel_attention(checkpoint, monkeypatch, first):
+    """Rows of both ranks come to each unquantized, and each gives the sums of its experts for all of them."""
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep
+
+    x, weights, _ = routed(9)
+    ids = torch.rand(9, 2 * EXPERTS).argsort(1)[:, :TOP_K].int()
+    here = slice(0, 4) if first == 0 else slice(4, 9)
+    sums = []
+
+    class Group:
+        device_communicator = SimpleNamespace(all2all_manager=SimpleNamespace(world_size=2))
+
+        def dispatch(self, *rows, is_sequence_parallel, extra_tensors):
+            assert extra_tensors is None and not is_sequence_parallel
+            for sent, every in zip(rows, (x, weights, ids), strict=True):
+                assert sent.dtype == every.dtype and torch.equal(sent, every[here])
+            return x, weights, ids
+
+        def combine(self, out, is_sequence_parallel):
+            sums.append(out.clone())
+            return out[here]
+
+        def combine_into_output(self, out, result, is_sequence_parallel):  # 0.33, and the next
+            result.copy_(self.combine(out, is_sequence_parallel))
+
+        def allocate_combine_input(self, *shape, **more):
+            return None
+
+    for module in (all2all_utils, naive_dp_ep):
+        monkeypatch.setattr(module, "get_ep_group", Group)
+    layer = changed(experts_layer(checkpoint, loaded=False), parallel={"dp_size": 2, "use_ep": True})
+    layer.quant_method = method = checkpoint.get_quant_method(layer, "model.layers.0.mlp.experts")
+    method.create_weights(torch.nn.Module(), EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=None)
+    assert checkpoint._unwarmed == {(EXPERTS, INTERMEDIATE, HIDDEN, TOP_K): 2 * method.moe.max_num_tokens}
+    place = torch.full((2 * EXPERTS,), -1, dtype=torch.int32)
+    place[first : first + EXPERTS] = torch.arange(EXPERTS)
+    layer.register_buffer("_expert_map", place)
+    method.process_weights_after_loading(layer)
+    assert method.moe_kernel.fused_experts.first_expert[1] == first
+    out = layer.forward_modular(x[here], weights[here], ids[here])
+    expected = dense(*weights_of(layer), x, weights, place[ids])
+    assert 0 < (sums[0] - expected).norm() <= 0.06 * expected.norm()
+    assert torch.equal(out, sums[0][here])
+
+
 def test_batched_experts(checkpoint):
     from fp8moe_vllm.experts import Fp8moeBatchedExperts
     from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMetadata
@@ -299,11 +346,13 @@ def changed(layer, **options):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"parallel": {"dp_size": 2}}, "data parallel.* is refused until tried on two GPUs"),
+        ({"parallel": {"pcp_size": 2, "use_ep": True}}, "prefill context parallelism"),
         (
-            {"parallel": {"dp_size": 2, "use_ep": True, "all2all_backend": "deepep_low_latency"}},
-            "deepep_low_latency is refused until tried on two GPUs",
+            {"parallel": {"dp_size": 2, "all2all_backend": "deepep_low_latency"}},
+            "--all2all-backend deepep_low_latency is untried; allgather_reducescatter",
         ),
+        ({"parallel": {"sp_size": 2, "use_ep": True, "all2all_backend": "nixl_ep"}}, "nixl_ep is untried"),
+        ({"parallel": {"all2all_backend": "passthrough"}}, "passthrough is untried"),
         ({"has_bias": True}, "experts with biases"),
         ({"swiglu_limit": 7.0}, "SwiGLU with a limit of 7.0"),
         ({"is_lora_enabled": True}, "kernel does not support LoRA"),

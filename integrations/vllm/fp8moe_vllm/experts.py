@@ -24,13 +24,21 @@ if TYPE_CHECKING:
     from fp8moe_vllm.config import Fp8moeConfig
 
 
+ALL2ALL_BACKEND = "allgather_reducescatter"
+"""How ranks of data parallel attention may exchange tokens: all rows to all ranks, partial sums back."""
+
+
 def refusal(moe: FusedMoEConfig) -> str | None:
     """Why fp8moe does not run these experts; None if it does."""
     parallel = moe.moe_parallel_config
     if why := not_here():
         return why
-    if parallel.use_all2all_kernels or parallel.dp_size > 1 or parallel.pcp_size > 1:
-        return f"data parallel attention over {parallel.all2all_backend} is refused until tried on two GPUs"
+    if parallel.pcp_size > 1:
+        return "prefill context parallelism is untried"
+    backend = parallel.all2all_backend
+    exchanged = parallel.dp_size > 1 or parallel.use_all2all_kernels or backend == "passthrough"
+    if exchanged and backend != ALL2ALL_BACKEND:
+        return f"--all2all-backend {backend} is untried; {ALL2ALL_BACKEND}, vLLM's default, is taken"
     if moe.has_bias:
         return "experts with biases"
     if moe.swiglu_limit is not None:
@@ -191,7 +199,7 @@ class Fp8moeMoEMethod(Fp8MoEMethod):
     def create_weights(self, layer: RoutedExperts, num_experts: int, hidden_size: int, *args, **more) -> None:
         super().create_weights(layer, num_experts, hidden_size, *args, **more)
         shape = num_experts, layer.w2_weight.shape[2], hidden_size, self.moe.experts_per_token
-        self.quant_config.taken("experts", shape, self.moe.max_num_tokens)
+        self.quant_config.taken("experts", shape, self.moe.max_num_tokens * self.moe.dp_size)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         super().process_weights_after_loading(layer)
