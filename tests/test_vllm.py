@@ -224,7 +224,7 @@ def test_data_parallel_attention(checkpoint, monkeypatch, first):
 
     for module in (all2all_utils, naive_dp_ep):
         monkeypatch.setattr(module, "get_ep_group", Group)
-    layer = changed(experts_layer(checkpoint, loaded=False), parallel={"dp_size": 2, "use_ep": True})
+    layer = changed(experts_layer(checkpoint, loaded=False), parallel={"dp_size": 2, "ep_size": 2, "use_ep": True})
     layer.quant_method = method = checkpoint.get_quant_method(layer, "model.layers.0.mlp.experts")
     method.create_weights(torch.nn.Module(), EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=None)
     assert checkpoint._unwarmed == {(EXPERTS, INTERMEDIATE, HIDDEN, TOP_K): 2 * method.moe.max_num_tokens}
@@ -353,6 +353,8 @@ def changed(layer, **options):
         ),
         ({"parallel": {"sp_size": 2, "use_ep": True, "all2all_backend": "nixl_ep"}}, "nixl_ep is untried"),
         ({"parallel": {"all2all_backend": "passthrough"}}, "passthrough is untried"),
+        ({"parallel": {"dp_size": 2}}, "untried but with --enable-expert-parallel"),
+        ({"parallel": {"dp_size": 2, "ep_size": 4, "use_ep": True}}, "and without tensor parallelism"),
         ({"has_bias": True}, "experts with biases"),
         ({"swiglu_limit": 7.0}, "SwiGLU with a limit of 7.0"),
         ({"is_lora_enabled": True}, "kernel does not support LoRA"),

@@ -39,6 +39,8 @@ def refusal(moe: FusedMoEConfig) -> str | None:
     exchanged = parallel.dp_size > 1 or parallel.use_all2all_kernels or backend == "passthrough"
     if exchanged and backend != ALL2ALL_BACKEND:
         return f"--all2all-backend {backend} is untried; {ALL2ALL_BACKEND}, vLLM's default, is taken"
+    if parallel.dp_size > 1 and not (parallel.use_ep and parallel.ep_size == parallel.dp_size):
+        return "data parallel attention is untried but with --enable-expert-parallel and without tensor parallelism"
     if moe.has_bias:
         return "experts with biases"
     if moe.swiglu_limit is not None:
