@@ -64,11 +64,12 @@ def mean_and_worst(rows: Sequence[dict], other: str, ours: str = "fp8moe", worst
 
 
 def measured_with(peers: dict) -> str:
-    """What a run was made with, in one sentence."""
+    """What a run, or the pieces of one, was made with, in one sentence."""
     names = {"deep_gemm": "DeepGEMM", "vllm": "vLLM", "transformers": "transformers", "torch": "PyTorch"}
     versions = peers["versions"]
     libraries = [f"{shown} {versions[name]}" for name, shown in names.items() if name in versions]
-    return f"Medians of one run on an {versions['gpu']} (driver {versions['driver']}): {', '.join(libraries)}."
+    found = f"Medians on an {versions['gpu']} (driver {versions['driver']})"
+    return f"{found}, both sides of each ratio in one run: {', '.join(libraries)}."
 
 
 def gemms(peers: dict) -> str:

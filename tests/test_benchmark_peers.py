@@ -313,7 +313,9 @@ def test_tables_are_of_one_run():
     assert "| a step, batch 8 | 2.0 ms | 3.0 ms | 1.50 | 700 |" in tables.whole_model(run)
     run["rows"][-1]["ms"]["vllm_fp8moe"] = 2.5
     assert "| prompts of 4 x 4096 tokens | 2.0 ms | 3.0 ms | 2.5 ms | 1.50 | 1.20 | 700 |" in tables.whole_model(run)
-    assert tables.measured_with(run).endswith("(driver 580.1): DeepGEMM 0.1.2, PyTorch 2.11.")
+    assert tables.measured_with(run).endswith(
+        "(driver 580.1), both sides of each ratio in one run: DeepGEMM 0.1.2, PyTorch 2.11."
+    )
     assert "| dsv3_ep8 | 1 | 0 | 78 |" in tables.roofline({"peers": run})
 
 
