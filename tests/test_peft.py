@@ -659,7 +659,11 @@ def test_a_forward_without_a_loaded_adapter_says_so_once(recwarn):
             {"layer_replication": [[0, 1]]},
             r"layer_replication: expected none for the FP8 weights of proj, got \[\[0, 1",
         ),
-        ({"target_modules": ["experts"]}, r"target_modules: .* \['experts.gate_up_proj', 'experts.down_proj'\]"),
+        ({"target_modules": ".*experts"}, r"target_modules: .* \['experts.gate_up_proj', 'experts.down_proj'\]"),
+        (
+            {"target_modules": ["experts"], "layers_to_transform": [0], "target_parameters": None},
+            r"target_modules: .* \['experts.gate_up_proj', 'experts.down_proj'\]",
+        ),
         ({"target_parameters": ["proj.weight"]}, "target_parameters: expected projections of experts, got proj.weight"),
         ({"target_parameters": ["down_proj_scale_inv"]}, "target_parameters: expected projections of experts, got exp"),
         ({"lora_dropout": 1.0}, "lora_dropout: expected at least 0 and below 1 for proj, got 1.0"),
@@ -677,6 +681,17 @@ def test_more_than_plain_lora_is_refused_before_anything_is_changed(options, mes
         register(peft.LoraConfig(**options), base)
     with pytest.raises(ValueError, match=message):  # of a model that has adapters
         register(peft.LoraConfig(**options), model()[0].base_model.model)
+
+
+def test_experts_by_the_name_of_their_module():
+    base = Model()
+    config = register(peft.LoraConfig(r=2, target_modules=["proj", "experts"]), base)
+    assert config.target_modules == {"proj"} and config.target_parameters == EXPERTS
+    adapted_model = peft.get_peft_model(base, config)
+    named = peft.get_peft_model(
+        (other := Model()), register(peft.LoraConfig(r=2, target_modules=["proj"], target_parameters=EXPERTS), other)
+    )
+    assert adapted_model.state_dict().keys() == named.state_dict().keys()
 
 
 def test_adapters_that_were_not_registered_are_refused():

@@ -24,6 +24,7 @@ def register(config: Any, model: nn.Module) -> Any:
         - target_parameters: the projections of experts, "experts.gate_up_proj" (or "experts.up_proj", where there is no
           gate) and "experts.down_proj" in most models, of GroupedExperts and, under experts_implementation="fp8moe",
           of transformers' experts modules, quantized or not. One adapter of a projection has a rank for each expert.
+          "experts" in a list of target_modules is made into both.
 
     model: the one to adapt. Its FP8 weights stay as they are, in FP8, and frozen.
 
@@ -41,7 +42,7 @@ def register(config: Any, model: nn.Module) -> Any:
     """
     from peft import LoraConfig
 
-    from fp8moe.integrations.peft.layer import check_loaded, check_targets
+    from fp8moe.integrations.peft.layer import check_loaded, check_targets, with_projections
 
     if not isinstance(config, LoraConfig):
         raise TypeError(f"config: expected a peft.LoraConfig, got {type(config).__name__}")
@@ -55,7 +56,9 @@ def register(config: Any, model: nn.Module) -> Any:
             f"model: expected FP8Linear or GroupedExperts, or transformers' FP8 linears or experts on {NAME!r}, found "
             f"none in {type(model).__name__}"
         )
-    check_targets(config, modules)
+    named = with_projections(config, modules)
+    check_targets(named, modules)
+    config.target_modules, config.target_parameters = named.target_modules, named.target_parameters
     config._register_custom_module(kinds)
     if not any(hook.hook is check_loaded for hook in model._load_state_dict_pre_hooks.values()):
         model.register_load_state_dict_pre_hook(check_loaded)

@@ -1,5 +1,6 @@
 """peft's LoRA layers on FP8 weights: merging, which rounds, unmerging, which must not, and what cannot be adapted."""
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -230,11 +231,41 @@ class LoraFP8Linear(FP8LoraLayer, Linear):
         return base_layer.weight.device, torch.bfloat16 if unquantized is None else unquantized.dtype
 
 
-def check_targets(config: Any, modules: Mapping[str, tuple[nn.Module, type[FP8LoraLayer]]]) -> None:
+Modules = Mapping[str, tuple[nn.Module, type[FP8LoraLayer]]]
+"""By every name that it has in a model, each module that `register` has adapters for, and the class of these."""
+
+
+def with_projections(config: Any, modules: Modules) -> Any:
+    """The LoraConfig with experts of target_modules named by their projections, which are parameters to peft.
+
+    A pattern stays, and so does what a choice of layers belongs to, which peft makes among modules alone.
+    """
+    targets = config.target_modules
+    if targets is None or isinstance(targets, str) or config.layers_to_transform is not None or config.exclude_modules:
+        return config
+    found = {
+        target: {
+            f"{target}.{parameter}": None
+            for name, (module, layer) in modules.items()
+            if layer.by_parameter and _ends(name, [target])
+            for parameter in PROJECTIONS
+            if parameter in module._parameters
+        }
+        for target in sorted(targets)
+    }
+    if not any(found.values()):
+        return config
+    changed = copy.copy(config)
+    changed.target_modules = {target for target in targets if not found[target]}
+    parameters = [*(config.target_parameters or ()), *(name for names in found.values() for name in names)]
+    changed.target_parameters = list(dict.fromkeys(parameters))
+    return changed
+
+
+def check_targets(config: Any, modules: Modules) -> None:
     """ValueError for what would be refused, or left without its adapter, once peft has changed a part of the model.
 
-    config: a LoraConfig. modules: by every name that it has in the model, each that `register` has adapters for, and
-        the class of these.
+    config: a LoraConfig.
     """
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         raise ValueError(
