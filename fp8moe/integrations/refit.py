@@ -441,7 +441,7 @@ class _Refit:
             out = FP8Tensor(parts(data), parts(scale))
             quantize_128x128(parts(tensor), out=out)
             memory = self._memory_of(destination.key), self._memory_of(scale_destination.key)
-            if as_given is not None and all(memory):
+            if as_given is not None and data.is_cuda and all(memory):
                 again = Requantizer(parts(tensor), out)
                 self._again[as_given] = _Again(destination, scale_destination, memory, parts is _halves, again)
             return

@@ -237,7 +237,7 @@ def projections(base: nn.Module) -> tuple[str, str]:
 
 
 def _no_factors(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a projection without adapters."""
+    """A and B of zeros, for a projection without adapters."""
     count, rows, columns = weight.shape
     options = {"dtype": torch.bfloat16, "device": weight.device}
     return torch.zeros(count, 16, columns, **options), torch.zeros(count, rows, 16, **options)

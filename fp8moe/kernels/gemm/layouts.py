@@ -27,7 +27,10 @@ _Grouped = Annotated[Operands, (*Operands._fields[:4], "groups")]
 
 
 class _Launchers(NamedTuple):
-    """Of operands that lie as the kernels read them: what runs ahead of the GEMM, and new tensors that it writes."""
+    """What a call launches on operands that lie as the kernels read them.
+
+    ahead: runs before the GEMM, and writes the tensors that `new` makes.
+    """
 
     ahead: PointerLauncher
     new: tuple[Callable[[], Tensor], ...]

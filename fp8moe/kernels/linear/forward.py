@@ -32,8 +32,7 @@ def linear(x: Tensor, weight: FP8Tensor | tuple[Tensor, Tensor], bias: Tensor | 
     bias: (N,) bfloat16, float16 or float32, or None.
     Returns (..., N) in the dtype of x, rounded once from float32.
 
-    The result has the bits of ``gemm(quantize_1x128(x), weight, bias=bias)`` in less time: the GEMM fetches weights
-    while the input is quantized.
+    It is `gemm` of ``quantize_1x128(x)``, launched so that weights are fetched while the input is quantized.
 
     Where K is not a multiple of 16 or N not of 8, the call pads copies of the operands with zeros. x and bias get
     gradients, as `linear_training` describes them. An FP8 weight has none: where it requires one, the backward raises
