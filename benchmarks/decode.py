@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from benchmarks import command, roofline, timing
 from benchmarks.report import Threshold, format_table, select
 from benchmarks.whole_models import CONFIGS, build
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder
 from fp8moe.layers.parameters import local
 
 CASES = ((1, 512), (8, 512), (64, 512), (1, 8192), (32, 8192))

@@ -46,10 +46,10 @@ from benchmarks.roofline import MANY, predicted
 from benchmarks.shapes import MODELS
 from benchmarks.whole_models import CONFIGS, build
 from fp8moe import GroupedExperts
+from fp8moe.decode import GraphDecoder
 from fp8moe.distributed import ExpertParallel
 from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.transport import choose_method
-from fp8moe.integrations.decode import GraphDecoder
 from fp8moe.kernels.experts.operator import experts_partial
 from fp8moe.quant.formats import FP8Tensor
 

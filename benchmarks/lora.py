@@ -48,7 +48,7 @@ def adapt(layer: GroupedExperts, rank: int) -> nn.Module:
     """peft's LoRA layer around it, with values in all factors."""
     from peft import LoraConfig, get_peft_model
 
-    from fp8moe.integrations.peft import register
+    from fp8moe.peft import register
 
     model = nn.ModuleDict({"experts": layer})
     targets = ["experts.gate_up_proj", "experts.down_proj"]

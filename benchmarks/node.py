@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks import roofline, timing
 from benchmarks.decode import MANY, PROFILED, ROOM, step_bytes, step_seconds
 from benchmarks.whole_models import WHOLE, build
-from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.decode.stats import cache_bytes
+from fp8moe.decode import GraphDecoder
+from fp8moe.decode.stats import cache_bytes
 from fp8moe.layers.parameters import local
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # tests have none

@@ -17,7 +17,7 @@ from benchmarks import command
 from benchmarks.decode import random_prompts, step_seconds
 from benchmarks.report import Threshold, format_table
 from benchmarks.whole_models import CONFIGS, build
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder
 
 REQUESTS = 1000
 SLOTS = 64

@@ -20,7 +20,7 @@ from benchmarks.decode import random_prompts
 from benchmarks.report import Threshold, format_kinds
 from benchmarks.requests import ANSWERS, PROMPTS, SIZES, SLOTS, lengths
 from benchmarks.whole_models import CONFIGS, build
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder
 
 REQUESTS, CLIENTS = 1000, 64
 GOES_EVERY = 10  # of the clients one goes early
@@ -44,7 +44,7 @@ class Clients:
     """Ask a manager of fp8moe serve, as the handlers of transformers serve do."""
 
     def __init__(self, model: Any, decoder: GraphDecoder):
-        from fp8moe.integrations.serving import DecoderManager
+        from fp8moe.serving import DecoderManager
 
         self.model, self.tokenizer, self.manager = model, word_tokenizer(model), DecoderManager(decoder)
 

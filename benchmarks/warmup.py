@@ -64,7 +64,7 @@ def run_python(program: str, *arguments: str, **environment: str) -> str:
 
 def compiled_by(name: str, lengths: Iterable[int] = LENGTHS) -> list[str]:
     """Names of the kernels that the model compiles in this process."""
-    from fp8moe.integrations.decode import GraphDecoder
+    from fp8moe.decode import GraphDecoder
     from fp8moe.runtime import compilers
 
     compiled: list[str] = []

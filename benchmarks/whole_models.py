@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8moe import GroupedExperts, replace_linears
-from fp8moe.checkpoints import DEFAULT_SKIP
 from fp8moe.distributed import ExpertParallel
 from fp8moe.distributed.transport import all_gather
 from fp8moe.layers.parameters import local
+from fp8moe.weights import DEFAULT_SKIP
 
 CONFIGS = {
     "qwen3-30b-a3b": (

@@ -17,8 +17,8 @@ from torch import Tensor
 from examples.demo import measure, smollm2
 from examples.demo.__main__ import pick_device
 from examples.demo.smollm2 import SetupError
-from fp8moe.integrations.peft import merge_and_unload, register
-from fp8moe.integrations.transformers import load_model
+from fp8moe.hf import load_model
+from fp8moe.peft import merge_and_unload, register
 from fp8moe.runtime import config
 from fp8moe.runtime.progress import progress, still_running
 

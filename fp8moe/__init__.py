@@ -37,7 +37,6 @@ __all__ = [
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from fp8moe.integrations.refit import RefitReport, refit, refitting
     from fp8moe.kernels.experts.api import experts, experts_masked, experts_rows
     from fp8moe.kernels.gemm import gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked
     from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from fp8moe.layers import FP8Linear, FP8MQAIndexer, GroupedExperts, replace_linears, warm
     from fp8moe.quant import FP8Tensor, dequantize, quantize_1x128, quantize_128x1, quantize_128x128
     from fp8moe.runtime.config import batch_invariant
+    from fp8moe.weights.refit import RefitReport, refit, refitting
 else:
     _DEFINED_IN = (
         "kernels.experts.api",
@@ -54,7 +54,7 @@ else:
         "layers",
         "quant",
         "runtime.config",
-        "integrations.refit",
+        "weights.refit",
     )
 
     def __getattr__(name):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8moe.integrations.architecture import empty_model, locate
+from fp8moe.hf.architecture import empty_model, locate
 
 E4M3 = torch.float8_e4m3fn
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)

@@ -94,7 +94,7 @@ def fresh_compiler():
 def registered():
     """transformers knows fp8moe."""
     pytest.importorskip("transformers")
-    from fp8moe.integrations.transformers import register
+    from fp8moe.hf import register
 
     register()
 

@@ -2,7 +2,7 @@
 
 from string import ascii_lowercase
 
-from fp8moe.integrations.decode.transfers import Readback
+from fp8moe.decode.transfers import Readback
 from tests.transformers_models import BASE, random_model
 
 VOCABULARY = BASE["vocab_size"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fp8moe import dequantize
-from fp8moe.integrations.checkpoints import quantize_checkpoint
+from fp8moe.weights import quantize_checkpoint
 from tests.docs_blocks import PAGES, blocks, run_blocks
 from tests.docs_commands import DOWNLOADED
 from tests.tiny_tokenizer import write_tiny_tokenizer

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe import dequantize, replace_linears
-from fp8moe.checkpoints import DEFAULT_SKIP
-from fp8moe.integrations.models import latent_attention, norms
+from fp8moe.hf.fused import latent_attention, norms
+from fp8moe.weights import DEFAULT_SKIP
 from tests.transformers_models import BASE, MLA, modules_named, random_model
 
 SHAPE = BASE | MLA | {"hidden_size": 128, "max_position_embeddings": 64, "initializer_range": 0.2, "v_head_dim": 32}

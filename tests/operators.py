@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fp8moe.integrations.peft
 import fp8moe.kernels
 import fp8moe.layers
+import fp8moe.peft
 import fp8moe.quant
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, Sequences
 from fp8moe.kernels.experts.backward import RowOrder
@@ -34,7 +34,7 @@ BAD_ROW = 1  # of the operands, where a contract puts a value that is not finite
 SWIGLU, LIMITED = "silu", "silu limit=1.0"
 OPS = torch.ops.fp8moe
 
-for package in (fp8moe.quant, fp8moe.kernels, fp8moe.layers, fp8moe.integrations.peft):
+for package in (fp8moe.quant, fp8moe.kernels, fp8moe.layers, fp8moe.peft):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
 

@@ -19,7 +19,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
 
 def write_checkpoints(root: Path) -> None:
     """Of each model in bfloat16 and in FP8; broken-fp8: half of its experts is no block; odd: with seven experts."""
-    from fp8moe.integrations.checkpoints import quantize_checkpoint
+    from fp8moe.weights import quantize_checkpoint
 
     def write(name: str, directory: str, **options: Any) -> None:
         tiny = MODELS[name]
@@ -75,7 +75,7 @@ def bytes_read():
     """Name of a tensor -> [bytes that were read of it, bytes that it has], of what transformers loads meanwhile."""
     from transformers import modeling_utils
 
-    from fp8moe.checkpoints.formats import DTYPES
+    from fp8moe.weights.formats import DTYPES
 
     found, theirs = {}, modeling_utils.safe_open
 

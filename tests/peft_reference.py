@@ -20,7 +20,7 @@ def adapted(base=None, *, r=4, alpha=8, adapter="default", device="cpu", **optio
     """A LoRA layer in training mode around experts, with values in all factors."""
     from peft import LoraConfig, get_peft_model
 
-    from fp8moe.integrations.peft import register
+    from fp8moe.peft import register
 
     base = (make() if base is None else base).to(device)
     model = nn.ModuleDict({"experts": base})

@@ -18,7 +18,7 @@ WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "networkx"),
     *("transformers", "transformers.generation", "transformers.models.mixtral.modeling_mixtral"),
-    *("fp8moe", "fp8moe.integrations.decode", "fp8moe.integrations.transformers", "fp8moe.commands.warmup"),
+    *("fp8moe", "fp8moe.decode", "fp8moe.hf", "fp8moe.commands.warmup"),
     *("pytest", "hypothesis"),
 )
 forkserver = mp.get_context("forkserver")

@@ -3,9 +3,9 @@
 PUBLIC = (
     "fp8moe",
     "fp8moe.distributed",
-    "fp8moe.integrations.checkpoints",
-    "fp8moe.integrations.decode",
+    "fp8moe.weights",
+    "fp8moe.decode",
     "fp8moe.integrations.deep_gemm",
-    "fp8moe.integrations.peft",
-    "fp8moe.integrations.transformers",
+    "fp8moe.peft",
+    "fp8moe.hf",
 )

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fp8moe import GroupedExperts
-from fp8moe.integrations.checkpoints import save_fp8_checkpoint
+from fp8moe.weights import save_fp8_checkpoint
 from tests.small_checkpoints import Model
 
 SHARD_SIZE = 60_000  # bytes of a file: some of the model's tensors are larger

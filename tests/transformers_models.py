@@ -2,7 +2,7 @@
 
 import torch
 
-from fp8moe.integrations.checkpoints import quantize_checkpoint
+from fp8moe.weights import quantize_checkpoint
 
 BASE = {
     "vocab_size": 128,

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import fp8moe
+from fp8moe import peft
+from fp8moe.decode import GraphDecoder, NaNLogits
 from fp8moe.distributed import ExpertParallel
-from fp8moe.integrations import peft
-from fp8moe.integrations.checkpoints import (
+from fp8moe.hf import ModuleReport, load_model, optimize, register, report
+from fp8moe.weights import (
     DEFAULT_SKIP,
     CheckpointError,
     Format,
@@ -24,8 +26,6 @@ from fp8moe.integrations.checkpoints import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.integrations.decode import GraphDecoder, NaNLogits
-from fp8moe.integrations.transformers import ModuleReport, load_model, optimize, register, report
 
 
 def operations(x: Tensor, weight: Tensor, offsets: Tensor) -> None:

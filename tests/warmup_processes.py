@@ -31,7 +31,7 @@ def needed(source, batch_sizes, tokens):
 
 def needed_for(source, lengths):
     """The kernels, but for GEMMs, that prompts of these lengths launch."""
-    from fp8moe.integrations.decode import required_kernels as module
+    from fp8moe.decode import required_kernels as module
 
     module.lengths = lambda tokens: lengths
     kernels, _ = needed(source, [1], max(lengths))
@@ -59,11 +59,11 @@ def launched(directory, batch_sizes, lengths):
     PyTorch's kernels of a GPU do nothing.
     """
     torch.set_num_threads(1)
-    from fp8moe.integrations.decode import GraphDecoder, attention, decoder
-    from fp8moe.integrations.decode.probe import check_step
-    from fp8moe.integrations.decode.step import Capabilities
-    from fp8moe.integrations.models import find_fused
-    from fp8moe.integrations.transformers import load_model
+    from fp8moe.decode import GraphDecoder, attention, decoder
+    from fp8moe.decode.probe import check_step
+    from fp8moe.decode.step import Capabilities
+    from fp8moe.hf import load_model
+    from fp8moe.hf.fused import find_fused
     from fp8moe.kernels.decoder_ops import router
     from fp8moe.runtime.record import Recorder
 

@@ -28,15 +28,15 @@ from torch import Tensor, nn
 
 import fp8moe
 from fp8moe import GroupedExperts, replace_linears
-from fp8moe.checkpoints.expert_names import module_of
-from fp8moe.checkpoints.formats import FP8
-from fp8moe.checkpoints.read import open_checkpoint
-from fp8moe.integrations.checkpoints import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
-from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.models import find_fused
-from fp8moe.integrations.transformers import load_model, register, report
-from fp8moe.integrations.transformers.reporting import experts_modules
+from fp8moe.decode import GraphDecoder
+from fp8moe.hf import load_model, register, report
+from fp8moe.hf.fused import find_fused
+from fp8moe.hf.reporting import experts_modules
 from fp8moe.layers.replaced import matches
+from fp8moe.weights import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
+from fp8moe.weights.expert_names import module_of
+from fp8moe.weights.formats import FP8
+from fp8moe.weights.read import open_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Layout, Source
 from tests.tiny_moe_models import LEFT_OUT, MODELS, moe_classes
 
@@ -121,7 +121,7 @@ class Trial:
         try:
             model = self._from_pretrained(directory, experts_implementation="fp8moe")
         except ValueError as error:
-            if not str(error).endswith("fp8moe.integrations.transformers.load_model loads it"):
+            if not str(error).endswith("fp8moe.hf.load_model loads it"):
                 raise
             reason = str(error).rpartition(", where ")[2]
             restriction, self.loads = f"of the unquantized checkpoint: {reason}", False

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.tables import table, with_tables
-from fp8moe.checkpoints.expert_names import parse_fused
-from fp8moe.checkpoints.formats import scale_shape
 from fp8moe.layers.replaced import DEFAULT_SKIP, matches
+from fp8moe.weights.expert_names import parse_fused
+from fp8moe.weights.formats import scale_shape
 from tools.model_matrix import MARK as MATRIX
 from tools.model_matrix import PAGE as MATRIX_PAGE
 from tools.model_matrix import read_page

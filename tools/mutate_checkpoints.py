@@ -31,9 +31,8 @@ from torch import Tensor, nn
 
 import fp8moe
 from fp8moe import FP8Linear, GroupedExperts
-from fp8moe.checkpoints.read import CONFIG
 from fp8moe.cli import main as command_line
-from fp8moe.integrations.checkpoints import (
+from fp8moe.weights import (
     CheckpointError,
     convert_checkpoint,
     inspect_checkpoint,
@@ -41,6 +40,7 @@ from fp8moe.integrations.checkpoints import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
+from fp8moe.weights.read import CONFIG
 from tests.checkpoint_formats import LAYOUTS, Layout, as_gpt_oss, write_layout
 from tools.mutations import MUTATIONS
 
@@ -234,7 +234,7 @@ def _convert(checkpoint: Path) -> None:
 
 
 def _load_model(checkpoint: Path) -> None:
-    from fp8moe.integrations.transformers import load_model
+    from fp8moe.hf import load_model
 
     model = load_model(checkpoint)
     for name, value in model.state_dict().items():

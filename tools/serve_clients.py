@@ -24,7 +24,7 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from fp8moe.commands.serve import make_decoder
-from fp8moe.integrations.serving import DecoderManager, make_app
+from fp8moe.serving import DecoderManager, make_app
 from tests.decode_models import tiny_mixtral
 from tests.tiny_tokenizer import tiny_tokenizer
 

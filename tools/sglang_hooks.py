@@ -1,4 +1,4 @@
-"""`python -m tools.sglang_hooks`: tests/test_sglang.py in empty environments; the result is validation/sglang.json.
+"""`python -m tools.sglang_hooks`: the tests of SGLang in empty environments; the result is validation/sglang.json.
 
 In each there is a supported version of SGLang, pinned by its hash, without the CUDA builds that it asks for, and what
 its modules for experts and linears import; fp8moe is installed as the README of integrations/sglang says. No server
@@ -52,7 +52,15 @@ def main() -> None:
 
 def run_tests(environment: Path) -> dict[str, int]:
     """How many passed. RuntimeError with the output if any failed or was skipped."""
-    command = [environment / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_sglang.py"]
+    command = [
+        environment / "bin/python",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/guests/test_sglang.py",
+    ]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     found = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}

@@ -119,7 +119,7 @@ def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dic
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from fp8moe.integrations.transformers import load_model
+    from fp8moe.hf import load_model
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(vocab_size=VOCABULARY, max_position_embeddings=256, tie_word_embeddings=False, **SIZES)

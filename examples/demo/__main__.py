@@ -13,7 +13,7 @@ from examples.demo import report, smollm2
 from examples.demo.measure import Measurement, encode, measure, passage, runs_kernels
 from examples.demo.smollm2 import SetupError
 from fp8moe import replace_linears
-from fp8moe.integrations.transformers import load_model
+from fp8moe.hf import load_model
 from fp8moe.runtime import config
 from fp8moe.runtime.progress import still_running
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from examples.demo.progress import passes
 from examples.demo.report import Count, Measurement, weights
-from fp8moe.integrations import transformers_versions
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder
+from fp8moe.hf import versions
 from fp8moe.runtime.backend import use_cuda
 
 WINDOW = 1024
@@ -71,7 +71,7 @@ def passage() -> str:
 
 def generate(model: Any, tokens: Tensor, count: int, end: int | None) -> Iterator[int]:
     """Up to `count` greedy tokens after `tokens` (1, T), stopping before `end`. One yield a token, once it is known."""
-    name = transformers_versions.cache_name(model.forward)
+    name = versions.cache_name(model.forward)
     cache = None
     for _ in range(count):
         output = model(input_ids=tokens, use_cache=True, **{name: cache})

@@ -119,7 +119,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 def _write_mixture(dense: Path, target: Path) -> None:
     from examples.demo.upcycle import quantize, upcycle
-    from fp8moe.integrations.checkpoints import save_fp8_checkpoint
+    from fp8moe.weights import save_fp8_checkpoint
 
     print("Making a mixture of experts of it, in FP8 (only once, some seconds)", file=sys.stderr, flush=True)
     model, tokenizer = load(dense)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 import fp8moe
 from examples.demo.upcycle import quantize
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder
 from fp8moe.runtime.progress import progress
 
 PROMPTS, GROUP = 8, 8  # of a step, and answers to each of them

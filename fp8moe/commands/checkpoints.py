@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import torch
 
-from fp8moe.integrations.checkpoints import DEFAULT_SKIP, convert_checkpoint, inspect_checkpoint, quantize_checkpoint
 from fp8moe.runtime.progress import shown
+from fp8moe.weights import DEFAULT_SKIP, convert_checkpoint, inspect_checkpoint, quantize_checkpoint
 
 
 def quantize(options: argparse.Namespace) -> int:

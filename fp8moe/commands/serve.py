@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from fp8moe.checkpoints.find_format import find_format
 from fp8moe.runtime import config
 from fp8moe.runtime.progress import shown, still_running
+from fp8moe.weights.find_format import find_format
 
 PACKAGES = ("transformers", "fastapi", "uvicorn", "openai")
 MAX_LENGTH = 4096
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from huggingface_hub import snapshot_download
     from transformers.utils import logging
 
-    from fp8moe.integrations.serving import DecoderManager, make_app
+    from fp8moe.serving import DecoderManager, make_app
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -54,8 +54,8 @@ def load(directory: str, device: str | None) -> tuple[Any, Any]:
     """
     import transformers
 
-    from fp8moe.integrations.architecture import reason_of
-    from fp8moe.integrations.transformers import load_model, register
+    from fp8moe.hf import load_model, register
+    from fp8moe.hf.architecture import reason_of
 
     register()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,8 +80,8 @@ def make_decoder(model: Any, slots: int, max_length: int | None) -> Any:
 
     Raises ValueError for a model that neither serves, and for more tokens than it has positions.
     """
-    from fp8moe.integrations.architecture import reason_of
-    from fp8moe.integrations.decode import GraphDecoder
+    from fp8moe.decode import GraphDecoder
+    from fp8moe.hf.architecture import reason_of
 
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or MAX_LENGTH
     if (max_length or 0) > positions:

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from fp8moe.checkpoints.read import CONFIG, read_json
 from fp8moe.kernels.gemm.warmup import Family
 from fp8moe.runtime import config, jit
 from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.progress import progress, shown, still_running
 from fp8moe.runtime.record import in_own_process
 from fp8moe.runtime.sm90 import USUAL_SMS
+from fp8moe.weights.read import CONFIG, read_json
 
 _FEW_ENOUGH = 8192  # tokens: prompts of more need no further kernels, but those of GEMMs
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"
@@ -85,7 +85,7 @@ def _kernels(pool: ProcessPoolExecutor, source: dict[str, Any], options: argpars
     """All that may be launched."""
     if importlib.util.find_spec("transformers") is None:
         raise RuntimeError("transformers, which makes the models, is not installed: pip install transformers")
-    from fp8moe.integrations.decode.prefill import MOST_WHOLE_TOKENS
+    from fp8moe.decode.prefill import MOST_WHOLE_TOKENS
 
     sms = _sms(options)
     decoder = min(max(options.batch_sizes) * options.max_length, MOST_WHOLE_TOKENS)
@@ -103,8 +103,8 @@ def _record(
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
-    from fp8moe.integrations.architecture import reason_of
-    from fp8moe.integrations.decode.required_kernels import required_kernels
+    from fp8moe.decode.required_kernels import required_kernels
+    from fp8moe.hf.architecture import reason_of
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""Bridges to the outside: transformers models, decoding loops, checkpoints. Each loads its libraries at first use."""
+"""The module names of 0.2, handed on until 0.4 with a DeprecationWarning."""
 
-NAME = "fp8moe"
-"""What transformers calls it: the implementation of experts, and the quantization method."""
+from fp8moe.runtime.aliases import hand_on
+
+__all__ = ["hand_on"]

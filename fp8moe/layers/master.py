@@ -85,7 +85,7 @@ def part_of(name: str, weight: nn.Parameter) -> Tensor:
 def invalidate() -> None:
     """Have every FP8 copy made anew at its next use. Call it after changes that no version shows.
 
-    Copies are those of masters and those of transformers' experts (`fp8moe.integrations.transformers.register`).
+    Copies are those of masters and those of transformers' experts (`fp8moe.hf.register`).
     """
     global _generation
     _generation += 1

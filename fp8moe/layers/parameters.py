@@ -25,7 +25,7 @@ def check_not_parametrized(name: str, module: nn.Module) -> None:
     if "parametrizations" in module._modules:
         raise RuntimeError(
             f"{name}: a parametrization cannot change FP8 weights; for adapters of peft, call "
-            "fp8moe.integrations.peft.register(config, model) before the model is adapted"
+            "fp8moe.peft.register(config, model) before the model is adapted"
         )
 
 

@@ -18,8 +18,8 @@ from fp8moe.kernels.decoder_ops.router import route, router_logits
 from fp8moe.kernels.experts import reference
 from tests import decode_attention_cases
 from tests.gpu.sanitize_moe_cases import differing, on_cpu
+from tests.kernels.test_rotary import operands
 from tests.router_cases import FORMS, arguments, dense
-from tests.test_rotary import operands
 
 # rows, hidden, type, with a residual
 NORMS = (

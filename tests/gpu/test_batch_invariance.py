@@ -154,7 +154,7 @@ def test_router_logits(experts, hidden, dtype):
 def test_decoder(quantized):
     """Tokens and logarithms of probabilities of a sequence alone, among others, and after a batch of other lengths."""
     pytest.importorskip("transformers")
-    from fp8moe.integrations.decode import GraphDecoder
+    from fp8moe.decode import GraphDecoder
     from fp8moe.layers import replace_linears
     from tests.gpu.test_decode import make_model, prompts
 

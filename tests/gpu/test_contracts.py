@@ -14,8 +14,8 @@ from tests.contracts import (
     repeats_have_equal_bits,
     streams_do_not_meet,
 )
+from tests.kernels.test_contracts import DOUBLED, define, doubled, doubled_fake
 from tests.operators import BAD_ROW, CASES, overload
-from tests.test_contracts import DOUBLED, define, doubled, doubled_fake
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder, attention
-from fp8moe.integrations.decode.cache import CachePosition, static_cache
-from fp8moe.integrations.decode.generation import NaNLogits
-from fp8moe.integrations.transformers import register
+from fp8moe.decode import GraphDecoder, attention
+from fp8moe.decode.cache import CachePosition, static_cache
+from fp8moe.decode.generation import NaNLogits
+from fp8moe.hf import register
 from tests import linear_attention_models, transformers_models
 from tests.decode_models import Puts, byte_level_tokenizer
 from tests.transformers_models import BASE, MLA, left_padded, random_model

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fp8moe.integrations.decode import attention
-from fp8moe.integrations.decode.attention import AttentionMetadataBuilder
-from fp8moe.integrations.decode.step import Capabilities, Step
-from fp8moe.integrations.transformers import register
+from fp8moe.decode import attention
+from fp8moe.decode.attention import AttentionMetadataBuilder
+from fp8moe.decode.step import Capabilities, Step
+from fp8moe.hf import register
 from fp8moe.kernels.decoder_ops.decode_attention import DTYPES, decode_attention
 from fp8moe.quant.quantize import quantize_1x128
 from tests import decode_attention_cases

@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.decode.attention import NAME as FLASH_NAME
-from fp8moe.integrations.decode.generation import NaNLogits
-from fp8moe.integrations.transformers import register
+from fp8moe.decode import GraphDecoder
+from fp8moe.decode.attention import NAME as FLASH_NAME
+from fp8moe.decode.generation import NaNLogits
+from fp8moe.hf import register
 from tests import linear_attention_models
 from tests.transformers_models import BASE, MLA, left_padded, prompts, random_model
 

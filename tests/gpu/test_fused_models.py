@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.models import linears
-from fp8moe.integrations.transformers import optimize, register
-from tests.test_fused_models import PARTS, WIDE, distance, in_fp8, prompt, skipped_if_broken
+from fp8moe.decode import GraphDecoder
+from fp8moe.hf import optimize, register
+from fp8moe.hf.fused import linears
+from tests.hf.test_fused_models import PARTS, WIDE, distance, in_fp8, prompt, skipped_if_broken
 from tests.tiny_moe_models import MODELS
 
 pytestmark = pytest.mark.gpu

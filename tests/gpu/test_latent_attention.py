@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.models import latent_attention
-from fp8moe.integrations.transformers import optimize
+from fp8moe.decode import GraphDecoder
+from fp8moe.hf import optimize
+from fp8moe.hf.fused import latent_attention
 from tests.latent_attention_cases import (
     attention_of,
     distance,

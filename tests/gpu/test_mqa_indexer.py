@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8moe import FP8MQAIndexer
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder
 from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
 from tests.indexer_reference import angles
 from tests.transformers_indexers import (

@@ -9,15 +9,15 @@ from tests.experts_cases import VARIANTS, inputs, make
 from tests.waiting import no_waiting
 
 peft = pytest.importorskip("peft")
-from fp8moe.integrations.peft import merge_and_unload, register  # noqa: E402
-from fp8moe.integrations.peft.experts import grouped_mm  # noqa: E402
+from fp8moe.peft import merge_and_unload, register  # noqa: E402
+from fp8moe.peft.experts import grouped_mm  # noqa: E402
 from tests.peft_reference import Model, adapted, expected, run, scaled  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# As in tests/test_peft.py; where a limit clamps, a value rounded to the other side has a gradient of its own.
+# As in tests/peft/test_peft.py; where a limit clamps, a value rounded to the other side has a gradient of its own.
 STRAIGHT, CLAMPED = 6e-2, 0.4
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fp8moe import FP8Tensor, GroupedExperts, quantize_128x128, refit, refitting, replace_linears
-from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.transformers import register
+from fp8moe.decode import GraphDecoder
+from fp8moe.hf import register
 from fp8moe.runtime import jit
 from tests.small_checkpoints import Model, same, unquantized
 from tests.transformers_models import BASE, MLA, modules_named, prompts, random_model

@@ -6,7 +6,7 @@ import torch
 from fp8moe.kernels.decoder_ops import rotary as op
 from fp8moe.kernels.decoder_ops.rotary import rotary
 from fp8moe.runtime.checks import FLOATING
-from tests.test_rotary import FORMS, operands
+from tests.kernels.test_rotary import FORMS, operands
 
 pytestmark = pytest.mark.gpu
 

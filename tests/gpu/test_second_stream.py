@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8moe.integrations.models.feed_forward import SecondStream
+from fp8moe.hf.fused.feed_forward import SecondStream
 
 pytestmark = pytest.mark.gpu
 

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fp8moe import refit
-from fp8moe.integrations.checkpoints import load_fp8_checkpoint, save_fp8_checkpoint
+from fp8moe.weights import load_fp8_checkpoint, save_fp8_checkpoint
 from tests.processes import in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_experts
 from tests.small_checkpoints import Model, unquantized
-from tests.test_refit import masters
-from tests.test_sharded_checkpoints import decodes_and_runs_after_a_refit, equal, refits
+from tests.weights.test_refit import masters
+from tests.weights.test_sharded_checkpoints import decodes_and_runs_after_a_refit, equal, refits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")]
 

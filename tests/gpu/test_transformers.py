@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from fp8moe.integrations.checkpoints import quantize_checkpoint
-from fp8moe.integrations.decode import GraphDecoder
-from fp8moe.integrations.transformers import load_model
+from fp8moe.decode import GraphDecoder
+from fp8moe.hf import load_model
 from fp8moe.layers.experts import GroupedExperts
+from fp8moe.weights import quantize_checkpoint
 from tests.checkpoint_formats import LAYOUTS
 from tests.errors import relative_error
 from tests.transformers_models import BASE, MLA, TOKENS, modules_named, prompts, random_model, write_checkpoints

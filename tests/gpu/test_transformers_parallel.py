@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder
 from tests.processes import in_processes
 
 transformers = pytest.importorskip("transformers")
@@ -42,7 +42,7 @@ def same_on_all_ranks(values):
 
 
 def decodes(root, name, form):
-    from fp8moe.integrations.transformers import register
+    from fp8moe.hf import register
 
     register()
     rank = dist.get_rank()

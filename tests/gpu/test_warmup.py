@@ -5,7 +5,7 @@ import torch
 
 import fp8moe
 from fp8moe.cli import main
-from fp8moe.integrations.decode import GraphDecoder
+from fp8moe.decode import GraphDecoder
 from fp8moe.kernels.gemm.warmup import families
 from fp8moe.runtime import compilers, config, jit
 from tests.transformers_models import BASE, random_model, write_checkpoints
@@ -19,7 +19,7 @@ LENGTHS = (*range(1, 40), 64, 65, 128, 129, 200, 300, 511, 690)
 
 
 def test_nothing_is_compiled_any_more(tmp_path, monkeypatch, registered):
-    from fp8moe.integrations.transformers import load_model
+    from fp8moe.hf import load_model
 
     _, directory = write_checkpoints(random_model("qwen3_moe", BASE | SIZES | EXPERTS), tmp_path)
     kernels = tmp_path / "kernels"

@@ -1,0 +1,227 @@
+"""Attention over a static cache, which reads it where it lies, for steps and for prompts.
+
+In a decode step it is `kernels.decoder_ops.decode_attention`. For several tokens it is PyTorch's flash attention: each
+row of the batch is a sequence, whose keys the kernel finds in the cache by their strides. For whole prompts without
+padding it is PyTorch's own choice of a causal attention, cuDNN's on a GPU, which is faster.
+
+An `AttentionMetadata` stands in the place of a mask. Attention that takes a mask has transformers' own, for which
+`take_offsets_of_rows` lets the rows have lengths of their own.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8moe.hf import versions
+from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, check_metadata
+from fp8moe.kernels.decoder_ops.decode_attention import decode_attention
+from fp8moe.runtime import config
+
+NAME = "fp8moe_decode"
+
+
+class AttentionMetadataBuilder:
+    """Builds the AttentionMetadata of calls that read a cache of `length` columns.
+
+    begin, columns (B,) int64: of each row the column of its first token, and of the first new one; a query sees those
+    from begin on, up to the new token itself. ranks: over how many the key heads of the model are spread.
+    """
+
+    def __init__(self, begin: Tensor, columns: Tensor, length: int, ranks: int = 1):
+        self.begin, self.columns, self.length, self.ranks = begin, columns, length, ranks
+        self._built: dict[tuple[int, int, int | None], AttentionMetadata] = {}
+        self._whole = False
+
+    def next_call(self, *, whole: bool = False) -> None:
+        """Forget what was built for the last call. whole: the rows have no tokens but the new ones, and no padding."""
+        self._built = {}
+        self._whole = whole and not config.settings.batch_invariant  # of others the same kernel would have other bits
+
+    def build(self, new_tokens: int, key_heads: int, window: int | None) -> AttentionMetadata:
+        """Return the metadata of layers of this kind, computed once a call."""
+        kind = new_tokens, key_heads, window
+        if kind not in self._built:
+            more = {} if new_tokens == 1 else self._of_several(*kind)
+            common = self.begin, self.columns, new_tokens, key_heads, self.length, window
+            self._built[kind] = AttentionMetadata(*common, **more)
+        return self._built[kind]
+
+    def _of_several(self, new_tokens: int, key_heads: int, window: int | None) -> dict[str, Any]:
+        row = torch.arange(len(self.begin) + 1, device=self.begin.device)
+        sequences = torch.stack([row * new_tokens, row * (key_heads * self.length), torch.zeros_like(row)])
+        sequences[1, :-1] += self.begin
+        sequences[2, :-1] = (self.columns + new_tokens - self.begin).clamp(min=0)
+        return {
+            "sequences": sequences.int(),
+            "whole": self._whole and (window is None or window >= new_tokens),
+        }
+
+
+_builder: ContextVar[AttentionMetadataBuilder | None] = ContextVar("builder", default=None)
+
+
+@contextmanager
+def used_by(model: Any, name: str | None, builder: AttentionMetadataBuilder | None = None) -> Iterator[None]:
+    """Set the model's attention implementation, None for its own, and what builds the metadata instead of masks."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, attention_metadata)
+    config = model.config.get_text_config(decoder=True)
+    own = config._attn_implementation
+    config._attn_implementation = name or own
+    before = _builder.set(builder)
+    try:
+        yield
+    finally:
+        _builder.reset(before)
+        config._attn_implementation = own
+
+
+def attention_metadata(
+    batch_size: int,
+    q_length: int,
+    *,
+    mask_function: Callable,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: Any,
+    **others,
+) -> AttentionMetadata:
+    """Return the metadata that the builder of `used_by` gives, in the place of transformers' mask.
+
+    local_size: of a sliding window. Raises UnsupportedAttention for other masks.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if use_vmap or (local_size is None and mask_function is not causal_mask_function):
+        raise UnsupportedAttention("a mask that is neither causal nor of a sliding window")
+    builder = _builder.get()
+    if builder is None or batch_size != len(builder.begin):
+        raise UnsupportedAttention("attention outside of a decode step")
+    heads = config.get_text_config(decoder=True).num_key_value_heads // builder.ranks
+    return builder.build(q_length, heads, local_size)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: AttentionMetadata,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query (B, heads, T, D), key and value (B, key heads, columns, D) of the cache, or the first of its columns
+    -> (B, T, heads, D). The query of a padded token gives 0.
+
+    Raises UnsupportedAttention for dropout, float32, sizes that the kernel does not have, and whatever else the model
+    passes on: soft caps, sinks, position biases, selected tokens.
+    """
+    metadata = attention_mask
+    batch, heads, new, size = query.shape
+    check_metadata(metadata, query.dtype, new, key, value, others | {"dropout": dropout or None})
+    if new == 1:
+        shape = batch, metadata.key_heads, metadata.length, size
+        cache = (x.as_strided(shape, x.stride()) for x in (key, value))
+        where = metadata.begin, metadata.columns
+        out = decode_attention(query[:, :, 0], *cache, *where, window=metadata.window, scale=scaling)
+        return out.view(batch, 1, heads, size), None
+    if metadata.whole:
+        keys, values = key[:, :, :new], value[:, :, :new]
+        output = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2), None
+    return _several_tokens(query, key, value, metadata, scaling), None
+
+
+def _several_tokens(
+    query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, scale: float | None
+) -> Tensor:
+    batch, heads, new, size = query.shape
+    length = metadata.length
+    key_heads, end = key.shape[1:3]
+    # Row b * key_heads * length + j of it has at each head h the key j of (b, h).
+    strided = (batch * key_heads * length - (key_heads - 1) * length, key_heads, size), (size, length * size, 1)
+    output = _flash_attention(
+        query.transpose(1, 2).reshape(batch * new, heads, size),
+        key.as_strided(*strided),
+        value.as_strided(*strided),
+        metadata.sequences,
+        new,
+        end,
+        metadata.window,
+        scale,
+    )
+    return output.view(batch, new, heads, size)
+
+
+def _flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Tensor,
+    most_queries: int,
+    most_keys: int,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """query (queries, heads, D); key, value (keys, key heads, D); sequences: of an AttentionMetadata.
+
+    A sequence's last query sees the last of its keys, and each query before it one less; no more than `window` of them.
+    Returns the attention, like query.
+    """
+    first_query, first_key, count = sequences
+    windows = {"window_size_left": window - 1, "window_size_right": 0} if window is not None else {}
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cum_seq_q=first_query,
+        cum_seq_k=first_key,
+        max_q=most_queries,
+        max_k=most_keys,
+        dropout_p=0.0,
+        is_causal=True,
+        return_debug_mask=False,
+        scale=scale,
+        seqused_k=count[:-1],
+        **windows,
+    )
+    return output
+
+
+@functools.cache
+def take_offsets_of_rows() -> None:
+    """Let transformers' masks for "sdpa" and "eager" take a q_offset (B,) too: one for each row of the batch.
+
+    Models ask for the names "sdpa" and "eager", so those must stay. All that transformers itself passes, an int or a
+    tensor of no dimension, goes to its own functions as it is.
+    """
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    for name, of_rows in (("sdpa", sdpa_mask), ("eager", versions.eager_mask)):
+        AttentionMaskInterface.register(name, _with_offsets_of_rows(ALL_MASK_ATTENTION_FUNCTIONS[name], of_rows))
+
+
+def _with_offsets_of_rows(mask: Callable, of_rows: Callable) -> Callable:
+    @functools.wraps(mask)
+    def build(*args, **kwargs) -> Tensor | None:
+        offset = kwargs.get("q_offset")
+        if not isinstance(offset, Tensor) or offset.dim() == 0:
+            return mask(*args, **kwargs)
+        function = kwargs["mask_function"]
+
+        def shifted(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return function(batch, head, query + offset[batch], key)
+
+        return of_rows(*args, **kwargs | {"q_offset": 0, "mask_function": shifted, "allow_is_causal_skip": False})
+
+    return build

@@ -1,0 +1,433 @@
+"""GraphDecoder: generation with a transformers model whose decode step is replayed from a CUDA graph."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from fp8moe.decode import custom_generate
+from fp8moe.decode.arguments import Call, GenerateArguments, integer, parse, parse_prefix
+from fp8moe.decode.attention import NAME as FLASH
+from fp8moe.decode.cache import has_states
+from fp8moe.decode.generation import Generation
+from fp8moe.decode.model_use import ModelState, TurnLock, check_eval, ranks_of, refits_of
+from fp8moe.decode.prefill import MOST_GRAPH_TOKENS, Prefix, compile_for_prompts
+from fp8moe.decode.probe import (
+    check_batch_invariance,
+    check_model,
+    device_of,
+    find_capabilities,
+)
+from fp8moe.decode.requests import ROWS_PER_NEWCOMER, Result, run
+from fp8moe.decode.stats import Records, Stats, cache_bytes, pool_bytes
+from fp8moe.decode.step import Capabilities, Step, capture_stream
+from fp8moe.hf.fused import FusedModule, find_fused
+from fp8moe.quant.formats import ceil_div
+from fp8moe.runtime import config
+from fp8moe.runtime.checks import describe
+
+
+class GraphDecoder:
+    """Generates with a causal language model of transformers, one CUDA graph replay per token.
+
+    The decode step (one token per sequence: the model, the choice of the token, end-of-sequence bookkeeping) is
+    captured once for each of ``batch_sizes`` with a static cache; a step then costs the CPU one graph launch. The
+    prompt is read into the same cache, eagerly, or a short one from graphs of its own (`short_prompts`). Nothing in
+    the step depends on host values: lengths, masks, expert routing and sampling parameters are read on the device,
+    so they may differ at every replay. A batch is padded up to the next captured size with copies of its first
+    sequence, which choose the same experts and so read no further weights.
+
+    Where the model is on a CPU the same step runs without a graph; the results are the same.
+
+    On a GPU flash attention reads the cache where it lies, without a mask and without repeating the key heads, if it
+    serves the model: 16-bit dtypes, keys and values of one size up to 256, no soft cap, sinks or position bias, no
+    masks but causal and sliding ones. Otherwise the model's own attention does. ``attention`` is "flash", or which
+    other it is and why.
+
+    Memory: each batch size has a cache of its own of ``max_length`` tokens a sequence, also for layers with a sliding
+    window (the mask cuts the window); the graphs share one memory pool. Closing or deleting the decoder frees both.
+
+    Made inside of `fp8moe.batch_invariant`, or with FP8MOE_BATCH_INVARIANT=1, a sequence has the same tokens and
+    logarithms of probabilities whatever else is in its batch; it is to be called inside too. That needs flash
+    attention. torch.autocast changes nothing in it.
+
+    The graphs read the weights where they lay at the capture: `fp8moe.refit` puts new ones there. After moving or
+    changing them otherwise make a new decoder; `generate` raises RuntimeError until then. Threads may share a decoder:
+    their calls take turns. A stream or run holds its turn until it ends or is closed.
+
+    ``model.generate(..., custom_generate=decoder)`` works too: see `__call__`.
+
+    Where several ranks hold the model together, by tensor or expert parallelism, each makes a decoder and the same
+    calls with the same prompts and arguments. They get the same tokens and end at the same step. A rank that leaves a
+    stream or run before the others do leaves them waiting.
+
+    Args:
+        model: a causal language model of transformers in eval mode, all of it on one device, with attention
+            implementation "sdpa" or "eager" (for "eager" transformers 5.17 copies a constant from the host, which
+            cannot be captured). On a GPU its experts need an implementation that can be captured, such as "fp8moe"
+            (fp8moe.hf.register); "eager" experts read the routing on the host.
+        batch_sizes: of the captured steps; any smaller batch is served by the next larger one.
+        max_length: most tokens of a sequence, prompt and answer together.
+        capture: False runs the step without a graph on a GPU too.
+        fuse: the parts of the model that surround its experts run in fp8moe's kernels where it has known code, as
+            after `fp8moe.hf.optimize`, in the decoder's own steps and prompts; outside of them
+            the model stays as it is. For that FP8 weights of projections that read the same input move next to each
+            other. ``fused`` lists the modules. False: none.
+        prefill_chunk: columns of a batch of prompts that are read at a time, which bounds the memory that they take.
+            None: chosen from the free memory. Models that cannot go on from their cache with several tokens, as some
+            with linear attention, read a prompt in one piece.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the model cannot be captured; says why. The model reads a few
+            tokens to see that its step, with a static cache, gives the logits that it gives without a cache.
+        RuntimeError: the capture itself failed.
+    """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("GraphDecoder cannot be copied or pickled: its graphs are those of one process; make another")
+
+    @torch.inference_mode(False)  # whatever the caller's mode: what is kept here must stay writable outside it
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch_sizes: Sequence[int] = (1,),
+        max_length: int,
+        capture: bool = True,
+        fuse: bool = True,
+        prefill_chunk: int | None = None,
+    ):
+        if not isinstance(batch_sizes, Iterable):
+            raise TypeError(f"batch_sizes: expected a sequence of integers, got {batch_sizes!r}")
+        sizes = sorted({integer("batch_sizes", size) for size in batch_sizes})
+        if not sizes or sizes[0] < 1:
+            raise ValueError(f"batch_sizes: expected one or more positive integers, got {tuple(batch_sizes)}")
+        self.max_length = integer("max_length", max_length)
+        if self.max_length < 2:
+            raise ValueError(f"max_length: expected at least 2, got {max_length}")
+        self.prefill_chunk = None if prefill_chunk is None else integer("prefill_chunk", prefill_chunk)
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk: expected at least 1, got {prefill_chunk}")
+        self.device = device_of(model)
+        self.captured = capture and self.device.type == "cuda"
+        check_model(model, self.captured)
+        self.model = model
+        self.ranks = ranks_of(model)
+        self.batch_sizes = tuple(sizes)
+        self._lock = TurnLock()
+        self._batch_invariant = config.settings.batch_invariant
+        self._records = Records()
+        self._pool: tuple[int, int] | None = None
+        self._reader: Step | None = None
+        with self.on_device():
+            self.capabilities = self._find_capabilities(fuse)
+        self.fused: tuple[FusedModule, ...] = self.capabilities.fused or ()
+        self.steps = {size: self.step_of(size, self.max_length) for size in sizes}
+        if self._batch_invariant:
+            check_batch_invariance(model, self.attention, any(has_states(step.cache) for step in self.steps.values()))
+        if self.captured:
+            self._capture()
+            compile_for_prompts(self.device.index, self.batch_sizes[-1] * self.max_length)
+        self._state = ModelState(model)
+        refits_of(model).captures.add(self._state)
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        max_new_tokens: int,
+        attention_mask: Tensor | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
+        pad_token_id: int | None = None,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        seed: int | Iterable[int] | None = None,
+        streamer: Any = None,
+        stop_strings: str | Iterable[str] | None = None,
+        tokenizer: Any = None,
+        prefix: Prefix | None = None,
+        return_logprobs: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the prompts, each followed by its continuation, as ``model.generate`` does.
+
+        input_ids: (B, L) integers. Shorter prompts are padded on the left.
+        attention_mask: (B, L), 0 where a prompt is padded. None: where it has the pad token, if that is no end token;
+            otherwise none is padded.
+        eos_token_id: a sequence ends after any of these tokens. None: those of ``model.generation_config``; (): none.
+        pad_token_id: what follows the end of a sequence while others go on. None: that of ``model.generation_config``,
+            else the first end token.
+        do_sample: False: the most probable token. True: a random one of those that top_k, top_p and min_p leave, as
+            transformers defines them, with probabilities at this temperature (below 1e-5: as without do_sample). What
+            is None comes from ``model.generation_config``; what is None there too is off.
+        repetition_penalty: above 1, logits of tokens in the prompt or the answer are divided by it, or multiplied where
+            they are negative, as by transformers. presence_penalty: subtracted from logits of tokens in the answer.
+            Both also without do_sample; there only the first comes from ``model.generation_config``, too.
+        seed: an integer of 64 bits for all sequences, or one for each. What a sequence draws depends on its own seed
+            and logits alone: the same prompt twice in a batch gives the same answer twice if the seed is one integer.
+            None: PyTorch's default generator draws one for each, on several ranks that of the first.
+        streamer: of transformers, such as TextStreamer: gets the prompts, then the tokens (B,) of each step.
+        stop_strings: a sequence ends after the token that completes one of these in the text of ``tokenizer``. None:
+            those of ``model.generation_config``.
+        prefix: of `prefix`: the prompts follow it. It is not in what is returned.
+        return_logprobs: also return the logarithms of the probabilities that the model gave the new tokens, (B, n)
+            float32, before penalties, temperature and filters; 0 after the end of a sequence.
+        Integers may be of any kind: Python's, numpy's, tensors of one element.
+        Returns (B, L + n) int64 on the device of ``input_ids``; n is max_new_tokens, or less if every sequence ended.
+
+        Raises TypeError or ValueError for wrong arguments: more than max_length tokens, more sequences than the largest
+        captured batch, padding on the right; ValueError for settings of ``model.generation_config`` that would change
+        tokens and are not applied (suppress_tokens, bad_words_ids, min_length, num_beams...), or if the model is in
+        training mode; NaNLogits, a ValueError with what was generated, if the logits of a sequence become NaN.
+        RuntimeError if the weights have changed since the capture otherwise than by a complete `fp8moe.refit`, or
+        change meanwhile, or the decoder is closed.
+        """
+        arguments = GenerateArguments(
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            attention_mask=attention_mask,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            seed=seed,
+            streamer=streamer,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            prefix=prefix,
+            return_logprobs=return_logprobs,
+        )
+        return self._generate(parse(self, arguments, self.model.generation_config))
+
+    def stream(self, input_ids: Tensor, **kwargs: Any) -> Iterator[Tensor]:
+        """Yield the new tokens of each step, (B,) int64 on the device of ``input_ids``, until every sequence has ended.
+
+        After its end a sequence has pad tokens. Arguments and errors are those of `generate`, but for return_logprobs;
+        what is wrong is raised here, what happens on the way from the iterator. A step is yielded while the GPU is at
+        work on the next one. Leaving the loop or closing the iterator frees the decoder.
+        """
+        arguments = GenerateArguments.bind(input_ids=input_ids, **kwargs)
+        call = parse(self, arguments, self.model.generation_config)
+        if call.return_logprobs:
+            raise ValueError("return_logprobs: stream yields tokens alone; generate returns logprobs")
+        return self._stream(call)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def prefix(self, input_ids: Tensor) -> Prefix:
+        """Read the beginning of many prompts once: (n,) or (1, n) integers. For `generate`, `stream` and `run`.
+
+        What `generate` returns after it is what it returns for the whole prompt, without the prefix. It holds keys,
+        values and states of n tokens, in memory of its own, and serves this decoder until the weights change.
+
+        Raises TypeError or ValueError for other tensors, for no room after it, and for a model that cannot read several
+        tokens after others. RuntimeError as `generate`.
+        """
+        with self.turn(), self.on_device():
+            return Prefix(self, parse_prefix(self, input_ids))
+
+    def run(
+        self, requests: Iterable[Mapping[str, Any]], *, progress: bool | Callable[[int, int | None], None] | None = None
+    ) -> Iterator[tuple[int, Result]]:
+        """Serve many requests over the rows of the largest batch: one that ends frees its row for one that waits.
+
+        requests: dicts of `generate`'s arguments, each for one prompt, input_ids (length,). The iterable may be lazy
+            and have no end: no more are taken than can wait. A streamer gets its prompt, then its tokens one by one;
+            what it raises ends the run.
+        progress: True for a bar on standard error; or a function, given the number of results and of requests, None
+            where that is not known.
+
+        Yields (index of the request, new tokens (n,) without padding) as they end, with return_logprobs (index,
+        (tokens, logprobs)). A request that is refused, or whose logits become NaN, gives (index, ValueError), and the
+        others go on. A request's tokens do not depend on the others but for rounding. Closing the iterator, or leaving
+        the loop and dropping it, frees the rows.
+
+        Raises TypeError for wrong arguments, ValueError for a model whose rows cannot have lengths of their own;
+        the iterator RuntimeError as `generate`.
+        """
+        if isinstance(requests, Mapping | str | Tensor) or not isinstance(requests, Iterable):
+            raise TypeError(
+                f"requests: expected an iterable of dicts of generate's arguments, got {describe(requests)}"
+            )
+        if not (progress is None or isinstance(progress, bool) or callable(progress)):
+            raise TypeError(f"progress: expected True, False, None or a callable, got {describe(progress)}")
+        if not self.capabilities.ragged:
+            raise ValueError(
+                f"model: the rows of a batch of {type(self.model).__name__} cannot have lengths of their own, which "
+                "run needs; generate serves it"
+            )
+        return run(self, requests, progress)
+
+    def stats(self) -> Stats:
+        """Return calls, tokens, times and memory so far: see `stats.Stats`. Waits for nothing but ended calls."""
+        return self._records.stats(cache_bytes(step.cache for step in self.steps.values()), pool_bytes(self._pool))
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *,
+        generation_config: Any,
+        logits_processor: Iterable[Callable] = (),
+        stopping_criteria: Iterable[Callable] = (),
+        streamer: Any = None,
+        stop_strings: str | Iterable[str] | None = None,
+        tokenizer: Any = None,
+        presence_penalty: float | None = None,
+        seed: int | Iterable[int] | None = None,
+        prefix: Prefix | None = None,
+        return_logprobs: bool = False,
+        **model_arguments: Any,
+    ) -> Any:
+        """Generate for ``model.generate(..., custom_generate=decoder)``, which calls this with what it has prepared.
+
+        Settings come from ``generation_config``; presence_penalty, seed, prefix and return_logprobs may be given to
+        ``model.generate`` as well. It passes no tokenizer on: for stop strings give it
+        ``custom_generate=functools.partial(decoder, tokenizer=tokenizer, stop_strings=...)``.
+
+        Returns what `generate` does; with return_dict_in_generate the tokens are in a GenerateDecoderOnlyOutput.
+
+        Raises ValueError naming what is not served: another model, beams, several sequences for a prompt, logits
+        processors and stopping criteria that `generate` has no argument for, scores, model arguments.
+        """
+        if model is not self.model:
+            raise ValueError(f"custom_generate: this decoder was made for another {type(self.model).__name__}")
+        custom_generate.check_processors(logits_processor, generation_config)
+        custom_generate.check_criteria(stopping_criteria, generation_config)
+        callers = custom_generate.streamer_of_caller()  # has been given the prompts
+        arguments = replace(
+            custom_generate.translate(input_ids, generation_config, model_arguments),
+            streamer=streamer or callers,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            presence_penalty=presence_penalty,
+            seed=seed,
+            prefix=prefix,
+            return_logprobs=return_logprobs,
+        )
+        call = parse(self, arguments, generation_config)
+        result = self._generate(replace(call, streamer_has_prompts=callers is not None))
+        return custom_generate.as_output(result) if generation_config.return_dict_in_generate else result
+
+    def close(self) -> None:
+        """Free the graphs and the caches."""
+        with self._lock:
+            self._release()
+
+    def __del__(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        # The constructor may have raised before these were set.
+        for step in (*getattr(self, "steps", {}).values(), getattr(self, "_reader", None)):
+            if step is not None:
+                step.release()
+        self.steps = {}
+        self._reader = self._pool = None
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for this thread's turn. Raises RuntimeError or ValueError if the decoder or its model is not ready."""
+        with self._lock:
+            if not self.steps:
+                raise RuntimeError("the decoder is closed")
+            if config.settings.batch_invariant != self._batch_invariant:
+                made = "inside" if self._batch_invariant else "outside"
+                raise RuntimeError(f"the decoder was made {made} of fp8moe.batch_invariant(): call it there too")
+            check_eval(self.model)
+            refits = refits_of(self.model)
+            refits.check(refits.count)
+            if self.captured and (change := self._state.change(self.model)):
+                raise RuntimeError(f"{change} since the capture: make a new GraphDecoder")
+            yield
+
+    def step_of(self, size: int, max_length: int) -> Step:
+        """Make a step that is not captured, with a cache of its own."""
+        return Step(self.model, size, max_length, self.device, self.capabilities, self.prefill_chunk)
+
+    def reader(self) -> Step | None:
+        """Return the step that reads short prompts from graphs for `run`; None where none can be captured."""
+        if self._pool is not None and self._reader is None:
+            size = ceil_div(self.batch_sizes[-1], ROWS_PER_NEWCOMER)
+            self._reader = self.step_of(size, MOST_GRAPH_TOKENS // size)
+            self._reader.keep_short_prompts(capture_stream(torch.cuda.current_device()), self._pool)
+        return None if self._reader is None or self._reader.short_prompts is None else self._reader
+
+    @contextmanager
+    def on_device(self, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+        """Make the model's device the current one, and on it this stream, with torch.autocast off, as in a capture."""
+        current: AbstractContextManager[Any] = nullcontext()
+        if self.device.type == "cuda":
+            current = torch.cuda.device(self.device) if stream is None else torch.cuda.stream(stream)
+        with current, torch.autocast(self.device.type, enabled=False):
+            yield
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _generate(self, call: Call) -> Tensor | tuple[Tensor, Tensor]:
+        with self.turn(), self.on_device(), self._generation(call) as generation:
+            if call.streamer is None and call.stop is None:
+                generation.run()
+            else:
+                for _ in generation.follow():
+                    pass
+            tokens, logprobs = generation.result()
+        return (tokens, logprobs) if call.return_logprobs else tokens
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _stream(self, call: Call) -> Iterator[Tensor]:
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        with self.turn(), self._generation(call) as generation:
+            steps = generation.follow()
+            while True:
+                with self.on_device(stream):  # only here: the caller's own is in force while it holds the tokens
+                    tokens = next(steps, None)
+                    if tokens is None:
+                        generation.result()  # raises if logits became NaN
+                        return
+                yield tokens
+
+    def _generation(self, call: Call) -> Generation:
+        size = next(size for size in self.batch_sizes if size >= len(call.tokens))
+        return Generation(self.steps[size], call, self._records)
+
+    def _find_capabilities(self, fuse: bool) -> Capabilities:
+        """Find the model's capabilities, with flash attention where it serves the model."""
+        flash = FLASH if self.device.type == "cuda" else None
+        fused = (find_fused(self.model) or None) if fuse else None
+        capabilities, refusals = find_capabilities(self.model, self.device, self.captured, flash, fused)
+        if fused and not capabilities.fused:
+            name = type(self.model).__name__
+            warnings.warn(f"GraphDecoder: {name} runs unfused: {refusals['fused']}", stacklevel=3)
+        own = self.model.config.get_text_config(decoder=True)._attn_implementation
+        self.attention = "flash" if capabilities.attention else f"{own}: {refusals.get('attention', 'on a GPU only')}"
+        return capabilities
+
+    def _capture(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        with self.on_device(), torch.no_grad():
+            stream = capture_stream(torch.cuda.current_device())
+            # The largest first: the smaller ones then find room in the pool.
+            for size in reversed(self.batch_sizes):
+                try:
+                    self.steps[size].capture(stream, self._pool)
+                    self.steps[size].keep_short_prompts(stream, self._pool)
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"the decode step of {type(self.model).__name__} cannot be captured for batch size {size}: "
+                        f"{error}"
+                    ) from error

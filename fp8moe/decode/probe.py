@@ -1,0 +1,266 @@
+"""Whether a model can be decoded: what its modules say, and what its decode step gives for a few tokens."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.decode.cache import STATES
+from fp8moe.decode.model_use import check_eval
+from fp8moe.decode.step import PLAIN, Capabilities, Step, positions_of, vocabulary
+from fp8moe.decode.transfers import HostReads
+from fp8moe.hf import versions
+from fp8moe.hf.fused import Optimized
+from fp8moe.runtime.checks import FLOATING
+
+PADDING = 2
+PROMPT = 8
+"""Tokens of the probe's prompt, with those of the padding on its left."""
+CHUNK = 5
+NEW = 3
+
+
+def device_of(model: Any) -> torch.device:
+    """Return the one device that a model lies on. Raises TypeError or ValueError for others."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a causal language model of transformers, got {type(model).__name__}")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise ValueError(f"model: expected all of it on one device, got {sorted(map(str, devices))}")
+    device = devices.pop()
+    if device.type == "meta":
+        raise ValueError("model: expected weights in memory, they are on the meta device")
+    return device
+
+
+_MIXING = ("DogeCDMoE",)  # routers of transformers that mix the tokens of a call, which it keeps for old checkpoints
+
+
+def check_model(model: Any, captured: bool) -> None:
+    """Raise TypeError or ValueError for a model whose modules show that it cannot be decoded, or captured."""
+    name = type(model).__name__
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise TypeError(f"model: expected a causal language model, got {name}")
+    positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not positions or versions.cache_name(model.forward) is None:
+        raise TypeError(f"model: expected a model whose forward takes a cache and position_ids, got {name}")
+    _check_scales(model)
+    check_eval(model)
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"model: its attention implementation is {attention!r}; GraphDecoder runs 'sdpa' and 'eager' "
+            "(model.set_attn_implementation('sdpa'))"
+        )
+    for path, module in model.named_modules():
+        kinds = getattr(module, "rope_type", ())
+        kinds = set(kinds.values() if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else [])
+        if kinds & {"dynamic", "longrope"}:
+            raise ValueError(f"model: {path} changes its frequencies on the host as the sequence grows ({kinds})")
+        if type(module).__name__ in _MIXING:
+            raise ValueError(
+                f"model: {path} ({type(module).__name__}) routes a token by others of the same call, of other "
+                "sequences too, and calls of a decoder are others than the model's own"
+            )
+        if captured and _is_experts(module) and module.config._experts_implementation == "eager":
+            raise ValueError(
+                f"model: {path} runs the experts implementation 'eager', which reads the routing on the host and "
+                "cannot be captured; call fp8moe.hf.register() and "
+                "model.set_experts_implementation('fp8moe')"
+            )
+
+
+def _check_scales(model: Any) -> None:
+    """Raise ValueError for a model whose quantized weights transformers has loaded as if their codes were values."""
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    quantized = any(getattr(config, "quantization_config", None) is not None for config in configs)
+    has_codes = any(parameter.dtype.itemsize == 1 for parameter in model.parameters())
+    if quantized and not has_codes and getattr(model, "hf_quantizer", None) is None:
+        raise ValueError(
+            f"model: {type(model).__name__} has a quantization_config, but none of its weights is quantized, as where "
+            "transformers does not know the method and leaves the scales out; load it with "
+            "fp8moe.hf.load_model, or take quantization_config from model.config if its weights "
+            "are right"
+        )
+
+
+def check_batch_invariance(model: Any, attention: str, states: bool) -> None:
+    """Raise ValueError for a model that cannot be batch invariant.
+
+    attention: "flash", or another and why. states: some layers keep states of linear attention.
+    """
+    name = type(model).__name__
+    if attention != "flash":
+        raise ValueError(f"model: {name} cannot be batch invariant, as it is without flash attention ({attention})")
+    if states:
+        raise ValueError(f"model: {name} cannot be batch invariant, as it has layers of linear attention")
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Return whether transformers' use_experts_implementation made its forward."""
+    return hasattr(module, "has_gate") and hasattr(getattr(module, "config", None), "_experts_implementation")
+
+
+def find_capabilities(
+    model: Any, device: torch.device, captured: bool, flash: str | None, fused: Optimized | None = None
+) -> tuple[Capabilities, dict[str, str]]:
+    """Find capabilities with which the model gives the right logits, and why those that were tried are not among them.
+
+    flash: the name of the attention to try. fused: modules to try in fp8moe's kernels.
+    Raises the ValueError of `check_step` if the model is not even right with none: its own forwards and attention, rows
+    of one length and prompts in one piece.
+    """
+    best = Capabilities(flash, ragged=True, chunked_prefill=True, fused=fused)
+    if _refusal(model, device, captured, best) is None:
+        return best, {}
+    capabilities, refusals = PLAIN, {}
+    check_step(model, device, captured, capabilities)
+    for name, value in best._asdict().items():
+        better = capabilities._replace(**{name: value})
+        refusal = None if better == capabilities else _refusal(model, device, captured, better)
+        if refusal is None:
+            capabilities = better
+        else:
+            refusals[name] = str(refusal)
+    return capabilities, refusals
+
+
+def _refusal(model: Any, device: torch.device, captured: bool, capabilities: Capabilities) -> ValueError | None:
+    """Return why they are not right, for two sequences of tokens: with one, rounding alone may be the reason."""
+    refusal = None
+    for beginning in (0.25, 0.3):
+        try:
+            check_step(model, device, captured, capabilities, beginning)
+        except ValueError as error:
+            refusal = error
+        else:
+            return None
+    return refusal
+
+
+@torch.no_grad()
+def check_step(
+    model: Any, device: torch.device, captured: bool, capabilities: Capabilities = PLAIN, beginning: float = 0.25
+) -> None:
+    """Run a few tokens through a decode step of its own, and the same tokens through the model at once.
+
+    Where rows may have lengths of their own, the step has two of them, taken over from other steps. Where prompts come
+    in chunks, so does this one. beginning: of the tokens, as a share of the vocabulary.
+
+    Raises ValueError if the step cannot run; if it is to be captured and reads values on the host; or if, after each
+    new token, its logits are too far from those of the whole sequence: by a share of what remembering nothing but that
+    token would make. Rounding, and experts chosen otherwise in a near tie, stay below that at least once.
+    """
+    name = type(model).__name__
+    tokens, mask = _sequence(vocabulary(model), device, beginning)
+    begins = (0, PROMPT // 2) if capabilities.ragged else (0,)
+    sizes = (2, 1, 1) if capabilities.ragged else (1,)
+    steps = [Step(model, size, PROMPT + NEW, device, capabilities, CHUNK) for size in sizes]
+    try:
+        stepwise, reads = _with_cache(steps, tokens, mask, begins)
+        wholes = [_without_cache(model, tokens[:, begin:], mask[:, begin:]) for begin in begins]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"model: {name} cannot run a decode step ({type(error).__name__}: {reason})") from error
+    if captured and reads:
+        raise ValueError(
+            f"model: the decode step of {name} cannot be captured, it reads values on the host "
+            f"({', '.join(sorted(set(reads)))})"
+        )
+    for logits, (whole, alone) in zip(stepwise, wholes, strict=True):
+        if logits.dtype not in FLOATING:
+            raise ValueError(f"model: the logits of {name} are {logits.dtype}, expected bfloat16, float16 or float32")
+        if whole.isnan().any():
+            raise ValueError(f"model: the logits of {name} are NaN")
+        parts = [slice(1, None)]  # after each new token
+        if capabilities != PLAIN:
+            parts.append(slice(1))  # after the prompt, which is not read by the model's own code alone
+        if logits.shape != whole.shape or any(_far(logits[part], whole[part], alone[part]) for part in parts):
+            raise ValueError(
+                f"model: with a static cache the logits of {name} are not those that it gives without a cache: what it "
+                "has read it keeps elsewhere, or not at all"
+            )
+    if capabilities.chunked_prefill and _forgets_states(model, tokens, capabilities):
+        raise ValueError(f"model: {name} forgets its states of linear attention when it reads several tokens")
+
+
+def _far(stepwise: Tensor, whole: Tensor, alone: Tensor) -> bool:
+    """Return whether the step is far from the whole sequence after every token."""
+    # In 16 bits a deep model of random weights multiplies rounding errors until they are as large as the context.
+    tolerance = 0.25 if whole.dtype.itemsize > 2 else 0.8
+    rounding = torch.finfo(whole.dtype).eps ** 0.5
+    stepwise, whole, alone = map(_comparable, (stepwise, whole, alone))
+    limit = torch.maximum(tolerance * (whole - alone).norm(dim=-1), rounding * whole.norm(dim=-1))
+    return bool(((stepwise - whole).norm(dim=-1) > limit).all())
+
+
+def _sequence(size: int, device: torch.device, beginning: float) -> tuple[Tensor, Tensor]:
+    """Make tokens (1, PROMPT + NEW) from the middle of a vocabulary, which has special ones at its ends; their mask."""
+    tokens = torch.linspace(int(size * beginning), size * 3 // 4, PROMPT + NEW, device=device).long()[None]
+    mask = torch.ones_like(tokens)
+    mask[:, :PADDING] = 0
+    return tokens, mask
+
+
+def _without_cache(model: Any, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the logits (1 + NEW, vocabulary) after the prompt and each new token: of all, and of that token alone."""
+    positions = positions_of(mask)
+    whole = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits[0, -1 - NEW :]
+    last = tokens[:, -1 - NEW :].T, positions[:, -1 - NEW :].T
+    alone = model(input_ids=last[0], position_ids=last[1], use_cache=False).logits[:, 0]
+    return whole, alone
+
+
+def _with_cache(steps: list[Step], tokens: Tensor, mask: Tensor, begins: tuple[int, ...]) -> tuple[Tensor, list[str]]:
+    """Compute the logits (rows, 1 + NEW, vocabulary) of the first step, and what its last run read on the host.
+
+    Each row reads the prompt from another token on, in another step if there are several.
+    """
+    step, *others = steps
+    device = tokens.device
+    prompt, shown = tokens[:, :PROMPT], mask[:, :PROMPT].bool()
+    logits = []
+    for reader, begin in zip(others or [step], begins, strict=True):
+        reader.start(1, PROMPT - begin, shown[:, begin:], [], 0)
+        logits.append([reader.prefill(prompt[:, begin:], shown[:, begin:])])
+    if others:
+        step.start(len(begins), 1, None, [], 0)
+    for row, (other, begin) in enumerate(zip(others, begins, strict=bool(others))):
+        rows = torch.tensor([0, row], device=device)
+        step.adopt(rows[1:], other, rows[:1], PROMPT - begin)
+    for new in tokens[0, PROMPT:]:
+        step.tokens.fill_(new)
+        with HostReads(device) as reads:
+            after = step.read()
+        for row, values in zip(logits, after.split(1), strict=True):
+            row.append(values)
+    return torch.stack([torch.cat(row) for row in logits]), reads.operations
+
+
+def _forgets_states(model: Any, tokens: Tensor, capabilities: Capabilities) -> bool:
+    """Return whether a second chunk of a prompt ignores states of the first one: then NaN in them does not reach it.
+
+    In 16 bits, or where other layers remember, the logits alone would not tell.
+    """
+    for kind in STATES:
+        step = Step(model, 1, PROMPT, tokens.device, capabilities)
+        step.start(1, PROMPT, None, [], 0)
+        step.read_several(tokens[:, :CHUNK], 0, 0, False)
+        states = [state for layer in step.cache.layers for state in getattr(layer, kind, {}).values()]
+        states = [state for state in states if state is not None]
+        for state in states:
+            state.fill_(torch.nan)
+        if states and not step.read_several(tokens[:, CHUNK:PROMPT], CHUNK, CHUNK, False).isnan().any():
+            return True
+    return False
+
+
+def _comparable(logits: Tensor) -> Tensor:
+    """Return logits in float32, without the huge negative values of tokens that a model never chooses."""
+    logits = logits.float()
+    return logits.masked_fill(logits.abs() > 1e4, 0)

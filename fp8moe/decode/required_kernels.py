@@ -1,0 +1,86 @@
+"""The kernels that a model needs under GraphDecoder, found on any machine, without its weights."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8moe.decode import attention
+from fp8moe.decode.probe import find_capabilities
+from fp8moe.decode.step import Step
+from fp8moe.hf.fused import find_fused
+from fp8moe.hf.skeleton import skeletons
+from fp8moe.kernels.decoder_ops import router
+from fp8moe.kernels.gemm.warmup import Family, families
+from fp8moe.layers import experts_source
+from fp8moe.layers.warmup import lengths
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.runtime.jit import KernelSpec
+from fp8moe.runtime.record import Recorder, reserved
+
+_CPU = torch.device("cpu")
+
+
+class RequiredKernels(NamedTuple):
+    """kernels: those that were launched. families: of GEMMs, each with its rows for one token."""
+
+    kernels: set[KernelSpec]
+    families: dict[Family, int]
+
+
+def required_kernels(configs: Iterable[Any], batch_sizes: Sequence[int], tokens: int, num_sms: int) -> RequiredKernels:
+    """Find what models of these configurations of transformers launch, in a process of its own (see `runtime.record`).
+
+    batch_sizes: of decode steps. tokens: of the longest prompts that are read at once. num_sms: of the GPU.
+
+    Prompts of 1, 2, 4 and so on tokens are read: a kernel other than a GEMM serves all numbers of tokens, or some that
+    one of these is among. Raises ValueError for a model that `skeletons` or GraphDecoder refuses.
+    """
+    models = [model for config in configs for model in skeletons(config)]
+    recorder = Recorder(num_sms)
+    # PyTorch's own kernels need a GPU, or on a CPU hours.
+    attention._flash_attention = _no_flash_attention
+    F.scaled_dot_product_attention = _no_attention
+    F.linear = lambda x, weight, bias=None: torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
+    experts_source.Weight.quantize = _of_the_first_expert(experts_source.Weight.quantize)
+    router._gemm = lambda x, weight: x.new_zeros((len(x), len(weight)), dtype=torch.float32)
+    with torch.no_grad():
+        for model in models:
+            _run(model, {1, *batch_sizes}, lengths(tokens))
+    return RequiredKernels(set(recorder.kernels), dict(families))
+
+
+def _run(model: Any, batch_sizes: Iterable[int], lengths: Iterable[int]) -> None:
+    """Run one decode step for each batch size, and one prompt for each length."""
+    capabilities, _ = find_capabilities(model, _CPU, False, attention.NAME, find_fused(model) or None)
+    for size in batch_sizes:
+        step = Step(model, size, 2, _CPU, capabilities)
+        step.start(size, 1, None, [], 0)
+        step.advance()
+    for count in lengths:
+        step = Step(model, 1, count, _CPU, capabilities)
+        step.start(1, count, None, [], 0)
+        step.read_several(torch.zeros(1, count, dtype=torch.int64), 0, 0, False)
+
+
+def _no_flash_attention(query: Tensor, *others: Any) -> Tensor:
+    return torch.zeros_like(query)
+
+
+def _no_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+
+
+def _of_the_first_expert(quantize: Callable[..., FP8Tensor]) -> Callable[..., FP8Tensor]:
+    """Make a Weight.quantize that quantizes the first expert alone and reserves memory for all."""
+
+    def quantized(weight: experts_source.Weight, scale_format: str) -> FP8Tensor:
+        if isinstance(weight.fused, FP8Tensor):
+            return weight.fused
+        first = quantize(replace(weight, parts=weight.parts[:1]), scale_format)
+        return FP8Tensor(*(reserved((len(weight.parts), *part.shape[1:]), part.dtype) for part in first))
+
+    return quantized

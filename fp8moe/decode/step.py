@@ -1,0 +1,428 @@
+"""The decode step of one batch size: one token for each sequence, with nothing that depends on the host."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows, used_by
+from fp8moe.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
+from fp8moe.decode.model_use import ranks_of, refits_of
+from fp8moe.decode.prefill import Prefix, ShortPrompts, columns_at_a_time
+from fp8moe.decode.transfers import integers_on
+from fp8moe.hf import versions
+from fp8moe.hf.fused import Optimized
+from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState, Sequences, sample_next
+from fp8moe.runtime import config
+from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
+
+WARM_UP_RUNS = 3
+PENALTIES = ("repetition_penalty", "presence_penalty")  # these change greedy decoding too
+NAMES = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Parameters of one sequence, with the values that `SamplingState` gives them. The default is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+
+
+GREEDY = Sampling()
+
+
+class Capabilities(NamedTuple):
+    """What a model can do in a decoder, as `probe.find_capabilities` finds it out.
+
+    attention: implementation that reads the cache, None for the model's own.
+    ragged: the rows of a batch may have lengths of their own.
+    chunked_prefill: a call may read several tokens after others.
+    fused: modules that run in fp8moe's kernels meanwhile; None: the model's own forwards do.
+    """
+
+    attention: str | None = None
+    ragged: bool = False
+    chunked_prefill: bool = False
+    fused: Optimized | None = None
+
+
+PLAIN = Capabilities()
+
+
+class Step:
+    """The cache of a batch, the tensors that the step reads and writes in place, and its graph.
+
+    tokens, positions (B, 1): what the model reads. columns (B,): the column of the cache where that token goes.
+    begin (B,): how many columns of the row's prompt are padding; with flash attention they are the first ones.
+    mask (B, max_length): False where the prompt is padded; the causal mask hides the columns that are still to come.
+    generated, logprobs (B, max_length): of row b the first count[b] are known, and `pad` and 0 follow.
+    limit (B,): a row ends with its limit[b]-th new token. ends (B, vocabulary): or after one of these tokens.
+    finished (B,): the row has ended. failed (B,): because its logits were NaN.
+    sampling: how the next token is chosen. prefill_chunk: columns of a prompt at a time; None: as the memory allows.
+    graph: of the step. short_prompts: those of prompts. None without graphs.
+    refits: of the model. begun: their count when the sequences began.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        size: int,
+        max_length: int,
+        device: torch.device,
+        capabilities: Capabilities = PLAIN,
+        prefill_chunk: int | None = None,
+    ):
+        if capabilities.ragged:
+            take_offsets_of_rows()
+        self.model = model
+        self.size = size
+        self.capabilities = capabilities
+        self.prefill_chunk = prefill_chunk
+        self.ranks = ranks_of(model)
+        self.position = CachePosition(size, device, capabilities.ragged)
+        self.cache = static_cache(model.config, max_length, self.position)
+        integers = partial(torch.zeros, dtype=torch.int64, device=device)
+        booleans = partial(torch.zeros, dtype=torch.bool, device=device)
+        self.tokens = integers(size, 1)
+        self.positions = integers(size, 1)
+        self.columns = self.position.columns
+        self.begin = integers(size)
+        self.mask = ~booleans(size, max_length)
+        self.generated = integers(size, max_length)
+        self.logprobs = torch.zeros(size, max_length, device=device)
+        self.count = integers(size)
+        self.limit = integers(size)
+        self.finished = booleans(size)
+        self.failed = booleans(size)
+        self.ends = booleans(size, vocabulary(model))
+        self.pad = integers(1)
+        self.sampling = empty_state(size, vocabulary(model), device)
+        self.sequences = Sequences(
+            self.tokens.squeeze(1),
+            *(self.generated, self.logprobs, self.count, self.finished, self.failed, self.limit, self.ends, self.pad),
+        )
+        self.metadata = AttentionMetadataBuilder(self.begin, self.columns, max_length, self.ranks.key_heads)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.short_prompts: ShortPrompts | None = None
+        self.refits = refits_of(model)
+        self.begun = self.refits.count
+
+    def start(
+        self,
+        batch: int,
+        length: int,
+        mask: Tensor | None,
+        ends: list[int],
+        pad: int,
+        samplings: Sequence[Sampling] = (),
+    ) -> None:
+        """Set everything for a batch of prompts of `length` columns; rows from `batch` on are copies of row 0.
+
+        Copies choose the same tokens and experts, so they read no further weights. samplings: of each sequence; ():
+        greedy.
+        """
+        self.begun = self.refits.count
+        reset(self.cache, masked=self.capabilities.attention is None)  # a NaN that is masked would stay
+        self.mask.fill_(True)
+        if mask is None:
+            self.begin.zero_()
+        else:
+            self.mask[:, :length] = self.rows(mask)
+            torch.sum(~self.mask, 1, out=self.begin)
+        for tensor in (self.columns, self.count, self.logprobs, self.finished, self.failed, self.ends):
+            tensor.zero_()
+        self.generated.fill_(pad)
+        self.limit.fill_(self.generated.shape[1])
+        self.ends.index_fill_(1, integers_on(self.ends.device, ends), True)
+        self.pad.fill_(pad)
+        self.samplings = [*samplings, *samplings[:1] * (self.size - len(samplings))]
+        for tensor, greedy in zip(self.sampling, empty_state(1, vocabulary(self.model), self.pad.device), strict=True):
+            tensor.copy_(greedy.expand_as(tensor))
+
+    def check_weights(self) -> None:
+        """Raise RuntimeError if the model has been refitted since the sequences began, or is being refitted.
+
+        Before a step, and where what it made has been read: another thread may have begun a refit while it ran.
+        """
+        self.refits.check(self.begun)
+
+    def fit(self, tokens: Tensor, mask: Tensor | None, room: int) -> tuple[Tensor, Tensor | None]:
+        """Pad prompts (batch, length) and their mask for `start` and `prefill`, where these have a graph for it.
+
+        room: most columns.
+        """
+        return (tokens, mask) if self.short_prompts is None else self.short_prompts.fit(tokens, mask, room)
+
+    def prefill(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None = None) -> Tensor:
+        """Read prompts (batch, length), after a prefix if there is one; return the logits (B, vocabulary) after them.
+
+        Raises ValueError for a prefix that this model or these prompts cannot follow.
+        """
+        self.check_weights()
+        tokens = self.rows(tokens)
+        self._note_prompts(tokens, None if mask is None else self.rows(mask), prefix)
+        start: int | None = 0
+        if prefix is not None:
+            tokens, start = prefix.put(self, tokens, mask)
+        padded = mask is not None
+        known = 0 if prefix is None else prefix.length
+        count = tokens.shape[1]
+        at_a_time = self._chunk(known + count)
+        if padded and prefix is None and count <= at_a_time:
+            graphs = self.short_prompts
+            graphed = graphs is not None and count in graphs.columns
+            return graphs.read(tokens, self.read_padded) if graphed else self.read_padded(tokens)
+        for first in range(0, count, at_a_time):
+            piece = tokens[:, first : first + at_a_time]
+            logits = self.read_several(piece, None if start is None else start + first, known + first, padded)
+        return logits
+
+    def _chunk(self, end: int) -> int:
+        """Return how many columns to read at a time, of prompts that end at this column."""
+        if not self.capabilities.chunked_prefill:
+            return end
+        columns = self.prefill_chunk
+        if columns is None:
+            masked, device = self.capabilities.attention is None, self.columns.device
+            free = columns_at_a_time(self.model, self.size, end, device, masked=masked, ranks=self.ranks.most)
+            columns = self.ranks.least(free, device)
+        return max(columns, 2)  # one token alone is a decode step's, which has no padding
+
+    def read_several(self, tokens: Tensor, start: int | None, before: int, padded: bool) -> Tensor:
+        """Read tokens (B, T) of prompts, from column `start` on if all rows share it; after at most `before` others."""
+        count = tokens.shape[1]
+        end = before + count
+        self.position.next_call(count, start, end)
+        mask = self.mask[:, :end].long() if padded else None
+        if start is None:
+            new = self.columns[:, None] + torch.arange(count, device=tokens.device)
+            positions = (new - self.begin[:, None]).clamp(min=0)
+        elif mask is not None:
+            positions = positions_of(mask)[:, start:]
+        else:
+            positions = torch.arange(start, end, device=tokens.device).expand(self.size, count)
+        logits = self._run(tokens, positions, mask, whole=start == 0 and not padded)
+        self.columns.add_(count)
+        return logits
+
+    def read_padded(self, tokens: Tensor) -> Tensor:
+        """Read whole prompts (B, T), of which `begin` says how many columns are padding.
+
+        Where kernels read the cache, prompts move to the left of their padding, which then ends up in columns that are
+        still to come: their attention is plainly causal, and cuDNN's takes half the time of one that knows lengths.
+        """
+        if self.capabilities.attention is None or not self.capabilities.ragged or config.settings.batch_invariant:
+            return self.read_several(tokens, 0, 0, True)
+        count = tokens.shape[1]
+        self.position.next_call(count, 0, count)
+        column = torch.arange(count, device=tokens.device)
+        last = count - 1 - self.begin[:, None]
+        tokens = tokens.gather(1, (column + self.begin[:, None]).clamp(max=count - 1))
+        self.begin.zero_()
+        self.mask.fill_(True)
+        logits = self._run(tokens, column.expand(self.size, count), None, whole=True, last=last)
+        self.columns.add_(last[:, 0] + 1)
+        return logits
+
+    def replay(self) -> None:
+        """Decode one more token for each sequence."""
+        self.check_weights()
+        if self.graph is None:
+            self.advance()
+        else:
+            self.graph.replay()
+
+    def advance(self) -> None:
+        self.accept(self.read())
+
+    def read(self) -> Tensor:
+        """Read `tokens`; return the logits (B, vocabulary) after them."""
+        self.position.next_call()
+        torch.sub(self.columns[:, None], self.begin[:, None], out=self.positions)
+        logits = self._run(self.tokens, self.positions, self.mask)
+        self.columns.add_(~self.finished if self.capabilities.ragged else 1)
+        return logits
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        *,
+        whole: bool = False,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """The logits (B, vocabulary) after the last token of each row, or after token last[b, 0], last (B, 1)."""
+        options = {versions.cache_name(self.model.forward): self.cache, "use_cache": True}
+        if (
+            last is None
+            and tokens.shape[1] > 1
+            and "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        ):
+            options["logits_to_keep"] = 1
+        configs = (self.model.config, self.model.config.get_text_config(decoder=True))
+        if any(getattr(one, "output_router_logits", False) for one in configs):
+            options["output_router_logits"] = False  # the loss of routers wants a mask of the tokens alone
+        self.metadata.next_call(whole=whole)
+        fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
+        rows = nullcontext() if last is None else _head_reads(self.model, last)
+        with used_by(self.model, self.capabilities.attention, self.metadata), fused, linears_by_fixed_rows(), rows:
+            logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=mask, **options).logits
+        if last is not None and logits.shape[1] > 1:  # the model does not call its output layer as a module
+            return logits.gather(1, last[..., None].expand(-1, -1, logits.shape[-1]))[:, 0]
+        return logits[:, -1]
+
+    def accept(self, logits: Tensor) -> None:
+        """Choose the next token of each sequence."""
+        sample_next(logits, self.sampling, self.sequences)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Pad (batch, ...) to (size, ...) with copies of row 0."""
+        missing = self.size - len(values)
+        return torch.cat([values, values[:1].expand(missing, *values.shape[1:])]) if missing else values
+
+    def adopt(self, rows: Tensor, source: Self, chosen: Tensor, length: int) -> None:
+        """Go on here, in `rows` (n,), with the sequences in the rows `chosen` (n,) of another step of the model.
+
+        length: no sequence of them has a token in that column or after it.
+        """
+        self.begun = min(self.begun, source.begun)
+        copy_rows(self.cache, self.size, rows, source.cache, chosen, length)
+        self.mask.index_fill_(0, rows, True)
+        copied = [(getattr(self, name), getattr(source, name)) for name in _ROW_TENSORS]
+        for target, values in [*copied, *zip(self.sampling, source.sampling, strict=True)]:
+            values = values.index_select(0, chosen)
+            if target.dim() > 1:  # one of them may be wider
+                width = min(target.shape[1], values.shape[1])
+                target, values = target[:, :width], values[:, :width]
+            target.index_copy_(0, rows, values)
+
+    def leave(self, rows: Tensor) -> None:
+        """Free these rows: each then sees one column."""
+        if self.capabilities.attention is None:
+            clear_rows(self.cache, rows)  # they may hold NaN, and masked values are multiplied by 0
+        self.finished.index_fill_(0, rows, True)
+        for tensor in (self.columns, self.begin, self.count, self.failed):
+            tensor.index_fill_(0, rows, 0)
+
+    def clear(self) -> None:
+        """Free all rows, for `adopt` to fill."""
+        self.start(self.size, 1, None, [], 0)
+        self.finished.fill_(True)
+
+    def _note_prompts(self, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> None:
+        """Begin each sequence in the state of sampling; greedy ones, as `start` left it, need no prompt."""
+        if prefix is not None:
+            before = prefix.tokens.expand(len(tokens), -1)
+            tokens = torch.cat([before, tokens], dim=1)
+            mask = None if mask is None else torch.cat([torch.ones_like(before, dtype=torch.bool), mask], dim=1)
+        for row, sampling in enumerate(self.samplings):
+            if sampling != GREEDY:
+                write(self.sampling, row, sampling, tokens[row], None if mask is None else mask[row])
+
+    def keep_short_prompts(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+        """Read short prompts from graphs, where rows may be padded as is convenient."""
+        if self.capabilities.attention is not None and self.capabilities.ragged and not has_states(self.cache):
+            self.short_prompts = ShortPrompts(self.size, self.prefill_chunk, stream, pool)
+
+    def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):  # allocates the cache, compiles kernels, fills PyTorch's own workspaces
+                self.start(self.size, 1, None, [], 0)
+                self.advance()  # the first token takes other branches of linear attention than later ones,
+                self.advance()  # whose are captured
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on calling CUDA.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self.advance()
+        self.graph = graph
+
+    def release(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+        if self.short_prompts is not None:
+            self.short_prompts.release()
+
+
+@contextmanager
+def _head_reads(model: Any, rows: Tensor) -> Iterator[None]:
+    """Let the output layer read one token of each sequence only; rows (B, 1) int64: which."""
+    head = model.get_output_embeddings()
+
+    def choose(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *others = inputs
+        return hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1])), *others
+
+    hook = head.register_forward_pre_hook(choose, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+_ROW_TENSORS = (
+    *("tokens", "columns", "begin", "mask", "generated", "logprobs", "count", "limit"),
+    *("finished", "failed", "ends"),
+)
+
+
+def vocabulary(model: Any) -> int:
+    return model.config.get_text_config(decoder=True).vocab_size
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Return positions (B, L) of tokens, counted as generate() does; mask (B, L) of integers: 0 for padding."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all decoders' captures: cuBLAS keeps a workspace for every stream that it was called on."""
+    return torch.cuda.Stream(device)
+
+
+def empty_state(size: int, vocabulary: int, device: torch.device) -> SamplingState:
+    """Make the state of `size` greedy sequences without a prompt."""
+
+    def filled(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((size,), value, dtype=dtype, device=device)
+
+    greedy = Sampling()
+    return SamplingState(
+        **{name: filled(getattr(greedy, name), torch.float32) for name in NAMES if name != "top_k"},
+        top_k=filled(greedy.top_k, torch.int32),
+        seed=filled(greedy.seed, torch.int64),
+        step=filled(0, torch.int64),
+        seen=torch.zeros(size, vocabulary, dtype=torch.uint8, device=device),
+    )
+
+
+def write(state: SamplingState, row: int, sampling: Sampling, prompt_ids: Tensor, mask: Tensor | None = None) -> None:
+    """Begin a sequence in a row: its parameters, and its prompt as the tokens that were seen.
+
+    prompt_ids (L,), mask (L,): False where the prompt is padded. Waits for nothing on the device.
+    """
+    for name in (*NAMES, "seed"):
+        getattr(state, name)[row].fill_(getattr(sampling, name))
+    state.step[row].zero_()
+    vocabulary = state.seen.shape[1]
+    # The last column takes the padding, and tokens that the model reads but has no logits for.
+    ids = prompt_ids.clamp(max=vocabulary)
+    if mask is not None:
+        ids = ids.masked_fill(~mask, vocabulary)
+    seen = torch.zeros(vocabulary + 1, dtype=torch.uint8, device=ids.device)
+    state.seen[row].copy_(seen.index_fill_(0, ids, IN_PROMPT)[:vocabulary])

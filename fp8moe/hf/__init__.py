@@ -1,0 +1,8 @@
+"""transformers models on fp8moe's kernels: experts, FP8 linears, indexers, and a loader that needs no GPU."""
+
+from fp8moe.hf.fused import optimize
+from fp8moe.hf.load import load_model
+from fp8moe.hf.registration import register
+from fp8moe.hf.reporting import ModuleReport, report
+
+__all__ = ["ModuleReport", "load_model", "optimize", "register", "report"]

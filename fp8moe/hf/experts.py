@@ -1,0 +1,151 @@
+"""transformers' experts on GroupedExperts: the implementation of experts that `register` makes known to it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.hf.name import NAME
+from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.kernels.experts.operands import Norm
+from fp8moe.layers import experts_source
+from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.master import Fingerprint
+from fp8moe.layers.parameters import local
+from fp8moe.quant.formats import BLOCK
+from fp8moe.runtime import autograd
+
+
+def experts_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    residual: Tensor | None = None,
+    groups: Tensor | None = None,
+    rows: Tensor | None = None,
+    norm: Norm | None = None,
+) -> Tensor | tuple[Tensor, Normed | None]:
+    """What transformers calls as the forward of its experts modules, with the arguments of `GroupedExperts.forward`.
+
+    ``self`` may hold the experts of one rank only. Where `fp8moe.distributed.ExpertParallel` has spread them, arguments
+    and result are those of all experts. Otherwise experts of other ranks have an index outside the range, as
+    transformers gives them the index num_experts, and add nothing.
+    """
+    layer = cached_layer(self)
+    # The layer is frozen: a backward must say that weights which require gradients get none.
+    trained = [weight for weight in _weights(self) if weight.requires_grad]
+    if not trained:
+        inputs, order = (hidden_states, top_k_index, top_k_weights), {"groups": groups, "rows": rows}
+        if norm is None:
+            return layer(*inputs, residual=residual, **order)
+        return layer.forward_with_norm(*inputs, norm, residual=residual, **order)
+    name = (
+        f"experts_implementation={NAME!r} of {type(self).__name__} (to train its weights, put "
+        "GroupedExperts.from_experts(module, master_dtype=...) in its place)"
+    )
+    inputs = (hidden_states, top_k_index, top_k_weights)
+    out = autograd.run(lambda *args: layer(*args[: len(inputs)]), name, *inputs, *trained)
+    out = out if residual is None else residual + out
+    return out if norm is None else (out, None)
+
+
+def cached_layer(module: nn.Module) -> GroupedExperts:
+    """The frozen layer that is cached beside an experts module of transformers, made anew when its weights change."""
+    cached = module.__dict__.get("_fp8moe")
+    # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
+    if cached is None or cached.layer is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
+        cached = module.__dict__["_fp8moe"] = None  # frees the old copy before there is a new one
+        cached = module.__dict__["_fp8moe"] = _make_cached(module)
+    return cached.layer
+
+
+def refresh(module: nn.Module) -> None:
+    """Bring the layer that is cached beside a module up to date, in its own memory, which graphs may read.
+
+    Call it under torch.no_grad.
+    """
+    cached = module.__dict__.get("_fp8moe")
+    if cached is None or cached.layer is None or cached.is_of(module):
+        return
+    for old, new in zip(cached.layer.parameters(), grouped_experts(module).parameters(), strict=True):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+    cached.weights = Fingerprint(_weights(module))
+
+
+class _CachedLayer:
+    """A GroupedExperts beside the module that it was made from. Copies and files of that module leave it out."""
+
+    def __init__(self, layer: GroupedExperts | None = None, weights: Fingerprint | None = None):
+        self.layer = layer
+        self.weights = weights
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether the layer was made from the weights that the module has now, as far as anything shows.
+
+        Weights may be exchanged for an evaluation where nothing does: with another mode it is made anew.
+        """
+        same_mode = self.layer is not None and self.layer.training == module.training
+        return same_mode and self.weights is not None and self.weights.matches(_weights(module))
+
+    def __reduce__(self):
+        return _CachedLayer, ()
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [value for value in module._parameters.values() if value is not None]
+
+
+@torch.compiler.disable
+def _make_cached(module: nn.Module) -> _CachedLayer:
+    return _CachedLayer(grouped_experts(module), Fingerprint(_weights(module)))
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why `grouped_experts` refuses the module, or None. Reads no weights: asks a twin without data."""
+    try:
+        grouped_experts(_without_data(module))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def grouped_experts(module: nn.Module) -> GroupedExperts:
+    """A frozen layer of the experts that are on this rank."""
+    try:
+        if getattr(module, "block_size", ()) is None:
+            raise ValueError(f"module: one scale per tensor; expected blocks of {BLOCK}x{BLOCK}")
+        layer = GroupedExperts.from_source(experts_source.read(_on_this_rank(module))).train(module.training)
+        layer.parallel = getattr(module, "_fp8moe_parallel", None)
+        return layer
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{type(module).__name__} cannot run with experts_implementation={NAME!r}: {error}"
+        ) from error
+
+
+def _without_data(module: nn.Module) -> nn.Module:
+    """The module with its tensors on the meta device, in plain dictionaries: those of offloaded modules load them."""
+    tensors = {
+        kind: {name: value if value is None else value.to("meta") for name, value in getattr(module, kind).items()}
+        for kind in ("_parameters", "_buffers")
+    }
+    inner = {name: part if part is None else _without_data(part) for name, part in module._modules.items()}
+    return _twin(module, **tensors, _modules=inner)
+
+
+def _on_this_rank(module: nn.Module) -> nn.Module:
+    """The module with its parameters, or with their local parts where they are DTensors."""
+    parameters = {name: value if value is None else local(value) for name, value in module._parameters.items()}
+    return _twin(module, _parameters=parameters)
+
+
+def _twin(module: nn.Module, **attributes: Any) -> nn.Module:
+    """A second object with the attributes of the module, but for these: FSDP2's modules cannot be copied."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = {**vars(module), **attributes}
+    return twin

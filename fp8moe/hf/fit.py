@@ -1,0 +1,256 @@
+"""Which weights of a checkpoint transformers can have in FP8, found out before anything is quantized.
+
+Its from_pretrained is rehearsed with tensors on the meta device: it tells which weights it would not find modules or
+scales for. Importing this imports transformers.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import FineGrainedFP8Config
+
+from fp8moe.hf.architecture import construction_lock, empty_model, locate, read_config, reason_of
+from fp8moe.hf.experts import refusal
+from fp8moe.hf.versions import ShapesBeforeLoading
+from fp8moe.layers.replaced import casts_to_weight
+from fp8moe.quant.formats import BLOCK
+from fp8moe.weights.expert_names import GATE_UP, parse_fused
+from fp8moe.weights.formats import DTYPES, SCALE, Layout, weight_of
+from fp8moe.weights.gpt_oss import as_stored
+from fp8moe.weights.match import state_of
+from fp8moe.weights.quantize import Fit, OutputPlan
+from fp8moe.weights.read import CheckpointError
+
+_EXPERTS = ".experts"  # the end of the names of modules that transformers makes its FP8 experts of
+
+
+def fit_to_transformers(plan: OutputPlan, wanted: Set[str]) -> Fit:
+    """The part of a plan that transformers can have in FP8, and what of ``wanted`` it has as fused experts.
+
+    wanted: tensors that may become FP8. Fused experts that transformers renames, such as Granite's, get the names of
+    its model, which it reads, too: it would not rename their scales.
+
+    Where transformers cannot make the model, nothing is checked, and a note says so.
+
+    Raises CheckpointError if transformers could not load what would be written.
+    """
+    try:
+        fitting = _Fitting(plan)
+    except ValueError as error:
+        return Fit(plan, notes=[f"not checked against transformers: {error}"])
+    fitting.add_renamed_experts(wanted)
+    fitting.keep_what_has_no_fp8_form()
+    fitting.keep_what_would_not_load()
+    return fitting.fit
+
+
+class _Fitting:
+    def __init__(self, plan: OutputPlan):
+        self.source = plan.source
+        self.fit = Fit(plan)
+        self.model = empty_model(read_config(plan.source))
+        self.modules = dict(self.model.named_modules())
+        self.locations = locate(self.model, plan.source.tensors)
+        self.biased: set[str] = set()  # modules of experts that transformers' FP8 experts cannot stand for
+        unquantized = {name: info.spec for name, info in as_stored(plan.source).tensors.items()}
+        try:
+            self.known = _rehearse(self.model, unquantized, None)
+        except Exception as error:
+            raise ValueError(f"it cannot load {plan.source.directory} ({reason_of(error)})") from error
+
+    def add_renamed_experts(self, wanted: Set[str]) -> None:
+        quantized = dict(self.fit.plan.quantized)
+        for name in sorted(wanted - quantized.keys()):
+            location = self.locations[name]
+            fused = location.converter is None and parse_fused(location.key, self.source.tensors[name].shape)
+            if fused and location.key not in {*self.source.tensors, *quantized.values()}:
+                quantized[name] = location.key
+        self.fit.plan = replace(self.fit.plan, quantized=quantized)
+
+    def keep_what_has_no_fp8_form(self) -> None:
+        """Keep weights unquantized that are not, as they are in the checkpoint, those of a linear or of experts."""
+        state = state_of(self.model)
+        uses = Counter(id(value) for value in state.values())
+        in_float32 = self.model._get_dtype_plan(torch.float16)
+        for name in sorted(self.fit.plan.quantized):
+            key, converter = self.locations[name].key, self.locations[name].converter
+            if key not in state:
+                continue  # transformers does not read it
+            module, _, parameter = key.rpartition(".")
+            linear = type(self.modules[module]) is nn.Linear and parameter == "weight"
+            experts = module.endswith(_EXPERTS) and parse_fused(key, tuple(state[key].shape)) is not None
+            if converter is not None:
+                steps = ", ".join(type(step).__name__ for step in converter.operations)
+                self._keep(module, f"transformers converts it when it loads it ({steps}), but not its scales")
+            elif uses[id(state[key])] > 1:
+                self._keep(module, "tied to another weight")
+            elif any(f".{pattern}." in f".{key}." for pattern in in_float32):
+                self._keep(module, "transformers keeps it in float32")
+            elif not linear and not experts:
+                self._keep(module, f"of class {type(self.modules[module]).__name__}, without an FP8 form")
+            elif casts_to_weight(self.model, module):
+                self._keep(module, "the model casts its input to the dtype of its weight")
+            elif experts and f"{key}_bias" in state:
+                reason = refusal(self.modules[module])
+                if reason is not None:
+                    self._keep(module, reason)
+                else:
+                    self.biased.add(module)
+        if self.biased:
+            self.fit.notes.append(
+                f"{len(self.biased)} experts modules have biases: load_model loads them, transformers' from_pretrained "
+                "has no FP8 experts with biases"
+            )
+
+    def keep_what_would_not_load(self) -> None:
+        """Keep modules unquantized as long as transformers would find anything missing, left over or misshapen."""
+        while new := self._complaints():
+            before = len(self.fit.plan.unconverted)
+            for key, kind in sorted(new.items()):
+                module = self._module_of(key)
+                if module is not None:
+                    self._keep(module, f"transformers would call its {key.rpartition('.')[2]} {kind}")
+            if len(self.fit.plan.unconverted) == before:
+                self._refuse(f"{key}: {kind} when transformers loads the result" for key, kind in sorted(new.items()))
+
+    def _complaints(self) -> dict[str, str]:
+        """What transformers would say of the result that it does not say of the source."""
+        plan = self._without_biased(self.fit.plan)
+        try:
+            report = _rehearse(self.model, plan.layout, plan.quantization_config)
+        except Exception as error:
+            experts = {name for name in self.modules if name.endswith(_EXPERTS)} - plan.unconverted
+            if not experts:
+                self._refuse([f"transformers cannot load this model with FP8 weights ({reason_of(error)})"])
+            for module in experts:
+                self._keep(module, f"transformers cannot make FP8 experts of it ({reason_of(error)})")
+            return self._complaints()
+        new = {key: kind for key, kind in report.items() if key not in self.known and weight_of(key) not in self.known}
+        without_room = {key for key, kind in new.items() if kind == "mismatched" and self._has_half_blocks(key)}
+        if without_room == new.keys() != set():
+            self.fit.notes.append(
+                f"{len(without_room)} experts modules have an intermediate size that is no multiple of {BLOCK}: "
+                "load_model loads them, transformers' from_pretrained has no room for their scales"
+            )
+        return {key: kind for key, kind in new.items() if key not in without_room}
+
+    def _without_biased(self, plan: OutputPlan) -> OutputPlan:
+        """The plan with experts that have biases as they are in the source."""
+        quantized = {
+            name: stored
+            for name, stored in plan.quantized.items()
+            if self.locations[name].key.rpartition(".")[0] not in self.biased
+        }
+        unconverted = plan.unconverted | self.biased
+        return replace(plan, source=as_stored(plan.source), quantized=quantized, unconverted=unconverted)
+
+    def _has_half_blocks(self, key: str) -> bool:
+        """Whether this is the scale of gate and up, with a block of transformers' that would have rows of both."""
+        weight = self.model.get_parameter(key.removesuffix(SCALE)) if key.endswith(GATE_UP + SCALE) else None
+        return weight is not None and weight.shape[1] // 2 % BLOCK != 0
+
+    def _module_of(self, key: str) -> str | None:
+        """The linear or experts module that a key of transformers' report is about, also one that it did not rename."""
+        name = weight_of(key)
+        if name in self.locations:
+            key = self.locations[name].key
+        while key:
+            key = key.rpartition(".")[0]
+            if key.endswith(_EXPERTS) or isinstance(self.modules.get(key), nn.Linear):
+                return key
+        return None
+
+    def _keep(self, module: str, reason: str) -> None:
+        plan = self.fit.plan
+        names = {name for name in plan.quantized if self.locations[name].key.rpartition(".")[0] == module}
+        if names:
+            self.fit.kept[module] = reason
+        quantized = {name: stored for name, stored in plan.quantized.items() if name not in names}
+        source = as_stored(plan.source, {name.rpartition(".")[0] for name in names})
+        self.fit.plan = replace(plan, source=source, quantized=quantized, unconverted=plan.unconverted | {module})
+
+    def _refuse(self, problems: Iterable[str]) -> NoReturn:
+        raise CheckpointError(f"cannot quantize {self.source.directory}", problems)
+
+
+_PLAIN, _FP8 = "fp8moe_rehearsal", "fp8moe_fp8_rehearsal"
+
+
+class _OnMeta(ShapesBeforeLoading):
+    """Lets a quantizer work without a GPU and without memory."""
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def update_device_map(self, device_map: Any) -> dict[str, str]:
+        return {"": "meta"}
+
+
+@register_quantizer(_PLAIN)
+class _PlainRehearsal(_OnMeta, HfQuantizer):
+    """Changes nothing."""
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+@register_quantizer(_FP8)
+class _FP8Rehearsal(_OnMeta, FineGrainedFP8HfQuantizer):
+    """Makes the FP8 modules of transformers."""
+
+    def __init__(self, quantization_config: FineGrainedFP8Config, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs | {"pre_quantized": True})
+
+
+for _method in (_PLAIN, _FP8):
+    register_quantization_config(_method)(FineGrainedFP8Config)
+
+
+def _rehearse(model: Any, layout: Layout, quantization: Mapping[str, Any] | None) -> dict[str, str]:
+    """What transformers says of a checkpoint with these tensors: "missing", "unexpected" or "mismatched", by name.
+
+    model: of the same class and configuration; the names are those of its state dict. quantization: what config.json
+    has of it, None for an unquantized checkpoint. Raises what transformers raises.
+    """
+    tensors = {name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta") for name, spec in layout.items()}
+    method = {"quant_method": _PLAIN if quantization is None else _FP8}
+    with construction_lock, _quiet():
+        loaded, report = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=tensors,
+            dtype=torch.get_default_dtype(),
+            quantization_config=FineGrainedFP8Config(**(quantization or {}) | method),
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    mismatched = {name for name, *_ in report["mismatched_keys"]} | loaded.hf_quantizer.changed_shapes(loaded)
+    kinds = {"missing": report["missing_keys"], "unexpected": report["unexpected_keys"], "mismatched": mismatched}
+    return {name: kind for kind, names in kinds.items() for name in names}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Work without transformers' load report, which is about tensors without data, and its progress bar."""
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()

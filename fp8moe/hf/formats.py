@@ -1,0 +1,151 @@
+"""Checkpoints that transformers would not load for fp8moe, or without their scales: refused before they are read."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fp8moe.hf.name import NAME
+from fp8moe.weights.find_format import Found, QuantizedWeight, examine, is_expert
+from fp8moe.weights.formats import SCALE
+from fp8moe.weights.read import CheckpointError, open_checkpoint
+from fp8moe.weights.untrusted import printable
+
+_DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # of NVFP4 it loses a scale
+"""What transformers makes floating-point experts of where these are linears, one by one, by quantization method.
+
+fp8moe runs them on an FP8 copy.
+"""
+_LOADS = "fp8moe.hf.load_model loads it"
+_CONVERTS = "`fp8moe convert` makes FP8 blocks of it"
+_WITHOUT_SCALES = f"from_pretrained would not run {{}} on fp8moe with its scale; {_LOADS}"
+_WITH_BIASES = f"transformers' FP8 experts have no biases, as {{}} has; {_LOADS}"
+_ON_TRITON = (
+    f"from_pretrained would run {{}} on Triton kernels; {_LOADS}, and with "
+    "quantization_config=Mxfp4Config(dequantize=True) from_pretrained makes bfloat16 of it, and fp8moe FP8 of that"
+)
+
+
+def check_formats() -> None:
+    """Have from_pretrained refuse quantized checkpoints that would not get to fp8moe, or not with their scales.
+
+    transformers skips a quantization method that it does not know, and casts FP8 codes to bfloat16 as if they were
+    values. Its FP8 quantizer reports scales of other names as unexpected, and leaves its own as the memory was; its
+    FP8 experts have no biases and no norms. Its MXFP4 quantizer gives GPT-OSS experts of Triton's.
+    """
+    from transformers import PreTrainedModel
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    load, preprocess = PreTrainedModel._load_pretrained_model, HfQuantizer.preprocess_model
+    finalize = PreTrainedModel._finalize_model_loading
+    if hasattr(load, "_fp8moe"):
+        return
+
+    @functools.wraps(load)
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        if checkpoint_files and load_config.hf_quantizer is None:
+            _check(model, checkpoint_files, None)
+        return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    @functools.wraps(preprocess)
+    def preprocess_model(self, model, *args, **kwargs):
+        if kwargs.get("checkpoint_files"):
+            _check(model, kwargs["checkpoint_files"], self)
+        return preprocess(self, model, *args, **kwargs)
+
+    @functools.wraps(finalize)
+    def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
+        report = finalize(model, load_config, loading_info, *args, **kwargs)
+        quantizer = load_config.hf_quantizer
+        if isinstance(quantizer, FineGrainedFP8HfQuantizer) and _runs_experts(model.config):
+            _check_loaded(model, report, quantizer.pre_quantized)
+        return report
+
+    _load_pretrained_model._fp8moe = True
+    PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
+    PreTrainedModel._finalize_model_loading = staticmethod(_finalize_model_loading)
+    HfQuantizer.preprocess_model = preprocess_model
+
+
+def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
+    """ValueError, with the format's name, for weights that would not get to fp8moe with their scales."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    asked = _runs_experts(model.config)
+    fine_grained = isinstance(quantizer, FineGrainedFP8HfQuantizer)
+    if not fine_grained and not asked:
+        return
+    try:
+        found = examine(open_checkpoint(Path(files[0]).parent))
+    except CheckpointError:
+        return  # not safetensors: no format of ours, and transformers says what is wrong
+    method = None if quantizer is None else quantizer.quantization_config.quant_method
+    refused, why = found.weights, f"{_WITHOUT_SCALES}, and {_CONVERTS}" if found.format.exact else _WITHOUT_SCALES
+    if fine_grained:
+        runs = not asked or found.format.loads
+        refused = [
+            weight for weight in found.weights if _is_lost(weight) or not runs or (asked and weight.kind != "fp8-block")
+        ]
+        if not refused:
+            refused, why = [weight for weight in found.weights if _has_bias(weight, found)], _WITH_BIASES
+    elif method == "mxfp4" and any(weight.interleaved for weight in found.weights):
+        dequantized = quantizer.quantization_config.dequantize and found.format.loads
+        refused, why = [] if dequantized else found.weights, _ON_TRITON
+    elif quantizer is not None:
+        known = _DEQUANTIZED.get(method, ())
+        refused = [
+            weight
+            for weight in found.weights
+            if is_expert(weight) and (weight.kind not in known or len(weight.shape) == 3)
+        ]
+    if not refused:
+        return
+    says, weight = f"{found.checkpoint.directory}: {found.format.reason}", refused[0].weight
+    if not found.format.loads:
+        raise ValueError(printable(f"{says}; from_pretrained would not run {weight} on fp8moe"))
+    raise ValueError(printable(f"{says}, where {why.format(weight)}"))
+
+
+def _check_loaded(model: Any, report: Any, pre_quantized: bool) -> None:
+    """ValueError where FP8 modules of transformers have got weights without scales, or experts lack what they need.
+
+    pre_quantized: otherwise the report calls scales missing that transformers has made itself.
+    """
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    unexpected = set(report.unexpected_keys)
+    scales = [name for name in report.missing_keys if name.endswith(SCALE) and pre_quantized]
+    missing = [f"{name}, which is missing" for name in scales]
+    for name in unexpected:
+        of_codes = name.endswith(SCALE) and name.removesuffix(SCALE) not in unexpected
+        if of_codes or isinstance(_owner(model, name), FP8Experts):
+            missing.append(f"{name}, which has no place in its FP8 modules")
+    if missing:
+        why = f"from_pretrained would compute without {min(missing)}; {_LOADS}, or says why not"
+        raise ValueError(printable(f"{model.name_or_path}: {why}"))
+
+
+def _owner(model: Any, name: str) -> Any:
+    """The innermost module there is on the path of a tensor's name."""
+    module = model
+    for part in name.split("."):
+        if part not in module._modules:
+            return module
+        module = module._modules[part]
+    return module
+
+
+def _runs_experts(config: Any) -> bool:
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return any(getattr(part, "_experts_implementation", None) == NAME for part in parts)
+
+
+def _is_lost(weight: QuantizedWeight) -> bool:
+    """Whether transformers' FP8 quantizer would not find the scale under this name."""
+    return weight.scale is None or (weight.has_own_scale and weight.scale.endswith("_scale"))
+
+
+def _has_bias(weight: QuantizedWeight, found: Found) -> bool:
+    """Whether it is one of fused experts with biases."""
+    return f"{weight.weight}_bias" in found.checkpoint.tensors

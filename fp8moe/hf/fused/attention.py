@@ -1,0 +1,195 @@
+"""Attention modules: one projection, then norms of heads, rotary embedding and the cache in one kernel.
+
+What attends is the model's own choice (`model.config._attn_implementation`), called as its own forward calls it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.hf.fused import known_forwards, linears, norms
+from fp8moe.hf.fused.known_forwards import called, form_of, rotates_halves, runs_as_written
+from fp8moe.hf.versions import update_cache
+from fp8moe.kernels.decoder_ops import decode_attention, rotary
+from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.quant.formats import FP8Tensor
+
+WITHOUT_EFFECT = (
+    *("is_causal", "sliding_window", "position_ids", "cache_position", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits"),
+)
+"""Arguments that change nothing for who knows which keys a query sees."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """The keys that the queries of a call see: what GraphDecoder's attention takes as attention_mask.
+
+    transformers passes on whatever its mask function returns, so this comes from there, once for each kind of layer.
+
+    begin, columns (B,) int64: of each row the column of its first token in the cache, and of the first new one.
+    new_tokens: of each row. key_heads, length: of the layer's cache. window: the most keys that a query sees, None for
+    all.
+    sequences (3, B + 1) int32, of several new tokens: the first query, the first key in the cache and the number of
+    keys of each row; the last column ends the queries. whole: the rows have no tokens but the new ones, and no padding.
+    """
+
+    begin: Tensor
+    columns: Tensor
+    new_tokens: int
+    key_heads: int
+    length: int
+    window: int | None
+    sequences: Tensor | None = None
+    whole: bool = False
+
+
+class UnsupportedAttention(ValueError):
+    """Attention that the kernels cannot compute; the message says what of it."""
+
+
+def check_metadata(
+    metadata: Any, dtype: torch.dtype, new: int, key: Tensor, value: Tensor, others: dict[str, Any]
+) -> None:
+    """Raise UnsupportedAttention for what the kernels over a static cache lack.
+
+    new: tokens of each row. key, value (B, key heads, columns, D) of the cache. others: arguments that a model passes
+    to its attention beside these.
+    """
+    key_heads, size = key.shape[1], key.shape[-1]
+    given = sorted(name for name, other in others.items() if other is not None and name not in WITHOUT_EFFECT)
+    if given:
+        raise UnsupportedAttention(f"attention with {', '.join(given)}")
+    if dtype not in decode_attention.DTYPES or value.shape != key.shape:
+        raise UnsupportedAttention(f"{dtype}, keys {tuple(key.shape)} and values {tuple(value.shape)}")
+    if not decode_attention.serves(size):
+        raise UnsupportedAttention(f"heads of {size} values")
+    length = key.stride(1) // size
+    if any(x.stride() != (key_heads * length * size, length * size, size, 1) for x in (key, value)):
+        raise UnsupportedAttention("keys that are no static cache's")
+    known = isinstance(metadata, AttentionMetadata)
+    if not known or (metadata.new_tokens, metadata.key_heads, metadata.length) != (new, key_heads, length):
+        raise UnsupportedAttention(f"{key_heads} key heads of {length} columns, with what is visible of others")
+
+
+def attention_interface(module: nn.Module) -> Callable:
+    """What attends in the module."""
+    return called(module, "ALL_ATTENTION_FUNCTIONS").get_interface(
+        module.config._attn_implementation, called(module, "eager_attention_forward")
+    )
+
+
+def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether `attend` computes what the module does for an input of this dtype."""
+    form = form_of(module, known_forwards.ATTENTION)
+    if form is None or not runs_as_written(module) or not rotates_halves(module) or not position_embeddings:
+        return False
+    cos = position_embeddings[0]
+    if cos.dim() != 3 or cos.dtype is not dtype or not rotary.serves(module.head_dim, cos.shape[-1]):
+        return False
+    return not _has_norms(module, form) or all(norms.serves(part, dtype) for part in (module.q_norm, module.k_norm))
+
+
+def prepare(module: nn.Module) -> str | None:
+    """Move the weights of q, k and v together; what is fused then, None if the module's code is not known."""
+    form = form_of(module, known_forwards.ATTENTION)
+    if form is None or not rotates_halves(module):
+        return None
+    if _has_norms(module, form) and not (runs_as_written(module.q_norm) and runs_as_written(module.k_norm)):
+        return None  # as under transformers' tensor parallelism, which has a forward of its own there
+    together = runs_as_written(module) and linears.pack(_inputs(module))
+    return "q, k and v as one, heads and cache" if together else "heads and cache"
+
+
+def wants_quantized(module: nn.Module) -> bool:
+    """Whether `attend` reads its input in FP8: then it does not read the values."""
+    return all(linears.weights(part) is not None for part in _inputs(module))
+
+
+def attend(
+    module: nn.Module,
+    normed: Normed,
+    lead: torch.Size,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The module's result (B, T, H). normed: of its input's rows, quantized or values; lead: (B, T)."""
+    form = form_of(module, known_forwards.ATTENTION)
+    size = module.head_dim
+    cos, sin = position_embeddings
+    if normed.quantized is None:
+        parts = [part(normed.values) for part in _inputs(module)]
+    else:
+        parts = linears.project(normed.quantized, _inputs(module), cos.dtype)
+    q, k, v = (part.view(*lead, -1, size) for part in parts)
+    past = past_key_values if cache is None else cache
+    layer = _decoder_layer(past, module.layer_idx, k, v)
+    if layer is None:
+        batch, tokens, heads, _ = k.shape
+        keys, values = torch.empty((2, batch, heads, tokens, size), dtype=k.dtype, device=k.device)
+        columns = None
+    else:
+        keys, values, columns = layer.keys, layer.values, layer.position.columns
+    norm = {}
+    if _has_norms(module, form):
+        norm = {
+            "q_weight": module.q_norm.weight,
+            "k_weight": module.k_norm.weight,
+            "eps": module.q_norm.variance_epsilon,
+        }
+    if lead[1] == 1 and layer is not None and isinstance(attention_mask, AttentionMetadata):
+        check_metadata(attention_mask, q.dtype, 1, keys, values, kwargs)
+        new = decode_attention.NewTokens(k[:, 0], v[:, 0], cos[:, 0], sin[:, 0], **norm)
+        output = decode_attention.decode_attention(
+            q[:, 0],
+            keys,
+            values,
+            attention_mask.begin,
+            attention_mask.columns,
+            new=new,
+            window=attention_mask.window,
+            scale=module.scaling,
+            quantized=linears.weights(module.o_proj) is not None,
+            early=True,  # the projection lies between these and the step's begin
+        )
+        if isinstance(output, FP8Tensor):
+            return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)
+        return module.o_proj(output.view(*lead, -1))
+    query = rotary.rotary(q, k, v, cos, sin, keys, values, columns=columns, **norm).transpose(1, 2)
+    if layer is not None:
+        end = layer.position.end
+        keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))
+    elif past is not None:
+        keys, values = update_cache(past_key_values, cache, keys, values, module.layer_idx, kwargs)
+    match form.window:
+        case "module":
+            kwargs["sliding_window"] = module.sliding_window
+        case "config":
+            kwargs["sliding_window"] = getattr(module.config, "sliding_window", None)
+    kwargs |= {"dropout": 0.0, "scaling": module.scaling}
+    output, _ = attention_interface(module)(module, query, keys, values, attention_mask, **kwargs)
+    return module.o_proj(output.reshape(*lead, -1))
+
+
+def _inputs(module: nn.Module) -> tuple[nn.Module, ...]:
+    return module.q_proj, module.k_proj, module.v_proj
+
+
+def _has_norms(module: nn.Module, form: known_forwards.Attention) -> bool:
+    return form.norm == "always" or (form.norm == "if use_qk_norm" and bool(module.use_qk_norm))
+
+
+def _decoder_layer(past: Any, index: int, k: Tensor, v: Tensor) -> Any:
+    """The layer of GraphDecoder's cache that takes k and v (B, T, key heads, D); None if the cache is another's."""
+    layer = next(iter(getattr(past, "layers", ())[index : index + 1]), None)  # some caches add layers later
+    if not hasattr(layer, "position"):
+        return None
+    if not layer.is_initialized:
+        layer.lazy_initialization(k.transpose(1, 2), v.transpose(1, 2))
+    return layer

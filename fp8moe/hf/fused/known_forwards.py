@@ -1,0 +1,157 @@
+"""Which code of transformers a module runs, known by the text of its forward, and whether it runs that alone.
+
+transformers writes the same forward into the file of every model that has it, so a few digests are found in many. A
+digest leaves out annotations, docstrings and decorators; what the forward calls beside its own modules is looked at as
+well.
+"""
+
+import ast
+import functools
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.hf.versions import LATER_DIGESTS
+
+
+@functools.cache
+def digest(function: Callable) -> str:
+    """The digest of the function's code, without its name, annotations, docstring and decorators."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    text = f"({ast.unparse(tree.args)})\n{ast.unparse(ast.Module(body, []))}"
+    value = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return LATER_DIGESTS.get(value, value)
+
+
+def form_of(module: nn.Module, forms: dict[str, Any]) -> Any:
+    """The form among `forms` (digest of a forward -> form) that the module's class has, or None."""
+    try:
+        return forms.get(digest(type(module).forward))
+    except (OSError, TypeError, SyntaxError):  # no source, as of compiled classes
+        return None
+
+
+def called(module: nn.Module, name: str) -> Callable | None:
+    """The function that the module's forward calls as `name`."""
+    return inspect.unwrap(type(module).forward).__globals__.get(name)
+
+
+def rotates_halves(attention: nn.Module) -> bool:
+    """Whether the attention's rotary embedding is that of `kernels.decoder_ops.rotary`."""
+    function = called(attention, "apply_rotary_pos_emb")
+    if function is None or digest(function) not in ROTARY:
+        return False
+    half = inspect.unwrap(function).__globals__.get("rotate_half")
+    return half is not None and digest(half) == ROTATE_HALF
+
+
+_HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def runs_as_written(module: nn.Module) -> bool:
+    """Whether it has no hooks, and the forward of its class or one that `optimize` gave it.
+
+    transformers leaves hooks behind that record outputs; they count while a call asks for these.
+    """
+    own = module.__dict__
+    if ("forward" in own and not is_fused(module)) or any(own[kind] for kind in _HOOKS):
+        return False
+    return all(map(_is_idle, own["_forward_hooks"].values()))
+
+
+def is_cast(weight: Tensor) -> bool:
+    """Whether torch.autocast has the module of this weight run in another dtype."""
+    kind = weight.device.type
+    return not weight.is_meta and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != weight.dtype
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether its forward is one of ours, put there by `optimize`."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func.__module__.startswith(__package__)
+
+
+def _is_idle(hook) -> bool:
+    from transformers.utils import output_capturing
+
+    recorder = hook.__module__ == output_capturing.__name__ and hook.__name__ == "output_capturing_hook"
+    return recorder and output_capturing._active_collector.get() is None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Projections q, k, v and o, rotary embedding.
+
+    norm: of each head's queries and keys, "always", "if use_qk_norm" or "never". window: where the sliding window
+    stands that it hands to the attention, "module", "config" or "nowhere".
+    """
+
+    norm: str
+    window: str
+
+
+@dataclass(frozen=True)
+class Router:
+    """score, and whether the weights are divided by their sum: "always" or "if norm_topk_prob".
+
+    in_float32: logits; otherwise in the dtype of the input. cast: weights to the dtype of the logits. bias: for the
+    choice, and groups of experts.
+    """
+
+    score: str
+    normalize: str
+    in_float32: bool = False
+    cast: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """shared: the name of the shared experts, if it has them. gated: their result is scaled by a sigmoid."""
+
+    shared: str | None = None
+    gated: bool = False
+
+
+# Each digest is followed by a class of transformers that has it; most are in many models.
+RMS_NORM = {"1b07ee1747472a39": True}  # LlamaRMSNorm
+DECODER_LAYER = {
+    "92647791d19bfb72": True,  # Qwen3MoeDecoderLayer
+    "96644274337cc9a1": True,  # MixtralDecoderLayer
+}
+MLP = {"0a08cc4ca23a9a0e": True}  # Qwen3MoeMLP
+ATTENTION = {
+    "ae8de13efb721403": Attention("never", "nowhere"),  # Qwen2MoeAttention
+    "c167ccd9ac50b49b": Attention("always", "module"),  # Qwen3MoeAttention
+    "f646f8be1444751f": Attention("never", "config"),  # MixtralAttention
+    "bcc7d9a8194d1110": Attention("if use_qk_norm", "nowhere"),  # Glm4MoeAttention
+}
+LATENT_ATTENTION = {"7035ce544a77a2ac": "4cf8bd8cc9c9b3aa"}  # DeepseekV3Attention, and its expand_kv
+ROUTER = {
+    "9df852d229406d32": Router("softmax", "if norm_topk_prob"),  # Qwen3MoeTopKRouter
+    "7fb11be956c0942d": Router("softmax", "always"),  # Qwen3VLMoeTextTopKRouter
+    "89372d209011b62d": Router("softmax", "always", cast=False),  # MixtralTopKRouter
+    "df3fd62777ada19f": Router("sigmoid", "if norm_topk_prob", in_float32=True, cast=False, bias=True),  # DeepseekV3
+}
+BLOCK = {
+    "1bb4331ef2d3d098": Block(),  # Qwen3MoeSparseMoeBlock
+    "bf04a7ab1a1de69c": Block(),  # OlmoeSparseMoeBlock
+    "b6f29946c1778188": Block(),  # MixtralSparseMoeBlock
+    "ef217d27435dae99": Block("shared_expert", gated=True),  # Qwen2MoeSparseMoeBlock
+    "e9533d621e160c35": Block("shared_experts"),  # DeepseekV3MoE
+}
+ROTARY = {
+    "15cdd1d7eb945d09": "whole heads",  # of qwen3_moe
+    "4b7dbe68e03c2004": "a part of the heads",  # of glm4_moe
+}
+ROTATE_HALF = "4c77fab22626d7c9"

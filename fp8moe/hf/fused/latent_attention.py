@@ -1,0 +1,198 @@
+"""Multi-head latent attention of DeepSeek-V3: in a decode step over the latents, which no key or value is made of.
+
+For one new token kv_b_proj is absorbed into the query and the result, so that all heads read the cached latents as they
+are: DeepSeek-V2, arXiv:2405.04434, section 2.1.2. For several tokens the latents are expanded, as the module does it.
+"""
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.hf.fused import known_forwards, linears, norms
+from fp8moe.hf.fused.attention import WITHOUT_EFFECT, attention_interface
+from fp8moe.hf.fused.known_forwards import called, form_of, runs_as_written
+from fp8moe.hf.versions import update_cache
+from fp8moe.kernels.decoder_ops.rms_norm import Normed
+from fp8moe.layers.master import Fingerprint
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import dequantize
+
+
+def serves(module: nn.Module, dtype: torch.dtype, position_embeddings: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether `attend` computes what the module does for an input of this dtype."""
+    if not _is_known(module) or not runs_as_written(module):
+        return False
+    return position_embeddings is not None and position_embeddings[0].dtype is dtype
+
+
+def prepare(module: nn.Module) -> str | None:
+    """Move the weights together that read the input; what is fused then, None if the module's code is not known."""
+    if not _is_known(module):
+        return None
+    together = runs_as_written(module) and linears.pack(_inputs(module))
+    return "queries and latents as one, latent attention" if together else "latent attention"
+
+
+def wants_quantized(module: nn.Module) -> bool:
+    """Whether `attend` reads its input in FP8: then it does not read the values."""
+    return all(linears.weights(part) is not None for part in _inputs(module))
+
+
+def attend(
+    module: nn.Module,
+    normed: Normed,
+    lead: torch.Size,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The module's result (B, T, H). normed: of its input's rows, quantized or values; lead: (B, T)."""
+    cos, sin = position_embeddings
+    if normed.quantized is None:
+        q, latent = (part(normed.values) for part in _inputs(module))
+    else:
+        q, latent = linears.project(normed.quantized, _inputs(module), cos.dtype)
+    if module.q_lora_rank is not None:
+        q = _queries(module, q)
+    q = q.view(*lead, -1, module.qk_head_dim).transpose(1, 2)
+    q_pass, q_rot = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+    latent, k_rot = latent.split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
+    latent = module.kv_a_layernorm(latent).view(*lead, -1)[:, None]
+    k_rot = k_rot.view(*lead, -1)[:, None]
+    rotate = "apply_rotary_pos_emb_interleave" if module.config.rope_interleave else "apply_rotary_pos_emb"
+    q_rot, k_rot = called(module, rotate)(q_rot, k_rot, cos, sin)
+    if past_key_values is not None or cache is not None:
+        latent, k_rot = update_cache(past_key_values, cache, latent, k_rot, module.layer_idx, kwargs)
+    weight = None
+    if lead[1] == 1 and _is_plain(module, attention_mask, latent.shape[2], kwargs):
+        weight = _up_weight(module.kv_b_proj, q.dtype)
+    if weight is None:
+        output = _expanded(module, torch.cat((q_pass, q_rot), dim=-1), latent, k_rot, attention_mask, kwargs)
+    else:
+        q = q_pass[:, :, 0], q_rot[:, :, 0]
+        mask = None if attention_mask is None else attention_mask[:, 0]
+        output = _absorbed(*q, latent[:, 0], k_rot[:, 0], weight, mask, module.scaling)
+    return module.o_proj(output.reshape(*lead, -1))
+
+
+def _is_known(module: nn.Module) -> bool:
+    expansion = form_of(module, known_forwards.LATENT_ATTENTION)
+    return expansion is not None and known_forwards.digest(type(module).expand_kv) == expansion
+
+
+def _inputs(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    return module.q_proj if module.q_lora_rank is None else module.q_a_proj, module.kv_a_proj_with_mqa
+
+
+def _queries(module: nn.Module, x: Tensor) -> Tensor:
+    """(M, heads * D) of the result (M, q_lora_rank) of q_a_proj."""
+    norm, project = module.q_a_layernorm, module.q_b_proj
+    if linears.weights(project) is None or not norms.serves(norm, x.dtype):
+        return project(norm(x))
+    normed = norms.norm(norm, x, values=False, quantized=True)
+    return linears.project(normed.quantized, [project], x.dtype)[0]
+
+
+def _is_plain(module: nn.Module, mask: Any, length: int, kwargs: dict[str, Any]) -> bool:
+    """Whether one token attends by softmax alone, over what a mask of transformers' "sdpa" or "eager" shows."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if attention_interface(module) not in (sdpa_attention_forward, called(module, "eager_attention_forward")):
+        return False
+    if any(value is not None and name not in WITHOUT_EFFECT for name, value in kwargs.items()):
+        return False
+    if mask is None:
+        return True
+    if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
+        return False
+    return mask.dim() == 4 and mask.shape[1:] == (1, 1, length)
+
+
+def _expanded(
+    module: nn.Module, query: Tensor, latent: Tensor, k_rot: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> Tensor:
+    """query (B, heads, T, D), latent (B, 1, L, R), k_rot (B, 1, L, D of it) -> (B, T, heads, D of values)."""
+    keys, values = module.expand_kv(latent, k_rot)
+    kwargs = {"dropout": 0.0, "scaling": module.scaling, **kwargs}
+    return attention_interface(module)(module, query, keys, values, mask, **kwargs)[0]
+
+
+def _absorbed(
+    q_pass: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, weight: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attention of one token a row, over the latents.
+
+    q_pass (B, heads, N), q_rot (B, heads, P), latent (B, L, R), k_rot (B, L, P); weight (heads * (N + D), R), of each
+    head those of the keys, then of the values; mask (B, 1, L), True where visible or additive -> (B, heads, D).
+
+    Scores, and their softmax, are float32.
+    """
+    batch, heads, pass_size = q_pass.shape
+    to_keys, to_values = weight.view(heads, -1, weight.shape[1]).tensor_split([pass_size], dim=1)
+    q_latent = torch.bmm(q_pass.transpose(0, 1), to_keys).transpose(0, 1)
+    scores = torch.empty((batch, heads, latent.shape[1]), dtype=torch.float32, device=latent.device)
+    if mask is not None:
+        # A finite smallest value: a row that sees nothing would give NaN.
+        scores.copy_((mask.float() - 1) * torch.finfo(torch.float32).max if mask.dtype is torch.bool else mask)
+    _add_products(scores, q_rot, k_rot, scale, 0 if mask is None else 1)
+    _add_products(scores, q_latent, latent, scale, 1)
+    mean = torch.bmm(scores.softmax(dim=-1).to(latent.dtype), latent)
+    return torch.bmm(mean.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
+
+
+def _add_products(scores: Tensor, query: Tensor, keys: Tensor, scale: float, beta: int) -> None:
+    """scores = beta * scores + scale * query keys^T, of (B, heads, L) float32, (B, heads, D) and (B, L, D)."""
+    keys = keys.transpose(1, 2)
+    if query.is_cuda and query.dtype is not torch.float32:
+        torch.baddbmm(scores, query, keys, torch.float32, beta=beta, alpha=scale, out=scores)
+    else:  # PyTorch has products of 16 bits in float32 on GPUs only
+        torch.baddbmm(scores, query.float(), keys.float(), beta=beta, alpha=scale, out=scores)
+
+
+def _up_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """The weight (N, K) of kv_b_proj in this dtype; None if it is no linear that can be absorbed."""
+    weights = linears.weights(linear)
+    if weights is not None:
+        return None if weights.bias is not None else _dequantized(linear, weights, dtype)
+    if type(linear) is not nn.Linear or not runs_as_written(linear) or linear.bias is not None:
+        return None
+    return linear.weight if type(linear.weight) is nn.Parameter and linear.weight.dtype is dtype else None
+
+
+class _CachedWeight(NamedTuple):
+    values: Tensor
+    weights: Fingerprint
+
+
+_weight_cache: WeakKeyDictionary[nn.Module, _CachedWeight] = WeakKeyDictionary()
+"""Weights of FP8 linears in the dtype of the computation; beside the modules, so that nothing saves or copies them."""
+
+
+@torch.compiler.disable
+@torch.inference_mode(False)
+@torch.no_grad()
+def _dequantized(linear: nn.Module, weights: linears.Weights, dtype: torch.dtype) -> Tensor:
+    """The weight in this dtype, which is cached as long as its FP8 values stay."""
+    sources = weights.data, weights.scale
+    cached = _weight_cache.get(linear)
+    if cached is not None and cached.values.dtype is dtype and cached.weights.matches(sources):
+        return cached.values
+    values = dequantize(FP8Tensor(*sources), dtype=dtype)
+    if values.is_cuda and torch.cuda.is_current_stream_capturing():
+        return values  # they are there when the graph runs, not yet for others
+    if cached is not None and (cached.values.dtype, cached.values.device) == (dtype, values.device):
+        values = cached.values.copy_(values)  # graphs may read it
+    _weight_cache[linear] = _CachedWeight(values, Fingerprint(sources))
+    return values
+
+
+def refresh(linear: nn.Module) -> None:
+    """Bring the copy of this linear's weight up to date, if there is one."""
+    cached = _weight_cache.get(linear) if _weight_cache else None
+    parts = None if cached is None else linears.weights(linear)
+    if parts is not None:
+        _dequantized(linear, parts, cached.values.dtype)

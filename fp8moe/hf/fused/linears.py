@@ -1,0 +1,103 @@
+"""FP8 linears of a model that read the same input: one GEMM where their weights lie next to each other."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.hf.fused.known_forwards import runs_as_written
+from fp8moe.hf.linears import is_routed, refusal
+from fp8moe.kernels.linear.projection import projection
+from fp8moe.layers.linear import FP8Linear
+from fp8moe.quant.formats import BLOCK, FP8Tensor, has_channel_scales
+
+
+class Weights(NamedTuple):
+    """data (N, K) float8_e4m3fn, scale (ceil(N/128), ceil(K/128)) or (N, 1) float32, bias (N,) or None."""
+
+    data: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+def weights(module: nn.Module) -> Weights | None:
+    """The weights of a linear that fp8moe runs in FP8 with nothing around it; None for any other."""
+    if not runs_as_written(module) or getattr(module, "weight_scale_inv", None) is None:
+        return None
+    parts = Weights(module.weight, module.weight_scale_inv, module.bias)
+    if type(module) is not FP8Linear:
+        theirs = type(module).__module__ == "transformers.integrations.finegrained_fp8" and is_routed()
+        block, static = getattr(module, "block_size", None), getattr(module, "activation_scale", None)
+        if not theirs or refusal(parts.data, block, static) or parts.scale.dtype is not torch.float32:
+            return None
+    n, k = parts.data.shape
+    return None if n % 8 or k % 16 else parts
+
+
+def project(x: FP8Tensor, modules: Sequence[nn.Module], dtype: torch.dtype) -> list[Tensor]:
+    """The results (M, N) in `dtype` of FP8 linears on x, data (M, K): of one GEMM if their weights allow it."""
+    parts = [weights(module) for module in modules]
+    whole = joined(parts)
+    if whole is None:
+        return [_projection(x, part, dtype) for part in parts]
+    return list(_projection(x, whole, dtype).split([len(part.data) for part in parts], dim=1))
+
+
+def _projection(x: FP8Tensor, part: Weights, dtype: torch.dtype) -> Tensor:
+    wide = torch.float32 if dtype is torch.float16 else dtype
+    return projection(x, FP8Tensor(part.data, part.scale), part.bias, out_dtype=wide).to(dtype)
+
+
+def joined(parts: Sequence[Weights], *, blocks: bool = True) -> Weights | None:
+    """The weights as one, without a copy; None where they do not lie next to each other.
+
+    blocks: blocks of the scale must not span two parts, as for one GEMM; not needed where each part has its own.
+    """
+    if not _can_be_one(parts, blocks):
+        return None
+    data, scale = _adjacent([part.data for part in parts]), _adjacent([part.scale for part in parts])
+    bias = None if parts[0].bias is None else _adjacent([part.bias for part in parts])
+    if data is None or scale is None or (parts[0].bias is not None and bias is None):
+        return None
+    return Weights(data, scale, bias)
+
+
+def _can_be_one(parts: Sequence[Weights], blocks: bool) -> bool:
+    kinds = {(part.data.shape[1], part.bias is None, has_channel_scales(part.data, part.scale)) for part in parts}
+    blocks = blocks and not has_channel_scales(parts[0].data, parts[0].scale)
+    return len(kinds) == 1 and not (blocks and any(len(part.data) % BLOCK for part in parts[:-1]))
+
+
+def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """One tensor over contiguous parts of one storage that follow each other; None if they are no such parts."""
+    first = parts[0]
+    storage, address = first.untyped_storage().data_ptr(), first.data_ptr()
+    for part in parts:
+        if part.dtype is not first.dtype or part.shape[1:] != first.shape[1:] or not part.is_contiguous():
+            return None
+        if part.untyped_storage().data_ptr() != storage or part.data_ptr() != address:
+            return None
+        address += part.nbytes
+    return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
+def pack(modules: Sequence[nn.Module], *, blocks: bool = True) -> bool:
+    """Move the FP8 linears' weights next to each other, in one allocation for each of weight, scale and bias.
+
+    Names, values and state dict stay; memory holds the weights of these modules twice meanwhile. Returns whether they
+    lie so now: not if the linears are not alike, or with `blocks` their sizes no multiples of 128.
+    """
+    parts = [weights(module) for module in modules]
+    if any(part is None for part in parts) or not _can_be_one(parts, blocks):
+        return False
+    if joined(parts, blocks=blocks) is not None:
+        return True
+    for together in zip(*parts, strict=True):
+        if together[0] is None:
+            continue
+        with torch.no_grad(), torch.inference_mode(False):
+            whole = torch.cat([parameter.detach() for parameter in together])
+            for parameter, part in zip(together, whole.split([len(part) for part in together]), strict=True):
+                parameter.data = part
+    return True

@@ -1,0 +1,170 @@
+"""transformers' indexers of sparse attention on fp8moe's kernels: its selection, scored in FP8."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.hf.versions import CACHE_NAMES
+from fp8moe.kernels.indexer.checks import NUM_HEADS
+from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS
+from fp8moe.kernels.indexer.mqa_logits import mqa_logits
+from fp8moe.layers.mqa_indexer import LOGITS_AT_A_TIME, TRANSFORMERS_CLASSES, interleaves, score_operands
+from fp8moe.quant.formats import FP8Tensor
+from fp8moe.quant.quantize import quantize_1x128
+
+_MODULES = ("deepseek_v32", "glm_moe_dsa")
+_PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids")
+"""And the cache."""
+
+_PACKED_QUERIES = 16
+"""Sequences that have at most so many queries together share a launch: each query is scored with the keys of all."""
+
+_ROW_ALIGNMENT = 16
+"""Bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of it."""
+
+
+def route_indexers() -> None:
+    """Run the indexers of transformers' DeepSeek-V3.2 and GLM-MoE-DSA on fp8moe. A second call changes nothing.
+
+    One that this version of transformers calls with other arguments is left as it is.
+    """
+    for module, name in zip(_MODULES, TRANSFORMERS_CLASSES, strict=True):
+        cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+        if is_routed(cls):
+            continue
+        parameters = tuple(inspect.signature(cls.forward).parameters)
+        if parameters in [(*_PARAMETERS, cache_name) for cache_name in CACHE_NAMES]:
+            cls.forward, cls.__call__ = _routed(cls.forward), _call
+
+
+def is_routed(cls: type[nn.Module]) -> bool:
+    return hasattr(cls.forward, "_fp8moe")
+
+
+def refusal(indexer: nn.Module) -> str | None:
+    """Why a routed indexer stays with transformers, or None for one that runs on fp8moe."""
+    if indexer.n_heads in NUM_HEADS and indexer.head_dim in HEAD_DIMS:
+        return None
+    return (
+        f"{indexer.n_heads} heads of {indexer.head_dim} values; fp8moe runs {_either(NUM_HEADS)} heads of "
+        f"{_either(HEAD_DIMS)}"
+    )
+
+
+def _either(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sizes))
+
+
+_BOUND = ("forward", "_old_forward")
+"""Attributes in which accelerate's hooks leave the bound forward that they found: once removed, and while in force."""
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """nn.Module.__call__ of an indexer; a forward of transformers that is bound to it becomes fp8moe's first."""
+    if is_routed(type(module)):
+        ours = type(module).forward
+        for name in _BOUND:
+            bound = vars(module).get(name)
+            if isinstance(bound, MethodType) and bound.__func__ is ours.__wrapped__:
+                setattr(module, name, MethodType(ours, module))
+    return nn.Module.__call__(module, *args, **kwargs)
+
+
+def _routed(theirs):
+    """transformers' forward of an indexer, with fp8moe's in its place where the sizes are ours."""
+    interleaved = interleaves(theirs)
+
+    @functools.wraps(theirs)
+    @torch.no_grad()
+    def forward(
+        self: nn.Module,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        position_ids: Tensor | None,
+        past_key_values: Any = None,
+        cache: Any = None,
+    ) -> Tensor:
+        past = past_key_values if cache is None else cache
+        if refusal(self) is not None:
+            return theirs(self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past)
+        operands = score_operands(self, hidden_states, q_resid, position_embeddings, interleaved=interleaved)
+        q, weights, k = operands
+        rows = _key_rows(k)
+        if past is not None:
+            rows = _cached(past, self.layer_idx, rows)
+        return _selected(q, weights, rows, attention_mask, self.index_topk)
+
+    forward._fp8moe = True
+    return forward
+
+
+def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, top_k: int) -> Tensor:
+    """What the queries of each sequence select among its keys where the mask lets them, best first.
+
+    q: (B, S, H, D) float8_e4m3fn. weights: (B, S, H) float32. rows: keys as `_key_rows` makes them, (B, T, bytes).
+    attention_mask: broadcast to (B, S, T), bool, or added to the scores.
+    Returns (B, S, min(top_k, T)) int32. As in transformers, a query that sees fewer keys selects masked ones too.
+    """
+    batch, length = q.shape[:2]
+    keys = rows.shape[1]
+    mask = attention_mask.expand(batch, length, keys)
+    selected = torch.empty((batch, length, min(top_k, keys)), dtype=torch.int32, device=q.device)
+    sequences = max(1, _PACKED_QUERIES // max(1, length))
+    queries = max(1, LOGITS_AT_A_TIME // max(1, keys))
+    for first in range(0, batch, sequences):
+        b = slice(first, first + sequences)
+        for first_query in range(0, length, queries):
+            part = b, slice(first_query, first_query + queries)
+            logits = _logits(q[part], weights[part], rows[b])
+            seen = mask[part]
+            logits = torch.where(seen, logits, -torch.inf) if seen.dtype is torch.bool else logits + seen
+            selected[part] = logits.topk(selected.shape[-1], dim=-1).indices.int()
+    return selected
+
+
+def _logits(q: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """The scores of each sequence's queries for its own keys, (B, S, T) float32, in one launch."""
+    batch, length, _, head_dim = q.shape
+    keys = rows.shape[1]
+    starts = (torch.arange(batch, dtype=torch.int32, device=q.device) * keys)[:, None].expand(batch, length).flatten()
+    logits = mqa_logits(
+        *(q.flatten(0, 1), _keys(rows.flatten(0, 1), head_dim), weights.flatten(0, 1), starts, starts + keys),
+        fill_masked=False,
+    )
+    return logits.view(batch, length, batch, keys).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+# Keys in transformers' own cache, which appends, crops, selects and reorders rows: the values of a key and its scale.
+
+
+def _key_rows(k: Tensor) -> Tensor:
+    """Keys (B, S, D) quantized into rows of bytes (B, S, D + 16): E4M3 values, then the float32 scale four times."""
+    data, scale = quantize_1x128(k.flatten(0, 1))
+    scales = scale.expand(-1, _ROW_ALIGNMENT // scale.itemsize).contiguous()
+    return torch.cat((data.view(torch.uint8), scales.view(torch.uint8)), dim=1).unflatten(0, k.shape[:2])
+
+
+def _keys(rows: Tensor, head_dim: int) -> FP8Tensor:
+    """Views of rows (T, D + 16): data (T, D), scale (T,)."""
+    data, scales = rows.split((head_dim, _ROW_ALIGNMENT), dim=1)
+    return FP8Tensor(data.view(torch.float8_e4m3fn), scales.view(torch.float32)[:, 0])
+
+
+def _cached(cache: Any, layer: int, rows: Tensor) -> Tensor:
+    """All rows of the cache after the new ones were added to it."""
+    before = getattr(cache.layers[layer], "indexer_keys", None)
+    if before is not None and before.dtype != rows.dtype:
+        raise ValueError(
+            f"cache: layer {layer} has indexer keys in {before.dtype}, cached before "
+            "fp8moe.hf.register(). This cache cannot be used further: the indexer's keys of the "
+            "new tokens are missing. Start again with a new cache or GraphDecoder (a reset one keeps its buffers)"
+        )
+    return cache.update_indexer(rows, layer)

@@ -1,0 +1,73 @@
+"""What makes transformers' from_pretrained build a model with fp8moe's modules. Importing it imports transformers."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fp8moe.hf.experts import grouped_experts
+from fp8moe.hf.name import NAME
+from fp8moe.layers.linear import FP8Linear
+from fp8moe.layers.parameters import frozen
+
+
+@register_quantization_config(NAME)
+class ReplaceModules(QuantizationConfigMixin):
+    """names: of the modules that become fp8moe's; channels: of those with channel scales. device: of the model."""
+
+    def __init__(self, names: Iterable[str], channels: Iterable[str], device: torch.device):
+        self.quant_method = NAME
+        self.names = list(names)
+        self.channels = list(channels)
+        self.device = device
+
+
+@register_quantizer(NAME)
+class _Quantizer(HfQuantizer):
+    """Puts modules without data into the model while it has none; names and tensors are given to fit them."""
+
+    quantization_config: ReplaceModules
+
+    def update_device_map(self, device_map: Any) -> dict[str, torch.device]:
+        return {"": self.quantization_config.device}
+
+    def update_weight_conversions(self, weight_conversions: list, model: nn.Module | None = None) -> list:
+        return []
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        replace_modules(model, self.quantization_config.names)
+        use_channel_scales(model, self.quantization_config.channels)
+
+    def postprocess_model(self, model: nn.Module, **kwargs: Any) -> None:
+        self.remove_quantization_config(model)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def replace_modules(model: nn.Module, names: Iterable[str]) -> None:
+    """Put an FP8Linear or a GroupedExperts in the place of each of these linears and experts modules.
+
+    Raises TypeError or ValueError for a module that is neither.
+    """
+    for name in names:
+        module = model.get_submodule(name)
+        replace = FP8Linear.from_linear if type(module) is nn.Linear else grouped_experts
+        model.set_submodule(name, replace(module))
+
+
+def use_channel_scales(model: nn.Module, names: Iterable[str]) -> None:
+    """Give modules of fp8moe without data a scale for each output channel in place of those of blocks."""
+    for name in names:
+        module = model.get_submodule(name)
+        for weight, scale in zip(module.weight_names[::2], module.weight_names[1::2], strict=True):
+            value = getattr(module, weight)
+            setattr(module, scale, frozen(torch.empty((*value.shape[:-1], 1), device=value.device)))

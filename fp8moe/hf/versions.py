@@ -1,0 +1,227 @@
+"""All that differs between the supported versions of transformers: 5.17, the oldest, and the newest two, 5.23 and 5.24.
+
+Each part goes with the last version that it names.
+"""
+
+import functools
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.hf.name import NAME
+from fp8moe.weights.formats import SCALE, as_float
+
+# Until 5.23: models take their cache as `past_key_values`, later as `cache`.
+
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+def cache_name(forward: Callable) -> str | None:
+    """The name of the cache among the parameters of a forward; None if it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def update_cache(
+    past_key_values: Any, cache: Any, keys: Tensor, values: Tensor, layer: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """All keys and values of a layer after new ones were added to the cache, which is one of the first two arguments.
+
+    kwargs: further arguments of the forward, which later versions hand to the cache.
+    """
+    if cache is not None:
+        return cache.update(keys, values, layer, kwargs=kwargs)
+    return past_key_values.update(keys, values, layer)
+
+
+LATER_DIGESTS = {
+    "73b9cbf33ffbf617": "92647791d19bfb72",  # Qwen3MoeDecoderLayer
+    "93a77219ba0b8c81": "96644274337cc9a1",  # MixtralDecoderLayer
+    "6ce2b9306cbd4dcd": "ae8de13efb721403",  # Qwen2MoeAttention
+    "22ee1ca72f4fbc0f": "c167ccd9ac50b49b",  # Qwen3MoeAttention
+    "14020457402ee7ec": "f646f8be1444751f",  # MixtralAttention
+    "0fe5c075091ec784": "bcc7d9a8194d1110",  # Glm4MoeAttention
+    "93f60903d45cea90": "7035ce544a77a2ac",  # DeepseekV3Attention
+}
+"""Digest of a forward that takes past_key_values -> digest of the same forward later, which `known_forwards` lists."""
+
+
+# 5.17: the 0 of a mask for eager attention is copied from the CPU, which no CUDA graph takes.
+
+
+def eager_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    """The mask of transformers' `eager_mask`, made on one device."""
+    from transformers.masking_utils import sdpa_mask
+
+    seen = sdpa_mask(*args, **kwargs)
+    return torch.full_like(seen, torch.finfo(dtype).min, dtype=dtype).masked_fill_(seen, 0)
+
+
+# 5.17: no `ep_size`. Experts are sharded by the rules of a plan, whose styles are classes, and not by an interface.
+
+
+def has_ep_size() -> bool:
+    """Whether transformers' DistributedConfig has an ep_size, and implementations for it can be registered."""
+    return importlib.util.find_spec("transformers.distributed.expert_parallel") is not None
+
+
+_STYLES = {"moe_tp_experts": f"{NAME}_experts", "ep_router": None}
+"""Styles of plans for experts, and what takes their place: the router needs nothing."""
+
+
+def register_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> None:
+    """Have experts of our style be prepared by `spread(experts, mesh)`, and `check(experts)` precede each call."""
+    from transformers.distributed import tensor_parallel
+
+    class Style(tensor_parallel.TensorParallelLayer):
+        """What a plan that shards the parameters by expert does with an experts module."""
+
+        def should_use_local_tensors(self, module: nn.Module) -> bool:
+            return True
+
+        def transform_inputs_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict, mesh: Any) -> tuple:
+            check(module)
+            return args, kwargs
+
+        def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+            spread(module, mesh)
+            return super().install_forward(module, mesh)
+
+    tensor_parallel.ParallelInterface.register(_STYLES["moe_tp_experts"], Style())
+
+
+def adapt_plans(model: Any, distributed_config: Any) -> None:
+    """Give experts that the model's plans shard whole our style."""
+    model._ep_plan = _adapted(model._ep_plan, model)
+    if isinstance(distributed_config.tp_plan, dict):
+        distributed_config.tp_plan = _adapted(distributed_config.tp_plan, model)
+
+
+def _adapted(plan: dict[str, str], model: Any) -> dict[str, str]:
+    """The plan with our style for experts, and rules for their scales, if it shards them whole."""
+    whole = [name for name, style in plan.items() if style == "grouped_gemm"]
+    if not whole:
+        return plan
+    scales = {f"{name}_scale_inv": "grouped_gemm" for name in whole if not name.endswith("_scale_inv")}
+    plan = {name: _STYLES.get(style, style) for name, style in plan.items()}
+    plan = {name: style for name, style in plan.items() if style is not None}
+    return plan | scales if getattr(model, "is_quantized", False) else plan
+
+
+def complete_plans_of_fp8_models() -> None:
+    """Keep the rules that transformers' plan for an FP8 model loses: those of whole modules, and of experts' scales.
+
+    For Qwen3 it leaves rules of weights alone, so that nothing takes DTensors apart.
+    """
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    theirs = FineGrainedFP8HfQuantizer.update_tp_plan
+
+    @functools.wraps(theirs)
+    def update_tp_plan(self, config):
+        plan = dict(config.base_model_tp_plan or {})
+        config = theirs(self, config)
+        plan |= config.base_model_tp_plan or {}
+        for name, style in list(plan.items()):
+            if plan.get(name.rpartition(".")[0]) == "moe_tp_experts":
+                plan.setdefault(f"{name}_scale_inv", style)
+        config.base_model_tp_plan = plan
+        return config
+
+    FineGrainedFP8HfQuantizer.update_tp_plan = update_tp_plan
+
+
+# 5.17: from_pretrained takes tensors of any shape on the meta device, and reports none of them as mismatched.
+
+
+class ShapesBeforeLoading:
+    """Beside a quantizer, which it has note the shapes of the model's state dict before tensors are loaded."""
+
+    _shapes: dict[str, torch.Size]
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        super()._process_model_before_weight_loading(model, **kwargs)
+        self._shapes = {name: value.shape for name, value in model.state_dict().items()}
+
+    def changed_shapes(self, loaded: nn.Module) -> set[str]:
+        """The names of tensors that have another shape since they were loaded."""
+        return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
+
+
+# 5.17: from_pretrained leaves the scales of FP8 checkpoints in the dtype that they have there, and without the sizes of
+# one that its own save_pretrained has dropped.
+
+
+def complete_scales_of_fp8_models() -> None:
+    """Have from_pretrained give FP8 modules scales in float32 or E8M0, in the shapes that they were made with."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer as Quantizer
+
+    before, after = Quantizer._process_model_before_weight_loading, Quantizer._process_model_after_weight_loading
+    if hasattr(after, "_fp8moe"):
+        return
+
+    @functools.wraps(before)
+    def _process_model_before_weight_loading(self, model, *args, **kwargs):
+        before(self, model, *args, **kwargs)
+        scales = {name: value for name, value in model.named_parameters() if name.endswith(SCALE)}
+        self._fp8moe_shapes = {name: value.shape for name, value in scales.items()}
+
+    @functools.wraps(after)
+    def _process_model_after_weight_loading(self, model, *args, **kwargs):
+        for name, shape in self._fp8moe_shapes.items():
+            module, _, own_name = name.rpartition(".")
+            scale = model.get_parameter(name).detach()
+            if scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+                scale = as_float(scale)
+            if scale.numel() == shape.numel():
+                scale = scale.reshape(shape)
+            setattr(model.get_submodule(module), own_name, nn.Parameter(scale, requires_grad=False))
+        return after(self, model, *args, **kwargs)
+
+    _process_model_after_weight_loading._fp8moe = True
+    Quantizer._process_model_before_weight_loading = _process_model_before_weight_loading
+    Quantizer._process_model_after_weight_loading = _process_model_after_weight_loading
+
+
+# 5.17: quantizers know no model when they change its conversions, and none of them adds those of scales.
+
+
+def conversions_to_save(model: Any) -> list:
+    """What save_pretrained undoes in a model with FP8 weights: names, and experts that are stored one by one."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
+        return _with_scales(conversions, model)
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=True)
+    # Not the quantizer's own method, which adds Mistral's names of scales.
+    return HfQuantizer.update_weight_conversions(quantizer, conversions, model)
+
+
+def _with_scales(conversions: list, model: nn.Module) -> list:
+    """These conversions and, where the model has the scales of what one makes, another of these."""
+    from transformers.core_model_loading import WeightConverter
+
+    scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]
+    result = []
+    for conversion in conversions:
+        result.append(conversion)
+        sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
+        of_weights = isinstance(conversion, WeightConverter) and all(name.endswith(".weight") for name in sources)
+        if of_weights and any(re.search(f"{targets[0]}{SCALE}$", name) for name in scales):
+            converter = WeightConverter(
+                [name + SCALE for name in sources],
+                [name + SCALE for name in targets],
+                operations=list(conversion.operations),
+            )
+            converter.scope_prefix, converter.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
+            result.append(converter)
+    return result

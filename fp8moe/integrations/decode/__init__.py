@@ -1,6 +1,0 @@
-"""Generation with transformers models whose decode step is replayed from a CUDA graph."""
-
-from fp8moe.integrations.decode.decoder import GraphDecoder
-from fp8moe.integrations.decode.generation import NaNLogits
-
-__all__ = ["GraphDecoder", "NaNLogits"]

@@ -1,0 +1,99 @@
+"""LoRA by peft on FP8 models: adapters for FP8 linears and experts, whose base stays in FP8 on our kernels."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from fp8moe.hf.name import NAME
+from fp8moe.layers.experts import GroupedExperts
+from fp8moe.layers.linear import FP8Linear
+
+if TYPE_CHECKING:
+    from fp8moe.peft.layer import MergeError
+
+__all__ = ["merge_and_unload", "register"]
+
+
+def register(config: Any, model: nn.Module) -> Any:
+    """Have peft adapt the FP8 linears and experts of a model that a LoraConfig targets; returns the config.
+
+    config: peft's LoraConfig, for `get_peft_model`, `PeftModel.add_adapter` or `PeftModel.from_pretrained(...,
+        config=config)`, with names as for the bfloat16 model:
+
+        - target_modules: FP8Linear and transformers' FP8 linears, beside what peft knows itself.
+        - target_parameters: the projections of experts, "experts.gate_up_proj" (or "experts.up_proj", where there is no
+          gate) and "experts.down_proj" in most models, of GroupedExperts and, under experts_implementation="fp8moe",
+          of transformers' experts modules, quantized or not. One adapter of a projection has a rank for each expert.
+          "experts" in a list of target_modules is made into both.
+
+    model: the one to adapt. Its FP8 weights stay as they are, in FP8, and frozen.
+
+    Adapters are saved as peft saves those of the bfloat16 model, and loaded from what it has saved. peft stores the
+    registration in the config object, not in the file: register the config that ``LoraConfig.from_pretrained(
+    directory)`` reads, too. Adapters are plain LoRA: r, lora_alpha, rank_pattern, alpha_pattern, use_rslora,
+    lora_dropout (which peft itself refuses for parameters) and init_lora_weights True, False or "gaussian" (LoRA:
+    arXiv:2106.09685).
+
+    Raises ImportError without peft, TypeError for another config, and ValueError, with nothing changed, for a model
+    without such modules, for more than plain LoRA on one of them, and for a target that is spread over several ranks
+    or shares its weights with another. What changes later is refused as the model is adapted. From now on the model's
+    load_state_dict raises ValueError, with nothing written, for factors of an adapter that are missing, of another
+    shape, or of no layer of the model.
+    """
+    from peft import LoraConfig
+
+    from fp8moe.peft.layer import check_loaded, check_targets, with_projections
+
+    if not isinstance(config, LoraConfig):
+        raise TypeError(f"config: expected a peft.LoraConfig, got {type(config).__name__}")
+    kinds, modules = {}, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if (layer := _adapter_of(module)) is not None:
+            kinds[type(module)] = layer
+            modules[name.replace(".base_layer", "")] = module, layer  # of a model that is adapted already
+    if not kinds:
+        raise ValueError(
+            f"model: expected FP8Linear or GroupedExperts, or transformers' FP8 linears or experts on {NAME!r}, found "
+            f"none in {type(model).__name__}"
+        )
+    named = with_projections(config, modules)
+    check_targets(named, modules)
+    config.target_modules, config.target_parameters = named.target_modules, named.target_parameters
+    config._register_custom_module(kinds)
+    if not any(hook.hook is check_loaded for hook in model._load_state_dict_pre_hooks.values()):
+        model.register_load_state_dict_pre_hook(check_loaded)
+    return config
+
+
+def merge_and_unload(
+    model: Any, *, safe_merge: bool = False, adapter_names: list[str] | None = None
+) -> tuple[nn.Module, "dict[str, MergeError]"]:
+    """peft's `merge_and_unload`, and by name the error of its rounded weights.
+
+    model: a PeftModel. safe_merge, adapter_names: as for peft's.
+    Returns the base model, and `MergeError` of each linear and each projection of experts that was merged: relative to
+    W + BA, which E4M3 makes 2.6e-2 for normally distributed weights, and to BA.
+
+    With safe_merge, raises ValueError for an FP8 module where W + BA is not finite, before anything is merged.
+    """
+    from fp8moe.peft.layer import FP8LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, FP8LoraLayer)]
+    for layer in layers if safe_merge else ():  # all of them before one is merged
+        layer.check_finite(adapter_names)
+    merged = model.merge_and_unload(safe_merge=safe_merge, adapter_names=adapter_names)
+    return merged, {layer.name: layer.merge_error for layer in layers if layer.merge_error is not None}
+
+
+def _adapter_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class of peft layers for a module, if it is one of those that `register` names."""
+    from transformers.integrations import finegrained_fp8
+
+    from fp8moe.peft.experts import LoraExperts
+    from fp8moe.peft.layer import LoraFP8Linear
+
+    if isinstance(module, FP8Linear | finegrained_fp8.FP8Linear):
+        return LoraFP8Linear
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    fused = isinstance(getattr(module, "down_proj", None), Tensor)
+    return LoraExperts if isinstance(module, GroupedExperts) or (chosen == NAME and fused) else None

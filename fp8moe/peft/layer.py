@@ -1,0 +1,394 @@
+"""peft's LoRA layers on FP8 weights: merging, which rounds, unmerging, which must not, and what cannot be adapted."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora.layer import Linear, LoraLayer
+from peft.tuners.tuners_utils import check_adapters_to_merge, check_target_module_exists
+from torch import Tensor, nn
+
+from fp8moe.hf import linears
+from fp8moe.layers.parameters import is_sharded
+from fp8moe.quant.formats import FP8Tensor, has_channel_scales
+from fp8moe.quant.quantize import dequantize, quantize_128x128
+
+_log = logging.getLogger(__name__)
+
+_INITIALIZATIONS = (True, False, "gaussian")
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+_NOT_PLAIN = ("lora_bias", "fan_in_fan_out", "use_qalora", "layer_replication")
+
+
+class MergeError(NamedTuple):
+    """How far stored weights are from the sums that were merged, in Frobenius norms of all weights of a module.
+
+    weight: relative to the sums W + BA. adapter: relative to BA; at 1 rounding has taken as much as the
+    adapter has added.
+    """
+
+    weight: float
+    adapter: float
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Weights of a module, of all experts: data (E, matrices * N, K), scale with blocks of each matrix, or None.
+
+    add: (e) -> (matrices * N, K) float32, what is to be added to those of expert e.
+    """
+
+    data: Tensor
+    scale: Tensor | None
+    matrices: int
+    add: Callable[[int], Tensor]
+
+    def sums(self, expert: int) -> tuple[Tensor, Tensor]:
+        """W + BA and BA of an expert, (matrices, N, K) float32."""
+        added = self.add(expert).unflatten(0, (self.matrices, -1))
+        data = self.data[expert].unflatten(0, (self.matrices, -1))
+        if self.scale is None:
+            return data.float() + added, added
+        scale = self.scale[expert].float().unflatten(0, (self.matrices, -1))
+        return dequantize(FP8Tensor(data, scale)) + added, added
+
+    def write(self, expert: int, sums: Tensor, scale_format: str) -> Tensor:
+        """Store them; returns what is stored, in float32."""
+        if self.scale is None:
+            self.data[expert].copy_(sums.flatten(0, 1))
+            return self.data[expert].float().view_as(sums)
+        quantized = quantize_128x128(sums, scale_format=scale_format)
+        self.data[expert].copy_(quantized.data.flatten(0, 1))
+        self.scale[expert].copy_(quantized.scale.flatten(0, 1))
+        return dequantize(quantized)
+
+    @property
+    def scale_format(self) -> str:
+        """ "ue8m0" if all scales are powers of two, which they then stay."""
+        if self.scale is None:
+            return "float32"
+        mantissa, _ = torch.frexp(self.scale.float())
+        return "ue8m0" if bool((mantissa == 0.5).all()) else "float32"
+
+    def clone(self) -> tuple[Tensor, Tensor | None]:
+        return self.data.clone(), None if self.scale is None else self.scale.clone()
+
+    def restore(self, data: Tensor, scale: Tensor | None) -> None:
+        self.data.copy_(data)
+        if scale is not None:
+            self.scale.copy_(scale)
+
+
+class FP8LoraLayer(LoraLayer):
+    """A layer of peft around one whose weights are stored in blocks of FP8, or run so.
+
+    by_parameter: whether configs name its weights in target_parameters, as peft has it for experts, and not the module
+        in target_modules. name: of the module, or of the parameter. merge_error: of the last merge, None before it.
+    """
+
+    by_parameter = False
+    name: str
+    merge_error: MergeError | None = None
+    _before_merge: Sequence[tuple[Tensor, Tensor | None]] = ()
+    _said_idle = False
+
+    def stored(self, adapters: Iterable[str]) -> list[Stored]:
+        """The weights of the base layer, with what these adapters add to them."""
+        raise NotImplementedError
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config, **kwargs) -> None:
+        check_config(self.name, config)
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Round W + BA, of all these adapters at once, into the weights of the base layer.
+
+        The weights from before are kept, so that `unmerge` brings the same bits back. ValueError, with nothing written,
+        if safe_merge is asked for and a sum is not finite.
+        """
+        adapters = self.unmerged(adapter_names)
+        if adapters:
+            before = self._before_merge or [stored.clone() for stored in self.stored(())]
+            self._merge(safe_merge, adapters)
+            self._before_merge = before
+
+    def unmerge(self) -> None:
+        """The weights that were there before the first `merge`, bit for bit."""
+        if not self.merged:
+            return
+        for stored, before in zip(self.stored(()), self._before_merge, strict=True):
+            stored.restore(*before)
+        self._before_merge = ()
+        self.merged_adapters.clear()
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """The base layer, for peft's `merge_and_unload`, which needs no weights from before."""
+        adapters = self.unmerged(adapter_names) if merge else []
+        if adapters:
+            self._merge(safe_merge, adapters)
+        if isinstance(self.base_layer, FP8LoraLayer):
+            return self.base_layer.unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
+        return self.base_layer
+
+    def running(self) -> list[str]:
+        """The adapters that this forward adds to what the base layer computes; warns once if none of them is active."""
+        if self.disable_adapters:
+            self.unmerge()
+            return []
+        active = [name for name in self.active_adapters if name in self.r]
+        if self.r and not active and not self.merged and not self._said_idle:
+            self._said_idle = True
+            found = ", ".join(self.active_adapters) or "none"
+            # Python shows a text of one place once, and this is that of all layers.
+            text = f"forward without adapters: {', '.join(self.r)} loaded, but set_adapter has made {found} active"
+            warnings.warn(text, stacklevel=1)
+        return [] if self.merged else active
+
+    def unmerged(self, adapter_names: list[str] | None) -> list[str]:
+        """Those of the adapters, by default the active ones, that this layer has and that are not merged."""
+        return [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+
+    @torch.no_grad()
+    def check_finite(self, adapter_names: list[str] | None) -> None:
+        """ValueError if W + BA of these adapters is not finite."""
+        adapters = self.unmerged(adapter_names)
+        for stored in self.stored(adapters) if adapters else ():
+            for expert in range(len(stored.data)):
+                if not bool(stored.sums(expert)[0].isfinite().all()):
+                    raise ValueError(
+                        f"{self.name}: safe_merge: expected finite W + BA, got NaN or infinity (matrix {expert})"
+                    )
+
+    @torch.no_grad()
+    def _merge(self, safe_merge: bool, adapters: list[str]) -> None:
+        """Write W + BA in place of W, one expert at a time; every FP8 block gets a new scale."""
+        check_base(self.name, self.get_base_layer())  # it may have been spread since
+        if safe_merge:
+            self.check_finite(adapters)
+        weights = self.stored(adapters)
+        squares = torch.zeros(3, dtype=torch.float64, device=weights[0].data.device)
+        for stored in weights:
+            scale_format = stored.scale_format
+            for expert in range(len(stored.data)):
+                sums, added = stored.sums(expert)
+                rounded = stored.write(expert, sums, scale_format)
+                squares += torch.stack([value.double().square().sum() for value in (rounded - sums, sums, added)])
+        error, whole, added = squares.sqrt().tolist()
+        self.merge_error = MergeError(
+            error / whole if whole else error, error / added if added else float(error > 0) * float("inf")
+        )
+        self.merged_adapters.extend(adapters)
+        _log.info(
+            "merged %s into %s: relative error %.1e of W + BA, %.1e of BA", adapters, self.name, *self.merge_error
+        )
+
+    def _start(self, base_layer: nn.Module, adapter_name: str, config, kwargs: dict) -> None:
+        """Refuse what does not work, before anything is made."""
+        self.name = kwargs.get("target_name") or type(base_layer).__name__
+        check_target(self.name, type(self), kwargs.get("parameter_name"))
+        check_config(self.name, config)
+        check_base(self.name, base_layer.get_base_layer() if isinstance(base_layer, FP8LoraLayer) else base_layer)
+
+
+class LoraFP8Linear(FP8LoraLayer, Linear):
+    """``base(x) + scaling * B @ A @ dropout(x)``, the base in FP8 and frozen, A and B as in peft's lora.Linear.
+
+    Adapters are made in the dtype of the bias, without one in bfloat16; peft's autocast_adapter_dtype may turn them to
+    float32.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config, **kwargs) -> None:
+        self._start(base_layer, adapter_name, config, kwargs)
+        Linear.__init__(self, base_layer, adapter_name, config, **kwargs)
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        self.running()
+        return super().forward(x, *args, **kwargs)
+
+    def stored(self, adapters: Iterable[str]) -> list[Stored]:
+        linear, names = self.get_base_layer(), list(adapters)
+
+        def add(_: int) -> Tensor:
+            return sum(
+                self.scaling[name] * (self.lora_B[name].weight.float() @ self.lora_A[name].weight.float())
+                for name in names
+            )
+
+        scale = linear.weight_scale_inv
+        return [Stored(linear.weight.detach()[None], scale if scale is None else scale.detach()[None], 1, add)]
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+        unquantized = base_layer.weight if base_layer.weight_scale_inv is None else base_layer.bias
+        return base_layer.weight.device, torch.bfloat16 if unquantized is None else unquantized.dtype
+
+
+Modules = Mapping[str, tuple[nn.Module, type[FP8LoraLayer]]]
+"""By every name that it has in a model, each module that `register` has adapters for, and the class of these."""
+
+
+def with_projections(config: Any, modules: Modules) -> Any:
+    """The LoraConfig with experts of target_modules named by their projections, which are parameters to peft.
+
+    A pattern stays, and so does what a choice of layers belongs to, which peft makes among modules alone.
+    """
+    targets = config.target_modules
+    if targets is None or isinstance(targets, str) or config.layers_to_transform is not None or config.exclude_modules:
+        return config
+    found = {
+        target: {
+            f"{target}.{parameter}": None
+            for name, (module, layer) in modules.items()
+            if layer.by_parameter and _ends(name, [target])
+            for parameter in PROJECTIONS
+            if parameter in module._parameters
+        }
+        for target in sorted(targets)
+    }
+    if not any(found.values()):
+        return config
+    changed = copy.copy(config)
+    changed.target_modules = {target for target in targets if not found[target]}
+    parameters = [*(config.target_parameters or ()), *(name for names in found.values() for name in names)]
+    changed.target_parameters = list(dict.fromkeys(parameters))
+    return changed
+
+
+def check_targets(config: Any, modules: Modules) -> None:
+    """ValueError for what would be refused, or left without its adapter, once peft has changed a part of the model.
+
+    config: a LoraConfig.
+    """
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        raise ValueError(
+            "target_modules: 'all-linear' leaves out FP8Linear and experts; expected the names of modules, such as "
+            f"{next(iter(modules))}"
+        )
+    owners: dict[int, str] = {}
+    for name, (module, layer) in modules.items():
+        parameters = [value for value in module._parameters if _ends(f"{name}.{value}", config.target_parameters)]
+        if _ends(name, config.modules_to_save) and any(
+            weight.dtype == torch.float8_e4m3fn for weight in module.parameters(recurse=False)
+        ):
+            raise ValueError(f"modules_to_save: {name} is in FP8, which is not trained")
+        # Without target_modules peft takes those that it knows for the model: they are checked when they are adapted.
+        targeted = config.target_modules is not None and check_target_module_exists(config, name)
+        if not targeted and not parameters:
+            continue
+        if targeted:
+            check_target(name, layer, None)
+        for parameter in parameters:
+            check_target(f"{name}.{parameter}", layer, parameter)
+        check_config(name, config)
+        check_base(name, module)
+        for weight in module.parameters(recurse=False):
+            if (owner := owners.setdefault(id(weight), name)) != name:
+                raise ValueError(f"{name}: expected weights of its own to adapt, got those of {owner}")
+
+
+def _ends(name: str, targets: Iterable[str] | None) -> bool:
+    return any(f".{name}".endswith(f".{target}") for target in targets or ())
+
+
+def check_target(name: str, layer: type[FP8LoraLayer], parameter_name: str | None) -> None:
+    """ValueError for experts in target_modules, and for parameters that are not the projections of experts."""
+    if layer.by_parameter and parameter_name is None:
+        module = name.rpartition(".")[2]
+        raise ValueError(
+            f"target_modules: expected the projections of the experts {name} in target_parameters, as in "
+            f"['{module}.gate_up_proj', '{module}.down_proj']"
+        )
+    if parameter_name is not None and not (layer.by_parameter and parameter_name in PROJECTIONS):
+        raise ValueError(
+            f"target_parameters: expected projections of experts, got {name}; linears are named in target_modules"
+        )
+
+
+def check_config(name: str, config: Any) -> None:
+    """ValueError for a LoraConfig that asks for more than LoRA by the side of weights that stay as they are."""
+    variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
+    for field in (*variants, *_NOT_PLAIN):
+        value = getattr(config, field, None)  # older versions of peft lack some
+        if value:
+            raise ValueError(f"{field}: expected none for the FP8 weights of {name}, got {value!r}")
+    if not 0 <= config.lora_dropout < 1:
+        raise ValueError(f"lora_dropout: expected at least 0 and below 1 for {name}, got {config.lora_dropout}")
+    if config.init_lora_weights not in _INITIALIZATIONS:
+        raise ValueError(
+            f"init_lora_weights: expected True, False or 'gaussian' for {name}, got {config.init_lora_weights!r}: "
+            "others change the weights, which FP8 would round"
+        )
+
+
+def check_base(name: str, module: nn.Module) -> None:
+    """ValueError for a layer that is spread over ranks, for experts with biases or transposed, and for other FP8."""
+    parallel = [getattr(module, attribute, None) for attribute in ("parallel", "_fp8moe_parallel")]
+    if any(style is not None for style in parallel) or any(map(is_sharded, module.parameters(recurse=False))):
+        raise ValueError(
+            f"{name}: expected a layer that is whole on this rank to adapt, got {type(module).__name__} spread over "
+            "several ranks"
+        )
+    if getattr(module, "is_transposed", False):
+        raise ValueError(f"{name}: expected experts with weights (E, rows, columns) to adapt, got transposed ones")
+    for parameter, value in module.named_parameters(recurse=False):
+        if parameter.endswith("_bias"):
+            raise ValueError(f"{name}: expected experts without biases to adapt, got {parameter}")
+        scale = getattr(module, f"{parameter}_scale_inv", None)
+        if scale is not None and has_channel_scales(value, scale):
+            raise ValueError(f"{name}: expected scales of 128x128 blocks to adapt, got one for each output channel")
+    weight, scale = getattr(module, "weight", None), getattr(module, "weight_scale_inv", None)
+    if weight is not None and scale is not None and hasattr(module, "block_size"):  # of transformers
+        reason = linears.refusal(weight, module.block_size, getattr(module, "activation_scale", None))
+        if reason is not None:
+            raise ValueError(f"{name}: expected FP8 weights that fp8moe runs, got {reason}")
+
+
+def check_loaded(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_) -> None:
+    """Refuse, with nothing written, an adapter that does not fit: `load_state_dict` of the model calls it first.
+
+    Raises ValueError, which names the layer, for factors that are missing, of another shape, or of no layer here. peft
+    would leave out the first and the last.
+    """
+    given = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items() if ".lora_" in key}
+    if not given:
+        return
+    factors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    expected = {key: value for key, value in factors if ".lora_" in key}
+    unknown = [key for key in given if key not in expected]
+    if unknown:
+        raise ValueError(f"{unknown[0]}: the adapter has this, but the model has nothing for it{_more(unknown)}")
+    adapters = {_adapter(key) for key in given}
+    missing = [key for key in expected if key not in given and _adapter(key) in adapters]
+    if missing:
+        raise ValueError(f"{_named(model, missing[0])}: expected it in the adapter, found none{_more(missing)}")
+    for key, shape in given.items():
+        wanted = getattr(model.get_submodule(key.rpartition(".")[0]), "stored_shape", tuple(expected[key].shape))
+        if shape != wanted:
+            raise ValueError(f"{_named(model, key)}: expected {wanted} in the adapter, got {shape}")
+
+
+def _adapter(key: str) -> str:
+    """The adapter's name in that of its factor, ``layer.lora_A.name.weight``."""
+    return key.rpartition(".lora_")[2].split(".")[1]
+
+
+def _named(model: nn.Module, key: str) -> str:
+    """The factor's layer, as peft's configs name it, which factor it is, and for experts their number and the rank."""
+    path, _, factor = key.rpartition(".lora_")
+    layer = model.get_submodule(path)
+    if not isinstance(layer, FP8LoraLayer):
+        return key
+    size = f" of {len(layer.get_param())} experts, rank {layer.r[_adapter(key)]}" if layer.by_parameter else ""
+    return f"{layer.name}: lora_{factor[0]}{size}"
+
+
+def _more(keys: Sequence[str]) -> str:
+    return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""

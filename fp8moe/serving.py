@@ -1,0 +1,387 @@
+"""What `fp8moe serve` is made of: the handlers of `transformers serve` over the rows of a GraphDecoder.
+
+`DecoderManager` generates for many clients at once, `make_app` answers them over HTTP. Fields and answers of the API,
+chat templates and tool calls are transformers'.
+"""
+
+import asyncio
+import json
+import logging
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from transformers.cli.serving.model_manager import ModelManager, TimedModel
+from transformers.cli.serving.utils import BaseGenerateManager, CBStreamer, GenerationState, _StreamError
+
+from fp8moe.decode import GraphDecoder
+from fp8moe.decode.requests import BatchScheduler, Request, parse_request
+
+NEW_TOKENS = 1024
+"""Most tokens of an answer to a request that does not say, as transformers serve has it; fewer where no more fit."""
+
+_News = list[tuple[Callable[[Any], None], Any]]
+"""Calls for the event loop to make: functions, each with its argument."""
+
+
+class DecoderManager(BaseGenerateManager):
+    """Generates for many clients over the rows of a decoder: requests join and leave between two steps.
+
+    A thread of its own runs the decoder, and holds its turn while there are requests. The methods are called on an
+    event loop, always the same one, which gets the new tokens of all requests together, once a step.
+    error: what ended the thread, None while it is well.
+    """
+
+    def __init__(self, decoder: GraphDecoder):
+        self.decoder = decoder
+        self.error: Exception | None = None
+        self._open: set[_Answer] = set()
+        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
+        self._news: _News = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="fp8moe serve", daemon=True)
+        self._thread.start()
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: dict[str, Any],
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue, CBStreamer]:
+        """Return the queue that gets the text of an answer, then None, and a streamer that counts and cancels.
+
+        The answer begins when the queue is first read: nothing runs for a client that has gone before.
+        Arguments are those of transformers' managers: inputs["input_ids"] is a list of tokens; a gen_config without
+        max_new_tokens gets what holds. Raises ValueError for a request that `GraphDecoder.run` refuses.
+        """
+        tokenizer = getattr(processor, "tokenizer", processor)
+        answer = _Answer(self._news)
+        request = self._parse(inputs, gen_config, tokenizer, answer, streams=True)
+        queue = _TextQueue(lambda: self._submit(request), [] if response_parser else _strings(gen_config.stop_strings))
+        loop = asyncio.get_running_loop()
+        streamer = CBStreamer(self, request, tokenizer._tokenizer, loop, queue, response_parser)
+        answer.stream(queue, streamer)
+        return queue, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """Return an answer: its text, the number of tokens of the prompt, and its tokens.
+
+        Arguments and errors are those of `generate_streaming`. Raises RuntimeError, too, for logits that became NaN, a
+        decoder that failed and a manager that was stopped. Cancelling the task cancels the request.
+        """
+        answer = _Answer(self._news)
+        request = self._parse(inputs, gen_config, getattr(processor, "tokenizer", processor), answer, streams=False)
+        self._submit(request)
+        try:
+            tokens = await answer.future
+        finally:
+            self.cancel_request(request)
+        text = processor.decode(tokens, skip_special_tokens=True)
+        return text[: _end(text, _strings(gen_config.stop_strings))], len(inputs["input_ids"]), tokens
+
+    def cancel_request(self, request: Request) -> None:
+        """Free its row before the next step, if it has not ended. No more news of it comes."""
+        request.cancelled = True
+        self._open.discard(request.key)
+
+    def stop(self) -> None:
+        """Cancel what runs, whose clients get an error, and end the thread."""
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join()
+        self._fail()
+
+    def _parse(self, inputs: dict, config: Any, tokenizer: Any, answer: "_Answer", *, streams: bool) -> Request:
+        tokens = torch.tensor(inputs["input_ids"], dtype=torch.int64)
+        if config.max_new_tokens is None:
+            config.max_new_tokens = max(1, min(NEW_TOKENS, self.decoder.max_length - len(tokens)))
+        config.pad_token_id = None  # in a prompt it is a token like others
+        arguments = {
+            "input_ids": tokens,
+            "max_new_tokens": config.max_new_tokens,
+            "do_sample": bool(config.do_sample),
+            "presence_penalty": getattr(config, "presence_penalty", None),
+            "seed": getattr(config, "seed", None),
+            "tokenizer": tokenizer,
+            "streamer": answer if streams else None,
+        }
+        try:
+            return parse_request(self.decoder, arguments, answer, config)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+    def _submit(self, request: Request) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._open.add(request.key)
+        if self._stopping or self.error is not None:
+            self._fail()
+        else:
+            self._inbox.put(request)
+
+    def _work(self) -> None:
+        try:
+            while (request := self._inbox.get()) is not None:
+                self._serve(request)
+        except Exception as error:
+            logging.getLogger(__name__).exception("the decoder has failed")
+            self.error = error
+            self._loop.call_soon_threadsafe(self._fail)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _serve(self, first: Request) -> None:
+        """Decode until no request is left."""
+        with self.decoder.turn(), self.decoder.on_device():
+            scheduler = BatchScheduler(self.decoder)
+            scheduler.add(first)
+            try:
+                while scheduler.busy and not self._stopping:
+                    while not self._inbox.empty():
+                        if (request := self._inbox.get()) is not None:
+                            scheduler.add(request)
+                    self._news += [(answer.finish, result) for answer, result in scheduler.advance()]
+                    if self._news:
+                        self._loop.call_soon_threadsafe(self._tell, self._news[:])
+                        self._news.clear()
+            finally:
+                scheduler.close()
+
+    def _tell(self, news: _News) -> None:
+        for function, argument in news:
+            function(argument)
+        self._open = {answer for answer in self._open if not answer.future.done()}
+
+    def _fail(self) -> None:
+        reason = f"the decoder has failed: {self.error}" if self.error else "the server is shutting down"
+        for answer in self._open:
+            answer.finish(RuntimeError(reason))
+        self._open.clear()
+
+
+class _Answer:
+    """What a client gets: all tokens at the end, in `future`, or their text as it comes, in a queue.
+
+    To the scheduler it is the request's streamer, whose calls become news for the event loop; the rest is called there.
+    generated_tokens: all so far, as CBStreamer reads them.
+    """
+
+    def __init__(self, news: _News):
+        self.future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self.generated_tokens: list[int] = []
+        self._news, self._prompt_came = news, False
+
+    def stream(self, queue: asyncio.Queue, streamer: CBStreamer) -> None:
+        self.queue, self.streamer = queue, streamer
+        self.future.add_done_callback(self._end)
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_came:
+            self._news.append((self._read, value.tolist()))
+        self._prompt_came = True
+
+    def end(self) -> None:
+        """Do nothing: the result comes."""
+
+    def _read(self, tokens: list[int]) -> None:
+        self.generated_tokens += tokens
+        try:
+            self.streamer.put(self)
+        except Exception as error:  # of the tokenizer, or of the parser of answers: other clients go on
+            self.streamer.cancel()
+            self.finish(error)
+
+    def finish(self, result: torch.Tensor | Exception) -> None:
+        """result: the tokens (n,), or what ended it."""
+        if self.future.done():
+            return
+        if isinstance(result, Exception):
+            self.future.set_exception(RuntimeError(str(result)))
+        else:
+            self.future.set_result(result.tolist())
+
+    def _end(self, future: asyncio.Future) -> None:
+        if error := future.exception():
+            self.queue.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))  # transformers puts it between quotes
+        else:
+            self.streamer.end()
+
+
+class _TextQueue(asyncio.Queue):
+    """A queue whose text ends before the first stop string; text that may be the beginning of one is held back.
+
+    begin: called when it is first read.
+    """
+
+    def __init__(self, begin: Callable[[], None], stops: list[str]):
+        super().__init__()
+        self._begin: Callable[[], None] | None = begin
+        self._stops, self._most_held = stops, max(map(len, stops), default=1) - 1
+        self._held, self._stopped = "", False
+
+    async def get(self) -> Any:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+        return await super().get()
+
+    def put_nowait(self, item: Any) -> None:
+        is_end = item is None
+        if self._stops and (is_end or isinstance(item, str)):
+            text = "" if self._stopped else self._held + (item or "")
+            end = _end(text, self._stops)
+            self._stopped |= end < len(text)
+            if not (self._stopped or is_end):
+                end = max(0, end - self._most_held)
+            item, self._held = text[:end], text[end:]
+        if item:
+            super().put_nowait(item)
+        if is_end:
+            super().put_nowait(None)
+
+
+def _strings(stop: Any) -> list[str]:
+    return [stop] if isinstance(stop, str) else [*(stop or ())]
+
+
+def _end(text: str, stops: list[str]) -> int:
+    """Return where the first stop string begins, or the end of the text."""
+    return min((start for stop in stops if (start := text.find(stop)) >= 0), default=len(text))
+
+
+def make_app(name: str, model: Any, tokenizer: Any, manager: DecoderManager | None) -> Any:
+    """Return the ASGI application (a FastAPI) that serves a model under this name.
+
+    manager: of a decoder of the model; None: continuous batching of transformers. It stops with the application.
+    """
+    from fastapi import FastAPI, HTTPException
+    from fastapi import Request as HTTPRequest
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+
+    class Chat(_Strict, ChatCompletionHandler):
+        pass
+
+    class Completion(_Strict, CompletionHandler):
+        pass
+
+    state, models = _State(manager), ModelManager()
+    models.force_model = name
+    models.loaded_models[models.process_model_name(name)] = TimedModel(model, -1, tokenizer)
+    listed = {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "fp8moe serve"}]}
+
+    @asynccontextmanager
+    async def lifespan(app):
+        yield
+        state.shutdown()
+        models.shutdown()
+
+    def serve_with(handler):
+        async def endpoint(request: HTTPRequest, body: dict):
+            answer = asyncio.create_task(handler.handle_request(body, str(uuid.uuid4())))
+            gone = asyncio.create_task(_client_goes(request))
+            try:
+                await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done():
+                    raise HTTPException(499, "the client has gone")
+                return await answer
+            except (KeyError, TypeError, AttributeError, TemplateError) as error:
+                raise ValueError(f"the request cannot be read ({type(error).__name__}: {error})") from error
+            finally:
+                answer.cancel()
+                gone.cancel()
+
+        return endpoint
+
+    def refuse(status: int, message: str) -> JSONResponse:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+
+    app = FastAPI(title="fp8moe serve", lifespan=lifespan)
+    app.post("/v1/chat/completions")(serve_with(Chat(models, state)))
+    app.post("/v1/completions")(serve_with(Completion(models, state)))
+    app.get("/v1/models")(lambda: listed)
+    app.get("/health")(lambda: JSONResponse({}, 200 if state.is_cb_alive() else 503))
+    for error_type, answer in {
+        ValueError: lambda _, error: refuse(400, str(error)),
+        RequestValidationError: lambda _, error: refuse(400, "expected a JSON object as the body of the request"),
+        HTTPException: lambda _, error: refuse(400 if error.status_code == 422 else error.status_code, error.detail),
+        RuntimeError: lambda _, error: refuse(500 if state.is_cb_alive() else 503, str(error)),
+    }.items():
+        app.add_exception_handler(error_type, answer)
+    return app
+
+
+async def _client_goes(request: Any) -> None:
+    """Return when the client of a request (FastAPI's, whose body was read) closes its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _State(GenerationState):
+    """Sends all requests to one manager, or, without one, to transformers' continuous batching."""
+
+    def __init__(self, manager: DecoderManager | None):
+        super().__init__(continuous_batching=True)
+        self.manager = manager
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+        return self.manager or super().get_manager(model_id, use_cb)
+
+    def is_cb_alive(self) -> bool:
+        return self.manager.error is None if self.manager else super().is_cb_alive()
+
+    def shutdown(self) -> None:
+        self.manager.stop() if self.manager else super().shutdown()
+
+
+_UNSERVED = {
+    **dict.fromkeys(("n", "best_of"), (None, 1)),
+    **dict.fromkeys(("logprobs", "top_logprobs", "echo"), (None, False)),
+    **dict.fromkeys(("functions", "function_call", "audio", "prediction", "web_search_options"), (None,)),
+    "logit_bias": (None, {}),
+    "tool_choice": (None, "auto"),
+    "modalities": (None, ["text"]),
+    "response_format": (None, {"type": "text"}),
+}
+"""Fields of the API that transformers' handlers leave out, each with the values that change no answer."""
+
+_ONE_FOR_ALL = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop", "generation_config")
+"""Fields that transformers' continuous batching does not take from a request."""
+
+
+class _Strict:
+    """Goes before a handler of transformers: refuses or applies the fields that this would leave out."""
+
+    def _validate_request(self, body: dict) -> None:
+        super()._validate_request(body)
+        for name, neutral in _UNSERVED.items():
+            if body.get(name) not in neutral:
+                raise ValueError(f"{name}: {json.dumps(body[name])} is not served")
+        for name in () if self.generation_state.manager else _ONE_FOR_ALL:
+            if body.get(name) is not None:
+                raise ValueError(f"{name}: this model is served with the settings of its generation_config only")
+
+    def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
+        # Without the seed, which would become PyTorch's, and so that of other clients.
+        config = super()._build_generation_config(body | {"seed": None}, model_generation_config, use_cb=use_cb)
+        if float(body.get("temperature") or 0):  # transformers samples only where the model's configuration says so
+            config.do_sample = True
+        config.seed, config.presence_penalty = body.get("seed"), body.get("presence_penalty")
+        most = body.get("max_completion_tokens", body.get("max_tokens"))
+        if most is not None:
+            config.max_new_tokens = int(most)
+        elif self.generation_state.manager and body.get("generation_config") is None:
+            config.max_new_tokens = None  # as many as there is room for
+        return config

@@ -1,0 +1,372 @@
+"""GraphDecoder.run: each request gets the tokens that generate gives it alone, whatever shares the rows with it."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from fp8moe.decode import GraphDecoder, requests
+from fp8moe.decode.generation import NaNLogits
+from fp8moe.decode.transfers import Readback
+from tests import linear_attention_models
+from tests.decode_models import LateReadback, Puts, byte_level_tokenizer, tiny_mixtral
+from tests.tiny_moe_models import MODELS
+from tests.transformers_models import prompts
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MAX_LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return GraphDecoder(tiny_mixtral(sliding_window=6), batch_sizes=(1, 2, 5), max_length=MAX_LENGTH)
+
+
+@pytest.fixture(params=[Readback, LateReadback], ids=["at once", "late"])
+def readback(request, monkeypatch):
+    monkeypatch.setattr(requests, "Readback", request.param)
+
+
+def mixed(count, seed=0):
+    """Requests of all kinds: lengths, sampling with a seed of their own, end tokens."""
+    draw = random.Random(seed)
+    for index in range(count):
+        request = {"input_ids": prompts(1, draw.randint(1, 30), seed=index)[0], "max_new_tokens": draw.randint(1, 30)}
+        if index % 3 == 1:
+            request |= {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": index, "presence_penalty": 0.5}
+        if index % 5 == 4:
+            request |= {"eos_token_id": [*range(draw.randint(1, 60))]}
+        yield request
+
+
+def alone(decoder, request):
+    """The new tokens of generate, with return_logprobs (tokens, logprobs)."""
+    ids = request["input_ids"]
+    result = decoder.generate(**{**request, "input_ids": ids[None]})
+    return (result[0][0, len(ids) :], result[1][0]) if isinstance(result, tuple) else result[0, len(ids) :]
+
+
+def check(decoder, given):
+    """Returns the new tokens of each request, having made sure that they are those of generate."""
+    found = dict(decoder.run(iter(given)))
+    assert found.keys() == {*range(len(given))}
+    for index, new in found.items():
+        assert torch.equal(new, alone(decoder, given[index])), index
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 3, 15])
+def test_equals_generate_one_at_a_time(decoder, readback, count):
+    check(decoder, [*mixed(count)])
+
+
+SEVERAL = (
+    *("DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"),
+    *("GraniteMoeHybridForCausalLM", "JambaForCausalLM", "Lfm2MoeForCausalLM", "MiMoV2FlashForCausalLM"),
+)
+
+
+@pytest.mark.parametrize("name", [name for name in SEVERAL if name in MODELS])
+def test_kinds_of_models(name):
+    """Compressed keys, sinks, states of linear attention and of convolutions, windows with other heads."""
+    decoder = GraphDecoder(linear_attention_models.build(name), batch_sizes=(3,), max_length=MAX_LENGTH)
+    check(decoder, [*mixed(8, seed=1)])
+
+
+def test_eager_attention():
+    model = tiny_mixtral(attn_implementation="eager")
+    decoder = GraphDecoder(model, batch_sizes=(3,), max_length=MAX_LENGTH)
+    check(decoder, [*mixed(8)])
+
+
+def test_models_whose_rows_share_a_length_are_refused():
+    decoder = GraphDecoder(MODELS["InklingForCausalLM"].build(), batch_sizes=(2,), max_length=32)
+    assert not decoder.capabilities.ragged
+    with pytest.raises(ValueError, match="^model: the rows of a batch of InklingForCausalLM cannot have lengths of"):
+        decoder.run([])
+
+
+def test_logprobs_penalties_and_padding(decoder, readback):
+    ids = prompts(1, 12)[0]
+    given = [
+        {"input_ids": ids, "max_new_tokens": 9, "return_logprobs": True, "repetition_penalty": 1.3},
+        {"input_ids": torch.cat([torch.zeros(4, dtype=torch.int64), ids]), "max_new_tokens": 9},
+        {"input_ids": ids, "attention_mask": (torch.arange(12) >= 5).long(), "max_new_tokens": np.int64(9)},
+        {"input_ids": ids.int(), "max_new_tokens": torch.tensor(1)},
+    ]
+    found = dict(decoder.run(given))
+    new, logprobs = found[0]
+    expected, expected_logprobs = alone(decoder, given[0])
+    assert torch.equal(new, expected) and logprobs.dtype == torch.float32
+    assert torch.allclose(logprobs, expected_logprobs, atol=1e-5)
+    assert torch.equal(found[1], alone(decoder, {"input_ids": ids, "max_new_tokens": 9}))
+    assert torch.equal(found[2], alone(decoder, {"input_ids": ids[5:], "max_new_tokens": 9}))
+    assert torch.equal(found[3], found[1][:1])
+
+
+def test_stop_strings(decoder, readback):
+    tokenizer = byte_level_tokenizer()
+    given = [*mixed(12, seed=3)]
+    texts = [tokenizer.decode(alone(decoder, request)) for request in given]
+    for request, text in zip(given, texts, strict=True):
+        middle = len(text) // 2
+        request |= {"stop_strings": [text[middle : middle + 2] or "never"], "tokenizer": tokenizer}
+    given[5] = given[5] | {"max_new_tokens": 1}
+    found = check(decoder, given)
+    assert any(len(found[index]) < request["max_new_tokens"] for index, request in enumerate(given))
+
+
+def test_prefixes(decoder):
+    prefixes = [None, decoder.prefix(prompts(1, 11, 1)), decoder.prefix(prompts(1, 3, 2)[0])]
+    given = [request | {"prefix": prefixes[index % 3]} for index, request in enumerate(mixed(12))]
+    check(decoder, [request | {"max_new_tokens": min(20, request["max_new_tokens"])} for request in given])
+
+
+def test_tokens_that_the_model_does_not_have_stop_no_other_request(decoder):
+    given = [{"input_ids": ids, "max_new_tokens": 4} for ids in (prompts(1, 5)[0], torch.tensor([3, -1]))]
+    found = dict(decoder.run(given))
+    assert torch.equal(found[0], alone(decoder, given[0]))
+    assert str(found[1]) == "input_ids: expected tokens between 0 and 127, got -1"
+    with pytest.raises(ValueError, match="^input_ids: expected tokens between 0 and 127, got 128"):
+        decoder.generate(torch.tensor([[3, 128]]), max_new_tokens=4)
+
+
+def test_stop_strings_may_begin_in_a_prefix(decoder):
+    tokenizer = byte_level_tokenizer()
+    beginning, prompt = (torch.tensor(tokenizer.convert_tokens_to_ids(pieces)) for pieces in (["x", "st"], ["o"]))
+    request = {"input_ids": prompt, "max_new_tokens": 9, "prefix": decoder.prefix(beginning)}
+    first = alone(decoder, request)[:1]
+    request |= {"stop_strings": "sto" + tokenizer.decode(first), "tokenizer": tokenizer}
+    assert [new.tolist() for _, new in decoder.run([request])] == [first.tolist()]
+    assert torch.equal(alone(decoder, request), first)
+
+
+def test_prompts_of_different_lengths_after_a_prefix_of_states():
+    """They are read one length at a time."""
+    model = linear_attention_models.build("Qwen3NextForCausalLM")
+    decoder = GraphDecoder(model, batch_sizes=(4,), max_length=MAX_LENGTH)
+    prefix = decoder.prefix(prompts(1, 11, 1))
+    given = [{"input_ids": prompts(1, 3 + index % 3, seed=index)[0], "max_new_tokens": 6} for index in range(8)]
+    given = [request | {"prefix": prefix} for request in given]
+    for index, new in [*decoder.run(given)]:
+        assert torch.equal(new, alone(decoder, given[index])), index
+
+
+REFUSED = [
+    ({"input_ids": prompts(1, 40)[0], "max_new_tokens": 25}, "^max_new_tokens: 40 tokens of prompt and 25 new ones"),
+    ({"input_ids": prompts(1, 4), "max_new_tokens": 3}, r"^input_ids: expected one prompt of shape \(length,\)"),
+    ({"input_ids": [3, 4], "max_new_tokens": 3}, "^input_ids: expected one prompt"),
+    ({"input_ids": prompts(1, 4)[0], "max_new_tokens": 0}, "^max_new_tokens: expected at least 1, got 0"),
+    ({"input_ids": prompts(1, 4)[0]}, "missing a required argument: 'max_new_tokens'"),
+    ({"input_ids": prompts(1, 4)[0], "max_new_tokens": 3, "beams": 2}, "unexpected keyword argument 'beams'"),
+    ({"input_ids": prompts(1, 4)[0], "max_new_tokens": 3, "streamer": print}, "^streamer: expected put and end"),
+    ({"input_ids": torch.tensor([5, 0, 7]), "max_new_tokens": 3, "pad_token_id": 0}, "^attention_mask: .* left only"),
+    ({"input_ids": prompts(1, 4)[0], "max_new_tokens": 3, "top_k": 3}, "^top_k: 3 has no effect without sampling"),
+    (prompts(1, 4)[0], "^requests: expected dicts of generate's arguments, got"),
+    (None, "^requests: expected dicts of generate's arguments, got NoneType"),
+]
+
+
+def test_requests_that_are_refused_stop_nothing(decoder):
+    good = [*mixed(len(REFUSED))]
+    given = [*itertools.chain(*zip(good, (wrong for wrong, _ in REFUSED), strict=True))]
+    found = dict(decoder.run(given))
+    for index, request in enumerate(given):
+        if index % 2 == 0:
+            assert torch.equal(found[index], alone(decoder, request))
+        else:
+            assert type(found[index]) is ValueError
+            with pytest.raises(ValueError, match=REFUSED[index // 2][1]):
+                raise found[index]
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3NextForCausalLM"])
+def test_nan_ends_its_own_sequence(name, readback):
+    """Also one in a row that others take after it."""
+    model = linear_attention_models.build(name)
+    poisoned = 100
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        decoder = GraphDecoder(model, batch_sizes=(2,), max_length=MAX_LENGTH)
+        given = [request for request in mixed(9) if not (request["input_ids"] == poisoned).any()]
+        expected = [alone(decoder, request) for request in given]
+        clean = [not (new == poisoned).any() for new in expected]
+        model.get_input_embeddings().weight[poisoned] = torch.nan
+        decoder = _without_probe(decoder)
+    bad = {"input_ids": torch.tensor([5, poisoned, 7]), "max_new_tokens": 20}
+    found = dict(decoder.run([bad, given[0], bad, *given[1:]]))
+    for index in (0, 2):
+        assert isinstance(found[index], NaNLogits) and len(found[index].tokens) == 0
+    for new, index, is_clean in zip(expected, [1, *range(3, len(found))], clean, strict=True):
+        if is_clean:
+            assert torch.equal(found[index], new), index
+    assert sum(clean) > 3
+
+
+def _without_probe(decoder):
+    """Its weights have changed on purpose."""
+    decoder._weights = requests  # not looked at where nothing is captured
+    return decoder
+
+
+def test_lazy_and_endless_requests(decoder):
+    taken = []
+
+    def endless():
+        for index in itertools.count():
+            taken.append(index)
+            yield {"input_ids": prompts(1, 1 + index % 20, seed=index)[0], "max_new_tokens": 1 + index % 7}
+
+    found = [*itertools.islice(decoder.run(endless()), 20)]
+    assert len(found) == 20 and len(taken) <= 20 + 3 * 5
+    assert decoder.generate(prompts(1, 5), max_new_tokens=3).shape == (1, 8), "the rows are free again"
+
+
+def test_closing_early_frees_the_rows(decoder):
+    running = decoder.run(mixed(20))
+    next(running)
+    with pytest.raises(RuntimeError, match="the decoder is at work"):
+        decoder.generate(prompts(1, 5), max_new_tokens=3)
+    running.close()
+    assert all(step.finished.all() for step in decoder.steps.values() if step.size == 5)
+    assert torch.equal(dict(decoder.run(mixed(3)))[2], alone(decoder, [*mixed(3)][2]))
+
+
+def test_an_error_of_the_iterable_frees_the_rows(decoder):
+    def failing():
+        yield from mixed(7)
+        raise OSError("the reader went away")
+
+    with pytest.raises(OSError, match="went away"):
+        [*decoder.run(failing())]
+    assert decoder.generate(prompts(1, 5), max_new_tokens=3).shape == (1, 8)
+
+
+def test_rows_are_not_left_idle(decoder, monkeypatch):
+    """20 answers of 10 tokens in 5 rows: four rounds and little more; then fewer rows as fewer are left."""
+    replays = []
+    for size, step in decoder.steps.items():
+        monkeypatch.setattr(step, "replay", lambda size=size, replay=step.replay: replays.append(size) or replay())
+    given = [{"input_ids": prompts(1, 5 + index % 3, seed=index)[0], "max_new_tokens": 10} for index in range(20)]
+    assert len(dict(decoder.run(given))) == 20
+    assert len(replays) <= 4 * 9 + 4
+    replays.clear()
+    given = [{"input_ids": prompts(1, 5)[0], "max_new_tokens": new} for new in (30, 20, 9, 9, 9)]
+    found = dict(decoder.run(given))
+    assert [replays.count(size) for size in (5, 2, 1)] == [8, 11, 10]
+    assert torch.equal(found[0], alone(decoder, given[0])) and torch.equal(found[1], alone(decoder, given[1]))
+
+
+def test_newcomers_are_read_together_where_their_lengths_are_similar(decoder, monkeypatch):
+    read, step_of = [], decoder.step_of
+    monkeypatch.setattr(decoder, "step_of", lambda size, length: read.append((size, length)) or step_of(size, length))
+    given = [{"input_ids": prompts(1, length)[0], "max_new_tokens": 2} for length in (40, 10, 38, 12, 30)]
+    assert len(dict(decoder.run(given))) == 5
+    assert read == [(5, 40)]  # so few columns cost nothing
+    read.clear()
+    monkeypatch.setattr(requests, "FEW_TOKENS", 0)
+    assert len(dict(decoder.run(given))) == 5
+    assert read == [(3, 40), (2, 12)]
+
+
+def test_streamers_get_the_prompt_and_each_token(decoder, readback):
+    tokenizer = byte_level_tokenizer()
+    given = [*mixed(9, seed=5)]
+    given[4] |= {"stop_strings": ["o", "t"], "tokenizer": tokenizer}
+    streamers = [Puts() if index % 4 else None for index in range(len(given))]
+    found = dict(decoder.run([request | {"streamer": puts} for request, puts in zip(given, streamers, strict=True)]))
+    for index, (request, puts) in enumerate(zip(given, streamers, strict=True)):
+        assert torch.equal(found[index], alone(decoder, request)), index
+        if puts is not None:
+            prompt, *tokens = puts.values
+            assert torch.equal(prompt, request["input_ids"][None]) and torch.equal(torch.cat(tokens), found[index])
+            assert puts.ended == 1
+
+
+def test_a_streamer_that_fails_ends_all_streams_and_frees_the_rows(decoder):
+    given, streamers = [*mixed(9)], [Puts(fail_at=3), *(Puts() for _ in range(8))]
+    given[0] |= {"max_new_tokens": 9, "eos_token_id": ()}
+    with pytest.raises(OSError, match="the reader went away"):
+        [*decoder.run(request | {"streamer": puts} for request, puts in zip(given, streamers, strict=True))]
+    assert all(puts.ended == 1 for puts in streamers if puts.values)
+    assert decoder.generate(prompts(1, 5), max_new_tokens=3).shape == (1, 8)
+
+
+@torch.no_grad()
+def test_requests_that_join_and_are_cancelled(decoder, readback, monkeypatch):
+    """They go on in a step with a row for each, and then in a smaller one again."""
+    replays = []
+    for size, step in decoder.steps.items():
+        monkeypatch.setattr(step, "replay", lambda size=size, replay=step.replay: replays.append(size) or replay())
+    given = [request | {"max_new_tokens": 20, "eos_token_id": ()} for request in mixed(8, seed=7)]
+    expected = [alone(decoder, request) for request in given]
+    replays.clear()
+    streamers = [Puts() for _ in given]
+    pairs = enumerate(zip(given, streamers, strict=True))
+    joining = [requests.parse_request(decoder, request | {"streamer": puts}, index) for index, (request, puts) in pairs]
+    scheduler = requests.BatchScheduler(decoder)
+    found = {}
+    scheduler.add(joining[0])
+    for _ in range(4):
+        found |= dict(scheduler.advance())
+    for request in joining[1:]:
+        scheduler.add(request)
+    for _ in range(4):
+        found |= dict(scheduler.advance())
+    joining[1].cancelled = joining[7].cancelled = True  # one in a row, one that waits for one
+    while scheduler.busy:
+        found |= dict(scheduler.advance())
+    scheduler.close()
+    assert sorted(found) == [0, *range(2, 7)]
+    for index, new in found.items():
+        assert torch.equal(new, expected[index]) and torch.equal(torch.cat(streamers[index].values[1:]), new)
+    seen = torch.cat(streamers[1].values[1:])
+    assert 2 <= len(seen) <= 5 and torch.equal(seen, expected[1][: len(seen)])
+    assert not streamers[7].values and [puts.ended for puts in streamers] == [1] * 8
+    assert [size for size, _ in itertools.groupby(replays)] == [1, 5, 2, 1] and replays[:4] == [1] * 4
+
+
+def test_progress(decoder, capsys):
+    seen = []
+    assert len([*decoder.run([*mixed(4)], progress=lambda done, total: seen.append((done, total)))]) == 4
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    seen.clear()
+    assert len([*decoder.run(mixed(2), progress=lambda *counts: seen.append(counts))]) == 2
+    assert seen == [(1, None), (2, None)]
+    assert capsys.readouterr().err == ""
+    for given in ([*mixed(4)], mixed(4)):
+        assert len([*decoder.run(given, progress=True)]) == 4
+        assert "4/" in capsys.readouterr().err
+    assert len([*decoder.run(mixed(2), progress=False)]) == 2
+
+
+def test_stats_count_a_run(decoder):
+    before = decoder.stats()
+    new = sum(len(tokens) for _, tokens in decoder.run(mixed(6)))
+    after = decoder.stats()
+    assert (after.calls - before.calls, after.new_tokens - before.new_tokens) == (1, new)
+    assert after.steps > before.steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exception", "message"),
+    [
+        ({"requests": None}, TypeError, "^requests: expected an iterable of dicts .* got NoneType"),
+        ({"requests": {"input_ids": prompts(1, 3)[0]}}, TypeError, "^requests: expected an iterable .* got dict"),
+        ({"requests": prompts(1, 3)}, TypeError, "^requests: expected an iterable of dicts"),
+        ({"requests": [], "progress": "yes"}, TypeError, "^progress: expected True, False, None or a callable, got"),
+    ],
+)
+def test_bad_calls(decoder, arguments, exception, message):
+    with pytest.raises(exception, match=message):
+        decoder.run(**arguments)
+
+
+def test_no_requests(decoder):
+    assert [*decoder.run([])] == []
+    assert decoder.capabilities.ragged and decoder.capabilities.chunked_prefill

@@ -1,0 +1,124 @@
+"""Short prompts from graphs. Here a graph is a stand-in that runs again what it has captured, on the same tensors."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8moe.decode import GraphDecoder, prefill
+from fp8moe.decode import decoder as decoder_module
+from fp8moe.decode.prefill import COLUMNS, MOST_GRAPH_TOKENS, ShortPrompts, _Graph
+from fp8moe.decode.step import Step
+from tests.decode_models import VOCABULARY, tiny_mixtral
+from tests.transformers_models import prompts
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MAX_LENGTH = 128
+
+
+class Recorded(ShortPrompts):
+    """replays: how often the graph of each number of columns has run."""
+
+    def __init__(self, size, chunk=None):
+        super().__init__(size, chunk, None, None)
+        self.replays = {}
+
+    def _capture(self, tokens, eagerly):
+        columns, tokens = tokens.shape[1], tokens.clone()
+        logits = torch.empty(len(tokens), VOCABULARY)
+
+        def replay():
+            self.replays[columns] = self.replays.get(columns, 0) + 1
+            logits.copy_(eagerly(tokens))
+
+        self._graphs[columns] = _Graph(SimpleNamespace(replay=replay, reset=lambda: None), tokens, logits)
+
+
+@pytest.fixture
+def decoders(monkeypatch):
+    model = tiny_mixtral()
+    plain = GraphDecoder(model, batch_sizes=(1, 16), max_length=MAX_LENGTH)
+    graphed = GraphDecoder(model, batch_sizes=(1, 16), max_length=MAX_LENGTH)
+    for step in graphed.steps.values():
+        step.short_prompts = Recorded(step.size)
+    graphed._pool = (0, 0)
+    # With the mask that attention takes on a CPU, transformers asks whether it hides anything.
+    monkeypatch.setattr(prefill, "HostReads", lambda device: nullcontext(SimpleNamespace(operations=[])))
+    monkeypatch.setattr(decoder_module, "capture_stream", lambda device: None)
+    monkeypatch.setattr(decoder_module.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        Step, "keep_short_prompts", lambda self, stream, pool: setattr(self, "short_prompts", Recorded(self.size))
+    )
+    return plain, graphed
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
+def test_prompts_of_one_size_come_from_its_graph(decoders, length):
+    plain, graphed = decoders
+    columns = next(columns for columns in COLUMNS if columns >= length)
+    for seed in range(4):
+        ids = prompts(1, length, seed=seed)
+        expected = plain.generate(ids, max_new_tokens=6, eos_token_id=())
+        assert torch.equal(graphed.generate(ids, max_new_tokens=6, eos_token_id=()), expected)
+    assert graphed.steps[1].short_prompts.replays == {columns: 2}  # not the first two
+
+
+def test_lengths_of_one_batch(decoders):
+    plain, graphed = decoders
+    for seed in range(3):
+        ids = prompts(5, 20, seed=seed)
+        mask = torch.arange(20) >= torch.tensor([0, 7, 19, 3, 0])[:, None]
+        options = dict(attention_mask=mask.long(), max_new_tokens=8, eos_token_id=())
+        assert torch.equal(graphed.generate(ids, **options), plain.generate(ids, **options))
+    assert graphed.steps[16].short_prompts.replays == {32: 1}
+
+
+def test_a_prompt_that_padding_would_leave_no_room(decoders):
+    plain, graphed = decoders
+    ids = prompts(1, 70)
+    options = dict(max_new_tokens=MAX_LENGTH - 70, eos_token_id=())
+    for _ in range(3):
+        assert torch.equal(graphed.generate(ids, **options), plain.generate(ids, **options))
+    assert not graphed.steps[1].short_prompts.replays
+
+
+def test_requests_share_a_reader(decoders):
+    plain, graphed = decoders
+    asked = [
+        {"input_ids": prompts(1, 5 + index % 40, seed=index)[0], "max_new_tokens": 3 + index % 7, "eos_token_id": ()}
+        for index in range(60)
+    ]
+    expected, found = (dict(decoder.run(asked)) for decoder in (plain, graphed))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[index], tokens) for index, tokens in expected.items())
+    assert sum(graphed._reader.short_prompts.replays.values()) > 3
+
+
+def test_what_reads_values_on_the_host_is_not_captured():
+    short = Recorded(1)
+
+    def reads(tokens):
+        return torch.full((1, 99), float(tokens.sum()))
+
+    tokens = torch.arange(16)[None]
+    for _ in range(2):
+        assert short.read(tokens, reads)[0, 0] == 120
+    # Nor is it asked again, and nothing is padded for it.
+    assert not short.replays and 16 not in short.columns and not short.most
+    assert short.fit(tokens, None, 64)[0] is tokens
+
+
+def test_columns_that_have_a_graph():
+    assert ShortPrompts(1, None, None, None).most == max(COLUMNS) == MOST_GRAPH_TOKENS
+    assert ShortPrompts(8, None, None, None).most == 512
+    assert ShortPrompts(MOST_GRAPH_TOKENS, None, None, None).most == 0
+    tokens, mask = ShortPrompts(8, None, None, None).fit(torch.ones(2, 100, dtype=torch.int64), None, 128)
+    assert tokens.shape == mask.shape == (2, 128) and mask.sum() == 200 and mask[:, 28:].all()
+    assert ShortPrompts(1, 100, None, None).most == 96  # prompts that are read in chunks have none
+    assert ShortPrompts(1, 8, None, None).most == 0
+    longer = torch.ones(2, 100, dtype=torch.int64)
+    assert ShortPrompts(8, None, None, None).fit(longer, None, 127) == (longer, None)

@@ -1,0 +1,54 @@
+"""integrations/ for engines, as far as nothing of an engine is needed: entry points, commands, what was recorded."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools import sglang_hooks, vllm_serving
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("engine", "group"), [("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")])
+def test_entry_points_import_nothing_heavy(engine, group):
+    """Every process of an engine loads them, also where nobody asked for fp8moe; SGLang's then does nothing."""
+    distribution = ROOT / "integrations" / engine
+    content = tomllib.loads((distribution / "pyproject.toml").read_text())
+    assert content["project"]["version"] == "0.1.0" and content["project"]["dependencies"] == ["fp8moe>=0.2"]
+    module, name = content["project"]["entry-points"][group]["fp8moe"].split(":")
+    call = f"{module}.{name}()" if engine == "sglang" else f"callable({module}.{name}) or 1 / 0"
+    code = f"import sys, {module}; {call}; print({{'torch', 'fp8moe', 'vllm', 'sglang'}} & set(sys.modules))"
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, cwd=distribution, env={}, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_what_vllm_served():
+    """Every way of serving is within the bar, which a model without experts misses."""
+    recorded = json.loads(vllm_serving.FILE.read_text())
+    assert [row["options"] for row in recorded["served"]] == [*vllm_serving.SERVED]
+    assert recorded["model_without_experts"]["median"] > 2 * vllm_serving.MAX_MEDIAN_DIFFERENCE
+    for row in recorded["served"]:
+        assert row["median"] <= vllm_serving.MAX_MEDIAN_DIFFERENCE, row
+        assert len(row["log"]) == 3 and all(line.endswith("on fp8moe") for line in row["log"])
+
+
+def test_what_sglang_was_tried_with():
+    tests = json.loads(sglang_hooks.FILE.read_text())["tests"]
+    assert list(tests) == [*sglang_hooks.VERSIONS] and all(set(counts) == {"passed"} for counts in tests.values())
+
+
+@pytest.mark.parametrize(
+    ("tool", "engine", "last"),
+    [
+        (vllm_serving, "vllm", ["vllm", "serve", "MODEL", "--quantization", "fp8moe"]),
+        (sglang_hooks, "sglang", ["FP8MOE_SGLANG=1", "python", "-m", "sglang.launch_server", "--model-path", "MODEL"]),
+    ],
+)
+def test_the_readmes_have_the_commands_that_ran(tool, engine, last):
+    install = ["pip", "install", ".", f"./integrations/{engine}"]
+    assert vllm_serving.commands_of(tool.README) == (install, last)

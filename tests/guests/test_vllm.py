@@ -1,0 +1,452 @@
+"""integrations/vllm on vLLM's Python files, which need no GPU and none of its libraries: `import vllm` is enough.
+
+tools/vllm_serving.py is the test of a whole server.
+"""
+
+import logging
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fp8moe
+from tests.experts_cases import dense
+
+if find_spec("vllm") is None:
+    pytest.skip("vllm is not installed; its Python files are enough", allow_module_level=True)
+
+DISTRIBUTION = Path(__file__).parents[2] / "integrations/vllm"
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 128, 8, 2
+CHECKPOINT = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+}
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    """vLLM in this process, as far as layers need it: one rank, which has no GPU, and the plug-in."""
+    from vllm.config import CompilationConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DISTRIBUTION))
+        patch.setenv("FP8MOE_BACKEND", "reference")
+        patch.delenv("FP8MOE_STRICT", raising=False)
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        import fp8moe_vllm
+
+        fp8moe_vllm.register()
+        fp8moe_vllm.register()  # as every process may
+        config = VllmConfig(
+            device_config=DeviceConfig(device="cpu"), compilation_config=CompilationConfig(mode=0, custom_ops=["none"])
+        )
+        with set_current_vllm_config(config):
+            store = f"file://{tmp_path_factory.mktemp('vllm') / 'store'}"
+            init_distributed_environment(1, 0, store, 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+            init_workspace_manager(torch.device("cpu"))
+            config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+            yield config
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def checkpoint(vllm):
+    """The quantization of a checkpoint, as vLLM makes it."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    return get_quantization_config("fp8moe").from_config(CHECKPOINT)
+
+
+@pytest.fixture
+def log(vllm):
+    """What the plug-in says, however often it has said it."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("vllm.fp8moe")
+    from vllm import logger as module
+
+    for once in (module._print_info_once, module._print_warning_once):
+        once.cache_clear()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def experts_layer(quantization, loaded=True, **options):
+    """The routed experts of a layer, with random weights; ids and weights come with the calls."""
+    from vllm.model_executor.layers import fused_moe
+
+    make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    prefix = f"model.layers.{experts_layer.made}.mlp.experts"  # each must have a name of its own
+    experts_layer.made += 1
+    runner = make(
+        **sizes | options, params_dtype=torch.bfloat16, renormalize=True, quant_config=quantization, prefix=prefix
+    )
+    layer = runner.routed_experts
+    for name in ("w13", "w2"):
+        weight = getattr(layer, f"{name}_weight")
+        quantized = fp8moe.quantize_128x128(torch.randn(weight.shape) * weight.shape[-1] ** -0.5)
+        weight.data.copy_(quantized.data)
+        getattr(layer, f"{name}_weight_scale_inv").data.copy_(quantized.scale)
+    if loaded:
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+experts_layer.made = 0
+
+
+def routed(tokens, top_k=TOP_K):
+    ids = torch.rand(tokens, EXPERTS).argsort(1)[:, :top_k].int()
+    return torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, top_k), ids
+
+
+def weights_of(layer):
+    return (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_experts(checkpoint, tokens):
+    layer = experts_layer(checkpoint)
+    x, weights, ids = routed(tokens)
+    ids[tokens // 2 :, 0] = -1  # of padding
+    out = layer.forward_modular(x, weights, ids)
+    assert torch.equal(out, fp8moe.experts(x, ids, weights, *weights_of(layer))) and out.dtype == torch.bfloat16
+    expected = dense(*weights_of(layer), x, weights, ids)
+    assert (out - expected).norm() <= 0.06 * expected.norm()
+
+
+ELSEWHERE = [-1] * 4
+
+
+@pytest.mark.parametrize(
+    ("here", "first"),
+    [
+        ([*ELSEWHERE, 0, 1, 2, 3, 4, 5, 6, 7, *ELSEWHERE], 4),
+        ([*ELSEWHERE, 0, 2, 1, 3, 4, 5, 6, 7, *ELSEWHERE], None),
+        ([0, 1, 2, *ELSEWHERE, 3, 4, 5, *ELSEWHERE, 6, 7], None),
+    ],
+)
+def test_experts_of_another_rank_add_nothing(checkpoint, monkeypatch, here, first):
+    layer = experts_layer(checkpoint, loaded=False)
+    layer.register_buffer("_expert_map", torch.tensor(here, dtype=torch.int32))
+    layer.quant_method.process_weights_after_loading(layer)
+    x, weights, _ = routed(9)
+    ids = torch.rand(9, len(here)).argsort(1)[:, :TOP_K].int()
+    expected = dense(*weights_of(layer), x, weights, layer.expert_map[ids])
+    asked, op = [], fp8moe.experts
+    monkeypatch.setattr(fp8moe, "experts", lambda *args, **more: asked.append(more) or op(*args, **more))
+    out = layer.forward_modular(x, weights, ids)
+    assert 0 < (out - expected).norm() <= 0.06 * expected.norm()
+    assert asked[0].get("first_expert") == first and ("expert_map" in asked[0]) == (first is None)
+    layer.register_buffer("_expert_map", layer.expert_map.flip(0))  # as when there are more ranks later
+    moved = layer.forward_modular(x, weights, ids)
+    assert torch.equal(moved, op(x, ids, weights, *weights_of(layer), expert_map=layer.expert_map))
+
+
+def test_router_weights_on_the_input(checkpoint):
+    layer = experts_layer(checkpoint, top_k=1, apply_router_weight_on_input=True)
+    x, weights, ids = routed(5, top_k=1)
+    expected = dense(*weights_of(layer), (x * weights).bfloat16(), torch.ones(5, 1), ids)
+    for out in (layer.forward_modular(x, weights, ids), modular_kernel(layer, x, weights, ids)):
+        assert (out - expected).norm() <= 0.06 * expected.norm()
+    layer = experts_layer(checkpoint, apply_router_weight_on_input=True)
+    with pytest.raises(ValueError, match="expected one expert a token, got 2"):
+        layer.forward_modular(*routed(5))
+
+
+def modular_kernel(layer, x, weights, ids):
+    """What runs where the method does not call the experts itself: prepare, experts, finalize."""
+    return layer.quant_method.moe_kernel.apply(
+        x,
+        layer.w13_weight,
+        layer.w2_weight,
+        weights,
+        ids,
+        activation=layer.activation,
+        global_num_experts=EXPERTS,
+        expert_map=layer.expert_map,
+        apply_router_weight_on_input=layer.apply_router_weight_on_input,
+    )
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_modular_kernel_gives_the_same_bits(checkpoint, tokens, mapped):
+    layer = experts_layer(checkpoint)
+    if mapped:
+        layer.register_buffer("_expert_map", torch.tensor([1, -1, 0, -1, 3, 2, 5, 4], dtype=torch.int32))
+    x, weights, ids = routed(tokens)
+    ids[:1] = -1
+    assert torch.equal(modular_kernel(layer, x, weights, ids), layer.forward_modular(x, weights, ids))
+
+
+@pytest.mark.parametrize("first", [0, EXPERTS])
+def test_data_parallel_attention(checkpoint, monkeypatch, first):
+    """Rows of both ranks come to each unquantized, and each gives the sums of its experts for all of them."""
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep
+
+    x, weights, _ = routed(9)
+    ids = torch.rand(9, 2 * EXPERTS).argsort(1)[:, :TOP_K].int()
+    here = slice(0, 4) if first == 0 else slice(4, 9)
+    sums = []
+
+    class Group:
+        device_communicator = SimpleNamespace(all2all_manager=SimpleNamespace(world_size=2))
+
+        def dispatch(self, *rows, is_sequence_parallel, extra_tensors):
+            assert extra_tensors is None and not is_sequence_parallel
+            for sent, every in zip(rows, (x, weights, ids), strict=True):
+                assert sent.dtype == every.dtype and torch.equal(sent, every[here])
+            return x, weights, ids
+
+        def combine(self, out, is_sequence_parallel):
+            sums.append(out.clone())
+            return out[here]
+
+        def combine_into_output(self, out, result, is_sequence_parallel):  # 0.33, and the next
+            result.copy_(self.combine(out, is_sequence_parallel))
+
+        def allocate_combine_input(self, *shape, **more):
+            return None
+
+    for module in (all2all_utils, naive_dp_ep):
+        monkeypatch.setattr(module, "get_ep_group", Group)
+    layer = changed(experts_layer(checkpoint, loaded=False), parallel={"dp_size": 2, "ep_size": 2, "use_ep": True})
+    layer.quant_method = method = checkpoint.get_quant_method(layer, "model.layers.0.mlp.experts")
+    method.create_weights(torch.nn.Module(), EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=None)
+    assert checkpoint._unwarmed == {(EXPERTS, INTERMEDIATE, HIDDEN, TOP_K): 2 * method.moe.max_num_tokens}
+    place = torch.full((2 * EXPERTS,), -1, dtype=torch.int32)
+    place[first : first + EXPERTS] = torch.arange(EXPERTS)
+    layer.register_buffer("_expert_map", place)
+    method.process_weights_after_loading(layer)
+    assert method.moe_kernel.fused_experts.first_expert[1] == first
+    out = layer.forward_modular(x[here], weights[here], ids[here])
+    expected = dense(*weights_of(layer), x, weights, place[ids])
+    assert 0 < (sums[0] - expected).norm() <= 0.06 * expected.norm()
+    assert torch.equal(out, sums[0][here])
+
+
+def test_batched_experts(checkpoint):
+    from fp8moe_vllm.experts import Fp8moeBatchedExperts
+    from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMetadata
+
+    layer = experts_layer(checkpoint)
+    method = layer.quant_method
+    experts = Fp8moeBatchedExperts(method.moe, method.moe_quant_config, max_num_tokens=4, num_dispatchers=2)
+    *_, shape = experts.workspace_shapes(4, 2 * INTERMEDIATE, HIDDEN, TOP_K, EXPERTS, EXPERTS, None, layer.activation)
+    rows = torch.randn(shape)
+    counts = torch.tensor([0, 8, 1, 3, 0, 2, 7, 5], dtype=torch.int32)
+    out = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+    quantized = fp8moe.quantize_1x128(rows)
+    operands = {"hidden_states": quantized.data, "a1q_scale": quantized.scale, "w1": layer.w13_weight, "output": out}
+    unused = dict.fromkeys(
+        ("topk_weights", "topk_ids", "expert_map", "a2_scale", "workspace13", "workspace2"), torch.empty(0)
+    )
+    experts.apply(
+        **operands | unused,
+        w2=layer.w2_weight,
+        activation=layer.activation,
+        global_num_experts=EXPERTS,
+        expert_tokens_meta=ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=None),
+        apply_router_weight_on_input=False,
+    )
+    for expert, count in enumerate(counts.tolist()):
+        ids, ones = torch.full((count, 1), expert), torch.ones(count, 1)
+        expected = dense(*weights_of(layer), rows[expert, :count], ones, ids)
+        assert (out[expert, :count] - expected).norm() <= 0.06 * expected.norm()
+
+
+def linear(quantization, sizes=(256, 128), hidden=HIDDEN, name="gate_up_proj"):
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM makes models
+    try:
+        return MergedColumnParallelLinear(
+            hidden, [*sizes], bias=False, quant_config=quantization, prefix=f"model.layers.1.mlp.{name}"
+        )
+    finally:
+        torch.set_default_dtype(default)
+
+
+def load(layer):
+    """Puts two quantized weights into a merged linear, as a checkpoint has them; returns both in one."""
+    parts = [fp8moe.quantize_128x128(torch.randn(rows, HIDDEN) / 16) for rows in layer.output_partition_sizes]
+    for place, (data, scale) in enumerate(parts):
+        layer.weight.weight_loader(layer.weight, data, place)
+        layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, scale, place)
+    layer.quant_method.process_weights_after_loading(layer)
+    return torch.cat([fp8moe.dequantize(part) for part in parts])
+
+
+def test_linear(checkpoint):
+    from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
+    from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+
+    layer = linear(checkpoint)
+    assert type(layer.quant_method).__name__ in WEIGHT_LOADER_V2_SUPPORTED
+    weight = load(layer)
+    assert layer.weight_scale_inv.dtype == torch.float32
+    for shape in ((0, HIDDEN), (1, HIDDEN), (3, 5, HIDDEN)):
+        x = torch.randn(shape).bfloat16()
+        out, _ = layer(x)
+        expected = x.float() @ weight.T
+        assert out.shape == expected.shape and out.dtype == torch.bfloat16
+        assert (out - expected).norm() <= 0.05 * expected.norm()
+    assert torch.equal(get_and_maybe_dequant_weights(layer), weight)  # what MLA does with one
+
+
+def test_linears_that_fp8moe_does_not_take_are_vllms(checkpoint, monkeypatch, log):
+    from fp8moe_vllm.linear import Fp8moeLinearMethod
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+    theirs = []
+    monkeypatch.setattr(Fp8LinearMethod, "create_weights", lambda self, *sizes, **more: theirs.append(sizes[1:5]))
+    method = Fp8moeLinearMethod(checkpoint, "model.layers.0.self_attn.indexer")
+    method.create_weights(torch.nn.Module(), HIDDEN, [60], HIDDEN, 60, torch.bfloat16, weight_loader=None)
+    assert theirs == [(HIDDEN, [60], HIDDEN, 60)] and method.use_deep_gemm == Fp8LinearMethod(checkpoint).use_deep_gemm
+    (line,) = log
+    assert line == (
+        "fp8moe: indexer: on vLLM's kernels: it takes multiples of 8 output and 16 input features, not 60 and 256"
+    )
+    monkeypatch.setenv("FP8MOE_STRICT", "1")
+    with pytest.raises(ValueError, match="indexer: it takes multiples of 8"):
+        method.create_weights(torch.nn.Module(), HIDDEN, [60], HIDDEN, 60, torch.bfloat16, weight_loader=None)
+
+
+def test_layers_that_the_checkpoint_leaves_out_are_not_quantized(checkpoint):
+    from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+
+    gate = ReplicatedLinear(HIDDEN, EXPERTS, bias=False, quant_config=checkpoint, prefix="model.layers.0.mlp.gate")
+    assert type(gate.quant_method) is UnquantizedLinearMethod
+
+
+def changed(layer, **options):
+    """A layer whose configuration differs; of `parallel`, that of its parallelism."""
+    from dataclasses import replace
+
+    parallel = replace(layer.moe_config.moe_parallel_config, **options.pop("parallel", {}))
+    layer.moe_config = replace(layer.moe_config, moe_parallel_config=parallel, **options)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"parallel": {"pcp_size": 2, "use_ep": True}}, "prefill context parallelism"),
+        (
+            {"parallel": {"dp_size": 2, "all2all_backend": "deepep_low_latency"}},
+            "--all2all-backend deepep_low_latency is untried; allgather_reducescatter",
+        ),
+        ({"parallel": {"sp_size": 2, "use_ep": True, "all2all_backend": "nixl_ep"}}, "nixl_ep is untried"),
+        ({"parallel": {"all2all_backend": "passthrough"}}, "passthrough is untried"),
+        ({"parallel": {"dp_size": 2}}, "untried but with --enable-expert-parallel"),
+        ({"parallel": {"dp_size": 2, "ep_size": 4, "use_ep": True}}, "and without tensor parallelism"),
+        ({"has_bias": True}, "experts with biases"),
+        ({"swiglu_limit": 7.0}, "SwiGLU with a limit of 7.0"),
+        ({"is_lora_enabled": True}, "kernel does not support LoRA"),
+        ({"hidden_dim": 250}, "kernel does not support 250 hidden dim"),
+        ({"activation": "gelu"}, "GELU activation"),
+    ],
+)
+def test_experts_that_fp8moe_does_not_run_are_vllms(checkpoint, monkeypatch, log, options, why):
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    if "activation" in options:
+        options = {"activation": MoEActivation.from_str(options["activation"])}
+    layer = changed(experts_layer(checkpoint), **options)
+    log.clear()
+    monkeypatch.setattr(Fp8Config, "get_quant_method", lambda self, layer, prefix: "vLLM's")
+    assert checkpoint.get_quant_method(layer, "model.layers.0.mlp.experts") == "vLLM's"
+    (line,) = log
+    assert line.startswith("fp8moe: experts: on vLLM's kernels: ")
+    monkeypatch.setenv("FP8MOE_STRICT", "1")
+    with pytest.raises(ValueError, match=f"fp8moe: experts: .*{why}"):
+        checkpoint.get_quant_method(layer, "model.layers.0.mlp.experts")
+
+
+def test_without_a_hopper_gpu_nothing_runs_unasked(checkpoint, monkeypatch):
+    layer = experts_layer(checkpoint)
+    monkeypatch.setenv("FP8MOE_STRICT", "1")
+    monkeypatch.delenv("FP8MOE_BACKEND")
+    for each, name in ((layer, "experts"), (None, "gate_up_proj")):
+        with pytest.raises(ValueError, match=f"{name}: it needs a Hopper GPU"):
+            checkpoint.get_quant_method(each, "model.layers.0.mlp.experts") if each else linear(checkpoint)
+
+
+def test_a_vllm_with_other_names_goes_on_without_it(vllm, monkeypatch, log):
+    import fp8moe_vllm
+
+    monkeypatch.setitem(sys.modules, "fp8moe_vllm.config", None)
+    fp8moe_vllm.register()
+    (line,) = log
+    assert line.startswith("fp8moe: no --quantization fp8moe, which is tried with vLLM 0.26.0 to 0.33.0: ")
+
+
+def test_the_user_must_ask_for_it(vllm):
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config = get_quantization_config("fp8moe")
+    assert config.override_quantization_method(CHECKPOINT, "fp8moe") == "fp8moe" == config.get_name()
+    assert config.override_quantization_method(CHECKPOINT, None) is None
+    assert config.override_quantization_method({"quant_method": "awq"}, "fp8moe") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"weight_block_size": [64, 128]}, r"blocks of \[128, 128\].* \[64, 128\]"),
+        ({"weight_block_size": None, "activation_scheme": "static"}, "activation_scheme 'static'"),
+    ],
+)
+def test_other_checkpoints_are_refused(checkpoint, change, why):
+    with pytest.raises(ValueError, match=why):
+        type(checkpoint).from_config(CHECKPOINT | change)
+    with pytest.raises(ValueError, match="`fp8moe quantize SOURCE TARGET`.* weight_block_size None"):
+        type(checkpoint)()  # for a checkpoint that is not quantized
+
+
+def test_all_kernels_are_compiled_before_the_first_request(checkpoint, monkeypatch, log):
+    warmed = []
+    monkeypatch.setattr("fp8moe_vllm.config.current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(fp8moe, "warm", lambda shapes, counts: warmed.append((set(shapes), set(counts))))
+    linears = [linear(checkpoint) for _ in range(3)]
+    layers = [experts_layer(checkpoint, loaded=False) for _ in range(2)]
+    for each in linears:
+        load(each)
+    for each in layers:
+        each.quant_method.process_weights_after_loading(each)
+    assert warmed == [({(384, HIDDEN), (EXPERTS, INTERMEDIATE, HIDDEN, TOP_K)}, {2048})]
+    assert log == [
+        "fp8moe: gate_up_proj (384, 256): on fp8moe",
+        "fp8moe: experts (8, 128, 256, 2): on fp8moe",
+    ]
+
+
+def test_batch_invariance_is_vllms(checkpoint, monkeypatch):
+    from contextlib import ExitStack
+
+    import fp8moe_vllm.config as module
+
+    from fp8moe.runtime import config
+
+    with ExitStack() as modes:
+        monkeypatch.setattr(module, "_batch_invariant", modes)
+        monkeypatch.setattr(module.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+        type(checkpoint).from_config(CHECKPOINT)
+        assert config.settings.batch_invariant
+    assert not config.settings.batch_invariant

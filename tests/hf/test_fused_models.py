@@ -1,0 +1,380 @@
+"""Models whose known parts run in fp8moe's kernels give what they gave before, in every class of transformers."""
+
+import ast
+import copy
+import importlib.util
+import inspect
+import re
+import textwrap
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from fp8moe import FP8Linear, GroupedExperts, replace_linears
+from fp8moe.hf import optimize, register
+from fp8moe.hf.fused import linears
+from fp8moe.hf.fused.fuse import is_decoder_layer
+from fp8moe.hf.fused.known_forwards import digest, runs_as_written
+from fp8moe.hf.versions import LATER_DIGESTS
+from fp8moe.kernels.experts import operator
+from fp8moe.weights import DEFAULT_SKIP, save_fp8_checkpoint
+from tests.tiny_moe_models import MODELS
+
+NAME = "Qwen3MoeForCausalLM"
+WHOLE = "norms and residuals, heads and cache, router"
+WIDE = {"head_dim": 128, "hidden_size": 256, "num_key_value_heads": 1, "num_attention_heads": 2}
+
+# What is fused in some classes: of the layers, and of modules by themselves.
+PARTS = {
+    "Qwen3MoeForCausalLM": {"norm", "router", WHOLE},
+    "MixtralForCausalLM": {"norm", "router", WHOLE},
+    "Qwen2MoeForCausalLM": {"norm", "router", WHOLE},
+    "Glm4MoeForCausalLM": {"norm", "router", "norms and residuals, heads and cache", WHOLE},
+    "DeepseekV3ForCausalLM": {
+        *("norm", "router", "norms and residuals, latent attention", "norms and residuals, latent attention, router")
+    },
+    "OlmoeForCausalLM": {"norm", "router", "norms and residuals, router"},
+    "JambaForCausalLM": {"norm"},
+    "Qwen3NextForCausalLM": {"router"},
+    "GptOssForCausalLM": set(),
+}
+
+
+def prompt(rows=2, length=12):
+    return torch.randint(3, 120, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+BROKEN = {"DogeForCausalLM": TypeError, "Llama4ForConditionalGeneration": AttributeError}
+"""What transformers' own forward() of a model raises, Doge's in 5.17, Llama4's in 5.24."""
+
+
+@contextmanager
+def skipped_if_broken(name):
+    """Skips the test where a model of BROKEN raises that error; no other model, and no other error."""
+    try:
+        yield
+    except BROKEN.get(name, ()) as error:
+        pytest.skip(f"the model does not run: {error}")
+
+
+def logits(model, **arguments):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model(input_ids=prompt(), **arguments).logits
+
+
+def distance(got, expected):
+    return (got - expected).norm() / expected.norm()
+
+
+def in_fp8(name=NAME, dtype=torch.bfloat16, **options):
+    """A tiny model with FP8 experts and linears."""
+    tiny = MODELS[name]
+    model = tiny._replace(options={**tiny.options, **options}).build(dtype)
+    for path, module in list(model.named_modules()):
+        if isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            model.set_submodule(path, GroupedExperts.from_experts(module))
+    replace_linears(model, skip=DEFAULT_SKIP)
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "DiffusionGemmaForBlockDiffusion"])
+def test_logits_of_every_class(name):
+    model = MODELS[name].build()
+    with skipped_if_broken(name):
+        before = logits(model)
+    changed = optimize(model)
+    assert distance(logits(model), before) <= 1e-5
+    changed.restore()
+    assert torch.equal(logits(model), before)
+    assert {row.what for row in changed} == PARTS.get(name, {row.what for row in changed})
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_models_in_bfloat16_are_fused_as_those_in_float32(name):
+    assert {row.what for row in optimize(MODELS[name].build(torch.bfloat16))} == PARTS[name]
+
+
+def test_a_router_in_float32_is_fused_in_a_model_in_bfloat16():
+    model = MODELS["DeepseekV3ForCausalLM"].build(torch.bfloat16)
+    routers = [layer.mlp.gate.float() for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    x = torch.randn(5, routers[0].weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        before, before_routed = logits(model), routers[0](x)
+        assert "norms and residuals, latent attention, router" in {row.what for row in optimize(model)}
+        logits_of_experts, weights, index = routers[0](x)
+    assert logits_of_experts.dtype is torch.float32
+    torch.testing.assert_close(logits_of_experts, before_routed[0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(index.sort().values, before_routed[2].sort().values)
+    torch.testing.assert_close(weights.sum(-1), before_routed[1].sum(-1).float())
+    assert distance(logits(model), before) <= 2e-2
+
+
+@pytest.mark.parametrize("name", [name for name, parts in PARTS.items() if len(parts) > 1])
+def test_generate_with_padding_and_a_cache(name):
+    model = MODELS[name].build()
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    before = model.generate(prompt(), **how)
+    optimize(model)
+    assert torch.equal(model.generate(prompt(), **how), before)
+
+
+def test_caches_that_add_their_layers_later():
+    from transformers import DynamicCache
+
+    model = MODELS[NAME].build()
+    found = []
+    for fuse in (False, True):
+        cache = DynamicCache()
+        changed = optimize(model) if fuse else None
+        first = logits(model, past_key_values=cache, use_cache=True)
+        found.append(torch.cat([first, logits(model, past_key_values=cache, use_cache=True)]))
+        assert cache.get_seq_length() == 24
+    assert changed and distance(found[1], found[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_fp8_models(name):
+    model = in_fp8(name, torch.float32)
+    before, state = logits(model), {name: value.clone() for name, value in model.state_dict().items()}
+    optimize(model)
+    assert distance(logits(model), before) <= 1e-5
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.view(torch.uint8), state[key].view(torch.uint8)), key
+
+
+def test_experts_of_transformers_take_the_residual_and_the_order():
+    register()
+    model = MODELS[NAME].build(experts_implementation="fp8moe")
+    before = logits(model)
+    optimize(model)
+    assert distance(logits(model), before) <= 1e-5
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert distance(logits(model), before) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_few_assignments_are_sorted_with_the_choice(name, monkeypatch):
+    model = in_fp8(name, torch.float32)
+    optimize(model)
+    experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    sorts, sort = [], operator.sort_by_expert
+    monkeypatch.setattr(operator, "sort_by_expert", lambda *given, **how: sorts.append(given) or sort(*given, **how))
+
+    def run(rows):
+        sorts.clear()
+        with torch.no_grad():
+            return model(input_ids=prompt(rows)).logits, len(sorts)
+
+    few, by_experts = run(1)
+    assert by_experts == 0
+    assert run(2)[1] == len(experts)  # of 24 tokens
+    for module in experts:
+        module.decode_capacity = 100
+    again, by_experts = run(1)
+    assert by_experts == len(experts) and distance(again, few) <= 1e-5
+
+
+def test_projections_that_read_the_same_input_are_one():
+    model = in_fp8(**WIDE)
+    before = logits(model)
+    changed = optimize(model)
+    assert {row.what for row in changed} >= {"norms and residuals, q, k and v as one, heads and cache, router"}
+    attention = model.model.layers[0].self_attn
+    parts = [linears.weights(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    whole = linears.joined(parts)
+    assert whole.data.data_ptr() == attention.q_proj.weight.data_ptr() and whole.data.shape == (512, 256)
+    assert torch.equal(logits(model), before)
+    attention.k_proj.weight.data = attention.k_proj.weight.data.clone()
+    assert linears.joined([linears.weights(part) for part in (attention.q_proj, attention.k_proj)]) is None
+    assert torch.equal(logits(model), before)
+
+
+def test_biases_move_together_too():
+    model = in_fp8("Qwen2MoeForCausalLM", torch.float32, **WIDE)
+    before = logits(model)
+    optimize(model)
+    attention = model.model.layers[0].self_attn
+    parts = [linears.weights(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert linears.joined(parts).bias.shape == (512,)
+    assert distance(logits(model), before) <= 1e-5
+
+
+def test_joined_wants_whole_blocks_and_like_neighbours():
+    def weights(n, k=128, bias=False):
+        return FP8Linear(k, n, bias=bias)
+
+    one, other = weights(64), weights(128)
+    assert not linears.pack([one, other]) and linears.pack([one, other], blocks=False)
+    assert not linears.pack([weights(128), weights(128, k=256)])
+    assert not linears.pack([weights(128), weights(128, bias=True)])
+    assert not linears.pack([weights(128), nn.Linear(128, 128)])
+
+
+def test_what_saves_a_model_sees_the_same_tensors(tmp_path):
+    model, plain = in_fp8(**WIDE), in_fp8(**WIDE)
+    optimize(model)
+    for which, path in ((model, tmp_path / "fused"), (plain, tmp_path / "plain")):
+        save_fp8_checkpoint(which, path)
+    from safetensors.torch import load_file
+
+    fused, expected = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("fused", "plain"))
+    assert fused.keys() == expected.keys()
+    assert all(torch.equal(fused[key].view(torch.uint8), expected[key].view(torch.uint8)) for key in fused)
+
+
+def test_a_copy_of_the_model_is_fused_by_itself():
+    model = MODELS[NAME].build()
+    optimize(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    expected = MODELS[NAME].build()
+    expected.load_state_dict(other.state_dict())
+    assert distance(logits(other), logits(expected)) <= 1e-5
+
+
+def test_outputs_that_transformers_records_are_recorded():
+    model = MODELS[NAME].build()
+    how = {"output_router_logits": True, "output_hidden_states": True}
+    with torch.no_grad():
+        before = model(input_ids=prompt(), **how)
+        optimize(model)
+        after = model(input_ids=prompt(), **how)
+    assert len(before.router_logits) == len(after.router_logits) == 2
+    for one, other in zip(
+        before.router_logits + before.hidden_states, after.router_logits + after.hidden_states, strict=True
+    ):
+        assert distance(other, one) <= 1e-5
+    layer = model.model.layers[0]
+    assert layer.mlp.gate._forward_hooks and runs_as_written(layer.mlp.gate)  # those that recorded are idle now
+
+
+def test_hooks_run():
+    model = MODELS[NAME].build()
+    optimize(model)
+    seen = []
+    layer = model.model.layers[0]
+    for module in (layer.input_layernorm, layer.self_attn, layer.self_attn.q_norm, layer.mlp, layer.mlp.gate):
+        handle = module.register_forward_hook(lambda module, inputs, output: seen.append(type(module).__name__))
+        before = len(seen)
+        logits(model)
+        assert len(seen) == before + 1
+        handle.remove()
+        logits(model)
+        assert len(seen) == before + 1
+
+
+def test_gradients_go_through_the_models_own_forward():
+    model, expected = MODELS[NAME].build(), MODELS[NAME].build()
+    optimize(model)
+    for which in (model, expected):
+        which(input_ids=prompt(), labels=prompt()).loss.backward()
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        assert parameter.grad is None or torch.equal(parameter.grad, other.grad), name
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_autocast_runs_the_models_own_forwards(name):
+    model = MODELS[name].build()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = logits(model)
+        optimize(model)
+        assert torch.equal(logits(model), expected)
+
+
+def test_adapters_run():
+    peft = pytest.importorskip("peft")
+    model = MODELS[NAME].build()
+    optimize(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    expected = peft.get_peft_model(
+        MODELS[NAME].build(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    expected.load_state_dict(adapted.state_dict())
+    assert distance(logits(adapted.eval()), logits(expected.eval())) <= 1e-5
+
+
+def test_a_forward_of_other_code_is_not_known():
+    model = MODELS[NAME].build()
+    layer_class = type(model.model.layers[0])
+
+    class Other(layer_class):
+        def forward(self, hidden_states, **arguments):
+            return super().forward(hidden_states, **arguments) * 2
+
+    model.model.layers[0].__class__ = Other
+    before = logits(model)
+    assert not is_decoder_layer(model.model.layers[0]) and is_decoder_layer(model.model.layers[1])
+    optimize(model)
+    assert distance(logits(model), before) <= 1e-5
+
+
+KNOWN_IN_EARLIER_VERSIONS = {
+    "qwen3_moe": ("Qwen3MoeDecoderLayer", "Qwen3MoeAttention"),
+    "mixtral": ("MixtralDecoderLayer", "MixtralAttention"),
+    "qwen2_moe": ("Qwen2MoeAttention",),
+    "glm4_moe": ("Glm4MoeAttention",),
+    "deepseek_v3": ("DeepseekV3Attention",),
+}
+"""For each digest of `LATER_DIGESTS` a class that has it."""
+
+
+def test_a_forward_of_an_earlier_version_is_known(tmp_path):
+    """It is the forward that is installed, with the cache by its earlier name, in a file of its own."""
+    classes = [
+        getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+        for model, names in KNOWN_IN_EARLIER_VERSIONS.items()
+        for name in names
+    ]
+    sources = []
+    for index, cls in enumerate(classes):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))).body[0]
+        tree.name, tree.decorator_list, tree.returns = f"forward_{index}", [], None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arg):
+                node.annotation = None
+        sources.append(re.sub(r"\bcache\b", "past_key_values", ast.unparse(tree)).replace(", kwargs=kwargs)", ")"))
+    (tmp_path / "earlier.py").write_text("\n\n".join(sources))
+    spec = importlib.util.spec_from_file_location("earlier", tmp_path / "earlier.py")
+    spec.loader.exec_module(earlier := importlib.util.module_from_spec(spec))
+    for index, cls in enumerate(classes):
+        assert digest(getattr(earlier, f"forward_{index}")) == digest(cls.forward), cls
+    assert {digest(cls.forward) for cls in classes} == set(LATER_DIGESTS.values())
+
+
+def test_a_decoder_says_that_it_cannot_fuse(monkeypatch):
+    from fp8moe.decode import decoder
+
+    found = decoder.Capabilities(), {"fused": "the step raised: out of registers"}
+    monkeypatch.setattr(decoder, "find_capabilities", lambda *arguments: found)
+    with pytest.warns(UserWarning, match="^GraphDecoder: Qwen3MoeForCausalLM runs unfused: .*out of registers$"):
+        made = decoder.GraphDecoder(MODELS[NAME].build(), max_length=16)
+    assert made.fused == ()
+
+
+def test_linears_that_cannot_be_one_stay_where_they_are():
+    one, other = FP8Linear(128, 128, bias=False), FP8Linear(128, 128)
+    places = one.weight.data_ptr(), other.weight.data_ptr()
+    assert not linears.pack([one, other]) and places == (one.weight.data_ptr(), other.weight.data_ptr())
+
+
+def test_a_model_is_fused_once():
+    model = MODELS[NAME].build()
+    changed = optimize(model)
+    with pytest.raises(ValueError, match="is fused already; call .restore()"):
+        optimize(model)
+    changed.restore()
+    changed.restore()
+    assert optimize(model)
+    with pytest.raises(TypeError, match="^model: expected an nn.Module, got int"):
+        optimize(3)
+    assert optimize(nn.Linear(2, 2)) == ()

@@ -1,0 +1,225 @@
+"""Masters and their FP8 copies where PyTorch computes, reuses or differentiates weights in its own ways."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fp8moe import FP8Linear, GroupedExperts, replace_linears
+from fp8moe.layers import master
+from fp8moe.layers.experts import experts_rows_training
+from tests.compilers import INDUCTOR
+from tests.errors import relative_error
+from tests.layers.test_fsdp import quantizations
+
+ROUNDING = 0.1  # what FP8 costs in two layers; another layer's weight would cost 1
+
+
+def plain_and_fp8(layers=2, size=256):
+    plain, fp8 = (nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(layers))) for _ in range(2))
+    fp8.load_state_dict(plain.state_dict())
+    replace_linears(fp8, master_dtype=torch.float32)
+    return plain, fp8
+
+
+def doubled(model, x):
+    """With computed weights: inductor has one buffer for all of them."""
+    for layer in model:
+        x = torch.func.functional_call(layer, {"weight": layer.weight * 2}, (x,))
+    return x
+
+
+def double(model, x):
+    """With weights that the graph itself has changed."""
+    for layer in model:
+        layer.weight.mul_(2)
+    return model(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("run", [doubled, double])
+def test_weights_that_a_compiled_graph_makes(run, backend, fresh_compiler):
+    plain, fp8 = plain_and_fp8()
+    x = torch.randn(8, 256)
+    assert relative_error(torch.compile(run, backend=backend)(fp8, x), run(plain, x)) < ROUNDING
+    assert relative_error(fp8(x), plain(x)) < ROUNDING
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_a_compiled_graph_quantizes_masters_once(backend, fresh_compiler):
+    _, fp8 = plain_and_fp8()
+    experts = GroupedExperts(num_experts=2, hidden_size=256, intermediate_size=128, master_dtype=torch.float32)
+    routing = torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
+    run = torch.compile(lambda x: experts(fp8(x), *routing), backend=backend)
+    with quantizations() as weights:
+        for _ in range(3):
+            run(torch.randn(8, 256)).sum().backward()
+    assert len(weights) == 4  # of two linears, and the experts' up and down
+
+
+class GateUp(master.MasterModule):
+    """Masters of another library's names, gate and up apart."""
+
+    trainable = True
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in {"w1": (2, 128, 256), "w3": (2, 128, 256), "w2": (2, 256, 128)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 16))
+
+    def forward(self, x):
+        offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+        return experts_rows_training(x, offsets, self.w1, self.w3, self.w2)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gate_and_up_are_quantized_once(backend, fresh_compiler):
+    experts = GateUp()
+    run = experts if backend is None else torch.compile(experts, backend=backend)
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+    x = torch.randn(8, 256)
+    for change, count in (
+        (lambda: None, 3),
+        (optimizer.step, 3),
+        (lambda: (experts.w3.data.mul_(2), master.invalidate()), 3),
+        (lambda: setattr(experts, "w3", nn.Parameter(experts.w3.data)), 2),
+        (lambda: setattr(experts, "w1", nn.Parameter(experts.w1.data)), 2),
+    ):
+        change()
+        with quantizations() as weights:
+            for _ in range(3):
+                out = run(x)
+                out.sum().backward()
+        assert len(weights) == count
+        expected = GateUp()
+        for name, weight in experts.named_parameters():
+            setattr(expected, name, nn.Parameter(weight.detach().clone()))
+        assert torch.equal(out, expected(x))
+
+
+def exchanged(model):
+    """With other Parameters in the same memory."""
+    for layer in model:
+        layer.weight = nn.Parameter(layer.weight.data)
+    return model
+
+
+@pytest.mark.parametrize(
+    "change", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), nn.Module.bfloat16, exchanged]
+)
+def test_copied_and_moved_masters_are_quantized_once(change, fresh_compiler):
+    run = torch.compile(change(plain_and_fp8()[1]), backend="aot_eager")
+    with quantizations() as weights:
+        for _ in range(2):
+            run(torch.randn(8, 256)).sum().backward()
+    assert len(weights) == 2
+
+
+def layers():
+    sizes = {"num_experts": 2, "hidden_size": 128, "intermediate_size": 128}
+    routing = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    for options in ({}, {"master_dtype": torch.float32}):
+        yield FP8Linear(128, 128, **options)
+        experts = GroupedExperts(**sizes, **options)
+        yield lambda x, experts=experts: experts(x, *routing)
+
+
+def test_forward_mode_differentiation_is_refused():
+    x = torch.randn(4, 128)
+    for layer in layers():
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            torch.func.jvp(layer, (x,), (x,))
+        with torch.autograd.forward_ad.dual_level():
+            layer(x)  # without a tangent nothing is lost
+            with pytest.raises(RuntimeError, match="forward-mode"):
+                layer(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nested_and_compiled_forward_mode_is_refused(compiled, fresh_compiler):
+    x = torch.randn(4, 128)
+    for layer in layers():
+        run = torch.compile(layer, backend="aot_eager") if compiled else layer
+        with pytest.raises(Exception, match="forward-mode"):  # the compiler raises an error of its own
+            torch.func.jvp(lambda a, run=run: torch.func.jvp(lambda b: run(a) + b, (x,), (x,))[0], (x,), (x,))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(Exception, match="forward-mode"):
+            run(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@torch.no_grad()
+def test_vmap_over_weights():
+    _, fp8 = plain_and_fp8()
+    weights, x = torch.stack([layer.weight for layer in fp8]), torch.randn(8, 256)
+    out = torch.vmap(lambda weight: torch.func.functional_call(fp8[0], {"weight": weight}, (x,)))(weights)
+    assert torch.equal(out, torch.stack([layer(x) for layer in fp8]))
+
+
+def test_selective_checkpointing_after_another_optimizers_step():
+    _, fp8 = plain_and_fp8()
+    other = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    saved = torch.ops.fp8moe.linear_training.default
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = torch.randn(8, 256)
+    with torch.no_grad():
+        fp8(x)  # now there are copies, and the forward need not quantize
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    out = checkpoint(fp8, x, use_reentrant=False, context_fn=contexts)
+    other(torch.ones(4)).backward()
+    optimizer.step()  # makes them old
+    out.sum().backward()
+    expected = [layer.weight.grad.clone() for layer in fp8]
+    fp8.zero_grad()
+    fp8(x).sum().backward()
+    assert all(torch.equal(layer.weight.grad, grad) for layer, grad in zip(fp8, expected, strict=True))
+
+
+def test_a_change_that_nothing_tells_of_counts_after_invalidate():
+    layer = FP8Linear(128, 128, bias=False, master_dtype=torch.float32)
+    before, x = master.Fingerprint([layer.weight]), torch.eye(128)
+    old = layer(x)
+    layer.weight.data.mul_(2)
+    assert before.matches([layer.weight])
+    assert torch.equal(layer(x), old)
+    master.invalidate()
+    assert not before.matches([layer.weight])
+    torch.testing.assert_close(layer(x), 2 * old)
+
+
+def test_weights_that_a_captured_step_changes(monkeypatch):
+    layer = FP8Linear(128, 128, bias=False, master_dtype=torch.float32)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.0)
+    x = torch.randn(4, 128)
+    layer(x).sum().backward()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_initialized", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        optimizer.step()
+    before = layer(x)
+    layer.weight.data.mul_(2)  # as a replay does, without a change of the version
+    torch.testing.assert_close(layer(x), 2 * before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_scales_whose_numbers_are_codes_are_refused(dtype):
+    for layer in (
+        FP8Linear(64, 64, bias=False),
+        GroupedExperts(num_experts=2, hidden_size=64, intermediate_size=64),
+        torch.nn.ModuleDict({"indexer": FP8Linear(64, 64, bias=False)}),
+    ):
+        state = {name: value.clone() for name, value in layer.state_dict().items()}
+        scale = next(name for name in state if name.endswith("_scale_inv"))
+        wrong = state | {scale: torch.ones_like(state[scale]).to(dtype)}
+        with pytest.raises(RuntimeError, match=rf"{scale}: expected scales in float32, .*, got {dtype}"):
+            layer.load_state_dict(wrong)
+        assert all(torch.equal(value.float(), state[name].float()) for name, value in layer.state_dict().items())
+        layer.load_state_dict(state | {scale: torch.full_like(state[scale], 0.5).to(torch.float8_e8m0fnu)})
+        assert (layer.state_dict()[scale] == 0.5).all()

@@ -1,0 +1,471 @@
+"""Runs of fp8moe quantize: resumed, refused where other things are, two at once, interrupted; what the command says."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from fp8moe import __version__
+from fp8moe.cli import main
+from fp8moe.runtime import progress as progress_lines
+from fp8moe.weights import CheckpointError, checkpoints, inspect_checkpoint, quantize_checkpoint
+from fp8moe.weights.read import INDEX, SINGLE, read_header
+from fp8moe.weights.resume import NAME as STATE
+from fp8moe.weights.resume import Journal
+from fp8moe.weights.write import ShardWriter
+from tests.small_checkpoints import Interrupted, Q, expected_fp8, interrupt, read, same, truncate, unquantized, write
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SECOND = "model-00002-of-00002.safetensors"
+FOREIGN = "is there already, and not a file to be written"
+OTHER_CONTENT = "is there already, with other content"
+NOT_OURS = "is there already, and was not written by fp8moe quantize"
+CHANGED, OTHER_SOURCE = "has changed since it was written", "was made from another source"
+
+
+@pytest.fixture
+def src(tmp_path):
+    """A source in two shards with a small file."""
+    src = write(tmp_path / "src", unquantized(), shards=2, config={})
+    (src / "README.md").write_text("theirs")
+    return src
+
+
+@pytest.fixture
+def dst(tmp_path):
+    return tmp_path / "dst"
+
+
+def contents(directory):
+    return {path.name: path.is_file() and path.read_bytes() for path in directory.iterdir()}
+
+
+def refused(src, dst, **options):
+    """The problems for which the destination is refused, having made sure that it stays as it is."""
+    before = contents(dst)
+    with pytest.raises(CheckpointError, match=r"^cannot write to .*or force=True \(--force\) to overwrite") as error:
+        quantize_checkpoint(src, dst, **options)
+    assert contents(dst) == before
+    return error.value.problems
+
+
+def flip_a_bit(path, position):
+    """Size and time stay."""
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+# Resuming.
+
+
+def test_resume(tmp_path, dst, monkeypatch):
+    src = write(tmp_path / "src", unquantized(), shards=4, config={})
+    with monkeypatch.context() as patch:
+        interrupt(patch, 30)
+        with pytest.raises(Interrupted):
+            quantize_checkpoint(src, dst)
+    done = sorted(path.name for path in dst.glob("*.safetensors"))
+    assert 0 < len(done) < 4 and not (dst / INDEX).exists()
+    assert [path.name for path in dst.glob(".*")] == [STATE]
+    (dst / f".{done[0]}.999999.partial").write_bytes(b"half")  # as a killed run leaves it
+    before = {name: (dst / name).stat().st_mtime_ns for name in done}
+    quantize_checkpoint(src, dst)
+    assert {name: (dst / name).stat().st_mtime_ns for name in done} == before
+    assert [path.name for path in dst.glob(".*")] == [STATE]
+    same(dict(sorted(read(dst).items())), dict(sorted(expected_fp8(unquantized(), "float32").items())))
+    assert not inspect_checkpoint(dst).problems
+
+
+def test_a_finished_run_does_nothing_again(src, dst, monkeypatch):
+    quantize_checkpoint(src, dst)
+    before = {path: path.stat().st_mtime_ns for path in dst.iterdir()}
+    interrupt(monkeypatch, 0)
+    quantize_checkpoint(src, dst)
+    assert {path: path.stat().st_mtime_ns for path in dst.iterdir()} == before
+
+
+@pytest.mark.parametrize(("side", "problem"), [("src", OTHER_SOURCE), ("dst", CHANGED)])
+def test_a_changed_bit_is_seen(tmp_path, src, dst, side, problem):
+    """Far behind the first 4 KB: at once by its time, and with the same time by reading all again."""
+    quantize_checkpoint(src, dst)
+    flip_a_bit(tmp_path / side / SECOND, -1)
+    quantize_checkpoint(src, dst)
+    assert refused(src, dst, verify=True) == [f"{SECOND}: {problem}"]
+    os.utime(tmp_path / side / SECOND)
+    assert refused(src, dst) == [f"{SECOND}: {problem}"]
+    quantize_checkpoint(src, dst, force=True)
+    quantize_checkpoint(src, dst, verify=True)
+    same(dict(sorted(read(dst).items())), dict(sorted(expected_fp8(read(src), "float32").items())))
+
+
+@pytest.mark.parametrize("part", [b"{", b'pt"'])  # the second leaves a valid header
+def test_the_header_is_part_of_the_checksum(src, dst, part):
+    quantize_checkpoint(src, dst)
+    flip_a_bit(dst / SECOND, (dst / SECOND).read_bytes().index(part))
+    assert refused(src, dst, verify=True) == [f"{SECOND}: {CHANGED}"]
+
+
+def test_files_that_only_have_another_time_are_the_same(src, dst, monkeypatch):
+    quantize_checkpoint(src, dst)
+    for path in (src / SECOND, dst / SECOND):
+        os.utime(path)
+    interrupt(monkeypatch, 0)
+    quantize_checkpoint(src, dst)
+
+
+def test_a_source_that_changes_after_it_was_read(tmp_path, dst, monkeypatch):
+    src = write(tmp_path / "src", unquantized())
+    put = ShardWriter.put
+
+    def change_and_put(self, name, tensor):
+        if name == Q:  # the first tensor has been read
+            flip_a_bit(src / SINGLE, len(read_header(src / SINGLE).content))
+            os.utime(src / SINGLE)
+        put(self, name, tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "put", change_and_put)
+        quantize_checkpoint(src, dst)
+    assert refused(src, dst) == [f"{SINGLE}: {OTHER_SOURCE}"]
+
+
+def test_checksums_are_those_of_the_files(tmp_path, dst):
+    """Computed while tensors pass by, of all kinds: experts one by one, empty tensors, scalars."""
+    others = {"none": torch.empty(0, 4), "cube": torch.randn(2, 3, 4), "hollow": torch.empty(0, 2, 3)}
+    src = write(tmp_path / "src", unquantized(fused=True) | others, shards=2, config={})
+    quantize_checkpoint(src, dst)
+    quantize_checkpoint(src, dst, verify=True)
+
+
+# What is in the destination already.
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "name", "problem"),
+    [
+        (lambda src, dst: truncate(dst / SECOND), {}, SECOND, CHANGED),
+        (lambda src, dst: write(src, unquantized(5), shards=2), {}, SECOND, OTHER_SOURCE),
+        (lambda src, dst: None, {"scale_format": "ue8m0"}, SECOND, "was made with other options"),
+        (lambda src, dst: None, {"skip": ("q_proj",)}, SECOND, "was made with other options"),
+        (lambda src, dst: (dst / STATE).unlink(), {}, SECOND, NOT_OURS),
+        (lambda src, dst: (dst / "config.json").write_text("{}"), {}, "config.json", OTHER_CONTENT),
+        (lambda src, dst: (dst / "README.md").write_text("mine"), {}, "README.md", OTHER_CONTENT),
+        (lambda src, dst: (dst / INDEX).write_text("{}"), {}, INDEX, OTHER_CONTENT),
+    ],
+)
+def test_files_that_differ_are_overwritten_only_by_force(tmp_path, src, dst, change, options, name, problem):
+    quantize_checkpoint(src, dst)
+    change(src, dst)
+    assert f"{name}: {problem}" in refused(src, dst, **options)
+    quantize_checkpoint(src, dst, force=True, **options)
+    quantize_checkpoint(src, tmp_path / "new", **options)
+    expected = contents(tmp_path / "new")
+    assert contents(dst) | {STATE: expected[STATE]} == expected
+
+
+@pytest.mark.parametrize("name", ["train.py", "x.safetensors", "download.partial", f".{SECOND}.1.partial", "runs/"])
+def test_other_files_are_refused_and_stay(src, dst, name):
+    dst.mkdir()
+    (dst / name).mkdir() if name.endswith("/") else (dst / name).write_text("mine")
+    before = contents(dst)
+    assert refused(src, dst) == [f"{name.rstrip('/')}: {FOREIGN}"]
+    quantize_checkpoint(src, dst, force=True)
+    assert contents(dst).items() > before.items()
+    assert not inspect_checkpoint(dst).problems
+
+
+@pytest.mark.parametrize(("shards", "name"), [(1, INDEX), (2, SINGLE)])
+def test_what_would_be_read_in_place_of_the_result_is_deleted_by_force(tmp_path, dst, shards, name):
+    src = write(tmp_path / "src", unquantized(), shards)
+    dst.mkdir()
+    (dst / name).write_text("{}")
+    assert refused(src, dst) == [f"{name}: {FOREIGN}"]
+    quantize_checkpoint(src, dst, force=True)
+    assert not (dst / name).exists() and not inspect_checkpoint(dst).problems
+
+
+def test_an_old_index_goes_before_its_shards(src, dst, monkeypatch):
+    quantize_checkpoint(src, dst)
+    index = (dst / INDEX).read_bytes()
+    write(src, unquantized(5), shards=2)
+    with monkeypatch.context() as patch:
+        interrupt(patch, 20)
+        with pytest.raises(Interrupted):
+            quantize_checkpoint(src, dst, force=True)
+    assert not (dst / INDEX).exists()
+    quantize_checkpoint(src, dst, force=True)
+    assert (dst / INDEX).read_bytes() == index
+
+
+# The state file and its lock.
+
+
+def test_a_line_that_is_cut_short_is_forgotten(src, dst):
+    quantize_checkpoint(src, dst)
+    complete = (dst / STATE).read_bytes()
+    (dst / STATE).write_bytes(complete[:-5])
+    with pytest.raises(CheckpointError, match=f"{SECOND}: {NOT_OURS}"):
+        quantize_checkpoint(src, dst)
+    (dst / SECOND).unlink()
+    quantize_checkpoint(src, dst)
+    assert json.loads((dst / STATE).read_text().splitlines()[-1])["file"] == SECOND
+    quantize_checkpoint(src, dst, verify=True)
+
+
+@pytest.mark.parametrize("content", ["{}\n", "[]\n", "x\n", '{"format": "fp8moe quantize", "version": 2}\n'])
+def test_a_state_file_of_another_kind_is_refused(src, dst, content):
+    dst.mkdir()
+    (dst / STATE).write_text(content)
+    with pytest.raises(CheckpointError, match=rf"{STATE}: is not the state of a run of fp8moe quantize; delete it"):
+        quantize_checkpoint(src, dst, force=True)
+    assert contents(dst) == {STATE: content.encode()}
+
+
+def test_two_runs_at_once(src, dst):
+    dst.mkdir()
+    with Journal(dst):
+        with pytest.raises(ValueError, match=r"^dst_dir: another run of fp8moe quantize is writing to .*; wait for it"):
+            quantize_checkpoint(src, dst)
+        assert os.listdir(dst) == [STATE]
+    assert os.listdir(dst) == []
+    quantize_checkpoint(src, dst)
+
+
+def test_a_lock_on_a_file_that_is_deleted_meanwhile(dst, monkeypatch):
+    """As the run before does when it has written nothing."""
+    dst.mkdir()
+    flock, calls = fcntl.flock, []
+
+    def delete_first(*arguments):
+        if not calls:
+            (dst / STATE).unlink()
+        calls.append(arguments)
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", delete_first)
+    with Journal(dst), pytest.raises(ValueError, match="another run"):
+        Journal(dst)
+    assert len(calls) == 3
+
+
+def test_a_shard_is_noted_before_it_has_its_name(src, dst, monkeypatch):
+    """So that a crash between the two leaves nothing unknown."""
+    rename = os.replace
+
+    def crash(temporary, path):
+        if path.name == SECOND:
+            raise Interrupted
+        rename(temporary, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(Interrupted):
+            quantize_checkpoint(src, dst)
+    assert json.loads((dst / STATE).read_text().splitlines()[-1])["file"] == SECOND
+    quantize_checkpoint(src, dst)
+    quantize_checkpoint(src, dst, verify=True)
+
+
+def start(*arguments):
+    """`fp8moe` in a process of its own, which Ctrl-C ends even where these tests run in the background of a shell."""
+    script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    script += "import fp8moe.cli; sys.exit(fp8moe.cli.main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_run_that_is_ended_can_be_resumed(tmp_path, dst, number, status):
+    layers = {f"layers.{i}.q_proj.weight": torch.randn(512, 512).bfloat16() for i in range(150)}
+    src = write(tmp_path / "src", layers, shards=75)
+    process = start("quantize", src, dst, "--device", "cpu")
+    while not list(dst.glob("*.safetensors")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors
+    assert not (dst / INDEX).exists()
+    if number == signal.SIGINT:
+        assert not list(dst.glob("*.partial"))
+        assert errors.splitlines()[-1] == (
+            "fp8moe quantize: interrupted; the same command goes on behind the last finished shard"
+        )
+        assert "Traceback" not in errors
+    done = {path: path.stat().st_mtime_ns for path in dst.glob("*.safetensors")}
+    quantize_checkpoint(src, dst)
+    assert 0 < len(done) < 75 and {path: path.stat().st_mtime_ns for path in done} == done
+    assert not inspect_checkpoint(dst).problems and [path.name for path in dst.glob(".*")] == [STATE]
+
+
+def test_an_interrupt_that_pytorch_takes_for_a_wrong_argument_is_one(src, dst, monkeypatch, capsys):
+    class Sequence:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("fp8moe.commands.checkpoints.quantize_checkpoint", lambda *_, **__: torch.tensor(Sequence()))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(ValueError, match="could not determine the shape"):
+            torch.tensor(Sequence())
+        assert main(["quantize", str(src), str(dst), "--device", "cpu"]) == 130
+        assert "interrupted; the same command" in capsys.readouterr().err
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_before_a_shard_is_begun_leaves_no_temporary_file(src, dst, monkeypatch):
+    def interrupted(writer):
+        assert list(dst.glob("*.partial"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "__enter__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(src, dst)
+    assert not list(dst.glob("*.partial"))
+    monkeypatch.undo()
+    quantize_checkpoint(src, dst)
+    assert not inspect_checkpoint(dst).problems
+
+
+# The command.
+
+
+def test_quantize_needs_the_gpu_that_it_is_told_to_use(src, dst, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU"):
+        main(["quantize", str(src), str(dst), "--device", "cuda"])
+    assert not dst.exists()
+
+
+def test_command_line(tmp_path, capsys):
+    src = str(write(tmp_path / "src", unquantized(fused=True), shards=2, config={}))
+    assert main(["inspect", src]) == 0
+    assert "FP8 share    0.0%" in capsys.readouterr().out
+    dst = str(tmp_path / "dst")
+    assert main(["quantize", src, dst, "--scale-format", "ue8m0", "--skip", "q_proj", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "ue8m0" in out and "3 in each of 2 layers, fused" in out
+    assert read(tmp_path / "dst")[Q].dtype == torch.bfloat16
+    with pytest.raises(SystemExit, match=r"(?s)^fp8moe quantize: cannot quantize .*quantized already"):
+        main(["quantize", dst, str(tmp_path / "again")])
+    with pytest.raises(SystemExit, match=r"^fp8moe inspect: .* is not a checkpoint"):
+        main(["inspect", str(tmp_path)])
+
+
+def test_options_of_the_command(src, dst):
+    assert main(["quantize", str(src), str(dst)]) == 0
+    flip_a_bit(dst / SECOND, -1)
+    with pytest.raises(SystemExit, match=rf"(?s)^fp8moe quantize: cannot write to .*{SECOND}: {CHANGED}"):
+        main(["quantize", str(src), str(dst), "--verify"])
+    assert main(["quantize", str(src), str(dst), "--verify", "--force"]) == 0
+    write(src, unquantized() | {Q: torch.full((200, 144), torch.nan)}, shards=2)
+    with pytest.raises(SystemExit, match=rf"(?s)^fp8moe quantize: .*{Q}: 28800 values are NaN or infinite"):
+        main(["quantize", str(src), str(dst), "--force"])
+    assert main(["quantize", str(src), str(dst), "--force", "--allow-nonfinite"]) == 1  # as inspect has it
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"fp8moe {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["quantize", "dst"], ["inspect"]])
+def test_the_name_of_a_model_on_the_hub(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name, *others = command
+    with pytest.raises(
+        SystemExit, match="no such directory.*: hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B$"
+    ):
+        main([name, "Qwen/Qwen3-30B-A3B", *others])
+    (tmp_path / "Qwen").mkdir()
+    with pytest.raises(SystemExit, match="no such directory$"):
+        main([name, "Qwen/Qwen3-30B-A3B", *others])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError(28, "No space left on device")])
+def test_errors_are_one_line(src, dst, monkeypatch, error):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(ShardWriter, "put", fail)
+    with pytest.raises(SystemExit) as stopped:
+        main(["quantize", str(src), str(dst)])
+    assert stopped.value.code == f"fp8moe quantize: {error}"
+
+
+def test_ctrl_c_is_one_line(src, capsys, monkeypatch):
+    def stop(directory):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fp8moe.commands.checkpoints.inspect_checkpoint", stop)
+    assert main(["inspect", str(src)]) == 130
+    assert capsys.readouterr().err == "fp8moe inspect: interrupted\n"
+
+
+def test_output_that_nobody_reads():
+    process = start("info")
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 1
+
+
+def test_warnings_are_one_line(src, dst, capsys):
+    (src / "notes.txt").symlink_to("/etc/hostname")
+    assert main(["quantize", str(src), str(dst), "--skip", "experts"]) == 0
+    prefix = "fp8moe quantize: warning: "
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(prefix)]
+    assert f"{prefix}not copied from {src}: notes.txt (a link to outside of the checkpoint)" in lines
+    assert lines[-1].startswith(
+        f"{prefix}FP8 weights have only 22.2% of the parameters in matrices; what stayed as it is:"
+    )
+
+
+def test_progress_without_a_terminal(src, dst, capsys, monkeypatch):
+    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0)
+    assert main(["quantize", str(src), str(dst)]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quantizing: ")]
+    assert len(lines) > 20
+    assert lines[0].startswith("quantizing: 0% 0.00/") and lines[-1].startswith("quantizing: 100% ")
+    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 1000)
+    assert main(["quantize", str(src), str(dst), "--verify"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" not in line]
+    assert [line.partition("%")[0] for line in lines] == [
+        *("verifying: 0", "verifying: 100"),
+        *("quantizing: 0", "quantizing: 100"),
+    ]
+
+
+def test_what_cannot_be_counted_says_that_it_runs(src, dst, capsys, monkeypatch):
+    find_fit = checkpoints._find_fit
+
+    def slow(*arguments):
+        time.sleep(0.3)
+        return find_fit(*arguments)
+
+    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.05)
+    monkeypatch.setattr(checkpoints, "_find_fit", slow)
+    assert main(["quantize", str(src), str(dst)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("checking what transformers can load: 0 s") >= 2
+    time.sleep(0.1)
+    assert not capsys.readouterr().err
