@@ -1,5 +1,6 @@
 """Every public op and layer as a module to compile and export, with arguments for any number of tokens."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 import fp8moe
 from fp8moe import FP8Linear, FP8MQAIndexer, GroupedExperts
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache
+from tests.gemm_cases import int32
+from tests.operators import on_device
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 256, 128
 HEADS, HEAD_DIM = 32, 32
@@ -38,13 +41,13 @@ class Case:
 
     def arguments(self, tokens: int, device: str) -> tuple:
         torch.manual_seed(tokens)
-        return torch.utils._pytree.tree_map(lambda value: _on(device, value), self.make(tokens))
+        return torch.utils._pytree.tree_map(lambda value: on_device(device, value), self.make(tokens))
 
-
-def _on(device: str, value: Tensor) -> Tensor:
-    """In the same memory layout, which `.to` does not promise for scales with padding between their columns."""
-    moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return moved.copy_(value)
+    def named_arguments(self, tokens: int) -> dict[str, Any]:
+        """Those on the CPU, under the names that the op, or the layer, gives them."""
+        names = inspect.signature(self.layers[0]().forward if self.function is _call else self.function).parameters
+        given = [name for name in names if name not in ("layer", "indexer")]
+        return dict(zip(given, self.arguments(tokens, "cpu"), strict=False))
 
 
 def _normal(*shape: int) -> Tensor:
@@ -73,29 +76,11 @@ def _routing(tokens: int) -> tuple[Tensor, Tensor]:
     return index, weights
 
 
-def _gemm(tokens: int) -> tuple:
-    return _activations(tokens), _weights(), torch.randn(INTERMEDIATE)
-
-
-def _gemm_adding(tokens: int) -> tuple:
-    return _activations(tokens), _weights(), torch.randn(tokens, INTERMEDIATE)
-
-
-def _grouped(tokens: int) -> tuple:
-    return _activations(tokens), _weights(EXPERTS), _offsets(tokens)
-
-
-def _grouped_out(tokens: int) -> tuple:
-    return *_grouped(tokens), torch.zeros(tokens, INTERMEDIATE)
-
-
 def _masked(tokens: int) -> tuple:
-    a = fp8moe.quantize_1x128(_normal(EXPERTS, tokens, HIDDEN))
-    return a, _weights(EXPERTS), torch.tensor([tokens, 0, tokens - 1, 1], dtype=torch.int32)
+    return fp8moe.quantize_1x128(_normal(EXPERTS, tokens, HIDDEN)), int32([tokens, 0, tokens - 1, 1])
 
 
-def _masked_rows(a: fp8moe.FP8Tensor, b: fp8moe.FP8Tensor, masked_m: Tensor) -> Tensor:
-    out = fp8moe.grouped_gemm_masked(a, b, masked_m)
+def _used(out: Tensor, masked_m: Tensor) -> Tensor:
     used = torch.arange(out.shape[1], device=out.device) < masked_m[:, None]
     return torch.where(used[..., None], out, 0)  # the others are uninitialized
 
@@ -105,42 +90,10 @@ def _layer_weights() -> tuple:
     return gate_up, fp8moe.quantize_128x128(_normal(EXPERTS, HIDDEN, 128))
 
 
-def _held_experts(tokens: int) -> tuple:
-    return _activations(tokens), *_routing(tokens), *_layer_weights()
-
-
-def _held_experts_out(tokens: int) -> tuple:
-    return *_held_experts(tokens), _normal(tokens, HIDDEN), torch.arange(EXPERTS, dtype=torch.int32).flip(0)
-
-
-def _experts_out(*operands: Any) -> Tensor:
-    *given, out, expert_map = operands
-    return fp8moe.experts(*given, out=out, expert_map=expert_map)
-
-
-def _held_rows(tokens: int) -> tuple:
-    return _normal(tokens, HIDDEN), _offsets(tokens), *_layer_weights()
-
-
-def _held_masked(tokens: int) -> tuple:
-    a, _, masked_m = _masked(tokens)
-    return a, masked_m, *_layer_weights()
-
-
-def _masked_experts(x: fp8moe.FP8Tensor, masked_m: Tensor, *weights: fp8moe.FP8Tensor) -> Tensor:
-    out = fp8moe.experts_masked(x, masked_m, *weights)
-    used = torch.arange(out.shape[1], device=out.device) < masked_m[:, None]
-    return torch.where(used[..., None], out, 0)
-
-
 def _along_k(tokens: int) -> tuple:
     columns = 128 * tokens
     a, b = (fp8moe.quantize_128x1(_normal(columns, size)) for size in (INTERMEDIATE, HIDDEN))
     return a, b, _offsets(columns, 128)
-
-
-def _along_k_adding(tokens: int) -> tuple:
-    return *_along_k(tokens), torch.randn(EXPERTS, INTERMEDIATE, HIDDEN)
 
 
 def _scores(tokens: int) -> tuple:
@@ -157,26 +110,6 @@ def _paged(sequences: int) -> tuple:
     return q, cache, torch.randn(sequences, HEADS), torch.arange(sequences, dtype=torch.int32) % 64, table
 
 
-def _paged_logits(*arguments: Tensor) -> Tensor:
-    return fp8moe.paged_mqa_logits(*arguments, max_context_len=64)
-
-
-def _layer_inputs(tokens: int) -> tuple:
-    return (_normal(tokens, HIDDEN),)
-
-
-def _linear_inputs(tokens: int) -> tuple:
-    return _normal(tokens, HIDDEN), fp8moe.quantize_128x128(_normal(72, HIDDEN)), _normal(72)
-
-
-def _experts_inputs(tokens: int) -> tuple:
-    return *_layer_inputs(tokens), *_routing(tokens)
-
-
-def _rows_inputs(tokens: int) -> tuple:
-    return *_layer_inputs(tokens), _offsets(tokens)
-
-
 def _indexer_inputs(tokens: int) -> tuple:
     positions = (torch.randn(tokens, 16), torch.randn(tokens, 16))
     ends = torch.arange(1, tokens + 1, dtype=torch.int32)
@@ -184,14 +117,21 @@ def _indexer_inputs(tokens: int) -> tuple:
 
 
 def _step_inputs(sequences: int) -> tuple:
-    hidden, q_resid, positions, *_ = _indexer_inputs(sequences)
     _, cache, _, lengths, table = _paged(sequences)
-    return hidden, q_resid, positions, cache, lengths + 1, table
+    return *_indexer_inputs(sequences)[:3], cache, lengths + 1, table
 
 
-def _step(indexer: FP8MQAIndexer, *arguments: Any) -> Tensor:
-    *inputs, cache, lengths, table = arguments
-    return indexer.decode(*inputs, kv_cache=cache, context_lens=lengths, block_table=table, max_context_len=64)
+def _step(indexer, hidden_states, q_resid, position_embeddings, kv_cache, context_lens, block_table) -> Tensor:
+    paged = {"kv_cache": kv_cache, "context_lens": context_lens, "block_table": block_table, "max_context_len": 64}
+    return indexer.decode(hidden_states, q_resid, position_embeddings, **paged)
+
+
+def _inputs(tokens: int) -> tuple:
+    return (_normal(tokens, HIDDEN),)
+
+
+def _routed(tokens: int) -> tuple:
+    return *_inputs(tokens), *_routing(tokens)
 
 
 def _linear(**options: Any) -> Callable[[], nn.Module]:
@@ -213,32 +153,73 @@ def _call(layer: nn.Module, *arguments: Any) -> Any:
 
 
 CASES = {
-    "quantize_1x128": Case(fp8moe.quantize_1x128, _layer_inputs),
+    "quantize_1x128": Case(fp8moe.quantize_1x128, _inputs),
     "quantize_128x128": Case(fp8moe.quantize_128x128, _blocks),
     "quantize_128x1": Case(fp8moe.quantize_128x1, _blocks),
     "dequantize": Case(fp8moe.dequantize, lambda tokens: (_activations(tokens),)),
-    "gemm, bias": Case(lambda a, b, bias: fp8moe.gemm(a, b, bias=bias), _gemm),
-    "gemm, c and out": Case(lambda a, b, out: fp8moe.gemm(a, b, c=out, out=out), _gemm_adding),
-    "linear": Case(fp8moe.linear, _linear_inputs),
-    "grouped_gemm": Case(fp8moe.grouped_gemm, _grouped),
-    "experts": Case(fp8moe.experts, _held_experts),
-    "experts, out and expert_map": Case(_experts_out, _held_experts_out),
-    "experts_masked": Case(_masked_experts, _held_masked),
-    "experts_rows": Case(fp8moe.experts_rows, _held_rows),
-    "grouped_gemm, out": Case(lambda *operands: fp8moe.grouped_gemm(*operands[:3], out=operands[3]), _grouped_out),
-    "grouped_gemm_masked": Case(_masked_rows, _masked),
+    "gemm, bias": Case(
+        lambda a, b, bias: fp8moe.gemm(a, b, bias=bias),
+        lambda tokens: (_activations(tokens), _weights(), torch.randn(INTERMEDIATE)),
+    ),
+    "gemm, c and out": Case(
+        lambda a, b, out: fp8moe.gemm(a, b, c=out, out=out),
+        lambda tokens: (_activations(tokens), _weights(), torch.randn(tokens, INTERMEDIATE)),
+    ),
+    "linear": Case(
+        fp8moe.linear,
+        lambda tokens: (_normal(tokens, HIDDEN), fp8moe.quantize_128x128(_normal(72, HIDDEN)), _normal(72)),
+    ),
+    "grouped_gemm": Case(
+        fp8moe.grouped_gemm, lambda tokens: (_activations(tokens), _weights(EXPERTS), _offsets(tokens))
+    ),
+    "experts": Case(fp8moe.experts, lambda tokens: (_activations(tokens), *_routing(tokens), *_layer_weights())),
+    "experts, out and expert_map": Case(
+        lambda x, top_k_index, top_k_weights, up, down, out, expert_map: fp8moe.experts(
+            x, top_k_index, top_k_weights, up, down, out=out, expert_map=expert_map
+        ),
+        lambda tokens: (
+            *(_activations(tokens), *_routing(tokens), *_layer_weights()),
+            *(_normal(tokens, HIDDEN), torch.arange(EXPERTS, dtype=torch.int32).flip(0)),
+        ),
+    ),
+    "experts_masked": Case(
+        lambda x, masked_m, up, down: _used(fp8moe.experts_masked(x, masked_m, up, down), masked_m),
+        lambda tokens: (*_masked(tokens), *_layer_weights()),
+    ),
+    "experts_rows": Case(fp8moe.experts_rows, lambda tokens: (*_inputs(tokens), _offsets(tokens), *_layer_weights())),
+    "grouped_gemm, out": Case(
+        lambda a, b, group_offsets, out: fp8moe.grouped_gemm(a, b, group_offsets, out=out),
+        lambda tokens: (
+            *(_activations(tokens), _weights(EXPERTS), _offsets(tokens)),
+            torch.zeros(tokens, INTERMEDIATE),
+        ),
+    ),
+    "grouped_gemm_masked": Case(
+        lambda a, masked_m, b: _used(fp8moe.grouped_gemm_masked(a, b, masked_m), masked_m),
+        lambda tokens: (*_masked(tokens), _weights(EXPERTS)),
+    ),
     "grouped_gemm_k": Case(fp8moe.grouped_gemm_k, _along_k),
     "grouped_gemm_k, out and accumulate": Case(
-        lambda *operands: fp8moe.grouped_gemm_k(*operands[:3], out=operands[3], accumulate=True), _along_k_adding
+        lambda a, b, group_offsets, out: fp8moe.grouped_gemm_k(a, b, group_offsets, out=out, accumulate=True),
+        lambda tokens: (*_along_k(tokens), torch.randn(EXPERTS, INTERMEDIATE, HIDDEN)),
     ),
     "mqa_logits": Case(fp8moe.mqa_logits, _scores),
-    "paged_mqa_logits": Case(_paged_logits, _paged),
-    "FP8Linear": Case(_call, _layer_inputs, _linear()),
-    "FP8Linear, master_dtype": Case(_call, _layer_inputs, _linear(master_dtype=torch.float32)),
-    "GroupedExperts": Case(_call, _experts_inputs, _experts()),
-    "GroupedExperts, decode_capacity": Case(_call, _experts_inputs, _experts(decode_capacity=8)),
-    "GroupedExperts, forward_rows": Case(lambda layer, *rows: layer.forward_rows(*rows), _rows_inputs, _experts()),
-    "GroupedExperts, master_dtype": Case(_call, _experts_inputs, _experts(master_dtype=torch.float32)),
+    "paged_mqa_logits": Case(
+        lambda q, kv_cache, weights, context_lens, block_table: fp8moe.paged_mqa_logits(
+            q, kv_cache, weights, context_lens, block_table, max_context_len=64
+        ),
+        _paged,
+    ),
+    "FP8Linear": Case(_call, _inputs, _linear()),
+    "FP8Linear, master_dtype": Case(_call, _inputs, _linear(master_dtype=torch.float32)),
+    "GroupedExperts": Case(_call, _routed, _experts()),
+    "GroupedExperts, decode_capacity": Case(_call, _routed, _experts(decode_capacity=8)),
+    "GroupedExperts, forward_rows": Case(
+        lambda layer, rows, group_offsets: layer.forward_rows(rows, group_offsets),
+        lambda tokens: (*_inputs(tokens), _offsets(tokens)),
+        _experts(),
+    ),
+    "GroupedExperts, master_dtype": Case(_call, _routed, _experts(master_dtype=torch.float32)),
     "FP8MQAIndexer": Case(_call, _indexer_inputs, _indexer),
     "FP8MQAIndexer, decode": Case(_step, _step_inputs, _indexer),
 }

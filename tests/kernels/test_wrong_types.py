@@ -1,5 +1,7 @@
 """Lists, None and the like for tensors and modules: every public name refuses them in one sentence."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,90 +14,49 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache, read_kv
 from fp8moe.quant.transpose import quantize_with_transpose, transpose_fp8
 from tests.gemm_cases import activations, int32, weights
-from tests.mqa_cases import random_fp8
+from tests.graph_cases import CASES
 
 A, B = activations(4, 144), weights(2, 24, 144)
 K = fp8moe.quantize_128x1(torch.randn(128, 8))
-OFFSETS, MASK = int32([0, 2, 4]), int32([2, 2])
-INDEX, WEIGHTS = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+OFFSETS = int32([0, 2, 4])
+INDEX, X = torch.zeros(4, 1, dtype=torch.int64), torch.randn(4, 144)
 SIZES = {"num_experts": 2, "hidden_size": 144, "intermediate_size": 32}
-LINEAR = fp8moe.FP8Linear(144, 32)
 EXPERTS = fp8moe.GroupedExperts(**SIZES)
-INDEXER = fp8moe.FP8MQAIndexer(hidden_size=144, q_lora_rank=32, num_heads=32, head_dim=32, rope_head_dim=16, top_k=2)
 CACHE = new_kv_cache(1, 32, device="cpu")
-TOKENS = {"hidden_states": torch.randn(4, 144), "q_resid": torch.randn(4, 32)}
-POSITIONS = (torch.ones(4, 16), torch.zeros(4, 16))
-X = torch.randn(4, 144)
 UP, DOWN = weights(2, 256, 144), weights(2, 144, 128)
+MASKED = {"a": tuple(t.unflatten(0, (2, 2)) for t in A), "masked_m": int32([2, 2])}
+
+
+def calls_of_graphs():
+    """What tests/graph_cases.py calls."""
+    for name, case in CASES.items():
+        if name != "gemm, c and out":  # which are one tensor there
+            layers = [layer() for layer in case.layers]
+            named = case.named_arguments(6)
+            yield name, (lambda case=case, layers=layers, **named: case.function(*layers, *named.values()), named)
+
 
 # Under the name that is called: the function, its arguments, and those of them that are tensors, or pairs of them.
-CALLS = {
-    "FP8Linear": (LINEAR, {"x": X}),
+CALLS = dict(calls_of_graphs()) | {
     "FP8Linear.from_linear": (fp8moe.FP8Linear.from_linear, {"linear": nn.Linear(4, 4)}),
-    "FP8MQAIndexer": (
-        INDEXER,
-        TOKENS | {"position_embeddings": POSITIONS, "starts": int32([0] * 4), "ends": int32([4] * 4)},
-    ),
-    "FP8MQAIndexer.decode": (
-        INDEXER.decode,
-        TOKENS
-        | {"position_embeddings": POSITIONS, "kv_cache": CACHE}
-        | {"context_lens": int32([1] * 4), "block_table": int32([[0]] * 4), "max_context_len": 4},
-    ),
     "FP8MQAIndexer.from_transformers": (fp8moe.FP8MQAIndexer.from_transformers, {"indexer": None}),
     "FP8Tensor": None,  # a pair, whatever is in it
     "RefitReport": None,
     "batch_invariant": None,
-    "GroupedExperts": (EXPERTS, {"hidden_states": X, "top_k_index": INDEX, "top_k_weights": WEIGHTS}),
     "GroupedExperts.from_experts": (fp8moe.GroupedExperts.from_experts, {"module": EXPERTS}),
-    "dequantize": (fp8moe.dequantize, {"t": A}),
-    "gemm": (
+    "gemm, c": (
         fp8moe.gemm,
-        {
-            "a": A,
-            "b": (B.data[0], B.scale[0]),
-            "bias": torch.ones(24),
-            "c": torch.ones(4, 24),
-            "out": torch.ones(4, 24),
-        },
+        {"a": A, "b": (B.data[0], B.scale[0]), "c": torch.ones(4, 24), "out": torch.ones(4, 24)},
     ),
-    "experts": (
-        fp8moe.experts,
-        {"x": X, "top_k_index": INDEX, "top_k_weights": torch.ones(4, 1), "up": UP, "down": DOWN}
-        | {"out": torch.ones(4, 144), "expert_map": int32([0, 1])},
-    ),
-    "experts_masked": (
+    "experts_masked, out": (
         fp8moe.experts_masked,
-        {"x": tuple(t.unflatten(0, (2, 2)) for t in A), "masked_m": MASK, "up": UP, "down": DOWN}
-        | {"out": torch.ones(2, 2, 144)},
+        {"x": MASKED["a"], "masked_m": MASKED["masked_m"], "up": UP, "down": DOWN, "out": torch.ones(2, 2, 144)},
     ),
-    "experts_rows": (
+    "experts_rows, out": (
         fp8moe.experts_rows,
         {"rows": X, "group_offsets": OFFSETS, "up": UP, "down": DOWN, "out": torch.ones(4, 144)},
     ),
-    "grouped_gemm": (fp8moe.grouped_gemm, {"a": A, "b": B, "group_offsets": OFFSETS, "out": torch.ones(4, 24)}),
-    "grouped_gemm_k": (
-        fp8moe.grouped_gemm_k,
-        {"a": K, "b": K, "group_offsets": int32([0, 128]), "out": torch.ones(1, 8, 8)},
-    ),
-    "grouped_gemm_masked": (
-        fp8moe.grouped_gemm_masked,
-        {"a": tuple(t.unflatten(0, (2, 2)) for t in A), "b": B, "masked_m": MASK, "out": torch.ones(2, 2, 24)},
-    ),
-    "linear": (fp8moe.linear, {"x": X, "weight": (B.data[0], B.scale[0]), "bias": torch.ones(24)}),
-    "mqa_logits": (
-        fp8moe.mqa_logits,
-        {"q": random_fp8(4, 32, 32), "kv": (random_fp8(6, 32), torch.ones(6)), "weights": torch.ones(4, 32)}
-        | {"starts": int32([0] * 4), "ends": int32([6] * 4)},
-    ),
-    "paged_mqa_logits": (
-        fp8moe.paged_mqa_logits,
-        {"q": random_fp8(4, 1, 32, 32), "kv_cache": CACHE, "weights": torch.ones(4, 32)}
-        | {"context_lens": int32([1] * 4), "block_table": int32([[0]] * 4), "max_context_len": 4},
-    ),
-    "quantize_1x128": (fp8moe.quantize_1x128, {"x": X}),
-    "quantize_128x1": (fp8moe.quantize_128x1, {"x": X}),
-    "quantize_128x128": (fp8moe.quantize_128x128, {"w": X}),
+    "grouped_gemm_masked, out": (fp8moe.grouped_gemm_masked, MASKED | {"b": B, "out": torch.ones(2, 2, 24)}),
     "refit": (fp8moe.refit, {"model": nn.Sequential(), "tensors": {}}),
     "refitting": None,  # a context: test_refit.py
     "replace_linears": (fp8moe.replace_linears, {"model": nn.Sequential()}),
@@ -113,12 +74,12 @@ CALLS = {
     "warm": None,  # it takes no tensors: test_warmup.py
 }
 OPTIONAL = ("bias", "c", "expert_map", "out", "group_offsets of quantize_with_transpose", "tokens")
-OTHERS = ("tensors", "max_context_len", "num_rows", "num_experts", "out_dtype")
+OTHERS = ("tensors", "num_rows", "num_experts", "out_dtype")
 BAD = {"None": None, "list": [[1.0, 2.0], [3.0, 4.0]], "array": np.ones((2, 2)), "number": 1.5, "string": "x"}
 
 
 def test_every_public_name_is_here():
-    assert {name.partition(".")[0] for name in CALLS} >= set(fp8moe.__all__)
+    assert {re.split("[.,]", name)[0] for name in CALLS} >= set(fp8moe.__all__)
 
 
 @pytest.mark.parametrize("bad", BAD)
