@@ -73,6 +73,12 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def device():
+    """Where tests run that tests/gpu imports too."""
+    return "cpu"
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Sharing out small matrices costs more than multiplying them."""

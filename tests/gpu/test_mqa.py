@@ -6,19 +6,29 @@ import pytest
 import torch
 
 from fp8moe.kernels.indexer.mqa_cache import append_kv
-from fp8moe.kernels.indexer.mqa_logits import launch, launch_paged, mqa_logits, paged_mqa_logits
+from fp8moe.kernels.indexer.mqa_logits import launch, mqa_logits, paged_mqa_logits
 from fp8moe.quant.formats import FP8Tensor
 from tests import gemm_cases
 from tests import mqa_cases as cases
-from tests.mqa_cases import INT32, POISON
+from tests.kernels.test_mqa import (  # noqa: F401
+    SHAPES,
+    check_paged,
+    test_a_nan_in_the_cache,
+    test_blocks_are_clamped,
+    test_empty,
+    test_empty_cache,
+    test_lengths_are_clamped,
+    test_lengths_of_each_query,
+    test_overlap_with_unquantized_scores,
+    test_paged,
+)
+from tests.mqa_cases import POISON
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 INF = float("inf")
-SHAPES = [(heads, head_dim) for heads in cases.NUM_HEADS for head_dim in cases.HEAD_DIMS]
 SIZES = ((1, 1), (1, 64), (2, 63), (7, 130), (65, 257), (33, 1000), (130, 129), (256, 2048), (3, 5000))
-LENGTHS = [0, 1, 63, 64, 65, 100, 127, 128, 129, 500, 1000, 2049, 3, 0, 257]
 int32 = partial(gemm_cases.int32, device=DEVICE)
 prefill = partial(cases.prefill, device=DEVICE)
 paged = partial(cases.paged, device=DEVICE)
@@ -28,13 +38,6 @@ def check_prefill(operands):
     """By key, and in rows from the start of each range on that are shorter than some ranges, and longer than all."""
     keys = operands.kv.data.shape[0]
     cases.check_prefill(launch, operands, keys // 3 + 1, keys + 70)
-
-
-def check_paged(operands, max_context_len):
-    exact = cases.exact_paged(operands, max_context_len)
-    cases.assert_matches(cases.write_paged(launch_paged, operands, max_context_len, fill_masked=True), exact)
-    out = cases.write_paged(launch_paged, operands, max_context_len, fill_masked=False)
-    cases.assert_matches(out, exact, masked=POISON)
 
 
 # Keys in a row.
@@ -66,14 +69,6 @@ def test_long_keys(kind):
     check_prefill(prefill(130, 100_001, kind=kind))
 
 
-@pytest.mark.parametrize(("tokens", "keys"), [(0, 5), (5, 0), (0, 0)])
-def test_empty(tokens, keys):
-    operands = prefill(tokens, keys, kind="full")
-    assert mqa_logits(*operands).shape == (tokens, keys)
-    out = mqa_logits(*operands, max_range=7)
-    assert out.shape == (tokens, 7) and (keys or out.isneginf().all())
-
-
 @pytest.mark.parametrize(("tokens", "keys"), [(9, 30), (70, 700)])
 @pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
 def test_a_nan_shows_where_it_matters(heads, head_dim, tokens, keys):
@@ -96,30 +91,7 @@ def test_infinities(value):
     assert not out[touched].isfinite().any()
 
 
-def test_overlap_with_unquantized_scores():
-    assert cases.overlap(32, 16384, 2048, mqa_logits, device=DEVICE) >= 0.93
-
-
 # The paged cache.
-
-
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-@pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
-def test_paged(heads, head_dim, next_n):
-    operands = paged(LENGTHS, next_n=next_n, heads=heads, head_dim=head_dim)
-    for max_context_len in (1, 100, 2049, 2112, 3001):
-        check_paged(operands, max_context_len)
-
-
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-def test_lengths_of_each_query(next_n):
-    draw = torch.Generator().manual_seed(next_n)
-    lens = torch.randint(-3, 600, (20, next_n), generator=draw).tolist()
-    check_paged(paged(lens, next_n=next_n), 600)
-    one = paged([70, 2, 0, 300], next_n=next_n)
-    spelled = int32([[length - next_n + 1 + j for j in range(next_n)] for length in (70, 2, 0, 300)])
-    out = paged_mqa_logits(*one, max_context_len=300)
-    assert cases.same_bits(paged_mqa_logits(*one._replace(context_lens=spelled), max_context_len=300), out)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 31, 33, 132, 133, 500, 1025, 3000])
@@ -132,50 +104,6 @@ def test_number_of_sequences(batch):
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_uneven_contexts(lens, next_n):
     check_paged(paged(lens, next_n=next_n), 100_032)
-
-
-@pytest.mark.parametrize("next_n", [1, 4])
-@pytest.mark.parametrize("max_context_len", [100, 128, 200])
-def test_lengths_are_clamped(max_context_len, next_n):
-    lens = [INT32.min, INT32.max, -1, 128, 129, 130, 131, 132, 101, INT32.min + 2, INT32.max - 2]
-    check_paged(paged(lens, next_n=next_n, max_blocks=2), max_context_len)
-    check_paged(paged([[length] * next_n for length in lens], next_n=next_n, max_blocks=2), max_context_len)
-
-
-def test_blocks_are_clamped():
-    operands = paged([300, 200, 64], next_n=2)
-    num_blocks = operands.kv_cache.shape[0]
-    operands.block_table[0] = int32([-1, num_blocks, INT32.min, INT32.max, 1])
-    operands.block_table[1, 2] = -7
-    check_paged(operands, 320)
-
-
-@pytest.mark.parametrize("part", ["batch", "num_blocks", "max_blocks", "max_context_len"])
-def test_empty_cache(part):
-    operands = paged([] if part == "batch" else [70, 100], next_n=2, max_blocks=0 if part == "max_blocks" else 2)
-    if part == "num_blocks":
-        operands = operands._replace(kv_cache=operands.kv_cache[:0])
-    max_context_len = 0 if part == "max_context_len" else 90
-    torch.full((4 * 90,), POISON, device=DEVICE)  # what the result would hold, were it not written
-    out = paged_mqa_logits(*operands, max_context_len=max_context_len)
-    assert out.shape == (2 * len(operands.q), max_context_len) and (out == -INF).all()
-
-
-@pytest.mark.parametrize("next_n", [1, 2, 4])
-def test_a_nan_in_the_cache(next_n):
-    lens = [1000, 90, 130]
-    operands = paged(lens, next_n=next_n)
-    table = operands.block_table
-    without = paged_mqa_logits(*operands, max_context_len=1000)
-    sequence, column = torch.arange(3 * next_n, device=DEVICE)[:, None] // next_n, torch.arange(1000, device=DEVICE)
-    for b, token in ((0, 70), (0, 999), (1, 89), (1, 91), (2, 131), (2, 0)):
-        for scale in (False, True):
-            block = int(table[b, token // 64])
-            kv_cache = cases.with_nan_key(operands.kv_cache, block, token % 64, scale=scale)
-            out = paged_mqa_logits(*operands._replace(kv_cache=kv_cache), max_context_len=1000)
-            where = (sequence == b) & (column == token) & (without > -INF)
-            assert torch.equal(out.isnan(), where) and where.any() == (token < lens[b])
-            assert cases.same_bits(out[~where], without[~where])
 
 
 # Streams, graphs, memory.
@@ -274,6 +202,3 @@ def test_more_queries():
     out = mqa_logits(*operands)
     for first in (0, tokens // 2, tokens - 50):
         assert_rows_match(operands, out, slice(first, first + 50))
-
-
-# Operators.

@@ -1,5 +1,7 @@
 """The MQA logits on the reference backend: semantics, ranges, the paged cache, operators, errors."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8moe.kernels.indexer import reference
 from fp8moe.kernels.indexer.mqa_cache import append_kv, new_kv_cache, read_kv
-from fp8moe.kernels.indexer.mqa_logits import mqa_logits, paged_mqa_logits
+from fp8moe.kernels.indexer.mqa_logits import launch_paged, mqa_logits, paged_mqa_logits
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from tests import mqa_cases as cases
@@ -73,8 +75,8 @@ def test_chunks_of_queries(monkeypatch):
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 5), (5, 0), (0, 0)])
-def test_empty(tokens, keys):
-    operands = cases.prefill(tokens, keys, heads=32, head_dim=64, kind="full")
+def test_empty(tokens, keys, device):
+    operands = cases.prefill(tokens, keys, heads=32, head_dim=64, kind="full", device=device)
     for fill_masked in (True, False):
         out = mqa_logits(*operands, fill_masked=fill_masked)
         assert out.shape == (tokens, keys) and out.dtype == torch.float32
@@ -89,86 +91,106 @@ def test_unmasked_result():
     assert out.shape == (9, 20) and torch.equal(out[seen], mqa_logits(*operands)[seen])
 
 
-def test_overlap_with_unquantized_scores():
-    assert cases.overlap(8, 2048, 256, mqa_logits) >= 0.93
+def test_overlap_with_unquantized_scores(device):
+    sizes = {"cpu": (8, 2048, 256), "cuda": (32, 16384, 2048)}[device]
+    assert cases.overlap(*sizes, mqa_logits, device=device) >= 0.93
 
 
 # The paged cache.
 
-LENGTHS = [0, 1, 64, 63, 65, 130, 3, 200]
+WRITE = {"cpu": reference.paged_mqa_logits, "cuda": launch_paged}
+LENGTHS = {
+    "cpu": [0, 1, 64, 63, 65, 130, 3, 200],
+    "cuda": [0, 1, 63, 64, 65, 100, 127, 128, 129, 500, 1000, 2049, 3, 0, 257],
+}
+LONGEST = {"cpu": (1, 150, 256, 300), "cuda": (1, 100, 2049, 2112, 3001)}
+
+
+def check_paged(operands, max_context_len):
+    """The result of a call, and what is written with and without -inf."""
+    exact = cases.exact_paged(operands, max_context_len)
+    out = paged_mqa_logits(*operands, max_context_len=max_context_len)
+    assert out.is_contiguous()
+    cases.assert_matches(out, exact)
+    for fill_masked, masked in ((True, -INF), (False, POISON)):
+        out = cases.write_paged(WRITE[out.device.type], operands, max_context_len, fill_masked=fill_masked)
+        cases.assert_matches(out, exact, masked=masked)
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
-def test_paged(heads, head_dim, next_n):
-    operands = cases.paged(LENGTHS, next_n=next_n, heads=heads, head_dim=head_dim)
-    for max_context_len in (1, 150, 256, 300):
-        exact = cases.exact_paged(operands, max_context_len)
-        out = paged_mqa_logits(*operands, max_context_len=max_context_len)
-        assert out.is_contiguous()
-        cases.assert_matches(out, exact)
-        out = cases.write_paged(reference.paged_mqa_logits, operands, max_context_len, fill_masked=False)
-        cases.assert_matches(out, exact, masked=POISON)
+def test_paged(heads, head_dim, next_n, device):
+    operands = cases.paged(LENGTHS[device], next_n=next_n, heads=heads, head_dim=head_dim, device=device)
+    for max_context_len in LONGEST[device]:
+        check_paged(operands, max_context_len)
 
 
-def test_lengths_of_each_query():
-    lens = [[0, 70, 3], [128, 0, 129], [-1, INT32.min, 64], [1, 2, 3]]
-    operands = cases.paged(lens, next_n=3)
-    cases.assert_matches(paged_mqa_logits(*operands, max_context_len=140), cases.exact_paged(operands, 140))
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_lengths_of_each_query(next_n, device):
+    draw = torch.Generator().manual_seed(next_n)
+    for lens in (
+        torch.randint(-3, 600, (20, next_n), generator=draw).tolist(),
+        [row[:next_n] for row in ([0, 70, 3, 9], [128, 0, 129, 1], [-1, INT32.min, 64, 0], [1, 2, 3, 4])],
+    ):
+        check_paged(cases.paged(lens, next_n=next_n, device=device), 600)
     # The rule for one length a sequence, spelled out.
-    one = cases.paged([70, 2, 0], next_n=3)
-    spelled = one._replace(context_lens=int32([[68, 69, 70], [0, 1, 2], [-2, -1, 0]]))
-    assert torch.equal(paged_mqa_logits(*one, max_context_len=80), paged_mqa_logits(*spelled, max_context_len=80))
+    one = cases.paged([70, 2, 0, 300], next_n=next_n, device=device)
+    spelled = int32([[length - next_n + 1 + j for j in range(next_n)] for length in (70, 2, 0, 300)], device)
+    out = paged_mqa_logits(*one, max_context_len=300)
+    assert cases.same_bits(paged_mqa_logits(*one._replace(context_lens=spelled), max_context_len=300), out)
 
 
 @pytest.mark.parametrize("next_n", [1, 4])
 @pytest.mark.parametrize("max_context_len", [100, 128, 200])
-def test_lengths_are_clamped(max_context_len, next_n):
-    lens = [INT32.min, INT32.max, -1, 128, 129, 130, 131, 132, 101]
-    operands = cases.paged(lens, next_n=next_n, max_blocks=2)
-    out = paged_mqa_logits(*operands, max_context_len=max_context_len)
-    cases.assert_matches(out, cases.exact_paged(operands, max_context_len))
-    assert (out[next_n : 2 * next_n, : min(max_context_len, 128)] > -INF).all()  # of INT32.max
+def test_lengths_are_clamped(max_context_len, next_n, device):
+    lens = [INT32.min, INT32.max, -1, 128, 129, 130, 131, 132, 101, INT32.min + 2, INT32.max - 2]
+    for each in (lens, [[length] * next_n for length in lens]):
+        operands = cases.paged(each, next_n=next_n, max_blocks=2, device=device)
+        check_paged(operands, max_context_len)
+        out = paged_mqa_logits(*operands, max_context_len=max_context_len)
+        assert (out[next_n : 2 * next_n, : min(max_context_len, 128)] > -INF).all()  # of INT32.max
 
 
-def test_blocks_are_clamped():
-    operands = cases.paged([300, 200, 64])
-    num_blocks = operands.kv_cache.shape[0]
-    operands.block_table[0] = int32([-1, num_blocks, INT32.min, INT32.max, 1])
-    operands.block_table[1, 2] = -7
-    assert int(operands.block_table.max()) > num_blocks
-    cases.assert_matches(paged_mqa_logits(*operands, max_context_len=320), cases.exact_paged(operands, 320))
+def test_blocks_are_clamped(device):
+    for next_n in (1, 2):
+        operands = cases.paged([300, 200, 64], next_n=next_n, device=device)
+        num_blocks = operands.kv_cache.shape[0]
+        operands.block_table[0] = int32([-1, num_blocks, INT32.min, INT32.max, 1], device)
+        operands.block_table[1, 2] = -7
+        assert int(operands.block_table.max()) > num_blocks
+        check_paged(operands, 320)
 
 
 @pytest.mark.parametrize("part", ["batch", "num_blocks", "max_blocks", "max_context_len"])
-def test_empty_cache(part):
-    operands = cases.paged([] if part == "batch" else [70, 100], next_n=2, max_blocks=0 if part == "max_blocks" else 2)
+def test_empty_cache(part, device):
+    lens, max_blocks = [] if part == "batch" else [70, 100], 0 if part == "max_blocks" else 2
+    operands = cases.paged(lens, next_n=2, max_blocks=max_blocks, device=device)
     if part == "num_blocks":
         operands = operands._replace(kv_cache=operands.kv_cache[:0])
     max_context_len = 0 if part == "max_context_len" else 90
+    torch.full((4 * 90,), POISON, device=device)  # what the result would hold, were it not written
     out = paged_mqa_logits(*operands, max_context_len=max_context_len)
     assert out.shape == (2 * len(operands.q), max_context_len) and (out == -INF).all()
 
 
-def test_a_nan_in_the_cache():
-    operands = cases.paged([100, 90, 130], next_n=2)
-    without = paged_mqa_logits(*operands, max_context_len=130)
-    table, rows = operands.block_table, torch.arange(6)[:, None]
-    columns = torch.arange(130)
-    for scale in (False, True):
-        # In use, behind what the first of two queries sees, behind the context, in a block of nobody.
-        for b, token in ((0, 70), (0, 99), (0, 101), (None, 0)):
-            unused = sorted(set(range(len(operands.kv_cache))) - set(table.flatten().tolist()))[0]
-            block = unused if b is None else int(table[b, token // 64])
-            bad = operands._replace(
-                kv_cache=cases.with_nan_key(operands.kv_cache, block, token % 64, scale=scale),
-            )
-            out = paged_mqa_logits(*bad, max_context_len=130)
-            if b is None or token > 99:
-                assert torch.equal(out, without)
-            else:
-                where = (rows // 2 == b) & (columns == token) & (without > -INF)
-                cases.assert_nans(out, without, where)
+@pytest.mark.parametrize("next_n", [1, 2, 4])
+def test_a_nan_in_the_cache(next_n, device):
+    lens = [{"cpu": 100, "cuda": 1000}[device], 90, 130]
+    operands = cases.paged(lens, next_n=next_n, device=device)
+    table, longest = operands.block_table, max(lens)
+    without = paged_mqa_logits(*operands, max_context_len=longest)
+    sequence = torch.arange(3 * next_n, device=device)[:, None] // next_n
+    column = torch.arange(longest, device=device)
+    unused = sorted(set(range(len(operands.kv_cache))) - set(table.flatten().tolist()))[0]
+    # In use, behind what the first of two queries sees, behind the context, in a block of nobody.
+    behind = ((0, lens[0] - 1), (0, lens[0] + 1), (1, 89), (1, 91), (2, 131), (2, 0), (None, 0))
+    for (b, token), scale in itertools.product(((0, 70), *behind), (False, True)):
+        block = unused if b is None else int(table[b, token // 64])
+        kv_cache = cases.with_nan_key(operands.kv_cache, block, token % 64, scale=scale)
+        out = paged_mqa_logits(*operands._replace(kv_cache=kv_cache), max_context_len=longest)
+        where = (sequence == (-1 if b is None else b)) & (column == token) & (without > -INF)
+        assert torch.equal(out.isnan(), where) and where.any() == (b is not None and token < lens[b])
+        assert cases.same_bits(out[~where], without[~where])
 
 
 def test_the_same_as_keys_in_a_row():
@@ -302,9 +324,6 @@ def test_backward_raises():
         assert torch.equal(out, run(*operands))
         with pytest.raises(RuntimeError, match=f"fp8moe.{name} has no backward"):
             out.clamp(min=0).sum().backward()
-
-
-# Operators.
 
 
 def test_autocast_changes_nothing():
