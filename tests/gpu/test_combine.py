@@ -8,15 +8,14 @@ import torch
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.experts import reference
 from fp8moe.kernels.experts.combine import Dtypes, combine, joins_norm, launcher, norm_launcher
-from fp8moe.quant.formats import align, ceil_div
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import relative_error
+from tests.gpu.checks import MARK, captured, marked, quantized_rows, same_bits, same_every_time, sizes_of_rows
 
 pytestmark = pytest.mark.gpu
 
 Y_DTYPES = (torch.bfloat16, torch.float32)
 SIZES = ((1, 7168, 8), (1, 8, 1), (2, 128, 3), (7, 264, 6), (33, 576, 9), (65, 1048, 33), (130, 48, 64), (515, 2056, 8))
-MARK = 0xAB
 INDEX_DTYPES = (torch.int32, torch.int64)
 EXPERTS = 40
 
@@ -37,25 +36,21 @@ def random_rows(tokens: int, top_k: int, num_rows: int, seed: int = 0) -> torch.
 def write(y, rows, weights, out_dtype, sparse=False):
     """The result (tokens, H) of the kernel, in memory marked before and with nothing written behind it."""
     (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
-    size, guard = tokens * hidden * out_dtype.itemsize, 256
-    out = torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda")
     dtypes = Dtypes(y.dtype, weights.dtype, out_dtype)
     launch = launcher(y.get_device(), tokens, hidden, top_k, num_rows, dtypes, sparse=sparse)
-    launch(y, rows, weights, None, None, None, out)
-    assert (out[size:] == MARK).all()
-    return out[:size].view(out_dtype).view(tokens, hidden)
+    with marked(tokens * hidden * out_dtype.itemsize) as (out,):
+        launch(y, rows, weights, None, None, None, out)
+    return out.view(out_dtype).view(tokens, hidden)
 
 
 def write_placed(y, index, weights, bound, out_dtype, residual=None):
     """The result of the kernel that takes experts in place of rows, in memory marked before, with nothing behind it."""
     (tokens, top_k), hidden = index.shape, y.shape[1]
-    size, guard = tokens * hidden * out_dtype.itemsize, 256
-    out = torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda")
     dtypes = Dtypes(y.dtype, weights.dtype, out_dtype, index.dtype)
     launch = launcher(y.get_device(), tokens, hidden, top_k, bound, dtypes, pdl=True)
-    launch(y, index, weights, residual, None, None, out)
-    assert (out[size:] == MARK).all()
-    return out[:size].view(out_dtype).view(tokens, hidden)
+    with marked(tokens * hidden * out_dtype.itemsize) as (out,):
+        launch(y, index, weights, residual, None, None, out)
+    return out.view(out_dtype).view(tokens, hidden)
 
 
 def random_experts(tokens: int, top_k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -232,9 +227,7 @@ def test_only_used_values_of_assignments_leak(y_dtype):
 
 def test_same_bits_of_assignments_every_time():
     operands = random_placed(700, 1040, 8, (torch.bfloat16, torch.int64, torch.float32))
-    first = write_placed(*operands, EXPERTS, torch.bfloat16)
-    for _ in range(20):
-        assert torch.equal(write_placed(*operands, EXPERTS, torch.bfloat16), first)
+    same_every_time(lambda: write_placed(*operands, EXPERTS, torch.bfloat16))
 
 
 def test_cuda_graph_of_assignments_with_changed_input():
@@ -251,11 +244,7 @@ def test_cuda_graph_of_assignments_with_changed_input():
             value.copy_(source)
         launch(*operands, None, None, None, out)
 
-    run()  # loaded before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     for seed in range(1, 4):
         for value, source in zip(new, random_placed(77, 1040, 8, dtypes, seed), strict=True):
             value.copy_(source)
@@ -292,29 +281,25 @@ NORM_SIZES = (
 def write_normed(y, rows, weights, residual, norm_weight, quantized, eps=1e-6):
     """What the kernel writes to memory marked before: the sums, and their norm as values or as data and scale."""
     (num_rows, hidden), (tokens, top_k) = y.shape, rows.shape
-    k_blocks, pitch, guard = ceil_div(hidden, 128), align(tokens, 4), 256
-    nbytes = tokens * hidden * y.itemsize
-    sizes = nbytes, nbytes, tokens * hidden, 4 * k_blocks * pitch
-    memory = [torch.full((size + guard,), MARK, dtype=torch.uint8, device="cuda") for size in sizes]
     dtypes = Dtypes(y.dtype, weights.dtype, y.dtype)
     launch = norm_launcher(y.get_device(), tokens, hidden, top_k, num_rows, dtypes, eps)
-    out, values, data, scale = memory
-    wanted = (None, data, scale) if quantized else (values, None, None)
-    launch(y, rows, weights, residual, norm_weight, out, *wanted)
-    assert all((part[size:] == MARK).all() for part, size in zip(memory, sizes, strict=True))
-    assert all((part == MARK).all() for part in ((values,) if quantized else (data, scale)))
-    out, values, data, scale = (part[:size] for part, size in zip(memory, sizes, strict=True))
-    columns = scale.view(k_blocks, 4 * pitch)
-    assert (columns[:, 4 * tokens :] == MARK).all()
-    scale = scale.view(torch.float32).view(k_blocks, pitch).t()[:tokens]
+    nbytes = tokens * hidden * y.itemsize
+    with marked(nbytes, nbytes, *sizes_of_rows(tokens, hidden)) as (out, values, *codes):
+        launch(y, rows, weights, residual, norm_weight, out, *((None, *codes) if quantized else (values, None, None)))
+    assert all((part == MARK).all() for part in ((values,) if quantized else codes))
     out, values = (part.view(y.dtype).view(tokens, hidden) for part in (out, values))
-    return (out, data.view(tokens, hidden), scale) if quantized else (out, values)
+    return (out, *quantized_rows(*codes, tokens, hidden)) if quantized else (out, values)
+
+
+def raw(value):
+    """PyTorch indexes no float8."""
+    return value.view(torch.uint8) if value.itemsize == 1 else value
 
 
 def by_two_kernels(y, rows, weights, residual, norm_weight, quantized, eps=1e-6):
     out = combine(y, rows, weights, y.dtype, residual=residual)
     normed = rms_norm(out, norm_weight, eps, values=not quantized, quantized=quantized)
-    return (out, normed.quantized.data.view(torch.uint8), normed.quantized.scale) if quantized else (out, normed.values)
+    return (out, *normed.quantized) if quantized else (out, normed.values)
 
 
 def normed_operands(tokens, hidden, top_k, dtype, weight_dtype=torch.float32, seed=0):
@@ -340,7 +325,7 @@ def test_norm_has_the_bits_of_two_kernels(tokens, hidden, top_k, dtype, weight_d
         for added, quantized in itertools.product((None, residual), (False, True)):
             got = write_normed(y, rows, weights, added, norm_weight, quantized)
             expected = by_two_kernels(y, rows, weights, added, norm_weight, quantized)
-            assert all(map(torch.equal, got, expected))
+            assert same_bits(got, expected)
         exact = (
             got[0].double() * (got[0].double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm_weight.double()
         )
@@ -366,17 +351,15 @@ def test_norm_of_bad_values_stays_in_its_token(hidden, dtype):
             expected = by_two_kernels(odd, rows, weights, residual, norm_weight, quantized)
             assert not got[0][token].isfinite().all()
             for one, two in zip(got, expected, strict=True):
-                assert torch.equal(one.isnan(), two.isnan())
+                assert torch.equal(one.float().isnan(), two.float().isnan())
         others = [t for t in range(9) if t != token]
-        assert all(torch.equal(one[others], two[others]) for one, two in zip(got, clean, strict=True))
+        assert all(same_bits(one[others], two[others]) for one, two in zip(map(raw, got), map(raw, clean), strict=True))
 
 
 def test_norm_has_the_same_bits_every_time_and_in_any_batch():
     y, rows, weights, residual, norm_weight = normed_operands(64, 2048, 8, torch.bfloat16)
-    first = write_normed(y, rows, weights, residual, norm_weight, True)
-    for _ in range(20):
-        assert all(map(torch.equal, write_normed(y, rows, weights, residual, norm_weight, True), first))
+    first = same_every_time(lambda: write_normed(y, rows, weights, residual, norm_weight, True))
     for token in (0, 7, 63):
         some = slice(token, token + 1)
         alone = write_normed(y, rows[some], weights[some], residual[some], norm_weight, True)
-        assert all(torch.equal(one, two[some]) for one, two in zip(alone, first, strict=True))
+        assert all(same_bits(one, two[some]) for one, two in zip(map(raw, alone), map(raw, first), strict=True))

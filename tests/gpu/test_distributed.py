@@ -15,6 +15,7 @@ from fp8moe.distributed import ExpertParallel
 from fp8moe.distributed.peers import Peers
 from tests.errors import equal_but_for_steps, relative_error
 from tests.experts_cases import inputs, make, make_trained
+from tests.gpu.checks import captured
 from tests.peer_cases import on_one_gpu
 from tests.processes import in_processes
 from tests.waiting import no_waiting
@@ -137,11 +138,7 @@ def graphs():
 
 def replay(layer, spread, counts, options, exact):
     static = [value.clone() for value in mine(tokens(counts)[:3], counts, options)]
-    spread(*static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = spread(*static)
+    graph, out = captured(lambda: spread(*static))
     for seed in range(5):
         x, index, weights, _ = tokens(counts, seed=seed)
         index = index % (EXPERTS // WORLD) if seed == 3 else index

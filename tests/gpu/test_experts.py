@@ -20,6 +20,7 @@ from tests import experts_cases
 from tests.backends import on_reference
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, from_intermediate, quantized_intermediate
+from tests.gpu.checks import captured, memory_of, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -181,11 +182,7 @@ def test_graph_replays_with_other_routing(tokens, capacity):
     layer = make(16, 576, 208, decode_capacity=capacity)
     x = torch.randn(tokens, 576, dtype=torch.bfloat16, device=DEVICE)
     index, weights = route(tokens, 16, 4)
-    layer(x, index, weights)  # compiles, which a capture must not
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer(x, index, weights)
+    graph, out = captured(lambda: layer(x, index, weights))
     for seed in range(1, 6):
         x.normal_()
         for static, new in zip((index, weights), route(tokens, 16, 4, seed), strict=True):
@@ -231,11 +228,7 @@ def test_graph_replays_of_what_the_router_has_sorted(tokens):
             out = layer(out, routing.index, routing.weights, residual=out, **order)
         return out
 
-    run(True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(True)
+    graph, out = captured(lambda: run(True))
     for seed in range(5):
         torch.manual_seed(seed)
         x.normal_(), logits.normal_(), out.fill_(NAN)
@@ -269,11 +262,7 @@ def test_graph_replays_of_norms_that_come_with_results(tokens, dtype):
             values = following.values
         return total, following.quantized.data.view(torch.uint8), following.quantized.scale
 
-    run(True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run(True)
+    graph, results = captured(lambda: run(True))
     for seed in range(6):
         torch.manual_seed(seed)
         for value in (x, added, gates, weights):
@@ -305,10 +294,7 @@ def test_norm_of_the_result(sizes, dtype):
                     assert (normed is not None) == joins
                     if joins:
                         other = rms_norm(expected, weight, 1e-6, values=not quantized, quantized=quantized)
-                        for got, right in zip(
-                            normed.quantized or (normed.values,), other.quantized or (other.values,), strict=True
-                        ):
-                            assert torch.equal(got.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+                        assert same_bits(normed.quantized or normed.values, other.quantized or other.values)
 
 
 def test_back_to_back_layers_do_not_share_memory():
@@ -332,17 +318,13 @@ def test_memory_of_a_call(dtype, capacity):
     tokens, experts, top_k, hidden, size = 1024, 8, 8, 2048, 1024
     layer = make(experts, hidden, size, decode_capacity=capacity)
     x, routing = torch.randn(tokens, hidden, dtype=dtype, device=DEVICE), route(tokens, experts, top_k)
-    layer(x, *routing)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = layer(x, *routing)
+    out, peak, kept = memory_of(lambda: layer(x, *routing))
     rows = tokens * top_k if capacity is None else experts * capacity
     result = 2 if dtype == torch.bfloat16 else 4
     documented = rows * ((1 + result) * hidden + size + (hidden + size) // 32) + 8 * (rows + experts)
     # The allocator rounds up, to a megabyte where it splits a large block.
-    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + documented + (4 << 20)
-    assert torch.cuda.memory_allocated() - before <= out.nbytes + (1 << 20)
+    assert peak <= out.nbytes + documented + (4 << 20)
+    assert kept <= out.nbytes + (1 << 20)
 
 
 def test_from_experts_needs_memory_for_one_expert():
@@ -350,12 +332,9 @@ def test_from_experts_needs_memory_for_one_expert():
     module.gate_up_proj = nn.Parameter(torch.randn(16, 2048, 1024, dtype=torch.bfloat16, device=DEVICE))
     module.down_proj = nn.Parameter(torch.randn(16, 1024, 1024, dtype=torch.bfloat16, device=DEVICE))
     module.act_fn = nn.SiLU()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    layer = GroupedExperts.from_experts(module)
+    layer, peak, _ = memory_of(lambda: GroupedExperts.from_experts(module), warm=False)
     kept = sum(value.nbytes for value in layer.parameters())
-    assert torch.cuda.max_memory_allocated() - before <= kept + 4 * 2048 * 1024 + (4 << 20)
+    assert peak <= kept + 4 * 2048 * 1024 + (4 << 20)
     x, (index, weights) = torch.randn(64, 1024, dtype=torch.bfloat16, device=DEVICE), route(64, 16, 4)
     expected = torch.zeros(64, 1024, device=DEVICE)
     for expert in range(16):

@@ -10,6 +10,7 @@ from fp8moe.quant.quantize import quantize_1x128
 from tests import experts_cases
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, in_order, part
+from tests.gpu.checks import captured, memory_of
 from tests.gpu.test_experts import DTYPES, TOLERANCE, exact, make
 from tests.waiting import no_waiting
 
@@ -165,11 +166,7 @@ def test_graph_replays_with_other_routing(tokens, quantized):
             total = part(layer, tokens_of_all, index, weights, 4, 10, **window, partial=total)
         return total
 
-    passes()  # compiles, which a capture must not
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = passes()
+    graph, out = captured(passes)
     for seed in range(1, 6):
         x.normal_()
         for static, new in zip((index, weights), route(tokens, 16, 4, seed), strict=True):
@@ -204,11 +201,7 @@ def test_memory_of_a_call(row_dtype):
     layer = make(experts, hidden, size)
     arguments = (layer, quantize_1x128(random(tokens, hidden)), *route(tokens, experts, top_k), 2, 3)
     options = {"num_rows": rows, "row_dtype": row_dtype}
-    part(*arguments, **options)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = part(*arguments, **options)
+    out, peak, _ = memory_of(lambda: part(*arguments, **options))
     documented = rows * ((1 + row_dtype.itemsize) * hidden + size + (hidden + size) // 32) + 4 * tokens * top_k
     # The allocator rounds up, to a megabyte where it splits a large block.
-    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + documented + (4 << 20)
+    assert peak <= out.nbytes + documented + (4 << 20)

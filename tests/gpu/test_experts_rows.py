@@ -8,6 +8,7 @@ from fp8moe.layers.experts import experts_rows_training
 from fp8moe.quant.quantize import quantize_1x128
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, make_trained, quantized_weights, weights_of
+from tests.gpu.checks import captured
 from tests.gpu.test_experts import DTYPES, TOLERANCE, exact, make
 from tests.waiting import no_waiting
 
@@ -155,15 +156,7 @@ def test_graph_replays_with_other_groups():
         out = experts_rows(rows, offsets, *weights_of(frozen), activation=frozen.activation)
         return out, *gradients(layer, rows, grad, offsets, weights)
 
-    # Compiles, which a capture must not, on the stream that autograd remembers for the leaves.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for values in ((0, 0, 0, 0, 0), (10, 20, 20, 300, 300), (0, 1, 2, 3, 4), (0, 300, 300, 300, 300)):
         rows.normal_(), grad.normal_()
         offsets.copy_(groups(values))

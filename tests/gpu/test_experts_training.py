@@ -18,6 +18,7 @@ from tests.backends import on_reference
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, quantized_weights
 from tests.experts_training_reference import Block, backward, equal, gradients, recipe, straight_through
+from tests.gpu.checks import captured, memory_of
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -230,15 +231,7 @@ def test_graph_replays_with_other_routing_and_weights(tokens, master_dtype):
         out = layer(x, index, weights)
         return out, *torch.autograd.grad(out, leaves, grad)
 
-    # Compiles, which a capture must not, on the stream that autograd remembers for the leaves.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for seed in range(1, 6):
         with torch.no_grad():
             x.normal_(), grad.normal_()
@@ -367,10 +360,6 @@ def test_memory_kept_for_the_backward(trained):
         layer = GroupedExperts.from_experts(layer)
     x, index, weights, _ = inputs(tokens, experts, top_k, hidden)
     x.requires_grad_()
-    layer(x, index, weights)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    out = layer(x, index, weights)
-    torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before - out.nbytes
+    out, _, kept = memory_of(lambda: layer(x, index, weights))
+    kept -= out.nbytes
     assert documented <= kept + (1 << 10) and kept <= documented + (1 << 20)  # the allocator rounds up

@@ -13,6 +13,7 @@ from fp8moe.kernels.gemm.launch import Operands, multiply_with
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from tests import gemm_cases
 from tests.gemm_cases import exact
+from tests.gpu.checks import takes_its_result_alone
 
 pytestmark = pytest.mark.gpu
 
@@ -139,15 +140,7 @@ def test_out_writes_its_elements_only(m, dtype):
 
 @pytest.mark.parametrize("m", [1, 64, 128, 4096])
 def test_memory_of_a_call_is_its_result(m):
-    a, b = operands(m, 2112, 7168)
-    gemm(a, b)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = gemm(a, b)
-    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + 512
-    del out
-    assert torch.cuda.memory_allocated() == before
+    takes_its_result_alone(partial(gemm, *operands(m, 2112, 7168)))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(70000, 32768, 128), (3, 300032, 7168), (300003, 8, 7168)])

@@ -8,6 +8,7 @@ from torch import nn
 
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from tests.compilers import CUDA_INDUCTOR
+from tests.gpu.checks import memory_of
 from tests.linear_reference import close, exact
 
 pytestmark = pytest.mark.gpu
@@ -52,14 +53,9 @@ def test_memory_of_a_call():
     layer = FP8Linear(7168, 7168, device=DEVICE)
     x = torch.randn(64, 7168, dtype=torch.bfloat16, device=DEVICE)
     with torch.no_grad():
-        layer(x)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        out = layer(x)
-    quantized = x.numel() + 4 * 64 * 56
-    assert torch.cuda.max_memory_allocated() - before <= out.nbytes + quantized + 2048
-    assert torch.cuda.memory_allocated() - before <= out.nbytes + 512
+        out, peak, kept = memory_of(lambda: layer(x))
+    assert peak <= out.nbytes + x.numel() + 4 * 64 * 56 + 2048  # with the quantized x
+    assert kept <= out.nbytes + 512
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", CUDA_INDUCTOR])

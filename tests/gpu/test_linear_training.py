@@ -13,6 +13,7 @@ from fp8moe.quant.quantize import quantize_128x128
 from tests.backends import on_reference
 from tests.compilers import CUDA_INDUCTOR
 from tests.errors import relative_error
+from tests.gpu.checks import captured, memory_of
 from tests.linear_training_reference import assert_follows, exact, gradients, same, train
 from tests.waiting import no_waiting
 
@@ -93,11 +94,9 @@ def test_memory_that_is_kept():
     layer = make(4096, 2048)
     x = random(4096, 4096).requires_grad_()
     layer(x).sum().backward()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    out = layer(x)
-    kept = torch.cuda.memory_allocated() - before - out.nbytes
-    assert kept <= 4096 * 4096 * 33 / 32 + (2 << 20)  # the allocator may leave up to a megabyte of a block unused
+    out, _, kept = memory_of(lambda: layer(x), warm=False)
+    # The allocator may leave up to a megabyte of a block unused.
+    assert kept - out.nbytes <= 4096 * 4096 * 33 / 32 + (2 << 20)
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
@@ -163,17 +162,9 @@ def test_captured_training_steps():
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
     eager_optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3, capturable=True)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step(model, optimizer)
-    torch.cuda.current_stream().wait_stream(side)
+    graph, loss = captured(lambda: step(model, optimizer), warmups=3)
     for _ in range(3):
         step(eager, eager_optimizer)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step(model, optimizer)
     for _ in range(4):
         x.normal_()
         graph.replay()

@@ -10,6 +10,7 @@ from fp8moe.kernels.indexer.mqa_logits import launch, mqa_logits, paged_mqa_logi
 from fp8moe.quant.formats import FP8Tensor
 from tests import gemm_cases
 from tests import mqa_cases as cases
+from tests.gpu.checks import captured
 from tests.kernels.test_mqa import (  # noqa: F401
     SHAPES,
     check_paged,
@@ -107,16 +108,6 @@ def test_uneven_contexts(lens, next_n):
 
 
 # Streams, graphs, memory.
-
-
-def captured(run):
-    """A graph of ``run`` and its result."""
-    run()  # compiles, which a capture must not
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph, out
 
 
 @pytest.mark.parametrize("next_n", [1, 2])

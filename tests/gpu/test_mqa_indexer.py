@@ -8,6 +8,7 @@ import torch
 from fp8moe import FP8MQAIndexer
 from fp8moe.decode import GraphDecoder
 from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
+from tests.gpu.checks import captured
 from tests.indexer_reference import angles
 from tests.transformers_indexers import (
     ALL,
@@ -101,14 +102,8 @@ def test_decode_under_a_graph(variant, next_n):
     def step():
         return gpu.decode(*held, **static, max_context_len=256)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # contexts too short for their tokens: nothing but what is overwritten below
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    # The call before has contexts too short for their tokens: nothing but what is overwritten below.
+    graph, out = captured(step)
     static["kv_cache"].copy_(cache)
     for turn in range(8):
         lens += next_n

@@ -9,17 +9,15 @@ from fp8moe import batch_invariant
 from fp8moe.kernels.decoder_ops.norm_logits import by_one_kernel, launcher, norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
 from fp8moe.kernels.decoder_ops.router import router_logits
-from fp8moe.quant.formats import FP8Tensor, align, ceil_div
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import device_guard
 from tests import random_values
 from tests.errors import error_in_its_dtype
+from tests.gpu.checks import MARK, captured, marked, quantized_rows, same_bits, sizes_of_rows
 
 pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
-MARK = 0xAB
-GUARD = 256
 # experts, H
 SIZES = (
     *((8, 4096), (128, 2048), (160, 5120), (256, 7168), (60, 2880), (133, 576), (512, 136), (1024, 1024), (1, 64)),
@@ -40,44 +38,15 @@ def operands(tokens: int, experts: int, hidden: int, dtype: torch.dtype, seed: i
 def write(given: list[torch.Tensor], out_dtype: torch.dtype, quantized: bool, eps: float = EPS):
     """What the kernel writes, to memory marked before; nothing behind it, nor between the scales."""
     x, _, _, weight = given
-    (tokens, hidden), experts = x.shape, len(weight)
-    k_blocks, pitch = ceil_div(hidden, 128), align(tokens, 4)
-    sizes = [x.nbytes, x.nbytes, x.numel(), 4 * k_blocks * pitch, tokens * experts * out_dtype.itemsize]
-    memory = [torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda") for size in sizes]
-    total, values, data, scale, logits = memory
-    index = x.get_device()
-    with device_guard(index):
+    (tokens, hidden), experts, index = x.shape, len(weight), x.get_device()
+    sizes = x.nbytes, x.nbytes, *sizes_of_rows(tokens, hidden), tokens * experts * out_dtype.itemsize
+    with device_guard(index), marked(*sizes) as (total, values, data, scale, logits):
         launch = launcher(index, tokens, experts, hidden, eps, (x.dtype, out_dtype))
         launch(*given, total, values, *((data, scale) if quantized else (None, None)), logits)
-    parts = []
-    for part, size in zip(memory, sizes, strict=True):
-        assert (part[size:] == MARK).all()
-        parts.append(part[:size])
-    total, values, data, scale, logits = parts
-    if quantized:
-        columns = scale.view(k_blocks, 4 * pitch)
-        assert (columns[:, 4 * tokens :] == MARK).all()
-        scale = scale.view(torch.float32).view(k_blocks, pitch).t()[:tokens]
-        fp8 = FP8Tensor(data.view(torch.float8_e4m3fn).view(tokens, hidden), scale)
-    else:
-        assert (data == MARK).all() and (scale == MARK).all()
-        fp8 = None
+    codes = quantized_rows(data, scale, tokens, hidden) if quantized else None
+    assert quantized or ((data == MARK).all() and (scale == MARK).all())
     rows = [part.view(x.dtype).view(tokens, hidden) for part in (total, values)]
-    return Normed(*rows, fp8), logits.view(out_dtype).view(tokens, experts)
-
-
-def bits(value: torch.Tensor) -> torch.Tensor:
-    return value.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def assert_equal(got, expected) -> None:
-    """Equal bits."""
-    (normed, logits), (other, other_logits) = got, expected
-    assert torch.equal(bits(logits), bits(other_logits))
-    assert torch.equal(bits(normed.sum), bits(other.sum)) and torch.equal(bits(normed.values), bits(other.values))
-    assert (normed.quantized is None) == (other.quantized is None)
-    for one, two in zip(normed.quantized or (), other.quantized or (), strict=True):
-        assert torch.equal(bits(one), bits(two))
+    return Normed(*rows, codes), logits.view(out_dtype).view(tokens, experts)
 
 
 def by_two_kernels(given: list[torch.Tensor], out_dtype: torch.dtype, quantized: bool, eps: float = EPS):
@@ -102,7 +71,7 @@ def test_has_the_bits_of_two_kernels(experts, hidden, dtype, out_dtype):
         given = operands(tokens, experts, hidden, dtype, seed=tokens)
         for quantized in (False, True):
             got = write(given, out_dtype, quantized)
-            assert_equal(got, by_two_kernels(given, out_dtype, quantized))
+            assert same_bits(got, by_two_kernels(given, out_dtype, quantized))
         normed, logits = got
         exact = normed.values.double() @ given[3].double().t()
         assert error_in_its_dtype(logits, exact) < (5e-6 if out_dtype is torch.float32 else 1e-3)
@@ -128,7 +97,7 @@ def test_nan_and_infinity_stay_in_their_tokens(hidden, dtype):
                 expected = by_two_kernels(odd, torch.float32, True)
                 assert torch.equal(normed.values.isnan(), expected[0].values.isnan())
                 assert torch.equal(logits.isnan(), expected[1].isnan())
-                assert torch.equal(bits(got[0].quantized.data), bits(expected[0].quantized.data))
+                assert same_bits(got[0].quantized.data, expected[0].quantized.data)
 
 
 @pytest.mark.parametrize("hidden", [1000, 1001, 2880])
@@ -138,7 +107,7 @@ def test_squares_that_vanish(hidden):
     given = [x, torch.zeros_like(x), torch.ones(hidden, device="cuda"), torch.ones(128, hidden, device="cuda")]
     normed, logits = write(given, torch.float32, True, eps=0.0)
     assert normed.values.isinf().all() and logits.isinf().all()
-    assert_equal((normed, logits), by_two_kernels(given, torch.float32, True, eps=0.0))
+    assert same_bits((normed, logits), by_two_kernels(given, torch.float32, True, eps=0.0))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 70])
@@ -151,10 +120,10 @@ def test_operator_on_strided_operands(tokens):
         options = {"residual": residual, "quantized": True, "dtype": torch.float32}
         got = norm_logits(x, given[2], EPS, given[3], **options)
         if tokens <= 8:  # of more the GEMM sums as the layout has it
-            assert_equal(got, by_two_kernels([part.contiguous() for part in given], torch.float32, True))
+            assert same_bits(got, by_two_kernels([part.contiguous() for part in given], torch.float32, True))
         with batch_invariant():
             got = norm_logits(x, given[2], EPS, given[3], **options)
-            assert_equal(got, by_two_kernels(given, torch.float32, True))
+            assert same_bits(got, by_two_kernels(given, torch.float32, True))
 
 
 @pytest.mark.parametrize("tokens,experts,hidden", [(0, 8, 16), (3, 0, 16), (3, 8, 0)])
@@ -187,10 +156,7 @@ def test_cuda_graph_with_changed_input(tokens):
         options = {"residual": residual, "quantized": True, "dtype": torch.float32}
         return norm_logits(x, norm_weight, EPS, weight, **options)
 
-    chain(by_one)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        normed, logits, first = chain(by_one)
+    graph, (normed, logits, first) = captured(lambda: chain(by_one))
     for seed in range(3):
         for old, new in zip(
             (x, residual, norm_weight, weight), operands(tokens, 128, 2048, x.dtype, seed=10 + seed), strict=True
@@ -198,5 +164,5 @@ def test_cuda_graph_with_changed_input(tokens):
             old.copy_(new)
         graph.replay()
         by_two = chain(lambda x, residual: by_two_kernels([x, residual, norm_weight, weight], torch.float32, True))
-        assert_equal((normed, logits), by_two[:2])
+        assert same_bits((normed, logits), by_two[:2])
         assert torch.equal(first, by_two[2])

@@ -10,6 +10,7 @@ from fp8moe.distributed.transport import Tokens
 from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, ceil_div
 from tests import experts_cases, processes
+from tests.gpu.checks import captured
 from tests.peer_cases import on_one_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")]
@@ -121,11 +122,7 @@ def layers_in_a_graph(peers, count):
         gathered.extend(peers.replicated(local, shared, share((count,))) for local in locals_[:3])
         return gathered
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = run()
+    graph, outs = captured(run)
     for seed in range(1, 30):
         for old, new in zip(static, tokens_of(counts, torch.bfloat16, seed), strict=True):
             for value, other in zip(old, new, strict=True):

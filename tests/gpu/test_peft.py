@@ -11,6 +11,7 @@ from tests.waiting import no_waiting
 peft = pytest.importorskip("peft")
 from fp8moe.peft import merge_and_unload, register  # noqa: E402
 from fp8moe.peft.experts import grouped_mm  # noqa: E402
+from tests.gpu.checks import captured  # noqa: E402
 from tests.peft_reference import Model, adapted, expected, run, scaled  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -128,18 +129,10 @@ def test_a_step_in_a_cuda_graph():
         out = layer(x, index, weights)
         return out, *torch.autograd.grad(out, leaves, grad)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step, warmups=3)
     index.copy_(index.roll(1, 0))
     graph.replay()
-    assert all(relative_error(replayed, eager) < 1e-3 for replayed, eager in zip(captured, step(), strict=True))
+    assert all(relative_error(replayed, eager) < 1e-3 for replayed, eager in zip(results, step(), strict=True))
 
 
 def test_dropout():

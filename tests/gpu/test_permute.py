@@ -14,6 +14,7 @@ from fp8moe.quant.formats import align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.checks import FLOATING
 from tests import random_values
+from tests.gpu.checks import MARK, marked, sizes_of_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,6 @@ SIZES = (
     (515, 2064, 8),
 )
 DTYPES = (*FLOATING, torch.float8_e4m3fn)
-MARK = 0xAB
 INT32 = torch.iinfo(torch.int32)
 
 
@@ -76,16 +76,12 @@ def write(
     Marked where the kernel has not written.
     """
     hidden = x.data.shape[1]
-    k_blocks, pitch, guard = ceil_div(hidden, 128), align(num_rows, 4), 256
-    data = torch.full((num_rows * hidden + guard,), MARK, dtype=torch.uint8, device="cuda")
-    scale = torch.full((4 * k_blocks * pitch + guard,), MARK, dtype=torch.uint8, device="cuda")
-    assignments = torch.full((4 * num_rows + guard,), MARK, dtype=torch.uint8, device="cuda")
     launch = permute.launcher(x.data.get_device(), *x, rows.shape[1], num_rows, sparse=sparse)
     operands = (value for value in x if value is not None)
-    launch(*operands, rows, data, scale, assignments if assigned else None)
-    assert all((value[-guard:] == MARK).all() for value in (data, scale, assignments))
-    scale, assignments = (value[:-guard].view(torch.int32) for value in (scale, assignments))
-    return data[:-guard].view(num_rows, hidden), scale.view(k_blocks, pitch), assignments
+    with marked(*sizes_of_rows(num_rows, hidden), 4 * num_rows) as (data, scale, assignments):
+        launch(*operands, rows, data, scale, assignments if assigned else None)
+    scale, assignments = (value.view(torch.int32) for value in (scale, assignments))
+    return data.view(num_rows, hidden), scale.view(-1, align(num_rows, 4)), assignments
 
 
 def assignments_of(rows: Tensor, num_rows: int) -> Tensor:

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from fp8moe.quant import quantize, reference
-from fp8moe.quant.formats import align, ceil_div
+from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
 from fp8moe.runtime.launch import current_stream, device_guard
 from tests import random_values
+from tests.gpu.checks import marked, quantized_rows, sizes_of_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -150,18 +151,11 @@ def test_quotients_round_as_the_division_does():
 def test_into_memory_of_the_caller():
     for m, k in ((1, 7168), (5, 576), (67, 200)):
         x = random(m, k, dtype=torch.bfloat16)
-        pitch, k_blocks, guard = align(m, 4), ceil_div(k, 128), 256
-        data_bytes = align(m * k, 256)
-        buffer = torch.full((data_bytes + pitch * k_blocks * 4 + guard,), 0xAB, dtype=torch.uint8, device="cuda")
         index = x.get_device()
-        with device_guard(index):
+        with device_guard(index), marked(*sizes_of_rows(m, k)) as memory:
             launcher = quantize.launcher(index, "quantize_1x128", x, quantize.has_vector_rows(x))
-            launcher.launch(current_stream(index), x.data_ptr(), buffer.data_ptr(), buffer.data_ptr() + data_bytes)
-        data = buffer[: m * k].view(torch.float8_e4m3fn).view(m, k)
-        columns = buffer[data_bytes:-guard].view(torch.float32).view(k_blocks, pitch)
-        assert_same_bits((data, columns[:, :m].t()), reference.quantize_1x128(x, False))
-        assert (buffer[m * k : data_bytes] == 0xAB).all() and (buffer[-guard:] == 0xAB).all()
-        assert (columns[:, m:].contiguous().view(torch.uint8) == 0xAB).all()
+            launcher.launch(current_stream(index), x.data_ptr(), *(part.data_ptr() for part in memory))
+        assert_same_bits(quantized_rows(*memory, m, k), reference.quantize_1x128(x, False))
 
 
 @pytest.mark.parametrize("rows,columns", [((1 << 19) + 13, 4096), (130, (1 << 24) + 256)])

@@ -7,20 +7,19 @@ import torch
 
 from fp8moe import quantize_1x128
 from fp8moe.kernels.decoder_ops.rms_norm import Normed, launcher, rms_norm
-from fp8moe.quant.formats import FP8Tensor, align, ceil_div
+from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import device_guard
 from tests import random_values
 from tests.backends import on_reference
 from tests.errors import relative_error
+from tests.gpu.checks import captured, marked, quantized_rows, same_bits, same_every_time, sizes_of_rows
 
 pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
 ROWS = (1, 3, 64, 515)
 HIDDEN = (8, 24, 64, 128, 131, 136, 264, 576, 2048, 2880, 4096, 5120, 7168, 7, 1001)
-MARK = 0xAB
-GUARD = 256
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -31,44 +30,16 @@ def weights(hidden: int, dtype: torch.dtype) -> torch.Tensor:
     return (1 + 0.3 * random(hidden, dtype=torch.float32, seed=9)).to(dtype)
 
 
-def marked(size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((size * dtype.itemsize + GUARD,), MARK, dtype=torch.uint8, device="cuda")
-
-
-def written(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    assert (memory[-GUARD:] == MARK).all()
-    return memory[:-GUARD].view(dtype)
-
-
 def write(x, weight, residual, values, quantized) -> Normed:
     """What the kernel writes for x (R, H), to memory marked before; nothing behind it, nor between the scales."""
-    rows, hidden = x.shape
-    k_blocks, pitch = ceil_div(hidden, 128), align(rows, 4)
-    total = None if residual is None else marked(x.numel(), x.dtype)
-    norm = marked(x.numel(), x.dtype) if values else None
-    data = marked(x.numel(), torch.uint8) if quantized else None
-    scale = marked(k_blocks * pitch, torch.float32) if quantized else None
-    index = x.get_device()
-    with device_guard(index):
+    (rows, hidden), index = x.shape, x.get_device()
+    given = [residual is not None, values, quantized, quantized]
+    with device_guard(index), marked(x.nbytes, x.nbytes, *sizes_of_rows(rows, hidden)) as memory:
         launch = launcher(index, rows, hidden, x.stride(0), EPS, x.dtype)
-        launch(x, residual, weight, total, norm, data, scale)
-    if quantized:
-        gap = written(scale, torch.uint8).view(k_blocks, 4 * pitch)[:, 4 * rows :]
-        assert (gap == MARK).all()
-        data = written(data, torch.float8_e4m3fn).view(rows, hidden)
-        scale = written(scale, torch.float32).view(k_blocks, pitch).t()[:rows]
-    return Normed(
-        None if total is None else written(total, x.dtype).view(rows, hidden),
-        written(norm, x.dtype).view(rows, hidden) if values else None,
-        FP8Tensor(data, scale) if quantized else None,
-    )
-
-
-def equal_codes(one: FP8Tensor, other: FP8Tensor) -> bool:
-    same_data = torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))
-    return same_data and torch.equal(
-        one.scale.contiguous().view(torch.int32), other.scale.contiguous().view(torch.int32)
-    )
+        launch(x, residual, weight, *(part if wanted else None for part, wanted in zip(memory, given, strict=True)))
+    total, norm = (part.view(x.dtype).view(rows, hidden) for part in memory[:2])
+    codes = quantized_rows(*memory[2:], rows, hidden) if quantized else None
+    return Normed(None if residual is None else total, norm if values else None, codes)
 
 
 def units_apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -96,7 +67,7 @@ def assert_matches(x, weight, residual, values, quantized):
         assert apart.max() <= 2
         assert x.numel() < 1000 or (apart > 0).float().mean() < 3e-3
     if quantized:
-        assert equal_codes(got.quantized, quantize_1x128(full))
+        assert same_bits(got.quantized, quantize_1x128(full))
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -138,7 +109,7 @@ def test_nan_and_infinity_stay_in_their_rows(hidden, dtype):
     assert got.values[4].isnan().nonzero().flatten().tolist() == [hidden - 1]
     assert got.values[7].isnan().nonzero().flatten().tolist() == [5]
     assert (got.values[8] == 0).all()
-    assert equal_codes(got.quantized, quantize_1x128(got.values))
+    assert same_bits(got.quantized, quantize_1x128(got.values))
     untouched = [0, 2, 3, 5, 6]
     assert torch.equal(got.values[untouched], clean.values[untouched])
     assert torch.equal(got.quantized.scale[untouched], clean.quantized.scale[untouched])
@@ -149,7 +120,7 @@ def test_squares_that_vanish():
     x = torch.full((3, 1000), 1e-30, device="cuda")
     normed = rms_norm(x, torch.ones(1000, device="cuda"), 0.0, quantized=True)
     assert normed.values.isinf().all()
-    assert equal_codes(normed.quantized, quantize_1x128(normed.values))
+    assert same_bits(normed.quantized, quantize_1x128(normed.values))
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (2, 0, 64), (3, 0)], ids=str)
@@ -160,16 +131,11 @@ def test_empty(shape):
     assert normed.quantized.scale.shape == (*shape[:-1], ceil_div(shape[-1], 128))
 
 
-def test_same_bits_every_time():
+def test_bits_of_a_row_do_not_depend_on_others():
     x, residual, weight = (random(700, 2048, dtype=torch.bfloat16, seed=i) for i in range(3))
-    first = write(x, weight[0], residual, True, True)
-    for _ in range(20):
-        again = write(x, weight[0], residual, True, True)
-        assert torch.equal(again.sum, first.sum) and torch.equal(again.values, first.values)
-        assert equal_codes(again.quantized, first.quantized)
-    # A row's bits do not depend on its place nor on how many there are.
+    whole = same_every_time(lambda: write(x, weight[0], residual, True, True))
     alone = write(x[300:301], weight[0], residual[300:301], True, True)
-    assert torch.equal(alone.values[0], first.values[300])
+    assert torch.equal(alone.values[0], whole.values[300])
 
 
 def test_cuda_graph_with_changed_input():
@@ -181,20 +147,15 @@ def test_cuda_graph_with_changed_input():
         first = rms_norm(x, weight, EPS, residual=residual)
         return rms_norm(first.values, weight, EPS, residual=first.sum, quantized=True)
 
-    chain()  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
+    graph, results = captured(chain)
     for seed in range(3):
         x.copy_(random(33, 2048, dtype=x.dtype, seed=10 + seed))
         weight.copy_(random(2048, dtype=x.dtype, seed=20 + seed))
         graph.replay()
-        expected = chain()
-        assert torch.equal(captured.sum, expected.sum) and torch.equal(captured.values, expected.values)
-        assert equal_codes(captured.quantized, expected.quantized)
+        assert same_bits(results, chain())
         first = on_reference(rms_norm, x, weight, EPS, residual=residual)
         second = on_reference(rms_norm, first.values, weight, EPS, residual=first.sum)
-        assert relative_error(captured.values, second.values) < 1e-3
+        assert relative_error(results.values, second.values) < 1e-3
 
 
 def test_past_two_to_the_31_elements():
@@ -205,6 +166,5 @@ def test_past_two_to_the_31_elements():
     normed = rms_norm(x, weight, EPS, quantized=True)
     for part in (slice(0, some), slice(rows - some, rows)):
         expected = rms_norm(x[part], weight, EPS, quantized=True)
-        assert torch.equal(normed.values[part], expected.values)
-        assert torch.equal(normed.quantized.scale[part], expected.quantized.scale)
-        assert torch.equal(normed.quantized.data.view(torch.uint8)[part], expected.quantized.data.view(torch.uint8))
+        (data, scale), values = normed.quantized, normed.values[part]
+        assert same_bits((values, (data[part], scale[part])), (expected.values, expected.quantized))

@@ -21,12 +21,11 @@ from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import device_guard
 from tests.backends import on_reference
 from tests.errors import error_in_its_dtype
+from tests.gpu.checks import captured, marked, same_bits
 from tests.router_cases import FORMS, SOFTMAX, arguments, exact_route
 
 pytestmark = pytest.mark.gpu
 
-MARK = 0xAB
-GUARD = 256
 # tokens, experts, H
 SIZES = (
     *((1, 128, 2048), (1, 256, 7168), (2, 60, 2048), (3, 8, 4096), (5, 133, 576), (8, 128, 2048), (9, 160, 5120)),
@@ -51,14 +50,11 @@ def limit(dtype: torch.dtype) -> float:
 def write_logits(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """The result of the kernel, in memory marked before and with nothing written behind it."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
-    size = tokens * experts * out_dtype.itemsize
-    out = torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda")
-    index = x.get_device()
     vector = not (x.data_ptr() | weight.data_ptr() | hidden * x.itemsize) % 16
-    with device_guard(index):
+    index = x.get_device()
+    with device_guard(index), marked(tokens * experts * out_dtype.itemsize) as (out,):
         logits_launcher(index, tokens, experts, hidden, (x.dtype, out_dtype), vector)(x, weight, out)
-    assert (out[size:] == MARK).all()
-    return out[:size].view(out_dtype).view(tokens, experts)
+    return out.view(out_dtype).view(tokens, experts)
 
 
 @pytest.mark.parametrize("tokens,experts,hidden", SIZES)
@@ -113,20 +109,21 @@ def compiled(top_k: int, form: dict) -> Form:
     return Form(top_k, form["score"] == "sigmoid", form.get("bias") is not None, *groups, form["normalize"])
 
 
-def write_route(logits, top_k, form, out_dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index and weights that the kernel writes, to memory marked before."""
-    tokens, experts = logits.shape
-    sizes = [tokens * top_k * itemsize for itemsize in (8, out_dtype.itemsize)]
-    index, weights = (torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda") for size in sizes)
-    device = logits.get_device()
-    with device_guard(device):
+def write(launcher, logits, top_k, form, out_dtype, types) -> list[torch.Tensor]:
+    """What the kernel writes, to memory marked before: index and weights, and where it sorts groups and rows."""
+    (tokens, experts), device = logits.shape, logits.get_device()
+    counts = tokens * top_k, tokens * top_k, experts + 1, tokens * top_k
+    sizes = [count * dtype.itemsize for count, dtype in zip(counts, types, strict=False)]
+    with device_guard(device), marked(*sizes) as parts:
         dtypes = logits.dtype, out_dtype
-        launch = route_launcher(device, tokens, experts, compiled(top_k, form), form.get("scale", 1.0), dtypes)
-        launch(logits, form.get("bias"), index, weights)
-    assert all((memory[size:] == MARK).all() for memory, size in zip((index, weights), sizes, strict=True))
-    return index[: sizes[0]].view(torch.int64).view(tokens, top_k), weights[: sizes[1]].view(out_dtype).view(
-        tokens, top_k
-    )
+        launch = launcher(device, tokens, experts, compiled(top_k, form), form.get("scale", 1.0), dtypes)
+        launch(logits, form.get("bias"), *parts)
+    typed = (part.view(dtype) for part, dtype in zip(parts, types, strict=True))
+    return [part if i == 2 else part.view(tokens, top_k) for i, part in enumerate(typed)]
+
+
+def write_route(logits, top_k, form, out_dtype) -> list[torch.Tensor]:
+    return write(route_launcher, logits, top_k, form, out_dtype, (torch.int64, out_dtype))
 
 
 def assert_valid(index: torch.Tensor, experts: int) -> None:
@@ -190,33 +187,12 @@ def test_nan_and_infinity_stay_in_their_tokens(experts, top_k, form, dtype):
     assert torch.equal(weights[0], clean[1][0])
 
 
-def write_sorted(logits, top_k, form, out_dtype) -> Routing:
-    """What the kernel that routes and sorts writes, to memory marked before."""
-    tokens, experts = logits.shape
-    assignments = tokens * top_k
-    sizes = [8 * assignments, out_dtype.itemsize * assignments, 4 * (experts + 1), 4 * assignments]
-    parts = [torch.full((size + GUARD,), MARK, dtype=torch.uint8, device="cuda") for size in sizes]
-    device = logits.get_device()
-    with device_guard(device):
-        dtypes = logits.dtype, out_dtype
-        launch = sorted_launcher(device, tokens, experts, compiled(top_k, form), form.get("scale", 1.0), dtypes)
-        launch(logits, form.get("bias"), *parts)
-    assert all((part[size:] == MARK).all() for part, size in zip(parts, sizes, strict=True))
-    types = torch.int64, out_dtype, torch.int32, torch.int32
-    index, weights, groups, rows = (
-        part[:size].view(dtype) for part, size, dtype in zip(parts, sizes, types, strict=True)
-    )
-    shape = tokens, top_k
-    return Routing(index.view(shape), weights.view(shape), groups, rows.view(shape))
-
-
 def assert_sorted(logits, top_k, form, out_dtype) -> Routing:
     """The bits of the two kernels."""
-    got = write_sorted(logits, top_k, form, out_dtype)
+    types = torch.int64, out_dtype, torch.int32, torch.int32
+    got = Routing(*write(sorted_launcher, logits, top_k, form, out_dtype, types))
     index, weights = write_route(logits, top_k, form, out_dtype)
-    integers = torch.int16 if out_dtype.itemsize == 2 else torch.int32
-    assert torch.equal(got.index, index) and torch.equal(got.weights.view(integers), weights.view(integers))
-    assert all(map(torch.equal, got[2:], sort_by_expert(index, logits.shape[1])))
+    assert same_bits(got, (index, weights, *sort_by_expert(index, logits.shape[1])))
     return got
 
 
@@ -273,10 +249,7 @@ def test_cuda_graph_with_changed_input(tokens, sort):
         logits = router_logits(x * 0.5, weight, dtype=torch.bfloat16)
         return logits, *route(logits, 8, **SOFTMAX, dtype=torch.bfloat16, sort=sort)
 
-    routed()  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits, index, weights, *order = routed()
+    graph, (logits, index, weights, *order) = captured(routed)
     for seed in range(3):
         x.copy_(random(tokens, 2048, seed=10 + seed))
         weight.copy_(random(128, 2048, seed=20 + seed))

@@ -16,6 +16,7 @@ from fp8moe.quant.quantize import quantize_1x128
 from fp8moe.runtime.launch import num_sms
 from fp8moe.runtime.peer_table import SIGNALS_BYTES, Targets, meeting, no_meeting
 from tests.experts_cases import BIASED, VARIANTS, biases_of, weights_of
+from tests.gpu.checks import captured, same_bits, same_every_time
 from tests.gpu.test_combine import write_placed
 from tests.gpu.test_experts import make, route
 from tests.peer_cases import marked
@@ -71,17 +72,13 @@ def write(layer, x, index, buffers, to_all, first_row=0, num_rows=None):
         buffer[own >= 0] = results[own[own >= 0]]
 
 
-def assert_equal(buffers, expected):
-    assert all(torch.equal(*(x.view(torch.uint8) for x in pair)) for pair in zip(buffers, expected, strict=True))
-
-
 def check(layer, x, index, peers, to_all, row_dtype=torch.bfloat16):
     hidden = layer.hidden_size
     buffers, expected = (new_buffers(peers, index.numel(), hidden, row_dtype, to_all) for _ in range(2))
     write(layer, x, index, expected, to_all)
     for _ in range(2):  # with a new plan and with a kept one
         send(layer, x, index, buffers, to_all)
-        assert_equal(buffers, expected)
+        assert same_bits(buffers, expected)
     untouched = new_buffers(peers, index.numel(), hidden, row_dtype, to_all)
     inside = ((index >= START) & (index < END)).flatten()
     for peer, (buffer, old) in enumerate(zip(buffers, untouched, strict=True)):
@@ -151,7 +148,7 @@ def test_tokens_that_are_quantized_already(variant, peers, to_all):
             check(layer, quantized._replace(scale=scale), index, peers, to_all)
             buffers = new_buffers(peers, index.numel(), 272, torch.bfloat16, to_all)
             send(layer, quantized._replace(scale=scale), index, buffers, to_all)
-            assert_equal(buffers, expected)
+            assert same_bits(buffers, expected)
 
 
 @pytest.mark.parametrize(("peers", "to_all"), [(2, False), (8, True)])
@@ -170,8 +167,8 @@ def test_passes_over_windows_of_rows(variant, row_dtype, peers, to_all):
         for first_row in reversed(range(0, used + num_rows, num_rows)):
             send(layer, x, index, buffers, to_all, first_row=first_row, num_rows=num_rows)
             write(layer, x, index, expected, to_all, first_row, num_rows)
-            assert_equal(buffers, expected)
-        assert_equal(buffers, whole)
+            assert same_bits(buffers, expected)
+        assert same_bits(buffers, whole)
 
 
 @pytest.mark.parametrize("variant", ["plain", "gelu"])
@@ -210,7 +207,7 @@ def test_inputs_that_are_not_contiguous():
     for tokens in (wide[:, 7:279], x.t().contiguous().t()):
         buffers = new_buffers(2, index.numel(), 272, torch.bfloat16, False)
         send(layer, tokens, index.t().contiguous().t(), buffers, False)
-        assert_equal(buffers, expected)
+        assert same_bits(buffers, expected)
 
 
 @pytest.mark.parametrize("variant", ["plain", "gelu"])
@@ -226,7 +223,7 @@ def test_memory_that_held_other_values_does_not_show(variant):
         junk = [torch.full((1 << i,), value, dtype=torch.uint8, device=DEVICE) for i in range(9, 25)]
         del junk
         send(layer, x, index, buffers, False)
-        assert_equal(buffers, expected)
+        assert same_bits(buffers, expected)
 
 
 def test_bad_value_touches_its_token_only():
@@ -243,12 +240,13 @@ def test_bad_value_touches_its_token_only():
 @pytest.mark.parametrize(("variant", "tokens"), [("plain", 8), ("plain", 520), ("gelu", 64)])
 def test_same_bits_every_time(variant, tokens, peers, to_all):
     layer, x, index = make(EXPERTS, 1040, 2048, **VARIANTS[variant]), random(tokens, 1040), routing(tokens)
-    first = new_buffers(peers, index.numel(), 1040, torch.bfloat16, to_all)
-    send(layer, x, index, first, to_all)
-    for _ in range(20):
+
+    def run():
         buffers = new_buffers(peers, index.numel(), 1040, torch.bfloat16, to_all)
         send(layer, x, index, buffers, to_all)
-        assert_equal(buffers, first)
+        return buffers
+
+    same_every_time(run)
 
 
 @pytest.mark.parametrize("to_all", [False, True])
@@ -267,12 +265,8 @@ def test_cuda_graph_with_changed_input(variant, tokens, to_all):
         for first_row in reversed(range(0, index.numel(), num_rows)):
             send(layer, x, index, buffers, to_all, first_row=first_row, num_rows=num_rows)
 
-    passes()  # compiles, which a capture must not
+    graph, _ = captured(passes)
     write(layer, x, index, expected, to_all)  # what is not written again stays
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        passes()
     for seed in range(1, 6):
         new_x.normal_()
         new_index.copy_(routing(tokens, seed))
@@ -280,7 +274,7 @@ def test_cuda_graph_with_changed_input(variant, tokens, to_all):
             new_index.copy_(torch.tensor([START, -1, -1], device=DEVICE).expand(tokens, -1))
         graph.replay()
         write(layer, x, index, expected, to_all)
-        assert_equal(buffers, expected)
+        assert same_bits(buffers, expected)
 
 
 @pytest.mark.parametrize("to_all", [False, True])
@@ -301,7 +295,7 @@ def test_meeting(variant, size, tokens, to_all):
         signals[rank, :ranks] = torch.tensor([meetings, meetings + 1, meetings - 1, meetings], device=DEVICE)
         send(layer, x, index, buffers, to_all, words)
         assert signals[:, rank].tolist() == [meetings] * ranks and signals[rank, 8:].tolist() == [meetings, 0]
-        assert_equal(buffers, expected)
+        assert same_bits(buffers, expected)
     assert not signals[[0, 1, 3]][:, [0, 1, 3, 4, 5, 6, 7, 8, 9]].any()
 
 
@@ -316,7 +310,7 @@ def test_meeting_without_a_row(size, splits):
     signals[0, 1] = 1
     send(layer, x, index, buffers, False, meeting([row.data_ptr() for row in signals], 0))
     assert signals[:, 0].tolist() == [1, 1] and signals[0, 8:].tolist() == [1, 0]
-    assert_equal(buffers, untouched)
+    assert same_bits(buffers, untouched)
 
 
 def test_nothing_waits_for_the_gpu():

@@ -7,6 +7,7 @@ from fp8moe.quant import transpose
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import has_vector_rows, quantize_128x128
 from fp8moe.quant.transpose import transpose_fp8
+from tests.gpu.checks import marked
 
 pytestmark = pytest.mark.gpu
 
@@ -14,7 +15,6 @@ SIZES = (
     *((128, 128), (256, 384), (2048, 7168), (16, 16), (8, 16), (136, 272), (1000, 2064), (127 * 16, 129 * 16)),
     *((264, 40), (131, 261), (1, 1), (1, 300), (300, 1), (144, 24)),
 )
-MARK = 0xAB
 
 
 def random(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,15 +30,10 @@ def random(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def write(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes and words that the kernel writes over marks, and that nothing behind them is written."""
     *lead, n, k = data.shape
-    guard = 512
-    data_out = torch.full((data.numel() + guard,), MARK, dtype=torch.uint8, device="cuda")
-    scale_out = torch.full((4 * scale.numel() + guard,), MARK, dtype=torch.uint8, device="cuda")
-    index = data.get_device()
-    launcher = transpose.fp8_launcher(index, data, scale, has_vector_rows(data))
-    launcher(data, scale, data_out, scale_out)
-    assert (data_out[-guard:] == MARK).all() and (scale_out[-guard:] == MARK).all()
-    blocks = (*lead, *reversed(scale.shape[-2:]))
-    return data_out[:-guard].view(*lead, k, n), scale_out[:-guard].view(torch.int32).view(blocks)
+    launcher = transpose.fp8_launcher(data.get_device(), data, scale, has_vector_rows(data))
+    with marked(data.numel(), scale.nbytes) as (data_out, scale_out):
+        launcher(data, scale, data_out, scale_out)
+    return data_out.view(*lead, k, n), scale_out.view(torch.int32).view(*lead, *reversed(scale.shape[-2:]))
 
 
 def assert_transposed(data: torch.Tensor, scale: torch.Tensor, data_out: torch.Tensor, scale_out: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from tests import gemm_cases
 from tests.gemm_cases import exact
+from tests.gpu.checks import captured, same_every_time
 
 pytestmark = pytest.mark.gpu
 
@@ -121,8 +122,7 @@ def test_bad_values_stay_in_their_rows_and_columns(bad):
 def test_equal_inputs_give_equal_bits(tile):
     sizes, n, k = GROUPS["skewed"], 4104, 1152
     a, b = activations(sum(sizes), k), weights(len(sizes), n, k)
-    first = grouped(WIDE[tile], a, b, offsets(sizes))
-    assert all(equal(grouped(WIDE[tile], a, b, offsets(sizes)), first) for _ in range(20))
+    same_every_time(lambda: grouped(WIDE[tile], a, b, offsets(sizes)))
 
 
 def test_sizes_that_change_between_replays_of_a_graph():
@@ -135,10 +135,7 @@ def test_sizes_that_change_between_replays_of_a_graph():
     def run():
         multiply_with(config, Operands(*a, *b, groups=groups), out, Grouping())
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     for sizes in cases:
         groups.copy_(offsets(sizes))
         out.fill_(NAN)
