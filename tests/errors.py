@@ -1,5 +1,9 @@
 """Errors of results against what is exact."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 
 
@@ -25,3 +29,9 @@ def equal_but_for_steps(got, expected):
     step = 2.0 ** (size.log2().floor() - 7)
     few = (got != expected).sum() <= max(1, got.numel() // 10_000)
     return bool(few and ((got.float() - values).abs() <= step).all())
+
+
+def refused(error: type[Exception], message: str, call: Callable, *arguments: Any, **options: Any) -> None:
+    """The call raises this error, with a message that has this pattern."""
+    with pytest.raises(error, match=message):
+        call(*arguments, **options)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import fp8moe
+from tests.errors import refused
 from tests.experts_cases import dense
 
 if find_spec("sglang") is None:
@@ -163,8 +164,7 @@ def test_experts_that_fp8moe_does_not_run_are_sglangs(sglang, log, monkeypatch, 
     (line,) = log()
     assert line.startswith("fp8moe: experts: on SGLang's kernels: ")
     monkeypatch.setenv("FP8MOE_STRICT", "1")
-    with pytest.raises(ValueError, match=f"fp8moe: experts: .*{why}"):
-        call()
+    refused(ValueError, f"fp8moe: experts: .*{why}", call)
 
 
 @pytest.fixture
@@ -194,15 +194,11 @@ def test_linears_that_fp8moe_does_not_take_are_sglangs(sglang, log, linear, monk
     weight, x = quantized(60, HIDDEN), torch.randn(2, HIDDEN).bfloat16()
     with pytest.raises(ValueError, match=r"linears: a weight \(60, 256\): it takes multiples of 8 output"):
         linear(x, weight.data, [128, 128], weight.scale)
-    with pytest.raises(ValueError, match="activations in torch.float16"):
-        linear(x.half(), weight.data, [128, 128], weight.scale)
-    with pytest.raises(ValueError, match="scales in torch.int32"):
-        linear(x, weight.data, [128, 128], weight.scale.int())
-    with pytest.raises(ValueError, match=r"blocks of \[32, 32\]"):
-        linear(x, weight.data, [32, 32], weight.scale)
+    refused(ValueError, "activations in torch.float16", linear, x.half(), weight.data, [128, 128], weight.scale)
+    refused(ValueError, "scales in torch.int32", linear, x, weight.data, [128, 128], weight.scale.int())
+    refused(ValueError, r"blocks of \[32, 32\]", linear, x, weight.data, [32, 32], weight.scale)
     monkeypatch.delenv("FP8MOE_BACKEND")
-    with pytest.raises(ValueError, match="needs a Hopper GPU"):
-        linear(x, weight.data, [128, 128], weight.scale)
+    refused(ValueError, "needs a Hopper GPU", linear, x, weight.data, [128, 128], weight.scale)
     monkeypatch.delenv("FP8MOE_STRICT")
     given = linear.func(lambda *given, **more: (given, more), x, weight.data, [128, 128], weight.scale, weight_bf16=1)
     assert given == ((x, weight.data, [128, 128], weight.scale, None, None), {"weight_bf16": 1})

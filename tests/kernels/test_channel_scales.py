@@ -16,6 +16,7 @@ from fp8moe.weights import find_format, load_fp8_checkpoint, save_fp8_checkpoint
 from tests import channel_cases
 from tests.channel_cases import rows, weight
 from tests.checkpoint_formats import LAYOUTS, write_layout
+from tests.errors import refused
 from tests.ptxas import compile_report
 from tests.small_checkpoints import Model, same
 from tests.tiny_moe_models import TinyModel
@@ -80,8 +81,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match="weight_scales: expected 'block' with a master_dtype, got 'channel'"):
             make(weight_scales="channel", master_dtype=torch.float32)
-        with pytest.raises(ValueError, match=r"weight_scales: expected one of .*, got 'row'"):
-            make(weight_scales="row")
+        refused(ValueError, r"weight_scales: expected one of .*, got 'row'", make, weight_scales="row")
     linear = FP8Linear(64, 64, weight_scales="channel")
     with pytest.raises(RuntimeError, match="a scale for each output channel, not for 128x128 blocks, .*backward"):
         linear(torch.randn(3, 64, requires_grad=True)).sum().backward()
@@ -90,8 +90,7 @@ def test_what_is_refused():
         out = layer(torch.randn(3, 64, requires_grad=True), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
         out.sum().backward()
     a, b = rows("cpu", 3, 256), weight("cpu", 64, 256)
-    with pytest.raises(ValueError, match=r"b.scale: expected shape \(1, 2\)"):
-        gemm(a, (b.data, b.scale[:-1]))
+    refused(ValueError, r"b.scale: expected shape \(1, 2\)", gemm, a, (b.data, b.scale[:-1]))
 
 
 @pytest.mark.parametrize(

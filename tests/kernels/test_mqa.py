@@ -13,6 +13,7 @@ from fp8moe.kernels.indexer.mqa_logits import launch_paged, mqa_logits, paged_mq
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 from tests import mqa_cases as cases
+from tests.errors import refused
 from tests.gemm_cases import int32
 from tests.mqa_cases import INT32, POISON
 
@@ -304,15 +305,13 @@ BAD_PAGED = {
 @pytest.mark.parametrize("case", BAD_PREFILL)
 def test_errors(case):
     changed, error, message = BAD_PREFILL[case]
-    with pytest.raises(error, match=message):
-        mqa_logits(**PREFILL._asdict() | changed)
+    refused(error, message, mqa_logits, **PREFILL._asdict() | changed)
 
 
 @pytest.mark.parametrize("case", BAD_PAGED)
 def test_paged_errors(case):
     changed, error, message = BAD_PAGED[case]
-    with pytest.raises(error, match=message):
-        paged_mqa_logits(**PAGED._asdict() | dict(max_context_len=100) | changed)
+    refused(error, message, paged_mqa_logits, **PAGED._asdict() | dict(max_context_len=100) | changed)
 
 
 def test_backward_raises():

@@ -12,6 +12,7 @@ from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS, append_kv, kernel_spec, 
 from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.runtime.checks import FLOATING
+from tests.errors import refused
 from tests.ptxas import compile_report
 from tests.random_values import random, some_slots
 
@@ -157,29 +158,22 @@ def test_keys_may_require_gradients():
 
 
 def test_new_cache_errors():
-    with pytest.raises(ValueError, match="^num_blocks: expected 0 or more, got -1"):
-        new_kv_cache(-1, 64, device="cpu")
-    with pytest.raises(ValueError, match=r"^head_dim: expected one of \(32, 64, 128\), got 48"):
-        new_kv_cache(1, 48, device="cpu")
+    refused(ValueError, "^num_blocks: expected 0 or more, got -1", new_kv_cache, -1, 64, device="cpu")
+    refused(ValueError, r"^head_dim: expected one of \(32, 64, 128\), got 48", new_kv_cache, 1, 48, device="cpu")
 
 
 def test_errors():
     cache, k, slots = new_kv_cache(2, 64, device="cpu"), torch.zeros(4, 64), torch.zeros(4, dtype=torch.int32)
     for call in (lambda *operands: append_kv(operands[0], k, operands[1]), read_kv):
         for wrong in (cache[..., :52], cache.flatten(2), cache[:, :32], cache.expand(2, 64, 3, 68)):
-            with pytest.raises(ValueError, match=r"^kv_cache: expected shape \(num_blocks, 64, 1, D \+ 4\) .* got"):
-                call(wrong, slots)
+            refused(ValueError, r"^kv_cache: expected shape \(num_blocks, 64, 1, D \+ 4\) .* got", call, wrong, slots)
         with pytest.raises(ValueError, match="^kv_cache: expected a contiguous tensor, got strides"):
             call(new_kv_cache(2, 128, device="cpu")[..., :68], slots)
-        with pytest.raises(ValueError, match=r"^slots: expected shape .*, got \(1, 4\)"):
-            call(cache, slots[None])
-        with pytest.raises(ValueError, match="^slots: expected on cpu like kv_cache, got meta"):
-            call(cache, slots.to("meta"))
+        refused(ValueError, r"^slots: expected shape .*, got \(1, 4\)", call, cache, slots[None])
+        refused(ValueError, "^slots: expected on cpu like kv_cache, got meta", call, cache, slots.to("meta"))
     for wrong in (k[:, :32], k[0], k[None]):
-        with pytest.raises(ValueError, match=r"^k: expected shape \(T, 64\) to match the cache, got"):
-            append_kv(cache, wrong, slots)
-    with pytest.raises(ValueError, match=r"^slots: expected shape \(4,\), got \(3,\)"):
-        append_kv(cache, k, slots[:3])
+        refused(ValueError, r"^k: expected shape \(T, 64\) to match the cache, got", append_kv, cache, wrong, slots)
+    refused(ValueError, r"^slots: expected shape \(4,\), got \(3,\)", append_kv, cache, k, slots[:3])
     with pytest.raises(ValueError, match="^scale_format: expected one of .*'ue8m0'.*got 'e8m0'"):
         append_kv(cache, k, slots, scale_format="e8m0")
     unaligned = torch.zeros(cache.numel() + 8, dtype=torch.uint8)[8:].view(cache.shape)

@@ -9,6 +9,7 @@ import torch
 from fp8moe import quantize_1x128
 from fp8moe.kernels.decoder_ops.rms_norm import kernel_spec, rms_norm, row_threads
 from fp8moe.runtime.checks import FLOATING
+from tests.errors import refused
 from tests.ptxas import compile_report
 from tests.random_values import random
 
@@ -84,31 +85,22 @@ def test_nan_and_infinity_stay_in_their_rows():
 def test_errors():
     x, weight = torch.zeros(4, 16), torch.ones(16)
     for wrong in ([0.0], None):
-        with pytest.raises(TypeError, match="^x: expected a torch.Tensor, got"):
-            rms_norm(wrong, weight, EPS)
-        with pytest.raises(TypeError, match="^weight: expected a torch.Tensor, got"):
-            rms_norm(x, wrong, EPS)
-    with pytest.raises(TypeError, match="^residual: expected a torch.Tensor, got int 1"):
-        rms_norm(x, weight, EPS, residual=1)
+        refused(TypeError, "^x: expected a torch.Tensor, got", rms_norm, wrong, weight, EPS)
+        refused(TypeError, "^weight: expected a torch.Tensor, got", rms_norm, x, wrong, EPS)
+    refused(TypeError, "^residual: expected a torch.Tensor, got int 1", rms_norm, x, weight, EPS, residual=1)
     for wrong in ("1e-6", True, None):
-        with pytest.raises(TypeError, match="^eps: expected a number, got"):
-            rms_norm(x, weight, wrong)
+        refused(TypeError, "^eps: expected a number, got", rms_norm, x, weight, wrong)
     with pytest.raises(TypeError, match="^x: expected bfloat16, float16 or float32, got torch.float64"):
         rms_norm(x.double(), weight, EPS)
-    with pytest.raises(ValueError, match=r"^x: expected shape \(..., H\) .* got \(\)"):
-        rms_norm(x[0, 0], weight, EPS)
+    refused(ValueError, r"^x: expected shape \(..., H\) .* got \(\)", rms_norm, x[0, 0], weight, EPS)
     with pytest.raises(ValueError, match=r"^x: .* H up to 32768, got \(1, 32776\)"):
         rms_norm(torch.zeros(1, 32776), torch.zeros(32776), EPS)
     with pytest.raises(ValueError, match=r"^x: .* fewer than 2\*\*31 rows .* got \(2147483648, 16\)"):
         rms_norm(x[:1].expand(1 << 31, -1), weight, EPS)
-    with pytest.raises(TypeError, match="^weight: expected float32, got torch.bfloat16"):
-        rms_norm(x, weight.bfloat16(), EPS)
-    with pytest.raises(ValueError, match=r"^weight: expected shape \(16,\), got \(8,\)"):
-        rms_norm(x, weight[:8], EPS)
-    with pytest.raises(TypeError, match="^residual: expected float32, got torch.float16"):
-        rms_norm(x, weight, EPS, residual=x.half())
-    with pytest.raises(ValueError, match=r"^residual: expected shape \(4, 16\), got \(3, 16\)"):
-        rms_norm(x, weight, EPS, residual=x[:3])
+    refused(TypeError, "^weight: expected float32, got torch.bfloat16", rms_norm, x, weight.bfloat16(), EPS)
+    refused(ValueError, r"^weight: expected shape \(16,\), got \(8,\)", rms_norm, x, weight[:8], EPS)
+    refused(TypeError, "^residual: expected float32, got torch.float16", rms_norm, x, weight, EPS, residual=x.half())
+    refused(ValueError, r"^residual: expected shape \(4, 16\), got \(3, 16\)", rms_norm, x, weight, EPS, residual=x[:3])
     with pytest.raises(ValueError, match="^values: expected True where quantized is False, got False"):
         rms_norm(x, weight, EPS, values=False)
 

@@ -13,7 +13,7 @@ from fp8moe.kernels.decoder_ops import router
 from fp8moe.kernels.decoder_ops.router import Form, route, router_logits
 from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.runtime.checks import FLOATING
-from tests.errors import error_in_its_dtype
+from tests.errors import error_in_its_dtype, refused
 from tests.ptxas import compile_report
 from tests.router_cases import DEEPSEEK, FORMS, SOFTMAX, arguments, dense, exact_route
 
@@ -215,10 +215,8 @@ def test_sorted_with_the_choice(tokens, experts, top_k, form):
 
 def test_errors_of_logits():
     x, weight = torch.zeros(4, 16), torch.zeros(8, 16)
-    with pytest.raises(TypeError, match="^x: expected a torch.Tensor, got NoneType"):
-        router_logits(None, weight, dtype=torch.float32)
-    with pytest.raises(TypeError, match="^weight: expected a torch.Tensor, got list"):
-        router_logits(x, [1.0], dtype=torch.float32)
+    refused(TypeError, "^x: expected a torch.Tensor, got NoneType", router_logits, None, weight, dtype=torch.float32)
+    refused(TypeError, "^weight: expected a torch.Tensor, got list", router_logits, x, [1.0], dtype=torch.float32)
     with pytest.raises(TypeError, match="^x: expected bfloat16, float16 or float32, got torch.float64"):
         router_logits(x.double(), weight, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"^x: expected shape \(T, H\), got \(1, 4, 16\)"):
@@ -226,8 +224,7 @@ def test_errors_of_logits():
     with pytest.raises(TypeError, match="^weight: expected float32, got torch.bfloat16"):
         router_logits(x, weight.bfloat16(), dtype=torch.float32)
     for wrong in (weight[:, :8], weight[0]):
-        with pytest.raises(ValueError, match=r"^weight: expected shape \(E, 16\), got"):
-            router_logits(x, wrong, dtype=torch.float32)
+        refused(ValueError, r"^weight: expected shape \(E, 16\), got", router_logits, x, wrong, dtype=torch.float32)
     with pytest.raises(TypeError, match="^dtype: expected bfloat16, float16 or float32, got torch.float64"):
         router_logits(x, weight, dtype=torch.float64)
 
@@ -236,8 +233,7 @@ def test_errors_of_route():
     zeros = torch.zeros(4, 16)
 
     def fails(error, match, logits=zeros, top_k=2, **changed):
-        with pytest.raises(error, match=match):
-            route(logits, top_k, **SOFTMAX | {"dtype": torch.float32} | changed)
+        refused(error, match, route, logits, top_k, **SOFTMAX | {"dtype": torch.float32} | changed)
 
     fails(TypeError, "^logits: expected a torch.Tensor, got int 1", logits=1)
     fails(TypeError, "^logits: expected bfloat16, float16 or float32", logits=torch.zeros(4, 16).long())

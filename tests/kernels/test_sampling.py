@@ -9,6 +9,7 @@ import torch
 from fp8moe.kernels.decoder_ops import sampling as reference
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, sample
 from fp8moe.runtime.checks import FLOATING
+from tests.errors import refused
 from tests.ptxas import compile_report
 from tests.sampling_cases import copied, make_state, random_logits, random_state
 
@@ -299,13 +300,10 @@ def test_noise_is_exact_at_the_ends(monkeypatch):
 
 def test_errors():
     logits, state = random_logits(4, 10, torch.float32), make_state(4, 10)
-    with pytest.raises(TypeError, match="^logits: expected a torch.Tensor, got int 1"):
-        sample(1, state)
-    with pytest.raises(TypeError, match="^state: expected a SamplingState, got tuple"):
-        sample(logits, tuple(state))
+    refused(TypeError, "^logits: expected a torch.Tensor, got int 1", sample, 1, state)
+    refused(TypeError, "^state: expected a SamplingState, got tuple", sample, logits, tuple(state))
     for wrong in (logits[0], logits[:, :0], logits[None]):
-        with pytest.raises(ValueError, match=r"^logits: expected shape \(B, V\) with V from 1 to 2\*\*31 - 1, got"):
-            sample(wrong, state)
+        refused(ValueError, r"^logits: expected shape \(B, V\) with V from 1 to 2\*\*31 - 1, got", sample, wrong, state)
     for name in SamplingState._fields:
         value = getattr(state, name)
         with pytest.raises(TypeError, match=f"^state.{name}: expected a torch.Tensor, got NoneType"):

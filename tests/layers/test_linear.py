@@ -18,6 +18,7 @@ from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 from fp8moe.runtime import launch as runtime_launch
+from tests.errors import refused
 from tests.linear_reference import close, exact
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -144,8 +145,7 @@ def test_a_second_call_checks_and_copies_nothing(stand_ins, monkeypatch):
         monkeypatch.setattr(module, name, lambda *arguments: pytest.fail("checked again"))
     for x, expected in zip(shaped, first, strict=False):
         assert torch.equal(layer(x), expected)
-    with pytest.raises(pytest.fail.Exception, match="checked again"):
-        layer(shaped[5])
+    refused(pytest.fail.Exception, "checked again", layer, shaped[5])
 
 
 def test_weights_that_are_not_aligned_are_copied(stand_ins):
@@ -324,25 +324,19 @@ X = torch.randn(3, 144)
     ],
 )
 def test_bad_input(arguments, exception, message):
-    with pytest.raises(exception, match=message):
-        linear(*arguments)
+    refused(exception, message, linear, *arguments)
 
 
 def test_bad_construction():
-    with pytest.raises(TypeError, match=r"^dtype: .* got torch.float64"):
-        FP8Linear(16, 8, dtype=torch.float64)
-    with pytest.raises(TypeError, match=r"^master_dtype: .* got torch.float16"):
-        FP8Linear(16, 8, master_dtype=torch.float16)
-    with pytest.raises(TypeError, match=r"^linear: expected an nn.Linear, got Conv1d"):
-        FP8Linear.from_linear(nn.Conv1d(1, 1, 1))
+    refused(TypeError, r"^dtype: .* got torch.float64", FP8Linear, 16, 8, dtype=torch.float64)
+    refused(TypeError, r"^master_dtype: .* got torch.float16", FP8Linear, 16, 8, master_dtype=torch.float16)
+    refused(TypeError, r"^linear: expected an nn.Linear, got Conv1d", FP8Linear.from_linear, nn.Conv1d(1, 1, 1))
     with pytest.raises(TypeError, match=r"^linear\.weight: .* got torch.float64"):
         FP8Linear.from_linear(nn.Linear(16, 8, dtype=torch.float64))
-    with pytest.raises(ValueError, match="scale_format"):
-        FP8Linear.from_linear(nn.Linear(16, 8), scale_format="e8m0")
+    refused(ValueError, "scale_format", FP8Linear.from_linear, nn.Linear(16, 8), scale_format="e8m0")
     with pytest.raises(ValueError, match="^scale_format: expected 'float32' with a master_dtype, got 'ue8m0'"):
         FP8Linear.from_linear(nn.Linear(16, 8), scale_format="ue8m0", master_dtype=torch.float32)
-    with pytest.raises(TypeError, match=r"^linear\.weight: .* got torch.float8_e4m3fn"):
-        FP8Linear.from_linear(FP8Linear(16, 8))
+    refused(TypeError, r"^linear\.weight: .* got torch.float8_e4m3fn", FP8Linear.from_linear, FP8Linear(16, 8))
 
 
 # replace_linears.
@@ -439,16 +433,12 @@ def test_subclasses_stay():
 
 
 def test_replace_errors_leave_the_model_alone():
-    with pytest.raises(TypeError, match=r"^model: .* FP8Linear\.from_linear"):
-        replace_linears(nn.Linear(16, 8))
+    refused(TypeError, r"^model: .* FP8Linear\.from_linear", replace_linears, nn.Linear(16, 8))
     model = Model()
-    with pytest.raises(TypeError, match=r"^skip: .* 'lm_head'"):
-        replace_linears(model, skip="lm_head")
-    with pytest.raises(TypeError, match=r"^master_dtype: .* got torch.float64"):
-        replace_linears(model, master_dtype=torch.float64)
+    refused(TypeError, r"^skip: .* 'lm_head'", replace_linears, model, skip="lm_head")
+    refused(TypeError, r"^master_dtype: .* got torch.float64", replace_linears, model, master_dtype=torch.float64)
     model.blocks[1].down_proj.double()
-    with pytest.raises(TypeError, match=r"^blocks\.1\.down_proj\.weight: .* got torch.float64"):
-        replace_linears(model)
+    refused(TypeError, r"^blocks\.1\.down_proj\.weight: .* got torch.float64", replace_linears, model)
     assert not any(isinstance(module, FP8Linear) for module in model.modules())
 
 
@@ -494,8 +484,7 @@ class CastsInAMethod(CastsToTheWeight):
 def test_replace_linears_refuses_what_casts_to_the_dtype_of_a_weight(kind):
     model = torch.nn.Sequential(kind())
     message = rf"^0.wo: {kind.__name__} casts the input to the dtype of its weight, .* with skip=\(\.\.\., 'wo'\)"
-    with pytest.raises(ValueError, match=message):
-        replace_linears(model)
+    refused(ValueError, message, replace_linears, model)
     assert type(model[0].wi) is torch.nn.Linear
     assert replace_linears(model, skip=("wo",)) == ["0.wi"]
     assert model(torch.randn(3, 64)).shape == (3, 64)
@@ -515,8 +504,7 @@ class CastsFromOutside(torch.nn.Module):
 
 def test_casts_by_a_module_further_up():
     message = "^blocks.0.0: CastsFromOutside casts the input to the dtype of its weight"
-    with pytest.raises(ValueError, match=message):
-        replace_linears(CastsFromOutside())
+    refused(ValueError, message, replace_linears, CastsFromOutside())
 
 
 def test_a_pattern_that_matches_nothing_is_refused():

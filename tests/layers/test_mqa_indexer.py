@@ -8,7 +8,7 @@ from fp8moe import FP8MQAIndexer, mqa_logits, quantize_1x128, replace_linears
 from fp8moe.kernels.indexer.mqa_cache import new_kv_cache
 from fp8moe.layers import mqa_indexer
 from fp8moe.layers.linear import FP8Linear
-from tests.errors import relative_error
+from tests.errors import refused, relative_error
 from tests.indexer_reference import angles, operands, scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -320,8 +320,7 @@ def test_a_nan_reaches_what_depends_on_it():
     ],
 )
 def test_refused_sizes(changes, error, message):
-    with pytest.raises(error, match=message):
-        make(**changes)
+    refused(error, message, make, **changes)
 
 
 @pytest.mark.parametrize(
@@ -358,8 +357,7 @@ def test_prefill_refuses_before_it_writes(changes, error, message):
     names = ("hidden_states", "q_resid", "position_embeddings", "starts", "ends")
     given = dict(zip(names, packed(indexer, (6,)), strict=True))
     given |= dict(kv_cache=new_kv_cache(2, 32, device="cpu"), slots=slots, kv_slots=slots) | changes
-    with pytest.raises(error, match=message):
-        indexer(**given)
+    refused(error, message, indexer, **given)
     assert given["kv_cache"] is None or not given["kv_cache"].any()
 
 
@@ -393,6 +391,5 @@ def test_decode_refuses_before_it_writes(changes, error, message):
     given = dict(zip(("hidden_states", "q_resid", "position_embeddings"), packed(indexer, (6,)), strict=False))
     given |= dict(kv_cache=cache, context_lens=torch.full((3,), 2, dtype=torch.int32), block_table=table)
     given |= dict(max_context_len=64) | changes
-    with pytest.raises(error, match=message):
-        indexer.decode(**given)
+    refused(error, message, indexer.decode, **given)
     assert given["kv_cache"] is None or not given["kv_cache"].any()

@@ -9,6 +9,7 @@ from fp8moe import FP8Linear, GroupedExperts
 from fp8moe.hf import load_model
 from fp8moe.layers.linear import replace_linears
 from fp8moe.weights import inspect_checkpoint, save_fp8_checkpoint
+from tests.errors import refused
 
 TOKENS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(3))
 
@@ -93,13 +94,11 @@ def test_takes_no_memory_for_the_experts():
 
 @pytest.mark.parametrize("changes", [{"attention_bias": True}, {"mlp_bias": True}])
 def test_biases_are_refused(changes):
-    with pytest.raises(ValueError, match="without biases"):
-        upcycle(make_llama(**changes))
+    refused(ValueError, "without biases", upcycle, make_llama(**changes))
 
 
 def test_other_models_are_refused():
-    with pytest.raises(ValueError, match="MixtralForCausalLM"):
-        upcycle(upcycle(make_llama()))
+    refused(ValueError, "MixtralForCausalLM", upcycle, upcycle(make_llama()))
 
 
 def test_modules_are_kept_by_the_last_part_of_their_name():

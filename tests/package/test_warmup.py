@@ -23,6 +23,7 @@ from fp8moe.quant import quantize
 from fp8moe.runtime import compilers, config, jit
 from fp8moe.runtime.record import in_own_process
 from tests.checkpoint_formats import LAYOUTS
+from tests.errors import refused
 from tests.processes import forkserver
 from tests.transformers_models import BASE, MLA, random_model, write_checkpoints
 from tests.warmup_processes import SMS, end, in_processes, launched, launched_by_modules, needed, needed_for
@@ -192,13 +193,11 @@ def test_what_warm_compiles_is_kept(tmp_path, monkeypatch, forked):
     ],
 )
 def test_shapes_that_warm_refuses(shapes, counts, error, message, forked):
-    with pytest.raises(error, match=message):
-        fp8moe.warm(shapes, counts)
+    refused(error, message, fp8moe.warm, shapes, counts)
 
 
 def test_a_process_that_ends_without_an_answer():
-    with pytest.raises(RuntimeError, match="a process ended before its work did"):
-        in_own_process(os._exit, 1)
+    refused(RuntimeError, "a process ended before its work did", in_own_process, os._exit, 1)
 
 
 SPECS = [
@@ -243,8 +242,7 @@ def test_compiles_what_is_missing_into_a_directory_to_ship(tmp_path, monkeypatch
 @pytest.mark.filterwarnings("ignore:compiled kernels are not kept")
 def test_a_directory_that_keeps_nothing(tmp_path, capsys, two_kernels):
     tmp_path.chmod(0o777)
-    with pytest.raises(SystemExit, match="keeps 0 of 2 kernels; expected a directory of your own"):
-        run(capsys, "--output", tmp_path)
+    refused(SystemExit, "keeps 0 of 2 kernels; expected a directory of your own", run, capsys, "--output", tmp_path)
 
 
 def test_a_kernel_that_cannot_be_compiled_is_named(tmp_path, monkeypatch, two_kernels):
@@ -269,8 +267,7 @@ def test_a_process_that_is_killed(tmp_path, monkeypatch, two_kernels):
     ],
 )
 def test_no_model(arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        main(["warmup", *arguments])
+    refused(SystemExit, message, main, ["warmup", *arguments])
 
 
 def test_without_transformers(tmp_path, monkeypatch):
@@ -311,8 +308,7 @@ def test_wrong_numbers(option, value, expected, capsys):
 )
 def test_a_configuration_that_cannot_be_read(source, message):
     pytest.importorskip("transformers")
-    with pytest.raises(ValueError, match=message):
-        warmup._record(source, [1], 8, SMS)
+    refused(ValueError, message, warmup._record, source, [1], 8, SMS)
 
 
 def test_a_size_that_the_model_does_not_have():

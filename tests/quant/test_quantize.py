@@ -12,6 +12,7 @@ from fp8moe.quant import formats, quantize
 from fp8moe.quant.checks import mn_major
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1, quantize_128x128
+from tests.errors import refused
 from tests.ptxas import compile_report
 from tests.random_values import random
 from tests.scales import is_mn_major
@@ -206,8 +207,7 @@ def test_out_that_is_refused():
         ((data, scale.double()), TypeError, "out.scale: expected float32"),
         ((w.view(torch.float8_e4m3fn)[..., :264], scale), ValueError, "out.data: expected memory of its own"),
     ):
-        with pytest.raises(error, match=match):
-            quantize_128x128(w, out=out)
+        refused(error, match, quantize_128x128, w, out=out)
     with pytest.raises(RuntimeError, match="out= has no automatic differentiation, but out.scale"):
         quantize_128x128(w, out=(data, scale.requires_grad_()))
 
@@ -261,17 +261,13 @@ def test_dequantize_takes_row_major_scales_and_pairs():
 
 def test_dequantize_errors():
     data, scale = quantize_1x128(random(9, 300))
-    with pytest.raises(TypeError, match="t.data.*float8_e4m3fn.*float32"):
-        dequantize((data.float(), scale))
-    with pytest.raises(TypeError, match="t.scale.*float32.*float64"):
-        dequantize((data, scale.double()))
+    refused(TypeError, "t.data.*float8_e4m3fn.*float32", dequantize, (data.float(), scale))
+    refused(TypeError, "t.scale.*float32.*float64", dequantize, (data, scale.double()))
     for dtype in (torch.int32, "float32", None, float):
         with pytest.raises(TypeError, match=rf"^dtype: expected a floating dtype, got {dtype!r}$"):
             dequantize((data, scale), dtype=dtype)
-    with pytest.raises(ValueError, match=r"t.scale.*\(9, 3\).*\(1, 3\).*\(9, 2\)"):
-        dequantize((data, scale[:, :2]))
-    with pytest.raises(ValueError, match="t.scale.*meta"):
-        dequantize((data, scale.to("meta")))
+    refused(ValueError, r"t.scale.*\(9, 3\).*\(1, 3\).*\(9, 2\)", dequantize, (data, scale[:, :2]))
+    refused(ValueError, "t.scale.*meta", dequantize, (data, scale.to("meta")))
 
 
 # ---- errors ----
@@ -282,17 +278,13 @@ def test_input_errors(quantizer, name):
     for dtype in (torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn):
         with pytest.raises(TypeError, match=f"^{name}: expected bfloat16, float16 or float32, got {dtype}"):
             quantizer(torch.zeros(4, 128).to(dtype))
-    with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got list"):
-        quantizer([[1.0]])
-    with pytest.raises(ValueError, match=f"^{name}: expected"):
-        quantizer(torch.tensor(1.0))
+    refused(TypeError, f"^{name}: expected a torch.Tensor, got list", quantizer, [[1.0]])
+    refused(ValueError, f"^{name}: expected", quantizer, torch.tensor(1.0))
 
 
 def test_rank_errors():
-    with pytest.raises(ValueError, match="^w: expected at least 2"):
-        quantize_128x128(torch.zeros(128))
-    with pytest.raises(ValueError, match=r"^x: expected shape \(K, M\), got \(2, 3, 4\)"):
-        quantize_128x1(torch.zeros(2, 3, 4))
+    refused(ValueError, "^w: expected at least 2", quantize_128x128, torch.zeros(128))
+    refused(ValueError, r"^x: expected shape \(K, M\), got \(2, 3, 4\)", quantize_128x1, torch.zeros(2, 3, 4))
 
 
 @pytest.mark.parametrize("quantizer", [quantize_1x128, quantize_128x128])

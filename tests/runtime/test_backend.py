@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fp8moe.runtime import backend, config, driver
+from tests.errors import refused
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +88,7 @@ def test_cuda_where_it_cannot_run(gpus, monkeypatch, build, is_there, tensors, m
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
     choose("cuda")
-    with pytest.raises(RuntimeError, match=message):
-        backend.use_cuda(*tensors())
+    refused(RuntimeError, message, backend.use_cuda, *tensors())
 
 
 def test_rocm_is_not_hopper(gpus, monkeypatch):
@@ -108,14 +108,12 @@ def test_what_hopper_lacks_is_an_error(gpus, monkeypatch, name, place, attribute
     choose(name)
     monkeypatch.setattr(place, attribute, lambda *_: value)
     for _ in range(2):  # a refusal is not remembered as a decision
-        with pytest.raises(RuntimeError, match=message):
-            backend.use_cuda(on_gpu(0))
+        refused(RuntimeError, message, backend.use_cuda, on_gpu(0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
 def test_a_missing_driver_is_a_clear_error():
-    with pytest.raises(RuntimeError, match="no NVIDIA driver found: install one, or set FP8MOE_BACKEND=reference"):
-        driver.driver_version()
+    refused(RuntimeError, "no NVIDIA driver found: install one, or set FP8MOE_BACKEND=reference", driver.driver_version)
 
 
 def test_a_failed_driver_call_names_the_call_and_the_error():
@@ -123,5 +121,4 @@ def test_a_failed_driver_call_names_the_call_and_the_error():
         return (SimpleNamespace(value=value, name="CUDA_ERROR_INVALID_VALUE"), 7)
 
     assert driver.check(cuSomething, 0) == 7
-    with pytest.raises(driver.DriverError, match="cuSomething failed: CUDA_ERROR_INVALID_VALUE"):
-        driver.check(cuSomething, 1)
+    refused(driver.DriverError, "cuSomething failed: CUDA_ERROR_INVALID_VALUE", driver.check, cuSomething, 1)

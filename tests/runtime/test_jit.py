@@ -16,6 +16,7 @@ import pytest
 
 import fp8moe
 from fp8moe.runtime import compilers, config, cubin_cache, jit
+from tests.errors import refused
 from tests.ptxas import compile_report, read_report
 
 COMMON = """\
@@ -109,20 +110,17 @@ def test_includes_are_inlined_once_with_the_names_and_lines_of_their_files():
 
 def test_compiler_messages_name_the_file_and_its_line(sources):
     (sources / "more.cuh").write_text('#include "common.cuh"\n\n__device__ int broken = undeclared;\n')
-    with pytest.raises(RuntimeError, match=r"more\.cuh\(3\): error.*undeclared"):
-        jit.compile_spec(SCALE)
+    refused(RuntimeError, r"more\.cuh\(3\): error.*undeclared", jit.compile_spec, SCALE)
 
 
 @pytest.mark.parametrize("header", ['"absent.cuh"', "<cuda_fp8.h>"])
 def test_a_header_from_elsewhere_is_refused(sources, header):
     (sources / "main.cu").write_text(f"#include {header}\n")
-    with pytest.raises(ValueError, match=header.strip('"<>')):
-        jit.full_source(SCALE)
+    refused(ValueError, header.strip('"<>'), jit.full_source, SCALE)
 
 
 def test_a_missing_source_is_named():
-    with pytest.raises(ValueError, match="nothing.cu"):
-        jit.full_source(jit.KernelSpec("nothing.cu", "k"))
+    refused(ValueError, "nothing.cu", jit.full_source, jit.KernelSpec("nothing.cu", "k"))
 
 
 def test_files_include_those_of_other_folders_by_name(sources, tmp_path, monkeypatch):
@@ -130,8 +128,7 @@ def test_files_include_those_of_other_folders_by_name(sources, tmp_path, monkeyp
     other = tmp_path / "other"
     other.mkdir()
     (sources / "common.cuh").rename(other / "common.cuh")
-    with pytest.raises(ValueError, match=r"no CUDA source 'common\.cuh' in cuda/"):
-        jit.full_source(SCALE)
+    refused(ValueError, r"no CUDA source 'common\.cuh' in cuda/", jit.full_source, SCALE)
     monkeypatch.setattr(jit, "SOURCE_DIRS", (sources, other))
     assert jit.full_source(SCALE) == before
 
@@ -139,8 +136,7 @@ def test_files_include_those_of_other_folders_by_name(sources, tmp_path, monkeyp
 def test_a_source_that_cannot_be_read_is_named(sources):
     (sources / "more.cuh").unlink()
     (sources / "more.cuh").mkdir()
-    with pytest.raises(ValueError, match=r"'more\.cuh' in .*cuda/ cannot be read: Is a directory"):
-        jit.full_source(SCALE)
+    refused(ValueError, r"'more\.cuh' in .*cuda/ cannot be read: Is a directory", jit.full_source, SCALE)
 
 
 # --- compiling
@@ -189,8 +185,7 @@ def test_a_report_that_cannot_be_read_is_an_error():
 
 
 def test_a_kernel_name_that_is_not_there_lists_those_that_are():
-    with pytest.raises(RuntimeError, match="'absent'.*scale, shared"):
-        jit.compile_spec(replace(SCALE, name="absent"))
+    refused(RuntimeError, "'absent'.*scale, shared", jit.compile_spec, replace(SCALE, name="absent"))
 
 
 def test_a_compile_error_holds_the_log():
@@ -210,14 +205,12 @@ def test_nvrtc_missing(monkeypatch):
         raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
 
     monkeypatch.setattr(nvrtc, "nvrtcVersion", missing)
-    with pytest.raises(RuntimeError, match="pip install nvidia-cuda-nvrtc"):
-        jit.compile_spec(SCALE)
+    refused(RuntimeError, "pip install nvidia-cuda-nvrtc", jit.compile_spec, SCALE)
 
 
 def test_cuda_python_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(RuntimeError, match="pip install cuda-python"):
-        jit.compile_spec(SCALE)
+    refused(RuntimeError, "pip install cuda-python", jit.compile_spec, SCALE)
 
 
 # --- nvcc
@@ -246,8 +239,7 @@ def test_nvcc_missing(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
     for entry in (jit.compile_spec, jit.cubin):
-        with pytest.raises(RuntimeError, match="FP8MOE_COMPILER=nvcc.*CUDA_HOME"):
-            entry(SCALE)
+        refused(RuntimeError, "FP8MOE_COMPILER=nvcc.*CUDA_HOME", entry, SCALE)
 
 
 def test_nvcc_is_found_under_cuda_home(monkeypatch, tmp_path):

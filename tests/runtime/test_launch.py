@@ -12,6 +12,7 @@ from cuda.bindings import driver
 
 from fp8moe.runtime import config, launch
 from fp8moe.runtime.launch import planned
+from tests.errors import refused
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 
@@ -54,15 +55,13 @@ def test_the_stride_of_a_dimension_of_size_1_does_not_matter(shape, strides, map
     ],
 )
 def test_a_layout_that_cannot_be_mapped(shape, strides, message):
-    with pytest.raises(ValueError, match=message):
-        strides_of(torch.zeros(8, 32), shape, strides)
+    refused(ValueError, message, strides_of, torch.zeros(8, 32), shape, strides)
 
 
 def test_the_storage_offset_counts():
     x = torch.zeros(8, 32)
     assert strides_of(x[4:], (4, 32), (32, 1)) == (32, 1)
-    with pytest.raises(ValueError, match="past the storage"):
-        strides_of(x[4:], (5, 32), (32, 1))
+    refused(ValueError, "past the storage", strides_of, x[4:], (5, 32), (32, 1))
 
 
 @pytest.mark.parametrize(
@@ -92,19 +91,15 @@ def test_boxes(box, size, swizzle):
     ],
 )
 def test_a_box_that_tma_does_not_take(box, size, swizzle, message):
-    with pytest.raises(ValueError, match=message):
-        launch._check_box(box, 2, size, swizzle)
+    refused(ValueError, message, launch._check_box, box, 2, size, swizzle)
 
 
 def test_tensor_map_arguments():
     x = torch.zeros(64, 128, dtype=torch.uint8)
     layout = {"shape": (64, 128), "strides": (128, 1), "box": (64, 128)}
-    with pytest.raises(TypeError, match="torch.float64"):
-        launch.tensor_map(torch.zeros(1, dtype=torch.float64), **layout)
-    with pytest.raises(ValueError, match="l2_promotion is 100"):
-        launch.tensor_map(x, **layout, l2_promotion=100)
-    with pytest.raises(ValueError, match="tensor is on cpu"):
-        launch.tensor_map(x, **layout, swizzle=128)
+    refused(TypeError, "torch.float64", launch.tensor_map, torch.zeros(1, dtype=torch.float64), **layout)
+    refused(ValueError, "l2_promotion is 100", launch.tensor_map, x, **layout, l2_promotion=100)
+    refused(ValueError, "tensor is on cpu", launch.tensor_map, x, **layout, swizzle=128)
 
 
 def test_every_type_and_mode_has_a_name_in_the_driver():
@@ -129,8 +124,7 @@ def test_a_map_calls_the_driver_only_for_a_new_address(monkeypatch):
     tma.replace_address(512)
     tma.replace_address(512)
     assert calls == [512]
-    with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress failed: CUDA_ERROR_INVALID_VALUE"):
-        tma.replace_address(8)
+    refused(RuntimeError, "cuTensorMapReplaceAddress failed: CUDA_ERROR_INVALID_VALUE", tma.replace_address, 8)
     tma.replace_address(8)  # what was refused is not taken for the present address
     assert calls == [512, 8, 8]
 
@@ -179,8 +173,7 @@ def test_a_launch_takes_the_values_that_its_arguments_hold(monkeypatch):
         launcher.launch(stream)
     assert launches == [(0, 99, tma.address, 1 << 40, 7), (4096, 99, tma.address, 16, 7)]
     count.value = -1
-    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: CUDA_ERROR_LAUNCH_FAILED"):
-        launcher.launch(0)
+    refused(RuntimeError, "cuLaunchKernelEx failed: CUDA_ERROR_LAUNCH_FAILED", launcher.launch, 0)
 
 
 def test_a_launch_with_pointers(monkeypatch):
@@ -241,8 +234,7 @@ def test_a_launch_with_tensors(monkeypatch):
     x, y = torch.zeros(2), torch.zeros(3)
     launcher(x, None, y, y, None)
     assert launches == [[x.data_ptr(), 0, y.data_ptr(), y.data_ptr(), 0, 7]]
-    with pytest.raises(ValueError, match="expected 5 addresses, got 2"):
-        launcher(x, y)
+    refused(ValueError, "expected 5 addresses, got 2", launcher, x, y)
 
 
 # ---- the cache of launch plans ----
