@@ -4,8 +4,11 @@ from itertools import accumulate
 
 import torch
 
+from benchmarks.operands import rounded_error
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x128
+
+GROUPS_ERROR = 3e-4  # beyond what rounding the exact result costs
 
 
 def uneven(*shape, like, spread, device, generator):
@@ -62,3 +65,15 @@ def exact_along_k(a, b, group_offsets):
     a, b = dequantize(a, dtype=torch.float64), dequantize(b, dtype=torch.float64)
     ends = group_offsets.tolist()
     return torch.stack([a[:, i:j] @ b[:, i:j].T for i, j in zip(ends, ends[1:], strict=False)])
+
+
+def check_groups(out, a, b, groups):
+    """``out`` (M, N) holds products in the rows of ``groups``, one slice an expert, and NaN in all others."""
+    outside = torch.ones(len(out), dtype=torch.bool, device=out.device)
+    for expert, rows in enumerate(groups):
+        if rows.start < rows.stop:
+            outside[rows] = False
+            x, w = FP8Tensor(a[0][rows], a[1][rows]), FP8Tensor(b[0][expert], b[1][expert])
+            error = rounded_error(out[rows], exact(x, w))
+            assert error <= GROUPS_ERROR, (expert, rows, error)
+    assert out[outside].isnan().all()

@@ -1,6 +1,7 @@
 """What the backward of FP8Linear is compared with, and how, on any device."""
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fp8moe.quant.quantize import dequantize, quantize_1x128, quantize_128x1
 
@@ -52,3 +53,20 @@ def assert_follows(losses, expected):
 
 def same(actual, expected):
     return all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+def check_checkpointing(first, second, operands, reentrant, backend=None):
+    """Results and gradients of two layers over (x, grad) have the bits of those that are not computed again."""
+    parameters = [*first.parameters(), *second.parameters()]
+
+    def block(x):
+        return second(first(x).relu())
+
+    def call(x):
+        return checkpoint(block, x, use_reentrant=reentrant)
+
+    run = torch.compile(call, fullgraph=True, backend=backend) if backend else call
+    expected = gradients(block, *operands, parameters)
+    for _ in range(2):
+        out, grads = gradients(run, *operands, parameters)
+        assert torch.equal(out, expected[0]) and same(grads, expected[1])

@@ -14,14 +14,14 @@ from fp8moe.quant.quantize import quantize_1x128, quantize_128x128
 from tests import gemm_cases
 from tests.backends import on_reference
 from tests.errors import relative_error
-from tests.gemm_cases import exact
+from tests.gemm_cases import GROUPS_ERROR, check_groups, exact
 from tests.gpu.checks import takes_its_result_alone
+from tests.kernels.test_grouped import test_empty, test_offsets_are_clamped  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 NAN = float("nan")
-TOLERANCE = 3e-4  # beyond what rounding the exact result costs
 DTYPES = (torch.bfloat16, torch.float32)
 WEIGHTS = ((8, 16), (24, 48), (136, 144), (576, 576), (2112, 128), (136, 7168), (24, 32768))
 # Rows of each group: the kernels' tiles are 8 to 256 rows high.
@@ -61,19 +61,6 @@ def poisoned(*shape, dtype=torch.bfloat16):
     return torch.full(shape, NAN, dtype=dtype, device=DEVICE)
 
 
-def check(out, a, b, groups):
-    """That ``out`` (M, N) holds products in the rows of ``groups``, one slice an expert, and NaN in all others."""
-    outside = torch.ones(len(out), dtype=torch.bool, device=DEVICE)
-    for expert, rows in enumerate(groups):
-        if rows.start >= rows.stop:
-            continue
-        outside[rows] = False
-        x, w = FP8Tensor(a[0][rows], a[1][rows]), FP8Tensor(b[0][expert], b[1][expert])
-        error = rounded_error(out[rows], exact(x, w))
-        assert error <= TOLERANCE, (expert, rows, error)
-    assert out[outside].isnan().all()
-
-
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(("n", "k"), WEIGHTS)
 def test_odd_sizes(n, k, groups):
@@ -84,7 +71,7 @@ def test_odd_sizes(n, k, groups):
     for dtype in DTYPES:
         out = poisoned(m, n, dtype=dtype)
         assert grouped_gemm(a, b, group_offsets, out=out) is out
-        check(out, a, b, slices(group_offsets))
+        check_groups(out, a, b, slices(group_offsets))
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -113,7 +100,7 @@ def test_products_of_low_rank_are_added(n, k, groups):
                 x, w = FP8Tensor(a[0][rows], a[1][rows]), FP8Tensor(b[0][expert], b[1][expert])
                 added = ranks[rows].double() @ factors[expert].double().T
                 error = rounded_error(results[0][rows], exact(x, w) + added)
-                assert error <= TOLERANCE, (expert, rows, error)
+                assert error <= GROUPS_ERROR, (expert, rows, error)
         assert results[0][outside].isnan().all()
 
 
@@ -126,7 +113,7 @@ def test_number_of_experts(experts, rows):
     group_offsets = offsets(sizes)
     out = poisoned(sum(sizes), 136)
     grouped_gemm(a, b, group_offsets, out=out)
-    check(out, a, b, slices(group_offsets))
+    check_groups(out, a, b, slices(group_offsets))
 
 
 @pytest.mark.parametrize("sizes", [[512] * 4, [64, 0, 1, 77], [1500, 20, 3, 0]], ids=["even", "small", "skewed"])
@@ -135,13 +122,13 @@ def test_benchmark_shapes(n, k, sizes):
     a, b = activations(sum(sizes), k), weights(len(sizes), n, k)
     out = poisoned(sum(sizes), n)
     grouped_gemm(a, b, offsets(sizes), out=out)
-    check(out, a, b, slices(offsets(sizes)))
+    check_groups(out, a, b, slices(offsets(sizes)))
     masked_m, max_m = int32([min(size, 512) for size in sizes]), 512
     places = activations(len(sizes), max_m, k)
     out = poisoned(len(sizes), max_m, n)
     grouped_gemm_masked(places, b, masked_m, expected_m=sum(sizes) // len(sizes), out=out)
     used = [slice(e * max_m, e * max_m + size) for e, size in enumerate(masked_m.tolist())]
-    check(out.flatten(0, 1), flat(places), b, used)
+    check_groups(out.flatten(0, 1), flat(places), b, used)
 
 
 @pytest.mark.parametrize("expected_m", [None, 0, 1, 50, 100_000])
@@ -154,29 +141,7 @@ def test_masked(n, k, max_m, expected_m):
     for dtype in DTYPES:
         out = poisoned(len(masked_m), max_m, n, dtype=dtype)
         assert grouped_gemm_masked(a, b, int32(masked_m), expected_m=expected_m, out=out) is out
-        check(out.flatten(0, 1), flat(a), b, used)
-
-
-@pytest.mark.parametrize(
-    ("group_offsets", "groups"),
-    [
-        ((-5, 30, 80), [(0, 30), (30, 80)]),
-        ((-90, -50, 80), [(0, 0), (0, 80)]),
-        ((0, 40, 9999), [(0, 40), (40, 100)]),
-        ((0, 9999, 9999), [(0, 100), (100, 100)]),
-        ((50, 20, 40), [(50, 50), (20, 40)]),
-        ((0, 60, 20), [(0, 60), (60, 60)]),
-        ((-(2**31), 2**31 - 1, 30), [(0, 100), (100, 100)]),
-        ((2**31 - 1, -(2**31), 30), [(100, 100), (0, 30)]),
-    ],
-)
-def test_offsets_are_clamped(group_offsets, groups):
-    a, b = activations(100, 144), weights(2, 24, 144)
-    parent = poisoned(300, 24)
-    out = parent[100:200]
-    grouped_gemm(a, b, int32(group_offsets), out=out)
-    check(out, a, b, [slice(*group) for group in groups])
-    assert parent[:100].isnan().all() and parent[200:].isnan().all()
+        check_groups(out.flatten(0, 1), flat(a), b, used)
 
 
 def test_offsets_that_mean_nothing_stay_in_bounds():
@@ -197,17 +162,6 @@ def test_one_group_has_the_error_of_the_dense_gemm():
     assert relative_error(grouped, dense) <= 1e-3
 
 
-@pytest.mark.parametrize(("experts", "m", "n", "k"), [(2, 0, 24, 144), (0, 5, 24, 144), (2, 5, 0, 144), (2, 5, 24, 0)])
-def test_empty(experts, m, n, k):
-    blocks = -(-k // 128)
-    a = (random_bytes(m, k), torch.ones(m, blocks, device=DEVICE))
-    b = (random_bytes(experts, n, k), torch.ones(experts, -(-n // 128), blocks, device=DEVICE))
-    group_offsets = offsets([m] + [0] * (experts - 1) if experts else [])
-    out = grouped_gemm(a, b, group_offsets, out=poisoned(m, n))
-    assert out.shape == (m, n)
-    assert out.isnan().all() if experts == 0 else not out.any()
-
-
 @pytest.mark.parametrize("sizes", [[1, 2, 3], [70, 1, 200]])
 def test_out_writes_its_elements_only(sizes):
     m = sum(sizes)
@@ -217,7 +171,7 @@ def test_out_writes_its_elements_only(sizes):
         out = parent[4 : m + 4, 64:200]
         out.fill_(NAN)
         grouped_gemm(a, b, offsets(sizes), out=out)
-        check(out, a, b, slices(offsets(sizes)))
+        check_groups(out, a, b, slices(offsets(sizes)))
         out.fill_(7)
         assert (parent == 7).all()
 
@@ -321,5 +275,7 @@ def test_more_than_2_31_elements(experts, m, n, k):
     for expert in {0, experts // 2, experts - 2, experts - 1}:
         rows = torch.tensor([expert * size, expert * size + size - 1], device=DEVICE)
         sample = FP8Tensor(a.data.view(torch.uint8)[rows].view(a.data.dtype), a.scale[rows])
-        check(out[rows], sample, FP8Tensor(b.data[expert : expert + 1], b.scale[expert : expert + 1]), [slice(0, 2)])
+        check_groups(
+            out[rows], sample, FP8Tensor(b.data[expert : expert + 1], b.scale[expert : expert + 1]), [slice(0, 2)]
+        )
     assert sum(part.isnan().sum() for part in out[: size * experts].split(4096)) == 0

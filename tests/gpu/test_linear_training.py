@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fp8moe.layers import master
 from fp8moe.layers.linear import FP8Linear, replace_linears
@@ -14,7 +13,7 @@ from tests.backends import on_reference
 from tests.compilers import CUDA_INDUCTOR
 from tests.errors import relative_error
 from tests.gpu.checks import captured, memory_of
-from tests.linear_training_reference import assert_follows, exact, gradients, same, train
+from tests.linear_training_reference import assert_follows, check_checkpointing, exact, gradients, same, train
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -134,16 +133,7 @@ def test_compile(backend, fresh_compiler):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
-    first, second = make(576, 256, False), make(256, 576)
-    parameters = [*first.parameters(), *second.parameters()]
-
-    def block(x):
-        return second(first(x).relu())
-
-    x, grad = random(300, 576), random(300, 576)
-    expected = gradients(block, x, grad, parameters)
-    out, grads = gradients(lambda x: checkpoint(block, x, use_reentrant=reentrant), x, grad, parameters)
-    assert torch.equal(out, expected[0]) and same(grads, expected[1])
+    check_checkpointing(make(576, 256, False), make(256, 576), random(2, 300, 576), reentrant)
 
 
 def test_captured_training_steps():

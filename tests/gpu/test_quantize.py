@@ -12,6 +12,7 @@ from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x1
 from fp8moe.runtime.launch import current_stream, device_guard
 from tests import random_values
 from tests.gpu.checks import marked, quantized_rows, sizes_of_rows
+from tests.quant.test_quantize import test_two_weights_in_one  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
@@ -46,19 +47,6 @@ def assert_all_match(x):
             assert_same_bits(quantize_128x128(x, scale_format=scale_format), reference_128x128(x, scale_format))
     if x.dim() == 2:
         assert_same_bits(quantize_128x1(x), reference_1x128(x.t()))
-
-
-@pytest.mark.parametrize("shape", [(3, 130, 264), (2, 256, 131)])
-def test_two_weights_in_one(shape):
-    experts, rows, columns = shape
-    both = torch.empty(experts, 2, rows, columns, dtype=torch.float8_e4m3fn, device="cuda")
-    scales = torch.empty(experts, 2, -(-rows // 128), -(-columns // 128), device="cuda")
-    for half in range(2):
-        w = torch.randn(shape, device="cuda")
-        quantize_128x128(w, out=(both[:, half], scales[:, half]))
-        expected = quantize_128x128(w)
-        assert_same_bits((both[:, half], scales[:, half]), expected)
-        assert_same_bits(quantize_128x128(w, out=tuple(map(torch.empty_like, expected))), expected)
 
 
 def poison(numel: int) -> None:

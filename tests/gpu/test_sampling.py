@@ -5,6 +5,7 @@ import torch
 
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, reference, sample
 from fp8moe.runtime.checks import FLOATING
+from tests.kernels.test_sampling import test_a_row_depends_on_nothing_but_itself  # noqa: F401
 from tests.sampling_cases import copied, make_state, random_logits, random_state
 
 pytestmark = pytest.mark.gpu
@@ -135,17 +136,6 @@ def test_equals_the_reference_on_the_cpu():
     for _ in range(3):
         assert torch.equal(sample(logits.cuda(), on_gpu).tokens.cpu(), sample(logits, state).tokens)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(on_gpu, state, strict=True))
-
-
-def test_a_row_depends_on_nothing_but_itself():
-    logits, state = random_logits(64, 20_000, torch.bfloat16).cuda(), random_state(64, 20_000, device="cuda")
-    tokens, logprobs = sample(logits, copied(state))
-    order = torch.randperm(64, device="cuda")
-    shuffled = sample(logits[order], SamplingState(*(value[order] for value in state)))
-    assert torch.equal(shuffled.tokens, tokens[order]) and torch.equal(shuffled.logprobs, logprobs[order])
-    for row in range(64):
-        alone = sample(logits[row : row + 1], SamplingState(*(value[row : row + 1].clone() for value in state)))
-        assert alone.tokens == tokens[row] and alone.logprobs == logprobs[row]
 
 
 def test_many_launches_one_after_the_other():

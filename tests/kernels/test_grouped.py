@@ -17,19 +17,9 @@ from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.runtime import operator
 from fp8moe.runtime.checks import aligned
 from tests.errors import error_in_its_dtype
-from tests.gemm_cases import activations, gate_up_weights, int32, offsets, weights
+from tests.gemm_cases import activations, check_groups, gate_up_weights, int32, offsets, random_bytes, weights
 
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
-
-
-def check(out, a, b, groups):
-    """``out`` where ``groups``, one slice of rows an expert, are products, and NaN elsewhere."""
-    a, b = dequantize(a, dtype=torch.float64), dequantize(b, dtype=torch.float64)
-    outside = torch.ones(len(out), dtype=torch.bool)
-    for expert, rows in enumerate(groups):
-        assert error_in_its_dtype(out[rows], a[rows] @ b[expert].T) < TOLERANCE[out.dtype]
-        outside[rows] = False
-    assert out[outside].isnan().all()
 
 
 # Contiguous groups.
@@ -49,7 +39,7 @@ def test_any_groups(sizes, start, rest, n, k, dtype):
     group_offsets = offsets(sizes, start)
     out = torch.full((m, n), float("nan"), dtype=dtype)
     assert grouped_gemm(a, b, group_offsets, out=out) is out
-    check(out, a, b, [slice(*pair) for pair in zip(group_offsets, group_offsets[1:], strict=False)])
+    check_groups(out, a, b, [slice(*pair) for pair in zip(group_offsets, group_offsets[1:], strict=False)])
 
 
 @pytest.mark.parametrize("rank", [16, 48])
@@ -85,7 +75,7 @@ def test_result_without_out():
     a, b = activations(9, 144), weights(3, 24, 144)
     out = grouped_gemm(a, b, int32([0, 4, 4, 9]))
     assert out.shape == (9, 24) and out.dtype == torch.bfloat16 and out.is_contiguous()
-    check(out, a, b, [slice(0, 4), slice(4, 4), slice(4, 9)])
+    check_groups(out, a, b, [slice(0, 4), slice(4, 4), slice(4, 9)])
 
 
 def test_one_group_is_the_dense_gemm():
@@ -96,30 +86,36 @@ def test_one_group_is_the_dense_gemm():
 @pytest.mark.parametrize(
     ("group_offsets", "groups"),
     [
-        ((-5, 3, 8), [(0, 3), (3, 8)]),
-        ((-9, -5, 8), [(0, 0), (0, 8)]),
-        ((0, 4, 99), [(0, 4), (4, 10)]),
-        ((0, 99, 99), [(0, 10), (10, 10)]),
-        ((5, 2, 4), [(5, 5), (2, 4)]),
-        ((0, 6, 2), [(0, 6), (6, 6)]),
-        ((-(2**31), 2**31 - 1, 3), [(0, 10), (10, 10)]),
+        ((-5, 30, 80), [(0, 30), (30, 80)]),
+        ((-90, -50, 80), [(0, 0), (0, 80)]),
+        ((0, 40, 9999), [(0, 40), (40, 100)]),
+        ((0, 9999, 9999), [(0, 100), (100, 100)]),
+        ((50, 20, 40), [(50, 50), (20, 40)]),
+        ((0, 60, 20), [(0, 60), (60, 60)]),
+        ((-(2**31), 2**31 - 1, 30), [(0, 100), (100, 100)]),
+        ((2**31 - 1, -(2**31), 30), [(100, 100), (0, 30)]),
     ],
 )
-def test_offsets_are_clamped(group_offsets, groups):
-    a, b = activations(10, 144), weights(2, 24, 144)
-    out = torch.full((10, 24), float("nan"))
-    grouped_gemm(a, b, int32(group_offsets), out=out)
-    check(out, a, b, [slice(*group) for group in groups])
+def test_offsets_are_clamped(group_offsets, groups, device):
+    a, b = activations(100, 144, spread=4, device=device), weights(2, 24, 144, device=device)
+    parent = torch.full((300, 24), float("nan"), device=device)
+    for rows in (parent, parent.bfloat16()):
+        out = rows[100:200]
+        grouped_gemm(a, b, int32(group_offsets, device), out=out)
+        check_groups(out, a, b, [slice(*group) for group in groups])
+        assert rows[:100].isnan().all() and rows[200:].isnan().all()
 
 
 @pytest.mark.parametrize(("experts", "m", "n", "k"), [(2, 0, 24, 144), (0, 5, 24, 144), (2, 5, 0, 144), (2, 5, 24, 0)])
-def test_empty(experts, m, n, k):
+def test_empty(experts, m, n, k, device):
     blocks = -(-k // 128)
-    a = (torch.empty(m, k, dtype=torch.float8_e4m3fn), torch.empty(m, blocks))
-    b = (torch.empty(experts, n, k, dtype=torch.float8_e4m3fn), torch.empty(experts, -(-n // 128), blocks))
-    out = grouped_gemm(a, b, offsets([m] + [0] * (experts - 1) if experts else []))
+    a = (random_bytes(m, k, device=device), torch.ones(m, blocks, device=device))
+    b = (random_bytes(experts, n, k, device=device), torch.ones(experts, -(-n // 128), blocks, device=device))
+    group_offsets = offsets([m] + [0] * (experts - 1) if experts else [], device=device)
+    assert grouped_gemm(a, b, group_offsets).shape == (m, n)
+    out = grouped_gemm(a, b, group_offsets, out=torch.full((m, n), float("nan"), device=device))
     assert out.shape == (m, n)
-    assert experts == 0 or not out.any()
+    assert out.isnan().all() if experts == 0 else not out.any()
 
 
 # The masked layout.
@@ -137,7 +133,7 @@ def test_any_masks(max_m, masked_m, dtype):
     assert grouped_gemm_masked(a, b, int32(masked_m), expected_m=max_m, out=out) is out
     rows = [slice(e * max_m, e * max_m + min(max(size, 0), max_m)) for e, size in enumerate(masked_m)]
     flat = FP8Tensor(a.data.view(-1, 144), a.scale.reshape(-1, 2))
-    check(out.view(-1, 24), flat, b, rows)
+    check_groups(out.view(-1, 24), flat, b, rows)
 
 
 def test_masked_result_without_out():

@@ -25,13 +25,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(576,), (1, 576), (5, 576), (2, 3, 576), (2, 1, 3, 576)])
-def test_forward(shape, dtype):
-    layer = FP8Linear(576, 200, dtype=dtype)
-    x = torch.randn(shape, dtype=dtype)
-    out = layer(x)
-    assert out.is_contiguous()
-    close(out, exact(layer, x))
+@pytest.mark.parametrize("features", [(576, 200), (576, 1536), (1536, 576), (131, 261), (16, 8), (1, 1)])
+def test_forward(features, dtype, device):
+    layer = FP8Linear(*features, device=device, dtype=dtype)
+    for lead in ((), (1,), (5,), (2, 3), (2, 1, 3), (200,), (0,), (2, 0)):
+        x = torch.randn(*lead, features[0], dtype=dtype, device=device)
+        out = layer(x)
+        assert out.is_contiguous()
+        close(out, exact(layer, x))
 
 
 @settings(max_examples=40, deadline=None)
@@ -269,13 +270,17 @@ def test_repr():
 # torch.library, torch.compile, autograd.
 
 
-def test_compile(fresh_compiler):
-    model = nn.Sequential(FP8Linear(131, 48), nn.SiLU(), FP8Linear(48, 20, bias=False))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+def check_compile(backend, device):
+    model = nn.Sequential(FP8Linear(131, 48), nn.SiLU(), FP8Linear(48, 20, bias=False)).to(device)
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     for shape in ((2, 3, 131), (4, 5, 131)):
-        x = torch.randn(shape)
+        x = torch.randn(shape, device=device)
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.02)  # SiLU may round otherwise
+
+
+def test_compile(fresh_compiler):
+    check_compile("aot_eager", "cpu")
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import checkpoint
 
 from fp8moe.kernels.linear import training as linear_training
 from fp8moe.layers import master
@@ -18,7 +17,7 @@ from fp8moe.layers.linear import FP8Linear, replace_linears
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from tests.compilers import INDUCTOR
 from tests.errors import refused, relative_error
-from tests.linear_training_reference import assert_follows, exact, gradients, same, train
+from tests.linear_training_reference import assert_follows, check_checkpointing, exact, gradients, same, train
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
@@ -539,21 +538,7 @@ def test_compiled_frozen_layers_pass_gradients(fresh_compiler):
     [(False, None), (True, None), (False, "aot_eager"), pytest.param(False, "inductor", marks=INDUCTOR.marks)],
 )
 def test_checkpointing(reentrant, compiled, calls, fresh_compiler):
-    first, second = make(272, 48, False), make(48, 272)
-    parameters = [*first.parameters(), *second.parameters()]
-
-    def block(x):
-        return second(first(x).relu())
-
-    def call(x):
-        return checkpoint(block, x, use_reentrant=reentrant)
-
-    run = torch.compile(call, fullgraph=True, backend=compiled) if compiled else call
-    x, grad = torch.randn(150, 272), torch.randn(150, 272)
-    expected = gradients(block, x, grad, parameters)
-    for _ in range(2):
-        out, grads = gradients(run, x, grad, parameters)
-        assert torch.equal(out, expected[0]) and same(grads, expected[1])
+    check_checkpointing(make(272, 48, False), make(48, 272), torch.randn(2, 150, 272), reentrant, compiled)
     assert calls.count("quantize_128x128") == 2
 
 
@@ -617,6 +602,3 @@ def test_bad_input():
         linear_training.linear_training(torch.randn(4, 272), weight, scale, None, layer.weight.t())
     with pytest.raises(TypeError, match="^w: expected bfloat16, float16 or float32, got torch.float64"):
         layer.double()(torch.randn(4, 272))
-
-
-# Operators.

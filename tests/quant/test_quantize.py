@@ -178,14 +178,14 @@ def test_128x128_layout(shape):
         assert torch.equal(alone.data.float(), expert_data.float()) and torch.equal(alone.scale, expert_scale)
 
 
-@pytest.mark.parametrize("shape", [(2, 130, 264), (3, 128, 131), (2, 1, 8)])
+@pytest.mark.parametrize("shape", [(2, 130, 264), (3, 130, 264), (3, 128, 131), (2, 256, 131), (2, 1, 8)])
 @pytest.mark.parametrize("scale_format", ["float32", "ue8m0"])
-def test_two_weights_in_one(shape, scale_format):
+def test_two_weights_in_one(shape, scale_format, device):
     """Such as gate and up: views that are no contiguous memory."""
     experts, rows, columns = shape
-    both = torch.full((experts, 2, rows, columns), 7.0).to(torch.float8_e4m3fn)
-    scales = torch.zeros(experts, 2, -(-rows // 128), -(-columns // 128))
-    weights = random(*shape), random(*shape, dtype=torch.bfloat16)
+    both = torch.full((experts, 2, rows, columns), 7.0, device=device).to(torch.float8_e4m3fn)
+    scales = torch.zeros(experts, 2, -(-rows // 128), -(-columns // 128), device=device)
+    weights = random(*shape, device=device), random(*shape, dtype=torch.bfloat16, device=device)
     for half, weight in enumerate(weights):
         out = quantize_128x128(weight, scale_format=scale_format, out=(both[:, half], scales[:, half]))
         assert out.data.data_ptr() == both[:, half].data_ptr() and out.scale.data_ptr() == scales[:, half].data_ptr()
