@@ -34,11 +34,7 @@ GROUPS = {
     "skewed": [1, 500, 0, 2, 3, 1, 0, 130],
     "empty": [0, 0, 0],
 }
-ACTIVATIONS = {
-    "plain": Activation(),
-    "limit": Activation(limit=2.0),
-    "alpha": Activation(limit=2.0, alpha=1.702),
-}
+ACTIVATIONS = {"plain": Activation(), "limit": Activation(limit=2.0), "alpha": Activation(limit=2.0, alpha=1.702)}
 activations = partial(gemm_cases.activations, spread=4, device=DEVICE)
 weights = partial(gemm_cases.weights, device=DEVICE)
 gate_up_weights = partial(gemm_cases.gate_up_weights, seed=1, device=DEVICE)

@@ -134,10 +134,7 @@ def test_chain_over_memory_of_the_caller(tokens, hidden):
     groups, rows, data, scale, out = (
         buffer[start : start + size].view(dtype)
         for start, size, dtype in zip(
-            starts,
-            sizes,
-            (torch.int32, torch.int32, torch.float8_e4m3fn, torch.float32, torch.bfloat16),
-            strict=False,
+            starts, sizes, (torch.int32, torch.int32, torch.float8_e4m3fn, torch.float32, torch.bfloat16), strict=False
         )
     )
     y = torch.randn(num_rows, hidden, dtype=torch.bfloat16, device="cuda")

@@ -15,15 +15,7 @@ from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import dequantize
 from tests.errors import relative_error
 from tests.experts_cases import swiglu_operands
-from tests.gpu.test_transpose import (
-    GROUPS,
-    NONSENSE,
-    assert_only_written,
-    bits,
-    marked_results,
-    offsets_of,
-    used_parts,
-)
+from tests.gpu.test_transpose import GROUPS, NONSENSE, assert_only_written, bits, marked_results, offsets_of, used_parts
 
 pytestmark = pytest.mark.gpu
 

@@ -430,10 +430,7 @@ def test_all_kernels_are_compiled_before_the_first_request(checkpoint, monkeypat
     for each in layers:
         each.quant_method.process_weights_after_loading(each)
     assert warmed == [({(384, HIDDEN), (EXPERTS, INTERMEDIATE, HIDDEN, TOP_K)}, {2048})]
-    assert log == [
-        "fp8moe: gate_up_proj (384, 256): on fp8moe",
-        "fp8moe: experts (8, 128, 256, 2): on fp8moe",
-    ]
+    assert log == ["fp8moe: gate_up_proj (384, 256): on fp8moe", "fp8moe: experts (8, 128, 256, 2): on fp8moe"]
 
 
 def test_batch_invariance_is_vllms(checkpoint, monkeypatch):

@@ -45,10 +45,7 @@ CALLS = dict(calls_of_graphs()) | {
     "RefitReport": None,
     "batch_invariant": None,
     "GroupedExperts.from_experts": (fp8moe.GroupedExperts.from_experts, {"module": EXPERTS}),
-    "gemm, c": (
-        fp8moe.gemm,
-        {"a": A, "b": (B.data[0], B.scale[0]), "c": torch.ones(4, 24), "out": torch.ones(4, 24)},
-    ),
+    "gemm, c": (fp8moe.gemm, {"a": A, "b": (B.data[0], B.scale[0]), "c": torch.ones(4, 24), "out": torch.ones(4, 24)}),
     "experts_masked, out": (
         fp8moe.experts_masked,
         {"x": MASKED["a"], "masked_m": MASKED["masked_m"], "up": UP, "down": DOWN, "out": torch.ones(2, 2, 144)},

@@ -104,11 +104,7 @@ def train(sharded, plain, optimizers, data, targets, *, steps, limit, quantized)
 
 def linears_train_as_unsharded(reshard):
     torch.manual_seed(0)
-    plain = nn.Sequential(
-        FP8Linear(144, 272, **MASTERS),
-        nn.SiLU(),
-        FP8Linear(272, 48, **MASTERS),
-    )
+    plain = nn.Sequential(FP8Linear(144, 272, **MASTERS), nn.SiLU(), FP8Linear(272, 48, **MASTERS))
     sharded = copy.deepcopy(plain)
     shard(sharded, (sharded[0], sharded[2]), reshard_after_forward=reshard)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True) for model in (plain, sharded)]

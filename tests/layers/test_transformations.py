@@ -129,10 +129,7 @@ def test_vmap_over_groups_cannot_write_to_out():
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name[0].isupper()] + ["quantize"])
 def test_gradients_through_vmap(name):
     layer = FP8Linear(128, 128, bias=False)
-    operations = OPERATIONS | {
-        "FP8Linear": (layer, X),
-        "quantize": (lambda x: quantize_1x128(x).scale * x[:, :1], X),
-    }
+    operations = OPERATIONS | {"FP8Linear": (layer, X), "quantize": (lambda x: quantize_1x128(x).scale * x[:, :1], X)}
     call, value = operations[name]
     one, other = (torch.stack([value, 2 * value]).requires_grad_() for _ in range(2))
     torch.vmap(call)(one).sum().backward()

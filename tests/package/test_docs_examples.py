@@ -66,8 +66,7 @@ def test_a_failing_block_fails_its_page(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["make no_such_target", "make", "pip install .[no_such_extra]", "pip download .", "pip install"],
+    "command", ["make no_such_target", "make", "pip install .[no_such_extra]", "pip download .", "pip install"]
 )
 def test_stand_ins_refuse_what_is_not_there(command):
     name, *arguments = command.split()

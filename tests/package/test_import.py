@@ -42,8 +42,7 @@ def test_public_names_exist():
 
 
 @pytest.mark.parametrize(
-    ("older", "newer"),
-    [("transformers", "hf"), ("decode", "decode"), ("checkpoints", "weights"), ("peft", "peft")],
+    ("older", "newer"), [("transformers", "hf"), ("decode", "decode"), ("checkpoints", "weights"), ("peft", "peft")]
 )
 def test_module_names_of_the_version_before_warn_and_hand_on(older, newer):
     old, new = import_module(f"fp8moe.integrations.{older}"), import_module(f"fp8moe.{newer}")

@@ -86,12 +86,7 @@ def test_no_length_launches_a_kernel_that_was_not_found(tmp_path, top_k):
     assert sorted(map(warmup._described, others - kernels)) == []
 
 
-QWEN3_30B = {
-    (5120, 2048, 0): None,
-    (2048, 4096, 0): None,
-    (1536, 2048, 128): Activation(),
-    (2048, 768, 128): None,
-}
+QWEN3_30B = {(5120, 2048, 0): None, (2048, 4096, 0): None, (1536, 2048, 128): Activation(), (2048, 768, 128): None}
 DEEPSEEK_V3 = {
     (2112, 7168, 0): None,
     (24576, 1536, 0): None,
@@ -200,10 +195,7 @@ def test_a_process_that_ends_without_an_answer():
     refused(RuntimeError, "a process ended before its work did", in_own_process, os._exit, 1)
 
 
-SPECS = [
-    permute.kernel_spec(128, torch.bfloat16),
-    quantize.kernel_spec("quantize_1x128", torch.bfloat16, False, True),
-]
+SPECS = [permute.kernel_spec(128, torch.bfloat16), quantize.kernel_spec("quantize_1x128", torch.bfloat16, False, True)]
 
 
 @pytest.fixture

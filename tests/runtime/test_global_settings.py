@@ -37,10 +37,7 @@ def gemms():
 def weight_gradients():
     a, b = quantize_128x1(torch.randn(384, 40)), quantize_128x1(torch.randn(384, 72))
     offsets, total = int32([0, 128, 384]), torch.randn(2, 40, 72)
-    return lambda: [
-        grouped_gemm_k(a, b, offsets),
-        grouped_gemm_k(a, b, offsets, out=total.clone(), accumulate=True),
-    ]
+    return lambda: [grouped_gemm_k(a, b, offsets), grouped_gemm_k(a, b, offsets, out=total.clone(), accumulate=True)]
 
 
 def index_scores():
