@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,16 @@ def in_processes(work: Callable, *arguments, world: int = 2, backend: str = "glo
     """Calls work(*arguments), a function of a module, in `world` processes of one group."""
     store = meeting_place()
     start_processes(_run, (world, backend, store.port, work, arguments), world, fork=backend == "gloo")
+
+
+def run_each(cases: Iterable[Callable], *arguments) -> None:
+    """Errors say in which of them."""
+    for case in cases:
+        try:
+            case(*arguments)
+        except Exception as error:
+            error.add_note(f"in {case.__name__}")
+            raise
 
 
 def start_processes(work: Callable, arguments: tuple, count: int, fork: bool = True):

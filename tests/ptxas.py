@@ -33,6 +33,12 @@ def compile_report(spec: jit.KernelSpec) -> CompileReport:
     return read_report(spec.name, jit.compile_spec(spec).log)
 
 
+def without_spills(spec: jit.KernelSpec) -> CompileReport:
+    report = compile_report(spec)
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0), spec.prelude
+    return report
+
+
 def read_report(name: str, log: str) -> CompileReport:
     """Read the text of `ptxas -v`: a section for each kernel, and one for each function that was not inlined."""
     section = log[log.index(f"Compiling entry function '{name}'") :]

@@ -16,7 +16,7 @@ from fp8moe.distributed import ExpertParallel, agreement, local
 from fp8moe.distributed.transport import choose_method
 from fp8moe.layers.experts import GroupedExperts
 from tests.experts_cases import BIASED, VARIANTS, inputs, make
-from tests.processes import in_processes
+from tests.processes import in_processes, run_each
 
 METHODS = (
     {"method": "gather"},
@@ -370,12 +370,7 @@ MORE_CASES = {
 
 
 def work(world):
-    for case in (*CASES, *MORE_CASES[world]):
-        try:
-            case(world)
-        except Exception as error:
-            error.add_note(f"in {case.__name__}")
-            raise
+    run_each((*CASES, *MORE_CASES[world]), world)
 
 
 @pytest.mark.parametrize("world", [2, 4])

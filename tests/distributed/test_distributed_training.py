@@ -17,7 +17,7 @@ from tests.distributed.test_distributed import EXPERTS, agree, parallel, share, 
 from tests.errors import relative_error
 from tests.experts_cases import VARIANTS, inputs, make, make_trained
 from tests.layers.test_fsdp import quantizations
-from tests.processes import in_processes
+from tests.processes import in_processes, run_each
 
 METHODS = ({"method": "gather"}, {"method": "all_to_all"}, {"exact": True}, {"method": "replicated"})
 TOLERANCE = 3e-2
@@ -274,12 +274,7 @@ CASES = {
 
 
 def work(world):
-    for case in CASES[world]:
-        try:
-            case(world)
-        except Exception as error:
-            error.add_note(f"in {case.__name__}")
-            raise
+    run_each(CASES[world], world)
 
 
 @pytest.mark.parametrize("world", [2, 4])

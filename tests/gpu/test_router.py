@@ -22,6 +22,7 @@ from fp8moe.runtime.launch import device_guard
 from tests.backends import on_reference
 from tests.errors import error_in_its_dtype
 from tests.gpu.checks import captured, marked, same_bits
+from tests.kernels.test_router import test_sorted_with_the_choice  # noqa: F401
 from tests.router_cases import FORMS, SOFTMAX, arguments, exact_route
 
 pytestmark = pytest.mark.gpu
@@ -225,18 +226,6 @@ def test_route_sorted_of_ties_and_bad_values(experts, top_k, form):
         got = assert_sorted(logits, top_k, form, torch.float32)
         assert_valid(got.index, experts)
         assert torch.equal(got.index[3:], clean.index[3:]) and torch.equal(got.weights[3:], clean.weights[3:])
-
-
-def test_operator_that_sorts():
-    for tokens, experts in ((0, 128), (5, 128), (16, 512), (17, 128), (5, 513)):
-        logits = random(tokens, 2 * experts, dtype=torch.bfloat16)[:, ::2]
-        got = route(logits, 8, **SOFTMAX, dtype=torch.float32, sort=True)
-        expected = route(logits, 8, **SOFTMAX, dtype=torch.float32)
-        assert torch.equal(got.index, expected.index) and torch.equal(got.weights, expected.weights)
-        if tokens > 16 or experts > 512:
-            assert got.groups is None and got.rows is None
-        else:
-            assert all(map(torch.equal, got[2:], sort_by_expert(expected.index, experts)))
 
 
 @pytest.mark.parametrize("sort", [False, True])

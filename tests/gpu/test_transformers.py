@@ -103,15 +103,20 @@ def test_fp8_checkpoint(checkpoints, tmp_path, scale_format):
     assert torch.equal(out, logits(load_model(directory, device=DEVICE)))
 
 
+def decodes_alike(model, seeds):
+    """In graphs and without."""
+    captured = GraphDecoder(model, batch_sizes=(3,), max_length=32)
+    plain = GraphDecoder(model, batch_sizes=(3,), max_length=32, capture=False)
+    for seed in range(seeds):
+        ids = prompts(3, 9, seed, DEVICE)
+        assert torch.equal(captured.generate(ids, max_new_tokens=16), plain.generate(ids, max_new_tokens=16))
+
+
 def test_load_model_and_decode(checkpoints):
     _, _, directory = checkpoints
     model = load_model(directory, device=DEVICE)
     assert {value.device.type for value in (*model.parameters(), *model.buffers())} == {"cuda"}
-    captured = GraphDecoder(model, batch_sizes=(3,), max_length=32)
-    plain = GraphDecoder(model, batch_sizes=(3,), max_length=32, capture=False)
-    for seed in range(3):
-        ids = prompts(3, 9, seed, DEVICE)
-        assert torch.equal(captured.generate(ids, max_new_tokens=16), plain.generate(ids, max_new_tokens=16))
+    decodes_alike(model, 3)
 
 
 def test_gpt_oss(tmp_path):
@@ -121,10 +126,7 @@ def test_gpt_oss(tmp_path):
     model = load_model(tmp_path / "x", device=DEVICE)
     for module in modules_named(model, "experts"):
         agrees_with_the_cpu(module, source.config["hidden_size"])
-    captured = GraphDecoder(model, batch_sizes=(3,), max_length=32)
-    plain = GraphDecoder(model, batch_sizes=(3,), max_length=32, capture=False)
-    ids = prompts(3, 9, 0, DEVICE)
-    assert torch.equal(captured.generate(ids, max_new_tokens=16), plain.generate(ids, max_new_tokens=16))
+    decodes_alike(model, 1)
 
 
 def test_moving_the_model_quantizes_again():

@@ -16,7 +16,7 @@ from fp8moe.kernels.gemm.tiles import Grouping
 from fp8moe.quant.formats import FP8Tensor, empty_mn_major
 from tests import gemm_cases
 from tests.gemm_cases import exact
-from tests.gpu.checks import captured, same_every_time
+from tests.gpu.checks import captured, same_bits, same_every_time
 
 pytestmark = pytest.mark.gpu
 
@@ -46,12 +46,6 @@ def poisoned(m, n, dtype):
     return torch.full((m, n), NAN, dtype=dtype, device=DEVICE)
 
 
-def equal(a, b):
-    """Bit for bit, NaN too."""
-    integers = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
-    return torch.equal(a.view(integers), b.view(integers))
-
-
 def grouped(tile, a, b, groups, dtype=torch.bfloat16, low_rank=None, **options):
     out = poisoned(len(a.data), b.data.shape[1], dtype)
     config = with_stages(replace(tile, groups=len(b.data)), a.data.shape[1])
@@ -73,7 +67,7 @@ def test_groups_have_the_bits_of_plain_tiles(n, k, sizes, tile):
     groups = offsets(sizes, start=3)
     for dtype in (torch.bfloat16, torch.float32):
         out = grouped(WIDE[tile], a, b, groups, dtype)
-        assert equal(out, grouped(PLAIN, a, b, groups, dtype))
+        assert same_bits(out, grouped(PLAIN, a, b, groups, dtype))
         assert out[:3].isnan().all() and out[3 + sum(sizes) :].isnan().all()
     for expert, (first, size) in enumerate(zip(groups.tolist(), sizes, strict=False)):
         rows = slice(first, first + size)
@@ -88,10 +82,10 @@ def test_masked_groups_and_ranges(tile):
     a, b = activations(len(sizes) * max_m, k), weights(len(sizes), n, k)
     used = torch.tensor(sizes, dtype=torch.int32, device=DEVICE)
     options = dict(max_m=max_m, expected_m=192)
-    assert equal(grouped(WIDE[tile], a, b, used, **options), grouped(PLAIN, a, b, used, **options))
+    assert same_bits(grouped(WIDE[tile], a, b, used, **options), grouped(PLAIN, a, b, used, **options))
     first = torch.arange(len(sizes), device=DEVICE) * max_m
     ranges = torch.stack([first, first + used], 1).int().flip(0).contiguous()
-    assert equal(grouped(WIDE[tile], a, b, ranges), grouped(PLAIN, a, b, ranges))
+    assert same_bits(grouped(WIDE[tile], a, b, ranges), grouped(PLAIN, a, b, ranges))
 
 
 @pytest.mark.parametrize("tile", WIDE)
@@ -100,7 +94,7 @@ def test_low_rank_products(tile):
     a, b = activations(sum(sizes), k), weights(len(sizes), n, k)
     ranks, factors = (torch.randn(*shape, 16, device=DEVICE).bfloat16() for shape in ((sum(sizes),), (len(sizes), n)))
     outs = (grouped(one, a, b, offsets(sizes), low_rank=(ranks, factors)) for one in (WIDE[tile], PLAIN))
-    assert equal(*outs)
+    assert same_bits(*outs)
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
@@ -115,7 +109,7 @@ def test_bad_values_stay_in_their_rows_and_columns(bad):
     out = grouped(WIDE["staged"], FP8Tensor(a.data, scale), b, offsets(sizes))
     assert not out[rows].isfinite().any()
     out[rows] = clean[rows]
-    assert equal(out, clean)
+    assert same_bits(out, clean)
 
 
 @pytest.mark.parametrize("tile", WIDE)
@@ -140,7 +134,7 @@ def test_sizes_that_change_between_replays_of_a_graph():
         groups.copy_(offsets(sizes))
         out.fill_(NAN)
         graph.replay()
-        assert equal(out, grouped(PLAIN, a, b, groups))
+        assert same_bits(out, grouped(PLAIN, a, b, groups))
 
 
 @pytest.mark.parametrize("tile", WIDE)
@@ -151,5 +145,5 @@ def test_one_matrix(m, n, k, tile):
     outs = [poisoned(m, n, torch.bfloat16) for _ in range(2)]
     for config, out in zip((WIDE[tile], PLAIN), outs, strict=True):
         multiply_with(with_stages(config, k), Operands(*a, *b), out)
-    assert equal(*outs)
+    assert same_bits(*outs)
     assert rounded_error(outs[0], exact(a, b)) <= TOLERANCE

@@ -24,6 +24,11 @@ DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 1.5e-3}
 
 
+def nothing(rows, rows_of_block=1):
+    """An operand without columns."""
+    return torch.empty(rows, 0, dtype=torch.float8_e4m3fn), torch.empty(-(-rows // rows_of_block), 0)
+
+
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 8, 16), (3, 24, 48), (33, 136, 144), (129, 576, 576), (17, 2112, 256), (64, 128, 1536)]
@@ -49,8 +54,7 @@ def test_any_size(m, n, k, bias_dtype, out_dtype, scale_format, seed):
     if k:
         a, b = operands(m, n, k, seed, scale_format)
     else:
-        a = (torch.empty(m, 0, dtype=torch.float8_e4m3fn), torch.empty(m, 0))
-        b = (torch.empty(n, 0, dtype=torch.float8_e4m3fn), torch.empty(-(-n // 128), 0))
+        a, b = nothing(m), nothing(n, 128)
     bias = None if bias_dtype is None else torch.randn(n).to(bias_dtype)
     out = gemm(a, b, bias=bias, out_dtype=out_dtype)
     expected = exact(a, b, bias) if k else torch.zeros(m, n).double() + (0 if bias is None else bias.double())
@@ -98,8 +102,7 @@ def test_c_is_added_before_rounding(dtype):
 
 
 def test_c_of_an_empty_sum():
-    a = (torch.empty(3, 0, dtype=torch.float8_e4m3fn), torch.empty(3, 0))
-    b = (torch.empty(8, 0, dtype=torch.float8_e4m3fn), torch.empty(1, 0))
+    a, b = nothing(3), nothing(8, 128)
     c = torch.randn(3, 8)
     assert torch.equal(gemm(a, b, c=c, bias=torch.ones(8), out_dtype=torch.float32), c + 1)
 
@@ -130,8 +133,7 @@ def test_conversion_is_exact_for_every_value():
 @pytest.mark.parametrize("m", [0, 5])
 @pytest.mark.parametrize("n", [0, 24])
 def test_out_of_an_empty_problem(m, n):
-    a = (torch.empty(m, 0, dtype=torch.float8_e4m3fn), torch.empty(m, 0))
-    b = (torch.empty(n, 0, dtype=torch.float8_e4m3fn), torch.empty(-(-n // 128), 0))
+    a, b = nothing(m), nothing(n, 128)
     out = torch.full((m, n), 7.0)
     assert not gemm(a, b, out=out).any()
 

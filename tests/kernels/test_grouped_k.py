@@ -17,7 +17,7 @@ from tests import gemm_cases
 from tests.errors import refused, relative_error
 from tests.gemm_cases import exact_along_k, int32
 from tests.gemm_variants import COMPLAINTS
-from tests.ptxas import compile_report
+from tests.ptxas import without_spills
 
 TOLERANCE = 3e-4
 
@@ -176,7 +176,6 @@ def test_choice(groups, m, n, tile):
 )
 def test_every_variant_keeps_to_its_registers(cfg, n, dtype, accumulate):
     assert cfg.shared_bytes <= SHARED_LIMIT
-    report = compile_report(grouped_k_spec(cfg, n, out_float32=dtype == torch.float32, accumulate=accumulate))
-    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    report = without_spills(grouped_k_spec(cfg, n, out_float32=dtype == torch.float32, accumulate=accumulate))
     assert not COMPLAINTS.search(report.log)
     assert report.registers <= REGISTERS_PER_SM // cfg.threads

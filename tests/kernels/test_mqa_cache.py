@@ -13,7 +13,7 @@ from fp8moe.quant.formats import SCALE_FORMATS
 from fp8moe.quant.quantize import dequantize, quantize_1x128
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import refused
-from tests.ptxas import compile_report
+from tests.ptxas import without_spills
 from tests.random_values import random, some_slots
 
 MARK = 0xAB
@@ -186,6 +186,6 @@ def test_errors():
 
 @pytest.mark.parametrize("head_dim,dtype,ue8m0", list(itertools.product(HEAD_DIMS, FLOATING, (False, True))))
 def test_every_variant_compiles_without_spills(head_dim, dtype, ue8m0):
-    report = compile_report(kernel_spec(head_dim, dtype, ue8m0))
-    assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
+    report = without_spills(kernel_spec(head_dim, dtype, ue8m0))
+    assert report.static_smem == 0
     assert report.registers <= 32  # 64 warps on an SM of 65536 registers

@@ -14,7 +14,7 @@ from fp8moe.kernels.decoder_ops.router import Form, route, router_logits
 from fp8moe.kernels.experts import sort_by_expert
 from fp8moe.runtime.checks import FLOATING
 from tests.errors import error_in_its_dtype, refused
-from tests.ptxas import compile_report
+from tests.ptxas import without_spills
 from tests.router_cases import DEEPSEEK, FORMS, SOFTMAX, arguments, dense, exact_route
 
 SMS = 132
@@ -196,18 +196,20 @@ def test_is_the_router_of_transformers(name, classes, options, float_logits, flo
     assert error_in_its_dtype(own_logits, logits.double()) < (1e-6 if logits.dtype is torch.float32 else 1e-3)
 
 
-@pytest.mark.parametrize("experts,top_k,form", FORMS, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 9, 16, 17])
-def test_sorted_with_the_choice(tokens, experts, top_k, form):
-    logits, form = torch.randn(tokens, experts), arguments(experts, form) | {"dtype": torch.bfloat16}
-    expected = route(logits, top_k, **form)
-    assert expected.groups is None and expected.rows is None
-    routing = route(logits, top_k, **form, sort=True)
-    assert torch.equal(routing.index, expected.index) and torch.equal(routing.weights, expected.weights)
-    if tokens > 16 or experts > 512:
-        assert routing.groups is None and routing.rows is None
-    else:
-        assert all(map(torch.equal, routing[2:], sort_by_expert(expected.index, experts)))
+@pytest.mark.parametrize("experts,top_k,form", [*FORMS, (512, 8, SOFTMAX), (513, 8, SOFTMAX)], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 9, 16, 17])
+def test_sorted_with_the_choice(tokens, experts, top_k, form, device):
+    form = arguments(experts, form, device)
+    for dtype, out_dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        logits = torch.randn(tokens, 2 * experts, device=device).to(dtype)[:, ::2]
+        expected = route(logits, top_k, **form, dtype=out_dtype)
+        assert expected.groups is None and expected.rows is None
+        routing = route(logits, top_k, **form, dtype=out_dtype, sort=True)
+        assert torch.equal(routing.index, expected.index) and torch.equal(routing.weights, expected.weights)
+        if tokens > 16 or experts > 512:
+            assert routing.groups is None and routing.rows is None
+        else:
+            assert all(map(torch.equal, routing[2:], sort_by_expert(expected.index, experts)))
 
 
 # ---- errors ----
@@ -277,9 +279,6 @@ def test_backward_raises():
         routing.weights.sum().backward()
 
 
-# ---- operators ----
-
-
 # ---- kernels ----
 
 
@@ -301,8 +300,7 @@ def test_shares_of_a_thread_block():
 def test_every_variant_of_logits_compiles_without_spills(dtype, out_dtype, tokens, experts, hidden):
     vector = hidden * dtype.itemsize % 16 == 0
     block = router.logits_block(tokens, experts, SMS)
-    report = compile_report(router.logits_spec(block, experts, hidden, dtype, out_dtype, vector))
-    assert report.spill_stores == report.spill_loads == report.stack == 0
+    report = without_spills(router.logits_spec(block, experts, hidden, dtype, out_dtype, vector))
     assert report.static_smem <= 48 << 10
 
 
@@ -311,8 +309,8 @@ def test_every_variant_of_route_compiles_without_spills(experts, top_k, form):
     sigmoid, groups = form["score"] == "sigmoid", (form.get("num_groups", 1), form.get("top_groups", 1))
     compiled_form = Form(top_k, sigmoid, bool(form.get("bias")), *groups, form["normalize"])
     for dtype, out_dtype in zip(FLOATING, (torch.float16, torch.float32, torch.bfloat16), strict=True):
-        report = compile_report(router.route_spec(experts, compiled_form, dtype, out_dtype))
-        assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
+        report = without_spills(router.route_spec(experts, compiled_form, dtype, out_dtype))
+        assert report.static_smem == 0
         assert report.registers <= (96 if experts > 512 else 48)
 
 
@@ -331,6 +329,6 @@ def test_every_variant_that_sorts_compiles_without_spills(experts, top_k, form):
     compiled_form = Form(top_k, sigmoid, bool(form.get("bias")), *groups, form["normalize"])
     for tokens, dtype, out_dtype in ((1, torch.bfloat16, torch.float16), (16, torch.float32, torch.float32)):
         spec = router.sorted_spec(tokens, experts, compiled_form, dtype, out_dtype)
-        report = compile_report(spec)
-        assert report.spill_stores == report.spill_loads == report.stack == report.static_smem == 0
+        report = without_spills(spec)
+        assert report.static_smem == 0
         assert report.registers * dict(spec.defines)["WARPS"] * 32 <= 65536

@@ -154,17 +154,38 @@ def test_a_cluster_must_divide_the_grid():
         launch._launch_config((133, 1, 1), (128, 1, 1), (2, 1, 1), 0, False)
 
 
-def test_a_launch_takes_the_values_that_its_arguments_hold(monkeypatch):
-    launches = []
+@pytest.fixture
+def enqueued(monkeypatch):
+    """Has each launch read by a function, of the stream, the kernel and the addresses of its arguments; a list of it.
 
-    def enqueue(config, function, parameters, extra):
-        pointers = (ctypes.c_void_p * 3).from_address(parameters)
-        words = ctypes.c_int64.from_address(pointers[1]).value, ctypes.c_int32.from_address(pointers[2]).value
-        launches.append((int(config.hStream), int(function), pointers[0], *words))
-        return (SUCCESS if words[1] >= 0 else driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,)
+    A launch fails for which the function returns None.
+    """
 
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", enqueue)
-    monkeypatch.setattr(launch, "_prepare", lambda *args, **options: None)
+    def start(read):
+        launches = []
+
+        def enqueue(config, function, parameters, extra):
+            found = read(int(config.hStream), int(function), (ctypes.c_void_p * 4).from_address(parameters))
+            launches.extend([] if found is None else [found])
+            return (driver.CUresult.CUDA_ERROR_LAUNCH_FAILED if found is None else SUCCESS,)
+
+        monkeypatch.setattr(driver, "cuLaunchKernelEx", enqueue)
+        monkeypatch.setattr(launch, "_prepare", lambda *args, **options: None)
+        return launches
+
+    return start
+
+
+def word(kind, address):
+    return kind.from_address(address).value
+
+
+def test_a_launch_takes_the_values_that_its_arguments_hold(enqueued):
+    def read(stream, function, pointers):
+        count = word(ctypes.c_int32, pointers[2])
+        return None if count < 0 else (stream, function, pointers[0], word(ctypes.c_int64, pointers[1]), count)
+
+    launches = enqueued(read)
     tma = launch.TensorMap(driver.CUtensorMap(), 0)
     pointer, count = ctypes.c_int64(), ctypes.c_int(7)
     launcher = launch.Launcher(SimpleNamespace(handle=99), grid=4, block=32, args=(tma, pointer, count))
@@ -176,17 +197,9 @@ def test_a_launch_takes_the_values_that_its_arguments_hold(monkeypatch):
     refused(RuntimeError, "cuLaunchKernelEx failed: CUDA_ERROR_LAUNCH_FAILED", launcher.launch, 0)
 
 
-def test_a_launch_with_pointers(monkeypatch):
-    launches = []
-
-    def enqueue(config, function, parameters, extra):
-        pointers = (ctypes.c_void_p * 3).from_address(parameters)
-        words = (ctypes.c_int64.from_address(pointer).value for pointer in pointers[:2])
-        launches.append((int(config.hStream), *words, ctypes.c_int32.from_address(pointers[2]).value))
-        return (SUCCESS,)
-
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", enqueue)
-    monkeypatch.setattr(launch, "_prepare", lambda *args, **options: None)
+def test_a_launch_with_pointers(enqueued):
+    kinds = ctypes.c_int64, ctypes.c_int64, ctypes.c_int32
+    launches = enqueued(lambda stream, function, pointers: (stream, *map(word, kinds, pointers[:3])))
     launcher = launch.PointerLauncher(SimpleNamespace(handle=99), grid=4, block=32, pointers=2, args=(ctypes.c_int(7),))
     launcher.launch(0, 1 << 46, 16)
     for addresses in ((16,), (16, 32, 48)):
@@ -210,22 +223,16 @@ def test_the_limit_on_sms(monkeypatch):
         assert launch.num_sms(0) == expected
 
 
-def test_a_launch_with_tensors(monkeypatch):
+def test_a_launch_with_tensors(monkeypatch, enqueued):
     class Sizes(ctypes.Structure):
         _pointers_ = 2
         _fields_ = (("x", ctypes.c_int64), ("y", ctypes.c_int64), ("rows", ctypes.c_int64))
 
-    launches = []
-
-    def enqueue(config, function, parameters, extra):
-        pointers = (ctypes.c_void_p * 4).from_address(parameters)
-        launches.append([*map(lambda p: ctypes.c_int64.from_address(p).value, pointers[:1])])
-        launches[-1] += (ctypes.c_int64 * 2).from_address(pointers[1])
-        launches[-1] += (ctypes.c_int64 * 3).from_address(pointers[2])
-        return (SUCCESS,)
-
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", enqueue)
-    monkeypatch.setattr(launch, "_prepare", lambda *args, **options: None)
+    launches = enqueued(
+        lambda stream, function, pointers: sum(
+            ([*(ctypes.c_int64 * count).from_address(pointers[i])] for i, count in enumerate((1, 2, 3))), []
+        )
+    )
     monkeypatch.setattr(launch, "device_guard", lambda index: nullcontext())
     monkeypatch.setattr(launch, "current_stream", lambda index: 0)
     options = {"grid": 4, "block": 32, "pointers": 1}
