@@ -14,7 +14,7 @@ from fp8moe.decode.arguments import Call, GenerateArguments, integer, parse, par
 from fp8moe.decode.attention import NAME as FLASH
 from fp8moe.decode.cache import has_states
 from fp8moe.decode.generation import Generation
-from fp8moe.decode.model_use import ModelState, TurnLock, check_eval, ranks_of, refits_of
+from fp8moe.decode.model_use import ModelState, TurnLock, check_eval, ranks_of
 from fp8moe.decode.prefill import MOST_GRAPH_TOKENS, Prefix, compile_for_prompts
 from fp8moe.decode.probe import (
     check_batch_invariance,
@@ -29,6 +29,7 @@ from fp8moe.hf.fused import FusedModule, find_fused
 from fp8moe.quant.formats import ceil_div
 from fp8moe.runtime import config
 from fp8moe.runtime.checks import describe
+from fp8moe.weights.closing import refits_of
 
 
 class GraphDecoder:

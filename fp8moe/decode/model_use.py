@@ -1,15 +1,16 @@
-"""The use of a model: by which ranks, by which thread, whether it is still the model it was, or gets other weights."""
+"""The use of a model: by which ranks, by which thread, and whether it is still the model that it was."""
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary, WeakSet, ref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe.layers.master import Fingerprint
+from fp8moe.weights.closing import modules_of, refits_of
 
 
 class Ranks(NamedTuple):
@@ -97,78 +98,6 @@ class TurnLock:
         self._lock.release()
 
 
-class Refits:
-    """The refits of a model (`fp8moe.refit`): how many have begun, and whether it is closed until one is complete.
-
-    captures: states of the model in CUDA graphs, which a complete refit leaves valid.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.closed = False
-        self.captures: WeakSet[ModelState] = WeakSet()
-        self._valid: list[ModelState] = []
-
-    def close(self, model: nn.Module) -> None:
-        if not self.closed:
-            self._valid = [state for state in self.captures if state.change(model) is None]
-        self.closed = True
-        self.count += 1
-
-    def open(self, model: nn.Module) -> None:
-        for state in self._valid:
-            state.renew(model)
-        self._valid = []
-        self.closed = False
-
-    def check(self, begun: int) -> None:
-        """Raise RuntimeError if the model is closed, or has been refitted since `begun`, the count at that time."""
-        if self.closed:
-            _refuse()
-        if self.count != begun:
-            raise RuntimeError("the model's weights were refitted since these sequences began: generate them again")
-
-
-_refits: WeakKeyDictionary[nn.Module, Refits] = WeakKeyDictionary()
-_CLOSED = -1
-"""The key of the hook that refuses, which no handle of PyTorch has."""
-
-
-def refits_of(model: nn.Module) -> Refits:
-    found = _refits.get(model)
-    return _refits.setdefault(model, Refits()) if found is None else found
-
-
-def close(model: nn.Module) -> bool:
-    """Let the model, its modules and its decoders raise RuntimeError where they run; return whether they did before."""
-    closed, known = refits_of(model).closed, {*_refits}
-    for module in _modules(model):
-        module._forward_pre_hooks[_CLOSED] = _refuse  # as register_forward_pre_hook does, which takes ten times as long
-        module._forward_pre_hooks.move_to_end(_CLOSED, last=False)
-        if module in known:
-            _refits[module].close(module)
-    return closed
-
-
-def open_again(model: nn.Module, refresh: Callable[[nn.Module], None]) -> None:
-    """Undo `close`; CUDA graphs that were valid before are valid with the weights that there are now.
-
-    refresh: brings what is made of a module's weights up to date; the model opens after the modules in it.
-    """
-    known = {*_refits}
-    for module in reversed([*_modules(model)]):
-        module._forward_pre_hooks.pop(_CLOSED, None)
-        refresh(module)
-        if module in known:
-            _refits[module].open(module)
-
-
-def _refuse(*call: object) -> NoReturn:
-    raise RuntimeError(
-        "the model's weights are being replaced by fp8moe.refit: end that, or if it failed make a complete one, first"
-    )
-
-
 class ModelState:
     """Where a model's weights lie and what they held at one time, and which adapters of peft were active, how much.
 
@@ -197,25 +126,14 @@ class ModelState:
 
 def check_eval(model: nn.Module) -> None:
     """Raise ValueError for a module in training mode."""
-    if any(module.training for module in _modules(model)):
+    if any(module.training for module in modules_of(model)):
         path = next(path for path, module in model.named_modules() if module.training)
         raise ValueError(f"model: call model.eval() first, {path or 'it'} is in training mode")
 
 
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield all modules in a third of the time of `modules()`, which counts where a prompt is short."""
-    seen, waiting = set(), [model]
-    while waiting:
-        module = waiting.pop()
-        if module not in seen:
-            seen.add(module)
-            yield module
-            waiting += [child for child in module._modules.values() if child is not None]
-
-
 def _weights(model: nn.Module) -> Iterator[Tensor]:
     """Yield parameters and buffers: what is added to the scores of routers is a buffer in many models."""
-    for module in _modules(model):
+    for module in modules_of(model):
         for tensors in (module._parameters, module._buffers):
             yield from [tensor for tensor in tensors.values() if tensor is not None]
 

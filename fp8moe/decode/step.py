@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8moe.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows, used_by
 from fp8moe.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
-from fp8moe.decode.model_use import ranks_of, refits_of
+from fp8moe.decode.model_use import ranks_of
 from fp8moe.decode.prefill import Prefix, ShortPrompts, columns_at_a_time
 from fp8moe.decode.transfers import integers_on
 from fp8moe.hf import versions
@@ -20,6 +20,7 @@ from fp8moe.hf.fused import Optimized
 from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState, Sequences, sample_next
 from fp8moe.runtime import config
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
+from fp8moe.weights.closing import refits_of
 
 WARM_UP_RUNS = 3
 PENALTIES = ("repetition_penalty", "presence_penalty")  # these change greedy decoding too

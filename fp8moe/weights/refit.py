@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fp8moe.decode.model_use import close, open_again
 from fp8moe.hf import experts as cached_experts
 from fp8moe.hf import linears
 from fp8moe.hf.architecture import Location, Locator, convert, is_of_transformers
@@ -26,6 +25,7 @@ from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
 from fp8moe.quant.quantize import Requantizer, quantize_128x128, quantize_channels
 from fp8moe.runtime.checks import FLOATING, describe
 from fp8moe.weights.as_blocks import as_blocks, inexact_weights
+from fp8moe.weights.closing import close, open_again
 from fp8moe.weights.expert_names import DOWN, GATE_UP
 from fp8moe.weights.formats import (
     CHANNEL_SCALE,
