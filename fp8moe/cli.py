@@ -229,11 +229,6 @@ def _add_writing(parser: argparse.ArgumentParser, source: str) -> None:
         action="store_true",
         help="write to a DST that holds other files, and overwrite those of the same names; default: an error",
     )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="read finished shards and their sources again; default: compare their sizes and times only",
-    )
     _add_quiet(parser)
 
 

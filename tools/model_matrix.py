@@ -34,9 +34,9 @@ from fp8moe.hf.fused import find_fused
 from fp8moe.hf.reporting import experts_modules
 from fp8moe.layers.replaced import matches
 from fp8moe.weights import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
-from fp8moe.weights.expert_names import module_of
+from fp8moe.weights.names import parse
 from fp8moe.weights.formats import FP8
-from fp8moe.weights.read import open_checkpoint
+from fp8moe.weights.source import open_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Layout, Source
 from tests.tiny_moe_models import LEFT_OUT, MODELS, moe_classes
 
@@ -249,7 +249,7 @@ def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
         return fused
     linear = name.endswith(".weight") and value.dim() == 2
     in_layers = ".layers." in f".{name}" and not re.search("vis|audio|compressor|indexer", name)
-    return (linear or fused) and in_layers and not matches(module_of(name) or "", DEFAULT_SKIP)
+    return (linear or fused) and in_layers and not matches(parse(name, value.dim()).module, DEFAULT_SKIP)
 
 
 def row_of(name: str) -> dict[str, str]:

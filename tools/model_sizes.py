@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from benchmarks.tables import table, with_tables
 from fp8moe.layers.replaced import DEFAULT_SKIP, matches
-from fp8moe.weights.expert_names import parse_fused
-from fp8moe.weights.formats import scale_shape
+from fp8moe.weights.names import parse
+from fp8moe.weights.formats import scale_grid
 from tools.model_matrix import MARK as MATRIX
 from tools.model_matrix import PAGE as MATRIX_PAGE
 from tools.model_matrix import read_page
@@ -142,11 +142,12 @@ def sizes(model: nn.Module) -> Sizes:
     experts = rest = parameters = 0
     for name, weight in model.named_parameters():
         module, _, last = name.rpartition(".")
-        fused = parse_fused(name, tuple(weight.shape)) is not None
+        parsed = parse(name, weight.dim())
+        fused = parsed.projection is not None
         linear = last == "weight" and type(model.get_submodule(module)) is nn.Linear
         size = 2 * weight.numel()
         if fused or (linear and not matches(module, DEFAULT_SKIP)):
-            rows, columns = scale_shape(name, tuple(weight.shape))[-2:]
+            rows, columns = scale_grid(parsed.matrices, tuple(weight.shape))[-2:]
             matrices = weight.shape[0] if fused else 1
             size = weight.numel() + 4 * matrices * rows * columns
         experts, rest = (experts + size, rest) if fused else (experts, rest + size)

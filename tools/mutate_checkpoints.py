@@ -40,7 +40,7 @@ from fp8moe.weights import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.weights.read import CONFIG
+from fp8moe.weights.source import CONFIG
 from tests.checkpoint_formats import LAYOUTS, Layout, as_gpt_oss, write_layout
 from tools.mutations import MUTATIONS
 

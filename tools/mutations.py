@@ -14,7 +14,7 @@ from random import Random
 import torch
 
 from fp8moe.weights.formats import DTYPES
-from fp8moe.weights.read import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
+from fp8moe.weights.source import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
 
 DEEP = 100_000
 NUMBERS = [

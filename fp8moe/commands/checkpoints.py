@@ -21,7 +21,6 @@ def quantize(options: argparse.Namespace) -> int:
             device=device,
             allow_nonfinite=options.allow_nonfinite,
             force=options.force,
-            verify=options.verify,
         )
     return _describe(options)
 
@@ -35,7 +34,6 @@ def convert(options: argparse.Namespace) -> int:
             requantize=options.requantize,
             device=device,
             force=options.force,
-            verify=options.verify,
         )
     status = _describe(options)
     if error is not None:

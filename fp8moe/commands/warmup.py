@@ -23,7 +23,7 @@ from fp8moe.runtime.jit import KernelSpec
 from fp8moe.runtime.progress import progress, shown, still_running
 from fp8moe.runtime.record import in_own_process
 from fp8moe.runtime.sm90 import USUAL_SMS
-from fp8moe.weights.read import CONFIG, read_json
+from fp8moe.weights.source import CONFIG, read_json
 
 _FEW_ENOUGH = 8192  # tokens: prompts of more need no further kernels, but those of GEMMs
 _WAY_OUT = "expected a directory of your own, writable by nobody else, with 256 MB of room (docs/warmup.md)"

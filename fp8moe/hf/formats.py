@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8moe.hf.name import NAME
-from fp8moe.weights.find_format import Found, QuantizedWeight, examine, is_expert
-from fp8moe.weights.formats import SCALE
-from fp8moe.weights.read import CheckpointError, open_checkpoint
+from fp8moe.weights.names import CHANNEL_SCALE, SCALE
+from fp8moe.weights.source import CheckpointError
+from fp8moe.weights.stored import StoredWeight, open_weights
 from fp8moe.weights.untrusted import printable
 
 _DEQUANTIZED = {"compressed-tensors": ("fp8-tensor", "fp8-channel", "mxfp4", "int4")}  # of NVFP4 it loses a scale
@@ -77,31 +77,31 @@ def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:
     if not fine_grained and not asked:
         return
     try:
-        found = examine(open_checkpoint(Path(files[0]).parent))
+        found = open_weights(Path(files[0]).parent)
     except CheckpointError:
         return  # not safetensors: no format of ours, and transformers says what is wrong
     method = None if quantizer is None else quantizer.quantization_config.quant_method
-    refused, why = found.weights, f"{_WITHOUT_SCALES}, and {_CONVERTS}" if found.format.exact else _WITHOUT_SCALES
+    weights = found.quantized
+    refused, why = weights, f"{_WITHOUT_SCALES}, and {_CONVERTS}" if found.format.exact else _WITHOUT_SCALES
     if fine_grained:
         runs = not asked or found.format.loads
         refused = [
-            weight for weight in found.weights if _is_lost(weight) or not runs or (asked and weight.kind != "fp8-block")
+            weight for weight in weights if _is_lost(weight) or not runs or (asked and weight.kind != "fp8-block")
         ]
         if not refused:
-            refused, why = [weight for weight in found.weights if _has_bias(weight, found)], _WITH_BIASES
-    elif method == "mxfp4" and any(weight.interleaved for weight in found.weights):
+            tensors = found.checkpoint.tensors
+            refused, why = [weight for weight in weights if weight.name.bias in tensors], _WITH_BIASES
+    elif method == "mxfp4" and any(weight.interleaved for weight in weights):
         dequantized = quantizer.quantization_config.dequantize and found.format.loads
-        refused, why = [] if dequantized else found.weights, _ON_TRITON
+        refused, why = [] if dequantized else weights, _ON_TRITON
     elif quantizer is not None:
         known = _DEQUANTIZED.get(method, ())
         refused = [
-            weight
-            for weight in found.weights
-            if is_expert(weight) and (weight.kind not in known or len(weight.shape) == 3)
+            weight for weight in weights if weight.is_expert and (weight.kind not in known or len(weight.shape) == 3)
         ]
     if not refused:
         return
-    says, weight = f"{found.checkpoint.directory}: {found.format.reason}", refused[0].weight
+    says, weight = f"{found.checkpoint.directory}: {found.format.reason}", refused[0].name.text
     if not found.format.loads:
         raise ValueError(printable(f"{says}; from_pretrained would not run {weight} on fp8moe"))
     raise ValueError(printable(f"{says}, where {why.format(weight)}"))
@@ -141,11 +141,6 @@ def _runs_experts(config: Any) -> bool:
     return any(getattr(part, "_experts_implementation", None) == NAME for part in parts)
 
 
-def _is_lost(weight: QuantizedWeight) -> bool:
+def _is_lost(weight: StoredWeight) -> bool:
     """Whether transformers' FP8 quantizer would not find the scale under this name."""
-    return weight.scale is None or (weight.has_own_scale and weight.scale.endswith("_scale"))
-
-
-def _has_bias(weight: QuantizedWeight, found: Found) -> bool:
-    """Whether it is one of fused experts with biases."""
-    return f"{weight.weight}_bias" in found.checkpoint.tensors
+    return weight.scale is None or (not weight.shared and weight.scale.name.endswith(CHANNEL_SCALE))

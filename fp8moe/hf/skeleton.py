@@ -12,11 +12,10 @@ from fp8moe.hf import register
 from fp8moe.hf.architecture import construction_lock, empty_model, reason_of
 from fp8moe.hf.name import NAME
 from fp8moe.hf.quantizer import replace_modules
-from fp8moe.layers.replaced import matches
+from fp8moe.layers.replaced import DEFAULT_SKIP, matches
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime.record import reserve_memory
-from fp8moe.weights.find_format import declared
-from fp8moe.weights.quantize import DEFAULT_SKIP
+from fp8moe.weights.declared import declared
 
 _UNCONVERTED = ("modules_to_not_convert", "ignore", "exclude_modules")
 """The entries of configurations that name the modules that are not quantized: transformers', compressed-tensors' and

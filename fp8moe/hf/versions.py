@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe.hf.name import NAME
-from fp8moe.weights.formats import SCALE, as_float
+from fp8moe.weights.formats import as_float
+from fp8moe.weights.names import SCALE
 
 # Until 5.23: models take their cache as `past_key_values`, later as `cache`.
 

@@ -21,8 +21,8 @@ from fp8moe.weights import (
     save_fp8_checkpoint,
 )
 from fp8moe.weights.as_blocks import as_blocks
-from fp8moe.weights.find_format import find_format
-from fp8moe.weights.read import SINGLE, open_checkpoint
+from fp8moe.weights import find_format
+from fp8moe.weights.source import SINGLE, open_checkpoint
 from tests.checkpoint_formats import E4M3, LAYOUTS, as_gpt_oss, mxfp4, write_layout
 from tests.small_checkpoints import Model, bits, same, unquantized
 

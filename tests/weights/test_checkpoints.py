@@ -22,8 +22,8 @@ from fp8moe.weights import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.weights import read as checkpoint_read
-from fp8moe.weights.read import INDEX, SINGLE, Checkpoint, TensorReader, read_header
+from fp8moe.weights import source as checkpoint_read
+from fp8moe.weights.source import INDEX, SINGLE, Checkpoint, TensorReader, read_header
 from tests.small_checkpoints import (
     EXPERTS,
     FORMATS,

@@ -18,7 +18,7 @@ from fp8moe.weights import (
     save_fp8_checkpoint,
 )
 from fp8moe.weights.formats import DTYPE_NAMES, TensorSpec
-from fp8moe.weights.read import INDEX, SINGLE
+from fp8moe.weights.source import INDEX, SINGLE
 from fp8moe.weights.resume import NAME as STATE
 from fp8moe.weights.write import ShardWriter
 from tests.checkpoint_formats import as_gpt_oss

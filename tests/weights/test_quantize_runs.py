@@ -15,7 +15,7 @@ from fp8moe import __version__
 from fp8moe.cli import main
 from fp8moe.runtime import progress as progress_lines
 from fp8moe.weights import CheckpointError, checkpoints, inspect_checkpoint, quantize_checkpoint
-from fp8moe.weights.read import INDEX, SINGLE, read_header
+from fp8moe.weights.source import INDEX, SINGLE, read_header
 from fp8moe.weights.resume import NAME as STATE
 from fp8moe.weights.resume import Journal
 from fp8moe.weights.write import ShardWriter

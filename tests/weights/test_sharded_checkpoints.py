@@ -15,7 +15,7 @@ from fp8moe import GroupedExperts, refit, refitting
 from fp8moe.decode import GraphDecoder
 from fp8moe.distributed import ExpertParallel
 from fp8moe.weights import CheckpointError, load_fp8_checkpoint, save, save_fp8_checkpoint
-from fp8moe.weights.read import INDEX, TensorReader
+from fp8moe.weights.source import INDEX, TensorReader
 from tests.errors import relative_error
 from tests.processes import in_processes
 from tests.sharded_models import SHARD_SIZE, files_of, save_whole, shard_all, shard_both, shard_experts

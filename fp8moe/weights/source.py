@@ -9,10 +9,10 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,10 +49,10 @@ class CheckpointError(ValueError):
         super().__init__(f"{printable(what)}:{''.join(lines)}")
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a header says of one tensor: safetensors dtype name, shape, where its bytes lie in the file, file name."""
+class TensorInfo(NamedTuple):
+    """What a header says of one tensor: name, safetensors dtype, shape, where its bytes lie in which file."""
 
+    name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -63,57 +63,14 @@ class TensorInfo:
     def nbytes(self) -> int:
         return self.end - self.begin
 
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.dtype, self.shape)
-
-
-class Source(NamedTuple):
-    """A stored tensor that others are made of. by_expert: whether its first dimension is that of experts."""
-
-    name: str
-    info: TensorInfo
-    by_expert: bool
-
-
-@dataclass(frozen=True)
-class Derived(TensorInfo):
-    """A tensor that is made of others when it is read; one of three dimensions, matrix by matrix.
-
-    sources: what `make` takes the values of. scale: the stored scale, if it is one; its values are checked as they are.
-    """
-
-    sources: list[Source]
-    make: Callable[..., Tensor]
-    scale: Source | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.spec.nbytes
-
-
-@dataclass(frozen=True)
-class Header:
-    """The start of a safetensors file. tensors: in the order of their bytes. content: all bytes before the first."""
-
-    tensors: dict[str, TensorInfo]
-    content: bytes
-
-
-class Piece(NamedTuple):
-    """A tensor, or one slice of it along the first dimension, at this place."""
-
-    place: int | None
-    value: Tensor
-
 
 @dataclass
 class Checkpoint:
     """A directory as its headers describe it.
 
-    files: names of the shards that could be read. declarations: entries that say how the weights are quantized, by file
-    and place. problems: what is wrong with the files themselves. incomplete: whether a shard is missing or damaged, so
-    that ``tensors`` lacks what it holds.
+    files: names of the shards that could be read. tensors: by name. declarations: entries that say how the weights are
+    quantized, by file and place. problems: what is wrong with the files themselves. incomplete: whether a shard is
+    missing or damaged, so that `tensors` lacks what it holds.
     """
 
     directory: Path
@@ -124,93 +81,41 @@ class Checkpoint:
     problems: list[str]
     incomplete: bool
 
-    @cached_property
-    def by_file(self) -> dict[str, dict[str, TensorInfo]]:
-        """The tensors of each of ``files``."""
-        groups: dict[str, dict[str, TensorInfo]] = {file: {} for file in self.files}
-        for name, info in self.tensors.items():
-            groups[info.file][name] = info
-        return groups
+    @property
+    def unknown_dtypes(self) -> list[str]:
+        """A line for each tensor of a dtype that is not understood."""
+        return [
+            f"{name}: unknown dtype {info.dtype}" for name, info in self.tensors.items() if info.dtype not in DTYPES
+        ]
 
-    def reader(self) -> "TensorReader":
-        """A context manager that reads tensors."""
-        return TensorReader(self)
-
-    def read_unmapped(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-        """Small stored tensors, flattened, without mapping whole files as the safetensors library does."""
-        for file in self.files:
-            wanted = {name: info for name, info in infos.items() if info.file == file}
-            if not wanted:
-                continue
+    def read_unmapped(self, infos: Iterable[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor]]:
+        """Yield small stored tensors, flattened, without mapping whole files as the safetensors library does."""
+        for file, wanted in groupby(sorted(infos, key=lambda info: (info.file, info.begin)), lambda info: info.file):
             with (self.directory / file).open("rb") as stream:
-                for name, info in wanted.items():
+                for info in wanted:
                     stream.seek(info.begin)
                     content, dtype = bytearray(stream.read(info.nbytes)), DTYPES[info.dtype]
-                    yield name, torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+                    yield info, torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
 
 
-class TensorReader:
-    """Reads tensors with the safetensors library. A shard stays mapped from its first tensor until the reader closes.
+class Reader:
+    """Reads tensors with the safetensors library. A shard stays mapped from its first tensor until `close`."""
 
-    As a context manager, it closes at the end.
-    """
-
-    def __init__(self, checkpoint: Checkpoint):
-        self._checkpoint = checkpoint
+    def __init__(self, directory: Path):
+        self._directory = directory
         self._files: dict[str, safe_open] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> "TensorReader":
-        return self
+    def read(self, info: TensorInfo, part: tuple[slice | int, ...] | None = None) -> Tensor:
+        """Return a tensor, or a part of it."""
+        if info.file not in self._files:
+            self._files[info.file] = self._stack.enter_context(safe_open(self._directory / info.file, framework="pt"))
+        shard = self._files[info.file]
+        return shard.get_tensor(info.name) if part is None else shard.get_slice(info.name)[part]
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._files.clear()
         self._stack.close()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.tensors[name].shape
-
-    def read(self, name: str) -> Tensor:
-        """All of a tensor."""
-        info = self._checkpoint.tensors[name]
-        if not isinstance(info, Derived):
-            return self._open(info).get_tensor(name)
-        values = [piece.value for piece in self.pieces(name)]
-        return torch.stack(values) if len(info.shape) == 3 else values[0]
-
-    def pieces(self, name: str, part: tuple[slice, ...] | None = None) -> Iterator[Piece]:
-        """A part of a tensor, all of it by default: one piece, or if it has 3 dimensions one for each of the first.
-
-        Fused experts can take gigabytes: so memory holds one expert at a time.
-        """
-        info = self._checkpoint.tensors[name]
-        part = tuple(slice(0, size) for size in info.shape) if part is None else part
-        if isinstance(info, Derived):
-            for index in range(part[0].start, part[0].stop) if len(info.shape) == 3 else [None]:
-                value = info.make(*(self._matrix(source, index) for source in info.sources))
-                place = None if index is None else index - part[0].start
-                yield Piece(place, value[part if index is None else part[1:]])
-            return
-        view = self._open(info).get_slice(name)
-        if len(info.shape) < 3 or not info.nbytes:
-            yield Piece(None, view[part])
-            return
-        for index in range(part[0].start, part[0].stop):
-            yield Piece(index - part[0].start, view[index, *part[1:]])
-
-    def _matrix(self, source: Source, expert: int | None) -> Tensor:
-        """What is stored of an expert, or all of a tensor that is not one of experts."""
-        shard = self._open(source.info)
-        if expert is None or not source.by_expert:
-            return shard.get_tensor(source.name)
-        return shard.get_slice(source.name)[expert]
-
-    def _open(self, info: TensorInfo) -> safe_open:
-        """The shard that holds this tensor."""
-        if info.file not in self._files:
-            shard = safe_open(self._checkpoint.directory / info.file, framework="pt")
-            self._files[info.file] = self._stack.enter_context(shard)
-        return self._files[info.file]
 
 
 def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
@@ -257,7 +162,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
             unread.add(file)
             continue
         files.append(file)
-        for name, info in header.tensors.items():
+        for name, info in header.items():
             if weight_map is not None and weight_map.get(name) != file:
                 problems.append(f"{name}: is in {file}, but {INDEX} does not say so")
             else:
@@ -313,8 +218,8 @@ def count_problems(checkpoint: Checkpoint) -> list[str]:
     return problems
 
 
-def read_header(path: Path) -> Header:
-    """Read the header of a safetensors file.
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read the header of a safetensors file: its tensors by name, in the order of their bytes.
 
     Raises CheckpointError for a file that cannot be read, is cut short, too long, or not safetensors: what passes, the
     safetensors library opens, too.
@@ -342,7 +247,7 @@ def read_header(path: Path) -> Header:
         for name, info in tensors.items():
             if info.begin != position:
                 raise broken(f"the bytes of {name} do not follow on those before")
-            if info.dtype in DTYPES and info.nbytes != info.spec.nbytes:
+            if info.dtype in DTYPES and info.nbytes != TensorSpec(info.dtype, info.shape).nbytes:
                 raise broken(f"{name} has {info.nbytes} bytes, which does not fit {info.dtype} {shown(info.shape)}")
             position = info.end
         if size != position:
@@ -356,11 +261,11 @@ def read_header(path: Path) -> Header:
         raise broken(f"has no valid safetensors header ({error})") from error
     except (OSError, SafetensorError) as error:
         raise broken(f"cannot be read ({error})") from error
-    return Header(tensors, content)
+    return tensors
 
 
 def unmappable(checkpoint: Checkpoint) -> list[str]:
-    """Shards that PyTorch cannot map, being larger than memory: their headers can be read, their tensors cannot."""
+    """List the shards that PyTorch cannot map, being larger than memory: headers can be read, tensors cannot."""
     problems = []
     for file in checkpoint.files:
         try:
@@ -380,7 +285,7 @@ def _tensor_info(name: str, entry: object, start: int, file: str) -> TensorInfo:
             and len(shape) <= _MAX_RANK
             and math.prod(max(size, 1) for size in shape) < 2**63
         ):
-            return TensorInfo(dtype, tuple(shape), start + begin, start + end, file)
+            return TensorInfo(name, dtype, tuple(shape), start + begin, start + end, file)
     raise ValueError(f"{name} has {shown(entry)}, expected dtype, shape and data_offsets of a tensor")
 
 
