@@ -34,8 +34,8 @@ from fp8moe.hf.fused import find_fused
 from fp8moe.hf.reporting import experts_modules
 from fp8moe.layers.replaced import matches
 from fp8moe.weights import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
-from fp8moe.weights.names import parse
 from fp8moe.weights.formats import FP8
+from fp8moe.weights.names import parse
 from fp8moe.weights.source import open_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Layout, Source
 from tests.tiny_moe_models import LEFT_OUT, MODELS, moe_classes

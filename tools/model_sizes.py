@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from benchmarks.tables import table, with_tables
 from fp8moe.layers.replaced import DEFAULT_SKIP, matches
-from fp8moe.weights.names import parse
 from fp8moe.weights.formats import scale_grid
+from fp8moe.weights.names import parse
 from tools.model_matrix import MARK as MATRIX
 from tools.model_matrix import PAGE as MATRIX_PAGE
 from tools.model_matrix import read_page

@@ -119,7 +119,7 @@ def block_problems(weights: Weights, blocks: Iterable[StoredWeight]) -> list[str
         if weight.shared or text in shared:
             continue
         if scale is not None:
-            if weight.make is None and scale.dtype not in SCALE_DTYPES:
+            if weight.scale_dtype not in SCALE_DTYPES:
                 problems.append(f"{scale.name}: dtype {scale.dtype}, expected {', '.join(SCALE_DTYPES)}")
             elif weight.kind is not None:
                 fitting.append(scale)

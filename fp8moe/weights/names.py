@@ -172,14 +172,18 @@ class ExpertNames:
     projections: Mapping[str, str] = field(default_factory=dict)
     w_block: bool = False
 
-    def stored(self, module: str, expert: int, projection: str) -> str:
-        """The checkpoint's name of one projection of one expert."""
-        module = module.replace(BLOCK_IN_MODEL, W_BLOCK) if self.w_block else module
-        return f"{module}.{expert}.{self.projections.get(projection, projection)}.weight"
+    def stored(self, name: Name) -> Name:
+        """Return the checkpoint's name of a tensor of the model."""
+        if not self.w_block:
+            return name
+        module = f"{name.module}.".replace(BLOCK_IN_MODEL, W_BLOCK).removesuffix(".")
+        return name._replace(text=name.text.replace(BLOCK_IN_MODEL, W_BLOCK), module=module)
 
-    def other(self, text: str) -> str:
-        """The checkpoint's name of a tensor that is not of a single expert."""
-        return text.replace(BLOCK_IN_MODEL, W_BLOCK) if self.w_block else text
+    def of_expert(self, name: Name, expert: int, projection: str) -> Name:
+        """Return the checkpoint's name of one matrix of fused experts."""
+        module = self.stored(name).module
+        text = f"{module}.{expert}.{self.projections.get(projection, projection)}.weight"
+        return Name(text, module, WEIGHT, projection, expert)
 
 
 FindExpertNames = Callable[[nn.Module], ExpertNames | None]

@@ -214,8 +214,8 @@ def match(
         fits = _claim(plan, place, weight.name.text, TensorSpec(weight.dtype, weight.shape))
         scale_place = target.scale_of(place) if weight.has_scale else None
         if scale_place is not None:
-            stored = weight.scale if weight.make is None else TensorSpec("F32", weight.grid)
-            _claim(plan, scale_place, weight.scale_name, TensorSpec(stored.dtype, stored.shape))
+            spec = TensorSpec(weight.scale_dtype, weight.scale.shape if weight.grid is None else weight.grid)
+            _claim(plan, scale_place, weight.scale_name, spec)
         elif weight.has_scale and fits:
             extra.append(weight.scale_name)
         plan.moves.append((weight, place, scale_place))

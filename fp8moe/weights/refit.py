@@ -257,7 +257,7 @@ class _Refit:
         scale, text = self.target.scale_of(place), weight.name.text
         specs = [(text, place, TensorSpec(weight.dtype, weight.shape))]
         if scale is not None:
-            specs.append((weight.scale_name, scale, TensorSpec("F32", weight.grid)))
+            specs.append((weight.scale_name, scale, TensorSpec(weight.scale_dtype, weight.grid)))
         for name, part, spec in specs:
             problem = self.target.mismatch(spec, part)
             if problem is not None:

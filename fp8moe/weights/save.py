@@ -105,7 +105,7 @@ def save_fp8_checkpoint(
         )
         by_file = split.filename_to_tensors or {SINGLE: []}
         files = {file: [tensor for name in names for tensor in groups[name]] for file, names in by_file.items()}
-    layouts = {file: {tensor.text: tensor.spec for tensor in content} for file, content in files.items()}
+    layouts = {file: {tensor.name.text: tensor.spec for tensor in content} for file, content in files.items()}
     layout = {name: spec for part in layouts.values() for name, spec in part.items()}
     sharded = [name for name, value in tensors.items() if is_sharded(value)]
     digest = hashlib.sha256(repr((layouts, sharded)).encode()).hexdigest()[:8]
@@ -129,7 +129,7 @@ def save_fp8_checkpoint(
                 if ranks.first:
                     with ShardWriter(directory / file, layouts[file]) as writer:
                         for tensor, value in slices:
-                            writer.put(tensor.text, value.to(DTYPES[tensor.spec.dtype]))
+                            writer.put(tensor.name.text, value.to(DTYPES[tensor.spec.dtype]))
             finally:
                 deque(slices, maxlen=0)  # the others wait until what they send is received
     with ranks.step():
@@ -141,12 +141,8 @@ def save_fp8_checkpoint(
 
 
 class StoredTensor(NamedTuple):
-    """A tensor to be written, under this name: which box of which of the model's tensors, and in which dtype.
+    """A tensor to be written, under this name: which box of which of the model's tensors, and in which dtype."""
 
-    name: of the tensor, or of the weight that it is the scale of, in which case `text` has the end of a scale's name.
-    """
-
-    text: str
     name: Name
     source: str
     box: Box
@@ -181,10 +177,12 @@ def _groups(
         scale = tensors.get(name.scale) if name.scale in scales else None
         suffix = CHANNEL_SCALE if scale is not None and has_channel_scales(value, scale) else SCALE
         single = expert_names is not None and _splits(name, tensors)
-        parts = _one_by_one(name, value, expert_names) if single else {}
-        if not single:
-            parts[text if expert_names is None else expert_names.other(text)] = name
-        for index, (own_text, own_name) in enumerate(parts.items()):
+        parts = [name if expert_names is None else expert_names.stored(name)]
+        if single:
+            projections = (GATE, UP) if name.projection == GATE_UP else (name.projection,)
+            experts = range(value.shape[0])
+            parts = [expert_names.of_expert(name, expert, part) for expert in experts for part in projections]
+        for index, part_name in enumerate(parts):
             group = []
             for tensor, source, end in ((value, text, ""), (scale, name.scale, suffix)):
                 if tensor is None:
@@ -192,8 +190,8 @@ def _groups(
                 box = _box(tensor, index, len(parts)) if single else whole(tensor.shape)
                 dtype = scale_dtype(scale_format) if end else DTYPE_NAMES[tensor.dtype]
                 spec = TensorSpec(dtype, tuple(map(len, box[1:] if single else box)))
-                stored_name = own_name if not end else own_name._replace(role=SCALE_ROLE)
-                group.append(StoredTensor(own_text + end, stored_name, source, box, spec))
+                own_name = part_name._replace(text=part_name.text + end, role=SCALE_ROLE if end else part_name.role)
+                group.append(StoredTensor(own_name, source, box, spec))
             yield group
 
 
@@ -209,16 +207,6 @@ def _splits(name: Name, tensors: Mapping[str, Tensor]) -> bool:
         return False
     count, hidden, size = down.shape
     return gate_up.shape == (count, 2 * size, hidden) if up is None else up.shape == (count, size, hidden)
-
-
-def _one_by_one(name: Name, value: Tensor, expert_names: ExpertNames) -> dict[str, Name]:
-    """The names in the checkpoint of the matrices that make up a fused tensor, one expert's after the other's."""
-    projections = (GATE, UP) if name.projection == GATE_UP else (name.projection,)
-    return {
-        expert_names.stored(name.module, expert, part): name._replace(projection=part, expert=expert)
-        for expert in range(value.shape[0])
-        for part in projections
-    }
 
 
 def _box(fused: Tensor, index: int, count: int) -> Box:

@@ -106,12 +106,12 @@ class Reader:
         self._files: dict[str, safe_open] = {}
         self._stack = ExitStack()
 
-    def read(self, info: TensorInfo, part: tuple[slice | int, ...] | None = None) -> Tensor:
+    def read(self, info: TensorInfo, part: tuple[slice | int, ...] = ()) -> Tensor:
         """Return a tensor, or a part of it."""
         if info.file not in self._files:
             self._files[info.file] = self._stack.enter_context(safe_open(self._directory / info.file, framework="pt"))
         shard = self._files[info.file]
-        return shard.get_tensor(info.name) if part is None else shard.get_slice(info.name)[part]
+        return shard.get_slice(info.name)[part] if part else shard.get_tensor(info.name)
 
     def close(self) -> None:
         self._files.clear()

@@ -49,7 +49,7 @@ class StoredWeight(NamedTuple):
 
     name: of the weight as a tensor of its own. codes, scale: the stored tensors. kind: of `KINDS`; None for values that
     are not quantized, and for FP8 codes whose scale is missing or unknown. dtype, shape: of its values, by safetensors
-    name and (N, K) or (E, N, K). grid: the shape of its scale, None without. coded: whether it is stored as FP8 codes
+    name and (N, K) or (E, N, K). grid, scale_dtype: the shape of its scale, None without one, and the dtype. coded: whether it is stored as FP8 codes
     or packed integers. transposed: whether fused experts are stored (E, K, N). shared: whether the scale is that of all
     experts, which are stored one by one, and is a StoredWeight of its own. make: the value of a matrix, a Tensor or an
     FP8Tensor, from its codes and scale, where it is not what is stored.
@@ -62,6 +62,7 @@ class StoredWeight(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     grid: tuple[int, ...] | None = None
+    scale_dtype: str = "F32"
     coded: bool = False
     transposed: bool = False
     shared: bool = False
@@ -87,9 +88,9 @@ class StoredWeight(NamedTuple):
         return self.name.scale if self.scale is None or self.make is not None else self.scale.name
 
     def specs(self) -> Layout:
-        """Return the tensors that the weight is written as, by name: values, and with a scale its float32 values."""
+        """Return the tensors that the weight is written as, by name: values and scale."""
         specs = {self.name.text: TensorSpec(self.dtype, self.shape)}
-        return specs if self.grid is None else specs | {self.name.scale: TensorSpec("F32", self.grid)}
+        return specs if self.grid is None else specs | {self.name.scale: TensorSpec(self.scale_dtype, self.grid)}
 
     def value(self, codes: Tensor, scale: Tensor | None) -> Tensor | FP8Tensor:
         """Return the value of a matrix of these codes and this scale."""
@@ -110,30 +111,29 @@ class StoredWeight(NamedTuple):
         part: of the values; the scale of an FP8Tensor is always whole. Fused experts can take gigabytes: so memory
         holds one expert at a time.
         """
-        stored = None if self.scale is None or self.shared else reader.read(self.scale)
+        part = part or tuple(slice(0, size) for size in self.shape)
+        own_scale = None if self.shared else self.scale
         if len(self.shape) < 3:
-            if self.make is None:
-                yield None, self.value(reader.read(self.codes, part), stored)
-            else:
-                yield None, _part(self.value(reader.read(self.codes), stored), part)
+            yield None, self._piece(reader, (), part, own_scale and reader.read(own_scale))
             return
-        first, inner = (slice(0, self.shape[0]), None) if part is None else (part[0], part[1:])
         if not math.prod(self.shape):
             return
-        by_expert = stored is not None and stored.shape[:1] == self.shape[:1]
-        for expert in range(first.start, first.stop):
-            scale = stored[expert] if by_expert else stored
-            if self.make is None:
-                value = self.value(reader.read(self.codes, (expert, *(inner or ()))), scale)
-            else:
-                value = _part(self.value(reader.read(self.codes, (expert,)), scale), inner)
-            yield expert - first.start, value
+        first, *inner = part
+        by_expert = own_scale is not None and own_scale.shape[:1] == self.shape[:1]
+        scale = own_scale and reader.read(own_scale, (first,) if by_expert else ())
+        for place, expert in enumerate(range(first.start, first.stop)):
+            yield place, self._piece(reader, (expert,), tuple(inner), scale[place] if by_expert else scale)
 
-
-def _part(value: Tensor | FP8Tensor, part: tuple[slice, ...] | None) -> Tensor | FP8Tensor:
-    if part is None:
-        return value
-    return value._replace(data=value.data[part]) if isinstance(value, FP8Tensor) else value[part]
+    def _piece(
+        self, reader: Reader, at: tuple[int, ...], part: tuple[slice, ...], scale: Tensor | None
+    ) -> Tensor | FP8Tensor:
+        """Read a part of a matrix: of what is stored as it is seen, nothing else."""
+        if self.make is None:
+            return self.value(reader.read(self.codes, (*at, *part)), scale)
+        value = self.make(reader.read(self.codes, at), scale)
+        if isinstance(value, FP8Tensor):
+            return value._replace(data=value.data[part])
+        return value[part] if isinstance(value, Tensor) else value
 
 
 class Format(NamedTuple):
@@ -227,6 +227,7 @@ def _paired(checkpoint: Checkpoint, declaration: Declared | None) -> tuple[list[
             name=name,
             codes=info,
             scale=None if scale is None else tensors[scale],
+            scale_dtype="F32" if scale is None else tensors[scale].dtype,
             kind=None,
             dtype=info.dtype,
             shape=info.shape,

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from fp8moe.quant.formats import BLOCK, FP8_MAX, FP8Tensor
 from fp8moe.quant.quantize import dequantize, quantize_128x128
 from fp8moe.weights.declared import MX_BLOCK
-from fp8moe.weights.formats import DTYPES, FP8, SCALE_DTYPES, as_float, scale_dtype, scale_grid
+from fp8moe.weights.formats import FP8, SCALE_DTYPES, as_float, scale_dtype, scale_grid
 from fp8moe.weights.names import BIAS, GATE_UP
 from fp8moe.weights.source import Reader
 from fp8moe.weights.stored import StoredWeight, Weights
@@ -45,15 +45,18 @@ def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:
     grid = scale_grid(matrices, weight.shape)
     seen = partial(weight._replace, dtype=FP8, grid=grid)
     if weight.kind in _MICROSCALED:
-        return seen(make=partial(_of_each, weight, _MICROSCALED[weight.kind]))
-    if scale.dtype not in SCALE_DTYPES and not (scale.dtype == "U8" and bytes_are_exponents):
-        return seen()
+        return seen(make=partial(_of_each, weight, _MICROSCALED[weight.kind]), scale_dtype="F32")
+    if scale.dtype not in SCALE_DTYPES:
+        if scale.dtype != "U8" or not bytes_are_exponents:
+            return seen()
+        weight = weight._replace(scale_dtype="F32")
+        seen = partial(weight._replace, dtype=FP8, grid=grid)
     if weight.kind == "fp8-tensor":
-        return seen(make=partial(_filled, matrices=matrices, grid=grid[-2:], transposed=weight.transposed))
+        return seen(make=partial(_filled, matrices=matrices, grid=grid[-2:], transposed=weight.transposed), scale_dtype="F32")
     if weight.kind == "fp8-channel":
         grid = (*weight.shape[:-1], 1)
     if weight.transposed:
-        return seen(grid=grid, make=partial(_transposed, grid=grid[-2:]))
+        return seen(grid=grid, make=partial(_transposed, grid=grid[-2:]), scale_dtype="F32")
     return seen(grid=grid)
 
 
@@ -104,9 +107,10 @@ def quantized(
         matrices = values.to(device).unflatten(0, (weight.name.matrices, -1))
         made = quantize_128x128(matrices, scale_format=scale_format)
         take(matrices, made)
-        return FP8Tensor(made.data.flatten(0, 1), made.scale.flatten(0, 1).cpu().to(DTYPES[scale_dtype(scale_format)]))
+        return FP8Tensor(made.data.flatten(0, 1), made.scale.flatten(0, 1).cpu())
 
-    return weight.seen(quantize, FP8, grid=scale_grid(weight.name.matrices, weight.shape))
+    grid, stored = scale_grid(weight.name.matrices, weight.shape), scale_dtype(scale_format)
+    return weight.seen(quantize, FP8, grid=grid, scale_dtype=stored)
 
 
 def inexact(weights: Weights) -> Iterator[StoredWeight]:
@@ -122,7 +126,8 @@ def inexact(weights: Weights) -> Iterator[StoredWeight]:
                 spread.append(of_scale[scale])
     reader = Reader(checkpoint.directory)
     for weight in spread:
-        if not all(exact for _, exact in weight._replace(make=partial(_is_exact, weight)).pieces(reader)):
+        judged = weight._replace(make=partial(_is_exact, weight))
+        if not all(exact for _, exact in judged.pieces(reader)):
             yield weight
     reader.close()
 
