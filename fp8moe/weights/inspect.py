@@ -138,14 +138,17 @@ def block_problems(weights: Weights, blocks: Iterable[StoredWeight]) -> list[str
                 problems.append(f"{text}: the scale of a weight in {other.dtype}")
     for name, parts in shared.items():
         scale, first = checkpoint.tensors[name], parts[0]
-        rows, columns = scale_grid(1, first.shape)
-        projections = len({part.name.projection for part in parts})
-        expected = max(part.name.expert for part in parts) + 1, projections * rows, columns
+        expected = None
+        if len(first.shape) > 1:
+            *_, rows, columns = scale_grid(1, first.shape)
+            projections = len({part.name.projection for part in parts})
+            expected = max(part.name.expert for part in parts) + 1, projections * rows, columns
+        fits = expected is not None and fits_scale(scale.shape, expected)
         if scale.dtype not in SCALE_DTYPES:
             problems.append(f"{name}: dtype {scale.dtype}, expected {', '.join(SCALE_DTYPES)}")
-        elif fits_scale(scale.shape, expected):
+        elif fits:
             fitting.append(scale)
-        if not fits_scale(scale.shape, expected) and not checkpoint.incomplete:
+        if not fits and not checkpoint.incomplete:
             problems.append(f"{name}: shape {scale.shape}, expected {expected} for {first.name.text} {first.shape}")
     return problems + scale_problems(checkpoint, fitting) + _experts(weights)[1]
 

@@ -106,7 +106,7 @@ def parse(text: str, rank: int | None = None) -> Name:
     module, _, parameter = text.rpartition(".")
     if parameter == "weight":
         return Name(text, module, WEIGHT)
-    if text.endswith(SCALE) and len(text) > len(SCALE) or parameter in ("scale", "weight_scale") and module:
+    if text.endswith(SCALE) or parameter in ("scale", "weight_scale") and module:
         return Name(text, module, SCALE_ROLE)
     return Name(text, module, BIAS if parameter == "bias" else OTHER)
 

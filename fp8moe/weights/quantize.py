@@ -37,6 +37,23 @@ Take = Callable[[StoredWeight, Tensor, FP8Tensor], None]
 """Is given a weight, each of its matrices, and what that was quantized to."""
 
 
+def _ignore(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
+    """Take a matrix as it is."""
+
+
+def _check_finite(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
+    """Raise CheckpointError for a NaN or an infinity."""
+    if not made.scale.isfinite().all():  # as is the scale of a block with such a value
+        count = values.numel() - int(values.isfinite().sum())
+        raise CheckpointError(
+            f"cannot quantize {weight.codes.file}",
+            [
+                f"{weight.name.text}: {count} values are NaN or infinite, expected finite weights; "
+                "allow_nonfinite=True (--allow-nonfinite) goes on with them"
+            ],
+        )
+
+
 @dataclass
 class OutputPlan:
     """What an unquantized checkpoint becomes.
@@ -54,7 +71,7 @@ class OutputPlan:
     kept: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def outputs(self, take: Take = lambda *matrix: None) -> list[StoredWeight]:
+    def outputs(self, take: Take = _ignore) -> list[StoredWeight]:
         """Return views of what is to be written, in the order of the source."""
         in_turns = {f"{text}_bias" for text in self.quantized} if self.weights.interleaved else ()
         outputs = []
@@ -156,18 +173,7 @@ def quantize_checkpoint(
     for line in plan.lines():
         _warn(line)
 
-    def check(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
-        if not allow_nonfinite and not made.scale.isfinite().all():  # as is the scale of a block with such a value
-            count = values.numel() - int(values.isfinite().sum())
-            raise CheckpointError(
-                f"cannot quantize {weight.codes.file}",
-                [
-                    f"{weight.name.text}: {count} values are NaN or infinite, expected finite weights; "
-                    "allow_nonfinite=True (--allow-nonfinite) goes on with them"
-                ],
-            )
-
-    outputs = plan.outputs(check)
+    outputs = plan.outputs(_ignore if allow_nonfinite else _check_finite)
     _write(weights.checkpoint, target, outputs, plan.quantization_config(outputs), force)
     warning = low_fp8_fraction({text: spec for weight in outputs for text, spec in weight.specs().items()})
     if warning:
@@ -217,15 +223,16 @@ def convert_checkpoint(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     squares = torch.zeros(2, dtype=torch.float64, device="cpu")  # of what requantizing changes, and of all values
 
-    def add(values: Tensor, made: FP8Tensor) -> None:
+    def add(weight: StoredWeight, values: Tensor, made: FP8Tensor) -> None:
+        _check_finite(weight, values, made)
         whole = values.double()
         difference = dequantize(made, dtype=torch.float32).double() - whole
         squares.add_(torch.stack([difference.square().sum(), whole.square().sum()]).cpu())
 
     rounded = channels | {weight.name.text: weight for weight in inexact(weights)} if requantize else {}
-    make = partial(quantized, scale_format="float32", device=device, take=add)
+    make = partial(quantized, scale_format="float32", device=device)
     outputs = [
-        make(as_values(rounded[weight.name.text])) if weight.name.text in rounded else weight
+        make(as_values(found), take=partial(add, found)) if (found := rounded.get(weight.name.text)) else weight
         for weight in blocks
         if weight.name.text not in weights.unused
     ]

@@ -49,10 +49,10 @@ class StoredWeight(NamedTuple):
 
     name: of the weight as a tensor of its own. codes, scale: the stored tensors. kind: of `KINDS`; None for values that
     are not quantized, and for FP8 codes whose scale is missing or unknown. dtype, shape: of its values, by safetensors
-    name and (N, K) or (E, N, K). grid, scale_dtype: the shape of its scale, None without one, and the dtype. coded: whether it is stored as FP8 codes
-    or packed integers. transposed: whether fused experts are stored (E, K, N). shared: whether the scale is that of all
-    experts, which are stored one by one, and is a StoredWeight of its own. make: the value of a matrix, a Tensor or an
-    FP8Tensor, from its codes and scale, where it is not what is stored.
+    name and (N, K) or (E, N, K). grid, scale_dtype: shape and dtype of its scale; grid is None without one. coded:
+    whether it is stored as FP8 codes or packed integers. transposed: whether fused experts are stored (E, K, N).
+    shared: whether the scale is that of all experts, which are stored one by one, and is a StoredWeight of its own.
+    make: the value of a matrix, a Tensor or an FP8Tensor, from its codes and scale, where it is not what is stored.
     """
 
     name: Name

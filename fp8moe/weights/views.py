@@ -41,23 +41,18 @@ def in_blocks(weights: Weights) -> list[StoredWeight]:
 def _in_blocks(weight: StoredWeight, bytes_are_exponents: bool) -> StoredWeight:
     if weight.kind is None or weight.shared:
         return weight
-    scale, matrices = weight.scale, weight.name.matrices
-    grid = scale_grid(matrices, weight.shape)
-    seen = partial(weight._replace, dtype=FP8, grid=grid)
+    scale, grid = weight.scale, scale_grid(weight.name.matrices, weight.shape)
+    grid = (*weight.shape[:-1], 1) if weight.kind == "fp8-channel" else grid
+    make, known = None, scale.dtype in SCALE_DTYPES or (scale.dtype == "U8" and bytes_are_exponents)
     if weight.kind in _MICROSCALED:
-        return seen(make=partial(_of_each, weight, _MICROSCALED[weight.kind]), scale_dtype="F32")
-    if scale.dtype not in SCALE_DTYPES:
-        if scale.dtype != "U8" or not bytes_are_exponents:
-            return seen()
-        weight = weight._replace(scale_dtype="F32")
-        seen = partial(weight._replace, dtype=FP8, grid=grid)
-    if weight.kind == "fp8-tensor":
-        return seen(make=partial(_filled, matrices=matrices, grid=grid[-2:], transposed=weight.transposed), scale_dtype="F32")
-    if weight.kind == "fp8-channel":
-        grid = (*weight.shape[:-1], 1)
-    if weight.transposed:
-        return seen(grid=grid, make=partial(_transposed, grid=grid[-2:]), scale_dtype="F32")
-    return seen(grid=grid)
+        make, known = partial(_of_each, weight, _MICROSCALED[weight.kind]), True
+    elif weight.kind == "fp8-tensor" and known:
+        filled = partial(_filled, matrices=weight.name.matrices, grid=grid[-2:])
+        make = partial(filled, transposed=weight.transposed)
+    elif weight.transposed and known:
+        make = partial(_transposed, grid=grid[-2:])
+    as_stored = make is None and (scale.dtype in SCALE_DTYPES or not known)
+    return weight._replace(dtype=FP8, grid=grid, make=make, scale_dtype=scale.dtype if as_stored else "F32")
 
 
 def in_rows(weight: StoredWeight) -> StoredWeight:
