@@ -159,7 +159,8 @@ class Weights(NamedTuple):
     """The weights of a checkpoint, in the order of its files.
 
     stored: every tensor but scales that belong to a weight. unused: the names of static scales of activations and of
-    the cache of keys and values. declared: what its configuration says first of them, None if nothing.
+    the cache of keys and values. declared: what its configuration says first of them, None if nothing. interleaved:
+    whether config.json is of a model whose experts have rows of gate and up in turns.
     """
 
     checkpoint: Checkpoint
@@ -167,16 +168,12 @@ class Weights(NamedTuple):
     format: Format
     unused: set[str]
     declared: Declared | None
+    interleaved: bool
 
     @property
     def quantized(self) -> list[StoredWeight]:
         """The weights that are stored as FP8 codes or packed integers."""
         return [weight for weight in self.stored if weight.coded]
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether config.json is of a model whose experts have rows of gate and up in turns."""
-        return is_interleaved(self.checkpoint.config)
 
     def check(self, what: str) -> None:
         """Raise CheckpointError, with the format's reason first, if the format does not load."""
@@ -206,7 +203,8 @@ def open_weights(directory: str | os.PathLike) -> Weights:
     declarations = [declared(where, content) for where, content in checkpoint.declarations.items()]
     first = declarations[0] if declarations else None
     stored, unused = _paired(checkpoint, first)
-    return Weights(checkpoint, stored, _format(checkpoint, declarations, stored), unused, first)
+    found, in_turns = _format(checkpoint, declarations, stored), is_interleaved(checkpoint.config)
+    return Weights(checkpoint, stored, found, unused, first, in_turns)
 
 
 # Weights and their scales.
