@@ -1,11 +1,13 @@
 """transformers' experts on GroupedExperts: the implementation of experts that `register` makes known to it."""
 
+import functools
+import gc
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe.hf.name import NAME
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
 from fp8moe.kernels.experts.operands import Norm
 from fp8moe.layers import experts_source
@@ -14,6 +16,12 @@ from fp8moe.layers.master import Fingerprint
 from fp8moe.layers.parameters import local
 from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import autograd
+
+NAME = "fp8moe"
+"""What transformers calls fp8moe: an implementation of experts, of expert parallelism, and a quantization method."""
+
+BOUND = ("forward", "_old_forward")
+"""Attributes in which accelerate's hooks leave the bound forward that they found: once removed, and while in force."""
 
 
 def experts_forward(
@@ -49,6 +57,39 @@ def experts_forward(
     out = autograd.run(lambda *args: layer(*args[: len(inputs)]), name, *inputs, *trained)
     out = out if residual is None else residual + out
     return out if norm is None else (out, None)
+
+
+def keep_forwards() -> None:
+    """Bind `experts_forward` to every experts module that has chosen it: they run on fp8moe without transformers.
+
+    Forwards of the class that accelerate has bound to a module are replaced likewise.
+    """
+    for module in [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]:
+        if "is_transposed" not in vars(module) or chosen_implementation(module) != NAME:
+            continue
+        bound = {name: vars(module)[name] for name in BOUND if name in vars(module)} or {"forward": None}
+        for name, forward in bound.items():
+            if forward is None or (isinstance(forward, MethodType) and forward.__func__ is type(module).forward):
+                setattr(module, name, functools.partial(_kept_forward, module))
+
+
+def is_kept(module: nn.Module) -> bool:
+    """Whether the module's own forward is the one that `keep_forwards` gave it."""
+    return getattr(vars(module).get("forward"), "func", None) is _kept_forward
+
+
+def _kept_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an experts module of transformers: `experts_forward` as long as its configuration says so."""
+    return (
+        experts_forward(module, *args, **kwargs)
+        if chosen_implementation(module) == NAME
+        else type(module).forward(module, *args, **kwargs)
+    )
+
+
+def chosen_implementation(module: nn.Module) -> str | None:
+    """The experts_implementation of a model or an experts module."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def cached_layer(module: nn.Module) -> GroupedExperts:

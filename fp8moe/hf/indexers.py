@@ -1,7 +1,6 @@
 """transformers' indexers of sparse attention on fp8moe's kernels: its selection, scored in FP8."""
 
 import functools
-import importlib
 import inspect
 from collections.abc import Sequence
 from types import MethodType
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe.hf.experts import BOUND
 from fp8moe.hf.versions import CACHE_NAMES
 from fp8moe.kernels.indexer.checks import NUM_HEADS
 from fp8moe.kernels.indexer.mqa_cache import HEAD_DIMS
@@ -18,7 +18,9 @@ from fp8moe.layers.mqa_indexer import LOGITS_AT_A_TIME, TRANSFORMERS_CLASSES, in
 from fp8moe.quant.formats import FP8Tensor
 from fp8moe.quant.quantize import quantize_1x128
 
-_MODULES = ("deepseek_v32", "glm_moe_dsa")
+CLASSES = dict(zip(TRANSFORMERS_CLASSES, ("deepseek_v32", "glm_moe_dsa"), strict=True))
+"""Classes of transformers' indexers, and the models that they are of."""
+
 _PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids")
 """And the cache."""
 
@@ -29,18 +31,10 @@ _ROW_ALIGNMENT = 16
 """Bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of it."""
 
 
-def route_indexers() -> None:
-    """Run the indexers of transformers' DeepSeek-V3.2 and GLM-MoE-DSA on fp8moe. A second call changes nothing.
-
-    One that this version of transformers calls with other arguments is left as it is.
-    """
-    for module, name in zip(_MODULES, TRANSFORMERS_CLASSES, strict=True):
-        cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
-        if is_routed(cls):
-            continue
-        parameters = tuple(inspect.signature(cls.forward).parameters)
-        if parameters in [(*_PARAMETERS, cache_name) for cache_name in CACHE_NAMES]:
-            cls.forward, cls.__call__ = _routed(cls.forward), _call
+def takes_known_arguments(cls: type[nn.Module]) -> bool:
+    """Whether this version of transformers calls the indexers of this class with the arguments of `routed`."""
+    parameters = tuple(inspect.signature(cls.forward).parameters)
+    return parameters in [(*_PARAMETERS, cache_name) for cache_name in CACHE_NAMES]
 
 
 def is_routed(cls: type[nn.Module]) -> bool:
@@ -61,23 +55,19 @@ def _either(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes))
 
 
-_BOUND = ("forward", "_old_forward")
-"""Attributes in which accelerate's hooks leave the bound forward that they found: once removed, and while in force."""
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """nn.Module.__call__ of an indexer; a forward of transformers that is bound to it becomes fp8moe's first."""
     if is_routed(type(module)):
         ours = type(module).forward
-        for name in _BOUND:
+        for name in BOUND:
             bound = vars(module).get(name)
             if isinstance(bound, MethodType) and bound.__func__ is ours.__wrapped__:
                 setattr(module, name, MethodType(ours, module))
     return nn.Module.__call__(module, *args, **kwargs)
 
 
-def _routed(theirs):
-    """transformers' forward of an indexer, with fp8moe's in its place where the sizes are ours."""
+def routed(theirs):
+    """Wrap transformers' forward of an indexer: fp8moe's runs where the sizes are ours."""
     interleaved = interleaves(theirs)
 
     @functools.wraps(theirs)

@@ -24,23 +24,14 @@ def refusal(weight: Tensor, block_size: Sequence[int] | None, activation_scale: 
 
 
 def is_routed() -> bool:
-    """Whether `route_linears` has put fp8moe in the place of transformers' function."""
+    """Whether `routed` is in the place of transformers' fp8_linear."""
     from transformers.integrations import finegrained_fp8
 
     return hasattr(finegrained_fp8.fp8_linear, "_fp8moe")
 
 
-def route_linears() -> None:
-    """Run transformers' FP8 linears on fp8moe. A second call changes nothing."""
-    from transformers.integrations import finegrained_fp8
-
-    # FP8Linear.forward looks this function up in its module at each call.
-    if not is_routed():
-        finegrained_fp8.fp8_linear = routed(finegrained_fp8.fp8_linear)
-
-
 def routed(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """transformers' fp8_linear, with fp8moe's in its place where the format is ours."""
+    """Wrap transformers' fp8_linear, which its linears look up at each call: fp8moe's runs where the format is ours."""
 
     @functools.wraps(theirs)
     def fp8_linear(

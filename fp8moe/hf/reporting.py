@@ -1,15 +1,17 @@
 """What runs the experts, linears and indexers of a model: fp8moe, or whom else, and why."""
 
+import functools
 import re
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fp8moe.hf import experts, indexers, linears
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME
 from fp8moe.layers.experts import GroupedExperts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.layers.mqa_indexer import TRANSFORMERS_CLASSES, FP8MQAIndexer
@@ -37,7 +39,7 @@ class ModuleReport(NamedTuple):
 
 
 def report(model: nn.Module) -> list[ModuleReport]:
-    """What runs each experts module, linear layer and indexer of ``model``, in the order of its modules.
+    """Tell what runs each experts module, linear layer and indexer of ``model``, in the order of its modules.
 
     model: a model of transformers, before or after `register`, or one of `load_model`. Nothing is computed, quantized
         or changed.
@@ -78,6 +80,39 @@ def warn_of_others(model: nn.Module) -> None:
     for name in sorted(classes):
         text = f"{name} does not run on fp8moe with experts_implementation={NAME!r}: {_NO_CHOICE}"
         warnings.warn(text, stacklevel=1)  # Python shows the same text of the same place once
+
+
+def warning(parts: Callable[..., Iterator[nn.Module]]) -> Callable[[Callable], Callable]:
+    """Make a wrapper of methods of transformers: once done, they warn of the models that `parts(*arguments)` yields."""
+
+    def wrap(theirs: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(theirs)
+        def method(*args: Any, **kwargs: Any) -> None:
+            theirs(*args, **kwargs)
+            for part in parts(*args, **kwargs):
+                warn_of_others(part)
+
+        return method
+
+    return wrap
+
+
+def made_for_fp8moe(*arguments: Any, **options: Any) -> Iterator[Any]:
+    """Yield the model among the arguments of a method, if its configuration chooses fp8moe."""
+    model = next(value for value in (*arguments, *options.values()) if isinstance(value, nn.Module))
+    if experts.chosen_implementation(model) == NAME:
+        yield model
+
+
+def asked_to_change(model: Any, experts_implementation: str | dict[str, str]) -> Iterator[Any]:
+    """Yield the model, or the parts of it with the configurations that are asked to change to fp8moe."""
+    implementation = experts_implementation
+    asked = implementation if isinstance(implementation, dict) else {"": implementation}
+    configs = {"": model.config} | {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    for config in [configs.get(name) for name, wanted in asked.items() if wanted == NAME]:
+        if config is not None:
+            parts = (part for part in model.modules() if getattr(part, "config", None) is config)
+            yield from islice(parts, 1)  # what it contains has the same configuration
 
 
 _NO_CHOICE = "its forward does not go through transformers' experts interface, and stays with transformers"

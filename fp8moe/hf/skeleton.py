@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8moe.hf import register
 from fp8moe.hf.architecture import construction_lock, empty_model, reason_of
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME
+from fp8moe.hf.patches import register
 from fp8moe.hf.quantizer import replace_modules
 from fp8moe.layers.replaced import matches
 from fp8moe.quant.formats import BLOCK

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME, experts_forward
 from fp8moe.weights.formats import SCALE, as_float
 
 # Until 5.23: models take their cache as `past_key_values`, later as `cache`.
@@ -70,12 +70,15 @@ def has_ep_size() -> bool:
     return importlib.util.find_spec("transformers.distributed.expert_parallel") is not None
 
 
-_STYLES = {"moe_tp_experts": f"{NAME}_experts", "ep_router": None}
-"""Styles of plans for experts, and what takes their place: the router needs nothing."""
+STYLE = f"{NAME}_experts"
+"""Our style of plans for experts."""
+
+_STYLES = {"moe_tp_experts": STYLE, "ep_router": None}
+"""transformers' styles of plans for experts, and what takes their place: the router needs nothing."""
 
 
-def register_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> None:
-    """Have experts of our style be prepared by `spread(experts, mesh)`, and `check(experts)` precede each call."""
+def style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> Any:
+    """Make our style: `spread(experts, mesh)` prepares the experts, `check(experts)` precedes each of their calls."""
     from transformers.distributed import tensor_parallel
 
     class Style(tensor_parallel.TensorParallelLayer):
@@ -90,9 +93,10 @@ def register_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Modu
 
         def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
             spread(module, mesh)
+            module.forward = functools.partial(experts_forward, module)
             return super().install_forward(module, mesh)
 
-    tensor_parallel.ParallelInterface.register(_STYLES["moe_tp_experts"], Style())
+    return Style()
 
 
 def adapt_plans(model: Any, distributed_config: Any) -> None:
@@ -113,14 +117,11 @@ def _adapted(plan: dict[str, str], model: Any) -> dict[str, str]:
     return plan | scales if getattr(model, "is_quantized", False) else plan
 
 
-def complete_plans_of_fp8_models() -> None:
-    """Keep the rules that transformers' plan for an FP8 model loses: those of whole modules, and of experts' scales.
+def complete_plan(theirs):
+    """Wrap the plan of transformers' FP8 quantizer: it keeps the rules of whole modules and of the scales of experts.
 
-    For Qwen3 it leaves rules of weights alone, so that nothing takes DTensors apart.
+    For Qwen3 transformers leaves rules of weights alone, so that nothing takes DTensors apart.
     """
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    theirs = FineGrainedFP8HfQuantizer.update_tp_plan
 
     @functools.wraps(theirs)
     def update_tp_plan(self, config):
@@ -133,7 +134,7 @@ def complete_plans_of_fp8_models() -> None:
         config.base_model_tp_plan = plan
         return config
 
-    FineGrainedFP8HfQuantizer.update_tp_plan = update_tp_plan
+    return update_tp_plan
 
 
 # 5.17: from_pretrained takes tensors of any shape on the meta device, and reports none of them as mismatched.
@@ -157,21 +158,22 @@ class ShapesBeforeLoading:
 # one that its own save_pretrained has dropped.
 
 
-def complete_scales_of_fp8_models() -> None:
-    """Have from_pretrained give FP8 modules scales in float32 or E8M0, in the shapes that they were made with."""
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer as Quantizer
+def note_shapes(theirs):
+    """Wrap the FP8 quantizer's preparation of a model: it notes the shapes of scales for `complete_scales`."""
 
-    before, after = Quantizer._process_model_before_weight_loading, Quantizer._process_model_after_weight_loading
-    if hasattr(after, "_fp8moe"):
-        return
-
-    @functools.wraps(before)
+    @functools.wraps(theirs)
     def _process_model_before_weight_loading(self, model, *args, **kwargs):
-        before(self, model, *args, **kwargs)
+        theirs(self, model, *args, **kwargs)
         scales = {name: value for name, value in model.named_parameters() if name.endswith(SCALE)}
         self._fp8moe_shapes = {name: value.shape for name, value in scales.items()}
 
-    @functools.wraps(after)
+    return _process_model_before_weight_loading
+
+
+def complete_scales(theirs):
+    """Wrap what the FP8 quantizer does after loading: scales are float32 or E8M0 then, in the shapes noted before."""
+
+    @functools.wraps(theirs)
     def _process_model_after_weight_loading(self, model, *args, **kwargs):
         for name, shape in self._fp8moe_shapes.items():
             module, _, own_name = name.rpartition(".")
@@ -181,11 +183,9 @@ def complete_scales_of_fp8_models() -> None:
             if scale.numel() == shape.numel():
                 scale = scale.reshape(shape)
             setattr(model.get_submodule(module), own_name, nn.Parameter(scale, requires_grad=False))
-        return after(self, model, *args, **kwargs)
+        return theirs(self, model, *args, **kwargs)
 
-    _process_model_after_weight_loading._fp8moe = True
-    Quantizer._process_model_before_weight_loading = _process_model_before_weight_loading
-    Quantizer._process_model_after_weight_loading = _process_model_after_weight_loading
+    return _process_model_after_weight_loading
 
 
 # 5.17: quantizers know no model when they change its conversions, and none of them adds those of scales.
@@ -207,7 +207,7 @@ def conversions_to_save(model: Any) -> list:
 
 
 def _with_scales(conversions: list, model: nn.Module) -> list:
-    """These conversions and, where the model has the scales of what one makes, another of these."""
+    """Add to each conversion of weights the same conversion of their scales, where the model has such."""
     from transformers.core_model_loading import WeightConverter
 
     scales = [name for name, _ in model.named_parameters() if name.endswith(SCALE)]

@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8moe import replace_linears
 from fp8moe.decode import GraphDecoder
-from fp8moe.hf import experts, linears, load_model, register
+from fp8moe.hf import experts, linears, load_model
 from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.layers import master
 from fp8moe.layers.experts import GroupedExperts
@@ -72,22 +72,6 @@ def with_grouped_experts(model, linears=False):
 def checkpoints(request, tmp_path_factory):
     """(name, bf16 checkpoint, FP8 checkpoint)"""
     return request.param, *write_checkpoints(make_model(request.param), tmp_path_factory.mktemp(request.param))
-
-
-# Registration.
-
-
-def test_register_again_changes_nothing():
-    before = (
-        finegrained_fp8.fp8_linear,
-        dict(moe.ALL_EXPERTS_FUNCTIONS),
-        dict(finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS),
-    )
-    register()
-    after = finegrained_fp8.fp8_linear, dict(moe.ALL_EXPERTS_FUNCTIONS), dict(finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS)
-    assert before == after
-    assert "fp8moe" in before[1] and "fp8moe" in before[2]
-    assert not hasattr(finegrained_fp8.fp8_linear.__wrapped__, "__wrapped__")
 
 
 # Experts in bfloat16.

@@ -10,9 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from fp8moe.hf.experts import NAME, chosen_implementation
 from fp8moe.hf.fused import known_forwards, linears, norms
 from fp8moe.hf.fused.known_forwards import form_of, is_cast, runs_as_written
-from fp8moe.hf.name import NAME
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
@@ -164,8 +164,8 @@ def _sorts_as_router(experts: nn.Module) -> bool:
 
 def _are_ours(experts: nn.Module) -> bool:
     """Whether the experts take a residual, assignments that are sorted already, and a norm of the result."""
-    chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    return runs_as_written(experts) and (type(experts) is GroupedExperts or chosen == NAME)
+    ours = type(experts) is GroupedExperts or chosen_implementation(experts) == NAME
+    return ours and runs_as_written(experts)
 
 
 # Routers.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe.hf.experts import is_kept
 from fp8moe.hf.versions import LATER_DIGESTS
 
 
@@ -59,12 +60,13 @@ _HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def runs_as_written(module: nn.Module) -> bool:
-    """Whether it has no hooks, and the forward of its class or one that `optimize` gave it.
+    """Whether it has no hooks, and the forward of its class or one that `optimize` or `unregister` gave it.
 
     transformers leaves hooks behind that record outputs; they count while a call asks for these.
     """
     own = module.__dict__
-    if ("forward" in own and not is_fused(module)) or any(own[kind] for kind in _HOOKS):
+    as_written = "forward" not in own or is_fused(module) or is_kept(module)
+    if not as_written or any(own[kind] for kind in _HOOKS):
         return False
     return all(map(_is_idle, own["_forward_hooks"].values()))
 
