@@ -1,4 +1,4 @@
-"""transformers' experts on GroupedExperts: the implementation of experts that `register` makes known to it."""
+"""transformers' experts on GroupedExperts: the implementation of experts that `register` adds."""
 
 import functools
 import gc
@@ -18,10 +18,10 @@ from fp8moe.quant.formats import BLOCK
 from fp8moe.runtime import autograd
 
 NAME = "fp8moe"
-"""What transformers calls fp8moe: an implementation of experts, of expert parallelism, and a quantization method."""
+"""The name in transformers of fp8moe's experts, of its expert parallelism and of its quantization method."""
 
 BOUND = ("forward", "_old_forward")
-"""Attributes in which accelerate's hooks leave the bound forward that they found: once removed, and while in force."""
+"""Attributes that hold the bound forward of a module that accelerate has hooked: once unhooked, and while hooked."""
 
 
 def experts_forward(
@@ -35,7 +35,7 @@ def experts_forward(
     rows: Tensor | None = None,
     norm: Norm | None = None,
 ) -> Tensor | tuple[Tensor, Normed | None]:
-    """What transformers calls as the forward of its experts modules, with the arguments of `GroupedExperts.forward`.
+    """Run an experts module of transformers, whose forward calls this, with the arguments of `GroupedExperts.forward`.
 
     ``self`` may hold the experts of one rank only. Where `fp8moe.distributed.ExpertParallel` has spread them, arguments
     and result are those of all experts. Otherwise experts of other ranks have an index outside the range, as
@@ -74,12 +74,12 @@ def keep_forwards() -> None:
 
 
 def is_kept(module: nn.Module) -> bool:
-    """Whether the module's own forward is the one that `keep_forwards` gave it."""
+    """Return whether the module's own forward is the one that `keep_forwards` gave it."""
     return getattr(vars(module).get("forward"), "func", None) is _kept_forward
 
 
 def _kept_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an experts module of transformers: `experts_forward` as long as its configuration says so."""
+    """Run an experts module of transformers on fp8moe as long as its configuration says so."""
     return (
         experts_forward(module, *args, **kwargs)
         if chosen_implementation(module) == NAME
@@ -88,12 +88,12 @@ def _kept_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def chosen_implementation(module: nn.Module) -> str | None:
-    """The experts_implementation of a model or an experts module."""
+    """Return the experts_implementation of a model or an experts module."""
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def cached_layer(module: nn.Module) -> GroupedExperts:
-    """The frozen layer that is cached beside an experts module of transformers, made anew when its weights change."""
+    """Return the frozen layer that is cached beside an experts module, made anew when the weights have changed."""
     cached = module.__dict__.get("_fp8moe")
     # A compiled forward cannot tell whether weights have changed: it uses the copy that the last eager call has left.
     if cached is None or cached.layer is None or not (torch.compiler.is_compiling() or cached.is_of(module)):
@@ -124,9 +124,9 @@ class _CachedLayer:
         self.weights = weights
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether the layer was made from the weights that the module has now, as far as anything shows.
+        """Return whether the layer was made from the module's weights, as far as their addresses and versions show.
 
-        Weights may be exchanged for an evaluation where nothing does: with another mode it is made anew.
+        Weights may be exchanged for an evaluation without a trace: a layer of another mode counts as outdated.
         """
         same_mode = self.layer is not None and self.layer.training == module.training
         return same_mode and self.weights is not None and self.weights.matches(_weights(module))
@@ -145,7 +145,7 @@ def _make_cached(module: nn.Module) -> _CachedLayer:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why `grouped_experts` refuses the module, or None. Reads no weights: asks a twin without data."""
+    """Say why `grouped_experts` refuses the module, or None. Reads no weights: tries a twin without data."""
     try:
         grouped_experts(_without_data(module))
     except (TypeError, ValueError) as error:
@@ -156,7 +156,7 @@ def refusal(module: nn.Module) -> str | None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def grouped_experts(module: nn.Module) -> GroupedExperts:
-    """A frozen layer of the experts that are on this rank."""
+    """Make a frozen layer of the experts that are on this rank."""
     try:
         if getattr(module, "block_size", ()) is None:
             raise ValueError(f"module: one scale per tensor; expected blocks of {BLOCK}x{BLOCK}")
@@ -170,7 +170,7 @@ def grouped_experts(module: nn.Module) -> GroupedExperts:
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """The module with its tensors on the meta device, in plain dictionaries: those of offloaded modules load them."""
+    """Copy the module to the meta device. The copy has plain dictionaries: an offloaded module's would load tensors."""
     tensors = {
         kind: {name: value if value is None else value.to("meta") for name, value in getattr(module, kind).items()}
         for kind in ("_parameters", "_buffers")
@@ -180,13 +180,13 @@ def _without_data(module: nn.Module) -> nn.Module:
 
 
 def _on_this_rank(module: nn.Module) -> nn.Module:
-    """The module with its parameters, or with their local parts where they are DTensors."""
+    """Copy the module with its parameters, of DTensors the local parts."""
     parameters = {name: value if value is None else local(value) for name, value in module._parameters.items()}
     return _twin(module, _parameters=parameters)
 
 
 def _twin(module: nn.Module, **attributes: Any) -> nn.Module:
-    """A second object with the attributes of the module, but for these: FSDP2's modules cannot be copied."""
+    """Make a second object with the module's attributes, except these. copy.copy fails for modules of FSDP2."""
     twin = object.__new__(type(module))
     twin.__dict__ = {**vars(module), **attributes}
     return twin

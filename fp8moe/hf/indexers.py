@@ -1,7 +1,8 @@
-"""transformers' indexers of sparse attention on fp8moe's kernels: its selection, scored in FP8."""
+"""transformers' indexers of sparse attention on fp8moe's kernels, with scores in FP8."""
 
 import functools
 import inspect
+import pkgutil
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -22,7 +23,7 @@ CLASSES = dict(zip(TRANSFORMERS_CLASSES, ("deepseek_v32", "glm_moe_dsa"), strict
 """Classes of transformers' indexers, and the models that they are of."""
 
 _PARAMETERS = ("self", "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids")
-"""And the cache."""
+"""The parameters of their forward, before the cache."""
 
 _PACKED_QUERIES = 16
 """Sequences that have at most so many queries together share a launch: each query is scored with the keys of all."""
@@ -31,9 +32,9 @@ _ROW_ALIGNMENT = 16
 """Bytes. `mqa_logits` reads keys in place, without a copy, if their rows begin at multiples of it."""
 
 
-def takes_known_arguments(cls: type[nn.Module]) -> bool:
-    """Whether this version of transformers calls the indexers of this class with the arguments of `routed`."""
-    parameters = tuple(inspect.signature(cls.forward).parameters)
+def is_known(path: str) -> bool:
+    """Return whether transformers calls the indexers of the class at this path with the arguments of `routed`."""
+    parameters = tuple(inspect.signature(pkgutil.resolve_name(path).forward).parameters)
     return parameters in [(*_PARAMETERS, cache_name) for cache_name in CACHE_NAMES]
 
 
@@ -42,7 +43,7 @@ def is_routed(cls: type[nn.Module]) -> bool:
 
 
 def refusal(indexer: nn.Module) -> str | None:
-    """Why a routed indexer stays with transformers, or None for one that runs on fp8moe."""
+    """Say why a routed indexer stays with transformers, or None for one that runs on fp8moe."""
     if indexer.n_heads in NUM_HEADS and indexer.head_dim in HEAD_DIMS:
         return None
     return (
@@ -55,15 +56,19 @@ def _either(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes))
 
 
-def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """nn.Module.__call__ of an indexer; a forward of transformers that is bound to it becomes fp8moe's first."""
-    if is_routed(type(module)):
-        ours = type(module).forward
-        for name in BOUND:
-            bound = vars(module).get(name)
+def called(theirs):
+    """Wrap the call of an indexer: a forward of transformers that is bound to it is replaced by fp8moe's before."""
+
+    @functools.wraps(theirs)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ours = type(self).forward
+        for name in BOUND if is_routed(type(self)) else ():
+            bound = vars(self).get(name)
             if isinstance(bound, MethodType) and bound.__func__ is ours.__wrapped__:
-                setattr(module, name, MethodType(ours, module))
-    return nn.Module.__call__(module, *args, **kwargs)
+                setattr(self, name, MethodType(ours, self))
+        return theirs(self, *args, **kwargs)
+
+    return __call__
 
 
 def routed(theirs):
@@ -97,7 +102,7 @@ def routed(theirs):
 
 
 def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, top_k: int) -> Tensor:
-    """What the queries of each sequence select among its keys where the mask lets them, best first.
+    """Select the best keys of each query's sequence where the mask lets it, best first.
 
     q: (B, S, H, D) float8_e4m3fn. weights: (B, S, H) float32. rows: keys as `_key_rows` makes them, (B, T, bytes).
     attention_mask: broadcast to (B, S, T), bool, or added to the scores.
@@ -121,7 +126,7 @@ def _selected(q: Tensor, weights: Tensor, rows: Tensor, attention_mask: Tensor, 
 
 
 def _logits(q: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-    """The scores of each sequence's queries for its own keys, (B, S, T) float32, in one launch."""
+    """Score each sequence's queries with its own keys in one launch: (B, S, T) float32."""
     batch, length, _, head_dim = q.shape
     keys = rows.shape[1]
     starts = (torch.arange(batch, dtype=torch.int32, device=q.device) * keys)[:, None].expand(batch, length).flatten()
@@ -136,20 +141,20 @@ def _logits(q: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def _key_rows(k: Tensor) -> Tensor:
-    """Keys (B, S, D) quantized into rows of bytes (B, S, D + 16): E4M3 values, then the float32 scale four times."""
+    """Quantize keys (B, S, D) into rows of bytes (B, S, D + 16): E4M3 values, then the float32 scale four times."""
     data, scale = quantize_1x128(k.flatten(0, 1))
     scales = scale.expand(-1, _ROW_ALIGNMENT // scale.itemsize).contiguous()
     return torch.cat((data.view(torch.uint8), scales.view(torch.uint8)), dim=1).unflatten(0, k.shape[:2])
 
 
 def _keys(rows: Tensor, head_dim: int) -> FP8Tensor:
-    """Views of rows (T, D + 16): data (T, D), scale (T,)."""
+    """View rows (T, D + 16) as data (T, D) and scale (T,)."""
     data, scales = rows.split((head_dim, _ROW_ALIGNMENT), dim=1)
     return FP8Tensor(data.view(torch.float8_e4m3fn), scales.view(torch.float32)[:, 0])
 
 
 def _cached(cache: Any, layer: int, rows: Tensor) -> Tensor:
-    """All rows of the cache after the new ones were added to it."""
+    """Add rows to the cache. Returns all that it has then."""
     before = getattr(cache.layers[layer], "indexer_keys", None)
     if before is not None and before.dtype != rows.dtype:
         raise ValueError(

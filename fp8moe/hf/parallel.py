@@ -51,7 +51,7 @@ def without_rules(theirs):
 
 @functools.cache
 def implementation() -> type:
-    """The class of fp8moe's ep_implementation, of transformers that has such."""
+    """Return the class of fp8moe's ep_implementation, for versions of transformers that have these."""
     from transformers.distributed.expert_parallel import EPImplementation
 
     class Implementation(EPImplementation):
@@ -90,6 +90,11 @@ def automatic(theirs):
     return choose
 
 
+def style() -> Any:
+    """Make fp8moe's style of plans for experts, for versions of transformers that have these."""
+    return versions.make_style(check_chosen, functools.partial(spread, same_tokens=True))
+
+
 def check_chosen(experts: nn.Module) -> None:
     """Raise ValueError for experts that other code runs, which knows the experts of this rank alone."""
     if (chosen := chosen_implementation(experts)) != NAME:
@@ -108,7 +113,7 @@ def spread(experts: nn.Module, mesh: Any, same_tokens: bool) -> None:
 
 
 class _ShardedWeight(NamedTuple):
-    """A weight whose rows or columns are spread over ranks: `size` of them in each of its `parts`."""
+    """A weight whose rows or columns are spread over ranks: each of its `parts` has `size` of them."""
 
     name: str
     what: str
@@ -156,7 +161,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[_ShardedWeight]:
 
 
 def _runs_here(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether fp8moe runs this weight of a module in FP8."""
+    """Return whether fp8moe runs this weight of a module in FP8."""
     if linears.refusal(weight, getattr(module, "block_size", None), getattr(module, "activation_scale", None)):
         return False
     return weight.ndim == 2 or chosen_implementation(module) == NAME

@@ -16,132 +16,86 @@ from fp8moe.hf.experts import NAME, experts_forward, keep_forwards
 class Patch(NamedTuple):
     """One attribute of a class or module of transformers, or one entry of a registry.
 
-    owner: path of the class, module or registry. name: of the attribute, or key of the entry. ours: makes what takes
-    the place of what is there, or of None. why: what it does. until: when it can go. applies: whether the installed
-    transformers has a place for it.
+    what: the path of the class, module or registry, ":", and the name or key. ours: makes the replacement of what is
+    there, or of None. why: what it is for. until: when it can go. applies: whether this transformers has such a place.
     """
 
-    owner: str
-    name: str
+    what: str
     ours: Callable[[Any], Any]
     why: str
     until: str
     applies: Callable[[], bool] = lambda: True
 
+    @property
+    def owner(self) -> Any:
+        return pkgutil.resolve_name(self.what.rpartition(":")[0])
 
-def by_style() -> bool:
-    """Whether transformers shards experts by the styles of a plan."""
-    return dist.is_available() and not versions.has_ep_size()
-
-
-def by_implementation() -> bool:
-    """Whether transformers shards experts by an interface with implementations."""
-    return dist.is_available() and versions.has_ep_size()
-
-
-def _of_indexer(name: str, model: str) -> tuple[Patch, Patch]:
-    owner = f"transformers.models.{model}.modeling_{model}:{name}"
-    until = "transformers has an interface for indexers"
-    why = "indexers score in FP8", "and those whose old forward accelerate has bound"
-
-    def applies() -> bool:
-        return indexers.takes_known_arguments(pkgutil.resolve_name(owner))
-
-    return (
-        Patch(owner, "forward", indexers.routed, why[0], until, applies),
-        Patch(owner, "__call__", lambda _: indexers.call, why[1], until, applies),
-    )
+    @property
+    def name(self) -> str:
+        return self.what.rpartition(":")[2]
 
 
 _EXPERTS = "transformers.integrations.moe:ExpertsInterface"
 _FP8 = "transformers.integrations.finegrained_fp8"
+_INDEXERS = [f"transformers.models.{model}.modeling_{model}:{name}" for name, model in indexers.CLASSES.items()]
 _MODEL = "transformers:PreTrainedModel"
 _QUANTIZER = "transformers.quantizers:HfQuantizer"
 _FP8_QUANTIZER = "transformers.quantizers.quantizer_finegrained_fp8:FineGrainedFP8HfQuantizer"
 _STYLES = "transformers.distributed.tensor_parallel:ParallelInterface"
-_IMPLEMENTATIONS = "transformers.distributed.expert_parallel:EPImplementationInterface"
+_EP = "transformers.distributed.expert_parallel:EPImplementationInterface"
 _MASKS = "transformers.masking_utils:AttentionMaskInterface"
 
-_ENTRY = "stays: transformers' own way to add one"
-_WARNS = "names experts that take no experts_implementation", "transformers names them"
-_REFUSES = "refuses checkpoints whose scales would be lost", "transformers reads the scales or refuses them"
-_SCALES = "scales become float32, in the shapes of their modules", "5.23 is the oldest supported"
-_ROWS = "rows of a batch have lengths of their own", "masks take an offset for each row"
+# Why each is there, and until when. The supported versions are those of `versions`.
+_ADDED = "the name that users choose", "stays: transformers' own way to add an implementation"
+_LINEARS = "FP8 linears run on fp8moe", "transformers has an interface for implementations of FP8 linears"
+_SCORES = "indexers score in FP8, with hooks of accelerate too", "transformers has an interface for indexers"
+_WARNS = "a model says which of its experts take no experts_implementation", "transformers says so"
+_REFUSES = "checkpoints are refused whose scales would be lost", "transformers reads these scales or refuses them"
+_PREPARES = "both: refused checkpoints, experts of quantizers", "neither is needed"
+_SCALES = "scales become float32 and get the shapes of their modules", "5.17 is no longer supported"
+_BLOCKS = "shards that end inside a block are refused", "transformers shards whole blocks"
+_NO_RULES = "an empty tp_plan shards the experts alone", "transformers takes what it documents"
+_DEFAULT = "experts that run on fp8moe are sharded by it", "experts say what shards them by default"
+_STYLE = "experts are sharded by expert", "5.17 is no longer supported"
+_PLAN = "a plan keeps the rules of modules and of scales of experts", "5.17 is no longer supported"
+_ROWS = "rows of a batch have lengths of their own", "masks of transformers take an offset for each row"
 
 REGISTERED = (
-    Patch(_EXPERTS, NAME, lambda _: experts_forward, "the implementation of experts", _ENTRY),
-    Patch(f"{_FP8}:FP8ExpertsInterface", NAME, lambda _: experts_forward, "the implementation of FP8 experts", _ENTRY),
-    Patch(_FP8, "fp8_linear", linears.routed, "runs FP8 linears", "transformers has an interface for FP8 linears"),
-    *(patch for name, model in indexers.CLASSES.items() for patch in _of_indexer(name, model)),
-    Patch(_MODEL, "post_init", reporting.warning(reporting.made_for_fp8moe), *_WARNS),
-    Patch(_MODEL, "set_experts_implementation", reporting.warning(reporting.asked_to_change), *_WARNS),
-    Patch(_MODEL, "_load_pretrained_model", formats.check_unquantized, *_REFUSES),
+    Patch(f"{_EXPERTS}:{NAME}", lambda _: experts_forward, *_ADDED),
+    Patch(f"{_FP8}:FP8ExpertsInterface:{NAME}", lambda _: experts_forward, *_ADDED),
+    Patch(f"{_FP8}:fp8_linear", linears.routed, *_LINEARS),
+    *(Patch(f"{path}:forward", indexers.routed, *_SCORES, partial(indexers.is_known, path)) for path in _INDEXERS),
+    *(Patch(f"{path}:__call__", indexers.called, *_SCORES, partial(indexers.is_known, path)) for path in _INDEXERS),
+    Patch(f"{_MODEL}:post_init", reporting.warning_of_model, *_WARNS),
+    Patch(f"{_MODEL}:set_experts_implementation", reporting.warning_of_parts, *_WARNS),
+    Patch(f"{_MODEL}:_load_pretrained_model", formats.check_unquantized, *_REFUSES),
+    Patch(f"{_MODEL}:_finalize_model_loading", formats.check_loaded, *_REFUSES),
     Patch(
-        _QUANTIZER,
-        "preprocess_model",
-        lambda theirs: reporting.warning(reporting.made_for_fp8moe)(formats.check_quantized(theirs)),
-        "both: refuses checkpoints, and names experts that quantizers have put into the model",
-        "neither is needed",
+        f"{_QUANTIZER}:preprocess_model",
+        lambda theirs: reporting.warning_of_model(formats.check_quantized(theirs)),
+        *_PREPARES,
     ),
-    Patch(_MODEL, "_finalize_model_loading", formats.check_loaded, *_REFUSES),
-    Patch(_FP8_QUANTIZER, "_process_model_before_weight_loading", versions.note_shapes, *_SCALES),
-    Patch(_FP8_QUANTIZER, "_process_model_after_weight_loading", versions.complete_scales, *_SCALES),
-    Patch(
-        _MODEL,
-        "maybe_distribute_model",
-        parallel.checked,
-        "refuses shards that end inside a block, and until 5.20 adapts plans for experts",
-        "transformers shards FP8 weights by whole blocks",
-        dist.is_available,
-    ),
-    Patch(
-        _MODEL,
-        "_resolve_parallel_plans",
-        parallel.without_rules,
-        "an empty tp_plan shards experts alone",
-        "transformers takes an empty tp_plan",
-        by_implementation,
-    ),
-    Patch(
-        _IMPLEMENTATIONS, NAME, lambda _: parallel.implementation(), "runs experts by expert", _ENTRY, by_implementation
-    ),
-    Patch(
-        _IMPLEMENTATIONS,
-        "auto",
-        parallel.automatic,
-        "is the one above for experts that fp8moe runs",
-        "experts choose their default themselves",
-        by_implementation,
-    ),
-    Patch(
-        _STYLES,
-        versions.STYLE,
-        lambda _: versions.style(parallel.check_chosen, partial(parallel.spread, same_tokens=True)),
-        "shards experts by expert",
-        "5.21 is the oldest supported",
-        by_style,
-    ),
-    Patch(
-        _FP8_QUANTIZER,
-        "update_tp_plan",
-        versions.complete_plan,
-        "keeps rules of modules and scales",
-        "5.21 is the oldest supported",
-        by_style,
-    ),
+    Patch(f"{_FP8_QUANTIZER}:_process_model_before_weight_loading", versions.note_shapes, *_SCALES),
+    Patch(f"{_FP8_QUANTIZER}:_process_model_after_weight_loading", versions.complete_scales, *_SCALES),
+    Patch(f"{_MODEL}:maybe_distribute_model", parallel.checked, *_BLOCKS, dist.is_available),
+    Patch(f"{_MODEL}:_resolve_parallel_plans", parallel.without_rules, *_NO_RULES, versions.has_ep_size),
+    Patch(f"{_EP}:{NAME}", lambda _: parallel.implementation(), *_ADDED, versions.has_ep_size),
+    Patch(f"{_EP}:auto", parallel.automatic, *_DEFAULT, versions.has_ep_size),
+    Patch(f"{_STYLES}:{versions.STYLE}", lambda _: parallel.style(), *_STYLE, versions.has_styles),
+    Patch(f"{_FP8_QUANTIZER}:update_tp_plan", versions.complete_plan, *_PLAN, versions.has_styles),
 )
-"""What `register` does."""
+"""The patches of `register`."""
 
 MASKS = (
-    Patch(_MASKS, "sdpa", masks.with_offsets_of_rows, *_ROWS),
-    Patch(_MASKS, "eager", lambda theirs: masks.with_offsets_of_rows(theirs, versions.eager_mask), *_ROWS),
+    Patch(f"{_MASKS}:sdpa", masks.with_offsets_of_rows, *_ROWS),
+    Patch(f"{_MASKS}:eager", partial(masks.with_offsets_of_rows, of_rows=versions.eager_mask), *_ROWS),
 )
-"""What `take_offsets_of_rows` does."""
+"""The patches of `take_offsets_of_rows`."""
 
 _NOTHING: Any = object()
 _lock = threading.Lock()
 _installed: dict[Patch, tuple[Any, Any]] = {}
-"""What was there before, and ours."""
+"""Patches in force: what was there before (_NOTHING if nothing), and ours."""
 
 
 def register() -> None:
@@ -200,9 +154,9 @@ def unregister() -> None:
     """
     with _lock:
         for patch, (_, ours) in _installed.items():
-            if _places(patch).get(patch.name) is not ours:
-                path = f"{patch.owner.replace(':', '.')}, {patch.name}"
-                raise RuntimeError(f"unregister: {path} is no longer fp8moe's; take back first what has replaced it")
+            if _places(patch.owner).get(patch.name) is not ours:
+                path = patch.what.replace(":", ".")
+                raise RuntimeError(f"unregister: {path} is no longer fp8moe's; first take back what has replaced it")
         keep_forwards()
         for patch, (before, _) in reversed(_installed.items()):
             _put(patch, before)
@@ -214,28 +168,28 @@ def _install(patches: Iterable[Patch]) -> None:
         for patch in patches:
             if patch in _installed or not patch.applies():
                 continue
-            before = _places(patch).get(patch.name, _NOTHING)
-            theirs = before
+            before = theirs = _places(patch.owner).get(patch.name, _NOTHING)
             if before is _NOTHING:  # a new entry, or an attribute of a base class
-                theirs = inspect.getattr_static(pkgutil.resolve_name(patch.owner), patch.name, None)
+                theirs = inspect.getattr_static(patch.owner, patch.name, None)
             bind = type(theirs) if isinstance(theirs, staticmethod | classmethod) else None
             ours = patch.ours(theirs) if bind is None else bind(patch.ours(theirs.__func__))
             _put(patch, ours)
             _installed[patch] = before, ours
 
 
-def _places(patch: Patch) -> Any:
-    """The entries of the owner, if it is a registry, otherwise its attributes."""
-    owner = pkgutil.resolve_name(patch.owner)
+def _places(owner: Any) -> Any:
+    """Return the entries of a registry, the attributes of a class or module."""
     return getattr(owner, "_global_mapping", vars(owner))
 
 
 def _put(patch: Patch, value: Any) -> None:
     """Put a value in the place of a patch; _NOTHING takes away what is there."""
-    owner = pkgutil.resolve_name(patch.owner)
-    if value is not _NOTHING:
-        owner.register(patch.name, value) if hasattr(owner, "_global_mapping") else setattr(owner, patch.name, value)
-    elif hasattr(owner, "_global_mapping"):
-        del owner._global_mapping[patch.name]
+    owner, name = patch.owner, patch.name
+    if hasattr(owner, "_global_mapping"):
+        owner.register(name, value)
+        if value is _NOTHING:
+            del owner._global_mapping[name]
+    elif value is _NOTHING:
+        delattr(owner, name)
     else:
-        delattr(owner, patch.name)
+        setattr(owner, name, value)

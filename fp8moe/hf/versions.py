@@ -1,16 +1,17 @@
-"""All that differs between the supported versions of transformers: 5.17, the oldest, and the newest two, 5.23 and 5.24.
+"""What differs between the supported versions of transformers: 5.17, the oldest, and the newest two, 5.23 and 5.24.
 
 Each part goes with the last version that it names.
 """
 
 import functools
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe.hf.experts import NAME, experts_forward
@@ -22,7 +23,7 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_name(forward: Callable) -> str | None:
-    """The name of the cache among the parameters of a forward; None if it takes none."""
+    """Return the name of the cache among the parameters of a forward; None if it takes none."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
@@ -30,7 +31,7 @@ def cache_name(forward: Callable) -> str | None:
 def update_cache(
     past_key_values: Any, cache: Any, keys: Tensor, values: Tensor, layer: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """All keys and values of a layer after new ones were added to the cache, which is one of the first two arguments.
+    """Add new keys and values to the cache, which is one of the first two arguments. Returns all that the layer has.
 
     kwargs: further arguments of the forward, which later versions hand to the cache.
     """
@@ -55,7 +56,7 @@ LATER_DIGESTS = {
 
 
 def eager_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
-    """The mask of transformers' `eager_mask`, made on one device."""
+    """Make the mask of transformers' `eager_mask` on one device."""
     from transformers.masking_utils import sdpa_mask
 
     seen = sdpa_mask(*args, **kwargs)
@@ -66,8 +67,13 @@ def eager_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
 
 
 def has_ep_size() -> bool:
-    """Whether transformers' DistributedConfig has an ep_size, and implementations for it can be registered."""
-    return importlib.util.find_spec("transformers.distributed.expert_parallel") is not None
+    """Return whether transformers' DistributedConfig has an ep_size, whose implementations can be registered."""
+    return dist.is_available() and find_spec("transformers.distributed.expert_parallel") is not None
+
+
+def has_styles() -> bool:
+    """Return whether transformers shards experts by the styles of a plan instead."""
+    return dist.is_available() and not has_ep_size()
 
 
 STYLE = f"{NAME}_experts"
@@ -77,12 +83,12 @@ _STYLES = {"moe_tp_experts": STYLE, "ep_router": None}
 """transformers' styles of plans for experts, and what takes their place: the router needs nothing."""
 
 
-def style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> Any:
-    """Make our style: `spread(experts, mesh)` prepares the experts, `check(experts)` precedes each of their calls."""
+def make_style(check: Callable[[nn.Module], None], spread: Callable[[nn.Module, Any], None]) -> Any:
+    """Make fp8moe's style: `spread(experts, mesh)` prepares experts, `check(experts)` precedes each of their calls."""
     from transformers.distributed import tensor_parallel
 
     class Style(tensor_parallel.TensorParallelLayer):
-        """What a plan that shards the parameters by expert does with an experts module."""
+        """The style of an experts module in a plan that shards its parameters by expert."""
 
         def should_use_local_tensors(self, module: nn.Module) -> bool:
             return True
@@ -107,7 +113,7 @@ def adapt_plans(model: Any, distributed_config: Any) -> None:
 
 
 def _adapted(plan: dict[str, str], model: Any) -> dict[str, str]:
-    """The plan with our style for experts, and rules for their scales, if it shards them whole."""
+    """Put our style for experts, and rules for their scales, into a plan that shards whole experts."""
     whole = [name for name, style in plan.items() if style == "grouped_gemm"]
     if not whole:
         return plan
@@ -141,7 +147,7 @@ def complete_plan(theirs):
 
 
 class ShapesBeforeLoading:
-    """Beside a quantizer, which it has note the shapes of the model's state dict before tensors are loaded."""
+    """A mixin of quantizers: it notes the shapes of the model's state dict before tensors are loaded."""
 
     _shapes: dict[str, torch.Size]
 
@@ -150,7 +156,7 @@ class ShapesBeforeLoading:
         self._shapes = {name: value.shape for name, value in model.state_dict().items()}
 
     def changed_shapes(self, loaded: nn.Module) -> set[str]:
-        """The names of tensors that have another shape since they were loaded."""
+        """Return the names of tensors that have another shape since they were loaded."""
         return {name for name, value in loaded.state_dict().items() if value.shape != self._shapes[name]}
 
 
@@ -192,7 +198,7 @@ def complete_scales(theirs):
 
 
 def conversions_to_save(model: Any) -> list:
-    """What save_pretrained undoes in a model with FP8 weights: names, and experts that are stored one by one."""
+    """Return the conversions that save_pretrained undoes in a model with FP8 weights: names, and fused experts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
