@@ -1,7 +1,9 @@
 """The table of what fp8moe replaces in transformers: register puts all of it there, unregister takes all of it back."""
 
+import ast
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +57,22 @@ def mixtral(**changes):
 def test_the_table_says_what_it_replaces_and_why():
     assert len({patch.what for patch in TABLE}) == len(TABLE)
     assert all(patch.why and patch.until for patch in TABLE)
+
+
+def test_no_other_file_writes_there():
+    package = Path(patches.__file__).parents[1]
+    for path in package.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom | ast.Import)]
+        theirs = {
+            (alias.asname or alias.name).partition(".")[0]
+            for node in imports
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).startswith("transformers")
+        }
+        for node in nodes:
+            of_names = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in theirs
+            assert not (of_names and isinstance(node.ctx, ast.Store | ast.Del)), f"{path}:{node.lineno}"
 
 
 def test_all_are_taken_back(unregistered):

@@ -236,31 +236,8 @@ def fp8_experts(block_size=(128, 128), activation_scheme="dynamic", intermediate
     return module.requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block_size": None}, "FP8Experts cannot run .*one scale per tensor; expected blocks of 128x128"),
-        ({"block_size": (64, 64)}, r"FP8Experts cannot run .*expected weight blocks of 128x128, got \(64, 64\)"),
-        ({"activation_scheme": "static"}, "FP8Experts cannot run .*dynamic activation scales, got 'static'"),
-        ({"intermediate_size": 192}, r"FP8Experts cannot run .*expected scales of shape \(4, 4, 1\).*got \(4, 3, 1\)"),
-    ],
-)
-def test_fp8_experts_of_other_formats(options, message):
-    with pytest.raises(ValueError, match=message):
-        forward(fp8_experts(**options))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fp8_experts_that_were_cast_are_refused(dtype):
-    """The scales are still there, but no longer those of the weights."""
-    with pytest.raises(
-        TypeError, match=r"FP8Experts cannot run .*gate_up_proj: expected float8_e4m3fn beside its scales"
-    ):
-        forward(fp8_experts().to(dtype))
-
-
-def test_experts_with_a_gate_of_their_own():
-    module = copy.deepcopy(modules_named(make_model("mixtral"), "experts")[0])
+def experts_with_a_gate_of_their_own():
+    module = modules_named(make_model("mixtral"), "experts")[0]
 
     class TanhExperts(type(module)):
         def _apply_gate(self, gate_up):
@@ -268,8 +245,28 @@ def test_experts_with_a_gate_of_their_own():
             return gate.tanh() * up
 
     module.__class__ = TanhExperts
-    with pytest.raises(ValueError, match="TanhExperts cannot run .*its activation is none of those"):
-        forward(module)
+    return module
+
+
+CAST = "FP8Experts cannot run .*gate_up_proj: expected float8_e4m3fn beside its scales"  # of the weights before
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: fp8_experts(None), ValueError, "FP8Experts .*one scale per tensor; expected blocks of 128x128"),
+        (lambda: fp8_experts((64, 64)), ValueError, r"FP8Experts .*expected weight blocks of 128x128, got \(64, 64\)"),
+        (lambda: fp8_experts(activation_scheme="static"), ValueError, "FP8Experts .*dynamic activation .* 'static'"),
+        (lambda: fp8_experts(intermediate_size=192), ValueError, r"expected scales of shape \(4, 4, 1\).*\(4, 3, 1\)"),
+        (lambda: fp8_experts().to(torch.bfloat16), TypeError, CAST),
+        (lambda: fp8_experts().to(torch.float32), TypeError, CAST),
+        (experts_with_a_gate_of_their_own, ValueError, "TanhExperts .*its activation is none of those"),
+    ],
+)
+def test_experts_that_are_refused(make, error, message):
+    with pytest.raises(error, match=message) as raised:
+        forward(make())
+    assert "cannot run with experts_implementation='fp8moe'" in str(raised.value)
 
 
 # transformers' FP8 models.

@@ -99,13 +99,8 @@ def prepare(module: nn.Module) -> str | None:
         return None
     if _has_norms(module, form) and not (runs_as_written(module.q_norm) and runs_as_written(module.k_norm)):
         return None  # as under transformers' tensor parallelism, which has a forward of its own there
-    together = runs_as_written(module) and linears.pack(_inputs(module))
+    together = runs_as_written(module) and linears.pack(inputs(module))
     return "q, k and v as one, heads and cache" if together else "heads and cache"
-
-
-def wants_quantized(module: nn.Module) -> bool:
-    """Return whether `attend` reads its input in FP8, and not its values."""
-    return all(linears.weights(part) is not None for part in _inputs(module))
 
 
 def attend(
@@ -123,9 +118,9 @@ def attend(
     size = module.head_dim
     cos, sin = position_embeddings
     if normed.quantized is None:
-        parts = [part(normed.values) for part in _inputs(module)]
+        parts = [part(normed.values) for part in inputs(module)]
     else:
-        parts = linears.project(normed.quantized, _inputs(module), cos.dtype)
+        parts = linears.project(normed.quantized, inputs(module), cos.dtype)
     q, k, v = (part.view(*lead, -1, size) for part in parts)
     past = past_key_values if cache is None else cache
     layer = _decoder_layer(past, module.layer_idx, k, v)
@@ -176,7 +171,8 @@ def attend(
     return module.o_proj(output.reshape(*lead, -1))
 
 
-def _inputs(module: nn.Module) -> tuple[nn.Module, ...]:
+def inputs(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the projections of the module's input."""
     return module.q_proj, module.k_proj, module.v_proj
 
 

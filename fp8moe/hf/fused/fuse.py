@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8moe.hf.fused import attention, feed_forward, known_forwards, latent_attention, norms
+from fp8moe.hf.fused import attention, feed_forward, known_forwards, latent_attention, linears, norms
 from fp8moe.hf.fused.known_forwards import form_of, is_fused, runs_as_written
 from fp8moe.hf.fused.norms import Handover
 from fp8moe.kernels.decoder_ops.rms_norm import Normed
@@ -142,8 +142,8 @@ def _neighbours(model: nn.Module) -> dict[nn.Module, Neighbours]:
 
 
 def _reads_quantized(module: Any) -> bool:
-    """Return whether an attention reads its input in FP8."""
-    return any(form_of(module, forms) and kind.wants_quantized(module) for kind, forms in _ATTENTIONS.items())
+    """Return whether an attention reads its input in FP8, and not its values."""
+    return any(form_of(module, forms) and linears.are_fp8(kind.inputs(module)) for kind, forms in _ATTENTIONS.items())
 
 
 def is_decoder_layer(layer: Any) -> bool:
@@ -185,7 +185,8 @@ def _attend(
     """Run the attention. normed: makes the norm of its input's rows, quantized (True) or values (False)."""
     for kind in _ATTENTIONS:
         if kind.serves(module, hidden_states.dtype, kwargs.get("position_embeddings")):
-            return kind.attend(module, normed(kind.wants_quantized(module)), hidden_states.shape[:-1], **kwargs)
+            rows = normed(linears.are_fp8(kind.inputs(module)))
+            return kind.attend(module, rows, hidden_states.shape[:-1], **kwargs)
     values: Any = normed(False).values
     return module(hidden_states=values.view(hidden_states.shape), **{"attention_mask": None, **kwargs})[0]
 

@@ -31,13 +31,8 @@ def prepare(module: nn.Module) -> str | None:
     """Move the weights together that read the input. Returns what is fused then, None if the code is not known."""
     if not _is_known(module):
         return None
-    together = runs_as_written(module) and linears.pack(_inputs(module))
+    together = runs_as_written(module) and linears.pack(inputs(module))
     return "queries and latents as one, latent attention" if together else "latent attention"
-
-
-def wants_quantized(module: nn.Module) -> bool:
-    """Return whether `attend` reads its input in FP8, and not its values."""
-    return all(linears.weights(part) is not None for part in _inputs(module))
 
 
 def attend(
@@ -53,9 +48,9 @@ def attend(
     """Compute the module's result (B, T, H). normed: the rows of its input, quantized or values; lead: (B, T)."""
     cos, sin = position_embeddings
     if normed.quantized is None:
-        q, latent = (part(normed.values) for part in _inputs(module))
+        q, latent = (part(normed.values) for part in inputs(module))
     else:
-        q, latent = linears.project(normed.quantized, _inputs(module), cos.dtype)
+        q, latent = linears.project(normed.quantized, inputs(module), cos.dtype)
     if module.q_lora_rank is not None:
         q = _queries(module, q)
     q = q.view(*lead, -1, module.qk_head_dim).transpose(1, 2)
@@ -84,7 +79,8 @@ def _is_known(module: nn.Module) -> bool:
     return expansion is not None and known_forwards.digest(type(module).expand_kv) == expansion
 
 
-def _inputs(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+def inputs(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Return the projections of the module's input."""
     return module.q_proj if module.q_lora_rank is None else module.q_a_proj, module.kv_a_proj_with_mqa
 
 

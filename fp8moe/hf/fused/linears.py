@@ -1,6 +1,6 @@
 """FP8 linears of a model that read the same input: one GEMM where their weights lie next to each other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,11 @@ def weights(module: nn.Module) -> Weights | None:
             return None
     n, k = parts.data.shape
     return None if n % 8 or k % 16 else parts
+
+
+def are_fp8(modules: Iterable[nn.Module]) -> bool:
+    """Return whether all of these are linears that fp8moe runs in FP8: they read their input in FP8, not its values."""
+    return all(weights(module) is not None for module in modules)
 
 
 def project(x: FP8Tensor, modules: Sequence[nn.Module], dtype: torch.dtype) -> list[Tensor]:
