@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from fp8moe.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows, used_by
+from fp8moe.decode.attention import AttentionMetadataBuilder, used_by
 from fp8moe.decode.cache import CachePosition, clear_rows, copy_rows, has_states, reset, static_cache
 from fp8moe.decode.model_use import ranks_of
 from fp8moe.decode.prefill import Prefix, ShortPrompts, columns_at_a_time
 from fp8moe.decode.transfers import integers_on
 from fp8moe.hf import versions
 from fp8moe.hf.fused import Optimized
+from fp8moe.hf.patches import take_offsets_of_rows
 from fp8moe.kernels.decoder_ops.sampling import IN_PROMPT, SamplingState, Sequences, sample_next
 from fp8moe.runtime import config
 from fp8moe.runtime.fixed_rows import linears_by_fixed_rows
@@ -84,8 +85,6 @@ class Step:
         capabilities: Capabilities = PLAIN,
         prefill_chunk: int | None = None,
     ):
-        if capabilities.ragged:
-            take_offsets_of_rows()
         self.model = model
         self.size = size
         self.capabilities = capabilities
@@ -275,6 +274,8 @@ class Step:
         configs = (self.model.config, self.model.config.get_text_config(decoder=True))
         if any(getattr(one, "output_router_logits", False) for one in configs):
             options["output_router_logits"] = False  # the loss of routers wants a mask of the tokens alone
+        if self.capabilities.ragged:
+            take_offsets_of_rows()  # `unregister` may have taken them back
         self.metadata.next_call(whole=whole)
         fused = nullcontext() if self.capabilities.fused is None else self.capabilities.fused.in_force()
         rows = nullcontext() if last is None else _head_reads(self.model, last)

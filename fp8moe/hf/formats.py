@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME
 from fp8moe.weights.names import CHANNEL_SCALE, SCALE
 from fp8moe.weights.source import CheckpointError
 from fp8moe.weights.stored import StoredWeight, open_weights
@@ -26,21 +26,12 @@ _ON_TRITON = (
 )
 
 
-def check_formats() -> None:
-    """Have from_pretrained refuse quantized checkpoints that would not get to fp8moe, or not with their scales.
+def check_unquantized(load):
+    """Wrap the loading of weights: it refuses quantized checkpoints that have no quantizer in transformers.
 
     transformers skips a quantization method that it does not know, and casts FP8 codes to bfloat16 as if they were
-    values. Its FP8 quantizer reports scales of other names as unexpected, and leaves its own as the memory was; its
-    FP8 experts have no biases and no norms. Its MXFP4 quantizer gives GPT-OSS experts of Triton's.
+    values.
     """
-    from transformers import PreTrainedModel
-    from transformers.quantizers import HfQuantizer
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    load, preprocess = PreTrainedModel._load_pretrained_model, HfQuantizer.preprocess_model
-    finalize = PreTrainedModel._finalize_model_loading
-    if hasattr(load, "_fp8moe"):
-        return
 
     @functools.wraps(load)
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
@@ -48,11 +39,28 @@ def check_formats() -> None:
             _check(model, checkpoint_files, None)
         return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
+    return _load_pretrained_model
+
+
+def check_quantized(preprocess):
+    """Wrap a quantizer's preparation of a model: it refuses checkpoints whose weights would not get to fp8moe.
+
+    transformers' FP8 quantizer reports scales of other names as unexpected, and leaves its own as the memory was; its
+    FP8 experts have no biases and no norms. Its MXFP4 quantizer makes experts of Triton's.
+    """
+
     @functools.wraps(preprocess)
     def preprocess_model(self, model, *args, **kwargs):
         if kwargs.get("checkpoint_files"):
             _check(model, kwargs["checkpoint_files"], self)
         return preprocess(self, model, *args, **kwargs)
+
+    return preprocess_model
+
+
+def check_loaded(finalize):
+    """Wrap the end of loading: it refuses FP8 modules whose weights came without scales."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     @functools.wraps(finalize)
     def _finalize_model_loading(model, load_config, loading_info, *args, **kwargs):
@@ -62,10 +70,7 @@ def check_formats() -> None:
             _check_loaded(model, report, quantizer.pre_quantized)
         return report
 
-    _load_pretrained_model._fp8moe = True
-    PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
-    PreTrainedModel._finalize_model_loading = staticmethod(_finalize_model_loading)
-    HfQuantizer.preprocess_model = preprocess_model
+    return _finalize_model_loading
 
 
 def _check(model: Any, files: Sequence[str], quantizer: Any) -> None:

@@ -9,8 +9,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fp8moe.hf.experts import grouped_experts
-from fp8moe.hf.name import NAME
+from fp8moe.hf.experts import NAME, grouped_experts
 from fp8moe.layers.linear import FP8Linear
 from fp8moe.layers.parameters import frozen
 

@@ -29,7 +29,7 @@ class Activation:
     name: a key of `FUNCTIONS`, f below.
     gated: the up projection yields gate and up, and the result is ``f(gate) * up``; otherwise it is ``f(up)``.
     limit: of gated experts; first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
-    alpha: of gated silu experts with a limit; then ``gate * sigmoid(alpha * gate) * (up + 1)``, the form of GPT-OSS.
+    alpha: of gated silu experts with a limit; then ``gate * sigmoid(alpha * gate) * (up + 1)``.
     key: all of it as text, such as "silu limit=7.0", the form that operators take and exported programs hold.
 
     SwiGLU: "GLU Variants Improve Transformer", arXiv:2002.05202, section 2. Squared ReLU: "Primer", arXiv:2109.08668,

@@ -93,14 +93,14 @@ class GroupedExperts(MasterModule):
             but gated silu run as PyTorch operations between the GEMMs.
         gated: whether there is a gate; otherwise an expert computes ``down_e @ f(up_e @ x)``.
         swiglu_limit: of gated experts: first ``gate = min(gate, limit)`` and ``up = clamp(up, -limit, limit)``.
-        swiglu_alpha: with a limit and "silu": then ``gate * sigmoid(alpha * gate) * (up + 1)``, the form of GPT-OSS.
+        swiglu_alpha: with a limit and "silu": then ``gate * sigmoid(alpha * gate) * (up + 1)``.
         decode_capacity: calls with at most so many tokens use the masked layout, where every expert has room for that
             many rows; others, and all by default, put the rows of one expert after those of another. The results are
             the same as long as the experts of each token are distinct.
         weight_scales: "block", or "channel" for scales (E, 2I, 1) and (E, H, 1), as compressed-tensors' FP8 checkpoints
             have them: the sums of both GEMMs are multiplied by them. For inference only: ValueError with a
             master_dtype, RuntimeError in the backward.
-        bias: whether both projections have biases, as GPT-OSS has them. For inference only, likewise.
+        bias: whether both projections have biases. For inference only, likewise.
 
     Raises TypeError for a size that is no int, ValueError for a size or decode_capacity below one, more than 1024
     experts, an unknown activation, or activation arguments that do not go together.
@@ -188,7 +188,7 @@ class GroupedExperts(MasterModule):
             - fused experts in bfloat16, float16 or float32: gate_up_proj (E, 2I, H) or up_proj (E, I, H), and down_proj
               (E, H, I), perhaps with a gate_up_proj_bias (E, 2I) or up_proj_bias (E, I), and a down_proj_bias (E, H),
               which are shared. Quantized expert by expert. Where ``is_transposed``, weights are (E, columns, rows), and
-              without ``is_concatenated`` rows of gate and up take turns, in the bias too (GPT-OSS).
+              without ``is_concatenated`` rows of gate and up take turns, in the bias too.
             - fused FP8 experts, transformers' FP8Experts with blocks of 128x128: the weights are shared, not copied.
               Scales must have the shape that they have here; where I is not a multiple of 128 they are taken for gate's
               blocks and then up's, which is what checkpoints hold.

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fp8moe.decode import attention
-from fp8moe.decode.attention import AttentionMetadataBuilder, take_offsets_of_rows
+from fp8moe.decode.attention import AttentionMetadataBuilder
 from fp8moe.decode.step import Capabilities, Step
 from fp8moe.hf.fused import find_fused
+from fp8moe.hf.patches import take_offsets_of_rows
 from fp8moe.kernels.decoder_ops import decode_attention as one_token
 from fp8moe.kernels.decoder_ops.decode_attention import Heads, decode_attention, kernel_spec
 from tests import decode_attention_cases
