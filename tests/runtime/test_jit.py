@@ -67,7 +67,7 @@ def sources(tmp_path, monkeypatch):
     directory.mkdir()
     for name, text in (("main.cu", MAIN), ("common.cuh", COMMON), ("more.cuh", MORE), ("spills.cu", SPILLS)):
         (directory / name).write_text(text)
-    monkeypatch.setattr(jit, "SOURCE_DIRS", (directory,))
+    monkeypatch.setitem(jit.SOURCE_DIRS, "sm90", (directory,))
     monkeypatch.setattr(config, "settings", config.settings)
     use(cache_dir=tmp_path / "cache", compiler="nvrtc", print_compiler=False, dump_dir=None)
     return directory
@@ -79,9 +79,9 @@ def compiles(monkeypatch):
     calls = []
     original = compilers.compile_source
 
-    def counted(text, name, compiler):
+    def counted(text, name, *options):
         calls.append(name)
-        return original(text, name, compiler)
+        return original(text, name, *options)
 
     monkeypatch.setattr(compilers, "compile_source", counted)
     return calls
@@ -132,7 +132,7 @@ def test_files_include_those_of_other_folders_by_name(sources, tmp_path, monkeyp
     (sources / "common.cuh").rename(other / "common.cuh")
     with pytest.raises(ValueError, match=r"no CUDA source 'common\.cuh' in cuda/"):
         jit.full_source(SCALE)
-    monkeypatch.setattr(jit, "SOURCE_DIRS", (sources, other))
+    monkeypatch.setitem(jit.SOURCE_DIRS, "sm90", (sources, other))
     assert jit.full_source(SCALE) == before
 
 
@@ -464,7 +464,7 @@ def test_two_processes_may_compile_the_same_kernel_at_once(sources, compiles):
     code = f"""
         import hashlib, pathlib
         from fp8moe.runtime import jit
-        jit.SOURCE_DIRS = (pathlib.Path({str(sources)!r}),)
+        jit.SOURCE_DIRS["sm90"] = (pathlib.Path({str(sources)!r}),)
         spec = jit.KernelSpec("main.cu", "scale", (("FACTOR", 3),))
         print(hashlib.sha256(jit.cubin(spec)).hexdigest())
     """
@@ -515,7 +515,7 @@ def test_from_the_disk_cache_takes_milliseconds_and_does_not_load_the_compiler(s
         import pathlib, time
         import cuda.core
         from fp8moe.runtime import jit
-        jit.SOURCE_DIRS = (pathlib.Path({str(sources)!r}),)
+        jit.SOURCE_DIRS["sm90"] = (pathlib.Path({str(sources)!r}),)
         spec = jit.KernelSpec("main.cu", "scale", (("FACTOR", 3),))
         start = time.process_time()  # other processes may have the CPUs meanwhile
         jit.cubin(spec)
