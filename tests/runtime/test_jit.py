@@ -16,6 +16,7 @@ import pytest
 
 import fp8moe
 from fp8moe.runtime import compilers, config, cubin_cache, jit
+from fp8moe.runtime.architectures import SM90
 from tests.ptxas import compile_report, read_report
 
 COMMON = """\
@@ -269,13 +270,11 @@ def test_the_key_covers_everything_that_decides_the_code(sources, monkeypatch):
         return jit.cache_key(spec)
 
     keys = [key(), key(SHARED), key(replace(SCALE, defines=(("FACTOR", 4),))), key(replace(SCALE, prelude="int;"))]
+    keys.append(key(replace(SCALE, architecture=SM90._replace(flag="sm_100a"))))
     (sources / "common.cuh").write_text(COMMON + "// changed\n")
     keys.append(key())
     with monkeypatch.context() as patch:
         patch.setattr(compilers, "PTXAS_OPTIONS", ("-v", "-O1"))
-        keys.append(key())
-    with monkeypatch.context() as patch:
-        patch.setattr(compilers, "ARCH", "sm_100a")
         keys.append(key())
     with monkeypatch.context() as patch:
         patch.setattr(compilers.metadata, "version", lambda wheel: "99.0")
