@@ -1,13 +1,17 @@
 """What the benchmarks have in common before and after they measure: GPU, result, command line."""
 
 import argparse
+import platform
+import subprocess
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
+import fp8moe
 from benchmarks.report import Threshold, digest, format_thresholds, write_json
-from fp8moe.runtime.sm90 import CAPABILITY
+from fp8moe.runtime.architectures import SM90
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,10 +22,24 @@ def start() -> str:
         raise SystemExit("this benchmark needs a Hopper GPU and PyTorch sees no GPU; run it on a machine that has one")
     name = torch.cuda.get_device_name()
     capability = torch.cuda.get_device_capability()
-    if capability != CAPABILITY:
+    if capability != SM90.capability:
         raise SystemExit(f"this benchmark needs a Hopper (sm_90) GPU; {name} is sm_{capability[0]}{capability[1]}")
     torch.manual_seed(0)
     return name
+
+
+def versions() -> dict[str, str]:
+    """What the results were measured with."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    packages = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "python": platform.python_version(),
+        "fp8moe": fp8moe.__version__,
+        **{package: metadata.version(package) for package in packages},
+    }
 
 
 def result(gpu: str, rows: Sequence[dict], thresholds: Iterable[Threshold], **more: object) -> dict:

@@ -27,7 +27,6 @@ from benchmarks.calls import Case
 from benchmarks.report import Threshold, format_table
 from benchmarks.shapes import DENSE_SHAPES
 from fp8moe import FP8Tensor, gemm, grouped_gemm, grouped_gemm_k, grouped_gemm_masked, mqa_logits, paged_mqa_logits
-from fp8moe.integrations import deep_gemm
 
 NAMES = {"gemm": "gemm", "grouped_gemm": "grouped_gemm", "linear": "FP8Linear", "experts": "GroupedExperts"}
 BATCHES = 15
@@ -71,6 +70,9 @@ def cpu_rows() -> list[dict]:
 
 def drop_in_calls(device: str = "cuda") -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """By the name of a function of DeepGEMM: our function, and the drop-in's, on the same operands."""
+    sys.path.insert(0, str(compare.ROOT / "integrations/deep_gemm"))  # ahead of a DeepGEMM that is installed
+    import deep_gemm
+
     make = calls.Operands(device)
     a, b, offsets = make.rows(64, 1024), make.weights(4, 512, 1024), make.integers([0, 16, 32, 48, 64])
     one, layout = FP8Tensor(b.data[0], b.scale[0]), make.integers([row // 16 for row in range(64)])

@@ -60,7 +60,6 @@ from fp8moe import (
     paged_mqa_logits,
 )
 from fp8moe.quant.formats import BLOCK, ceil_div, empty_mn_major
-from tools.validate import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "validation" / "peers.json"
@@ -553,7 +552,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_once([case for case in CASES if re.search(args.only or "", case.name)])
         return
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    head = {"digest": digest(ROOT), "date": now, "versions": versions() | adapters.versions(), "clocks": clocks()}
+    head = {
+        "digest": digest(ROOT),
+        "date": now,
+        "versions": command.versions() | adapters.versions(),
+        "clocks": clocks(),
+    }
     head["copy_tbps"] = roofline.copy_tbps()
     file = File(args.out, head)
     if not args.whole_model:

@@ -70,9 +70,9 @@ def compiled_by(name: str, lengths: Iterable[int] = LENGTHS) -> list[str]:
     compiled: list[str] = []
     compile_source = compilers.compile_source
 
-    def count(text: str, kernel: str, compiler: str) -> tuple[bytes, str]:
+    def count(text: str, kernel: str, *options: str) -> tuple[bytes, str]:
         compiled.append(kernel)
-        return compile_source(text, kernel, compiler)
+        return compile_source(text, kernel, *options)
 
     compilers.compile_source = count
     model = build(name)

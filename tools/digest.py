@@ -69,8 +69,9 @@ def normalize_unit(source: str) -> str:
 def options() -> list[str]:
     """The compiler's options."""
     from fp8moe.runtime import compilers
+    from fp8moe.runtime.architectures import ARCHITECTURES
 
-    return [compilers.ARCH, compilers.STD, *compilers.PTXAS_OPTIONS]
+    return [*(known.flag for known in ARCHITECTURES), compilers.STD, *compilers.PTXAS_OPTIONS]
 
 
 def source_hash(spec: "KernelSpec") -> str:

@@ -12,7 +12,6 @@ same one.
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -22,15 +21,16 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
 
-import fp8moe
+from benchmarks.command import versions
 from benchmarks.report import digest, write_json
-from fp8moe.runtime import config, sm90
+from fp8moe.runtime import config
+from fp8moe.runtime.architectures import SM90
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -46,26 +46,12 @@ _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d
 
 def require_gpu() -> None:
     """SystemExit with one sentence unless there is a Hopper GPU and the settings are the defaults."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != sm90.CAPABILITY:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != SM90.capability:
         raise SystemExit("validation needs a Hopper (sm_90) GPU that PyTorch can use")
     defaults = {"backend": "auto", "num_sms": None, "compiler": "nvrtc", "batch_invariant": False}
     changed = [f"FP8MOE_{name.upper()}" for name, value in defaults.items() if getattr(config.settings, name) != value]
     if changed:
         raise SystemExit(f"validation records what the defaults do: unset {', '.join(changed)}")
-
-
-def versions() -> dict[str, str]:
-    """What the results were measured with."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    packages = ("torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
-        "python": platform.python_version(),
-        "fp8moe": fp8moe.__version__,
-        **{package: metadata.version(package) for package in packages},
-    }
 
 
 def parse_junit(report: Path) -> dict:

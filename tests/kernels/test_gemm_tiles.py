@@ -21,6 +21,7 @@ from fp8moe.kernels.gemm.tiles import (
     raster_group,
 )
 from fp8moe.runtime import compilers, jit
+from fp8moe.runtime.architectures import SM90
 from fp8moe.runtime.sm90 import REGISTERS_PER_SM, SHARED_LIMIT, SHARED_PER_SM
 from tests.gemm_variants import COMPLAINTS, counts_shared_memory_alike, faults, largest, one_of_each, without_gpu
 
@@ -229,7 +230,7 @@ def test_serialized_products_are_reported():
     config = TileConfig(128, 128)
     text = jit.full_source(kernel_spec(config, 256, 1024, PlainStore(torch.bfloat16)))
     changed = text.replace("wgmma_commit();", "wgmma_commit(); partial[0] += 1.f;")
-    _, log = compilers.compile_source(changed, "gemm.cu", "nvrtc")
+    _, log = compilers.compile_source(changed, "gemm.cu", "nvrtc", SM90.flag)
     assert changed != text and COMPLAINTS.search(log)
 
 

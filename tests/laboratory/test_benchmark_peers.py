@@ -9,12 +9,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import deep_gemm as drop_in
 from benchmarks import adapters, peers, plots, tables, timing, vllm_engine
 from benchmarks.peers import Call, Case
 from benchmarks.report import geomean, select
 from benchmarks.shapes import MODELS, Model
 from fp8moe import FP8Tensor, dequantize
-from fp8moe.integrations import deep_gemm as drop_in
 
 
 @pytest.fixture(autouse=True)

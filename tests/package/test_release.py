@@ -163,7 +163,8 @@ def test_a_kernel_compiles_from_the_wheel(wheel, tmp_path):
         from fp8moe.runtime import jit
         spec = kernel_spec(4096, torch.bfloat16)
         assert jit.compile_spec(spec)
-        print(jit.__file__, {d.name for d in jit.SOURCE_DIRS for p in d.iterdir() if p.name in jit.full_source(spec)})
+        folders, text = jit.SOURCE_DIRS["sm90"], jit.full_source(spec)
+        print(jit.__file__, {folder.name for folder in folders for path in folder.iterdir() if path.name in text})
     """
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(code)]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe.integrations.deep_gemm.settings import (
+from deep_gemm.settings import (
     get_mk_alignment_for_contiguous_layout,
     set_mk_alignment_for_contiguous_layout,
 )

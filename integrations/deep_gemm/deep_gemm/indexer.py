@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.deep_gemm.gemm import named
+from deep_gemm.gemm import named
 from fp8moe.kernels.indexer.checks import BLOCK_TOKENS, Prefill, row_length
 from fp8moe.kernels.indexer.mqa_logits import paged_mqa_logits, scores
 from fp8moe.quant.checks import fp8_operand

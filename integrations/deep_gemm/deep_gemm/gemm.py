@@ -7,8 +7,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
-from fp8moe.integrations.deep_gemm.utils.layout import float32_scale
+from deep_gemm.settings import get_mk_alignment_for_contiguous_layout
+from deep_gemm.utils.layout import float32_scale
 from fp8moe.kernels.gemm import gemm, grouped_gemm_k, grouped_gemm_masked
 from fp8moe.kernels.gemm.checks import RESULTS
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes

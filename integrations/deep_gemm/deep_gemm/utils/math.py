@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8moe.integrations.deep_gemm.utils.layout import get_mn_major_tma_aligned_packed_ue8m0_tensor
+from deep_gemm.utils.layout import get_mn_major_tma_aligned_packed_ue8m0_tensor
 from fp8moe.quant.formats import BLOCK, FP8_MAX, align, ceil_div
 from fp8moe.quant.quantize import quantize_1x128, quantize_128x1, quantize_128x128
 from fp8moe.quant.reference import block_scale

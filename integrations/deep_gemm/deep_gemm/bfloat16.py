@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
-from fp8moe.integrations.deep_gemm.gemm import check_addend
-from fp8moe.integrations.deep_gemm.settings import get_mk_alignment_for_contiguous_layout
+from deep_gemm.gemm import check_addend
+from deep_gemm.settings import get_mk_alignment_for_contiguous_layout
 from fp8moe.kernels.gemm.checks import RESULTS
 from fp8moe.quant.checks import check_vector
 from fp8moe.runtime import config
