@@ -1,4 +1,4 @@
-"""Forwards a layer whose experts are spread over the ranks of a group."""
+"""The forward of a layer whose experts are spread over the ranks of a group."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8moe.distributed.agreement import Agreement, Call
+from fp8moe.distributed.agreement import Agreement, CallSummary
 from fp8moe.distributed.local import LocalExperts, capturing
 from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.transport import (
@@ -48,24 +48,25 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A call's arguments, flat and checked, and whether it is one that can have a backward."""
+    """A call's arguments, flattened and checked. trains: the call may have a backward."""
 
     tokens: Tokens
     residual: Tensor | None
     local: LocalExperts
     trains: bool
 
-    def call(self, layer: int) -> Call:
+    def summary(self, layer: int) -> CallSummary:
         x, index, routing = self.tokens
         bits = self.trains, recorded(x), recorded(routing), recorded(*self.local.weights.tensors())
         gradients = sum(bit << position for position, bit in enumerate(bits))
-        return Call(len(x), 0, layer, FLOATING.index(x.dtype), index.shape[1], gradients)
+        return CallSummary(len(x), 0, layer, FLOATING.index(x.dtype), index.shape[1], gradients)
 
 
 class Dispatcher:
-    """What `parallel` of one layer is. Ranks must call it together, with the same residual or none.
+    """Runs the forward of one layer, as its attribute `parallel`. Ranks must call it together, all or none with a
+    residual.
 
-    group: of the ranks that share the experts, in the order of experts. num_experts: E, of all of them.
+    group: the ranks that share the experts, in the order of experts. num_experts: E, of all ranks.
     """
 
     def __init__(self, group: ProcessGroup, num_experts: int, options: Options):
@@ -86,7 +87,7 @@ class Dispatcher:
         top_k_weights: Tensor,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """What a `GroupedExperts` with all experts returns for the tokens of this rank."""
+        """Return the result of a `GroupedExperts` with all experts for the tokens of this rank."""
         alone = self.options.uniform or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         inputs, error = None, None
         try:
@@ -121,8 +122,8 @@ class Dispatcher:
         return Inputs(Tokens(x, index, routing), residual, local, experts.trains(weights, x, routing))
 
     def _counts(self, inputs: Inputs | None, error: Exception | None) -> list[int]:
-        """How many tokens each rank has; the same ValueError on all ranks if one has an error or they disagree."""
-        counts = self.agreement.calls(Call() if error else inputs.call(self.layer), error)
+        """Return the tokens of each rank. Raises the same ValueError on all ranks if one has an error or they differ."""
+        counts = self.agreement.calls(CallSummary() if error else inputs.summary(self.layer), error)
         if self.options.method == "replicated" and len(set(counts)) > 1:
             raise ValueError(f"hidden_states: expected the same tokens on all ranks, got {counts} tokens")
         return counts
@@ -165,15 +166,15 @@ class Dispatcher:
         return peers.gather(local, inputs.tokens, max(counts), expected_rows, residual)
 
     def _quantized(self, tokens: Tokens) -> Tokens:
-        """Tokens as they are sent without gradients."""
+        """Return tokens in the format in which they are sent without gradients."""
         if self.options.payload == "bf16":
             return tokens
         return tokens._replace(hidden_states=quantize_1x128(tokens.hidden_states))
 
     def _peers(self, x: Tensor) -> Peers | None:
-        """The GPUs of one node that can serve the call without NCCL.
+        """Return the GPUs of one node that can serve the call without NCCL, or None.
 
-        Then gather sends a token only where a rank has an expert of it, so that auto has no need of all_to_all.
+        With them gather sends a token only to ranks that have one of its experts, so auto does not need all_to_all.
         """
         method, payload = self.options.method, self.options.payload
         supported = method == "replicated" or (method != "all_to_all" and payload == "fp8")
