@@ -14,7 +14,6 @@ from fp8moe.distributed.transport import (
     AllToAll,
     ExactAllToAll,
     ExactGather,
-    ExactTransport,
     Gather,
     Replicated,
     Tokens,
@@ -91,7 +90,7 @@ class Dispatcher:
         alone = self.options.uniform or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         inputs, error = None, None
         try:
-            inputs = self._inputs(experts, hidden_states, top_k_index, top_k_weights, residual)
+            inputs = self._inputs(experts, Tokens(hidden_states, top_k_index, top_k_weights), residual)
         except (TypeError, ValueError, RuntimeError) as caught:
             if alone:
                 raise
@@ -104,15 +103,8 @@ class Dispatcher:
             out = self._run(inputs, counts)
         return out.view(hidden_states.shape)
 
-    def _inputs(
-        self,
-        experts: nn.Module,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        residual: Tensor | None,
-    ) -> Inputs:
-        x, index, routing, residual = flattened(hidden_states, top_k_index, top_k_weights, residual)
+    def _inputs(self, experts: nn.Module, tokens: Tokens, residual: Tensor | None) -> Inputs:
+        x, index, routing, residual = flattened(*tokens, residual)
         weights = experts.local_weights()
         check_derivatives(_NAME, x, routing, *weights.tensors())
         layer = Layer(weights.up, weights.down, experts.activation, weights.biases)
@@ -122,7 +114,7 @@ class Dispatcher:
         return Inputs(Tokens(x, index, routing), residual, local, experts.trains(weights, x, routing))
 
     def _counts(self, inputs: Inputs | None, error: Exception | None) -> list[int]:
-        """Return the tokens of each rank. Raises the same ValueError on all ranks if one has an error or they differ."""
+        """Return the tokens of each rank. Raises the same ValueError on all ranks for an error or a difference."""
         counts = self.agreement.calls(CallSummary() if error else inputs.summary(self.layer), error)
         if self.options.method == "replicated" and len(set(counts)) > 1:
             raise ValueError(f"hidden_states: expected the same tokens on all ranks, got {counts} tokens")
@@ -133,25 +125,32 @@ class Dispatcher:
         if not inputs.trains:
             return autograd.run(lambda *_: self._infer(inputs, counts), _NAME, x, routing, *local.weights.tensors())
         if self.options.exact:
-            exact = self._exact_transport(index, counts)
-            tokens = send(exact.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
-            groups, rows, count = local.sort(tokens, exact.transport.num_rows)
-            assignments = sum(counts) * index.shape[1]
-            y = local.results(permute(tokens.hidden_states, rows, count), groups, assignments, True)
-            return combine_exact(exact, y, rows, routing, local.dtype)
+            return self._run_exact(inputs, counts)
         transport = self._transport(index, counts)
         partial = local.partial_sums_with_gradients(send(transport, inputs.tokens), transport.num_rows)
         return collect(transport, partial, local.dtype)
 
-    def _infer(self, inputs: Inputs, counts: list[int]) -> Tensor:
-        local, (x, index, routing), residual = inputs.local, inputs.tokens, inputs.residual
-        if self.options.exact:
-            exact = self._exact_transport(index, counts)
+    def _run_exact(self, inputs: Inputs, counts: list[int]) -> Tensor:
+        local, (_, index, routing), trains = inputs.local, inputs.tokens, inputs.trains
+        if capturing(index):
+            exact = ExactGather(self.group, counts, index, self.num_experts)
+        else:
+            exact = ExactAllToAll(self.group, index, self.num_experts)
+        if trains:
+            tokens = send(exact.transport, inputs.tokens._replace(top_k_weights=routing.detach()))
+        else:
             tokens = exact.transport.send(self._quantized(inputs.tokens))
-            groups, rows, count = local.sort(tokens, exact.transport.num_rows)
-            assignments = sum(counts) * index.shape[1]
-            y = local.results(local.quantized_rows(tokens, rows, count), groups, assignments, False)
-            return weighted_sum(exact.back(y, rows), exact.row_index, routing, local.dtype, residual)
+        groups, rows, count = local.sort(tokens, exact.transport.num_rows)
+        x = permute(tokens.hidden_states, rows, count) if trains else local.quantized_rows(tokens, rows, count)
+        y = local.results(x, groups, sum(counts) * index.shape[1], trains)
+        if trains:
+            return combine_exact(exact, y, rows, routing, local.dtype)
+        return weighted_sum(exact.back(y, rows), exact.row_index, routing, local.dtype, inputs.residual)
+
+    def _infer(self, inputs: Inputs, counts: list[int]) -> Tensor:
+        local, (x, index, _), residual = inputs.local, inputs.tokens, inputs.residual
+        if self.options.exact:
+            return self._run_exact(inputs, counts)
         replicated = self.options.method == "replicated"
         total = counts[0] if replicated else sum(counts)
         expected_rows = ceil_div(total * index.shape[1], self.world)
@@ -189,8 +188,3 @@ class Dispatcher:
         if method == "gather" or capturing(index):
             return Gather(self.group, counts)
         return AllToAll(self.group, index, self.num_experts)
-
-    def _exact_transport(self, index: Tensor, counts: list[int]) -> ExactTransport:
-        if capturing(index):
-            return ExactGather(self.group, counts, index, self.num_experts)
-        return ExactAllToAll(self.group, index, self.num_experts)

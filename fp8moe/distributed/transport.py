@@ -26,8 +26,8 @@ _ALIGNMENT = 16  # bytes: the parts of a packed row begin at its multiples, as k
 # 4 MB take 20 us, the cost of starting another collective.
 _SLICED_FROM = 4 << 20
 
-# Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; for each token gather sends 7392 bytes
-# to each other rank and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as it waits for sizes.
+# Measured on two H200s over NVLink with DeepSeek-V3's layer: NCCL moves 200 GB/s; gather sends 7392 bytes of a token to
+# each other rank and gets 28672 back. Eager all_to_all of few tokens takes 1.5 ms more, as it waits for sizes.
 _MICROSECONDS_A_ROW = 0.18
 _MICROSECONDS_A_CALL = 1500
 
@@ -173,18 +173,18 @@ class ExactAllToAll(ExactTransport):
 
     def back(self, y: Tensor, rows: Tensor) -> Tensor:
         transport = self.transport
-        y = y.index_select(0, rows.flatten().index_select(0, self._order(rows)).long())
+        y = y.index_select(0, self._rows_here(rows).long())
         return _exchange(transport.group, y, transport.assignments_received, transport.assignments_sent)
 
     def out(self, grad: Tensor, rows: Tensor, count: int) -> Tensor:
         transport = self.transport
         received = _exchange(transport.group, grad, transport.assignments_sent, transport.assignments_received)
-        return received.index_select(0, _inverse(rows.flatten().index_select(0, self._order(rows)), count))
+        return received.index_select(0, _inverse(self._rows_here(rows), count))
 
-    def _order(self, rows: Tensor) -> Tensor:
-        """Return the assignments to this rank, in the order of tokens."""
-        here = torch.where(rows >= 0, 0, -1)
-        return _inverse(sort_by_expert(here, 1).rows, self.transport.num_rows)
+    def _rows_here(self, rows: Tensor) -> Tensor:
+        """Return the rows of the assignments to this rank, in the order of tokens."""
+        here = sort_by_expert(torch.where(rows >= 0, 0, -1), 1).rows
+        return rows.flatten().index_select(0, _inverse(here, self.transport.num_rows))
 
 
 class ExactGather(ExactTransport):
@@ -290,7 +290,7 @@ def send(transport: Transport, tokens: Tokens) -> Tokens:
 
 def collect(transport: Transport, partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `Transport.back` with a gradient, which is sent in the dtype of the result."""
-    return _with_adjoint(partial, lambda rows: transport.back(rows, dtype), lambda grad: transport.out(grad).float())
+    return _Linear.apply(partial, lambda rows: transport.back(rows, dtype), lambda grad: transport.out(grad).float())
 
 
 def permute(x: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -299,19 +299,14 @@ def permute(x: Tensor, rows: Tensor, count: int) -> Tensor:
     Returns (count, H); rows of no assignment hold any token.
     """
     tokens, dtype = _inverse(rows, count).div(max(rows.shape[1], 1), rounding_mode="floor"), x.dtype
-    return _with_adjoint(x, lambda x: x.index_select(0, tokens), lambda grad: _ordered_sum(grad, rows, dtype))
+    return _Linear.apply(x, lambda x: x.index_select(0, tokens), lambda grad: _ordered_sum(grad, rows, dtype))
 
 
 def combine_exact(exact: ExactTransport, y: Tensor, rows: Tensor, top_k_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weighted sums (T, H) of the rows y (R, H) of all ranks, with gradients of y and top_k_weights."""
     count = len(y)
-    returned = _with_adjoint(y, lambda y: exact.back(y, rows), lambda grad: exact.out(grad, rows, count))
+    returned = _Linear.apply(y, lambda y: exact.back(y, rows), lambda grad: exact.out(grad, rows, count))
     return _WeightedSum.apply(returned, exact.row_index, top_k_weights, dtype)
-
-
-def _with_adjoint(x: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``function(x)`` for a linear function; `adjoint` maps the gradient of the result to that of x."""
-    return _Linear.apply(x, function, adjoint)
 
 
 def _differentiated_once(backward: Callable) -> Callable:
@@ -359,6 +354,8 @@ class _Send(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
+    """``function(x)`` for a linear function; `adjoint` maps the gradient of the result to that of x."""
+
     @staticmethod
     def forward(ctx, x, function, adjoint):
         ctx.adjoint = adjoint
@@ -420,9 +417,8 @@ def _unpack(rows: Tensor, like: Tokens) -> Tokens:
 def _columns(tokens: Tokens) -> list[tuple[torch.dtype, int]]:
     """Return dtype and number of columns of each part."""
     x, index, _ = tokens
-    values = x if isinstance(x, FP8Tensor) else (x,)
-    routing = [(torch.int32, index.shape[1]), (torch.float32, index.shape[1])]
-    return [(value.dtype, value.shape[1]) for value in values] + routing
+    values, top_k = x if isinstance(x, FP8Tensor) else (x,), index.shape[1]
+    return [*((value.dtype, value.shape[1]) for value in values), (torch.int32, top_k), (torch.float32, top_k)]
 
 
 def _views(rows: Tensor, columns: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:

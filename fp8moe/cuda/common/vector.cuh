@@ -1,4 +1,4 @@
-// 16 bytes at once, the most that a thread loads or stores, and the parts of them that lie at the end of a row.
+// Vectors of 16 bytes, the most that a thread loads or stores at once, and partial vectors at the end of a row.
 #pragma once
 
 #include "ptx.cuh"
