@@ -15,8 +15,8 @@ from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import Weights
 from fp8moe.quant.formats import FP8Tensor, align
 
-_SLACK = 1.25  # a rank has room for so many times the expected rows,
-_ALWAYS = 256  # and at least for all rows of so many tokens
+# A rank has room for _SLACK times the expected rows, and at least for all rows of _ALWAYS tokens.
+_SLACK, _ALWAYS = 1.25, 256
 
 
 class LocalExperts(NamedTuple):

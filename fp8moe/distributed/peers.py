@@ -202,7 +202,7 @@ def received_columns(hidden: int, top_k: int) -> tuple[tuple[torch.dtype, int], 
 
 
 def received_bytes(slots: int, hidden: int, top_k: int) -> int:
-    """Return the bytes of so many slots of `Received`, each part at a multiple of 256."""
+    """Return the bytes of `slots` slots of `Received`, each part at a multiple of 256."""
     return sum(align(slots * columns * dtype.itemsize, 256) for dtype, columns in received_columns(hidden, top_k))
 
 

@@ -134,7 +134,7 @@ _entering = threading.RLock()  # reentrant: the garbage collector may close a bl
 
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Within this block the bits of a token's result do not depend on the rest of its batch; docs/batch-invariance.md.
+    """Make the bits of a token's result independent of the rest of its batch in a block; docs/batch-invariance.md.
 
     enabled: False restores the usual choice of tiles under FP8MOE_BATCH_INVARIANT=1. The mode belongs to the process,
     not the thread: with blocks open in several threads, the last one entered decides. CUDA graphs and `GraphDecoder`s

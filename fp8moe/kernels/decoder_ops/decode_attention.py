@@ -179,7 +179,7 @@ class _AttentionArguments(ctypes.Structure):
 
 
 def kernel_spec(dtype: torch.dtype, heads: AttentionHeads, cluster: int) -> KernelSpec:
-    """Return the kernel for heads of `dtype`, with so many thread blocks in a cluster."""
+    """Return the kernel for heads of `dtype`, with `cluster` thread blocks in a cluster."""
     appends = heads.rotated is not None
     of_head = ("SIZE", heads.size), ("ROTATED", heads.rotated or rotary.MULTIPLE), ("HEAD_LANES", heads.lanes)
     sizes = ("VECTORS", 1), ("KEY_HEADS", heads.key_heads), ("GROUP", heads.group)

@@ -76,7 +76,7 @@ def check_number(name: str, value: float) -> None:
 
 
 def row_threads(row_bytes: int) -> int:
-    """Return how many threads share a row of so many bytes: a power of two up to 32, or a multiple of 32."""
+    """Return how many threads share a row of `row_bytes`: a power of two up to 32, or a multiple of 32."""
     vectors = ceil_div(row_bytes, VECTOR_BYTES)
     if vectors <= WARP:
         return 1 << (vectors - 1).bit_length()

@@ -67,7 +67,7 @@ def router_logits(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 class RoutingRule(NamedTuple):
-    """How `route` chooses experts and weighs them.
+    """The rule by which `route` chooses experts and weighs them.
 
     top_k: experts of a token, up to 32 and up to the experts of top_groups groups.
     score: "softmax" or "sigmoid" of the logits.
@@ -119,7 +119,7 @@ def route(
 
 
 def by_kernel(tokens: int, row_bytes: int) -> bool:
-    """Whether the kernel computes the logits of so many tokens; for more tokens a GEMM reads less."""
+    """Whether the kernel computes the logits of `tokens` tokens; for more tokens a GEMM reads less."""
     if not 0 < row_bytes <= _MAX_ROW_BYTES:
         return False
     return config.settings.batch_invariant or tokens <= min(MAX_TOKENS, _MAX_BYTES // row_bytes)
@@ -294,7 +294,7 @@ def route_launcher(
 
 
 def _sorts(tokens: int, experts: int) -> bool:
-    """Whether one kernel can route so many tokens and sort their assignments."""
+    """Whether one kernel can route `tokens` tokens and sort their assignments."""
     return tokens <= MAX_SORTED_TOKENS and experts <= MAX_SORTED_EXPERTS
 
 
@@ -305,7 +305,7 @@ def sorted_shape(tokens: int, experts: int) -> KernelShape:
 
 
 def sorted_spec(tokens: int, experts: int, form: Form, dtype: torch.dtype, out_dtype: torch.dtype) -> KernelSpec:
-    """Return the kernel that routes and sorts so many tokens; other arguments: see `route_spec`."""
+    """Return the kernel that routes and sorts `tokens` tokens; other arguments: see `route_spec`."""
     defines = *_route_defines(experts, form, dtype, out_dtype), *sorted_shape(tokens, experts).defines(False)
     return KernelSpec("route_sorted.cu", "route_sorted", defines)
 

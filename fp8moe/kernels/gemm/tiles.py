@@ -151,7 +151,7 @@ _MOST_AS_COLUMNS, _FEWEST_AS_ROWS = 24, 6
 
 
 def row_tiles_bound(block_m: int, rows: int, groups: int, max_m: int | None) -> int:
-    """Return the most tile rows that groups of any sizes take, ``rows`` in all, or with ``max_m`` so many each."""
+    """Return the most tile rows of groups of any sizes: ``rows`` rows in all, or with ``max_m`` up to it each."""
     if max_m is not None:
         return groups * ceil(max_m / block_m)
     return (rows + min(groups, rows) * (block_m - 1)) // block_m
@@ -268,7 +268,7 @@ class Grouping(NamedTuple):
         return self
 
     def problem(self, rows: int, groups: int, n: int, k: int, num_sms: int, *, swiglu: bool) -> GroupedProblem:
-        """Return the problem for so many rows and groups."""
+        """Return the problem for these rows and groups."""
         expected_m = self.expected_m
         if expected_m is None:
             of_all, among = self.whole or (rows, groups)
