@@ -23,7 +23,7 @@ from benchmarks.report import Threshold, format_table
 from fp8moe import FP8Tensor
 from fp8moe.kernels.gemm.cost import SKEWED, dense_time, grouped_time
 from fp8moe.kernels.gemm.epilogue import PlainStore
-from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.sm90 import TileConfig
 from fp8moe.kernels.gemm.source import kernel_spec
 from fp8moe.kernels.gemm.tiles import (
@@ -160,7 +160,7 @@ def call_of(problem: Problem) -> Callable[[TileConfig], object]:
 
 def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, config: TileConfig) -> Tensor:
     """A GEMM with this configuration, grouped if there are offsets."""
-    multiply_with(config, Operands(*a, *b, groups=offsets), out, None if offsets is None else Grouping())
+    multiply_with(config, GemmOperands(*a, *b, groups=offsets), out, None if offsets is None else Grouping())
     return out
 
 

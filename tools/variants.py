@@ -12,11 +12,11 @@ from benchmarks import calls
 from benchmarks.calls import Case, Operands
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.decode_attention import DTYPES as ATTENTION_DTYPES
-from fp8moe.kernels.decoder_ops.decode_attention import NewTokens, decode_attention
+from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
-from fp8moe.kernels.decoder_ops.rotary import rotary
-from fp8moe.kernels.decoder_ops.router import route, router_logits
+from fp8moe.kernels.decoder_ops.rotary import NewTokens, rotary
+from fp8moe.kernels.decoder_ops.router import RoutingRule, route, router_logits
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, Sequences, sample, sample_next
 from fp8moe.kernels.experts import combine, experts_partial, experts_rows, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
@@ -346,18 +346,15 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         DTYPES, DTYPES, ((128, 1), (256, 8), (1024, 1)), ("softmax", "sigmoid"), (False, True)
     ):
         logits, bias = make.normal(70, experts, dtype=getattr(torch, dtype)), make.uniform(experts, mean=0.0)
-        form = {"score": score, "num_groups": groups, "top_groups": ceil_div(groups, 2), "normalize": normalize}
+        rule = RoutingRule(8, score, normalize, groups, ceil_div(groups, 2))
         for given in (None, bias):
-            options = form | {"bias": given, "dtype": getattr(torch, out_dtype)}
-            yield lambda logits=logits, options=options: route(logits, 8, **options)
-    forms = (
-        (128, {"score": "softmax", "normalize": True}),
-        (256, {"score": "sigmoid", "normalize": True, "num_groups": 8, "top_groups": 4}),
-    )
-    for dtype, out_dtype, tokens, (experts, form) in product(DTYPES, DTYPES, (1, 16), forms):
+            options = {"bias": given, "dtype": getattr(torch, out_dtype)}
+            yield lambda logits=logits, rule=rule, options=options: route(logits, rule, **options)
+    rules = (128, RoutingRule(8, "softmax", True)), (256, RoutingRule(8, "sigmoid", True, 8, 4))
+    for dtype, out_dtype, tokens, (experts, rule) in product(DTYPES, DTYPES, (1, 16), rules):
         logits, bias = make.normal(tokens, experts, dtype=getattr(torch, dtype)), make.uniform(experts, mean=0.0)
-        options = form | {"bias": bias if "num_groups" in form else None, "dtype": getattr(torch, out_dtype)}
-        yield lambda logits=logits, options=options: route(logits, 8, **options, sort=True)
+        options = {"bias": bias if rule.num_groups > 1 else None, "dtype": getattr(torch, out_dtype), "sort": True}
+        yield lambda logits=logits, rule=rule, options=options: route(logits, rule, **options)
     layer = *make.weights(16, 1024, 1024), *make.weights(16, 1024, 512)
     for tokens in (1, 60):
         index, routing = make.zeros(tokens, 4, dtype=torch.int64), make.uniform(tokens, 4, mean=1.0)
@@ -380,9 +377,8 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         tables = [make.normal(1, tokens, rotated, dtype=dtype) for _ in range(2)]
         cache = [make.zeros(1, key_heads, tokens, size, dtype=dtype) for _ in range(2)]
         weight = make.normal(size, dtype=dtype) if norm else None
-        operands = (q, k, v, *tables, *cache)
-        norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-6}
-        yield lambda operands=operands, norms=norms: rotary(*operands, **norms)
+        operands = q, NewTokens(k, v, *tables, weight, weight, 1e-6), *cache
+        yield lambda operands=operands: rotary(*operands)
         if tokens > 1 or dtype not in ATTENTION_DTYPES:
             continue
         for batch, new in product((1, 8, 64), (False, True)):
@@ -392,9 +388,8 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
             places = [make.zeros(batch, dtype=torch.int64)] * 2
             for quantized in (False, True):
                 options = {"new": tokens_of, "quantized": quantized}
-                yield lambda operands=(rows[0], *cached, *places), options=options: decode_attention(
-                    *operands, **options
-                )
+                operands = rows[0], StaticCache(*cached, *places)
+                yield lambda operands=operands, options=options: decode_attention(*operands, **options)
     for tokens, (columns, hidden) in product((1, 64, 300), ((2112, 7168), (1040, 272))):
         operands = make.rows(tokens, hidden), make.weights(columns, hidden)
         for bias in (None, make.zeros(columns, dtype=torch.bfloat16)):

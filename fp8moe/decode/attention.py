@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe.hf.fused.attention import AttentionMetadata, UnsupportedAttention, check_metadata
-from fp8moe.kernels.decoder_ops.decode_attention import decode_attention
+from fp8moe.kernels.decoder_ops.decode_attention import StaticCache, decode_attention
 from fp8moe.runtime import config
 
 NAME = "fp8moe_decode"
@@ -129,8 +129,8 @@ def attend(
     if new == 1:
         shape = batch, metadata.key_heads, metadata.length, size
         cache = (x.as_strided(shape, x.stride()) for x in (key, value))
-        where = metadata.begin, metadata.columns
-        out = decode_attention(query[:, :, 0], *cache, *where, window=metadata.window, scale=scaling)
+        cache = StaticCache(*cache, metadata.begin, metadata.columns)
+        out = decode_attention(query[:, :, 0], cache, window=metadata.window, scale=scaling)
         return out.view(batch, 1, heads, size), None
     if metadata.whole:
         keys, values = key[:, :, :new], value[:, :, :new]

@@ -1,4 +1,4 @@
-"""The operators of PyTorch's namespace ``fp8moe``: `operator` declares one with all that belongs to it."""
+"""The operators of PyTorch's namespace ``fp8moe``: `operator` declares one with checks, backends and fake."""
 
 import typing
 from collections.abc import Callable, Collection
@@ -23,28 +23,28 @@ Operands = TypeVar("Operands", bound=tuple)
 
 
 class Signature(Generic[Operands]):
-    """The arguments of an operator: the fields of a NamedTuple, or the parameters of a function, by their types.
+    """The arguments of an operator, derived from the types of a NamedTuple's fields or a function's parameters.
 
         Tensor, int, float, bool, str, torch.dtype     an argument of this type
         tuple[int, ...]                         a list of integers
         a NamedTuple (data, scale)              two arguments, ``name`` and ``name_scale``
-        another NamedTuple                      the arguments that its own fields become
-        a class with `key` and `from_key`       its key, a text
-        X | None                                an optional argument, of all but NamedTuples
+        another NamedTuple                      the arguments of its fields
+        a class with `key` and `from_key`       its key, a str
+        X | None                                an optional argument; not for NamedTuples
         Annotated[X, "Tensor(a!)"]              an argument of the type in quotes
-        Annotated[a NamedTuple, (names)]        the arguments that these of its fields become
+        Annotated[a NamedTuple, (names)]        the arguments of the named fields
 
-    fields: those that an operator takes, if not all; the others keep their defaults.
+    fields: names of the fields that the operator takes, if not all; the others keep their defaults.
 
-    schema, names: of the arguments. pack: from the NamedTuple to the arguments, a tuple. unpack: from these, one by
-    one, to the NamedTuple. Both are made once, as Python expressions, so that a call costs no loop.
+    schema, names: of the arguments. pack: turns the NamedTuple into a tuple of arguments. unpack: turns the arguments
+    into the NamedTuple. Both are compiled once from Python expressions, so that a call costs no loop.
     """
 
     pack: Callable[[Operands], tuple]
     unpack: Callable[..., Operands]
 
     def __init__(self, kind: type[Operands] | Callable[..., Any], fields: Collection[str] | None = None):
-        self._named: dict[str, Any] = {"tuple": tuple}  # in the expression
+        self._named: dict[str, Any] = {"tuple": tuple}  # the globals of the expressions
         arguments, self._given = _arguments(kind, self._named, fields)
         self.names = tuple(argument.name for argument in arguments)
         self.schema = ", ".join(f"{argument.type} {argument.name}" for argument in arguments)
@@ -55,12 +55,12 @@ class Signature(Generic[Operands]):
             self.unpack = self._function(self._given)
 
     def complete(self, schema: str) -> str:
-        """``name -> ...`` with the arguments."""
+        """Return the schema ``name -> ...`` with the arguments inserted."""
         name, _, results = schema.partition(" -> ")
         return f"{name}({self.schema}) -> {results}"
 
     def of_arguments(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the NamedTuple, or one with these parameters, as one of the arguments."""
+        """Wrap a function of the NamedTuple, or of the parameters, as a function of the operator's arguments."""
         return self._function(f"function({self._given})", function=function)
 
     def _function(self, expression: str, **more: Any) -> Callable[..., Any]:
@@ -68,7 +68,7 @@ class Signature(Generic[Operands]):
 
 
 class _Argument(NamedTuple):
-    """Its type and name in a schema, and which attribute of the NamedTuple it is."""
+    """An argument: its type and name in the schema, and the path of its attribute in the NamedTuple."""
 
     type: str
     name: str
@@ -78,9 +78,9 @@ class _Argument(NamedTuple):
 def _arguments(
     kind: type | Callable[..., Any], named: dict[str, Any], fields: Collection[str] | None = None, pair: str = ""
 ) -> tuple[list[_Argument], str]:
-    """The arguments that a NamedTuple or a function becomes, and the expression that makes its own of them again.
+    """Return the arguments for a NamedTuple or a function, and an expression that rebuilds its values from them.
 
-    named: takes in what the expression names beside the arguments. pair: the name of a pair (data, scale).
+    named: collects the globals of the expression. pair: the name of a pair (data, scale).
     """
     arguments, values = [], []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
@@ -114,7 +114,7 @@ def _arguments(
 
 
 def _name(value: Any, named: dict[str, Any]) -> str:
-    """The name under which an expression finds the value."""
+    """Add a value to the globals `named`, and return its new name."""
     name = f"value_{len(named)}"
     named[name] = value
     return name
@@ -133,15 +133,15 @@ def operator(
 ) -> torch._ops.OpOverload:
     """Define ``fp8moe::name``, an operation with two backends, and return it.
 
-    schema: ``name(...) -> ...``, or ``name -> ...`` with the arguments of the signature. The first argument is, or
-        begins with, a tensor, whose device decides the backend.
-    check: raises for arguments that are wrong. It does not read addresses, as fake tensors have none.
-    cuda: launches the kernels. reference: computes the result in plain PyTorch. Both return what the schema says.
-    fake: returns uninitialized results, of fake tensors too.
-    quick: returns what to call in place of all these if arguments of this layout have run before, otherwise None.
-    forward_only: it is called by `runtime.autograd.run`, or by what has a backward, so that autograd passes it by.
-    signature: what the functions get in place of the operator's arguments, which are, at their defaults, left out
-        otherwise; None where the schema has none: the parameters of `check`.
+    schema: ``name(...) -> ...``, or ``name -> ...`` to insert the arguments of the signature. The first argument is a
+        tensor or a NamedTuple that begins with one; its device decides the backend.
+    check: raises for wrong arguments. It does not read addresses, as fake tensors have none.
+    cuda: launches the kernels. reference: computes the result in plain PyTorch. Both return the results of the schema.
+    fake: returns uninitialized results, for fake tensors too.
+    quick: returns a function to call instead of all these if arguments of this layout have run before, otherwise None.
+    forward_only: autograd skips the operator, because only `runtime.autograd.run` or an operator with a backward of its
+        own calls it.
+    signature: for a schema without arguments; None: the parameters of `check`.
     """
 
     def run(operand: Any, *others: Any) -> Any:
@@ -161,14 +161,14 @@ def operator(
 
 
 def _tensor(operand: Any) -> Tensor:
-    """The tensor that an operand is or, as a NamedTuple, begins with."""
+    """Return an operand that is a tensor, or the tensor that a NamedTuple begins with."""
     while not isinstance(operand, Tensor):
         operand, *_ = operand
     return operand
 
 
 def _counted(implementation: Callable[..., Any], written: list[bool]) -> Callable[..., Any]:
-    """Count a new version of each argument that is written, as PyTorch's operations do of what they write to."""
+    """Wrap an implementation: increment the version of each argument that it writes, as PyTorch's operations do."""
 
     def run(*arguments: Any) -> Any:
         result = implementation(*arguments)
@@ -190,11 +190,11 @@ def define(
     setup_context: Callable[..., Any] | None = None,
     signature: Signature | None = None,
 ) -> torch._ops.OpOverload:
-    """Define ``fp8moe::name`` from one implementation for every device, such as one made of other operators.
+    """Define ``fp8moe::name`` from one implementation for every device, such as one that calls other operators.
 
     fake: the implementation for tensors without data.
     backward, setup_context: as for ``torch.library.register_autograd``. schema, forward_only: as for `operator`.
-    signature: likewise, with the parameters of `implementation` in place of those of `check`.
+    signature: for a schema without arguments; None: the parameters of `implementation`.
     """
     if "(" not in schema.partition(" -> ")[0]:
         signature = signature or Signature(implementation)

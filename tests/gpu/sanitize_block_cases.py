@@ -10,16 +10,14 @@ import torch
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe.kernels.decoder_ops.decode_attention import decode_attention
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
-from fp8moe.kernels.decoder_ops.rotary import rotary
-from fp8moe.kernels.decoder_ops.router import route, router_logits
+from fp8moe.kernels.decoder_ops.router import router_logits
 from fp8moe.kernels.experts import reference
 from tests import decode_attention_cases
 from tests.gpu.sanitize_moe_cases import differing, on_cpu
-from tests.kernels.test_rotary import operands
-from tests.router_cases import FORMS, arguments, dense
+from tests.kernels.test_rotary import operands, run
+from tests.router_cases import FORMS, arguments, dense, route
 
 # rows, hidden, type, with a residual
 NORMS = (
@@ -115,8 +113,8 @@ def rotary_error(batch: int, tokens: int, form: tuple, dtype: torch.dtype) -> fl
     columns[-1] = given[5].shape[2] - tokens // 2
     copied = [value.cuda() for value in given]
     options = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in weights.items()}
-    query = rotary(*copied, columns=columns.cuda(), **options)
-    expected = rotary(*given, columns=columns, **weights)
+    query = run(*copied, columns=columns.cuda(), **options)
+    expected = run(*given, columns=columns, **weights)
     got = torch.cat([value.cpu().flatten() for value in (query, *copied[5:])])
     return relative_error(got, torch.cat([value.flatten() for value in (expected, *given[5:])]).double())
 
@@ -126,8 +124,8 @@ def attention_error(shape: int, dtype: torch.dtype) -> float:
     operands, new = decode_attention_cases.make(batch, heads, min(length, 600), dtype)
     expected, *_ = decode_attention_cases.expected(*operands, new, window)
     *operands, new = (decode_attention_cases.moved(value, "cuda") for value in (*operands, new))
-    values = decode_attention(*operands, new=new, window=window, early=True)
-    codes = decode_attention(*operands, new=new, window=window, quantized=True)
+    values = decode_attention_cases.attend(*operands, new=new, window=window, early=True)
+    codes = decode_attention_cases.attend(*operands, new=new, window=window, quantized=True)
     if relative_error(exact(on_cpu(codes)), values.cpu().double()) > E4M3_ERROR:
         return float("inf")
     return relative_error(values.cpu(), expected)

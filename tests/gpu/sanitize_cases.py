@@ -12,7 +12,7 @@ import torch
 
 import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
-from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
 from tests.gpu.sanitize_block_cases import CASES as BLOCK_CASES
 from tests.gpu.sanitize_layout_cases import CASES as LAYOUT_CASES
@@ -90,7 +90,7 @@ def tile_error(m: int, n: int, k: int, tile: TileConfig, out_dtype: torch.dtype)
     a = fp8moe.quantize_1x128(torch.randn(m, k, dtype=torch.bfloat16).cuda())
     b = fp8moe.quantize_128x128(torch.randn(n, k, dtype=torch.bfloat16).cuda())
     out = torch.full((m, n), float("nan"), dtype=out_dtype).cuda()
-    multiply_with(with_stages(tile, k), Operands(*a, *b), out)
+    multiply_with(with_stages(tile, k), GemmOperands(*a, *b), out)
     return rounded_error(out.cpu(), exact(on_cpu(a)) @ exact(on_cpu(b)).T)
 
 

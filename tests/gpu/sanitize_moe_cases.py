@@ -25,7 +25,7 @@ from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.kernels.experts.workspace import empty_normed
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
-from fp8moe.kernels.gemm.launch import Operands, multiply_with
+from fp8moe.kernels.gemm.launch import GemmOperands, multiply_with
 from fp8moe.kernels.gemm.reference import group_rows, grouped_gemm_swiglu_reference
 from fp8moe.kernels.gemm.sm90 import TileConfig, with_stages
 from fp8moe.kernels.gemm.tiles import Grouping
@@ -276,7 +276,7 @@ def wide_error(sizes: tuple[int, ...], n: int, k: int, staged: bool) -> float:
     a, b = random_rows(sum(sizes), k), random_experts(len(sizes), n, k)
     out = torch.full((sum(sizes), n), float("nan"), dtype=torch.bfloat16).cuda()
     tile = with_stages(TileConfig(128, 256, groups=len(sizes), half_tiles=True, tma_store=staged), k)
-    multiply_with(tile, Operands(*a, *b, groups=groups.cuda()), out, Grouping())
+    multiply_with(tile, GemmOperands(*a, *b, groups=groups.cuda()), out, Grouping())
     return groups_error(on_cpu(a), on_cpu(b), groups, out.cpu(), None)
 
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from fp8moe.kernels.decoder_ops.router import (
+    ChosenExperts,
     Form,
-    Routing,
     by_kernel,
     logits_launcher,
-    route,
     route_launcher,
     router_logits,
     sorted_launcher,
@@ -21,7 +20,7 @@ from fp8moe.runtime.checks import FLOATING
 from fp8moe.runtime.launch import device_guard
 from tests.backends import on_reference
 from tests.errors import error_in_its_dtype
-from tests.router_cases import FORMS, SOFTMAX, arguments, exact_route
+from tests.router_cases import FORMS, SOFTMAX, arguments, exact_route, route
 
 pytestmark = pytest.mark.gpu
 
@@ -190,7 +189,7 @@ def test_nan_and_infinity_stay_in_their_tokens(experts, top_k, form, dtype):
     assert torch.equal(weights[0], clean[1][0])
 
 
-def write_sorted(logits, top_k, form, out_dtype) -> Routing:
+def write_sorted(logits, top_k, form, out_dtype) -> ChosenExperts:
     """What the kernel that routes and sorts writes, to memory marked before."""
     tokens, experts = logits.shape
     assignments = tokens * top_k
@@ -207,10 +206,10 @@ def write_sorted(logits, top_k, form, out_dtype) -> Routing:
         part[:size].view(dtype) for part, size, dtype in zip(parts, sizes, types, strict=True)
     )
     shape = tokens, top_k
-    return Routing(index.view(shape), weights.view(shape), groups, rows.view(shape))
+    return ChosenExperts(index.view(shape), weights.view(shape), groups, rows.view(shape))
 
 
-def assert_sorted(logits, top_k, form, out_dtype) -> Routing:
+def assert_sorted(logits, top_k, form, out_dtype) -> ChosenExperts:
     """The bits of the two kernels."""
     got = write_sorted(logits, top_k, form, out_dtype)
     index, weights = write_route(logits, top_k, form, out_dtype)

@@ -143,5 +143,5 @@ def test_kernels_are_noted_with_what_their_columns_get(monkeypatch):
     for columns in (Columns(), Columns(False, torch.bfloat16), Columns(True, torch.float32)):
         b_scale = torch.empty(4, 256 if columns.channel_scales else 2, 1)
         bias = None if columns.bias_dtype is None else torch.empty(4, 256, dtype=columns.bias_dtype)
-        launch.build(launch.Operands(a, scale, b, b_scale, bias), epilogue, Grouping(whole=(40, 4)))
+        launch.build(launch.GemmOperands(a, scale, b, b_scale, bias), epilogue, Grouping(whole=(40, 4)))
         assert noted.pop() == Family(256, 128, 4, epilogue, columns)

@@ -116,7 +116,7 @@ def test_weights_of_the_whole_ring_come_early_behind_a_kernel_that_is_running(pd
     config = with_stages(TileConfig(64, 64, warpgroups=1), 7168)
     a, a_scale = torch.empty(64, 7168, dtype=torch.float8_e4m3fn), torch.empty(56, 64).t()
     b = torch.empty(64, 7168, dtype=torch.float8_e4m3fn)
-    launch.build(launch.Operands(a, a_scale, b, a_scale), PlainStore(torch.bfloat16), tile=config, pdl=pdl)
+    launch.build(launch.GemmOperands(a, a_scale, b, a_scale), PlainStore(torch.bfloat16), tile=config, pdl=pdl)
     assert config.stages > config.first_stages == 2
     assert arguments[-1].early_stages == (config.stages if pdl else 2)
 

@@ -139,13 +139,10 @@ def attend(
         }
     if lead[1] == 1 and layer is not None and isinstance(attention_mask, AttentionMetadata):
         check_metadata(attention_mask, q.dtype, 1, keys, values, kwargs)
-        new = decode_attention.NewTokens(k[:, 0], v[:, 0], cos[:, 0], sin[:, 0], **norm)
+        new = rotary.NewTokens(k[:, 0], v[:, 0], cos[:, 0], sin[:, 0], **norm)
         output = decode_attention.decode_attention(
             q[:, 0],
-            keys,
-            values,
-            attention_mask.begin,
-            attention_mask.columns,
+            decode_attention.StaticCache(keys, values, attention_mask.begin, attention_mask.columns),
             new=new,
             window=attention_mask.window,
             scale=module.scaling,
@@ -155,7 +152,8 @@ def attend(
         if isinstance(output, FP8Tensor):
             return linears.project(output, [module.o_proj], cos.dtype)[0].view(*lead, -1)
         return module.o_proj(output.view(*lead, -1))
-    query = rotary.rotary(q, k, v, cos, sin, keys, values, columns=columns, **norm).transpose(1, 2)
+    new = rotary.NewTokens(k, v, cos, sin, **norm)
+    query = rotary.rotary(q, new, keys, values, columns=columns).transpose(1, 2)
     if layer is not None:
         end = layer.position.end
         keys, values = (x if end is None else x.narrow(2, 0, end) for x in (keys, values))

@@ -16,7 +16,7 @@ from fp8moe.hf.fused.known_forwards import form_of, is_cast, runs_as_written
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.norm_logits import norm_logits
 from fp8moe.kernels.decoder_ops.rms_norm import Normed, rms_norm
-from fp8moe.kernels.decoder_ops.router import Routing, route, router_logits
+from fp8moe.kernels.decoder_ops.router import ChosenExperts, RoutingRule, route, router_logits
 from fp8moe.kernels.experts.operands import Norm
 from fp8moe.kernels.gemm.api import grouped_gemm_swiglu
 from fp8moe.layers.experts import GroupedExperts
@@ -213,26 +213,15 @@ def _logits_dtype(router: nn.Module, x: Tensor) -> torch.dtype:
     return torch.float32 if form_of(router, known_forwards.ROUTER).in_float32 else x.dtype
 
 
-def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> Routing:
-    """Choose experts and weights by logits (M, E). sort: see `route`."""
-    form = form_of(router, known_forwards.ROUTER)
-    groups = {}
+def _route(router: nn.Module, logits: Tensor, *, sort: bool) -> ChosenExperts:
+    """Choose the experts for logits (M, E). sort: see `route`."""
+    form, bias, groups = form_of(router, known_forwards.ROUTER), None, ()
     if form.bias:
-        groups = {
-            "bias": router.e_score_correction_bias.float(),
-            "num_groups": router.num_group,
-            "top_groups": router.topk_group,
-            "scale": router.routed_scaling_factor,
-        }
-    return route(
-        logits,
-        router.top_k,
-        score=form.score,
-        normalize=form.normalize == "always" or bool(router.norm_topk_prob),
-        dtype=logits.dtype if form.cast else torch.float32,
-        sort=sort,
-        **groups,
-    )
+        bias = router.e_score_correction_bias.float()
+        groups = router.num_group, router.topk_group, router.routed_scaling_factor
+    normalize = form.normalize == "always" or bool(router.norm_topk_prob)
+    rule = RoutingRule(router.top_k, form.score, normalize, *groups)
+    return route(logits, rule, bias=bias, dtype=logits.dtype if form.cast else torch.float32, sort=sort)
 
 
 class SecondStream:

@@ -12,7 +12,7 @@ from fp8moe.kernels.experts.permute import launcher as permute_launcher
 from fp8moe.kernels.experts.routing import launcher as sort_launcher
 from fp8moe.kernels.gemm.checks import bias_vector
 from fp8moe.kernels.gemm.epilogue import PeerStore, PlainStore, SwigluQuantize
-from fp8moe.kernels.gemm.launch import Operands as GemmOperands
+from fp8moe.kernels.gemm.launch import GemmOperands
 from fp8moe.kernels.gemm.launch import build as build_gemm
 from fp8moe.quant.formats import BLOCK, FP8Tensor, align, ceil_div, empty_quantized, has_channel_scales
 from fp8moe.runtime.checks import aligned, row_major
