@@ -1,7 +1,4 @@
-"""What transformers says of a checkpoint: its model, and how tensors of the one become those of the other.
-
-`fp8moe.weights.provider` asks here what it does not know of models of transformers.
-"""
+"""What transformers says of a checkpoint: its model, and how tensors of the one become those of the other."""
 
 import os
 import sys
@@ -13,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8moe.hf import experts, linears
-from fp8moe.hf.fused import latent_attention
 from fp8moe.weights.names import DOWN, GATE, GATE_UP, UP, W_BLOCK, W_NAMES, ExpertNames, Name, parse
 from fp8moe.weights.place import state_of
 from fp8moe.weights.sharded import class_of
@@ -214,16 +209,3 @@ def predicted_layers(config: Any) -> tuple[str, ...]:
     config = config.get_text_config(decoder=True)
     count, first = getattr(config, "num_nextn_predict_layers", None) or 0, getattr(config, "num_hidden_layers", 0)
     return tuple(f"model.layers.{first + index}.*" for index in range(count))
-
-
-def fit(plan: Any, wanted: Mapping[str, Any]) -> None:
-    """Limit a plan of `quantize_checkpoint` to what transformers can have in FP8."""
-    from fp8moe.hf.fit import fit_to_transformers
-
-    fit_to_transformers(plan, wanted)
-
-
-def refresh(module: nn.Module) -> None:
-    """Bring up to date what is made of a module's weights."""
-    for kind in (linears, latent_attention, experts):
-        kind.refresh(module)

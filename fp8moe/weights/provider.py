@@ -7,6 +7,7 @@ from typing import Any
 def provider() -> Any:
     """Return the module whose functions answer for models of transformers, imported when it is first asked.
 
-    find_expert_names(model), fit(plan, wanted), locator(model), ignored_layers(model), refresh(module).
+    find_expert_names(model), fit(plan, wanted), locator(model), convert(model, locations, values),
+    ignored_layers(model), refresh(module).
     """
-    return import_module("fp8moe.hf.architecture")
+    return import_module("fp8moe.hf.provider")
