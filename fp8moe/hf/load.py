@@ -256,7 +256,7 @@ def _convert(
     model: nn.Module, locations: dict[str, Location], sources: dict[str, StoredWeight], reader: Reader
 ) -> dict[str, Tensor]:
     """What one of transformers' conversions makes."""
-    values = {name: reader.read(weight.codes) for name, weight in sources.items()}
+    values = {name: weight.whole(reader) for name, weight in sources.items()}
     return convert(model, locations, values)
 
 

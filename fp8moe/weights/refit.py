@@ -234,8 +234,7 @@ class _Refit:
                 if weight.has_scale:
                     self._copy(source.reader, weight, place)
                     continue
-                values = [value for _, value in weight.pieces(source.reader)]
-                tensor = torch.stack(values) if len(weight.shape) > 2 else values[0]
+                tensor = weight.whole(source.reader)
             as_given = None if is_sharded(tensor) or weight is not None else name
             tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
             if self._is_in_turns(place.key):

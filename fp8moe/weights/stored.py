@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fp8moe.quant.formats import BLOCK, FP8Tensor, ceil_div
@@ -123,6 +124,11 @@ class StoredWeight(NamedTuple):
         scale = own_scale and reader.read(own_scale, (first,) if by_expert else ())
         for place, expert in enumerate(range(first.start, first.stop)):
             yield place, self._piece(reader, (expert,), tuple(inner), scale[place] if by_expert else scale)
+
+    def whole(self, reader: Reader) -> Tensor:
+        """Read all values of a weight without a scale."""
+        values = [value for _, value in self.pieces(reader)]
+        return torch.stack(values) if len(self.shape) > 2 else values[0]
 
     def _piece(
         self, reader: Reader, at: tuple[int, ...], part: tuple[slice, ...], scale: Tensor | None
