@@ -1,15 +1,14 @@
 """What the experts of one rank compute of the tokens that have come to it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8moe.distributed.transport import Tokens
-from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.backward import experts_training
-from fp8moe.kernels.experts.operands import pad_columns, row_dtype
-from fp8moe.kernels.experts.operator import experts_partial, experts_rows
+from fp8moe.kernels.experts.operands import Shard, pad_columns, row_dtype
+from fp8moe.kernels.experts.operator import experts_of_rows, experts_partial
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import Weights
@@ -28,29 +27,26 @@ class LocalExperts(NamedTuple):
     """
 
     weights: Weights
-    activation: Activation
     first: int
     total: int
     dtype: torch.dtype
 
     @property
     def count(self) -> int:
-        return len(self.weights.down.data)
+        return len(self.weights.layer.down.data)
 
     def partial_sums(self, tokens: Tokens, expected_rows: int, num_rows: int | None) -> Tensor:
         """(N, H) float32: each token's sum over the experts here, in as many `passes` as it takes."""
-        index, sums, known = tokens.top_k_index, None, None
-        passes = self.passes(index, expected_rows, num_rows)
-        for options in passes:
-            options |= {"partial": sums, "partial_known": known}
-            last = options is passes[-1]
-            known = None if last else torch.empty(len(index), dtype=torch.bool, device=index.device)
-            options |= {"biases": self.weights.biases, "known": known}
-            sums = experts_partial(*tokens, self.weights.up, self.weights.down, **options)
+        sums = known = None
+        passes = self.passes(tokens.top_k_index, expected_rows, num_rows)
+        for shard in passes:
+            before = {"partial": sums, "partial_known": known}
+            last = shard is passes[-1]
+            sums, known = experts_partial(*tokens, self.weights.layer, shard, **before, wants_known=not last)
         return sums
 
-    def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[dict[str, Any]]:
-        """What `experts_partial` takes in each pass over the rows that there is room for, besides tokens and weights.
+    def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[Shard]:
+        """The shard that each pass computes, over the rows that there is room for.
 
         expected_rows: assignments to this rank if routing is even. num_rows: how many there are; None: the device
         knows, and is asked where one pass may not do. In a CUDA graph, which cannot ask, passes run for all that there
@@ -60,26 +56,17 @@ class LocalExperts(NamedTuple):
         most = top_k_index.numel()
         if num_rows is None:
             num_rows = most if most <= room or capturing(top_k_index) else self.rows_here(top_k_index)
-        options = {"activation": self.activation, "first_expert": self.first, "num_experts": self.total}
-        options |= {"row_dtype": row_dtype(self.dtype), "num_rows": min(room, most)}
-        return [options | {"first_row": row} for row in reversed(range(0, max(num_rows, 1), room))]
+        shard = Shard(self.first, self.total, num_rows=min(room, most), row_dtype=row_dtype(self.dtype))
+        return [shard._replace(first_row=row) for row in reversed(range(0, max(num_rows, 1), room))]
 
     def partial_sums_with_gradients(self, tokens: Tokens, num_rows: int | None) -> Tensor:
         """`partial_sums` with a backward, which needs room for all rows, and for one if there are none."""
         if num_rows is None and not capturing(tokens.top_k_index):
             num_rows = self.rows_here(tokens.top_k_index)
-        return experts_training(
-            *tokens,
-            self.weights.up,
-            self.weights.down,
-            activation=self.activation,
-            up_master=self.weights.up_master,
-            down_master=self.weights.down_master,
-            first_expert=self.first,
-            num_experts=self.total,
-            num_rows=None if num_rows is None else min(align(max(num_rows, 1), 128), tokens.top_k_index.numel()),
-            out_dtype=torch.float32,
-        )
+        if num_rows is not None:
+            num_rows = min(align(max(num_rows, 1), 128), tokens.top_k_index.numel())
+        shard = Shard(self.first, self.total, num_rows=num_rows, out_dtype=torch.float32)
+        return experts_training(*tokens, *self.weights, shard=shard)
 
     def rows_here(self, index: Tensor) -> int:
         """Assignments to the experts here. It waits for the device."""
@@ -101,19 +88,8 @@ class LocalExperts(NamedTuple):
 
     def results(self, x: Tensor | FP8Tensor, groups: Tensor, assignments: int, training: bool) -> Tensor:
         """The results (R, H) of rows x in the order of experts. assignments: of the tokens of all ranks."""
-        return experts_rows(
-            x,
-            groups,
-            self.weights.up,
-            self.weights.down,
-            activation=self.activation,
-            biases=self.weights.biases,
-            row_dtype=row_dtype(self.dtype),
-            whole=(assignments, self.total),
-            up_master=self.weights.up_master,
-            down_master=self.weights.down_master,
-            training=training,
-        )
+        options = {"row_dtype": row_dtype(self.dtype), "whole": (assignments, self.total), "training": training}
+        return experts_of_rows(x, groups, self.weights.layer, masters=self.weights.masters, **options)
 
 
 def capturing(like: Tensor) -> bool:

@@ -30,7 +30,8 @@ class Signature(Generic[Operands]):
         a NamedTuple (data, scale)              two arguments, ``name`` and ``name_scale``
         another NamedTuple                      the arguments that its own fields become
         a class with `key` and `from_key`       its key, a text
-        X | None                                an optional argument, of all but NamedTuples
+        X | None                                an optional argument; of a NamedTuple, all of its are, and those of one
+                                                that is missing are None
         Annotated[X, "Tensor(a!)"]              an argument of the type in quotes
         Annotated[a NamedTuple, (names)]        the arguments that these of its fields become
 
@@ -49,8 +50,8 @@ class Signature(Generic[Operands]):
         self.names = tuple(argument.name for argument in arguments)
         self.schema = ", ".join(f"{argument.type} {argument.name}" for argument in arguments)
         if isinstance(kind, type):
-            paths = ", ".join(f"operands.{argument.path}" for argument in arguments)
-            self.pack = eval(f"lambda operands: ({paths},)", {})
+            values = ", ".join(argument.expression for argument in arguments)
+            self.pack = eval(f"lambda operands: ({values},)", {})
             self._given = f"{_name(kind, self._named)}({self._given})"
             self.unpack = self._function(self._given)
 
@@ -73,6 +74,18 @@ class _Argument(NamedTuple):
     type: str
     name: str
     path: str
+    owner: str = ""  # the attribute without which there is none
+
+    def inside(self, name: str, optional: str) -> "_Argument":
+        """The argument where its NamedTuple is the attribute `name` of another; optional: "?" if that may be None."""
+        owner = name if optional else self.owner and f"{name}.{self.owner}"
+        return _Argument(self.type.removesuffix(optional) + optional, self.name, f"{name}.{self.path}", owner)
+
+    @property
+    def expression(self) -> str:
+        """What reads it from `operands`."""
+        value = f"operands.{self.path}"
+        return f"None if operands.{self.owner} is None else {value}" if self.owner else value
 
 
 def _arguments(
@@ -98,8 +111,10 @@ def _arguments(
         own = f"{pair}_{name}".removesuffix("_data") if pair else name
         if hasattr(hint, "_fields"):
             inner, value = _arguments(hint, named, written, pair=name if hint._fields == ("data", "scale") else "")
-            arguments += [argument._replace(path=f"{name}.{argument.path}") for argument in inner]
             value = f"{_name(hint, named)}({value})"
+            if optional:
+                value = f"None if {inner[0].name} is None else {value}"
+            arguments += [argument.inside(name, optional) for argument in inner]
         elif hasattr(hint, "from_key"):
             arguments.append(_Argument("str", own, f"{name}.key"))
             value = f"{_name(hint.from_key, named)}({own})"
