@@ -22,11 +22,12 @@ from fp8moe.kernels.experts import combine, experts_of_rows, experts_of_tokens, 
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
 from fp8moe.kernels.experts.operands import Biases, Layer, Masters, Norm, Shard, TokenOperands
-from fp8moe.kernels.experts.operator import run_tokens, send_rows
+from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
+from fp8moe.runtime.operator import Signature
 from fp8moe.runtime.peer_table import Targets
 from fp8moe.runtime.record import reserved
 
@@ -367,7 +368,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         routing, weight = make.normal(tokens, 4, dtype=getattr(torch, weights_dtype)), make.zeros(hidden, dtype=x.dtype)
         for norm in (Norm(weight, 1e-6, quantized) for quantized in (False, True)):
             operands = TokenOperands(x, index, routing, layer, residual=x, norm=norm)
-            yield lambda operands=operands: run_tokens(operands, "")
+            yield lambda operands=operands: torch.ops.fp8moe.experts(*Signature(TokenOperands).pack(operands))
     for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(
         DTYPES,
         (1, 300),

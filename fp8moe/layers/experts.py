@@ -358,11 +358,12 @@ class GroupedExperts(MasterModule):
             out = experts_training(x, index, routing, *weights)
             out = out if residual is None else residual + out
         else:
-            operands = TokenOperands(x, index, routing, weights.layer, residual=residual, norm=norm)
-            if self.decode_capacity is None or x.shape[0] > self.decode_capacity:
-                operands = operands._replace(groups=groups, rows=rows)
+            capacity, order = self.decode_capacity, (groups, rows)
+            if capacity is None or x.shape[0] > capacity:
+                capacity = None
             else:
-                operands = operands._replace(capacity=self.decode_capacity)
+                order = None, None
+            operands = TokenOperands(x, index, routing, weights.layer, capacity, residual, *order, norm=norm)
             out, normed = experts_of_tokens(operands)
         return out.view(hidden_states.shape), normed
 

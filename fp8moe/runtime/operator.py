@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Callable, Collection
-from itertools import compress
+from itertools import compress, takewhile
 from types import NoneType
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -37,6 +37,9 @@ class Signature(Generic[Operands]):
 
     fields: those that an operator takes, if not all; the others keep their defaults.
 
+    The last arguments have the defaults of their fields: a call may leave them out, and so does PyTorch, as each one
+    costs time.
+
     schema, names: of the arguments. pack: from the NamedTuple to the arguments, a tuple. unpack: from these, one by
     one, to the NamedTuple. Both are made once, as Python expressions, so that a call costs no loop.
     """
@@ -48,7 +51,11 @@ class Signature(Generic[Operands]):
         self._named: dict[str, Any] = {"tuple": tuple}  # in the expression
         arguments, self._given = _arguments(kind, self._named, fields)
         self.names = tuple(argument.name for argument in arguments)
-        self.schema = ", ".join(f"{argument.type} {argument.name}" for argument in arguments)
+        last = len(list(takewhile(lambda argument: argument.default, reversed(arguments))))
+        self._parameters = [*self.names[: len(arguments) - last]]
+        self._parameters += [f"{argument.name}={argument.default}" for argument in arguments[len(arguments) - last :]]
+        types = (argument.type for argument in arguments)
+        self.schema = ", ".join(map(" ".join, zip(types, self._parameters, strict=True)))
         if isinstance(kind, type):
             values = ", ".join(argument.expression for argument in arguments)
             self.pack = eval(f"lambda operands: ({values},)", {})
@@ -65,21 +72,29 @@ class Signature(Generic[Operands]):
         return self._function(f"function({self._given})", function=function)
 
     def _function(self, expression: str, **more: Any) -> Callable[..., Any]:
-        return eval(f"lambda {', '.join(self.names)}: {expression}", self._named | more)
+        return eval(f"lambda {', '.join(self._parameters)}: {expression}", self._named | more)
 
 
 class _Argument(NamedTuple):
-    """Its type and name in a schema, and which attribute of the NamedTuple it is."""
+    """Its type, name and default, if any, in a schema, and which attribute of the NamedTuple it is.
+
+    owner: the attribute without which there is none.
+    """
 
     type: str
     name: str
     path: str
-    owner: str = ""  # the attribute without which there is none
+    default: str = ""
+    owner: str = ""
 
-    def inside(self, name: str, optional: str) -> "_Argument":
-        """The argument where its NamedTuple is the attribute `name` of another; optional: "?" if that may be None."""
+    def inside(self, name: str, optional: str, given: bool) -> "_Argument":
+        """The argument where its NamedTuple is the attribute `name` of another.
+
+        optional: "?" if the attribute may be None. given: whether it has no default.
+        """
         owner = name if optional else self.owner and f"{name}.{self.owner}"
-        return _Argument(self.type.removesuffix(optional) + optional, self.name, f"{name}.{self.path}", owner)
+        default = "" if given else "None" if optional else self.default
+        return _Argument(self.type.removesuffix(optional) + optional, self.name, f"{name}.{self.path}", default, owner)
 
     @property
     def expression(self) -> str:
@@ -96,11 +111,12 @@ def _arguments(
     named: takes in what the expression names beside the arguments. pair: the name of a pair (data, scale).
     """
     arguments, values = [], []
+    defaults = getattr(kind, "_field_defaults", {})
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         if name == "return":
             continue
         if fields is not None and name not in fields:
-            values.append(_name(kind._field_defaults[name], named))
+            values.append(_name(defaults[name], named))
             continue
         written = None
         if typing.get_origin(hint) is Annotated:
@@ -109,20 +125,21 @@ def _arguments(
         if optional:
             (hint,) = set(typing.get_args(hint)) - {NoneType}
         own = f"{pair}_{name}".removesuffix("_data") if pair else name
+        default = str(defaults[name]) if isinstance(defaults.get(name, ""), int | float | None) else ""
         if hasattr(hint, "_fields"):
             inner, value = _arguments(hint, named, written, pair=name if hint._fields == ("data", "scale") else "")
             value = f"{_name(hint, named)}({value})"
             if optional:
                 value = f"None if {inner[0].name} is None else {value}"
-            arguments += [argument.inside(name, optional) for argument in inner]
+            arguments += [argument.inside(name, optional, name not in defaults) for argument in inner]
         elif hasattr(hint, "from_key"):
             arguments.append(_Argument("str", own, f"{name}.key"))
             value = f"{_name(hint.from_key, named)}({own})"
         elif typing.get_origin(hint) is tuple:
-            arguments.append(_Argument(f"SymInt[]{optional}", own, name))
+            arguments.append(_Argument(f"SymInt[]{optional}", own, name, default))
             value = f"{own} and tuple({own})"
         else:
-            arguments.append(_Argument(written or _SCHEMA_TYPES[hint] + optional, own, name))
+            arguments.append(_Argument(written or _SCHEMA_TYPES[hint] + optional, own, name, default))
             value = own
         values.append(value)
     return arguments, ", ".join(values)

@@ -60,7 +60,7 @@ def experts(
             raise ValueError(f"first_expert: expected None beside expert_map, got {first_expert}")
         top_k_index, everywhere = _mapped(top_k_index, expert_map), expert_map.shape[0]
     else:
-        everywhere = (first_expert or 0) + len(layer.up.data)
+        everywhere = first_expert + len(layer.up.data) if first_expert else None
     if out is not None:
         check_tensor("out", out)
         check_dtype("out", out, *FLOATING)
@@ -69,7 +69,7 @@ def experts(
     shard = Shard(first_expert or 0, count, row_dtype=row_dtype(dtype), out_dtype=dtype)
     operands = TokenOperands(data, top_k_index, top_k_weights, layer, hidden_scale=scale, shard=shard)
     if out is None:
-        return operator.run_tokens(operands, "fp8moe.experts")[0]
+        return operator.run_shard(operands, "fp8moe.experts")
     given = {"x": data, "top_k_weights": top_k_weights, "up": layer.up.data, "down": layer.down.data, "out": out}
     autograd.check_out("fp8moe.experts", tuple(given), tuple(given.values()))
     operator.write_tokens(operands, out)

@@ -97,7 +97,9 @@ def train_rows(operands: RowOperands, masters: Masters) -> Tensor:
     checks.rows(operands)
     checks.masters(operands.layer, masters)
     rows, scale, groups, layer, dtype, whole, _ = operands
-    return _train(TrainingOperands(rows, scale, RowOrder(groups, whole=whole), None, layer, masters, dtype, dtype))
+    return _train(
+        TrainingOperands(rows, scale, RowOrder(groups, whole=whole), None, layer, masters, dtype, dtype, None)
+    )
 
 
 class RowOrder(NamedTuple):
@@ -184,7 +186,7 @@ class TrainingOperands(NamedTuple):
     masters: Masters
     row_dtype: torch.dtype
     out_dtype: torch.dtype
-    low_rank: LowRank | None = None
+    low_rank: LowRank | None
 
     @property
     def beside(self) -> Beside:
@@ -225,8 +227,8 @@ class TrainingBackwardOperands(NamedTuple):
     saved: SavedForBackward
     input_dtype: torch.dtype | None
     routing_grad: bool
-    low_rank: LowRank | None = None
-    x: Tensor | None = None
+    low_rank: LowRank | None
+    x: Tensor | None
 
     @property
     def wanted(self) -> list[str]:

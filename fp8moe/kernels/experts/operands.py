@@ -195,15 +195,13 @@ class TokenOperands(NamedTuple):
 
     def layouts(self) -> tuple:
         """What launches depend on: of each tensor its layout, and all that is no tensor."""
-        layer, (norm_weight, *norm) = self.layer, self.norm or (None,)
+        layer, norm = self.layer, self.norm
         routed = self.hidden_states, self.hidden_scale, self.top_k_index, self.top_k_weights
-        beside = self.residual, self.residual_known, self.groups, self.rows, norm_weight
-        tensors = *routed, *layer.up, *layer.down, *layer.biases, *beside
-        return *map(_layout, tensors), layer.activation.key, self.capacity, self.shard, self.wants_known, *norm
-
-
-def _layout(x: Tensor | None) -> tuple | None:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+        beside = self.residual, self.residual_known, self.groups, self.rows
+        tensors = *routed, *layer.up, *layer.down, *layer.biases, *beside, norm and norm.norm_weight
+        # Each call of the layer passes here.
+        layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
+        return *layouts, layer.activation.key, self.capacity, self.shard, self.wants_known, norm and norm[1:]
 
 
 class RowOperands(NamedTuple):

@@ -42,6 +42,13 @@ from fp8moe.runtime.peer_table import Targets
 
 # ---- routed tokens ----
 
+_TOKENS = Signature(TokenOperands)
+# The first arguments alone, where the others have their defaults: of a layer without a norm, of a shard, of a part.
+_WHOLE, _SHARD, _PARTIAL = (
+    Signature(TokenOperands, TokenOperands._fields[: TokenOperands._fields.index(last) + 1])
+    for last in ("rows", "shard", "wants_known")
+)
+
 
 def experts_of_tokens(operands: TokenOperands) -> tuple[Tensor, Normed | None]:
     """``sum over k of top_k_weights[t, k] * down_e(activation(up_e(hidden_states[t])))`` with e = top_k_index[t, k].
@@ -63,7 +70,7 @@ def experts_of_tokens(operands: TokenOperands) -> tuple[Tensor, Normed | None]:
         norm, operands = None, operands._replace(norm=None)
     biased = operands.layer.biases.up_bias is not None or operands.layer.biases.down_bias is not None
     name = "fp8moe.GroupedExperts with biases" if biased else "fp8moe.GroupedExperts"
-    out, *normed = run_tokens(operands, name)
+    out, *normed = autograd.run(_experts, name, *(_WHOLE if norm is None else _TOKENS).pack(operands))
     if norm is None:
         return out, None
     return out, Normed(None, None, FP8Tensor(*normed)) if norm.norm_quantized else Normed(None, *normed, None)
@@ -102,13 +109,15 @@ def experts_partial(
         residual_known=partial_known,
         wants_known=wants_known,
     )
-    out, *known = run_tokens(operands, "fp8moe.kernels.experts.experts_partial")
+    name = "fp8moe.kernels.experts.experts_partial"
+    out, *known = autograd.run(_experts, name, *_PARTIAL.pack(operands))
     return out, known[0] if known else None
 
 
-def run_tokens(operands: TokenOperands, name: str) -> list[Tensor]:
-    """The weighted sums, and behind them which tokens have one, or their norm; name: of what has no backward."""
-    return autograd.run(_experts, name, *_TOKENS.pack(operands))
+def run_shard(operands: TokenOperands, name: str) -> Tensor:
+    """The weighted sums of a shard, without a residual; name: of what has no backward."""
+    (out,) = autograd.run(_experts, name, *_SHARD.pack(operands))
+    return out
 
 
 def write_tokens(operands: TokenOperands, out: Tensor) -> None:
@@ -290,7 +299,7 @@ def _write_tokens(call: TokensOut, on_gpu: bool) -> None:
         out.copy_((_run if on_gpu else _run_reference)(operands)[0])
 
 
-_TOKENS, _TOKENS_OUT = Signature(TokenOperands), Signature(TokensOut)
+_TOKENS_OUT = Signature(TokensOut)
 _experts = operator(
     "experts -> Tensor[]",
     signature=_TOKENS,

@@ -99,7 +99,7 @@ class Workspace:
     def __call__(
         self, operands: TokenOperands, targets: Targets | None = None, out: Tensor | None = None
     ) -> list[Tensor]:
-        """Launch the kernels. Returns what `run_tokens` does, with the sums in `out` if given.
+        """Launch the kernels. Returns the results of `experts`, with the sums in `out` if given.
 
         Nothing if rows go to the targets.
         """
