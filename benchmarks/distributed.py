@@ -50,6 +50,7 @@ from fp8moe.decode import GraphDecoder
 from fp8moe.distributed import ExpertParallel
 from fp8moe.distributed.peers import Peers
 from fp8moe.distributed.transport import choose_method
+from fp8moe.kernels.experts import operands as kernel
 from fp8moe.kernels.experts.operator import experts_partial
 from fp8moe.quant.formats import FP8Tensor
 
@@ -174,10 +175,10 @@ def local_call(part: GroupedExperts, given: Inputs) -> Callable[[], object]:
         FP8Tensor(*pair)
         for pair in ((part.gate_up_proj, part.gate_up_proj_scale_inv), (part.down_proj, part.down_proj_scale_inv))
     )
-    options = {"activation": part.activation, "first_expert": first, "num_experts": MODEL.experts}
     rows = given.top_k_index.numel()
     room = min(rows, max(int(1.25 * rows / dist.get_world_size()), 256 * MODEL.top_k))
-    return lambda: experts_partial(*given, up, down, **options, row_dtype=torch.bfloat16, num_rows=room)
+    shard = kernel.Shard(first, MODEL.experts, num_rows=room, row_dtype=torch.bfloat16)
+    return lambda: experts_partial(*given, kernel.Layer(up, down, part.activation), shard)
 
 
 METHODS = {

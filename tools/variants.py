@@ -18,15 +18,16 @@ from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
 from fp8moe.kernels.decoder_ops.rotary import NewTokens, rotary
 from fp8moe.kernels.decoder_ops.router import RoutingRule, route, router_logits
 from fp8moe.kernels.decoder_ops.sampling import SamplingState, Sequences, sample, sample_next
-from fp8moe.kernels.experts import combine, experts_partial, experts_rows, experts_training
+from fp8moe.kernels.experts import combine, experts_of_rows, experts_of_tokens, experts_partial, experts_training
 from fp8moe.kernels.experts.dispatch import Received, dispatch
 from fp8moe.kernels.experts.lora import lora_gradient, lora_shrink
-from fp8moe.kernels.experts.operands import Biases
+from fp8moe.kernels.experts.operands import Biases, Layer, Masters, Norm, Shard, TokenOperands
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.swiglu import Beside
 from fp8moe.kernels.gemm.layouts import grouped_gemm_by_layout, grouped_gemm_k_by_sizes
 from fp8moe.kernels.linear.projection import projection
 from fp8moe.quant.formats import ceil_div
+from fp8moe.runtime.operator import Signature
 from fp8moe.runtime.peer_table import Targets
 from fp8moe.runtime.record import reserved
 
@@ -207,35 +208,33 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
         *product(((7168, 2048, 256, 8),), (8, 512, 32768), ("silu",)),
     ):
         here = ceil_div(experts, 2)
-        form = {"activation": Activation(name=activation)}
         weights = make.weights(here, 2 * size, hidden), make.weights(here, hidden, size)
+        layer = Layer(*weights, Activation(name=activation))
         index, routing = make.zeros(tokens, top_k, dtype=torch.int64), make.uniform(tokens, top_k, mean=1.0)
-        share = form | {"first_expert": experts - here, "num_experts": experts}
-        window = {"first_row": tokens, "num_rows": tokens, "partial": make.zeros(tokens, hidden, dtype=torch.float32)}
-        for x, dtype, options in (
-            (make.normal(tokens, hidden), torch.bfloat16, {}),
-            (make.rows(tokens, hidden), torch.bfloat16, window),
-            (make.rows(tokens, hidden), torch.float32, {}),
+        share = Shard(experts - here, experts, row_dtype=torch.bfloat16)
+        window = share._replace(first_row=tokens, num_rows=tokens)
+        added = {"partial": make.zeros(tokens, hidden, dtype=torch.float32)}
+        some = added | {"partial_known": make.zeros(tokens, dtype=torch.bool), "wants_known": True}
+        for x, shard, options in (
+            (make.normal(tokens, hidden), share, {}),
+            (make.rows(tokens, hidden), window, added),
+            (make.rows(tokens, hidden), share._replace(row_dtype=torch.float32), {}),
+            (make.normal(tokens, hidden), window, some),
         ):
-            options = share | options | {"row_dtype": dtype}
-            yield lambda operands=(x, index, routing, *weights), options=options: experts_partial(*operands, **options)
-        some = {name: make.zeros(tokens, dtype=torch.bool) for name in ("partial_known", "known")}
-        options = share | window | some | {"row_dtype": torch.bfloat16}
-        operands = make.normal(tokens, hidden), index, routing, *weights
-        yield lambda operands=operands, options=options: experts_partial(*operands, **options)
+            operands = x, index, routing, layer, shard
+            yield lambda operands=operands, options=options: experts_partial(*operands, **options)
         if hidden > 1024:
             continue
         offsets = make.integers([tokens * group // here for group in range(here + 1)])
         for x, training in product((make.normal(tokens, hidden), make.rows(tokens, hidden)), (False, True)):
-            options = form | {"training": training, "whole": (2 * tokens, experts)}
-            yield lambda operands=(x, offsets, *weights), options=options: experts_rows(*operands, **options)
+            options = {"training": training, "whole": (2 * tokens, experts)}
+            yield lambda operands=(x, offsets, layer), options=options: experts_of_rows(*operands, **options)
         up, down = (make.zeros(*weight.data.shape, dtype=torch.bfloat16).requires_grad_() for weight in weights)
-        trained = {"up_master": up, "down_master": down}
         x, grad = make.normal(tokens, hidden), make.zeros(tokens, hidden, dtype=torch.float32)
-        options = form | trained | {"row_dtype": torch.float32}
-        yield _backward(experts_rows, (x, offsets, *weights), options, grad)
-        options = share | trained | {"num_rows": tokens, "out_dtype": torch.float32}
-        yield _backward(experts_training, (x, index, routing, *weights), options, grad)
+        trained = {"masters": Masters(up, down)}
+        yield _backward(experts_of_rows, (x, offsets, layer), trained | {"row_dtype": torch.float32}, grad)
+        shard = Shard(experts - here, experts, num_rows=tokens, out_dtype=torch.float32)
+        yield _backward(experts_training, (x, index, routing, layer), trained | {"shard": shard}, grad)
     index = make.zeros(100, 4, dtype=torch.int64)
     yield lambda: torch.ops.fp8moe.sort_by_expert(index, 64, None, 32, 50, 200)
 
@@ -274,13 +273,13 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for peers, dtype, to_all, tokens in product((2, 8), ("bfloat16", "float32"), (False, True), (2, 400)):
         targets = Targets(peers, 8 * tokens, to_all, (0,) * (2 * peers + 1))
         dtype = getattr(torch, dtype)
-        share = {"first_expert": 4, "num_experts": 8, "row_dtype": dtype, "num_rows": 4 * tokens}
+        shard = Shard(4, 8, num_rows=4 * tokens, row_dtype=dtype)
         weights = make.weights(4, 416, 1040), make.weights(4, 1040, 208)
         index = make.zeros(tokens, 8, dtype=torch.int32)
         for activation, first_row in product(("silu", "gelu"), (0, 4 * tokens)):
-            options = share | {"activation": Activation(name=activation), "first_row": first_row}
-            operands = (make.rows(tokens, 1040), index, *weights)
-            yield lambda to=targets, operands=operands, options=options: send_rows(to, *operands, **options)
+            layer = Layer(*weights, Activation(name=activation))
+            operands = targets, make.rows(tokens, 1040), index, layer, shard._replace(first_row=first_row)
+            yield lambda operands=operands: send_rows(*operands)
     kinds = tuple(getattr(torch, dtype) for dtype in DTYPES)
     rows, indices = (torch.bfloat16, torch.float32), (torch.int32, torch.int64)
     for *dtypes, index_dtype in product(rows, kinds, kinds, indices):
@@ -301,17 +300,16 @@ def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
         operands, added = (make.rows(tokens, 1040), weights(1000, 1040)), bias(1000)
         yield lambda operands=operands, added=added: fp8moe.gemm(*operands, bias=added)
-        layer = weights(4, 416, 1040), weights(4, 1040, 208)
-        options = {"activation": Activation(limit=7.0, alpha=1.702), "biases": Biases(bias(4, 416), bias(4, 1040))}
-        options |= {"first_expert": 4, "num_experts": 8, "row_dtype": torch.bfloat16}
+        activation, biases = Activation(limit=7.0, alpha=1.702), Biases(bias(4, 416), bias(4, 1040))
+        layer = Layer(weights(4, 416, 1040), weights(4, 1040, 208), activation, biases)
+        shard = Shard(4, 8, row_dtype=torch.bfloat16)
         index, routing = make.zeros(tokens, 8, dtype=torch.int32), make.uniform(tokens, 8, mean=1.0)
-        operands = make.normal(tokens, 1040), index, routing, *layer
-        yield lambda operands=operands, options=options: experts_partial(*operands, **options)
+        operands = make.normal(tokens, 1040), index, routing, layer, shard
+        yield lambda operands=operands: experts_partial(*operands)
         if tokens > 1:
             targets = Targets(2, 4 * tokens, False, (0,) * 5)
-            operands = make.rows(tokens, 1040), index, *layer
-            options = options | {"first_row": 0, "num_rows": 8 * tokens}
-            yield lambda to=targets, operands=operands, options=options: send_rows(to, *operands, **options)
+            operands = targets, make.rows(tokens, 1040), index, layer, shard._replace(num_rows=8 * tokens)
+            yield lambda operands=operands: send_rows(*operands)
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:
@@ -355,18 +353,19 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         logits, bias = make.normal(tokens, experts, dtype=getattr(torch, dtype)), make.uniform(experts, mean=0.0)
         options = {"bias": bias if rule.num_groups > 1 else None, "dtype": getattr(torch, out_dtype), "sort": True}
         yield lambda logits=logits, rule=rule, options=options: route(logits, rule, **options)
-    layer = *make.weights(16, 1024, 1024), *make.weights(16, 1024, 512)
+    layer = Layer(make.weights(16, 1024, 1024), make.weights(16, 1024, 512), Activation())
     for tokens in (1, 60):
         index, routing = make.zeros(tokens, 4, dtype=torch.int64), make.uniform(tokens, 4, mean=1.0)
-        operands = make.normal(tokens, 1024), index, routing, *layer, "silu", None, None, None, None
         order = make.integers([0] * 16 + [tokens * 4]), make.zeros(tokens, 4, dtype=torch.int32)
-        yield lambda operands=operands, order=order: torch.ops.fp8moe.experts(*operands, *order)
+        operands = TokenOperands(make.normal(tokens, 1024), index, routing, layer, groups=order[0], rows=order[1])
+        yield lambda operands=operands: experts_of_tokens(operands)
     for dtype, weights_dtype, tokens, hidden in product(DTYPES, DTYPES, (1, 60), (1024, 1040, 7168)):
-        layer = *make.weights(16, 1024, hidden), *make.weights(16, hidden, 512), "silu", None, None, None
+        layer = Layer(make.weights(16, 1024, hidden), make.weights(16, hidden, 512), Activation())
         x, index = make.normal(tokens, hidden, dtype=getattr(torch, dtype)), make.zeros(tokens, 4, dtype=torch.int64)
-        operands = x, index, make.normal(tokens, 4, dtype=getattr(torch, weights_dtype)), *layer, x, None, None
-        for norm in ((make.zeros(hidden, dtype=x.dtype), 1e-6, quantized) for quantized in (False, True)):
-            yield lambda operands=operands, norm=norm: torch.ops.fp8moe.experts_norm(*operands, *norm)
+        routing, weight = make.normal(tokens, 4, dtype=getattr(torch, weights_dtype)), make.zeros(hidden, dtype=x.dtype)
+        for norm in (Norm(weight, 1e-6, quantized) for quantized in (False, True)):
+            operands = TokenOperands(x, index, routing, layer, residual=x, norm=norm)
+            yield lambda operands=operands: torch.ops.fp8moe.experts(*Signature(TokenOperands).pack(operands))
     for dtype, tokens, (heads, key_heads, size, rotated, norm) in product(
         DTYPES,
         (1, 300),

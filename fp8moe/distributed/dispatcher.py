@@ -26,7 +26,7 @@ from fp8moe.distributed.transport import (
     weighted_sum,
 )
 from fp8moe.kernels.experts import checks
-from fp8moe.kernels.experts.operands import Layer, Operands
+from fp8moe.kernels.experts.operands import TokenOperands
 from fp8moe.layers.experts import flattened
 from fp8moe.quant.formats import ceil_div
 from fp8moe.quant.quantize import quantize_1x128
@@ -107,10 +107,9 @@ class Dispatcher:
         x, index, routing, residual = flattened(*tokens, residual)
         weights = experts.local_weights()
         check_derivatives(_NAME, x, routing, *weights.tensors())
-        layer = Layer(weights.up, weights.down, experts.activation, weights.biases)
-        checks.experts(Operands(x, index, routing, layer, residual=residual))
+        checks.tokens(TokenOperands(x, index, routing, weights.layer, residual=residual))
         first = self.rank * (self.num_experts // self.world)
-        local = LocalExperts(weights, experts.activation, first, self.num_experts, x.dtype)
+        local = LocalExperts(weights, first, self.num_experts, x.dtype)
         return Inputs(Tokens(x, index, routing), residual, local, experts.trains(weights, x, routing))
 
     def _counts(self, inputs: Inputs | None, error: Exception | None) -> list[int]:

@@ -1,15 +1,14 @@
 """The computation of one rank's experts for the tokens that it has received."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8moe.distributed.transport import Tokens
-from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.experts.backward import experts_training
-from fp8moe.kernels.experts.operands import pad_columns, row_dtype
-from fp8moe.kernels.experts.operator import experts_partial, experts_rows
+from fp8moe.kernels.experts.operands import Shard, pad_columns, row_dtype
+from fp8moe.kernels.experts.operator import experts_of_rows, experts_partial
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
 from fp8moe.layers.experts import Weights
@@ -26,29 +25,26 @@ class LocalExperts(NamedTuple):
     """
 
     weights: Weights
-    activation: Activation
     first: int
     total: int
     dtype: torch.dtype
 
     @property
     def count(self) -> int:
-        return len(self.weights.down.data)
+        return len(self.weights.layer.down.data)
 
     def partial_sums(self, tokens: Tokens, expected_rows: int, num_rows: int | None) -> Tensor:
         """Return each token's sum over this rank's experts, (N, H) float32, computed in `passes`."""
-        index, sums, known = tokens.top_k_index, None, None
-        passes = self.passes(index, expected_rows, num_rows)
-        for options in passes:
-            options |= {"partial": sums, "partial_known": known}
-            last = options is passes[-1]
-            known = None if last else torch.empty(len(index), dtype=torch.bool, device=index.device)
-            options |= {"biases": self.weights.biases, "known": known}
-            sums = experts_partial(*tokens, self.weights.up, self.weights.down, **options)
+        sums = known = None
+        passes = self.passes(tokens.top_k_index, expected_rows, num_rows)
+        for shard in passes:
+            before = {"partial": sums, "partial_known": known}
+            last = shard is passes[-1]
+            sums, known = experts_partial(*tokens, self.weights.layer, shard, **before, wants_known=not last)
         return sums
 
-    def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[dict[str, Any]]:
-        """Return the options of `experts_partial` for each pass over the rows that there is room for.
+    def passes(self, top_k_index: Tensor, expected_rows: int, num_rows: int | None = None) -> list[Shard]:
+        """Return the shard of each pass over the rows that there is room for.
 
         expected_rows: assignments to this rank if routing is even. num_rows: actual assignments; None: read from the
         device if one pass may not suffice. A CUDA graph cannot read them and has passes for the most possible rows; the
@@ -58,26 +54,17 @@ class LocalExperts(NamedTuple):
         most = top_k_index.numel()
         if num_rows is None:
             num_rows = most if most <= room or capturing(top_k_index) else self.rows_here(top_k_index)
-        options = {"activation": self.activation, "first_expert": self.first, "num_experts": self.total}
-        options |= {"row_dtype": row_dtype(self.dtype), "num_rows": min(room, most)}
-        return [options | {"first_row": row} for row in reversed(range(0, max(num_rows, 1), room))]
+        shard = Shard(self.first, self.total, num_rows=min(room, most), row_dtype=row_dtype(self.dtype))
+        return [shard._replace(first_row=row) for row in reversed(range(0, max(num_rows, 1), room))]
 
     def partial_sums_with_gradients(self, tokens: Tokens, num_rows: int | None) -> Tensor:
         """Compute `partial_sums` with a backward: with room for all rows, at least one."""
         if num_rows is None and not capturing(tokens.top_k_index):
             num_rows = self.rows_here(tokens.top_k_index)
-        return experts_training(
-            *tokens,
-            self.weights.up,
-            self.weights.down,
-            activation=self.activation,
-            up_master=self.weights.up_master,
-            down_master=self.weights.down_master,
-            first_expert=self.first,
-            num_experts=self.total,
-            num_rows=None if num_rows is None else min(align(max(num_rows, 1), 128), tokens.top_k_index.numel()),
-            out_dtype=torch.float32,
-        )
+        if num_rows is not None:
+            num_rows = min(align(max(num_rows, 1), 128), tokens.top_k_index.numel())
+        shard = Shard(self.first, self.total, num_rows=num_rows, out_dtype=torch.float32)
+        return experts_training(*tokens, *self.weights, shard=shard)
 
     def rows_here(self, index: Tensor) -> int:
         """Return the number of assignments to this rank's experts. It waits for the device."""
@@ -99,19 +86,8 @@ class LocalExperts(NamedTuple):
 
     def results(self, x: Tensor | FP8Tensor, groups: Tensor, assignments: int, training: bool) -> Tensor:
         """Return the results (R, H) of rows x in the order of experts. assignments: of the tokens of all ranks."""
-        return experts_rows(
-            x,
-            groups,
-            self.weights.up,
-            self.weights.down,
-            activation=self.activation,
-            biases=self.weights.biases,
-            row_dtype=row_dtype(self.dtype),
-            whole=(assignments, self.total),
-            up_master=self.weights.up_master,
-            down_master=self.weights.down_master,
-            training=training,
-        )
+        options = {"row_dtype": row_dtype(self.dtype), "whole": (assignments, self.total), "training": training}
+        return experts_of_rows(x, groups, self.weights.layer, masters=self.weights.masters, **options)
 
 
 def capturing(like: Tensor) -> bool:

@@ -160,11 +160,10 @@ class Peers:
     ) -> None:
         """Run this rank's experts, send results to the tokens' ranks or to all ranks, and wait for all ranks."""
         passes = local.passes(index, expected_rows)
-        for options in passes:
-            meeting = self._meeting() if options is passes[-1] else no_meeting(self.world)
+        for shard in passes:
+            meeting = self._meeting() if shard is passes[-1] else no_meeting(self.world)
             targets = Targets(self.world, each, to_all, (*rows.addresses, *meeting))
-            options |= {"biases": local.weights.biases}
-            send_rows(targets, x, index, local.weights.up, local.weights.down, **options)
+            send_rows(targets, x, index, local.weights.layer, shard)
 
     def _combine(self, rows: _PeerBuffer, local: LocalExperts, tokens: Tokens, residual: Tensor | None) -> Tensor:
         """Return the weighted sums (T, H) of the rows received for these tokens."""

@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Callable, Collection
-from itertools import compress
+from itertools import compress, takewhile
 from types import NoneType
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -30,11 +30,15 @@ class Signature(Generic[Operands]):
         a NamedTuple (data, scale)              two arguments, ``name`` and ``name_scale``
         another NamedTuple                      the arguments of its fields
         a class with `key` and `from_key`       its key, a str
-        X | None                                an optional argument; not for NamedTuples
+        X | None                                an optional argument; of a NamedTuple, all of its arguments are
+                                                optional, and None if it is missing
         Annotated[X, "Tensor(a!)"]              an argument of the type in quotes
         Annotated[a NamedTuple, (names)]        the arguments of the named fields
 
     fields: names of the fields that the operator takes, if not all; the others keep their defaults.
+
+    The last arguments have the defaults of their fields: a call may leave them out, and so does PyTorch, as each one
+    costs time.
 
     schema, names: of the arguments. pack: turns the NamedTuple into a tuple of arguments. unpack: turns the arguments
     into the NamedTuple. Both are compiled once from Python expressions, so that a call costs no loop.
@@ -47,10 +51,14 @@ class Signature(Generic[Operands]):
         self._named: dict[str, Any] = {"tuple": tuple}  # the globals of the expressions
         arguments, self._given = _arguments(kind, self._named, fields)
         self.names = tuple(argument.name for argument in arguments)
-        self.schema = ", ".join(f"{argument.type} {argument.name}" for argument in arguments)
+        last = len(list(takewhile(lambda argument: argument.default, reversed(arguments))))
+        self._parameters = [*self.names[: len(arguments) - last]]
+        self._parameters += [f"{argument.name}={argument.default}" for argument in arguments[len(arguments) - last :]]
+        types = (argument.type for argument in arguments)
+        self.schema = ", ".join(map(" ".join, zip(types, self._parameters, strict=True)))
         if isinstance(kind, type):
-            paths = ", ".join(f"operands.{argument.path}" for argument in arguments)
-            self.pack = eval(f"lambda operands: ({paths},)", {})
+            values = ", ".join(argument.expression for argument in arguments)
+            self.pack = eval(f"lambda operands: ({values},)", {})
             self._given = f"{_name(kind, self._named)}({self._given})"
             self.unpack = self._function(self._given)
 
@@ -64,15 +72,35 @@ class Signature(Generic[Operands]):
         return self._function(f"function({self._given})", function=function)
 
     def _function(self, expression: str, **more: Any) -> Callable[..., Any]:
-        return eval(f"lambda {', '.join(self.names)}: {expression}", self._named | more)
+        return eval(f"lambda {', '.join(self._parameters)}: {expression}", self._named | more)
 
 
 class _Argument(NamedTuple):
-    """An argument: its type and name in the schema, and the path of its attribute in the NamedTuple."""
+    """An argument: its type, name and default in the schema, and the path of its attribute in the NamedTuple.
+
+    owner: the path of the NamedTuple that holds the attribute, if that may be None.
+    """
 
     type: str
     name: str
     path: str
+    default: str = ""
+    owner: str = ""
+
+    def inside(self, name: str, optional: str, given: bool) -> "_Argument":
+        """The argument where its NamedTuple is the attribute `name` of another.
+
+        optional: "?" if the attribute may be None. given: whether it has no default.
+        """
+        owner = name if optional else self.owner and f"{name}.{self.owner}"
+        default = "" if given else "None" if optional else self.default
+        return _Argument(self.type.removesuffix(optional) + optional, self.name, f"{name}.{self.path}", default, owner)
+
+    @property
+    def expression(self) -> str:
+        """What reads it from `operands`."""
+        value = f"operands.{self.path}"
+        return f"None if operands.{self.owner} is None else {value}" if self.owner else value
 
 
 def _arguments(
@@ -83,11 +111,12 @@ def _arguments(
     named: collects the globals of the expression. pair: the name of a pair (data, scale).
     """
     arguments, values = [], []
+    defaults = getattr(kind, "_field_defaults", {})
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         if name == "return":
             continue
         if fields is not None and name not in fields:
-            values.append(_name(kind._field_defaults[name], named))
+            values.append(_name(defaults[name], named))
             continue
         written = None
         if typing.get_origin(hint) is Annotated:
@@ -96,18 +125,21 @@ def _arguments(
         if optional:
             (hint,) = set(typing.get_args(hint)) - {NoneType}
         own = f"{pair}_{name}".removesuffix("_data") if pair else name
+        default = str(defaults[name]) if isinstance(defaults.get(name, ""), int | float | None) else ""
         if hasattr(hint, "_fields"):
             inner, value = _arguments(hint, named, written, pair=name if hint._fields == ("data", "scale") else "")
-            arguments += [argument._replace(path=f"{name}.{argument.path}") for argument in inner]
             value = f"{_name(hint, named)}({value})"
+            if optional:
+                value = f"None if {inner[0].name} is None else {value}"
+            arguments += [argument.inside(name, optional, name not in defaults) for argument in inner]
         elif hasattr(hint, "from_key"):
             arguments.append(_Argument("str", own, f"{name}.key"))
             value = f"{_name(hint.from_key, named)}({own})"
         elif typing.get_origin(hint) is tuple:
-            arguments.append(_Argument(f"SymInt[]{optional}", own, name))
+            arguments.append(_Argument(f"SymInt[]{optional}", own, name, default))
             value = f"{own} and tuple({own})"
         else:
-            arguments.append(_Argument(written or _SCHEMA_TYPES[hint] + optional, own, name))
+            arguments.append(_Argument(written or _SCHEMA_TYPES[hint] + optional, own, name, default))
             value = own
         values.append(value)
     return arguments, ", ".join(values)

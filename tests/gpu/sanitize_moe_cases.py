@@ -16,10 +16,11 @@ import fp8moe
 from benchmarks.operands import exact, relative_error, rounded_error
 from fp8moe.kernels.activation import Activation
 from fp8moe.kernels.decoder_ops.rms_norm import rms_norm
-from fp8moe.kernels.experts import experts_partial, experts_rows, reference
+from fp8moe.kernels.experts import experts_of_rows, experts_partial, reference
 from fp8moe.kernels.experts.combine import Dtypes, combine, norm_launcher
 from fp8moe.kernels.experts.combine import launcher as combine_launcher
 from fp8moe.kernels.experts.dispatch import Received, dispatch
+from fp8moe.kernels.experts.operands import Layer, Norm, Shard
 from fp8moe.kernels.experts.operator import send_rows
 from fp8moe.kernels.experts.permute import permute_fp8, permute_quantize
 from fp8moe.kernels.experts.routing import sort_by_expert
@@ -188,13 +189,13 @@ def combine_norm_errors(tokens: int, hidden: int, top_k: int, dtype: torch.dtype
     y, residual = torch.randn(int(groups[-1]) + 1, hidden).to(dtype), torch.randn(tokens, hidden).to(dtype)
     weights, norm_weight = torch.rand(tokens, top_k), torch.randn(hidden).to(dtype).cuda()
     out = torch.full((tokens, hidden), float("nan"), dtype=dtype).cuda()
-    values, data, scale = normed = empty_normed(out, quantized)
-    wanted = (None, data, scale) if quantized else (values, None, None)
+    normed = empty_normed(out, Norm(norm_weight, 1e-6, quantized))
+    wanted = (None, *normed) if quantized else (*normed, None, None)
     dtypes = Dtypes(dtype, weights.dtype, dtype)
     launch = norm_launcher(torch.cuda.current_device(), tokens, hidden, top_k, len(y), dtypes, 1e-6)
     launch(*(value.cuda() for value in (y, rows, weights, residual)), norm_weight, out, *wanted)
     other = rms_norm(out, norm_weight, 1e-6, values=not quantized, quantized=quantized)
-    pairs = zip(normed[1:], other.quantized, strict=True) if quantized else [(values, other.values)]
+    pairs = zip(normed, other.quantized if quantized else [other.values], strict=True)
     errors = sum(differing(one.cpu().float(), two.cpu().float()) for one, two in pairs)
     return errors + differing(out, reference.combine(y, rows, weights, dtype, residual))
 
@@ -327,14 +328,12 @@ def partial_error(tokens: int, hidden: int, size: int, num_experts: int, top_k: 
 
     def run(layer: fp8moe.GroupedExperts, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
-        projections = fp8moe.FP8Tensor(up, up_scale), fp8moe.FP8Tensor(down, down_scale)
-        form = {"activation": layer.activation, "row_dtype": torch.float32}
-        share = form | {"first_expert": 2, "num_experts": num_experts + 4, "num_rows": num_rows}
-        known = torch.zeros(tokens, dtype=torch.bool, device=up.device)
-        total = experts_partial(*inputs, *projections, **share, first_row=num_rows, known=known)
-        total = experts_partial(*inputs, *projections, **share, partial=total, partial_known=known)
+        given = Layer(fp8moe.FP8Tensor(up, up_scale), fp8moe.FP8Tensor(down, down_scale), layer.activation)
+        shard = Shard(2, num_experts + 4, num_rows=num_rows, row_dtype=torch.float32)
+        total, known = experts_partial(*inputs, given, shard._replace(first_row=num_rows), wants_known=True)
+        total, _ = experts_partial(*inputs, given, shard, partial=total, partial_known=known)
         starts = torch.linspace(-5, tokens + 5, num_experts + 1).int().to(up.device)
-        return total, experts_rows(inputs[0], starts, *projections, **form)
+        return total, experts_of_rows(inputs[0], starts, given, row_dtype=torch.float32)
 
     got = run(copy.deepcopy(layer).cuda(), x.cuda(), index.cuda(), weights.cuda())
     return max(relative_error(a.cpu(), b.double()) for a, b in zip(got, run(layer, x, index, weights), strict=True))
@@ -356,10 +355,11 @@ def sent_error(
     up, up_scale, down, down_scale = (getattr(layer, name) for name in layer.weight_names)
     weights = fp8moe.FP8Tensor(up, up_scale), fp8moe.FP8Tensor(down, down_scale)
     x, index = torch.randn(tokens, hidden, dtype=dtype), random_index(tokens, top_k, num_experts + 4)
-    form = {"activation": layer.activation, "row_dtype": torch.bfloat16 if dtype is torch.bfloat16 else torch.float32}
+    row_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     groups, rows = reference.sort_by_expert(index, num_experts, None, 2)
     permuted = permute_quantize(x, rows, index.numel())
-    results = experts_rows(permuted, groups, *weights, **form, whole=(index.numel(), num_experts + 4))
+    form = {"row_dtype": row_dtype, "whole": (index.numel(), num_experts + 4)}
+    results = experts_of_rows(permuted, groups, Layer(*weights, layer.activation), **form)
     expected = torch.full((index.numel(), hidden), float("nan"), dtype=results.dtype)
     some = rows.flatten() >= 0
     expected[some] = results[rows.flatten()[some].long()]
@@ -369,13 +369,13 @@ def sent_error(
     signals = torch.zeros(ranks, SIGNALS_BYTES // 4, dtype=torch.int32)
     signals[0, 1:ranks] = 1
     signals = signals.cuda()
-    there = x.cuda(), index.cuda(), *map(to_gpu, weights)
+    there = x.cuda(), index.cuda(), Layer(*map(to_gpu, weights), layer.activation)
     num_rows = index.numel() // 2 + 1
-    share = form | {"first_expert": 2, "num_experts": num_experts + 4, "num_rows": num_rows}
+    shard = Shard(2, num_experts + 4, num_rows=num_rows, row_dtype=row_dtype)
     words = meeting([row.data_ptr() for row in signals], 0)
     for first_row, last in ((num_rows, no_meeting(ranks)), (0, words)):
         targets = Targets(ranks, each, to_all, (*(buffer.data_ptr() for buffer in buffers), *last))
-        send_rows(targets, *there, **share, first_row=first_row)
+        send_rows(targets, *there, shard._replace(first_row=first_row))
     parts = [buffer.cpu() for buffer in buffers]
     got = parts if to_all else [torch.cat(parts)]
     if any(not torch.equal(values.isnan(), expected.isnan()) for values in got):

@@ -192,7 +192,7 @@ def _experts(root: Path) -> dict:
     theirs, calls = local.experts_partial, []
 
     def spy(*arguments, **options):
-        calls.append(options)
+        calls.append(arguments[-1])
         return theirs(*arguments, **options)
 
     directory = root / "Qwen3MoeForCausalLM-fp8"
@@ -206,7 +206,7 @@ def _experts(root: Path) -> dict:
     model.set_experts_implementation("grouped_mm")
     with pytest.raises(ValueError, match="experts_implementation: expected 'fp8moe' for experts .* got 'grouped_mm'"):
         experts(*arguments)
-    return {name: calls[0][name] for name in ("num_rows", "num_experts")}
+    return {name: getattr(calls[0], name) for name in ("num_rows", "num_experts")}
 
 
 @pytest.mark.parametrize(("name", "form", "way"), CASES)

@@ -134,13 +134,13 @@ def test_local_experts_have_room_for_a_quarter_more_than_their_share(of_two, mon
     calls, experts_partial = [], distributed.experts_partial
 
     def recording(*arguments, **options):
-        calls.append(options)
+        calls.append(arguments[-1])
         return experts_partial(*arguments, **options)
 
     monkeypatch.setattr(distributed, "experts_partial", recording)
-    sums = distributed.local_call(part, given)()
-    (options,) = calls
-    assert options["num_rows"] == room and (options["first_expert"], options["num_experts"]) == (4, 8)
+    sums, _ = distributed.local_call(part, given)()
+    (shard,) = calls
+    assert shard.num_rows == room and (shard.first_expert, shard.num_experts) == (4, 8)
     assert (sums.abs().sum(1) > 0).equal((index >= 4).any(1))
 
 
