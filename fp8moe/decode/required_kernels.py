@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 
 class RequiredKernels(NamedTuple):
-    """kernels: those that were launched. families: of GEMMs, each with its rows for one token."""
+    """kernels: those that were launched. families: GEMM shapes, each with the rows that one token gives it."""
 
     kernels: set[KernelSpec]
     families: dict[Family, int]
