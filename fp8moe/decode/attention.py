@@ -199,16 +199,23 @@ def _flash_attention(
 
 @functools.cache
 def take_offsets_of_rows() -> None:
-    """Let transformers' masks for "sdpa" and "eager" take a q_offset (B,) too: one for each row of the batch.
+    """Register `mask_functions` with transformers."""
+    from transformers import AttentionMaskInterface
+
+    for name, function in mask_functions().items():
+        AttentionMaskInterface.register(name, function)
+
+
+def mask_functions() -> dict[str, Callable[..., Tensor | None]]:
+    """Make masks for "sdpa" and "eager" that take a q_offset (B,) too: one for each row of the batch.
 
     Models ask for the names "sdpa" and "eager", so those must stay. All that transformers itself passes, an int or a
     tensor of no dimension, goes to its own functions as it is.
     """
-    from transformers import AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
-    for name, of_rows in (("sdpa", sdpa_mask), ("eager", versions.eager_mask)):
-        AttentionMaskInterface.register(name, _with_offsets_of_rows(ALL_MASK_ATTENTION_FUNCTIONS[name], of_rows))
+    of_rows = {"sdpa": sdpa_mask, "eager": versions.eager_mask}
+    return {name: _with_offsets_of_rows(ALL_MASK_ATTENTION_FUNCTIONS[name], mask) for name, mask in of_rows.items()}
 
 
 def _with_offsets_of_rows(mask: Callable, of_rows: Callable) -> Callable:

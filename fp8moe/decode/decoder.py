@@ -294,9 +294,16 @@ class GraphDecoder:
         custom_generate.check_streamer(sys._getframe(1))
         custom_generate.check_processors(logits_processor, generation_config)
         custom_generate.check_criteria(stopping_criteria, generation_config)
-        options: dict[str, Any] = custom_generate.translate(input_ids, generation_config, model_arguments)
-        options |= {"streamer": streamer, "stop_strings": stop_strings, "tokenizer": tokenizer, "seed": seed}
-        options |= {"presence_penalty": presence_penalty, "prefix": prefix, "return_logprobs": return_logprobs}
+        options = {
+            **custom_generate.translate(input_ids, generation_config, model_arguments),
+            "streamer": streamer,
+            "stop_strings": stop_strings,
+            "tokenizer": tokenizer,
+            "presence_penalty": presence_penalty,
+            "seed": seed,
+            "prefix": prefix,
+            "return_logprobs": return_logprobs,
+        }
         result = self._only(parse(self, input_ids, options, generation_config))
         return custom_generate.as_output(result) if generation_config.return_dict_in_generate else result
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class News(NamedTuple):
     """What comes of a request, by its key: the tokens (B,) of a step if it is stepwise, and the result as the last."""
 
     key: Any
-    value: Result
+    value: Any
     last: bool = True
 
 
@@ -58,7 +58,7 @@ class News(NamedTuple):
 @torch.no_grad()
 def decode(
     decoder: Any, alone: Request | None = None, coming: Iterator[tuple[Any, Any]] | None = None
-) -> Iterator[News]:
+) -> Generator[News, None, None]:
     """Yield the news of one request alone, or of those that come: pairs of a key and the arguments of one prompt."""
     stream = torch.cuda.current_stream(decoder.device) if decoder.device.type == "cuda" else None
     with decoder.turn():
