@@ -1,4 +1,4 @@
-"""What `fp8moe serve` is made of: the handlers of `transformers serve` over the rows of a GraphDecoder.
+"""The parts of `fp8moe serve`: the handlers of `transformers serve` over the rows of a GraphDecoder.
 
 `DecoderManager` generates for many clients at once, `make_app` answers them over HTTP. Fields and answers of the API,
 chat templates and tool calls are transformers'.
@@ -163,7 +163,7 @@ class DecoderManager(BaseGenerateManager):
 
 
 class _Answer(asyncio.Queue):
-    """What a client gets: the text of the tokens as it comes from a streamer, then None, or without one all tokens.
+    """An answer to a client: text as it comes from a streamer, then None; or, without a streamer, all tokens at once.
 
     begin: called with the answer when it is first read. stops: strings; the text ends before the first of them, and
     text that may be the beginning of one is held back. generated_tokens: all so far, as CBStreamer reads them.

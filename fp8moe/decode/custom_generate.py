@@ -1,4 +1,4 @@
-"""What transformers' ``model.generate(custom_generate=decoder)`` hands over, as options of GraphDecoder.generate."""
+"""The arguments of transformers' ``model.generate(custom_generate=decoder)``, as options of GraphDecoder.generate."""
 
 from collections.abc import Iterable
 from types import FrameType

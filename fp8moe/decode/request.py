@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
 
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for the first bytes of a character."""
+"""The sign that tokenizers write for the first bytes of a character."""
 
 
 class StopStrings:

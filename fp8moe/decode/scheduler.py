@@ -47,7 +47,7 @@ class NaNLogits(ValueError):
 
 
 class News(NamedTuple):
-    """What comes of a request, by its key: the tokens (B,) of a step if it is stepwise, and the result as the last."""
+    """News of the request with this key: its result, which comes last, or before it tokens (B,) of one step."""
 
     key: Any
     value: Any
@@ -115,6 +115,16 @@ def _counted(progress: Any, requests: Iterable) -> Iterator[Callable[[], None]]:
         yield lambda: progress(next(done), total)
     else:
         yield lambda: None
+
+
+class _Report(NamedTuple):
+    """A step's count, finished and tokens, as lists, and stacked (3, size) on its device and on the host."""
+
+    count: list[int]
+    finished: list[int]
+    tokens: list[int]
+    device: Tensor
+    host: Tensor
 
 
 class Scheduler:
@@ -299,18 +309,18 @@ class Scheduler:
         self._reports.push(torch.stack([step.count, step.finished, step.tokens[:, 0]]))
         self._reported.append([(request, request.rows) for request in self._alive])
         while len(self._reports) > self._reports.lag:
-            report = self._reports.pop()[1].tolist()
+            device, host = self._reports.pop()
             step.check_weights()
+            report = _Report(*host.tolist(), device, host)
             reported = [(request, rows) for request, rows in self._reported.popleft() if request.rows]
-            self._release([request for request, rows in reported if self._note(request, rows, *report)])
+            self._release([request for request, rows in reported if self._note(request, rows, report)])
 
-    def _note(
-        self, request: Request, rows: list[int], count: list[int], finished: list[bool], tokens: list[int]
-    ) -> bool:
+    def _note(self, request: Request, rows: list[int], report: "_Report") -> bool:
         """Pass on a request's tokens if they are followed; return whether all of its sequences have ended.
 
-        rows: where they were when the step's `count`, `finished` and `tokens` were reported.
+        rows: adjacent ones, where the sequences were at the time of the report.
         """
+        count, finished, tokens, device, host = report
         ended = [bool(finished[row]) for row in rows]
         if not request.is_followed:
             return all(ended)
@@ -327,11 +337,16 @@ class Scheduler:
             for index in request.stopped:
                 self._step.finished[request.rows[index]].fill_(True)  # the GPU has begun its next token
         if some_got_one:
-            step_tokens = torch.tensor(got)
             if request.streamer is not None:
-                request.streamer.put(step_tokens)
+                request.streamer.put(torch.tensor(got))
             if request.stepwise:
-                self._news.append(News(request.key, to_device(step_tokens, request.given.device), last=False))
+                home = request.given.device
+                # What was reported on the GPU is ready on every stream.
+                value = (host if home.type == "cpu" else device)[2, rows[0] : rows[0] + len(rows)]
+                for index, row in enumerate(rows):
+                    if tokens[row] != got[index]:
+                        value[index] = got[index]
+                self._news.append(News(request.key, value.to(home), last=False))
         return all(ended)
 
     def _release(self, requests: list[Request]) -> None:

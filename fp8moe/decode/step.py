@@ -28,7 +28,7 @@ WARM_UP_RUNS = 3
 
 
 class Capabilities(NamedTuple):
-    """What a model can do in a decoder, as `probe.find_capabilities` finds it out.
+    """Abilities of a model in a decoder, as `probe.find_capabilities` finds them.
 
     attention: implementation that reads the cache, None for the model's own.
     ragged: the rows of a batch may have lengths of their own.
