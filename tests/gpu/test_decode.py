@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from fp8moe.decode import GraphDecoder, attention
+from fp8moe.decode import GraphDecoder, NaNLogits, attention
 from fp8moe.decode.cache import CachePosition, static_cache
-from fp8moe.decode.generation import NaNLogits
 from fp8moe.hf import patches, register
 from tests import linear_attention_models, transformers_models
 from tests.decode_models import Puts, byte_level_tokenizer

@@ -1,6 +1,5 @@
-"""The use of a model: by which ranks, by which thread, and whether it is still the model that it was."""
+"""The model of a decoder: which ranks hold it, and whether it is still the model that it was."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from weakref import ref
@@ -75,27 +74,6 @@ def _sharded_over(weight: Tensor) -> int:
     if mesh is None:
         return 1
     return next((mesh.size(dim) for dim, place in enumerate(weight.placements) if place.is_shard(0)), 1)
-
-
-class TurnLock:
-    """A lock whose holder may be a suspended generator: a thread that asks for it twice gets an error and no wait."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder: int | None = None
-
-    def __enter__(self) -> None:
-        if self._holder == threading.get_ident():
-            raise RuntimeError(
-                "the decoder is at work: this thread has a stream or run of it that has not ended; finish it or close "
-                "it first"
-            )
-        self._lock.acquire()
-        self._holder = threading.get_ident()
-
-    def __exit__(self, *exception: object) -> None:
-        self._holder = None
-        self._lock.release()
 
 
 class ModelState:

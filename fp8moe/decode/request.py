@@ -1,58 +1,47 @@
-"""The arguments of GraphDecoder.generate: checked, and in the form in which a step takes them."""
+"""One request of a GraphDecoder: the checked arguments of generate, stream, run or `fp8moe serve`, and its progress.
 
-import ctypes
-import inspect
-import math
-import operator
+`parse` and `parse_one` make a `Request` of arguments. The scheduler carries it to its result.
+"""
+
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Required, TypedDict
 
 import torch
 from torch import Tensor
 
-from fp8moe.decode.prefill import Prefix
-from fp8moe.decode.step import NAMES, PENALTIES, Sampling, vocabulary
+from fp8moe.decode.prefix import Prefix
+from fp8moe.decode.sampling import Sampling, integer, integers, parse_sampling, random_seeds
+from fp8moe.decode.step import vocabulary
 from fp8moe.decode.transfers import to_device
 from fp8moe.runtime.checks import check_tensor, describe
 
-NEAR_ZERO = 1e-5
-"""Temperatures below it are greedy."""
 
+class Options(TypedDict, total=False):
+    """The arguments of `GraphDecoder.generate` beside the prompts, which it documents."""
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateArguments:
-    """The arguments of `GraphDecoder.generate`, which documents them, as they came."""
-
-    input_ids: Tensor
-    max_new_tokens: int
-    attention_mask: Tensor | None = None
-    eos_token_id: int | Iterable[int] | None = None
-    pad_token_id: int | None = None
-    do_sample: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | Iterable[int] | None = None
-    streamer: Any = None
-    stop_strings: str | Iterable[str] | None = None
-    tokenizer: Any = None
-    prefix: Prefix | None = None
-    return_logprobs: bool = False
-
-    @classmethod
-    def bind(cls, **kwargs: Any) -> Self:
-        """Take arguments by name. Raises TypeError that names one which is unknown or missing."""
-        inspect.signature(cls).bind(**kwargs)  # its messages name the argument and not this class
-        return cls(**kwargs)
+    max_new_tokens: Required[int]
+    attention_mask: Tensor | None
+    eos_token_id: int | Iterable[int] | None
+    pad_token_id: int | None
+    do_sample: bool
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    seed: int | Iterable[int] | None
+    streamer: Any
+    stop_strings: str | Iterable[str] | None
+    tokenizer: Any
+    prefix: Prefix | None
+    return_logprobs: bool
 
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for the first bytes of a character."""
+"""The sign that tokenizers write for the first bytes of a character."""
 
 
 class StopStrings:
@@ -103,14 +92,23 @@ class Tail:
         return any(text.find(string, max(0, before - len(string) + 1)) >= 0 for string in matches)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A call whose arguments are right.
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """Prompts that begin together: their arguments, which are right, and how far their sequences are.
 
-    given: input_ids as they came. tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: at
-    most. ends, pad: tokens, pad is None where there is none. samplings: one for each sequence.
+    key: what its results come with. given: prompts (B, L) as they came, which the result begins with if with_prompts.
+    tokens (B, L) int64, mask (B, L) bool or None: on the model's device. new_tokens: at most, of a sequence.
+    ends, pad: tokens; pad is None where there is none. samplings: of each sequence.
+    tails: with stop strings the last tokens of each sequence, else Nones.
+    stepwise: the tokens of each step are to come too. cancelled: no result is to come, and the rows are to be freed
+    before the next step; any thread may set it at any time.
+
+    rows: of the step that it is in. made: new tokens of a sequence, or fewer. end: a column that no sequence reaches.
+    seen: how many new tokens of each sequence were looked at, where that is done one by one. stopped: sequences that a
+    stop string has ended.
     """
 
+    key: Any
     given: Tensor
     tokens: Tensor
     mask: Tensor | None
@@ -118,66 +116,127 @@ class Call:
     ends: list[int]
     pad: int | None
     samplings: list[Sampling]
-    stop: StopStrings | None
+    tails: list[Tail | None]
     streamer: Any
     prefix: Prefix | None
     return_logprobs: bool
-    streamer_has_prompts: bool = False
+    with_prompts: bool = True
+    stepwise: bool = False
+    cancelled: bool = False
+    rows: list[int] = field(default_factory=list)
+    made: int = 0
+    end: int = 0
+    seen: list[int] = field(init=False)
+    stopped: set[int] = field(default_factory=set)
 
-    def tails(self) -> list[Tail | None]:
-        """Return the last tokens of each sequence so far, with those of a prefix: stop strings may begin in them."""
-        if self.stop is None:
-            return [None] * len(self.tokens)
-        window = self.stop.window
-        before = [] if self.prefix is None else self.prefix.tokens[-window:].tolist()
-        last = self.given[:, -window:] if self.mask is None else self.tokens.masked_fill(~self.mask, -1)
-        return [Tail(self.stop, before + [token for token in prompt if token >= 0]) for prompt in last.tolist()]
+    def __post_init__(self) -> None:
+        self.seen = [0] * len(self.tokens)
+
+    @property
+    def is_followed(self) -> bool:
+        """Return whether its tokens are looked at one by one."""
+        return self.stepwise or self.streamer is not None or self.tails[0] is not None
+
+    @property
+    def length(self) -> int:
+        """Return the columns of its prompts, with those of the prefix."""
+        return self.tokens.shape[1] + (0 if self.prefix is None else self.prefix.length)
+
+    def end_stream(self) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
 
 
-def parse(decoder: Any, arguments: GenerateArguments, generation_config: Any) -> Call:
+def parse(
+    decoder: Any, input_ids: Tensor, options: Mapping[str, Any], generation_config: Any, key: Any = None
+) -> Request:
     """Check the arguments of ``decoder.generate``; what is None comes from the generation config, as it says there.
 
     Raises TypeError or ValueError with the name of the argument that is wrong.
     """
-    ids, mask = arguments.input_ids, arguments.attention_mask
-    check_prompt(ids, mask)
-    _check_config(generation_config, sampling=arguments.do_sample)
-    check_tokens(ids, decoder.model)
-    batch = len(ids)
-    new_tokens = integer("max_new_tokens", arguments.max_new_tokens)
-    ends, pad = end_tokens(vocabulary(decoder.model), arguments.eos_token_id, arguments.pad_token_id, generation_config)
+    _check_names(options)
+    mask = options.get("attention_mask")
+    check_prompt(input_ids, mask)
+    _check_config(generation_config, sampling=options.get("do_sample", False))
+    check_tokens(input_ids, decoder.model)
+    batch = len(input_ids)
+    new_tokens = integer("max_new_tokens", options["max_new_tokens"])
+    given_ends, given_pad = options.get("eos_token_id"), options.get("pad_token_id")
+    ends, pad = end_tokens(vocabulary(decoder.model), given_ends, given_pad, generation_config)
     samplings = parse_sampling(
-        arguments, generation_config, batch, lambda count: decoder.ranks.first(random_seeds(count), decoder.device)
+        options, generation_config, batch, lambda count: decoder.ranks.first(random_seeds(count), decoder.device)
     )
-    strings = arguments.stop_strings
+    strings = options.get("stop_strings")
     if strings is None:
         strings = getattr(generation_config, "stop_strings", None)
-    stop = None if strings is None else StopStrings(strings, arguments.tokenizer)
+    stop = None if strings is None else StopStrings(strings, options.get("tokenizer"))
     if stop is not None and batch > 1 and pad is None:
         raise ValueError("stop_strings: in a batch they need pad_token_id, which follows the end of a sequence")
-    streamer = arguments.streamer
+    streamer = options.get("streamer")
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise TypeError(f"streamer: expected put and end, as transformers' BaseStreamer has, got {describe(streamer)}")
-    prefix = arguments.prefix
+    prefix = options.get("prefix")
     if prefix is not None:
         if not isinstance(prefix, Prefix):
             raise TypeError(f"prefix: expected what GraphDecoder.prefix returns, got {describe(prefix)}")
         prefix.check(decoder)
-    _check_room(decoder, ids, new_tokens, prefix)
-    tokens, mask = _prompt(decoder, ids, mask, None if pad in ends else pad)
-    return Call(
-        given=ids,
+    _check_room(decoder, input_ids, new_tokens, prefix)
+    tokens, mask = _prompt(decoder, input_ids, mask, None if pad in ends else pad)
+    return Request(
+        key=key,
+        given=input_ids,
         tokens=tokens,
         mask=mask,
         new_tokens=new_tokens,
         ends=ends,
         pad=pad,
         samplings=samplings,
-        stop=stop,
+        tails=[None] * batch if stop is None else _tails(stop, input_ids if mask is None else tokens, mask, prefix),
         streamer=streamer,
         prefix=prefix,
-        return_logprobs=arguments.return_logprobs,
+        return_logprobs=options.get("return_logprobs", False),
     )
+
+
+def parse_one(decoder: Any, arguments: Any, key: Any, generation_config: Any = None) -> Request:
+    """Check the arguments of one request of ``decoder.run``, and cut off padding.
+
+    generation_config: where what is not given comes from, None: the model's. Raises TypeError or ValueError as `parse`.
+    """
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"requests: expected dicts of generate's arguments, got {describe(arguments)}")
+    _check_names(arguments, "input_ids")
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.dim() != 1:
+        raise ValueError(f"input_ids: expected one prompt of shape (length,), got {describe(ids)}")
+    options = {name: value for name, value in arguments.items() if name != "input_ids"}
+    if isinstance(mask, Tensor):
+        options["attention_mask"] = mask[None]
+    request = parse(decoder, ids[None], options, generation_config or decoder.model.generation_config, key)
+    request.with_prompts = False
+    if request.mask is not None:
+        check_zeros_on_the_left(request.mask)
+        padding = int((~request.mask).sum())
+        request.tokens, request.mask = request.tokens[:, padding:], None
+    return request
+
+
+def _check_names(options: Mapping[str, Any], *more: str) -> None:
+    """Raise TypeError for an argument that is unknown or missing. more: names that are needed beside the options."""
+    unknown = [name for name in options if name not in (*more, *Options.__annotations__)]
+    if unknown:
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+    missing = [name for name in (*more, *Options.__required_keys__) if name not in options]
+    if missing:
+        raise TypeError(f"missing a required argument: {missing[0]!r}")
+
+
+def _tails(stop: StopStrings, tokens: Tensor, mask: Tensor | None, prefix: Prefix | None) -> list[Tail | None]:
+    """Return the last tokens of each prompt, with those of a prefix: stop strings may begin in them."""
+    before = [] if prefix is None else prefix.tokens[-stop.window :].tolist()
+    last = tokens if mask is None else tokens.masked_fill(~mask, -1)
+    prompts = last[:, -stop.window :].tolist()
+    return [Tail(stop, before + [token for token in prompt if token >= 0]) for prompt in prompts]
 
 
 _UNSERVED = {
@@ -316,112 +375,3 @@ def _prompt(decoder: Any, ids: Tensor, mask: Tensor | None, padding: int | None)
     if mask is not None and decoder.attention == "flash":
         check_zeros_on_the_left(mask)
     return to_device(ids.long(), decoder.device), None if mask is None else to_device(mask, decoder.device)
-
-
-def integer(name: str, value: Any) -> int:
-    """Return an int from any integer: Python's, numpy's, a tensor of one element."""
-    try:
-        if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name}: expected an integer, got {describe(value)}")
-
-
-def integers(name: str, values: Any) -> list[int]:
-    """Return ints from one integer of any kind, or several."""
-    return [integer(name, value) for value in (values if _are_several(values) else [values])]
-
-
-def _are_several(values: Any) -> bool:
-    return isinstance(values, Iterable) and getattr(values, "ndim", 1) > 0
-
-
-def number(name: str, value: Any) -> float:
-    """Return a float from any real number: Python's, numpy's, a tensor of one element."""
-    try:
-        if not isinstance(value, bool | str | bytes) and getattr(value, "dtype", None) is not torch.bool:
-            return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a complex tensor
-        pass
-    raise TypeError(f"{name}: expected a number, got {describe(value)}")
-
-
-_SEEDS = range(-(2**63), 2**63)
-
-
-def random_seeds(batch: int) -> list[int]:
-    """Draw seeds from PyTorch's default generator, so that torch.manual_seed makes them repeatable."""
-    return torch.randint(_SEEDS.start, _SEEDS.stop - 1, (batch,)).tolist()
-
-
-def parse_sampling(
-    arguments: GenerateArguments,
-    generation_config: Any,
-    batch: int,
-    draw: Callable[[int], list[int]] = random_seeds,
-) -> list[Sampling]:
-    """Return the parameters of each sequence, from do_sample, seed and the arguments NAMES; None: not given.
-
-    With do_sample what is not given comes from the generation config, and is off where that says nothing either.
-    Without it only the repetition penalty does, as for transformers. draw: makes so many seeds where none is given.
-
-    Raises TypeError or ValueError with the name of an argument (or generation_config.NAME) that is wrong, or that would
-    change nothing because do_sample is False.
-    """
-    if not isinstance(arguments.do_sample, bool):
-        raise TypeError(f"do_sample: expected True or False, got {describe(arguments.do_sample)}")
-    given = {name: getattr(arguments, name) for name in NAMES}
-    values = {name: _checked(name, value) for name, value in given.items() if value is not None}
-    seeds = None if arguments.seed is None else _seeds(arguments.seed, batch)
-    if not arguments.do_sample:
-        for name, value in values.items():
-            if name not in PENALTIES and value not in _WITHOUT_EFFECT[name]:
-                raise ValueError(f"{name}: {value:g} has no effect without sampling; pass do_sample=True")
-    for name in NAMES if arguments.do_sample else ("repetition_penalty",):
-        default = getattr(generation_config, name, None)
-        if name not in values and default is not None and (name, default) != ("top_k", 0):  # there 0 means off
-            values[name] = _checked(f"generation_config.{name}", default)
-    if not arguments.do_sample:
-        return [Sampling(**{name: value for name, value in values.items() if name in PENALTIES})] * batch
-    values = {"temperature": 1.0} | values
-    return [Sampling(**values, seed=seed) for seed in seeds or draw(batch)]
-
-
-def _checked(name: str, value: Any) -> float | int:
-    """Return the value as SamplingState has it; a temperature near 0 as 0."""
-    argument = name.rpartition(".")[2]
-    if argument == "top_k":
-        value = integer(name, value)
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-        return min(value, torch.iinfo(torch.int32).max)
-    rounded = ctypes.c_float(number(name, value)).value  # as the kernel reads it: tiny values are 0, huge ones infinite
-    holds, expected = _RANGES[argument]
-    if not holds(rounded):
-        raise ValueError(f"{name}: expected {expected}, got {value}")
-    return 0.0 if argument == "temperature" and rounded < NEAR_ZERO else rounded
-
-
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value < math.inf, "a finite number of at least 0"),
-    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "a finite number above 0"),
-    "presence_penalty": (math.isfinite, "a finite number"),
-}
-_WITHOUT_EFFECT = {"temperature": (0.0, 1.0), "top_k": (1,), "top_p": (1.0,), "min_p": (0.0,)}
-"""Values with which a greedy sequence is what they ask for."""
-
-
-def _seeds(seed: Any, batch: int) -> list[int]:
-    """Return a seed for each sequence."""
-    seeds = integers("seed", seed)
-    if not _are_several(seed):
-        seeds = seeds * batch
-    if len(seeds) != batch:
-        raise ValueError(f"seed: expected an integer, or one for each of {batch} sequences, got {len(seeds)}")
-    wrong = next((value for value in seeds if value not in _SEEDS), None)
-    if wrong is not None:
-        raise ValueError(f"seed: expected an integer of 64 bits, got {wrong}")
-    return seeds
