@@ -11,14 +11,7 @@ from fp8moe.kernels.linear.forward import apply as linear
 from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, quantized
 from fp8moe.layers.parameters import check_not_parametrized, check_not_sharded, frozen
-from fp8moe.layers.replaced import (
-    as_patterns,
-    check_no_casts,
-    check_no_hooks,
-    check_only_weights,
-    check_skip,
-    matches,
-)
+from fp8moe.layers.replaced import as_patterns, check_no_casts, check_no_hooks, check_only_weights, check_skip, matches
 from fp8moe.quant.formats import BLOCK, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded

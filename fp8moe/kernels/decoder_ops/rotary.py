@@ -266,11 +266,4 @@ def _write(cache: Tensor, x: Tensor, columns: Tensor | None) -> None:
     cache[sequence, :, places[sequence, token]] = x[sequence, token]
 
 
-_op = operator(
-    "rotary -> Tensor",
-    check=_check,
-    cuda=_launch,
-    reference=reference,
-    fake=_empty,
-    forward_only=True,
-)
+_op = operator("rotary -> Tensor", check=_check, cuda=_launch, reference=reference, fake=_empty, forward_only=True)

@@ -351,15 +351,17 @@ def _check_route(operands: RouteOperands) -> None:
     _check_result(dtype)
 
 
+def _launch(launcher: planned[..., PointerLauncher], operands: RouteOperands, results: tuple[Tensor, ...]) -> None:
+    logits, bias, dtypes = operands.logits, operands.bias, (operands.logits.dtype, operands.dtype)
+    launch = launcher(logits.get_device(), *logits.shape, operands.form(), operands.scale, dtypes)
+    launch(logits.contiguous(), None if bias is None else bias.contiguous(), *results)
+
+
 def _route(operands: RouteOperands) -> tuple[Tensor, Tensor]:
-    logits, bias = operands.logits, operands.bias
-    index, weights = _empty_route(operands)
-    tokens, experts = logits.shape
-    if tokens:
-        dtypes = logits.dtype, operands.dtype
-        launch = route_launcher(logits.get_device(), tokens, experts, operands.form(), operands.scale, dtypes)
-        launch(logits.contiguous(), None if bias is None else bias.contiguous(), index, weights)
-    return index, weights
+    results = _empty_route(operands)
+    if operands.logits.shape[0]:
+        _launch(route_launcher, operands, results)
+    return results
 
 
 def _check_sorted(operands: RouteOperands) -> None:
@@ -371,11 +373,8 @@ def _check_sorted(operands: RouteOperands) -> None:
 
 
 def _route_sorted(operands: RouteOperands) -> tuple[Tensor, ...]:
-    logits, bias = operands.logits, operands.bias
     results = _empty_sorted(operands)
-    dtypes = logits.dtype, operands.dtype
-    launch = sorted_launcher(logits.get_device(), *logits.shape, operands.form(), operands.scale, dtypes)
-    launch(logits.contiguous(), None if bias is None else bias.contiguous(), *results)
+    _launch(sorted_launcher, operands, results)
     return results
 
 

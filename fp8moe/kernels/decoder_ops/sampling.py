@@ -236,22 +236,16 @@ def launcher(
 
 def _launch(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
     tokens, logprobs = _empty(logits, state)
-    _choose(logits, state, tokens, logprobs, (None,) * len(Sequences._fields), 0)
+    _choose(logits, state, 0, tokens, logprobs, *(None,) * len(Sequences._fields))
     return tokens, logprobs
 
 
 def _launch_next(logits: Tensor, state: SamplingState, sequences: Sequences) -> None:
-    _choose(logits, state, None, None, sequences, sequences.generated.shape[1])
+    _choose(logits, state, sequences.generated.shape[1], None, None, *sequences)
 
 
-def _choose(
-    logits: Tensor,
-    state: SamplingState,
-    tokens: Tensor | None,
-    logprobs: Tensor | None,
-    sequences: tuple[Tensor | None, ...],
-    longest: int,
-) -> None:
+def _choose(logits: Tensor, state: SamplingState, longest: int, *written: Tensor | None) -> None:
+    """Launch the kernel. longest: see `launcher`. written: tokens and logprobs, then the tensors of `Sequences`."""
     rows, vocab = logits.shape
     if not rows:
         return
@@ -260,7 +254,7 @@ def _choose(
     stride, size = logits.stride(0), logits.itemsize
     vector = not (logits.data_ptr() | state.seen.data_ptr() | vocab * size | stride * size) % 16
     launch = launcher(logits.get_device(), rows, vocab, stride, longest, logits.dtype, vector)
-    launch(logits, *state, tokens, logprobs, *sequences)
+    launch(logits, *state, *written)
 
 
 def _empty(logits: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
@@ -424,13 +418,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return counter
 
 
-_op = operator(
-    "sample -> (Tensor, Tensor)",
-    check=check,
-    cuda=_launch,
-    reference=reference,
-    fake=_empty,
-)
+_op = operator("sample -> (Tensor, Tensor)", check=check, cuda=_launch, reference=reference, fake=_empty)
 _next_op = operator(
     "sample_next -> ()",
     check=check_next,

@@ -494,12 +494,7 @@ def grouped_gemm_k(
 
 
 def grouped_gemm_k(
-    a: Pair,
-    b: Pair,
-    group_offsets: Tensor,
-    *,
-    out: Tensor | Sequence[Tensor] | None = None,
-    accumulate: bool = False,
+    a: Pair, b: Pair, group_offsets: Tensor, *, out: Tensor | Sequence[Tensor] | None = None, accumulate: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
     """``dequantize(a)[:, columns of e] @ dequantize(b)[:, columns of e].T`` for every group e of columns.
 

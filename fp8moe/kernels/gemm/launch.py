@@ -14,14 +14,7 @@ from torch.nn.functional import pad
 from fp8moe.kernels.gemm.epilogue import AddAndStore, Columns, Epilogue, PeerStore, PlainStore
 from fp8moe.kernels.gemm.sm90 import GroupedKTile, TileConfig, tokens_of_tile, with_columns
 from fp8moe.kernels.gemm.source import GroupedKArguments, arguments_type, grouped_k_spec, is_dynamic, kernel_spec
-from fp8moe.kernels.gemm.tiles import (
-    DenseProblem,
-    Grouping,
-    choose,
-    choose_grouped_k,
-    raster_group,
-    row_tiles_bound,
-)
+from fp8moe.kernels.gemm.tiles import DenseProblem, Grouping, choose, choose_grouped_k, raster_group, row_tiles_bound
 from fp8moe.kernels.gemm.warmup import Family, note
 from fp8moe.quant.formats import FP8Tensor, ceil_div, has_channel_scales
 from fp8moe.runtime import config
@@ -198,11 +191,7 @@ def _maps(operands: GemmOperands, epilogue: Epilogue, tile: TileConfig, out: Ten
 
 @planned
 def dense(
-    device_index: int,
-    operands: GemmOperands,
-    out_dtype: torch.dtype,
-    pdl: bool = False,
-    tile: TileConfig | None = None,
+    device_index: int, operands: GemmOperands, out_dtype: torch.dtype, pdl: bool = False, tile: TileConfig | None = None
 ) -> GemmLauncher:
     """Build the launcher for one matrix."""
     kind = PlainStore if operands.c is None else AddAndStore
@@ -323,12 +312,7 @@ def along_k(
 
 
 def run_along_k(
-    a: FP8Tensor,
-    b: FP8Tensor,
-    group_offsets: Tensor,
-    out: Tensor,
-    accumulate: bool,
-    tile: GroupedKTile | None = None,
+    a: FP8Tensor, b: FP8Tensor, group_offsets: Tensor, out: Tensor, accumulate: bool, tile: GroupedKTile | None = None
 ) -> None:
     """Launch `along_k` on PyTorch's current stream. group_offsets: (E + 1,) int32, contiguous."""
     index, address = out.get_device(), out.data_ptr()

@@ -66,10 +66,7 @@ def arguments_type(epilogue: Epilogue) -> type[ctypes.Structure]:
 class GroupedKArguments(ctypes.Structure):
     """``struct Arguments`` of cuda/sm90/gemm_k.cu."""
 
-    _fields_ = (
-        ("offsets", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("groups", "m", "k", "raster")),
-    )
+    _fields_ = (("offsets", ctypes.c_int64), *((name, ctypes.c_int) for name in ("groups", "m", "k", "raster")))
 
 
 def _common(tile: TileConfig | GroupedKTile, n: int, arguments: type[ctypes.Structure]) -> dict[str, int]:
