@@ -87,6 +87,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def flatten(value: object) -> list[Tensor]:
+    """Return the tensors of a result."""
+    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flatten(part)]
+
+
 def group_sizes(groups: int, mean_rows: int) -> list[int]:
     """Rows of each group, 0.7 to 1.3 times the mean, at least 1; always the same."""
     generator = random.Random(0)
@@ -145,8 +150,8 @@ def grouped_gemm(
 
 
 def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None = None) -> Callable:
-    """A GEMM with the candidate of that name, as `benchmarks.choice` prints it. ValueError if there is none."""
-    from benchmarks.choice import Problem, every_candidate, multiply
+    """Build a GEMM with a tile named as `python -m benchmarks choice` prints it. ValueError if it is no candidate."""
+    from benchmarks.routines.tiles import Problem, every_candidate, multiply
 
     problem = Problem(0 if offsets is None else len(b.data), len(a.data), *b.data.shape[-2:])
     named = {config.name: config for config in every_candidate(problem)}
@@ -155,11 +160,15 @@ def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tenso
     return partial(multiply, a, b, out, offsets, named[tile])
 
 
-def grouped_gemm_masked(make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int) -> Callable:
+def grouped_gemm_masked(
+    make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int, expected_m: int | None = None
+) -> Callable:
+    """expected_m: what the call says of the rows of a group; None: their mean."""
     a = FP8Tensor(*(part.unflatten(0, (groups, max_m)) for part in make.rows(groups * max_m, k)))
     out = make.zeros(groups, max_m, n, dtype=torch.bfloat16)
     sizes = make.integers(group_sizes(groups, mean_rows))
-    return partial(fp8moe.grouped_gemm_masked, a, make.weights(groups, n, k), sizes, expected_m=mean_rows, out=out)
+    expected_m = mean_rows if expected_m is None else expected_m
+    return partial(fp8moe.grouped_gemm_masked, a, make.weights(groups, n, k), sizes, expected_m=expected_m, out=out)
 
 
 def grouped_gemm_k(make: Operands, groups: int, m: int, n: int, total_k: int, add: bool = False) -> Callable:
@@ -189,20 +198,22 @@ def mqa_logits(
 def paged_mqa_logits(
     make: Operands,
     batch: int,
-    context: int,
+    context: int | Sequence[int],
     next_n: int,
     heads: int = 64,
     head_dim: int = 128,
     max_context_len: int | None = None,
     fill_masked: bool = True,
 ) -> Callable:
-    """One decoding step over contexts of one length, their blocks in random order."""
-    blocks = ceil_div(context, CACHE_BLOCK)
-    table = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(0)).view(batch, blocks)
+    """One decoding step over contexts of one length, or of these; their blocks are in random order."""
+    contexts = [context] * batch if isinstance(context, int) else context
+    counts = [ceil_div(length, CACHE_BLOCK) for length in contexts]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
+    table = nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True)
     q = make.codes(batch, next_n, heads, head_dim)
     weights = make.normal(batch * next_n, heads, dtype=torch.float32)
-    operands = make.kv_cache(batch * blocks, head_dim), weights, make.integers([context] * batch)
-    options = {"max_context_len": max_context_len or context, "fill_masked": fill_masked}
+    operands = make.kv_cache(sum(counts), head_dim), weights, make.integers(contexts)
+    options = {"max_context_len": max_context_len or max(contexts), "fill_masked": fill_masked}
     return partial(fp8moe.paged_mqa_logits, q, *operands, make.integers(table), **options)
 
 
@@ -530,3 +541,14 @@ def more_timed() -> list[Case]:
     add("linear_training", m=8192, n=4096, k=7168, master_dtype="float32")
     add("experts_training", **model._asdict(), tokens=8192, master_dtype="float32")
     return found
+
+
+def eager() -> list[Case]:
+    """The cases whose CPU time is measured: eager calls on few rows."""
+    found = []
+    for n, k in shapes.DENSE_SHAPES:
+        sizes = {"m": 1, "n": n, "k": k}
+        found += [Case("gemm", sizes | {"new_out": True}), Case("linear", sizes)]
+    found.append(Case("grouped_gemm", {"groups": 16, "mean_rows": 1, "n": 1024, "k": 1024, "new_out": True}))
+    experts = {"hidden": 1024, "intermediate": 512, "experts": 16, "top_k": 4, "tokens": 1}
+    return [*found, Case("experts", experts)]

@@ -1,6 +1,6 @@
 """Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--proposals N]`.
 
-FILE: of `benchmarks.choice` with --fit, as benchmarks/fit/tiles_h200.json, or --models, as measured_h200.json there.
+FILE: of `python -m benchmarks choice` with --fit, as benchmarks/fit/tiles_h200.json, or --models, as measured_h200.json there.
 Prints the constants, for cost.py, and the regret before and after.
 
 By simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983) of a loss: half the
@@ -18,7 +18,7 @@ from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.choice import Problem, every_candidate, expected_us
+from benchmarks.routines.tiles import Problem, every_candidate, expected_us
 from fp8moe.kernels.gemm import cost
 from fp8moe.kernels.gemm.sm90 import TileConfig
 
