@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from fp8moe import FP8Linear, GroupedExperts, dequantize
 from fp8moe.hf import load_model, report
-from fp8moe.weights import (
-    convert_checkpoint,
-    find_format,
-    inspect_checkpoint,
-    load_fp8_checkpoint,
-    quantize_checkpoint,
-)
+from fp8moe.weights import convert_checkpoint, find_format, inspect_checkpoint, load_fp8_checkpoint, quantize_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Source
 from tests.tiny_moe_models import MODELS, TinyModel
 from tools.model_matrix import ROOT, Refusal, Wrong, cell, check_close, check_decoder, logits_of, prepare

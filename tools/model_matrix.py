@@ -211,10 +211,7 @@ class Trial:
 
     def _from_pretrained(self, directory: Path, experts_implementation: str = "eager") -> nn.Module:
         model, info = self.tiny.auto_class.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            experts_implementation=experts_implementation,
-            output_loading_info=True,
+            directory, dtype=torch.float32, experts_implementation=experts_implementation, output_loading_info=True
         )
         if left := {kind: sorted(map(str, names))[:3] for kind, names in info.items() if names}:
             raise Wrong(f"transformers reports {left}")
