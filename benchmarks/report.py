@@ -60,10 +60,11 @@ class Bar(NamedTuple):
         """Return the thresholds that the rows make of this bar."""
         rows = [row for row in rows if all(_is(row.get(name), wanted) for name, wanted in self.where.items())]
         of = self.value if callable(self.value) else lambda row: row.get(self.value)
-        found = [(self.name.format(**row), value) for row in rows if (value := of(row)) is not None]
+        found = [(row, value) for row in rows if (value := of(row)) is not None]
         if self.over is not None and found:
-            found = [(self.name.format(count=len(found)), self.over([value for _, value in found]))]
-        return [Threshold(name, value, self.limit, self.aim, self.at_least, self.unit) for name, value in found]
+            found = [({"count": len(found)}, self.over([value for _, value in found]))]
+        limits = (self.limit, self.aim, self.at_least, self.unit)
+        return [Threshold(self.name.format(**about), value, *limits) for about, value in found]
 
 
 def _is(value: object, wanted: object) -> bool:

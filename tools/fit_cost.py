@@ -1,6 +1,6 @@
 """Fits the cost model of the GEMMs to times of candidates: `python -m tools.fit_cost dense FILE ... [--proposals N]`.
 
-FILE: of `python -m benchmarks choice` with --fit, as benchmarks/fit/tiles_h200.json, or --models, as measured_h200.json there.
+FILE: of `python -m benchmarks choice --fit`, as benchmarks/fit/tiles_h200.json, or `--models`, as measured_h200.json.
 Prints the constants, for cost.py, and the regret before and after.
 
 By simulated annealing (Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", 1983) of a loss: half the

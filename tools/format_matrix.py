@@ -20,7 +20,8 @@ from fp8moe.hf import load_model, report
 from fp8moe.weights import convert_checkpoint, find_format, inspect_checkpoint, load_fp8_checkpoint, quantize_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Source
 from tests.tiny_moe_models import MODELS, TinyModel
-from tools.model_matrix import ROOT, Refusal, Wrong, cell, check_close, check_decoder, logits_of, prepare
+from tools.matrices import Wrong
+from tools.model_matrix import ROOT, Refusal, cell, check_close, check_decoder, logits_of, prepare
 
 FILE = ROOT / "validation" / "formats.json"
 COLUMNS = ("inspect", "load_model", "load_fp8_checkpoint", "from_pretrained", "decode", "quantize", "convert")

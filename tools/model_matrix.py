@@ -34,11 +34,11 @@ from fp8moe.hf.fused import find_fused
 from fp8moe.hf.reporting import experts_modules
 from fp8moe.layers.replaced import matches
 from fp8moe.weights import DEFAULT_SKIP, CheckpointError, quantize_checkpoint
-from fp8moe.weights.expert_names import module_of
-from fp8moe.weights.formats import FP8
-from fp8moe.weights.read import open_checkpoint
 from tests.checkpoint_formats import LAYOUTS, Layout, Source
 from tests.tiny_moe_models import LEFT_OUT, MODELS, moe_classes
+from tools import matrices
+from tools.matrices import Wrong
+from tools.mutations import read_parts, shards
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -89,10 +89,6 @@ WORDS = {
 }
 """What reasons mean, by a pattern that is found in them; others name layouts in which models are published."""
 _PACKAGE = str(Path(fp8moe.__file__).parent)
-
-
-class Wrong(Exception):
-    """A result that is not what it must be."""
 
 
 class Trial:
@@ -246,7 +242,8 @@ def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
         return fused
     linear = name.endswith(".weight") and value.dim() == 2
     in_layers = ".layers." in f".{name}" and not re.search("vis|audio|compressor|indexer", name)
-    return (linear or fused) and in_layers and not matches(module_of(name) or "", DEFAULT_SKIP)
+    module = name.removesuffix(".weight") if linear else name.rpartition(".")[0]
+    return (linear or fused) and in_layers and not matches(module, DEFAULT_SKIP)
 
 
 def row_of(name: str) -> dict[str, str]:
@@ -310,8 +307,9 @@ def _check_experts(model: nn.Module) -> None:
 
 
 def _has_fp8_experts(directory: Path) -> bool:
-    tensors = {name: info for name, info in open_checkpoint(directory).tensors.items() if info.dtype == FP8}
-    return any(".experts." in name or len(info.shape) == 3 for name, info in tensors.items())
+    headers = [read_parts(path)[0] for path in shards(directory)]
+    tensors = {name: info for header in headers for name, info in header.items() if info.get("dtype") == "F8_E4M3"}
+    return any(".experts." in name or len(info["shape"]) == 3 for name, info in tensors.items())
 
 
 @torch.no_grad()
@@ -383,21 +381,14 @@ def _send_row(sender: Connection, name: str) -> None:
         sender.send(row_of(name))
 
 
-def page(table: dict[str, dict[str, str]], version: str) -> str:
-    """What the tool writes below the mark: the table, the reasons as notes, what was left out."""
-    notes: dict[str, int] = {}
+def page(table: matrices.Rows, version: str) -> str:
+    """Return what the tool writes below the mark: the table, the reasons as notes, what was left out."""
     counts = ", ".join(f"{sum(row[column].startswith('yes') for row in table.values())} {column}" for column in COLUMNS)
-    lines = [
-        f"transformers {version}, {len(table)} model classes; yes: {counts}.",
-        "",
-        "| model class | " + " | ".join(COLUMNS) + " |",
-        "|" + " --- |" * (len(COLUMNS) + 1),
-    ]
-    for name, row in sorted(table.items(), key=lambda item: item[0].lower()):
-        lines.append(f"| {name} | " + " | ".join(_cell_text(row[column], notes) for column in COLUMNS) + " |")
-    lines += ["", "Reasons:", "", *(f"{number}. {in_words(text)}: `{text}`" for text, number in notes.items())]
-    lines += ["", "Left out:", "", *(f"- {name}: {LEFT_OUT[name]}" for name in sorted(moe_classes() - set(table)))]
-    return "\n".join(lines) + "\n"
+    ordered = dict(sorted(table.items(), key=lambda item: item[0].lower()))
+    found = [f"transformers {version}, {len(table)} model classes; yes: {counts}.", ""]
+    found += matrices.lines(ordered, COLUMNS, "model class", lambda reason: f"{in_words(reason)}: ")
+    found += ["", "Left out:", "", *(f"- {name}: {LEFT_OUT[name]}" for name in sorted(moe_classes() - set(table)))]
+    return "\n".join(found) + "\n"
 
 
 def in_words(reason: str) -> str:
@@ -405,22 +396,10 @@ def in_words(reason: str) -> str:
     return next((words for pattern, words in WORDS.items() if re.search(pattern, reason)), "published layout")
 
 
-def read_page(text: str) -> tuple[str, dict[str, dict[str, str]]]:
-    """The version of transformers and the table of a page."""
+def read_page(text: str) -> tuple[str, matrices.Rows]:
+    """Return the version of transformers and the table of a page."""
     version = re.search(r"^transformers (\S+),", text, re.MULTILINE).group(1)
-    notes = dict(re.findall(r"^(\d+)\. [^`]*: `(.*)`$", text, re.MULTILINE))
-    table = {}
-    for line in re.findall(r"^\| (\w+ \|.*) \|$", text, re.MULTILINE):
-        name, *cells = line.split(" | ")
-        table[name] = dict(
-            zip(COLUMNS, (re.sub(r" \((\d+)\)$", lambda m: f": {notes[m[1]]}", c) for c in cells), strict=True)
-        )
-    return version, table
-
-
-def _cell_text(cell: str, notes: dict[str, int]) -> str:
-    kind, _, reason = cell.partition(": ")
-    return f"{kind} ({notes.setdefault(reason, len(notes) + 1)})" if reason else kind
+    return version, matrices.read(text, COLUMNS)
 
 
 def main() -> None:
@@ -435,8 +414,7 @@ def main() -> None:
         table[name] = row
         print(json.dumps({name: row}), flush=True)
     if not names:
-        head, mark, _ = PAGE.read_text().partition(MARK)
-        PAGE.write_text(f"{head}{mark}\n{page(table, metadata.version('transformers'))}")
+        matrices.write(PAGE, MARK, page(table, metadata.version("transformers")))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ sizes of these checkpoints' models.
 
 import argparse
 import functools
+import re
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from benchmarks.tables import table, with_tables
 from fp8moe.layers.replaced import DEFAULT_SKIP, matches
-from fp8moe.weights.expert_names import parse_fused
-from fp8moe.weights.formats import scale_shape
+from fp8moe.quant.formats import ceil_div
 from tools.model_matrix import MARK as MATRIX
 from tools.model_matrix import PAGE as MATRIX_PAGE
 from tools.model_matrix import read_page
@@ -142,13 +143,14 @@ def sizes(model: nn.Module) -> Sizes:
     experts = rest = parameters = 0
     for name, weight in model.named_parameters():
         module, _, last = name.rpartition(".")
-        fused = parse_fused(name, tuple(weight.shape)) is not None
+        fused = weight.dim() == 3 and bool(re.search(r"\bexperts\.(gate_up|up|down)_proj$", name))
         linear = last == "weight" and type(model.get_submodule(module)) is nn.Linear
         size = 2 * weight.numel()
         if fused or (linear and not matches(module, DEFAULT_SKIP)):
-            rows, columns = scale_shape(name, tuple(weight.shape))[-2:]
-            matrices = weight.shape[0] if fused else 1
-            size = weight.numel() + 4 * matrices * rows * columns
+            *lead, rows, columns = weight.shape
+            parts = 2 if fused and last == "gate_up_proj" else 1  # which have blocks of their own
+            blocks = prod(lead) * parts * ceil_div(rows // parts, 128) * ceil_div(columns, 128)
+            size = weight.numel() + 4 * blocks
         experts, rest = (experts + size, rest) if fused else (experts, rest + size)
         parameters += weight.numel()
     return Sizes(experts, rest, parameters)

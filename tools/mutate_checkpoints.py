@@ -40,9 +40,8 @@ from fp8moe.weights import (
     quantize_checkpoint,
     save_fp8_checkpoint,
 )
-from fp8moe.weights.read import CONFIG
 from tests.checkpoint_formats import LAYOUTS, Layout, as_gpt_oss, write_layout
-from tools.mutations import MUTATIONS
+from tools.mutations import CONFIG, MUTATIONS
 
 SECONDS = 60  # a case that takes longer hangs
 MEMORY = 4 << 30  # bytes that the process may ask for; a case that wants more is a failure

@@ -22,17 +22,17 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
 
 import fp8moe
-from benchmarks.report import digest, write_json
+from benchmarks.__main__ import BENCHMARKS as BY_NAME
+from benchmarks.report import ROOT, digest, write_json
 from fp8moe.runtime import config, sm90
 
-ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BENCHMARKS = {
     "benchmarks": ("quantize", "transpose", "host", "training", "mqa", "lora"),
@@ -191,7 +191,7 @@ def run_benchmarks(
         if name in results:
             continue
         try:
-            results[name] = import_module(f"benchmarks.{name}").run()
+            results[name] = BY_NAME[name].run()
         except Exception:
             results[name] = {"error": traceback.format_exc()}
         save(results)
