@@ -7,26 +7,20 @@ and replies are lines of JSON on standard input and output: {"do": NAME, argumen
 """
 
 import gc
+import hashlib
 import importlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import timing
-
-ATTEMPTS = 3  # to profile a call without losing records
-# Odd constants of which each place and each word of a checksum is a multiple, modulo 2**64.
-PLACE, WORD = -7046029254386353131, -4658895280553007687
-WORDS_AT_ONCE = 1 << 24
 
 
 def load(tree: Path) -> str:
@@ -39,16 +33,10 @@ def load(tree: Path) -> str:
     return file
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return a sum of hashes of every eight bytes and their place, which tells results of other bits apart."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    words = F.pad(data, (0, -len(data) % 8)).view(torch.int64)
-    total = 0
-    for start in range(0, len(words), WORDS_AT_ONCE):
-        part = words[start : start + WORDS_AT_ONCE]
-        mixed = (part ^ torch.arange(start + 1, start + 1 + len(part), device=part.device) * PLACE) * WORD
-        total += ((mixed ^ (mixed >> 29)) * PLACE).sum().item()
-    return total % (1 << 64)
+def checksum(tensor: Tensor) -> str:
+    """Return a hash that tells results of other bits apart."""
+    data = tensor.contiguous().view(-1).view(torch.uint8).cpu()
+    return hashlib.blake2b(data.numpy(), digest_size=16).hexdigest()
 
 
 def difference(old: Tensor, new: Tensor) -> float:
@@ -63,47 +51,16 @@ def difference(old: Tensor, new: Tensor) -> float:
     return ((new - old)[apart].abs().max() / largest).nan_to_num(nan=math.inf, posinf=math.inf).item()
 
 
-class GpuTimer:
-    """Microseconds from the start of a call's first kernel to the end of its last, with a cold L2."""
-
-    def __init__(self) -> None:
-        self._flush = torch.empty(
-            timing.FLUSH_BYTES // timing.FLUSH_DTYPE.itemsize, dtype=timing.FLUSH_DTYPE, device="cuda"
-        )
-        (self._fill,) = {event.name for event in timing.profile(lambda: self._flush.fill_(0))}
-
-    def __call__(self, call: Callable[[], object], repeats: int) -> list[float]:
-        def session() -> None:
-            for repeat in range(repeats):
-                self._flush.fill_(repeat)
-                call()
-
-        def attempt() -> list[float]:
-            torch.cuda.synchronize()
-            time.sleep(timing.SHORT_REST_S)
-            return spans(timing.profile(session), self._fill, repeats)
-
-        for _ in range(ATTEMPTS - 1):
-            with suppress(RuntimeError):  # records were lost
-                return attempt()
-        return attempt()
-
-    def of_graph(self, replay: Callable[[], object], repeats: int) -> list[float]:
-        """Time a graph by CUDA events: the profiler loses records of a graph's kernels."""
-        torch.cuda.synchronize()
-        time.sleep(timing.SHORT_REST_S)
-        return timing.elapsed_each([replay], self._flush, repeats)[0]
+def gpu_times(call: Callable[[], object], repeats: int) -> list[float]:
+    """Return microseconds from the start of a call's first kernel to the end of its last, with a cold L2."""
+    return list(timing.measure_in_turn([call], repeats=repeats, rest=timing.SHORT_REST_S)[0].spans_us)
 
 
-def spans(events: Iterable[timing.KernelEvent], fill: str, repeats: int) -> list[float]:
-    """Return for each repeat of (fill, call) the microseconds from the first kernel's start to the last one's end.
-
-    RuntimeError if a repeat has other kernels than the first.
-    """
-    timings = timing.attribute(events, fill, repeats, 1)
-    if len({timed.kernels for timed in timings}) > 1:
-        raise RuntimeError("repeats of a call launched different kernels")
-    return [sum(timed.steps_us) for timed in timings]
+def graph_times(replay: Callable[[], object], repeats: int) -> list[float]:
+    """Return the same of a graph by CUDA events: the profiler loses records of a graph's kernels."""
+    flush = timing.warm_up([replay])
+    time.sleep(timing.SHORT_REST_S)
+    return timing.elapsed_each([replay], flush, repeats)[0]
 
 
 def wall_times(call: Callable[[], object], repeats: int) -> list[float]:
@@ -132,12 +89,12 @@ class Worker:
         self._graphs = device == "cuda" and clock == "kernels"
         self._timer = wall_times
         if device == "cuda":
-            self._timer = GpuTimer() if clock == "kernels" else fastest_batch
+            self._timer = gpu_times if clock == "kernels" else fastest_batch
         self._call: Callable[[], object] | None = None
         self._measure = self._timer
         self._results: list[Tensor] = []
 
-    def prepare(self, op: str, sizes: dict) -> list[int]:
+    def prepare(self, op: str, sizes: dict) -> list[str]:
         """Make operands and compile; return checksums of the results."""
         self.drop()
         call = self._calls.build(self._calls.Case(op, sizes), self._calls.Operands(self._device))
@@ -152,7 +109,7 @@ class Worker:
 
             call = timing.capture(keep)  # which leaves the results that the graph writes
             call()
-            self._measure = self._timer.of_graph
+            self._measure = graph_times
         self._call, self._results = call, self._calls.flatten(results[-1])
         return [checksum(tensor) for tensor in self._results]
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import calls, decode, host, report, timing, training
+from benchmarks import calls, distributed, host, report, tables, timing, training
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.calls import Case
 from benchmarks.report import Bar, Benchmark, Option, Threshold, judge
@@ -189,9 +189,6 @@ def test_regret_is_by_the_second_times_of_the_chosen_and_the_best(monkeypatch):
     row = tiles.make_row(problem, times, dict(zip(again, (10.4, 10.5, 10.0, 10.6), strict=True)))
     assert (row["us"], row["best"], row["best_us"]) == (10.4, configs[3].name, 10.0)
     assert row["regret"] == pytest.approx(0.04) and row["candidates"] == len(row["times"]) == 6
-    mean, largest = judge([row, row | {"regret": 0.2}], tiles.CHOICE.bars)
-    assert mean.name == "choice of tiles, 2 shapes, mean regret" and mean.value == pytest.approx(0.12)
-    assert largest.value == 0.2 and not largest.passed
     timed, found = [], iter((3.0, 9.0, 1.0, 8.0, 2.0, 7.0))
     monkeypatch.setattr(tiles, "call_of", lambda problem: timed.append)
 
@@ -233,10 +230,22 @@ def test_kernels_of_warm_up_are_counted_and_what_is_missing_misses_the_bar(monke
     assert not threshold["passed"]
 
 
-def test_bars_of_decoding_are_of_their_rows():
-    rows = {}
-    for what, batch, prompt, column in decode.LIMITS:
-        rows.setdefault((what, batch, prompt), {"what": what, "batch": batch, "prompt": prompt})[column] = 0.0
-    found = judge(list(rows.values()), decode.DECODE.bars)
-    assert len(found) == len(decode.LIMITS)
-    assert [one.name for one in found if not one.passed] == ["prefill, batch 4, prompt 4096, tokens_s"]
+def stored_results():
+    """By name, what validation/ has of benchmarks."""
+    kernels, models = (
+        json.loads((report.ROOT / "validation" / f"{name}.json").read_text()) for name in ("kernels", "models")
+    )
+    beside = {name: json.loads(path.read_text()) for name, path in tables.BESIDE.items() if path.exists()}
+    every = kernels["benchmarks"] | models["models"] | beside
+    return {name: result for name, result in every.items() if "thresholds" in result}
+
+
+@pytest.mark.parametrize("name", stored_results())
+def test_bars_make_the_stored_thresholds_of_the_stored_rows(name):
+    result = stored_results()[name]
+    if name == "distributed":
+        found = distributed.thresholds(result["rows"], result["ranks"])
+    else:
+        found = judge(result["rows"], BENCHMARKS[name].bars)
+    stored = {one["name"]: one for one in result["thresholds"]}
+    assert {one.name: one.as_dict() for one in found} == stored and len(found) == len(stored)

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks import calls, compare, compare_worker
 from benchmarks.calls import Case
-from benchmarks.timing import KernelEvent
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = {"hidden": 32, "intermediate": 16, "experts": 4, "top_k": 2, "tokens": 3}
@@ -189,8 +188,7 @@ def test_cases_with_given_tiles():
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 1000])
-def test_checksums_tell_values_and_places(size, monkeypatch):
-    monkeypatch.setattr(compare_worker, "WORDS_AT_ONCE", 16)
+def test_checksums_tell_values_and_places(size):
     x = torch.randn(size)
     assert compare_worker.checksum(x) == compare_worker.checksum(x.clone())
     transposed = torch.stack([x, x.flip(0)]).t()
@@ -211,17 +209,3 @@ def test_differences():
     assert compare_worker.difference(old, torch.tensor([1.0, math.nan, -math.inf, 0.0, 0.0])) == math.inf
     assert compare_worker.difference(old, old[:2]) == math.inf
     assert compare_worker.difference(old[:0], old[:0]) == 0
-
-
-def test_a_call_takes_from_its_first_kernel_to_the_end_of_its_last():
-    events = []
-    for repeat, end in enumerate((9, 11)):
-        start = 100_000 * repeat
-        events += [
-            KernelEvent("fill", start, 50_000),
-            KernelEvent("a", start + 60_000, 5_000),
-            KernelEvent("b", start + 64_000, 1000 * (end - 4)),  # starts before the other ends
-        ]
-    assert compare_worker.spans(events, "fill", 2) == [9.0, 11.0]
-    with pytest.raises(RuntimeError, match="other kernels|different kernels"):
-        compare_worker.spans(events[:-1], "fill", 2)

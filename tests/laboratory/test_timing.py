@@ -46,7 +46,7 @@ def test_steps_count_overlapping_kernels_once():
     starts = ((FILL, 0, 50_000), ("a", 60_000, 4_000), ("b", 62_000, 7_000), ("c", 71_000, 1_000))
     (timed,) = timing.attribute([KernelEvent(*event) for event in starts], FILL, calls=1, repeats=1)
     assert timed.steps_us == (4.0, 5.0, 3.0)  # a; b from the end of a; c with the gap before it
-    assert timed.median_us == 12.0
+    assert timed.median_us == 12.0 and timed.spans_us == (12.0,)
 
 
 @pytest.mark.parametrize("index", [0, 2, 1, 3])
