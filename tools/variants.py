@@ -132,8 +132,8 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for rank, width, ends, count in ((16, 2048, offsets, 200), (48, 264, offsets, 200), (16, 264, few, 20)):
         x, factors, ranks = make.normal(count, width), make.normal(4, rank, width), make.normal(count, rank)
         for tokens in (None, make.zeros(count, dtype=torch.int32)):
-            yield lambda x=(x, factors, ends, tokens): lora_shrink(*x)
-            yield lambda x=(ranks, x, ends, tokens): lora_gradient(*x)
+            yield partial(lora_shrink, *(x, factors, ends, tokens))
+            yield partial(lora_gradient, *(ranks, x, ends, tokens))
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
@@ -189,7 +189,7 @@ def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
         a, b, out = make.rows(rows, 1024), make.weights(groups, 512, 1024), make.zeros(rows, 512, dtype=torch.bfloat16)
         layout = make.zeros(groups if alignment else rows, dtype=torch.int32)
         options = {"alignment": alignment, "expected_m": max(1, rows // groups - 127)}
-        yield lambda call=(a, b, layout, out), options=options: grouped_gemm_by_layout(*call, **options)
+        yield partial(grouped_gemm_by_layout, *(a, b, layout, out), **options)
     for groups, m, n, add in product((1, 7), (8, 272), (16, 1000), (False, True)):
         k, sizes = 128 * groups, make.integers([128] * groups)
         a, b = ((make.codes(size * k), make.rows(size, k).scale) for size in (m, n))
@@ -201,7 +201,7 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
     """Of one rank's experts."""
     for tokens, hidden, top_k in product((1, 70, 1000), (16, 1040, 7168), (8, 40)):
         operands = (*make.rows(tokens, hidden), make.zeros(tokens, top_k, dtype=torch.int32), tokens * top_k)
-        yield lambda operands=operands: torch.ops.fp8moe.permute_fp8(*operands)
+        yield partial(torch.ops.fp8moe.permute_fp8, *operands)
     for (hidden, size, experts, top_k), tokens, activation in (
         *product(((1024, 512, 16, 4), (200, 72, 5, 2)), (1, 70), ("silu", "gelu")),
         *product(((7168, 2048, 256, 8),), (8, 512, 32768), ("silu",)),
@@ -218,17 +218,16 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
             (make.rows(tokens, hidden), torch.float32, {}),
         ):
             options = share | options | {"row_dtype": dtype}
-            yield lambda operands=(x, index, routing, *weights), options=options: experts_partial(*operands, **options)
+            yield partial(experts_partial, *(x, index, routing, *weights), **options)
         some = {name: make.zeros(tokens, dtype=torch.bool) for name in ("partial_known", "known")}
         options = share | window | some | {"row_dtype": torch.bfloat16}
-        operands = make.normal(tokens, hidden), index, routing, *weights
-        yield lambda operands=operands, options=options: experts_partial(*operands, **options)
+        yield partial(experts_partial, *(make.normal(tokens, hidden), index, routing, *weights), **options)
         if hidden > 1024:
             continue
         offsets = make.integers([tokens * group // here for group in range(here + 1)])
         for x, training in product((make.normal(tokens, hidden), make.rows(tokens, hidden)), (False, True)):
             options = form | {"training": training, "whole": (2 * tokens, experts)}
-            yield lambda operands=(x, offsets, *weights), options=options: experts_rows(*operands, **options)
+            yield partial(experts_rows, *(x, offsets, *weights), **options)
         up, down = (make.zeros(*weight.data.shape, dtype=torch.bfloat16).requires_grad_() for weight in weights)
         trained = {"up_master": up, "down_master": down}
         x, grad = make.normal(tokens, hidden), make.zeros(tokens, hidden, dtype=torch.float32)
@@ -270,7 +269,7 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
             index = make.zeros(peers * tokens, 8, dtype=torch.int32)
             buffer = Received(data, make.zeros(*scale.shape, dtype=torch.float32), index)
             operands = (x, make.zeros(tokens, 8, dtype=index_dtype), [buffer] * peers, peers - 1, 64 * peers)
-            yield lambda operands=operands: dispatch(*operands)
+            yield partial(dispatch, *operands)
     for peers, dtype, to_all, tokens in product((2, 8), ("bfloat16", "float32"), (False, True), (2, 400)):
         targets = Targets(peers, 8 * tokens, to_all, (0,) * (2 * peers + 1))
         dtype = getattr(torch, dtype)
@@ -305,8 +304,7 @@ def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
         options = {"activation": Activation(limit=7.0, alpha=1.702), "biases": Biases(bias(4, 416), bias(4, 1040))}
         options |= {"first_expert": 4, "num_experts": 8, "row_dtype": torch.bfloat16}
         index, routing = make.zeros(tokens, 8, dtype=torch.int32), make.uniform(tokens, 8, mean=1.0)
-        operands = make.normal(tokens, 1040), index, routing, *layer
-        yield lambda operands=operands, options=options: experts_partial(*operands, **options)
+        yield partial(experts_partial, *(make.normal(tokens, 1040), index, routing, *layer), **options)
         if tokens > 1:
             targets = Targets(2, 4 * tokens, False, (0,) * 5)
             operands = make.rows(tokens, 1040), index, *layer
@@ -341,7 +339,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
             for shape in ((tokens, hidden), (hidden,), (experts, hidden))
         )
         options = {"residual": x, "quantized": tokens == 1, "dtype": getattr(torch, out_dtype)}
-        yield lambda x=(x, norm_weight, 1e-6, weight), options=options: norm_logits(*x, **options)
+        yield partial(norm_logits, *(x, norm_weight, 1e-6, weight), **options)
     for dtype, out_dtype, (experts, groups), score, normalize in product(
         DTYPES, DTYPES, ((128, 1), (256, 8), (1024, 1)), ("softmax", "sigmoid"), (False, True)
     ):
@@ -382,7 +380,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         weight = make.normal(size, dtype=dtype) if norm else None
         operands = (q, k, v, *tables, *cache)
         norms = {"q_weight": weight, "k_weight": weight, "eps": 1e-6}
-        yield lambda operands=operands, norms=norms: rotary(*operands, **norms)
+        yield partial(rotary, *operands, **norms)
         if tokens > 1 or dtype not in ATTENTION_DTYPES:
             continue
         for batch, new in product((1, 8, 64), (False, True)):
@@ -399,8 +397,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         operands = make.rows(tokens, hidden), make.weights(columns, hidden)
         for bias in (None, make.zeros(columns, dtype=torch.bfloat16)):
             for dtype in (torch.bfloat16, torch.float32):
-                options = {"bias": bias, "out_dtype": dtype}
-                yield lambda operands=operands, options=options: projection(*operands, **options)
+                yield partial(projection, *operands, **{"bias": bias, "out_dtype": dtype})
     for dtype, vocabulary in product(DTYPES, (40_000, 40_001)):
         logits = make.normal(2, vocabulary, dtype=getattr(torch, dtype))
         dtypes = (torch.float32, torch.int32, *(torch.float32,) * 4, *(torch.int64,) * 2)
