@@ -46,12 +46,12 @@ class Operands:
         return torch.empty(shape, dtype=dtype, device=self.device).normal_(std=std, generator=self._generator)
 
     def uniform(self, *shape: int, mean: float) -> Tensor:
-        """float32 from half the mean to one and a half of it: scales."""
+        """Draw float32 scales from half the mean to one and a half of it."""
         low, high = mean / 2, 3 * mean / 2
         return torch.empty(shape, device=self.device).uniform_(low, high, generator=self._generator)
 
     def codes(self, *shape: int) -> Tensor:
-        """E4M3 values as those to which normal data is quantized."""
+        """Draw E4M3 values as those to which normal data is quantized."""
         data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         for part in data.view(-1).split(AT_ONCE):
             part.copy_(self.normal(part.numel(), std=STD).clamp_(-FP8_MAX, FP8_MAX))
@@ -61,7 +61,7 @@ class Operands:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def kv_cache(self, blocks: int, head_dim: int) -> Tensor:
-        """A paged cache of keys: the values of each block, then their scales."""
+        """Draw a paged cache of keys: the values of each block, then their scales."""
         cache = self.zeros(blocks, CACHE_BLOCK, 1, head_dim + 4, dtype=torch.uint8)
         flat, size = cache.view(blocks, -1), CACHE_BLOCK * head_dim
         flat[:, :size] = self.codes(blocks, size).view(torch.uint8)
@@ -72,12 +72,12 @@ class Operands:
         return torch.as_tensor(values, dtype=dtype).to(self.device)
 
     def rows(self, m: int, k: int) -> FP8Tensor:
-        """(m, k) in blocks of 1x128, with the scales of one block next to each other."""
+        """Draw (m, k) in blocks of 1x128, with the scales of one block next to each other."""
         scale = self.uniform(ceil_div(k, 128), 4 * ceil_div(m, 4), mean=1 / STD)
         return FP8Tensor(self.codes(m, k), scale.t()[:m])
 
     def weights(self, *shape: int) -> FP8Tensor:
-        """(..., n, k) in blocks of 128x128, scaled to keep the variance."""
+        """Draw (..., n, k) in blocks of 128x128, scaled to keep the variance."""
         *lead, n, k = shape
         scale = self.uniform(*lead, ceil_div(n, 128), ceil_div(k, 128), mean=k**-0.5 / STD)
         return FP8Tensor(self.codes(*shape), scale)
@@ -93,7 +93,7 @@ def flatten(value: object) -> list[Tensor]:
 
 
 def group_sizes(groups: int, mean_rows: int) -> list[int]:
-    """Rows of each group, 0.7 to 1.3 times the mean, at least 1; always the same."""
+    """Draw the rows of each group, 0.7 to 1.3 times the mean, at least 1; always the same."""
     generator = random.Random(0)
     return [max(1, round(mean_rows * generator.uniform(0.7, 1.3))) for _ in range(groups)]
 
@@ -114,7 +114,7 @@ def gemm(
     tile: str | None = None,
     new_out: bool = False,
 ) -> Callable:
-    """bias: its dtype. pitch: elements from one row of the result to the next. c: "apart" or, in place, "out".
+    """Build `gemm`. bias: its dtype. pitch: elements from a row of the result to the next. c: "apart" or "out".
 
     tile: instead of the chosen one, of a GEMM without the rest. new_out: a call makes its result.
     """
@@ -131,7 +131,7 @@ def gemm(
 
 
 def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
-    """cuBLAS with one scale for each whole operand, which no revision of fp8moe changes."""
+    """Build cuBLAS with one scale for each whole operand, which no revision of fp8moe changes."""
     one = torch.ones((), device=make.device)
     options = {"scale_a": one, "scale_b": one / STD, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return partial(torch._scaled_mm, make.codes(m, k), make.codes(n, k).t(), **options)
@@ -140,7 +140,7 @@ def cublas(make: Operands, m: int, n: int, k: int) -> Callable:
 def grouped_gemm(
     make: Operands, groups: int, mean_rows: int, n: int, k: int, tile: str | None = None, new_out: bool = False
 ) -> Callable:
-    """tile: instead of the chosen one. new_out: a call makes its result."""
+    """Build `grouped_gemm`. tile: instead of the chosen one. new_out: a call makes its result."""
     offsets = group_offsets(groups, mean_rows)
     out = make.zeros(offsets[-1], n, dtype=torch.bfloat16)
     operands = make.rows(offsets[-1], k), make.weights(groups, n, k), make.integers(offsets)
@@ -163,7 +163,7 @@ def with_tile(tile: str, a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tenso
 def grouped_gemm_masked(
     make: Operands, groups: int, mean_rows: int, max_m: int, n: int, k: int, expected_m: int | None = None
 ) -> Callable:
-    """expected_m: what the call says of the rows of a group; None: their mean."""
+    """Build `grouped_gemm_masked`. expected_m: the rows of a group by the caller; None: their mean."""
     a = FP8Tensor(*(part.unflatten(0, (groups, max_m)) for part in make.rows(groups * max_m, k)))
     out = make.zeros(groups, max_m, n, dtype=torch.bfloat16)
     sizes = make.integers(group_sizes(groups, mean_rows))
@@ -186,7 +186,7 @@ def _quantize(name: str, make: Operands, m: int, k: int, dtype: str = "bfloat16"
 def mqa_logits(
     make: Operands, queries: int, tokens: int, heads: int = 64, head_dim: int = 128, fill_masked: bool = True
 ) -> Callable:
-    """The last queries over the tokens, each of which sees its own key and those before it."""
+    """Build scores of the last queries, each of which sees its own key and all before it."""
     kv = FP8Tensor(make.codes(tokens, head_dim), make.uniform(tokens, mean=1 / STD))
     q, weights = make.codes(queries, heads, head_dim), make.normal(queries, heads, dtype=torch.float32)
     starts, ends = torch.zeros(queries), torch.arange(tokens - queries, tokens) + 1
@@ -205,7 +205,7 @@ def paged_mqa_logits(
     max_context_len: int | None = None,
     fill_masked: bool = True,
 ) -> Callable:
-    """One decoding step over contexts of one length, or of these; their blocks are in random order."""
+    """Build a decoding step over contexts of one length, or of these, with their blocks in random order."""
     contexts = [context] * batch if isinstance(context, int) else context
     counts = [ceil_div(length, CACHE_BLOCK) for length in contexts]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
@@ -227,7 +227,7 @@ def _forward(module: nn.Module, *inputs: Tensor) -> Callable:
 
 
 def _training(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Callable:
-    """A forward and backward with weights that count as changed: the result, and all gradients that are wanted."""
+    """Build forward and backward with weights that count as changed; a call returns the result and all gradients."""
     leaves = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
 
     def step() -> tuple[Tensor, ...]:
@@ -266,7 +266,7 @@ def linear_training(
     dtype: str = "bfloat16",
     bias: bool = False,
 ) -> Callable:
-    """master_dtype: None for frozen FP8 weights and the gradient of the input alone."""
+    """Build forward and backward; master_dtype None: of frozen FP8 weights, the gradient of the input alone."""
     module = _linear(make, n, k, dtype, bias, master_dtype)
     x, gradient = (make.normal(m, width, dtype=getattr(torch, dtype)) for width in (k, n))
     return _training(module, [x.requires_grad_()], gradient)
@@ -291,7 +291,7 @@ def _experts(
 
 
 def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tensor:
-    """Different experts for each token, drawn uniformly."""
+    """Draw different experts for each token, uniformly."""
     draws = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
     return make.integers(draws.topk(top_k).indices, torch.int64)
 
@@ -299,7 +299,7 @@ def _top_k_index(make: Operands, experts: int, top_k: int, tokens: int) -> Tenso
 def _experts_inputs(
     make: Operands, hidden: int, experts: int, top_k: int, tokens: int, dtype: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, the experts of each token, and normalised weights."""
+    """Draw hidden states, the experts of each token, and normalised weights."""
     index = _top_k_index(make, experts, top_k, tokens)
     return make.normal(tokens, hidden, dtype=getattr(torch, dtype)), index, make.uniform(tokens, top_k, mean=1 / top_k)
 
@@ -331,7 +331,7 @@ def experts_training(
     gated: bool = True,
     **options,
 ) -> Callable:
-    """master_dtype: None for frozen FP8 weights and the gradients of the inputs alone."""
+    """Build forward and backward; master_dtype None: of frozen FP8 weights, the gradients of the inputs alone."""
     module = _experts(make, hidden, intermediate, experts, gated, master_dtype, **options)
     x, index, weights = _experts_inputs(make, hidden, experts, top_k, tokens, dtype)
     gradient = make.normal(tokens, hidden, dtype=x.dtype)
@@ -339,7 +339,7 @@ def experts_training(
 
 
 def append_kv(make: Operands, tokens: int, per_block: int = CACHE_BLOCK, head_dim: int = 128) -> Callable:
-    """Keys that go to the first places of shuffled blocks, per_block to each."""
+    """Build the append of keys to the first places of shuffled blocks, per_block to each."""
     blocks = torch.randperm(ceil_div(tokens, per_block), generator=torch.Generator().manual_seed(0))
     slots = make.integers((CACHE_BLOCK * blocks[:, None] + torch.arange(per_block)).flatten()[:tokens])
     cache, keys = make.kv_cache(len(blocks), head_dim), make.normal(tokens, head_dim)
@@ -371,7 +371,7 @@ def combine(make: Operands, hidden: int, experts: int, top_k: int, tokens: int) 
 
 
 def _transposing(operator: Callable) -> Callable:
-    """The call without the padding behind the last group's columns, which is uninitialized."""
+    """Cut off the padding behind the last group's columns, which is uninitialized."""
     _, _, _, _, offsets, *_ = operator()
     width = int(offsets[-1])
 
@@ -389,7 +389,7 @@ def quantize_with_transpose(make: Operands, m: int, k: int) -> Callable:
 def gather_with_transpose(
     make: Operands, hidden: int, experts: int, top_k: int, tokens: int, weighted: bool = False
 ) -> Callable:
-    """Every token quantized into its top_k rows, both ways."""
+    """Build the quantization of every token into its top_k rows, both ways."""
     groups, rows = sort_by_expert(make, experts, top_k, tokens)()
     of_row = make.zeros(tokens * top_k, dtype=torch.int32)
     of_row[rows.flatten().long()] = make.integers(torch.arange(tokens * top_k) // top_k)
@@ -413,7 +413,7 @@ def swiglu_backward_quantize(make: Operands, groups: int, mean_rows: int, interm
 
 
 def _plain_swiglu(operator: Callable) -> tuple[str | int | None, ...]:
-    """Its arguments for a SwiGLU without limit and alpha: a key, in older revisions these two; and for columns."""
+    """Return an operator's arguments for plain SwiGLU: a key, in older revisions limit and alpha; and for columns."""
     names = {argument.name for argument in operator.default._schema.arguments}
     if "beside" in names:
         return "silu", 1
@@ -458,12 +458,12 @@ CALLS: dict[str, Callable[..., Callable]] = {
 
 
 def build(case: Case, make: Operands) -> Callable:
-    """The call of a case, which returns its results."""
+    """Build the call of a case, which returns its results."""
     return CALLS[case.op](make, **case.sizes)
 
 
 def timed() -> list[Case]:
-    """The cases of `benchmarks.shapes`, and beside them what else a layer calls. The digest records them."""
+    """List the cases of `benchmarks.shapes` and what else a layer calls. The digest records them."""
     found = []
 
     def add(op: str, **sizes: object) -> None:
@@ -504,7 +504,7 @@ def timed() -> list[Case]:
 
 
 def more_timed() -> list[Case]:
-    """The other cases of the benchmarks: the parts of a layer, other numbers of tokens, float32 master weights."""
+    """List the other cases: the parts of a layer, other numbers of tokens, float32 master weights."""
     found = []
 
     def add(op: str, **sizes: object) -> None:
@@ -544,7 +544,7 @@ def more_timed() -> list[Case]:
 
 
 def eager() -> list[Case]:
-    """The cases whose CPU time is measured: eager calls on few rows."""
+    """List the cases whose CPU time is measured: eager calls on few rows."""
     found = []
     for n, k in shapes.DENSE_SHAPES:
         sizes = {"m": 1, "n": n, "k": k}

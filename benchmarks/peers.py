@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
     @property
     def row(self) -> dict:
-        """The beginning of its row."""
+        """Return the beginning of the measurement's row."""
         return {"case": self.name, "what": self.what, **self.sizes}
 
 

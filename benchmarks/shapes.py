@@ -28,7 +28,7 @@ EXPERT_SHAPES = ((6144, 7168), (7168, 3072), (4096, 7168), (7168, 2048))
 
 
 def room(mean_rows: int) -> int:
-    """Rows that a group of the masked layout has room for."""
+    """Return the rows that a group of the masked layout has room for."""
     return 4096 if mean_rows >= 192 else 1024
 
 

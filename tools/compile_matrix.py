@@ -161,7 +161,7 @@ def kinds(row: dict[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Print rows, or write the page."""
     parser = argparse.ArgumentParser(prog="python -m tools.compile_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="print these rows; without any, all to the page")
     parser.add_argument("--device", default="cpu", help="cpu, the default, or cuda")

@@ -92,7 +92,7 @@ _PACKAGE = str(Path(fp8moe.__file__).parent)
 
 
 class Trial:
-    """What is tried with one model, column by column; later ones build on what earlier ones have made."""
+    """One model; a method for each column tries it, and later ones build on what earlier ones have made."""
 
     def __init__(self, name: str, directory: Path):
         self.tiny = tiny = MODELS[name]
@@ -192,7 +192,7 @@ class Trial:
         return self._how_published()
 
     def _published(self) -> Iterator[tuple[Path, Tensor]]:
-        """A checkpoint in each layout that is published, and the logits of the values that it holds."""
+        """Yield a checkpoint in each layout that is published, and the logits of the values that it holds."""
         source = Source(self.unquantized, type(self._from_pretrained(self.unquantized)))
         for name in self.layouts:
             layout, directory = LAYOUTS[name], self.unquantized.with_name(name)
@@ -200,7 +200,7 @@ class Trial:
             yield directory, logits_of(source.write(layout, directory, wanted.__contains__), self.tokens)
 
     def _how_published(self) -> str | None:
-        """What there is to say beside "yes": the layouts, if they are not blocks, or that experts are not in FP8."""
+        """Return the note beside "yes": the layouts, if they are not blocks, or that experts are not in FP8."""
         if self.layouts != ("block",):
             return " and ".join(self.layouts)
         return None if _has_fp8_experts(self.unquantized.with_name("block")) else "its experts are not in FP8 there"
@@ -214,7 +214,7 @@ class Trial:
         return model
 
     def _step(self, model: nn.Module) -> dict[str, Tensor]:
-        """The gradients of the experts' weights for one batch."""
+        """Return the gradients of the experts' weights for one batch."""
         torch.manual_seed(0)  # of dropout
         model.zero_grad()
         logits = model(input_ids=self.tokens).logits
@@ -236,7 +236,7 @@ class Refusal(ValueError):
 
 
 def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
-    """Whether a weight is: linears and experts in the layers of the language model; of GPT-OSS experts alone."""
+    """Find out whether a weight is published in FP8: linears and experts in layers; of GPT-OSS experts alone."""
     fused = value.dim() == 3 and re.search(r"(\.experts|moe)\b", name) is not None
     if layout.experts == "gpt-oss":
         return fused
@@ -247,7 +247,7 @@ def _is_published_in_fp8(name: str, value: Tensor, layout: Layout) -> bool:
 
 
 def row_of(name: str) -> dict[str, str]:
-    """The cells of one model, by column."""
+    """Return the cells of one model, by column."""
     prepare()
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -259,7 +259,7 @@ def row_of(name: str) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """FP8 models on a CPU: transformers would turn their weights into bfloat16 for want of a GPU."""
+    """Let transformers keep FP8 weights on a CPU, which it would turn into bfloat16 for want of a GPU."""
     import transformers
     from transformers.quantizers import quantizer_finegrained_fp8
 
@@ -287,7 +287,7 @@ def cell(attempt: Callable[[], str | None]) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether fp8moe has raised this error on purpose."""
+    """Find out whether fp8moe has raised this error on purpose."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = _PACKAGE in frame.filename and (frame.line or "").startswith("raise ")
     return isinstance(error, Refusal) or (isinstance(error, ValueError | TypeError) and ours)
@@ -359,7 +359,7 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def rows(names: Iterable[str]) -> Iterable[tuple[str, dict[str, str]]]:
-    """Each name with its cells, as they are done; a process that dies or hangs costs its own row only."""
+    """Yield each name with its cells, as they are done; a process that dies or hangs costs its own row only."""
     context = multiprocessing.get_context("fork")  # what is imported here need not be imported again
     for name in names:
         receiver, sender = context.Pipe(duplex=False)
@@ -392,7 +392,7 @@ def page(table: matrices.Rows, version: str) -> str:
 
 
 def in_words(reason: str) -> str:
-    """What a reason means to someone who does not know the code."""
+    """Return what a reason means to someone who does not know the code."""
     return next((words for pattern, words in WORDS.items() if re.search(pattern, reason)), "published layout")
 
 
@@ -403,7 +403,7 @@ def read_page(text: str) -> tuple[str, matrices.Rows]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Print rows, or write the page."""
     parser = argparse.ArgumentParser(prog="python -m tools.model_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("classes", nargs="*", help="print the rows of these classes; without any, all go to the page")
     names = parser.parse_args().classes

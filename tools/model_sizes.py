@@ -116,30 +116,30 @@ class Sizes(NamedTuple):
     parameters: int
 
     def gpus(self, memory: float) -> int | None:
-        """The fewest GPUs that hold their part of the experts and everything else; None if COUNTS has not so many."""
+        """Return the fewest GPUs that hold their part of the experts and all else; None if COUNTS has not so many."""
         return next((count for count in COUNTS if self.experts / count + self.rest <= FULL * memory), None)
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    """The configuration of one of MODELS; what its numbers leave out transformers' defaults have."""
+    """Return the configuration of one of MODELS; its numbers replace transformers' defaults."""
     model = MODELS[name]
     return AutoConfig.for_model(model.model_type, **model.numbers)
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model without memory for its parameters."""
+    """Build a model without memory for its parameters."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 @functools.cache
 def published(name: str) -> Sizes:
-    """The sizes of one of MODELS."""
+    """Return the sizes of one of MODELS."""
     return sizes(on_meta(config_of(name)))
 
 
 def sizes(model: nn.Module) -> Sizes:
-    """What the module's docstring counts, of each parameter once."""
+    """Count bytes as `fp8moe quantize` writes them, and parameters, each once."""
     experts = rest = parameters = 0
     for name, weight in model.named_parameters():
         module, _, last = name.rpartition(".")
@@ -157,7 +157,7 @@ def sizes(model: nn.Module) -> Sizes:
 
 
 def works(name: str, matrix: dict[str, dict[str, str]]) -> str:
-    """What docs/models.md says of the class of a model, in words."""
+    """Say in words what docs/models.md has of the class of a model."""
     if MODELS[name].instead:
         return MODELS[name].instead
     kind = AutoModelForCausalLM._model_mapping[type(config_of(name))].__name__
@@ -176,7 +176,7 @@ LLAMA_4 = ["Llama-4-Scout, Maverick", "109, 400", "", "", "", "bfloat16, FP8", "
 
 
 def readme() -> str:
-    """The table of README."""
+    """Make the table of README."""
     _, matrix = read_page(MATRIX_PAGE.read_text(encoding="utf-8").partition(MATRIX)[2])
     found = lines((name, published(name)) for name in MODELS)
     rows = [

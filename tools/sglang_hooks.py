@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def run_tests(environment: Path) -> dict[str, int]:
-    """How many passed. RuntimeError with the output if any failed or was skipped."""
+    """Count tests that passed. RuntimeError with the output if any failed or was skipped."""
     command = [
         environment / "bin/python",
         "-m",

@@ -43,7 +43,7 @@ LOSS = re.compile(r"step:\s*(\d+).*?loss:\s*([\d.]+)")
 
 
 def install(environment: Path, torch_requirement: str) -> None:
-    """torchtitan into a new environment, and fp8moe as the README says."""
+    """Install torchtitan into a new environment, and fp8moe as the README says."""
     venv.create(environment, with_pip=True)
     command = re.search(r"```\n(pip .+)\n", README.read_text())[1]
     for arguments in (f"pip install {torch_requirement}", f"pip install {' '.join(TORCHTITAN)}", command):
@@ -63,7 +63,7 @@ class Runs:
         self.python = python
 
     def run(self, processes: int, options: Sequence[str], in_fp8: Sequence[str] = ()) -> tuple[list[float], str]:
-        """The losses of a run, and all that it printed."""
+        """Return the losses of a run, and all that it printed."""
         program = ["-m", "examples.titan.debug_moe", "--training.steps", str(STEPS), *options]
         if in_fp8:
             program += ["--override.imports", *in_fp8]
@@ -81,7 +81,7 @@ class Runs:
         return found
 
     def resumed(self) -> list[dict]:
-        """FP8 from step 10 of a run in FP8, which must have the same losses, and in bfloat16."""
+        """Resume a run in FP8 at step 10, in FP8, which must give the same losses, and in bfloat16."""
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = ("--dump_folder", directory, "--checkpoint.enable", "--checkpoint.interval", "10")
             whole = self.losses(1, checkpoint, (EXPERTS, LINEARS))[10:]

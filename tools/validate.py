@@ -45,7 +45,7 @@ _SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d
 
 
 def require_gpu() -> None:
-    """SystemExit with one sentence unless there is a Hopper GPU and the settings are the defaults."""
+    """Raise SystemExit unless there is a Hopper GPU and the settings are the defaults."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != sm90.CAPABILITY:
         raise SystemExit("validation needs a Hopper (sm_90) GPU that PyTorch can use")
     defaults = {"backend": "auto", "num_sms": None, "compiler": "nvrtc", "batch_invariant": False}

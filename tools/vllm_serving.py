@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def commands_of(readme: Path) -> tuple[list[str], list[str]]:
-    """The two commands that a README of integrations/ begins with."""
+    """Return the two commands that a README of integrations/ begins with."""
     install, serve = re.search(r"```\n(.+)\n(.+)\n```", readme.read_text()).groups()
     return shlex.split(install), shlex.split(serve)
 
@@ -99,7 +99,7 @@ def pip(environment: Path, *arguments: str) -> None:
 
 
 def install(environment: Path, torch_requirement: str, work: Path) -> None:
-    """vLLM into a new environment, and fp8moe as the README says."""
+    """Install vLLM into a new environment, and fp8moe as the README says."""
     vllm, broken = VLLM
     (work / "vllm.txt").write_text(vllm)
     make_environment(environment, torch_requirement)
@@ -114,7 +114,7 @@ def install(environment: Path, torch_requirement: str, work: Path) -> None:
 
 
 def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dict]:
-    """A checkpoint in FP8 blocks in work/fp8; prompts, what load_model says of them, and how much the experts do."""
+    """Write a checkpoint in FP8 blocks to work/fp8; return prompts, load_model's answers, and the experts' part."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -143,7 +143,7 @@ def make_checkpoint(work: Path) -> tuple[list[list[int]], list[list[float]], dic
 
 @torch.no_grad()
 def log_probabilities(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[float]]:
-    """Of each token of each prompt but the first."""
+    """Return the log probability of each token of each prompt but the first."""
     found = []
     for prompt in prompts:
         scores = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
@@ -158,7 +158,7 @@ def compare(found: list[list[float]], expected: list[list[float]]) -> dict:
 
 
 def serve(environment: Path, work: Path, options: str, prompts: list[list[int]], expected: list[list[float]]) -> dict:
-    """Serves the checkpoint by the README's command with more options; how much its answers differ."""
+    """Serve the checkpoint by the README's command with more options; return how much its answers differ."""
     begin = time.perf_counter()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -206,7 +206,7 @@ def serve(environment: Path, work: Path, options: str, prompts: list[list[int]],
 
 
 def wait(server: subprocess.Popen, health: str) -> None:
-    """Until it answers. RuntimeError if it ends, or after START_S."""
+    """Wait until the server answers. RuntimeError if it ends, or after START_S."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < START_S:
         if server.poll() is not None:
@@ -220,7 +220,7 @@ def wait(server: subprocess.Popen, health: str) -> None:
 
 
 def ask(url: str, model: str, prompt: list[int]) -> list[float]:
-    """The log probability of each token of a prompt but the first."""
+    """Ask the server for the log probability of each token of a prompt but the first."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -74,7 +74,7 @@ SMALL_M, LARGE_M = (1, 2, 4, 8, 16, 32, 64), (4096, 65536)
 
 
 def quantize() -> Iterator[dict]:
-    """bfloat16 is read once, FP8 data and float32 scales are written once."""
+    """Time quantizers: bfloat16 is read once, FP8 data and float32 scales are written once."""
     cases = [Case("quantize_1x128", {"m": m, "k": K}) for m in SMALL_M + LARGE_M]
     cases += [Case("quantize_128x128", {"m": m, "k": K}) for m in LARGE_M]
     for case, _, found in timed(cases):
@@ -111,7 +111,7 @@ TRANSPOSED = {
 
 
 def transpose() -> Iterator[dict]:
-    """`of_copy` counts a gathered token as often as it is read, `of_copy_once` once, as if L2 held all repetitions."""
+    """Time transposing quantizers. `of_copy_once` counts a gathered token once, as if L2 held all repetitions."""
     for (name, (_, read)), (case, call, found) in zip(
         TRANSPOSED.items(), timed([case for case, _ in TRANSPOSED.values()]), strict=True
     ):
@@ -175,7 +175,7 @@ def check_paged(case: Case, call: partial) -> float:
 
 
 def paged() -> Iterator[dict]:
-    """Times of decoding steps; `uneven`: over that of the bytes at EVEN's rate, and over as many in equal contexts."""
+    """Time decoding steps; `uneven`: over the bytes at EVEN's rate, and over as many tokens in equal contexts."""
     cases = [paged_case(EVEN), *(paged_case(one, fill) for one in (UNEVEN, AS_MANY) for fill in (True, False))]
     made = [calls.build(case, calls.Operands(DEVICE)) for case in cases]
     errors = [check_paged(*pair) for pair in zip(cases, made, strict=True)]
@@ -201,7 +201,7 @@ def paged() -> Iterator[dict]:
 
 
 def append() -> Iterator[dict]:
-    """Times of quantizing bfloat16 keys into the cache: with its scale and slot a token is 3 D + 8 bytes."""
+    """Time the quantization of bfloat16 keys into the cache: with scale and slot a token is 3 D + 8 bytes."""
     cases = [Case("append_kv", {"tokens": tokens, "per_block": each}) for tokens, each in APPENDS.items()]
     for case, _, found in timed(cases, rests=[REST] * len(cases)):
         tokens = case.sizes["tokens"]
@@ -209,7 +209,7 @@ def append() -> Iterator[dict]:
 
 
 def topk() -> Iterator[dict]:
-    """Times of torch.topk of logits: float32 is read; float32 values and int64 indices are written."""
+    """Time torch.topk of logits: float32 is read; float32 values and int64 indices are written."""
     cases = [(torch.randn(size[:2], device=DEVICE), *size, ordered) for size in TOPK for ordered in (True, False)]
     made = [partial(torch.topk, logits, k, sorted=ordered) for logits, _, _, k, ordered in cases]
     for (_, rows, columns, k, ordered), found in zip(
@@ -228,7 +228,7 @@ def shared(actual: Tensor, expected: Tensor, k: int) -> Tensor:
 
 
 def overlap(tokens: int, queries: int, heads: int, head_dim: int, top_k: int) -> Iterator[dict]:
-    """Share of the top keys by float32 scores of unquantized normal queries and keys that FP8 picks too."""
+    """Measure the share of the top keys by float32 scores of normal queries and keys that FP8 picks too."""
     q, keys = (torch.randn(*shape, head_dim, device=DEVICE) for shape in ((queries, heads), (tokens,)))
     weights = torch.randn(queries, heads, device=DEVICE)
     expected = torch.stack([weight @ (one @ keys.t()).relu() for one, weight in zip(q, weights, strict=True)])
@@ -307,7 +307,7 @@ def by_torch(logits: Tensor, state: SamplingState, kind: str) -> Tensor:
 
 
 def sampling() -> Iterator[dict]:
-    """Times of one choice over bfloat16 logits, beside PyTorch's operations for the same."""
+    """Time one choice over bfloat16 logits, beside PyTorch's operations for the same."""
     cases, made = [], []
     for batch in BATCHES:
         logits = (STD * torch.randn(batch, VOCAB, device=DEVICE)).bfloat16()
@@ -354,7 +354,7 @@ def problems() -> Iterator[tuple[dict, Callable[[], object]]]:
 
 
 def invariance() -> Iterator[dict]:
-    """Times outside and inside of `fp8moe.batch_invariant`, in turn: `usual_us` and `us`."""
+    """Time calls outside and inside of `fp8moe.batch_invariant`, in turn: `usual_us` and `us`."""
 
     def invariant(call: Callable[[], object]) -> object:
         with fp8moe.batch_invariant():

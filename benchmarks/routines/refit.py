@@ -57,8 +57,10 @@ def bfloat16_tensors(device: str) -> dict[str, list[tuple[str, Tensor]]]:
 
 
 def measure() -> Iterator[dict]:
-    """Milliseconds on the host until the device is done, over copying the bytes; the first, which places tensors, is
-    apart. scratch_mb: memory that a refit takes beside the model and the tensors."""
+    """Measure milliseconds until the device is done, over copying the bytes; the first, which places tensors, is apart.
+
+    scratch_mb: memory that a refit takes beside the model and the tensors.
+    """
     model = fp8_model("cuda")
     for names, tensors in bfloat16_tensors("cuda").items():
         times, scratch = [], 0

@@ -62,7 +62,7 @@ def clocked(call: Callable[[], list], asked: int) -> tuple[float, int]:
 
 
 def measure_requests(model: str = MODEL.default, requests: int = COUNT) -> Iterator[dict]:
-    """`of_steady`: new tokens/s over those of full batches of SLOTS; prompts read in between are included."""
+    """Measure `of_steady`: new tokens/s, with prompts read in between, over those of full batches of SLOTS."""
     built = build(model)
     decoder = make_decoder(built)
     steady = SLOTS / step_seconds(decoder, random_prompts(built, SLOTS, STEADY_PROMPT))
@@ -132,7 +132,7 @@ async def _together(calls: Iterable[Any]) -> list[Any]:
 
 
 def measure_serving(model: Any, count: int) -> Iterator[dict]:
-    """Rows of `run`, of whole answers and of streams; all requests are open from the start."""
+    """Yield rows of `run`, whole answers and streams; all requests are open from the start."""
     decoder = make_decoder(model)
     requests = make_requests(model, count)
     run_all(decoder, requests[: 2 * SLOTS])  # compiles for the sizes that come
@@ -153,7 +153,7 @@ def measure_serving(model: Any, count: int) -> Iterator[dict]:
 
 @fp8moe.batch_invariant()
 def check_clients(model: Any, count: int) -> dict:
-    """A row: how many clients got what `generate` gives alone, or its first tokens, and how many requests are left."""
+    """Count clients that got what `generate` gives alone, or its first tokens, and requests that are left."""
     decoder = make_decoder(model)
     prompts = [random_prompts(model, 1, 8 + 7 * index % 400)[0] for index in range(count)]
     answers = [answer for _, answer in lengths(count)]
@@ -180,7 +180,7 @@ def check_clients(model: Any, count: int) -> dict:
 
 
 def serve(model: str = MODEL.default, requests: int = COUNT, clients: int = CLIENTS) -> Iterator[dict]:
-    """What serving costs beside `GraphDecoder.run`, and whether it gives the same tokens."""
+    """Measure what serving costs beside `GraphDecoder.run`, and whether it gives the same tokens."""
     built = build(model)
     yield from measure_serving(built, requests)
     yield check_clients(built, clients)

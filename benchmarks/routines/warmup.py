@@ -77,7 +77,7 @@ COMPILED = "import json, sys; from {} import compiled_by; print(json.dumps(compi
 
 
 def measure(model: Sequence[str] = MODELS) -> Iterator[dict]:
-    """`compiled`: what the model still compiles in a process that reads the directory; the goal is nothing."""
+    """Count what a model still compiles in a process that reads the directory; the goal is nothing."""
     for name in model:
         with tempfile.TemporaryDirectory() as directory:
             row = fill_cache(name, Path(directory))
