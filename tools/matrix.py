@@ -102,10 +102,15 @@ def try_out(tree: Path, environment: Path, python: str, requirements: list[str])
     run([python, "-m", "pip", "check"])
     without_package(tree, work / "tree")
     run_readme(python, work)
-    files = [f"tests/test_{name}.py" for name in TESTS]
-    run([python, "-m", "pytest", "-q", "-x", "-k", "not sample_of_the_rows", *files], cwd=work / "tree")
+    run([python, "-m", "pytest", "-q", "-x", "-k", "not sample_of_the_rows", *tests_of(tree)], cwd=work / "tree")
     versions = "; ".join(f"print('{name}', metadata.version('{name}'))" for name in ("fp8moe", "torch", "transformers"))
     return run([python, "-c", f"from importlib import metadata; {versions}"]).strip().replace("\n", ", ")
+
+
+def tests_of(tree: Path) -> list[Path]:
+    """Return the files of TESTS, but for those of the GPU, relative to the tree."""
+    found = (path for name in TESTS for path in tree.glob(f"tests/*/test_{name}.py"))
+    return [path.relative_to(tree) for path in found if path.parent.name != "gpu"]
 
 
 def without_package(tree: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The cost model of the GEMMs: microseconds that a compiled variant is expected to take; docs/findings/cost-model.md."""
+"""The cost model of the GEMMs: microseconds that a variant is expected to take; docs/findings/cost-model.md."""
 
 from __future__ import annotations
 
