@@ -68,7 +68,7 @@ class Untouched(Operands):
 
 
 def cases() -> Iterator[Case]:
-    """By the functions and layers of the public API."""
+    """Yield cases of the functions and layers of the public API."""
     yield from (case for case in calls.timed() if case.op != "cublas")
     for m, (n, k) in product(ODD_M, ODD_SHAPES):
         yield Case("gemm", {"m": m, "n": n, "k": k})
@@ -109,7 +109,7 @@ def cases() -> Iterator[Case]:
 
 
 def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of operators, in forms in which no function or layer above calls them."""
+    """Yield calls of operators in forms in which no function or layer above calls them."""
     ops = torch.ops.fp8moe
     rows, experts = make.rows(200, 1024), make.weights(4, 512, 1024)
     offsets, sizes = make.integers([0, 50, 60, 150, 200]), make.integers([50, 10, 40, 20])
@@ -133,8 +133,8 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
     for rank, width, ends, count in ((16, 2048, offsets, 200), (48, 264, offsets, 200), (16, 264, few, 20)):
         x, factors, ranks = make.normal(count, width), make.normal(4, rank, width), make.normal(count, rank)
         for tokens in (None, make.zeros(count, dtype=torch.int32)):
-            yield lambda x=(x, factors, ends, tokens): lora_shrink(*x)
-            yield lambda x=(ranks, x, ends, tokens): lora_gradient(*x)
+            yield partial(lora_shrink, *(x, factors, ends, tokens))
+            yield partial(lora_gradient, *(ranks, x, ends, tokens))
     yield lambda: ops.grouped_gemm_swiglu(*rows, *experts, offsets, None, None, None, None, None, None)
     for dtype, head_dim, scale_format in product(DTYPES, (32, 64, 128), ("float32", "ue8m0")):
         keys = make.normal(70, head_dim, dtype=getattr(torch, dtype))
@@ -166,7 +166,7 @@ def operator_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of what runs other kernels where results are to be batch invariant."""
+    """Yield calls that run other kernels where results are to be batch invariant."""
 
     def invariant(call: Callable[[], object]) -> None:
         with fp8moe.batch_invariant():
@@ -185,12 +185,12 @@ def batch_invariant_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of grouped GEMMs in DeepGEMM's layouts."""
+    """Yield calls of grouped GEMMs in DeepGEMM's layouts."""
     for groups, rows, alignment in product((1, 64), (200, 40000), (None, 128)):
         a, b, out = make.rows(rows, 1024), make.weights(groups, 512, 1024), make.zeros(rows, 512, dtype=torch.bfloat16)
         layout = make.zeros(groups if alignment else rows, dtype=torch.int32)
         options = {"alignment": alignment, "expected_m": max(1, rows // groups - 127)}
-        yield lambda call=(a, b, layout, out), options=options: grouped_gemm_by_layout(*call, **options)
+        yield partial(grouped_gemm_by_layout, *(a, b, layout, out), **options)
     for groups, m, n, add in product((1, 7), (8, 272), (16, 1000), (False, True)):
         k, sizes = 128 * groups, make.integers([128] * groups)
         a, b = ((make.codes(size * k), make.rows(size, k).scale) for size in (m, n))
@@ -199,10 +199,10 @@ def layout_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of one rank's experts."""
+    """Yield calls of one rank's experts."""
     for tokens, hidden, top_k in product((1, 70, 1000), (16, 1040, 7168), (8, 40)):
         operands = (*make.rows(tokens, hidden), make.zeros(tokens, top_k, dtype=torch.int32), tokens * top_k)
-        yield lambda operands=operands: torch.ops.fp8moe.permute_fp8(*operands)
+        yield partial(torch.ops.fp8moe.permute_fp8, *operands)
     for (hidden, size, experts, top_k), tokens, activation in (
         *product(((1024, 512, 16, 4), (200, 72, 5, 2)), (1, 70), ("silu", "gelu")),
         *product(((7168, 2048, 256, 8),), (8, 512, 32768), ("silu",)),
@@ -240,7 +240,7 @@ def share_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of experts for callers that hold the weights."""
+    """Yield calls of experts for callers that hold the weights."""
     layer = make.weights(16, 1024, 1024), make.weights(16, 1024, 512)
     for tokens in (1, 200):
         x, rows = make.normal(tokens, 1024), make.rows(tokens, 1024)
@@ -261,7 +261,7 @@ def held_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of what goes to the memory of several GPUs, and of the sums of what has come."""
+    """Yield calls that write to the memory of several GPUs, and that sum up what has come."""
     for peers, dtype, index_dtype, tokens in product((1, 2, 8), DTYPES, (torch.int32, torch.int64), (1, 300)):
         for hidden in (272, 7168):
             x = make.normal(tokens, hidden, dtype=getattr(torch, dtype))
@@ -269,7 +269,7 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
             index = make.zeros(peers * tokens, 8, dtype=torch.int32)
             buffer = Received(data, make.zeros(*scale.shape, dtype=torch.float32), index)
             operands = (x, make.zeros(tokens, 8, dtype=index_dtype), [buffer] * peers, peers - 1, 64 * peers)
-            yield lambda operands=operands: dispatch(*operands)
+            yield partial(dispatch, *operands)
     for peers, dtype, to_all, tokens in product((2, 8), ("bfloat16", "float32"), (False, True), (2, 400)):
         targets = Targets(peers, 8 * tokens, to_all, (0,) * (2 * peers + 1))
         dtype = getattr(torch, dtype)
@@ -288,7 +288,7 @@ def peer_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of GEMMs and experts with a scale for each output channel, and with biases."""
+    """Yield calls of GEMMs and experts with a scale for each output channel, and with biases."""
     for channels, dtype, tokens in product((False, True), (None, torch.bfloat16, torch.float32), (1, 70, 2000)):
 
         def weights(*shape: int, channels: bool = channels) -> fp8moe.FP8Tensor:
@@ -313,13 +313,13 @@ def column_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def _backward(call: Callable, operands: tuple, options: dict, grad: torch.Tensor) -> Callable[[], object]:
-    """Forward and backward, with gradients of the first operand too."""
+    """Make forward and backward, with gradients of the first operand too."""
     x = operands[0].requires_grad_()
     return lambda: call(x, *operands[1:], **options).backward(grad)
 
 
 def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """Of what surrounds the experts in a decoder layer."""
+    """Yield calls of what surrounds the experts in a decoder layer."""
     for dtype, rows, hidden in product(DTYPES, (1, 200), (64, 131, 2048, 7168)):
         x = make.normal(rows, hidden, dtype=getattr(torch, dtype))
         weight = make.zeros(hidden, dtype=x.dtype)
@@ -339,7 +339,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
             for shape in ((tokens, hidden), (hidden,), (experts, hidden))
         )
         options = {"residual": x, "quantized": tokens == 1, "dtype": getattr(torch, out_dtype)}
-        yield lambda x=(x, norm_weight, 1e-6, weight), options=options: norm_logits(*x, **options)
+        yield partial(norm_logits, *(x, norm_weight, 1e-6, weight), **options)
     for dtype, out_dtype, (experts, groups), score, normalize in product(
         DTYPES, DTYPES, ((128, 1), (256, 8), (1024, 1)), ("softmax", "sigmoid"), (False, True)
     ):
@@ -393,8 +393,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
         operands = make.rows(tokens, hidden), make.weights(columns, hidden)
         for bias in (None, make.zeros(columns, dtype=torch.bfloat16)):
             for dtype in (torch.bfloat16, torch.float32):
-                options = {"bias": bias, "out_dtype": dtype}
-                yield lambda operands=operands, options=options: projection(*operands, **options)
+                yield partial(projection, *operands, **{"bias": bias, "out_dtype": dtype})
     for dtype, vocabulary in product(DTYPES, (40_000, 40_001)):
         logits = make.normal(2, vocabulary, dtype=getattr(torch, dtype))
         dtypes = (torch.float32, torch.int32, *(torch.float32,) * 4, *(torch.int64,) * 2)
@@ -410,7 +409,7 @@ def block_calls(make: Operands) -> Iterator[Callable[[], object]]:
 
 
 def all_calls(make: Operands) -> Iterator[Callable[[], object]]:
-    """All of them, made one after the other, so that few operands are in memory at a time."""
+    """Yield all calls, made one after the other, so that few operands are in memory at a time."""
     for case in cases():
         yield calls.build(case, make)
     yield from operator_calls(make)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import sglang_hooks, vllm_serving
+from tools import environments, sglang_hooks, vllm_serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,4 +75,4 @@ def test_what_sglang_was_tried_with():
 )
 def test_the_readmes_have_the_commands_that_ran(tool, engine, last):
     install = ["pip", "install", ".", f"./integrations/{engine}"]
-    assert vllm_serving.commands_of(tool.README) == (install, last)
+    assert environments.commands_of(tool.README) == (install, last)

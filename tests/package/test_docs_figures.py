@@ -103,7 +103,7 @@ def expected():
     return stated()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "history.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_figure_is_written_by_hand(page, expected):
     assert set(figures(page.read_text(encoding="utf-8"))) == set(expected.get(page.name, ()))
 

@@ -38,7 +38,8 @@ __device__ __forceinline__ void start_product(float (&partial)[Accumulators], De
 }
 
 // Calls multiply(i) for `count` stages, `Unrolled` of them in one turn of the loop. A backward branch costs some 70
-// cycles, in which the tensor cores run dry; a forward branch that is not taken costs nothing (docs/history.md).
+// cycles, in which the tensor cores run dry; a forward branch that is not taken costs nothing
+// (docs/findings/pause-between-products.md).
 template <int Unrolled, typename Multiply>
 __device__ __forceinline__ void multiply_stages(int count, const Multiply& multiply) {
   int i = 0;

@@ -1,4 +1,4 @@
-"""The cost model of the GEMMs: the expected microseconds of a compiled variant. docs/history.md describes its fit."""
+"""The cost model of the GEMMs: expected microseconds of a compiled variant; docs/findings/cost-model.md has its fit."""
 
 from __future__ import annotations
 

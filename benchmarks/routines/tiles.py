@@ -1,25 +1,26 @@
-"""How good the choice of tiles is on shapes that it was not fitted to: `python -m benchmarks.choice`.
+"""How good the choice of tiles is on shapes that it was not fitted to: `python -m benchmarks choice`.
 
 For each of 30 dense and 30 grouped problems, always the same, the candidates that the cost model expects within half
 as much again of the fastest are timed in turn. The least of many times is low by chance, so the chosen one and the best
 others are then timed again, several times in turn: `regret` is how much slower the chosen one is than the best of them
-by these second times alone. Groups have very different sizes, as skewed routing makes them, and some are empty. With
-`--fit` the problems are others, of nine more draws, whose `times` are for `tools.fit_cost`; these are timed once. It
-must not see those that judge it. So it is with `--models`, whose problems are weights of well-known models, with fewer
-candidates of each. What both wrote on an H200 is in benchmarks/fit.
+by these second times alone. Groups have very different sizes, as skewed routing makes them, and some are empty.
+
+With `--fit` the problems are others, of nine more draws, and with `--models` weights of well-known models, with fewer
+candidates of each: their `times` are for `tools.fit_cost`, which must not see those that judge it. Both are timed once.
+What they wrote on an H200 is in benchmarks/fit.
 """
 
 import random
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import command, operands, timing
-from benchmarks.report import Threshold, format_table
+from benchmarks import operands, timing
+from benchmarks.report import Bar, Benchmark, Option
 from fp8moe import FP8Tensor
 from fp8moe.kernels.gemm.cost import SKEWED, dense_time, grouped_time
 from fp8moe.kernels.gemm.epilogue import PlainStore
@@ -34,7 +35,7 @@ from fp8moe.kernels.gemm.tiles import (
     dense_candidates,
     grouped_candidates,
 )
-from fp8moe.runtime.jit import KernelSpec, load_all
+from fp8moe.runtime.jit import load_all
 from fp8moe.runtime.launch import num_sms
 
 EACH = 30  # problems with groups, and without
@@ -59,7 +60,6 @@ GROUPS = (
 )
 MORE_EXPERTS, THEIR_GROUPS = ((2048, 768), (4096, 1536)), 128  # of Qwen3
 LIKELY_OF_MODELS, MOST_OF_MODELS = 1.25, 12  # candidates of weights of models
-COLUMNS = ("groups", "m", "n", "k", "candidates", "chosen", "us", "best", "best_us", "regret")
 
 
 class Problem(NamedTuple):
@@ -73,21 +73,21 @@ class Problem(NamedTuple):
 
 
 def fitted() -> list[Problem]:
-    """What the choice is fitted to beside weights of models, the dense ones first."""
+    """Return what the choice is fitted to beside weights of models, the dense ones first."""
     return sorted((one for seed in FITTED_SEEDS for one in drawn(seed)), key=lambda problem: problem.groups > 0)
 
 
 def problems() -> list[Problem]:
-    """What judges the choice, the dense ones first."""
+    """Return what judges the choice, the dense ones first."""
     return drawn(SEED)
 
 
 def drawn(seed: int) -> list[Problem]:
-    """EACH problems of any shape without groups, and as many with."""
+    """Draw EACH problems of any shape without groups, and as many with."""
     draw = random.Random(seed)
 
     def size(least: int, most: int, multiple: int) -> int:
-        """Small ones as often as large ones."""
+        """Draw a size, small ones as often as large ones."""
         return max(least, round(least * (most / least) ** draw.random() / multiple) * multiple)
 
     found = [Problem(0, size(1, MOST_ROWS, 1), size(256, 20000, 8), size(256, 16384, 16)) for _ in range(EACH)]
@@ -98,8 +98,8 @@ def drawn(seed: int) -> list[Problem]:
     return found
 
 
-def models() -> list[Problem]:
-    """Weights of models that the choice is fitted to, the dense ones first."""
+def of_models() -> list[Problem]:
+    """Return the weights of models that the choice is fitted to, the dense ones first."""
     dense = [Problem(0, m, n, k) for n, k in LINEAR for m in TOKENS]
     theirs = [pair for pair in GROUPS if pair[0] == THEIR_GROUPS]
     weights = [*((one, GROUPS) for one in EXPERTS), *((one, theirs) for one in MORE_EXPERTS)]
@@ -107,13 +107,13 @@ def models() -> list[Problem]:
 
 
 def with_groups(n: int, k: int, pairs: Iterable[tuple[int, int]]) -> list[Problem]:
-    """Of groups and their mean rows, with even and with skewed sizes, those whose weights have room."""
+    """Return a problem with even and one with skewed sizes for each (groups, mean rows) whose weights have room."""
     pairs = [(groups, mean) for groups, mean in pairs if groups * n * k <= MOST_BYTES]
     return [Problem(groups, groups * mean, n, k, skewed) for groups, mean in pairs for skewed in (False, True)]
 
 
 def group_offsets(problem: Problem) -> Tensor:
-    """Of groups whose sizes differ as those of skewed routing, or by a third: (groups + 1,) int32."""
+    """Draw offsets (groups + 1,) int32; sizes differ as those of skewed routing do, or by a third."""
     generator = torch.Generator().manual_seed(problem.m)
     share = torch.empty(problem.groups)
     if problem.skewed:
@@ -126,13 +126,13 @@ def group_offsets(problem: Problem) -> Tensor:
 
 
 def expected_us(problem: Problem, config: TileConfig, sms: int = SMS, skewed: float = SKEWED) -> float:
-    """By the cost model. skewed: how likely groups are to be, for one who does not know the problem."""
+    """Return microseconds by the cost model. skewed: how likely groups are skewed, where the problem is not known."""
     groups, m, n, k, _ = problem
     return grouped_time(config, groups, m / groups, n, k, sms, skewed) if groups else dense_time(config, m, n, k, sms)
 
 
 def every_candidate(problem: Problem, sms: int = SMS) -> list[TileConfig]:
-    """What may be chosen."""
+    """Return all tiles that may be chosen for a problem."""
     groups, m, n, k, _ = problem
     if groups:
         return grouped_candidates(GroupedProblem(m, groups, m / groups, n, k, sms))
@@ -140,7 +140,7 @@ def every_candidate(problem: Problem, sms: int = SMS) -> list[TileConfig]:
 
 
 def candidates(problem: Problem, sms: int, likely: float = LIKELY, most: int = MOST) -> list[TileConfig]:
-    """The chosen one, then others that are expected to be nearly as fast, by the cost model alone."""
+    """Return the chosen tile, then others that the cost model expects to be nearly as fast."""
     groups, m, n, k, _ = problem
     times = {config: expected_us(problem, config, sms) for config in every_candidate(problem, sms)}
     chosen = choose_grouped(GroupedProblem(m, groups, m / groups, n, k, sms)) if groups else choose_dense(m, n, k, sms)
@@ -150,7 +150,7 @@ def candidates(problem: Problem, sms: int, likely: float = LIKELY, most: int = M
 
 
 def call_of(problem: Problem) -> Callable[[TileConfig], object]:
-    """Runs the problem with a configuration, on random operands."""
+    """Return a function that runs the problem with a given tile, on random operands."""
     groups, m, n, k, _ = problem
     a, out = operands.random_rows(m, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     if groups:
@@ -159,20 +159,22 @@ def call_of(problem: Problem) -> Callable[[TileConfig], object]:
 
 
 def multiply(a: FP8Tensor, b: FP8Tensor, out: Tensor, offsets: Tensor | None, config: TileConfig) -> Tensor:
-    """A GEMM with this configuration, grouped if there are offsets."""
+    """Run a GEMM with this tile, grouped if there are offsets."""
     multiply_with(config, GemmOperands(*a, *b, groups=offsets), out, None if offsets is None else Grouping())
     return out
 
 
 def finalists(times: dict[TileConfig, float]) -> list[TileConfig]:
-    """The chosen one, which is the first, and the fastest others."""
+    """Return the chosen tile, which is the first, and the fastest others."""
     chosen, *others = times
     return [chosen, *sorted(others, key=times.__getitem__)[:OTHERS]]
 
 
 def make_row(problem: Problem, times: dict[TileConfig, float], again: dict[TileConfig, float] | None = None) -> dict:
-    """times: of the candidates in microseconds, first that of the chosen one. again: those that are compared, if these
-    are not the same."""
+    """Make the row of a problem from microseconds of its candidates, the chosen one first.
+
+    again: the times that are compared; None: the first ones.
+    """
     judged = times if again is None else again
     (chosen, us), *_ = judged.items()
     best = min(judged, key=judged.__getitem__)
@@ -181,16 +183,8 @@ def make_row(problem: Problem, times: dict[TileConfig, float], again: dict[TileC
     return problem._asdict() | names | {"regret": us / judged[best] - 1, "times": every}
 
 
-def thresholds(rows: Sequence[dict]) -> list[Threshold]:
-    regrets = [row["regret"] for row in rows]
-    return [
-        Threshold(f"choice of tiles, {len(rows)} shapes, mean regret", sum(regrets) / len(regrets), 0.02, 0.01),
-        Threshold(f"choice of tiles, {len(rows)} shapes, largest regret", max(regrets), 0.1, 0.05),
-    ]
-
-
 def time_in_turn(problem: Problem, configs: Sequence[TileConfig], sms: int, rounds: int = 1) -> dict[TileConfig, float]:
-    """Median microseconds of each of them; with several rounds, the median of its medians."""
+    """Return median microseconds of each tile; with several rounds, the median of its medians."""
     call = call_of(problem)
     calls = [partial(call, config) for config in configs]
     rests = [timing.SHORT_REST_S if expected_us(problem, config, sms) > LONG_US else 0.0 for config in configs]
@@ -198,41 +192,28 @@ def time_in_turn(problem: Problem, configs: Sequence[TileConfig], sms: int, roun
     return {config: statistics.median(found[i :: len(configs)]) for i, config in enumerate(configs)}
 
 
-def kernels(found: Mapping[Problem, Iterable[TileConfig]]) -> set[KernelSpec]:
-    """Of problems' configurations."""
-    epilogue = PlainStore(torch.bfloat16)
-    return {kernel_spec(config, p.n, p.k, epilogue) for p, configs in found.items() for config in configs}
-
-
-def run(timed: Sequence[Problem], *, twice: bool = True, likely: float = LIKELY, most: int = MOST) -> dict:
-    """Times the candidates of every problem, and the best of them again; {"gpu", "rows", "thresholds"}."""
-    gpu = command.start()
-    sms = num_sms(torch.cuda.current_device())
+def measure(fit: bool = False, models: bool = False) -> Iterator[dict]:
+    """Time the candidates of problems that judge the choice, and the best of them again; of others for a fit, once."""
+    sms, likely, most = num_sms(torch.cuda.current_device()), LIKELY, MOST
+    timed = fitted() if fit else problems()
+    if models:
+        timed, likely, most = of_models(), LIKELY_OF_MODELS, MOST_OF_MODELS
     found = {problem: candidates(problem, sms, likely, most) for problem in timed}
-    load_all(kernels(found))
-    rows = []
+    epilogue = PlainStore(torch.bfloat16)
+    load_all({kernel_spec(config, p.n, p.k, epilogue) for p, configs in found.items() for config in configs})
     for problem, configs in found.items():
         times = time_in_turn(problem, configs, sms)
-        again = time_in_turn(problem, finalists(times), sms, ROUNDS) if twice else None
-        rows.append(make_row(problem, times, again))
-    return command.result(gpu, rows, thresholds(rows))
+        again = None if fit or models else time_in_turn(problem, finalists(times), sms, ROUNDS)
+        yield make_row(problem, times, again)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = command.parser("choice", "the chosen tiles against the other candidates")
-    others = parser.add_mutually_exclusive_group()
-    others.add_argument("--fit", action="store_true", help="time random shapes for tools.fit_cost")
-    others.add_argument("--models", action="store_true", help="time weights of models for it")
-    args = parser.parse_args(argv)
-    if args.models:
-        file = "models.json"
-        result = run(models(), twice=False, likely=LIKELY_OF_MODELS, most=MOST_OF_MODELS)
-    elif args.fit:
-        file, result = "tiles.json", run(fitted(), twice=False)
-    else:
-        file, result = "choice.json", run(problems())
-    command.finish(args.out / file, result, format_table(result["rows"], COLUMNS))
-
-
-if __name__ == "__main__":
-    main()
+CHOICE = Benchmark(
+    "choice",
+    measure,
+    ("groups", "m", "n", "k", "candidates", "chosen", "us", "best", "best_us", "regret"),
+    [
+        Bar("choice of tiles, {count} shapes, mean regret", "regret", 0.02, 0.01, over=statistics.fmean),
+        Bar("choice of tiles, {count} shapes, largest regret", "regret", 0.1, 0.05, over=max),
+    ],
+    {"fit": Option(False), "models": Option(False)},
+)
