@@ -12,6 +12,7 @@ from fp8moe.kernels.linear.training import linear_training
 from fp8moe.layers.master import MasterModule, check_master_dtype, quantized
 from fp8moe.layers.parameters import check_not_parametrized, check_not_sharded, frozen
 from fp8moe.layers.replaced import as_patterns, check_no_casts, check_no_hooks, check_only_weights, check_skip, matches
+from fp8moe.quant.checks import check_scale_format
 from fp8moe.quant.formats import BLOCK, ceil_div, has_channel_scales
 from fp8moe.quant.quantize import quantize_128x128, quantize_channels
 from fp8moe.runtime.autograd import check_derivatives, recorded
@@ -114,7 +115,9 @@ class FP8Linear(MasterModule):
             raise ValueError(f"scale_format: expected 'float32' with a master_dtype, got {scale_format!r}")
         new = cls(linear.in_features, linear.out_features, bias=False, device="meta", master_dtype=master_dtype)
         check_not_sharded("linear.weight", weight)
-        if master_dtype is None:
+        if master_dtype is None and weight.is_meta:
+            check_scale_format(scale_format)  # and `new` has tensors of the right shapes
+        elif master_dtype is None:
             data, scale = quantize_128x128(weight.detach(), scale_format=scale_format)
             new.weight, new.weight_scale_inv = frozen(data), frozen(scale)
         elif weight.dtype == master_dtype:
