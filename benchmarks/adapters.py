@@ -84,11 +84,6 @@ def _deep_gemm(name: str) -> Callable:
     raise LookupError(f"no installed DeepGEMM has {name}")
 
 
-def _pick_rows(data: Tensor, rows: Tensor) -> Tensor:
-    """Pick rows as bytes: not every version of PyTorch picks rows of FP8 values."""
-    return data.view(torch.uint8)[rows].view(data.dtype)
-
-
 def deep_gemm(a: FP8Tensor, b: FP8Tensor) -> Call:
     """Make a (M, K) by b (N, K) -> (M, N) bfloat16."""
     out = a.data.new_empty(len(a.data), len(b.data), dtype=torch.bfloat16)

@@ -5,7 +5,7 @@ tokens, three of four as streams; every tenth goes before its answer is whole. T
 `generate`, one prompt at a time, and memory and requests are counted when all have gone.
 
 The model is in float32 throughout: GraphDecoder is batch invariant on a GPU only, and with experts in FP8 rounding
-would now and then decide between two tokens. `python -m benchmarks serve` compares such a model's, on a GPU.
+would now and then decide between two tokens. `python -m benchmarks serve_gpu` compares such a model's, on a GPU.
 """
 
 import asyncio
